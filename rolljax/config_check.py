@@ -1,0 +1,252 @@
+"""Values against annotations, and built dataclasses as flat JSON-able dicts. `config.py` is the only user.
+
+`fit` converts the three things gin cannot write (a list for a tuple, an int for a float, a string for a Path) and
+refuses everything else that does not match. Deliberately absent: coercion of strings, and any guess.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import difflib
+import functools
+import inspect
+import pathlib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+_NONE_TYPE = type(None)
+
+
+class Mismatch(Exception):
+    """A value that does not fit: the sentence is `must be {want}`, `remedy` says what to write."""
+
+    def __init__(self, want: str, remedy: str = "") -> None:
+        super().__init__(f"must be {want}")
+        self.want, self.remedy = want, remedy
+
+
+def nearest(name: str, valid: Iterable[str], label: str = "valid") -> str:
+    """A remedy: the nearest valid name, then all of them."""
+    names = sorted(set(valid))
+    near = difflib.get_close_matches(name, names, 1, 0.6) or [n for n in names if n.lower() == name.lower()]
+    listed = f"{label}: {', '.join(names)}" if names else ""
+    return "; ".join(part for part in (f"did you mean '{near[0]}'?" if near else "", listed) if part)
+
+
+# ---- annotations ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def hints(cls: type) -> dict[str, Any]:
+    """Annotation of each field, strings resolved. One that cannot be resolved here (TYPE_CHECKING imports) is Any."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
+        alone = type("_", (), {"__annotations__": {field.name: field.type}, "__module__": owner.__module__})
+        try:
+            found[field.name] = typing.get_type_hints(alone)[field.name]
+        except (NameError, AttributeError):
+            found[field.name] = Any
+    return found
+
+
+def classes_in(tp: Any) -> Iterator[type]:
+    """The dataclasses an annotation mentions, at any depth."""
+    if isinstance(tp, type) and dataclasses.is_dataclass(tp):
+        yield tp
+    for arg in typing.get_args(tp):
+        yield from classes_in(arg)
+
+
+def describe(tp: Any) -> str:
+    """An annotation as a user would say it."""
+    origin, args = typing.get_origin(tp), typing.get_args(tp)
+    if tp in (None, _NONE_TYPE):
+        return "None"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in args)
+    if origin is typing.Literal:
+        return " or ".join(repr(arg) for arg in args)
+    if origin in (collections.abc.Callable, typing.Callable) or tp is typing.Callable:
+        return "a function (@module.function)"
+    if args:
+        inner = ", ".join("..." if arg is ... else describe(arg) for arg in args)
+        return f"{getattr(origin, '__name__', origin)}[{inner}]"
+    return getattr(tp, "__name__", str(tp))
+
+
+def fit(value: Any, tp: Any) -> Any:
+    """`value` as the annotation `tp` wants it (list -> tuple, int -> float, str -> Path), else `Mismatch`."""
+    origin, args = typing.get_origin(tp), typing.get_args(tp)
+    if isinstance(tp, typing.NewType):
+        return fit(value, tp.__supertype__)
+    if origin is typing.Annotated:
+        return fit(value, args[0])
+    if origin in (typing.Union, types.UnionType):
+        return _fit_union(value, tp, args)
+    if origin is typing.Literal:
+        if not any(type(arg) is type(value) and arg == value for arg in args):
+            raise Mismatch(describe(tp), nearest(str(value), map(str, args), "allowed"))
+        return value
+    if tp in (bool, int, float, str):
+        return _fit_scalar(value, tp)
+    kind = origin or tp
+    if kind in (tuple, list, collections.abc.Sequence):
+        return _fit_sequence(value, tp, list if kind is list else tuple, args)
+    if kind in (dict, collections.abc.Mapping):
+        return _fit_dict(value, tp, args)
+    if kind in (collections.abc.Callable, typing.Callable):
+        if not callable(value):
+            raise Mismatch(describe(tp), "write @module.function, without quotes, and import the module")
+        return value
+    if kind is pathlib.Path and isinstance(value, str):
+        return pathlib.Path(value)
+    return _fit_class(value, _NONE_TYPE if tp is None else kind)
+
+
+def _fit_union(value: Any, tp: Any, arms: tuple[Any, ...]) -> Any:
+    """The first arm that takes the value as it is, else the first that takes it converted."""
+    converted, remedies = [], []
+    for arm in arms:
+        try:
+            fitted = fit(value, arm)
+        except Mismatch as e:
+            remedies.append(e.remedy)
+            continue
+        if type(fitted) is type(value):
+            return fitted
+        converted.append(fitted)
+    if not converted:
+        raise Mismatch(describe(tp), min(remedies, key=lambda r: (not r.startswith("did you mean"), not r)))
+    return converted[0]
+
+
+def _fit_scalar(value: Any, tp: type) -> Any:
+    if type(value) is tp or (isinstance(value, tp) and not isinstance(value, bool)):
+        return value
+    if tp is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    remedy = ""
+    if tp is int and isinstance(value, bool):
+        remedy = f"write {int(value)}"
+    elif tp is int and isinstance(value, float):
+        remedy = f"write {int(value)}" if value.is_integer() else f"write a whole number, such as {_near_int(value)}"
+    elif tp is bool:
+        remedy = f"write {str(value).lower() in ('1', '1.0', 'true', 'yes', 'on')}"
+    elif tp is str and isinstance(value, (int, float)):
+        remedy = f"write '{value}', with quotes"
+    elif isinstance(value, str):
+        remedy = f"write {'a whole number' if tp is int else 'a number'} without quotes"
+    raise Mismatch(tp.__name__, remedy)
+
+
+def _near_int(value: float) -> int:
+    return round(value) if abs(value) < 2**63 else 1
+
+
+def _fit_sequence(value: Any, tp: Any, build: type, args: tuple[Any, ...]) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise Mismatch(describe(tp), "write a list in brackets: [first, second]")
+    if build is tuple and args and (len(args) < 2 or args[1] is not ...) and typing.get_origin(tp) is tuple:
+        if len(args) != len(value):
+            raise Mismatch(f"{describe(tp)}: {len(args)} values, not {len(value)}")
+        items = args
+    else:
+        items = (args[0] if args else Any,) * len(value)
+    return build(_fit_item(f"item {i}", item, arg) for i, (item, arg) in enumerate(zip(value, items)))
+
+
+def _fit_dict(value: Any, tp: Any, args: tuple[Any, ...]) -> Any:
+    if not isinstance(value, Mapping):
+        raise Mismatch(describe(tp), "write {'key': value}")
+    key_type, item_type = args or (str, Any)
+    return {_fit_item("key", k, key_type): _fit_item(f"[{k!r}]", v, item_type) for k, v in value.items()}
+
+
+def _fit_item(which: str, value: Any, tp: Any) -> Any:
+    try:
+        return fit(value, tp)
+    except Mismatch as e:
+        raise Mismatch(f"{e.want} ({which} is {value!r})", e.remedy) from None
+
+
+def _fit_class(value: Any, tp: Any) -> Any:
+    """Classes by isinstance, protocols by their public members, anything else is not checked."""
+    if not isinstance(tp, type) or tp in (object, Any) or typing.is_typeddict(tp):
+        return value
+    if getattr(tp, "_is_protocol", False):
+        lacking = [name for name in _members(tp) if not hasattr(value, name)]
+        if lacking:
+            raise Mismatch(f"an object like {tp.__name__} (it has no {', '.join(lacking)})")
+        return value
+    if isinstance(value, tp):
+        return value
+    remedy = ""
+    if isinstance(value, type) and issubclass(value, tp):
+        remedy = f"add (): @{value.__module__.rpartition('.')[2]}.{value.__qualname__}()"
+    elif dataclasses.is_dataclass(tp):
+        remedy = f"write @{tp.__module__.rpartition('.')[2]}.{tp.__qualname__}() and import {tp.__module__}"
+    raise Mismatch(describe(tp), remedy)
+
+
+def _members(protocol: type) -> list[str]:
+    """Public attributes and methods a Protocol asks for."""
+    names: set[str] = set()
+    for base in protocol.__mro__:
+        if getattr(base, "_is_protocol", False):
+            names |= set(base.__dict__) | set(inspect.get_annotations(base))
+    return sorted(name for name in names if name == "__call__" or not name.startswith("_"))
+
+
+# ---- flat dicts -----------------------------------------------------------------------------------------------------
+
+
+def flatten(value: Any, path: str = "") -> dict[str, object]:
+    """Dotted path -> JSON-able value for every field; `<path>.__class__` names the class of each dataclass."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        out: dict[str, object] = {_join(path, "__class__"): full_name(type(value))}
+        for field in dataclasses.fields(value):
+            out |= flatten(getattr(value, field.name), _join(path, field.name))
+        return out
+    if _holds_dataclass(value):
+        if isinstance(value, Mapping):
+            pairs = [(_join(path, str(key)), item) for key, item in value.items()]
+        else:
+            pairs = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+        return {key: leaf for inner, item in pairs for key, leaf in flatten(item, inner).items()}
+    return {path: _plain(value)}
+
+
+def full_name(obj: Any) -> str:
+    """`package.module.Class`, as resolved configs and error texts name a class or function."""
+    return f"{obj.__module__}.{obj.__qualname__}"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _holds_dataclass(value: Any) -> bool:
+    if isinstance(value, (list, tuple, Mapping)):
+        return any(map(_holds_dataclass, value.values() if isinstance(value, Mapping) else value))
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _plain(value: Any) -> object:
+    """A leaf JSON can hold: scalars as they are, containers of them, names of functions, text of the rest."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=repr)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, pathlib.PurePath):
+        return str(value)
+    if inspect.isclass(value) or callable(value) and hasattr(value, "__qualname__"):
+        return full_name(value)
+    return full_name(type(value)) if " at 0x" in repr(value) else repr(value)

@@ -1,0 +1,55 @@
+"""curves.png: reward and health of a run over its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PANELS = (
+    ("reward", ("reward/mean", "heldout/reward_mean")),
+    ("entropy, nats", ("policy/entropy_nat",)),
+    ("sampler against trainer, nats", ("mismatch/abs_max_nat",)),
+    ("seconds per step", ("time/step_s", "time/rollout_s", "time/update_s")),
+)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the panels; phases are separated by lines, held-out evaluations are dots."""
+    if not rows:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 6), constrained_layout=True)
+    borders = [r["step"] for r, after in zip(rows, rows[1:], strict=False) if r["phase"] != after["phase"]]
+    for axis, (title, names) in zip(axes.flat, PANELS, strict=True):
+        for name in names:
+            # in a supervised phase the reward is that of the gold answers: not a result, so not drawn
+            points = [(r["step"], r[name]) for r in rows if name in r and (name != "reward/mean" or "mismatch/k3_nat" in r)]
+            if not points:
+                continue
+            style = {"marker": "o", "markersize": 4, "linewidth": 1} if name.startswith("heldout") else {"linewidth": 1}
+            axis.plot(*zip(*points, strict=True), label=name, **style)
+        if title == "reward":
+            axis.plot(
+                [e["step"] for e in heldout],
+                [e["mean"] for e in heldout],
+                "k*",
+                markersize=11,
+                label="held out, phase borders",
+            )
+            axis.set_ylim(-0.03, 1.03 if max((e["mean"] for e in heldout), default=0) <= 1 else None)
+        if title.startswith("sampler") and axis.lines:
+            axis.set_yscale("log")
+        for step in borders:
+            axis.axvline(step, color="0.6", linewidth=1, linestyle=":")
+        axis.set(title=title, xlabel="step")
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8, frameon=False)
+    phases = list(dict.fromkeys(r["phase"] for r in rows))
+    figure.suptitle("  |  ".join(phases), fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,1 @@
+"""The environment room: tasks, environments, the host pool. Nothing here imports jax."""

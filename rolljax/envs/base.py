@@ -1,0 +1,74 @@
+"""What an environment is. GEM / Gymnasium meaning, in text.
+
+An `EnvSpec` is a setting: a frozen dataclass that makes tasks and environments. An `Env` is one episode's worth of
+state, used by one trajectory at a time and thrown away after it.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from rolljax.types import Message, Task
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What follows an action.
+
+    messages: what the policy is told next (empty when the episode is over).
+    reward: of this step. reward_parts: the same by name, for the record.
+    terminated: the episode reached its end. truncated: it was cut by a limit of the environment. Never both.
+    success: whether the task is solved; separate from reward.
+    """
+
+    messages: tuple[Message, ...]
+    reward: float
+    terminated: bool
+    truncated: bool = False
+    success: bool = False
+    reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Env(abc.ABC):
+    """One episode. Methods may block: the pool calls them from worker threads, under deadlines."""
+
+    @abc.abstractmethod
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        """Start the task; returns the opening conversation, ending with a message to the policy."""
+
+    @abc.abstractmethod
+    def step(self, action: str) -> StepResult:
+        """Take the policy's text. After the episode's end: `EnvError`."""
+
+    @abc.abstractmethod
+    def gold(self) -> str:
+        """An action that a perfect policy would take now."""
+
+    def close(self) -> None:
+        """Free what the episode holds."""
+
+
+class EnvSpec(abc.ABC):
+    """Settings of an environment family. Subclasses are frozen dataclasses."""
+
+    max_turns: ClassVar[int] | int = 1
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """Short name, also the domain in metrics."""
+
+    @abc.abstractmethod
+    def task(self, index: int) -> Task:
+        """The task at `index` (any non-negative integer); equal indices give equal tasks, in any process."""
+
+    @abc.abstractmethod
+    def make(self) -> Env:
+        """A fresh environment."""
+
+    def bad_actions(self) -> Sequence[str]:
+        """Actions that must not solve a task, for the contract tests."""
+        return ("", "\x00", "nonsense " * 50)

@@ -1,0 +1,128 @@
+"""Tasks of reasoning-gym: generated and scored by that library, one question and one answer each."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.errors import ConfigError, EnvError, boundary
+from rolljax.types import Message, Task
+
+UNSAFE = frozenset(
+    "binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24 simple_integration "
+    "spiral_matrix string_insertion codeio game_of_life_halting".split()
+)
+"""Families that execute the answer's text while scoring it, or that score any text as right."""
+
+SOLVED = 0.99
+"""Scores from here on count as solved; many scorers give a little for any wrong text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasoningGym(EnvSpec):
+    """One family of reasoning-gym (https://github.com/open-thought/reasoning-gym).
+
+    family: its name there, such as `spell_backward` or `chain_sum`. config: its own settings (`{'min_word_len': 3}`).
+    seed: of its generator. partial_credit: reward is the library's score; off: 1 for a solved task and 0 for all else.
+    prompt: how a question is put to the policy; `{question}` is replaced.
+    """
+
+    family: str = "chain_sum"
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    partial_credit: bool = False
+    prompt: str = "{question}"
+
+    def __post_init__(self) -> None:
+        if self.family in UNSAFE:
+            raise ConfigError(
+                "runs the text of an answer while scoring it, or scores any text as right; it is not offered",
+                setting="ReasoningGym.family",
+                value=self.family,
+                remedy="choose another family",
+            )
+        if "{question}" not in self.prompt:
+            raise ConfigError(
+                "does not contain {question}", setting="ReasoningGym.prompt", value=self.prompt, remedy="add {question}"
+            )
+        _dataset(self.family, tuple(sorted(self.config.items())), self.seed)
+
+    @property
+    def name(self) -> str:
+        return self.family
+
+    @property
+    def dataset(self) -> Any:
+        """The library's lazy, indexable data set."""
+        return _dataset(self.family, tuple(sorted(self.config.items())), self.seed)
+
+    def task(self, index: int) -> Task:
+        with boundary(EnvError, f"reasoning-gym {self.family}, item {index}"):
+            return Task(self.family, index, self.dataset[index]["question"])
+
+    def make(self) -> Env:
+        return ReasoningGymEnv(self)
+
+
+class ReasoningGymEnv(Env):
+    """Question, answer, score."""
+
+    def __init__(self, spec: ReasoningGym) -> None:
+        self._spec = spec
+        self._entry: dict[str, Any] | None = None
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        self._entry = self._spec.dataset[task.index]
+        assert self._entry is not None
+        if self._entry["question"] != task.content:
+            raise EnvError(f"item {task.index} of {self._spec.family} is not the task that was asked for")
+        return (Message("user", self._spec.prompt.replace("{question}", self._entry["question"])),)
+
+    def step(self, action: str) -> StepResult:
+        if self._entry is None:
+            raise EnvError("step before reset, or after the episode's end")
+        entry, self._entry = self._entry, None
+        score = float(self._spec.dataset.score_answer(action, entry))
+        solved = score >= SOLVED
+        reward = score if self._spec.partial_credit else float(solved)
+        return StepResult((), reward, terminated=True, success=solved, reward_parts={"score": score})
+
+    def gold(self) -> str:
+        if self._entry is None or self._entry["answer"] is None:
+            raise EnvError(f"reasoning-gym gives no reference answer for {self._spec.family}")
+        return str(self._entry["answer"])
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(family: str, config: tuple[tuple[str, Any], ...], seed: int) -> Any:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if family not in DATASETS:
+        near = difflib.get_close_matches(family, DATASETS, 3)
+        raise ConfigError(
+            "is not a reasoning-gym family",
+            setting="ReasoningGym.family",
+            value=family,
+            remedy=f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(sorted(DATASETS))}",
+        )
+    fields = {f.name for f in dataclasses.fields(DATASETS[family][1])} - {"seed", "size"}
+    for name in dict(config):
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            raise ConfigError(
+                f"{name!r} is not a setting of reasoning-gym's {family}",
+                setting="ReasoningGym.config",
+                value=dict(config),
+                remedy=(f"did you mean {near[0]}? " if near else "") + f"settings: {', '.join(sorted(fields))}",
+            )
+    try:
+        return reasoning_gym.create_dataset(family, seed=seed, size=2**31 - 1, **dict(config))
+    except (AssertionError, TypeError, ValueError) as e:
+        raise ConfigError(
+            f"reasoning-gym refuses it: {e}", setting="ReasoningGym.config", value=dict(config), remedy="see the family's settings"
+        ) from e

@@ -1,0 +1,83 @@
+"""Tasks for training and for evaluation: a Grain pipeline over an environment's tasks, split by content.
+
+Whether a task is held out is decided by the hash of its content, so that the two splits can share no task however
+small the family is and wherever the same question turns up again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rolljax.envs.base import EnvSpec
+from rolljax.errors import DataError
+from rolljax.types import Task
+
+NUM_INDICES = 1_000_000
+"""Indices that the training stream draws from before it repeats them in another order."""
+
+
+def is_held_out(task: Task, frac: float) -> bool:
+    """Whether a task belongs to the held-out split, from its hash alone."""
+    return int(task.id, 16) / 16**16 < frac
+
+
+def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
+    """The first `num_tasks` different held-out tasks, in index order.
+
+    Raises:
+      DataError: the family does not have that many.
+    """
+    found: dict[str, Task] = {}
+    limit = int(100 * num_tasks / frac) + 1000
+    for index in range(limit):
+        task = spec.task(index)
+        if is_held_out(task, frac):
+            found.setdefault(task.id, task)
+            if len(found) == num_tasks:
+                return list(found.values())
+    raise DataError(
+        f"{spec.name} has only {len(found)} different held-out tasks in {limit} indices, {num_tasks} were asked for: "
+        "lower eval tasks, raise held_out_frac, or widen the family's settings"
+    )
+
+
+@dataclasses.dataclass
+class TaskStream:
+    """Endless training tasks in a shuffled order that depends on the seed alone; its position can be saved.
+
+    Grain does the work: shuffle, generate, filter, repeat, and the position as a small JSON state.
+    """
+
+    spec: EnvSpec
+    seed: int
+    frac: float
+
+    def __post_init__(self) -> None:
+        import grain
+
+        spec, frac = self.spec, self.frac
+        data = (
+            grain.MapDataset.range(NUM_INDICES)
+            .shuffle(seed=self.seed % 2**31)
+            .repeat()
+            .map(spec.task)
+            .filter(lambda task: not is_held_out(task, frac))
+        )
+        self._iterator: Any = iter(data.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+
+    def __iter__(self) -> Iterator[Task]:
+        return self
+
+    def __next__(self) -> Task:
+        return next(self._iterator)
+
+    def state(self) -> str:
+        """The position, as JSON text."""
+        return json.dumps(self._iterator.get_state())
+
+    def restore(self, state: str) -> None:
+        """Go to a saved position: the next task is the one that would have come next."""
+        self._iterator.set_state(json.loads(state))

@@ -1,0 +1,117 @@
+"""Errors with an owner, and the exit code each owner ends a process with.
+
+Every error rolljax raises on purpose is a `RolljaxError`. Its class says which room it belongs to, its text says
+what happened, the value, where it came from, and what to do about it. Leaves also inherit the standard class a
+caller would expect (`ValueError`, `RuntimeError`), so plain `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+
+class RolljaxError(Exception):
+    """Base of all deliberate errors. `owner` is the room, `exit_code` what a command ends with."""
+
+    owner = "rolljax"
+    exit_code = 1
+
+
+class ConfigError(RolljaxError, ValueError):
+    """A setting that cannot be used.
+
+    Args:
+      message: what is wrong, one sentence.
+      setting: `Class.field` (or a file, flag or binding as the user typed it) the sentence is about.
+      value: the offending value, shown with `repr`; leave it out where there is none.
+      remedy: what to do: the nearest valid name, the allowed range, the setting to change.
+      where: `file:line`, or the flag the value came from. `config.load` fills it in from `setting`.
+    """
+
+    owner = "config"
+    exit_code = 2
+    _missing = object()
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        setting: str = "",
+        value: object = _missing,
+        remedy: str = "",
+        where: str = "",
+    ) -> None:
+        self.message, self.setting, self.value, self.remedy, self.where = message, setting, value, remedy, where
+        super().__init__(message)
+
+    def at(self, where: str) -> ConfigError:
+        """The same error with its origin filled in."""
+        self.where = self.where or where
+        return self
+
+    def __str__(self) -> str:
+        head = " ".join(p for p in (f"{self.where}:" if self.where else "", self.setting, self.message) if p)
+        lines = [head]
+        if self.value is not ConfigError._missing:
+            lines.append(f"  value: {self.value!r}")
+        if self.remedy:
+            lines.append(f"  fix:   {self.remedy}")
+        return "\n".join(lines)
+
+
+class DataError(RolljaxError, ValueError):
+    """Tasks that cannot be made, read or split."""
+
+    owner = "data"
+    exit_code = 3
+
+
+class EnvError(RolljaxError, RuntimeError):
+    """An environment that failed, or ran past its deadline."""
+
+    owner = "env"
+    exit_code = 3
+
+
+class SamplerError(RolljaxError, RuntimeError):
+    """The sampler refused a request or came to a stop."""
+
+    owner = "sampler"
+    exit_code = 4
+
+
+class TrainerError(RolljaxError, RuntimeError):
+    """An update that must not be published or saved (a loss or gradient that is not finite)."""
+
+    owner = "trainer"
+    exit_code = 5
+
+
+class CheckpointError(RolljaxError, RuntimeError):
+    """A checkpoint or model folder that is missing, incomplete or of another shape."""
+
+    owner = "checkpoint"
+    exit_code = 6
+
+
+class HangError(RolljaxError, TimeoutError):
+    """A named wait that ran past its deadline."""
+
+    owner = "hang"
+    exit_code = 7
+
+
+EXIT_PREEMPTED = 75
+"""Exit code of a run that was told to stop, saved, and can be continued by the same command."""
+
+
+@contextlib.contextmanager
+def boundary(error: type[RolljaxError], doing: str) -> Iterator[None]:
+    """Turn a foreign exception into `error`, saying what was being done. Ours pass through unchanged."""
+    try:
+        yield
+    except RolljaxError:
+        raise
+    except Exception as e:  # the one place where foreign exceptions get an owner
+        raise error(f"{doing}: {type(e).__name__}: {e}") from e

@@ -1,0 +1,67 @@
+"""Attention in one place: the grouped-query reference, and who may see whom in a packed row.
+
+A decoder layer hands its rotated queries, keys and values to an `Attend` and does not know whether they come from a
+packed training row or from a page of a running request: that is how sampler and trainer share one model function.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+NEG = -1e30
+
+
+class Attend(Protocol):
+    """Attention of one layer.
+
+    Args:
+      q_BTHC: rotated queries.  k_BTKC, v_BTKC: rotated keys, and values, of the same tokens.
+      cache: pytree carried from layer to layer (None where there is none).
+      layer: index of the layer, an int32 scalar (traced: layers run under `lax.scan`).
+
+    Returns:
+      The mixed values `[B, T, H, C]` and the cache.
+    """
+
+    def __call__(
+        self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, cache: Any, layer: jax.Array
+    ) -> tuple[jax.Array, Any]: ...
+
+
+def attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+    """Grouped-query attention with a boolean mask; softmax in float32. Returns `[B, T, H, C]` in q's dtype."""
+    B, T, H, C = q_BTHC.shape
+    S, K = k_BSKC.shape[1:3]
+    q = q_BTHC.reshape(B, T, K, H // K, C)
+    logits = jnp.einsum("btkgc,bskc->bkgts", q, k_BSKC, preferred_element_type=jnp.float32) * C**-0.5
+    logits = jnp.where(mask_BTS[:, None, None], logits, NEG)
+    weights = jax.nn.softmax(logits, axis=-1).astype(q.dtype)
+    return jnp.einsum("bkgts,bskc->btkgc", weights, v_BSKC).reshape(B, T, H, C)
+
+
+def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Array:
+    """Who sees whom in packed rows: `[B, T, T]`, True where query t may see key s.
+
+    A segment is one group: its shared prompt (branch 0) comes first, then each sibling's own tokens (branch 1, 2, ...).
+    A token sees what stands before it in its own segment, if that is the shared prompt or its own branch. Padding is
+    segment 0 and sees only padding.
+    """
+    T = segment_ids_BT.shape[1]
+    causal = jnp.arange(T)[:, None] >= jnp.arange(T)[None]
+    same_segment = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    visible = (branch_ids_BT[:, None, :] == 0) | (branch_ids_BT[:, :, None] == branch_ids_BT[:, None, :])
+    return causal & same_segment & visible
+
+
+def packed(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> Attend:
+    """Attention inside packed training rows."""
+    mask_BTS = packed_mask(segment_ids_BT, branch_ids_BT)
+
+    def attend(q, k, v, cache, layer):
+        del layer
+        return attention(q, k, v, mask_BTS), cache
+
+    return attend

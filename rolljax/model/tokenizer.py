@@ -1,0 +1,157 @@
+"""Tokenizers and chat templates: prompts as token ids, and the exact tokens that stand between two turns.
+
+Token streams only ever grow. The tokens of a later turn's observation are what the chat template puts between the end
+of the last answer and the start of the next one; what was sampled is never tokenised again. Text that happens to spell
+a special token ("<|assistant|>" in an observation) is encoded as plain text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rolljax.errors import CheckpointError, ConfigError
+from rolljax.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+BYTE_TEMPLATE = (
+    "{% for m in messages %}"
+    "{{ '<|' + m['role'] + '|>' }}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer of 256 bytes and five special tokens with a chat template, as `transformers` saves and loads it.
+
+    One special token opens each role and `<|end|>` closes an answer, so the template adds two tokens to a question.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([PAD, END, USER, ASSISTANT, SYSTEM])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, eos_token=END, chat_template=BYTE_TEMPLATE, clean_up_tokenization_spaces=False
+    )
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local Hugging Face folder.
+
+    Raises:
+      CheckpointError: the folder holds none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as e:
+        raise CheckpointError(f"no tokenizer could be read from {folder}: {e}") from e
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chat:
+    """A tokenizer with its chat template, seen as token streams."""
+
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError(
+                "has no chat template",
+                setting="tokenizer",
+                value=getattr(self.tokenizer, "name_or_path", ""),
+                remedy="add chat_template.jinja to the folder, or start from an instruction-tuned model",
+            )
+
+    @functools.cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end an answer: the tokenizer's eos and what the template closes an assistant message with."""
+        ids = {self.tokenizer.eos_token_id}
+        closing = self._closing
+        if closing:
+            ids.add(closing[0])
+        return tuple(sorted(i for i in ids if i is not None))
+
+    def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
+        """Ids of a conversation up to where the assistant begins to write, `[P]` int32."""
+        return self._prompt_ids(tuple(messages))
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  # one Chat lives as long as its run
+    def _prompt_ids(self, messages: tuple[Message, ...]) -> np.ndarray:
+        return self._encode(messages, generate=True)
+
+    def answer_ids(self, text: str) -> np.ndarray:
+        """Ids of an answer and the token that closes it, as a policy would have sampled them, `[T]` int32."""
+        closing = self._closing
+        end = closing[0] if closing else self.tokenizer.eos_token_id
+        return np.array([*self._plain(text), end], np.int32)
+
+    def delta_ids(self, messages: Sequence[Message], *, closed: bool) -> np.ndarray:
+        """Ids that follow an answer when `messages` are added: the rest of its closing, the messages, the next opening.
+
+        Args:
+          closed: whether the sampled tokens ended with the closing token (else it is added here).
+        """
+        closing = self._closing
+        base = [Message("user", "q"), Message("assistant", "a")]
+        whole = self._encode([*base, *messages], generate=True)
+        head = self._encode(base, generate=False)
+        if not np.array_equal(whole[: len(head)], head):
+            raise ConfigError(
+                "rewrites earlier turns when the conversation grows, so a token stream cannot be extended",
+                setting="chat template",
+                remedy="use a template that renders every assistant message in the same way wherever it stands",
+            )
+        rest = closing[1:] if closed else closing
+        return np.array([*rest, *whole[len(head) :]], np.int32)
+
+    def text(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Plain text of sampled ids, special tokens left out."""
+        return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
+
+    @functools.cached_property
+    def _closing(self) -> list[int]:
+        """Tokens that the template writes after the text of an assistant message ("<|im_end|>\\n" for Qwen)."""
+        base = [Message("user", "q"), Message("assistant", "a")]
+        ids = list(self._encode(base, generate=False))
+        opened = list(self._encode(base[:1], generate=True))
+        text = self._plain("a")
+        for start in range(len(opened) - 1, len(ids)):
+            if ids[start : start + len(text)] == list(text):
+                return ids[start + len(text) :]
+        return []
+
+    def _encode(self, messages: Sequence[Message], *, generate: bool) -> np.ndarray:
+        """Render the template, then tokenise; contents that spell special tokens are tokenised apart, as plain text."""
+        specials = self.tokenizer.all_special_tokens
+        contents = [m.content for m in messages]
+        unsafe = [any(s in c for s in specials) for c in contents]
+        marks = [f"\x00{i}\x00" if u else c for i, (c, u) in enumerate(zip(contents, unsafe, strict=True))]
+        text = self.tokenizer.apply_chat_template(
+            [{"role": m.role, "content": mark} for m, mark in zip(messages, marks, strict=True)],
+            add_generation_prompt=generate,
+            tokenize=False,
+        )
+        ids: list[int] = []
+        for i in (i for i, u in enumerate(unsafe) if u):
+            before, _, text = text.partition(marks[i])
+            ids += self.tokenizer(before, add_special_tokens=False)["input_ids"]
+            ids += self._plain(contents[i])
+        ids += self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return np.array(ids, np.int32)
+
+    def _plain(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

@@ -1,0 +1,180 @@
+"""A run as a tree of settings. Every default stands here, at its field, or at the field of the room it belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.pool import PoolConfig
+from rolljax.errors import ConfigError
+from rolljax.model.decoder import DecoderConfig, Dtype, Remat
+from rolljax.sampler.engine import SamplerConfig
+from rolljax.trainer.algorithms.base import Algorithm
+from rolljax.trainer.batch import PackShape, num_rows_bound
+from rolljax.trainer.mesh import MeshSpec
+from rolljax.trainer.optimizer import AdamW
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A stretch of training with one algorithm.
+
+    name: shown in progress and metrics. steps: steps of this phase.
+    prompts_per_step x group_size: trajectories of a step. updates_per_step: optimizer updates that share them out.
+    temperature: of sampling, and of the trainer's log-probs.
+    staleness: how many steps ahead of the trainer groups may be started (0: every token is on-policy).
+    row_len, micro_rows: packed rows of a micro-batch; `row_len` must hold one whole trajectory.
+    eval_every: evaluate on held-out tasks every so many steps (0: only at the end of the phase).
+    stop_at_reward: end the phase early once such an evaluation reaches this reward.
+    """
+
+    name: str
+    algorithm: Algorithm
+    steps: int
+    prompts_per_step: int = 32
+    group_size: int = 1
+    updates_per_step: int = 1
+    temperature: float = 1.0
+    staleness: int = 0
+    optimizer: AdamW = AdamW()
+    row_len: int = 512
+    micro_rows: int = 8
+    eval_every: int = 0
+    stop_at_reward: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts_per_step", "group_size", "updates_per_step", "row_len", "micro_rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", setting=f"Phase.{name}", value=getattr(self, name))
+        for name in ("staleness", "eval_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError("must not be negative", setting=f"Phase.{name}", value=getattr(self, name))
+        if self.temperature <= 0:
+            raise ConfigError(
+                "must be positive: greedy samples teach nothing about each other",
+                setting="Phase.temperature",
+                value=self.temperature,
+                remedy="set 1.0; greedy evaluation is Evaluation.temperature = 0",
+            )
+        if self.prompts_per_step % self.updates_per_step:
+            raise ConfigError(
+                f"does not divide by updates_per_step = {self.updates_per_step}",
+                setting="Phase.prompts_per_step",
+                value=self.prompts_per_step,
+                remedy=f"choose a multiple of {self.updates_per_step}: every update takes an equal number of groups",
+            )
+        if self.stop_at_reward is not None and not self.eval_every:
+            raise ConfigError(
+                "is never looked at, because eval_every is 0",
+                setting="Phase.stop_at_reward",
+                value=self.stop_at_reward,
+                remedy="set Phase.eval_every",
+            )
+        if self.staleness and self.algorithm.source == "gold":
+            raise ConfigError(
+                f"can have no effect: {type(self.algorithm).__name__} learns from gold answers, which do not age",
+                setting="Phase.staleness",
+                value=self.staleness,
+                remedy="set it to 0",
+            )
+        self.algorithm.check(group_size=self.group_size, on_policy=self.updates_per_step == 1 and not self.staleness)
+
+    def pack_shape(self, max_context: int, max_answer_tok: int, max_turns: int) -> PackShape:
+        """Fixed shape of this phase's batches: room for the worst case, whatever the lengths turn out to be."""
+        response = max_answer_tok if max_turns == 1 else max_context - 1
+        groups = self.prompts_per_step // self.updates_per_step
+        rows = num_rows_bound(groups, self.group_size, max_context - response, response, self.row_len)
+        return PackShape(-(-rows // self.micro_rows), self.micro_rows, self.row_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Held-out evaluation: one trajectory for each of `tasks` tasks, at `temperature` (0: greedy).
+
+    held_out_frac: share of all tasks, by the hash of their content, that training never sees.
+    """
+
+    tasks: int = 256
+    temperature: float = 1.0
+    held_out_frac: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.tasks < 1:
+            raise ConfigError("must be at least 1", setting="Evaluation.tasks", value=self.tasks)
+        if self.temperature < 0:
+            raise ConfigError("must not be negative", setting="Evaluation.temperature", value=self.temperature)
+        if not 0 < self.held_out_frac < 1:
+            raise ConfigError(
+                "must be between 0 and 1, both excluded",
+                setting="Evaluation.held_out_frac",
+                value=self.held_out_frac,
+                remedy="0.1 holds out a tenth of the tasks",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A whole run: what is learned where, by which model, in which phases.
+
+    model: shape of a decoder that starts from random weights with a byte tokenizer, or the path of a local Hugging Face
+      folder whose config, weights, tokenizer and chat template are used.
+    max_answer_tok: most tokens of one answer (one turn).
+    seed: of the weights, of the order of tasks and of everything sampled.
+    save_every: steps between checkpoints (one is always kept at the end of a phase and when the run is told to stop).
+    rollouts_every: steps between files of rollouts. wait_s: longest wait for the groups of a step.
+    """
+
+    env: EnvSpec
+    phases: tuple[Phase, ...]
+    model: DecoderConfig | str = DecoderConfig()
+    dtype: Dtype = "float32"
+    remat: Remat = "none"
+    max_answer_tok: int = 16
+    sampler: SamplerConfig = SamplerConfig()
+    mesh: MeshSpec = MeshSpec()
+    pool: PoolConfig = PoolConfig()
+    evaluation: Evaluation = Evaluation()
+    seed: int = 0
+    save_every: int = 50
+    rollouts_every: int = 1
+    wait_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.phases:
+            raise ConfigError("is empty", setting="Recipe.phases", value=(), remedy="give at least one @Phase()")
+        names = [p.name for p in self.phases]
+        if len(set(names)) < len(names):
+            raise ConfigError("are not all different", setting="Phase.name", value=names, remedy="give each its own name")
+        for name in ("max_answer_tok", "save_every", "rollouts_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", setting=f"Recipe.{name}", value=getattr(self, name))
+        if self.max_answer_tok >= self.sampler.max_context:
+            raise ConfigError(
+                f"leaves no room for a prompt in a context of {self.sampler.max_context} tokens",
+                setting="Recipe.max_answer_tok",
+                value=self.max_answer_tok,
+                remedy="lower it, or raise SamplerConfig.max_context",
+            )
+        for phase in self.phases:
+            if phase.row_len < self.sampler.max_context:
+                raise ConfigError(
+                    f"is shorter than the longest trajectory (SamplerConfig.max_context = {self.sampler.max_context})",
+                    setting="Phase.row_len",
+                    value=phase.row_len,
+                    remedy=f"set it to {self.sampler.max_context} or more",
+                )
+
+    def check_mesh(self, num_batch_shards: int) -> None:
+        """What only shows on a mesh: rows must divide over the batch shards."""
+        for phase in self.phases:
+            if phase.micro_rows % num_batch_shards:
+                raise ConfigError(
+                    f"does not divide over {num_batch_shards} batch shards of the mesh",
+                    setting="Phase.micro_rows",
+                    value=phase.micro_rows,
+                    remedy=f"choose a multiple of {num_batch_shards}",
+                )
+
+
+RESUMABLE = ("save_every", "rollouts_every", "wait_s", "pool.")
+"""Settings (path prefixes) that may differ when a run is continued: they change no number."""

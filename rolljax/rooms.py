@@ -1,0 +1,165 @@
+"""The rooms of a run, opened: mesh, model, tokenizer, environments, sampler. Used by every verb."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rolljax.buffer import Background
+from rolljax.envs.pool import EnvPool
+from rolljax.envs.tasks import held_out
+from rolljax.errors import ConfigError
+from rolljax.model import hf
+from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
+from rolljax.recipe import Recipe
+from rolljax.rollout import GoldPolicy, Policy, Rollouts, SamplerPolicy
+from rolljax.sampler.client import Sampler
+from rolljax.sampler.engine import Engine
+from rolljax.trainer.mesh import BATCH_AXES, num_batch_shards, param_shardings
+from rolljax.trainer.publish import make_publish
+from rolljax.types import EVAL_STREAM, Message, SamplingParams, Task, Trajectory
+
+PROBED_TASKS = 64
+"""Training tasks whose prompts are measured before a run starts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A recipe checked against its model, its tokenizer, its tasks and the devices; nothing is allocated yet."""
+
+    recipe: Recipe
+    mesh: Mesh
+    model: Model
+    chat: Chat
+    heldout: list[Task]
+    first_prompt: tuple[Message, ...]
+    longest_prompt_tok: int
+
+
+def plan(recipe: Recipe) -> Plan:
+    """Check everything that can be checked without allocating anything.
+
+    Raises:
+      ConfigError: a vocabulary smaller than the tokenizer's, prompts that do not fit, a mesh that does not divide.
+      DataError: too few held-out tasks. CheckpointError: an unreadable model folder.
+    """
+    mesh = recipe.mesh.build()
+    recipe.check_mesh(num_batch_shards(mesh))
+    if isinstance(recipe.model, DecoderConfig):
+        cfg, chat = recipe.model, Chat(byte_tokenizer())
+        if cfg.vocab_size < len(chat.tokenizer):
+            raise ConfigError(
+                f"is smaller than the byte tokenizer's {len(chat.tokenizer)} tokens",
+                setting="DecoderConfig.vocab_size",
+                value=cfg.vocab_size,
+                remedy=f"at least {len(chat.tokenizer)}; 264 divides well",
+            )
+    else:
+        cfg, chat = hf.read_config(recipe.model), Chat(load_tokenizer(recipe.model))
+    model = Model(cfg, recipe.dtype, recipe.remat)
+    param_shardings(mesh, model.axes(), model.abstract())
+    if recipe.sampler.max_context > cfg.max_position:
+        raise ConfigError(
+            f"is more than the model's {cfg.max_position} positions",
+            setting="SamplerConfig.max_context",
+            value=recipe.sampler.max_context,
+            remedy=f"at most {cfg.max_position}",
+        )
+    heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
+    longest, first_prompt = 0, ()
+    env = recipe.env.make()
+    for task in [recipe.env.task(0), *(recipe.env.task(i) for i in range(1, PROBED_TASKS)), *heldout]:
+        messages = env.reset(task)
+        first_prompt = first_prompt or messages
+        longest = max(longest, len(chat.prompt_ids(messages)))
+    env.close()
+    if longest + recipe.max_answer_tok > recipe.sampler.max_context:
+        raise ConfigError(
+            f"is too short: prompts of {recipe.env.name} take up to {longest} tokens and an answer {recipe.max_answer_tok}",
+            setting="SamplerConfig.max_context",
+            value=recipe.sampler.max_context,
+            remedy=f"set it to {longest + recipe.max_answer_tok} or more",
+        )
+    return Plan(recipe, mesh, model, chat, heldout, first_prompt, longest)
+
+
+def start_params(plan: Plan) -> Params:
+    """The weights a run starts from: random, or the folder's, placed on the mesh."""
+    shardings = param_shardings(plan.mesh, plan.model.axes(), plan.model.abstract())
+    if isinstance(plan.recipe.model, str):
+        return hf.load(plan.recipe.model, plan.model, shardings)
+    seed = plan.recipe.seed
+    return jax.jit(lambda: plan.model.init(seed), out_shardings=shardings)()
+
+
+class Rooms:
+    """Sampler, environments and the event loop they share. Use as a context manager.
+
+    Args:
+      params: trainer weights that the sampler starts with, as policy version `version`.
+      should_stop: asked while waiting; True ends the wait with `Stopped`.
+    """
+
+    def __init__(self, plan: Plan, params: Params, version: int, should_stop: Callable[[], bool] = lambda: False) -> None:
+        self.plan, self.recipe = plan, plan.recipe
+        self._publish = make_publish(plan.mesh, plan.model)
+        engine = Engine(plan.model, plan.recipe.sampler, plan.mesh, BATCH_AXES)
+        self.sampler = Sampler(engine, self._publish(params), version)
+        self.pool = EnvPool(plan.recipe.pool)
+        self.background = Background(should_stop)
+
+    def __enter__(self) -> Rooms:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.background.close()
+        self.sampler.close()
+        self.pool.close()
+
+    def publish(self, params: Params, version: int) -> None:
+        """Give the sampler new weights."""
+        if version != self.sampler.version:
+            self.sampler.publish(self._publish(params), version)
+
+    def policy(self, temperature: float) -> Policy:
+        """The model as a policy."""
+        params = SamplingParams(temperature, self.recipe.max_answer_tok, self.plan.chat.stop_ids)
+        return SamplerPolicy(self.sampler, params, self.recipe.seed)
+
+    def gold(self) -> Policy:
+        """The environments' own answers as a policy."""
+        return GoldPolicy(self.pool, self.plan.chat)
+
+    def rollouts(self, policy: Policy) -> Rollouts:
+        r = self.recipe
+        return Rollouts(r.env, self.pool, self.plan.chat, policy, r.sampler.max_context)
+
+    def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
+        """One trajectory for each held-out task, with the weights that are published now.
+
+        interruptible: let a stop of the run end the wait (`Stopped`).
+        """
+        rollouts = self.rollouts(self.policy(self.recipe.evaluation.temperature))
+
+        async def all_tasks() -> list[Trajectory]:
+            groups = [
+                rollouts.group(task, stream=EVAL_STREAM, step=step, index=i, group_size=1)
+                for i, task in enumerate(self.plan.heldout)
+            ]
+            return [t for group in await asyncio.gather(*groups) for t in group.trajectories]
+
+        return self.background.wait(
+            self.background.start(all_tasks()), "the held-out evaluation", self.recipe.wait_s, interruptible=interruptible
+        )
+
+
+def mean_reward(trajectories: list[Trajectory]) -> float:
+    """Mean reward of those that did not fail; NaN when none is left."""
+    rewards = [t.reward for t in trajectories if t.status != "failed"]
+    return float(np.mean(rewards)) if rewards else float("nan")

@@ -1,0 +1,1 @@
+"""The sampler room: the engine (pure device programs over KV pages), the scheduler that feeds it, the client."""

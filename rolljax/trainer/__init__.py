@@ -1,0 +1,1 @@
+"""The trainer room: mesh, credit, objectives, algorithms, packing, the update, publishing weights."""

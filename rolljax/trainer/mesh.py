@@ -1,0 +1,116 @@
+"""The mesh, and the one table that maps logical axis names to mesh axes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rolljax.errors import ConfigError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+"""Mesh axes that rows of a batch, and slots of the sampler, are split over."""
+
+RULES: Mapping[str, str | None] = {
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "ffn": "tensor",
+    "embed": "fsdp",
+    "layers": None,
+    "head_dim": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSpec:
+    """How many devices each mesh axis takes; one axis may be -1, "all that are left".
+
+    data: rows of the batch. fsdp: rows of the batch, and parameters with their optimizer state.
+    tensor: heads, feed-forward and vocabulary of each layer.
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name in MESH_AXES:
+            if getattr(self, name) < 1 and getattr(self, name) != -1:
+                raise ConfigError(
+                    "must be positive, or -1 for all devices that are left",
+                    setting=f"MeshSpec.{name}",
+                    value=getattr(self, name),
+                )
+        free = [name for name in MESH_AXES if getattr(self, name) == -1]
+        if len(free) > 1:
+            raise ConfigError("only one mesh axis can be -1", setting=f"MeshSpec.{free[1]}", value=-1)
+
+    def sizes(self, num_devices: int) -> tuple[int, ...]:
+        """Devices per mesh axis on `num_devices` devices."""
+        sizes = [getattr(self, name) for name in MESH_AXES]
+        fixed = int(np.prod([s for s in sizes if s != -1]))
+        if -1 in sizes and num_devices % fixed == 0:
+            sizes[sizes.index(-1)] = num_devices // fixed
+        if int(np.prod(sizes)) != num_devices:
+            raise ConfigError(
+                f"a mesh of {dict(zip(MESH_AXES, sizes, strict=True))} does not cover {num_devices} device(s)",
+                setting="MeshSpec.data",
+                value=self.data,
+                remedy="make the product of the axes equal the device count, or leave one axis at -1",
+            )
+        return tuple(sizes)
+
+    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """The mesh over `devices` (default: all of them)."""
+        devices = jax.devices() if devices is None else devices
+        return Mesh(np.array(devices).reshape(self.sizes(len(devices))), MESH_AXES)
+
+
+def num_batch_shards(mesh: Mesh) -> int:
+    """Into how many parts the rows of a batch are split."""
+    return int(np.prod([mesh.shape[a] for a in BATCH_AXES]))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def rows(mesh: Mesh, axis: int = 0) -> NamedSharding:
+    """Sharding of an array whose dimension `axis` counts rows."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES))
+
+
+def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True) -> Any:
+    """Shardings of a parameter tree.
+
+    Args:
+      axes: logical axis names per parameter (`Model.axes`). shapes: the same tree of things with a shape.
+      fsdp: False leaves the fsdp axis out (the sampler's copy: whole on every batch shard).
+
+    Raises:
+      ConfigError: a dimension does not divide by the mesh axis it is mapped to.
+    """
+
+    def one(names: tuple[str, ...], like: Any) -> NamedSharding:
+        spec = []
+        for name, size in zip(names, like.shape, strict=True):
+            axis = RULES[name]
+            if axis == "fsdp" and not fsdp:
+                axis = None
+            if axis is not None and size % mesh.shape[axis]:
+                raise ConfigError(
+                    f"= {mesh.shape[axis]} does not divide the model's {name} dimension of {size}",
+                    setting=f"MeshSpec.{axis}",
+                    value=mesh.shape[axis],
+                    remedy=f"choose a divisor of {size}",
+                )
+            spec.append(axis)
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree.map(one, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))

@@ -1,0 +1,32 @@
+"""What the update carries from step to step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from rolljax.model.decoder import Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state and the number of optimizer updates taken (int32 scalar)."""
+
+    params: Params
+    opt_state: Any
+    num_updates: jax.Array
+
+
+def fingerprint(tree: Any) -> str:
+    """SHA-256 over the bytes of every leaf, in tree order: equal only if all leaves are bitwise equal."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        array = np.asarray(leaf)
+        digest.update(f"{array.shape}{array.dtype}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,167 @@
+"""What flows between the rooms, in the order in which it flows. NumPy only: no jax, no gin.
+
+    Task -> Env -> Sampler -> Turn* -> Trajectory -> Group -> TokenBatch -> loss -> TrainState -> weights(version) -> Sampler
+
+`TokenBatch` and `TrainState` live on devices and stand in `rolljax.trainer.batch` and `rolljax.trainer.state`.
+Everything here is a frozen dataclass that is written to disk as it is (`to_json`), under `SCHEMA_VERSION`.
+Log-probs are natural logs in float32 and named for who computed them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+SCHEMA_VERSION = 1
+
+Status = Literal["ok", "truncated", "failed", "cancelled"]
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, as chat templates know it."""
+
+    role: str
+    content: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One start state. `content` is what makes two tasks the same task; its hash is the identity and decides the split.
+
+    `index` addresses the task in its environment: `env.task(index)` makes it again, anywhere.
+    """
+
+    env: str
+    index: int
+    content: str
+
+    @property
+    def id(self) -> str:
+        """16 hex digits of the SHA-256 of environment name and content."""
+        return hashlib.sha256(f"{self.env}\0{self.content}".encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """The address of a trajectory. With the run's seed it is also the address of its randomness."""
+
+    stream: int
+    """0: training rollouts of the first phase, 1: of the second, ...; evaluations use `EVAL_STREAM`."""
+    step: int
+    group: int
+    sibling: int
+
+
+EVAL_STREAM = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. Temperature 0 is greedy (its log-probs are those of temperature 1)."""
+
+    temperature: float = 1.0
+    max_tokens: int = 16
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What the sampler returns for one request; arrays `[T]`, one entry per sampled token, stop token included."""
+
+    tokens: np.ndarray
+    sampler_logp: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason
+    queue_s: float
+    sample_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """What the policy saw that was new to it, and what it said.
+
+    `prompt_ids [P]` are only the tokens since the previous turn's last sampled token, so that the token stream of a
+    trajectory is the plain concatenation of its turns: sampled ids are never tokenised again.
+    """
+
+    prompt_ids: np.ndarray
+    tokens: np.ndarray
+    sampler_logp: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason
+    reward: float
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One episode: its turns, its reward by named parts, how it ended, and whose fault a failure was."""
+
+    key: Key
+    task: Task
+    turns: tuple[Turn, ...]
+    reward: float
+    reward_parts: Mapping[str, float]
+    success: bool
+    status: Status
+    error: str = ""
+    error_owner: str = ""
+    env_s: float = 0.0
+    sample_s: float = 0.0
+
+    @property
+    def num_sampled_tok(self) -> int:
+        return sum(len(t.tokens) for t in self.turns)
+
+    @property
+    def num_tok(self) -> int:
+        return sum(len(t.prompt_ids) + len(t.tokens) for t in self.turns)
+
+    def stream(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, `sampled` mask and sampler log-probs (0 where not sampled) of the whole episode, each `[T]`."""
+        tokens, sampled, logp = [], [], []
+        for turn in self.turns:
+            tokens += [turn.prompt_ids, turn.tokens]
+            sampled += [np.zeros(len(turn.prompt_ids), bool), np.ones(len(turn.tokens), bool)]
+            logp += [np.zeros(len(turn.prompt_ids), np.float32), turn.sampler_logp]
+        return (
+            np.concatenate(tokens).astype(np.int32),
+            np.concatenate(sampled),
+            np.concatenate(logp).astype(np.float32),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able record of everything above; what `rollouts/step_N.jsonl` holds, one line per trajectory."""
+        return {"schema": SCHEMA_VERSION, **_plain(self)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Trajectories of the same start: the unit of credit and of dropping."""
+
+    task: Task
+    step: int
+    index: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        return np.array([t.reward for t in self.trajectories], np.float32)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(v) for v in value]
+    return value
