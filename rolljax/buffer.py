@@ -40,7 +40,9 @@ class Background:
         """Begin `work`; its result is for `wait`."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def wait(self, future: concurrent.futures.Future[T], name: str, deadline_s: float, *, interruptible: bool = True) -> T:
+    def wait(
+        self, future: concurrent.futures.Future[T], name: str, deadline_s: float, *, interruptible: bool = True
+    ) -> T:
         """The result of `future`.
 
         Raises:

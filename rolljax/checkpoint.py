@@ -95,5 +95,3 @@ class Checkpoints:
 def _number(progress: Progress) -> int:
     """Orbax's step number: grows with every step and every phase border."""
     return progress.total_steps * 100 + progress.phase
-
-

@@ -39,7 +39,12 @@ def quiet() -> None:
 def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """`--gin FILE` and `--set 'name = value'`, both repeatable."""
     parser.add_argument(
-        "--gin", action="append", default=[], metavar="FILE", required=required, help="gin file; repeat to layer several"
+        "--gin",
+        action="append",
+        default=[],
+        metavar="FILE",
+        required=required,
+        help="gin file; repeat to layer several",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="'NAME = VALUE'", help="one setting over the files; repeatable"

@@ -28,7 +28,9 @@ def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]
     for axis, (title, names) in zip(axes.flat, PANELS, strict=True):
         for name in names:
             # in a supervised phase the reward is that of the gold answers: not a result, so not drawn
-            points = [(r["step"], r[name]) for r in rows if name in r and (name != "reward/mean" or "mismatch/k3_nat" in r)]
+            points = [
+                (r["step"], r[name]) for r in rows if name in r and (name != "reward/mean" or "mismatch/k3_nat" in r)
+            ]
             if not points:
                 continue
             style = {"marker": "o", "markersize": 4, "linewidth": 1} if name.startswith("heldout") else {"linewidth": 1}

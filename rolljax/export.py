@@ -29,7 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> int:
         to = Path(args.to)
         if to.exists() and (not to.is_dir() or any(to.iterdir())):
-            raise ConfigError("is not a new or empty folder", setting="--to", value=args.to, remedy="name another folder")
+            raise ConfigError(
+                "is not a new or empty folder", setting="--to", value=args.to, remedy="name another folder"
+            )
         export(args.run, args.model, to)
         print(to)
         return 0

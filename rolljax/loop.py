@@ -87,7 +87,7 @@ class Learner:
     def restore(self, checkpoints: Checkpoints) -> TrainState:
         params = self.plan.model.abstract()
         count = jax.ShapeDtypeStruct((), np.int32)
-        abstract = TrainState(params, jax.eval_shape(self.tx.init, params), count)
+        abstract = TrainState(params, jax.eval_shape(self.tx.init, params), count)  # type: ignore[arg-type]
         return checkpoints.state(abstract, state_shardings(self.plan.mesh, self.plan.model, self.tx))
 
 
@@ -253,10 +253,14 @@ def update(
                 f"nothing of this step was published or saved; the batch is in {path}"
             )
     row: Row = {"optim/updates_n": len(batches)}
+    reduce: dict[str, Callable[[list[float]], float]] = {
+        "mean": lambda v: float(np.mean(v)),
+        "max": max,
+        "first": lambda v: v[0],
+        "last": lambda v: v[-1],
+    }
     for name in all_stats[0] if all_stats else ():
-        values = [s[name] for s in all_stats]
-        how = {"mean": np.mean, "max": np.max, "first": lambda v: v[0], "last": lambda v: v[-1]}[NAMES[name].reduction]
-        row[name] = float(how(values))
+        row[name] = reduce[NAMES[name].reduction]([s[name] for s in all_stats])
     return state, row
 
 
@@ -307,9 +311,9 @@ def report(row: Row, clock: Clock, phase: Phase, progress: Progress, folder: Run
         row["tput/sample_tok_s"] = sampled / max(row["time/rollout_s"], 1e-9)
     row["tput/train_tok_s"] = row["train/tokens_n"] / max(row["time/update_s"], 1e-9)
     progress.phase_wall_s[phase.name] = progress.phase_wall_s.get(phase.name, 0.0) + seconds
-    head = {"step": progress.total_steps, "phase": phase.name, "phase_step": progress.step, "version": progress.version}
-    folder.write_row(head | row)
-    console.step(head | row)
+    place = {"step": progress.total_steps, "phase_step": progress.step, "version": progress.version}
+    folder.write_row({**place, "phase": phase.name, **row})
+    console.step(place | row)
 
 
 def evaluate(rooms: Rooms, progress: Progress, name: str) -> list[Trajectory]:

@@ -45,9 +45,15 @@ NAMES: Mapping[str, Metric] = {
     "policy/clip_low_frac": Metric("share", "mean", 0, 1, "tokens of negative advantage clipped from below"),
     "policy/clip_high_frac": Metric("share", "mean", 0, 1, "tokens of positive advantage clipped from above"),
     "policy/ratio_max": Metric("ratio", "max", 0, INF, "largest ratio of trainer to sampler probability"),
-    "mismatch/k3_nat": Metric("nats", "first", -1e-6, INF, "KL(sampler || trainer), k3 estimate, before the first update"),
-    "mismatch/mult_ratio": Metric("ratio", "first", 0, INF, "mean exp|sampler_logp - trainer_logp|, before the first update"),
-    "mismatch/abs_max_nat": Metric("nats", "first", 0, INF, "largest |sampler_logp - trainer_logp|, before the first update"),
+    "mismatch/k3_nat": Metric(
+        "nats", "first", -1e-6, INF, "KL(sampler || trainer), k3 estimate, before the first update"
+    ),
+    "mismatch/mult_ratio": Metric(
+        "ratio", "first", 0, INF, "mean exp|sampler_logp - trainer_logp|, before the first update"
+    ),
+    "mismatch/abs_max_nat": Metric(
+        "nats", "first", 0, INF, "largest |sampler_logp - trainer_logp|, before the first update"
+    ),
     "optim/grad_norm": Metric("norm", "mean", 0, INF, "gradient norm before clipping"),
     "optim/update_norm": Metric("norm", "mean", 0, INF, "norm of the parameter change"),
     "optim/lr": Metric("rate", "last", 0, INF, "learning rate of the last update"),

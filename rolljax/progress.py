@@ -14,7 +14,9 @@ def step_line(phase: str, row: Mapping[str, float], num_steps: int) -> str:
     """One line for one step: what was reached, how, and what it waited for."""
     step = int(row["phase_step"])
     parts = [f"{phase} {step}/{num_steps}"]
-    parts.append(f"reward {row['reward/mean']:.3f}" if "mismatch/k3_nat" in row else f"loss {row.get('loss/total', 0):.3f}")
+    parts.append(
+        f"reward {row['reward/mean']:.3f}" if "mismatch/k3_nat" in row else f"loss {row.get('loss/total', 0):.3f}"
+    )
     if "heldout/reward_mean" in row:
         parts.append(f"heldout {row['heldout/reward_mean']:.3f}")
     parts.append(f"len {row['rollout/len_tok']:.1f}")

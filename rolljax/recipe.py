@@ -144,7 +144,9 @@ class Recipe:
             raise ConfigError("is empty", setting="Recipe.phases", value=(), remedy="give at least one @Phase()")
         names = [p.name for p in self.phases]
         if len(set(names)) < len(names):
-            raise ConfigError("are not all different", setting="Phase.name", value=names, remedy="give each its own name")
+            raise ConfigError(
+                "are not all different", setting="Phase.name", value=names, remedy="give each its own name"
+            )
         for name in ("max_answer_tok", "save_every", "rollouts_every"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", setting=f"Recipe.{name}", value=getattr(self, name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 from typing import Protocol
 
@@ -101,7 +102,7 @@ class Rollouts:
             closed = answer.finish_reason == "stop"
             text = self.chat.text(answer.tokens)
             start = time.perf_counter()
-            result = await self.pool.call(lambda text=text: _step(env, text), f"step of {self.spec.name}")
+            result = await self.pool.call(functools.partial(_step, env, text), f"step of {self.spec.name}")
             episode.env_s += time.perf_counter() - start
             episode.add(new_ids, answer, text, result)
             if not closed or result.truncated:

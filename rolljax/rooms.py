@@ -72,7 +72,8 @@ def plan(recipe: Recipe) -> Plan:
             remedy=f"at most {cfg.max_position}",
         )
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
-    longest, first_prompt = 0, ()
+    longest = 0
+    first_prompt: tuple[Message, ...] = ()
     env = recipe.env.make()
     for task in [recipe.env.task(0), *(recipe.env.task(i) for i in range(1, PROBED_TASKS)), *heldout]:
         messages = env.reset(task)
@@ -106,7 +107,9 @@ class Rooms:
       should_stop: asked while waiting; True ends the wait with `Stopped`.
     """
 
-    def __init__(self, plan: Plan, params: Params, version: int, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, plan: Plan, params: Params, version: int, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
         self.plan, self.recipe = plan, plan.recipe
         self._publish = make_publish(plan.mesh, plan.model)
         engine = Engine(plan.model, plan.recipe.sampler, plan.mesh, BATCH_AXES)
@@ -155,7 +158,10 @@ class Rooms:
             return [t for group in await asyncio.gather(*groups) for t in group.trajectories]
 
         return self.background.wait(
-            self.background.start(all_tasks()), "the held-out evaluation", self.recipe.wait_s, interruptible=interruptible
+            self.background.start(all_tasks()),
+            "the held-out evaluation",
+            self.recipe.wait_s,
+            interruptible=interruptible,
         )
 
 

@@ -1,15 +1,15 @@
 """The run folder: every file a run leaves behind, and nothing outside it.
 
-    config.gin            the settings that were read, complete and runnable
-    config.resolved.json  every setting with its value, defaults included
-    env.json              versions, devices, command
-    metrics.jsonl         one object per step (`metrics.NAMES`)
-    rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
-    ckpt/                 checkpoints (Orbax)
-    hf/                   the result as a Hugging Face folder
-    curves.png            reward and health over steps
-    summary.json          held-out reward at each phase border, steps, wall seconds, stop reason
-    crash/                what led to a stop that nobody asked for
+config.gin            the settings that were read, complete and runnable
+config.resolved.json  every setting with its value, defaults included
+env.json              versions, devices, command
+metrics.jsonl         one object per step (`metrics.NAMES`)
+rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
+ckpt/                 checkpoints (Orbax)
+hf/                   the result as a Hugging Face folder
+curves.png            reward and health over steps
+summary.json          held-out reward at each phase border, steps, wall seconds, stop reason
+crash/                what led to a stop that nobody asked for
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ from rolljax.errors import CheckpointError, ConfigError
 from rolljax.recipe import RESUMABLE
 from rolljax.types import Trajectory
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "gin-config", "transformers", "reasoning-gym")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "gin-config",
+    "transformers",
+    "reasoning-gym",
+)
 
 
 class RunFolder:
@@ -56,7 +66,10 @@ class RunFolder:
             shutil.rmtree(self.path)
         if self.path.exists() and not stored.is_file() and any(self.path.iterdir()):
             raise ConfigError(
-                "is not empty and not a run folder", setting="--run_dir", value=str(self.path), remedy="name another folder"
+                "is not empty and not a run folder",
+                setting="--run_dir",
+                value=str(self.path),
+                remedy="name another folder",
             )
         if stored.is_file():
             self._check_same(json.loads(stored.read_text()), config)
@@ -85,7 +98,9 @@ class RunFolder:
         """Drop metrics rows and rollouts of steps after `step`: they are about to be made again."""
         path = self.path / "metrics.jsonl"
         if path.is_file():
-            rows = [line for line in path.read_text().splitlines() if _complete(line) and json.loads(line)["step"] <= step]
+            rows = [
+                line for line in path.read_text().splitlines() if _complete(line) and json.loads(line)["step"] <= step
+            ]
             _replace(path, "".join(f"{line}\n" for line in rows))
         for file in (self.path / "rollouts").glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) > step:
@@ -117,8 +132,8 @@ class RunFolder:
         np.savez(path, **arrays)
         return path
 
-    def write_summary(self, progress: Progress, stop_reason: str) -> dict[str, Any]:
-        """Write summary.json."""
+    def write_summary(self, progress: Progress, stop_reason: str, state_sha256: str = "") -> dict[str, Any]:
+        """Write summary.json; `state_sha256` is the fingerprint of the whole train state."""
         summary = {
             "stop_reason": stop_reason,
             "steps": progress.total_steps,
@@ -128,6 +143,7 @@ class RunFolder:
             "wall_s": sum(progress.phase_wall_s.values()),
             "heldout_reward": progress.heldout_reward,
             "version": progress.version,
+            "state_sha256": state_sha256,
         }
         _replace(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
         return summary

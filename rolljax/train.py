@@ -71,7 +71,7 @@ def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool) 
         return 0
     if progress:
         console.say(f"continuing {folder.path} after step {progress.total_steps}")
-    with stop_on_signal(console) as should_stop:
+    with stop_on_signal() as should_stop:
         try:
             state, progress = loop.train(plan, folder, console, should_stop)
         except Stopped:
@@ -79,7 +79,7 @@ def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool) 
             progress = checkpoints.progress()
             checkpoints.close()
             assert progress is not None
-            finish(folder, progress, "stopped by signal", console)
+            finish(folder, progress, "stopped by signal")
             console.say("stopped and saved; the same command goes on from here")
             return EXIT_PREEMPTED
         except Exception as e:
@@ -89,9 +89,10 @@ def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool) 
     if not progress.finished:
         raise CheckpointError(f"the run ended after {progress.total_steps} steps without a reason: this is a bug")
     from rolljax.model import hf
+    from rolljax.trainer.state import fingerprint
 
     hf.save(folder.path / "hf", plan.model, state.params, plan.chat.tokenizer)
-    finish(folder, progress, "all phases done", console)
+    finish(folder, progress, "all phases done", fingerprint(state))
     console.say(
         f"done in {time.perf_counter() - start:.0f} s: {folder.path}/  curves.png  summary.json  metrics.jsonl  rollouts/  "
         f"hf/ (Hugging Face)  ckpt/ (Orbax)"
@@ -99,19 +100,18 @@ def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool) 
     return 0
 
 
-def finish(folder: RunFolder, progress: Progress, reason: str, console: Any) -> None:
+def finish(folder: RunFolder, progress: Progress, reason: str, state_sha256: str = "") -> None:
     """Write the summary and draw the curves."""
     from rolljax.curves import draw
 
-    folder.write_summary(progress, reason)
+    folder.write_summary(progress, reason, state_sha256)
     draw(folder.rows(), progress.heldout_reward, folder.path / "curves.png")
 
 
 class stop_on_signal:
     """While inside, SIGTERM and a first Ctrl-C ask the run to stop; a second Ctrl-C interrupts at once."""
 
-    def __init__(self, console: Any) -> None:
-        self._console = console
+    def __init__(self) -> None:
         self._event = threading.Event()
         self._before: dict[int, Any] = {}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from rolljax.types import Message, Task
 
@@ -54,7 +53,10 @@ class Env(abc.ABC):
 class EnvSpec(abc.ABC):
     """Settings of an environment family. Subclasses are frozen dataclasses."""
 
-    max_turns: ClassVar[int] | int = 1
+    @property
+    def max_turns(self) -> int:
+        """Most turns of an episode; multi-turn environments have a field of this name."""
+        return 1
 
     @property
     @abc.abstractmethod

@@ -27,7 +27,7 @@ class FrozenLake(EnvSpec):
 
     size: int = 4
     frozen_prob: float = 0.8
-    max_turns: int = 8  # type: ignore[misc]
+    max_turns: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:

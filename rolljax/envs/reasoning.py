@@ -13,8 +13,19 @@ from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
 
 UNSAFE = frozenset(
-    "binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24 simple_integration "
-    "spiral_matrix string_insertion codeio game_of_life_halting".split()
+    [
+        "binary_matrix",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+        "codeio",
+        "game_of_life_halting",
+    ]
 )
 """Families that execute the answer's text while scoring it, or that score any text as right."""
 
@@ -124,5 +135,8 @@ def _dataset(family: str, config: tuple[tuple[str, Any], ...], seed: int) -> Any
         return reasoning_gym.create_dataset(family, seed=seed, size=2**31 - 1, **dict(config))
     except (AssertionError, TypeError, ValueError) as e:
         raise ConfigError(
-            f"reasoning-gym refuses it: {e}", setting="ReasoningGym.config", value=dict(config), remedy="see the family's settings"
+            f"reasoning-gym refuses it: {e}",
+            setting="ReasoningGym.config",
+            value=dict(config),
+            remedy="see the family's settings",
         ) from e

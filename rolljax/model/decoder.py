@@ -53,9 +53,7 @@ class DecoderConfig:
                 remedy="every key/value head serves an equal number of query heads",
             )
         if self.head_dim % 2:
-            raise ConfigError(
-                "must be even (rotary embedding)", setting="DecoderConfig.head_dim", value=self.head_dim
-            )
+            raise ConfigError("must be even (rotary embedding)", setting="DecoderConfig.head_dim", value=self.head_dim)
 
 
 def param(key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None) -> nnx.Param:
@@ -166,9 +164,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Next-token logits `[..., V]` in float32 of hidden states `[..., D]`."""
         head = (self.embed if self.cfg.tie_embeddings else self.head)[...]
-        return jnp.einsum(
-            "...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
+        return jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,7 +142,9 @@ def load(folder: str | Path, model: Model, shardings: Params) -> Params:
     """
     folder = Path(folder)
     where = _weight_files(folder)
-    expected = {name: (path, layer, to_ours, to_theirs) for name, path, layer, to_ours, to_theirs in _tensors(model.cfg)}
+    expected = {
+        name: (path, layer, to_ours, to_theirs) for name, path, layer, to_ours, to_theirs in _tensors(model.cfg)
+    }
     abstract = model.abstract()
     wrong = [f"missing: {name}" for name in expected if name not in where]
     ignored = {"lm_head.weight"} if model.cfg.tie_embeddings else set()
@@ -157,7 +159,9 @@ def load(folder: str | Path, model: Model, shardings: Params) -> Params:
                 wrong.append(f"shape: {name} is {list(have)}, config.json says {list(want)}")
         if wrong:
             more = f"\n  ... and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-            raise CheckpointError(f"{folder} does not hold the model its config.json describes:\n  " + "\n  ".join(wrong[:20]) + more)
+            raise CheckpointError(
+                f"{folder} does not hold the model its config.json describes:\n  " + "\n  ".join(wrong[:20]) + more
+            )
         params: dict[str, Any] = {}
         for path in dict.fromkeys(path for path, *_ in expected.values()):
             names = [n for n, (p, *_) in expected.items() if p == path]
@@ -244,4 +248,3 @@ class _Shards:
 
     def read(self, file: str, name: str) -> np.ndarray:
         return self._file(file).get_tensor(name)
-

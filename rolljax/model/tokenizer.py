@@ -43,7 +43,11 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([PAD, END, USER, ASSISTANT, SYSTEM])
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PAD, eos_token=END, chat_template=BYTE_TEMPLATE, clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        chat_template=BYTE_TEMPLATE,
+        clean_up_tokenization_spaces=False,
     )
 
 

@@ -126,7 +126,9 @@ class Sampler:
         n = engine.num_shards
         self._slots_per_shard = engine.cfg.slots // n
         self._pages = [Pages(engine.pages_per_shard) for _ in range(n)]
-        self._free_slots = [list(range((s + 1) * self._slots_per_shard - 1, s * self._slots_per_shard - 1, -1)) for s in range(n)]
+        self._free_slots = [
+            list(range((s + 1) * self._slots_per_shard - 1, s * self._slots_per_shard - 1, -1)) for s in range(n)
+        ]
         self._waiting: collections.OrderedDict[bytes, collections.deque[Request]] = collections.OrderedDict()
         self._prefixes: dict[bytes, Prefix] = {}
         self._running: dict[int, Running] = {}
@@ -301,15 +303,15 @@ class Sampler:
         self.stats.shared_prompt_tok += prefix.length
         max_tokens = min(request.params.max_tokens, cfg.max_context - prefix.length)
         self._running[slot] = Running(request, prefix.shard, [*shared, *own], max_tokens, time.perf_counter())
-        inserts.row[slot] = prefix.row  # type: ignore[index]
-        inserts.table[slot, : whole + len(own)] = [*shared, *own]  # type: ignore[index]
+        inserts.row[slot] = prefix.row
+        inserts.table[slot, : whole + len(own)] = [*shared, *own]
         if prefix.length % cfg.page_size:
-            inserts.copy_from[slot], inserts.copy_to[slot] = prefix.pages[whole], own[0]  # type: ignore[index]
-        inserts.length[slot] = prefix.length  # type: ignore[index]
-        inserts.max_tokens[slot] = max_tokens  # type: ignore[index]
-        inserts.temperature[slot] = request.params.temperature  # type: ignore[index]
-        inserts.address[slot, : len(request.address)] = request.address  # type: ignore[index]
-        inserts.stop[slot, : len(request.params.stop_ids)] = request.params.stop_ids  # type: ignore[index]
+            inserts.copy_from[slot], inserts.copy_to[slot] = prefix.pages[whole], own[0]
+        inserts.length[slot] = prefix.length
+        inserts.max_tokens[slot] = max_tokens
+        inserts.temperature[slot] = request.params.temperature
+        inserts.address[slot, : len(request.address)] = request.address
+        inserts.stop[slot, : len(request.params.stop_ids)] = request.params.stop_ids
 
     def _own_pages(self, request: Request) -> int:
         """Pages a request needs beside the full pages of its prompt."""

@@ -182,7 +182,9 @@ def sample(
     """
     greedy = temperature_S == 0
     scaled = logits_SV / jnp.where(greedy, 1.0, temperature_S)[:, None]
-    noise = jax.vmap(lambda k, p: jax.random.gumbel(jax.random.fold_in(_key(k), p), scaled.shape[1:]))(key_S2, position_S)
+    noise = jax.vmap(lambda k, p: jax.random.gumbel(jax.random.fold_in(_key(k), p), scaled.shape[1:]))(
+        key_S2, position_S
+    )
     token = jnp.argmax(scaled + jnp.where(greedy[:, None], 0.0, noise), axis=-1).astype(jnp.int32)
     logp = jnp.take_along_axis(jax.nn.log_softmax(scaled), token[:, None], axis=1)[:, 0]
     return token, logp

@@ -124,7 +124,7 @@ def state_shardings(mesh: Mesh, model: Model, tx: optax.GradientTransformation) 
         params,
         transform_non_params=lambda _: replicated(mesh),
     )
-    return TrainState(params, opt_state, replicated(mesh))
+    return TrainState(params, opt_state, replicated(mesh))  # type: ignore[arg-type]
 
 
 def batch_shardings(mesh: Mesh) -> TokenBatch:

@@ -1,0 +1,80 @@
+"""Whole runs, in this process or in their own, of the shipped quickstart with smaller numbers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.gin")
+SMALL = {
+    "ReasoningGym.config": "{'min_word_len': 3, 'max_word_len': 6}",
+    "ReasoningGym.partial_credit": "True",
+    "Recipe.max_answer_tok": "8",
+    "SamplerConfig.slots": "64",
+    "SamplerConfig.prefill_rows": "8",
+    "warm_start/Phase.steps": "6",
+    "warm_start/Phase.prompts_per_step": "16",
+    "warm_start/Phase.eval_every": "0",
+    "warm_start/Phase.stop_at_reward": "None",
+    "rl/Phase.steps": "14",
+    "rl/Phase.prompts_per_step": "8",
+    "rl/Phase.group_size": "4",
+    "rl/Phase.eval_every": "0",
+    "Evaluation.tasks": "16",
+    "Recipe.save_every": "3",
+}
+
+
+def arguments(run_dir, **changes):
+    """Command-line arguments of a small quickstart; keys of `changes` write `__` for `/` and `_dot_` for `.`."""
+    settings = SMALL | {k.replace("__", "/").replace("_dot_", "."): str(v) for k, v in changes.items()}
+    argv = ["--gin", QUICKSTART, "--run_dir", str(run_dir)]
+    return argv + [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
+
+
+def rows(run_dir):
+    path = Path(run_dir) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summary(run_dir):
+    return json.loads((Path(run_dir) / "summary.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    """Start `python -m rolljax.train` in a process of its own, on so many CPU devices; programs are cached on disk."""
+    cache = tmp_path_factory.mktemp("compiled")
+
+    def run(argv, devices=1):
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_COMPILATION_CACHE_DIR": str(cache / str(devices)),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        command = [sys.executable, "-m", "rolljax.train", *argv]
+        return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A run folder of a short but real training, made in this process."""
+    from rolljax import train
+
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    changes = {
+        "warm_start__Phase_dot_steps": 120,
+        "warm_start__Phase_dot_prompts_per_step": 64,
+        "rl__Phase_dot_steps": 10,
+        "MeshSpec_dot_data": 1,
+    }
+    assert train.main(arguments(run_dir, **changes)) == 0
+    return run_dir

@@ -1,0 +1,84 @@
+"""A run that was killed and continued equals the run that never was, to the last bit."""
+
+import signal
+import time
+
+import pytest
+
+from .conftest import arguments, rows, summary
+
+TIMEOUT_S = 240
+
+
+def losses(run_dir):
+    return [(r["step"], r["loss/total"], r.get("optim/grad_norm"), r["reward/mean"]) for r in rows(run_dir)]
+
+
+def wait_for_step(process, run_dir, step):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(r["step"] >= step for r in rows(run_dir)):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, "the run never got that far"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def straight(start, tmp_path_factory):
+    """Uninterrupted runs by device count."""
+    done = {}
+
+    def run(devices):
+        if devices not in done:
+            run_dir = tmp_path_factory.mktemp("straight") / "run"
+            process = start(arguments(run_dir), devices)
+            _, err = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 0, err
+            done[devices] = run_dir
+        return done[devices]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
+def test_kill_and_continue_is_bitwise(start, straight, tmp_path, devices):
+    run_dir = tmp_path / "run"
+    process = start(arguments(run_dir), devices)
+    wait_for_step(process, run_dir, 10)
+    process.kill()  # SIGKILL: nothing can be saved now
+    process.wait()
+    assert len(rows(run_dir)) < 20
+    process = start(arguments(run_dir), devices)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert "continuing" in err
+    reference = straight(devices)
+    assert losses(run_dir) == losses(reference)
+    assert [r["step"] for r in rows(run_dir)] == list(range(1, 21))
+    assert summary(run_dir)["state_sha256"] == summary(reference)["state_sha256"]
+    assert summary(run_dir)["heldout_reward"] == summary(reference)["heldout_reward"]
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_continues(start, straight, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start(arguments(run_dir))
+    wait_for_step(process, run_dir, 8)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 75, err
+    stopped = summary(run_dir)
+    assert stopped["stop_reason"] == "stopped by signal"
+    assert stopped["steps"] == len(rows(run_dir)) < 20  # nothing that was done is done again
+    process = start(arguments(run_dir))
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert losses(run_dir) == losses(straight(1))
+    assert summary(run_dir)["state_sha256"] == summary(straight(1))["state_sha256"]
+
+
+@pytest.mark.slow
+def test_one_and_eight_devices_agree(straight):
+    one, eight = rows(straight(1)), rows(straight(8))
+    assert [r["loss/total"] for r in eight] == pytest.approx([r["loss/total"] for r in one], abs=1e-4)
+    assert [r["reward/mean"] for r in eight] == [r["reward/mean"] for r in one]
