@@ -1,8 +1,8 @@
 """Checkpoints: everything a run needs to go on, saved together, committed atomically by Orbax.
 
 A checkpoint is the train state and one JSON record (`Progress`): phase and step, the position of the task stream, the
-policy version, held-out rewards and wall seconds so far. Randomness is addressed, not stored, and rollouts in flight are
-made again from their addresses, so this is all there is.
+policy version, held-out rewards and wall seconds so far. Randomness is addressed, not stored, and rollouts in flight
+are made again from their addresses, so this is all there is.
 """
 
 from __future__ import annotations

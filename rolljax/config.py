@@ -232,7 +232,7 @@ class _Build:
             self.shadows.setdefault(b, []).append(taken)
 
     def where(self, setting: str, scopes: Sequence[str] = ()) -> str:
-        """Origin of "Class.field" or "Class": the binding that applies in `scopes`, else all in use, else the default."""
+        """Origin of "Class.field" or "Class": the binding that applies in `scopes`, else those in use, else default."""
         scope, _, path = setting.rpartition("/")
         path, _, field = path.rpartition(".")
         classes = [cls for cls in self.source.known() if f".{check.full_name(cls)}".endswith(f".{path or field}")]

@@ -156,7 +156,7 @@ def _fit_sequence(value: Any, tp: Any, build: type, args: tuple[Any, ...]) -> An
         items = args
     else:
         items = (args[0] if args else Any,) * len(value)
-    return build(_fit_item(f"item {i}", item, arg) for i, (item, arg) in enumerate(zip(value, items)))
+    return build(_fit_item(f"item {i}", item, arg) for i, (item, arg) in enumerate(zip(value, items, strict=True)))
 
 
 def _fit_dict(value: Any, tp: Any, args: tuple[Any, ...]) -> Any:

@@ -1,16 +1,16 @@
 """The loop: from tasks to published weights, one step after the other. One loop for every phase and every mode.
 
-| stage   | consumes                | produces            | waits for                       | unblocked by              |
-|---------|-------------------------|---------------------|---------------------------------|---------------------------|
-| fill    | the task stream         | groups in flight    | nothing                         |                           |
-| collect | groups of this step     | trajectories        | the slowest trajectory          | sampler and environments  |
-| credit  | rewards                 | advantages, drops   | nothing                         |                           |
-| pack    | trajectories, advantages| TokenBatch x updates| nothing                         |                           |
-| update  | TokenBatch, TrainState  | TrainState, stats   | the device                      | the previous update       |
-| gate    | stats                   | a stop, or nothing  | stats on the host               | the update                |
-| publish | parameters              | version + 1         | the sampler's running dispatch  | at most one dispatch      |
-| save    | TrainState, Progress    | a checkpoint        | the disk                        | Orbax's commit            |
-| report  | all of the above        | a metrics row       | nothing                         |                           |
+| stage   | consumes                 | produces             | waits for              | unblocked by             |
+|---------|--------------------------|----------------------|------------------------|--------------------------|
+| fill    | the task stream          | groups in flight     | nothing                |                          |
+| collect | groups of this step      | trajectories         | the slowest trajectory | sampler and environments |
+| credit  | rewards                  | advantages, drops    | nothing                |                          |
+| pack    | trajectories, advantages | TokenBatch x updates | nothing                |                          |
+| update  | TokenBatch, TrainState   | TrainState, stats    | the device             | the previous update      |
+| gate    | stats                    | a stop, or nothing   | stats on the host      | the update               |
+| publish | parameters               | version + 1          | the running dispatch   | at most one dispatch     |
+| save    | TrainState, Progress     | a checkpoint         | the disk               | Orbax's commit           |
+| report  | all of the above         | a metrics row        | nothing                |                          |
 
 With `staleness` 0 fill starts this step's groups only, so every token is sampled by the newest weights; with more, the
 groups of the next steps are in flight while the trainer works.
@@ -119,7 +119,8 @@ def train(
             while not progress.finished:
                 phase = learner.phase
                 console.start_phase(phase.name, phase.steps, progress.step)
-                for state in steps(learner, state, progress, stream, rooms, folder, console):
+                for after_step in steps(learner, state, progress, stream, rooms, folder, console):
+                    state = after_step
                     if progress.total_steps % recipe.save_every == 0:
                         checkpoints.save(state, progress)
                     if should_stop():

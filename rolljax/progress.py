@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -91,11 +90,3 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-
-def fail(error: BaseException) -> None:
-    """Show an error the way a command ends with it."""
-    from rolljax.errors import RolljaxError
-
-    owner = error.owner if isinstance(error, RolljaxError) else type(error).__name__
-    print(f"{owner} error: {error}", file=sys.stderr)

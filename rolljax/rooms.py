@@ -82,7 +82,7 @@ def plan(recipe: Recipe) -> Plan:
     env.close()
     if longest + recipe.max_answer_tok > recipe.sampler.max_context:
         raise ConfigError(
-            f"is too short: prompts of {recipe.env.name} take up to {longest} tokens and an answer {recipe.max_answer_tok}",
+            f"is too short: prompts of {recipe.env.name} take up to {longest} tokens, an answer {recipe.max_answer_tok}",
             setting="SamplerConfig.max_context",
             value=recipe.sampler.max_context,
             remedy=f"set it to {longest + recipe.max_answer_tok} or more",

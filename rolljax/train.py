@@ -94,8 +94,8 @@ def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool) 
     hf.save(folder.path / "hf", plan.model, state.params, plan.chat.tokenizer)
     finish(folder, progress, "all phases done", fingerprint(state))
     console.say(
-        f"done in {time.perf_counter() - start:.0f} s: {folder.path}/  curves.png  summary.json  metrics.jsonl  rollouts/  "
-        f"hf/ (Hugging Face)  ckpt/ (Orbax)"
+        f"done in {time.perf_counter() - start:.0f} s: {folder.path}/  curves.png  summary.json  metrics.jsonl  "
+        "rollouts/  hf/ (Hugging Face)  ckpt/ (Orbax)"
     )
     return 0
 
@@ -136,8 +136,9 @@ def describe(plan: Plan) -> str:
     from rolljax.trainer.mesh import MESH_AXES
 
     r, m = plan.recipe, plan.model
+    axes = ", ".join(f"{a}={plan.mesh.shape[a]}" for a in MESH_AXES)
     lines = [
-        f"mesh      {', '.join(f'{a}={plan.mesh.shape[a]}' for a in MESH_AXES)} ({plan.mesh.devices.flat[0].device_kind})",
+        f"mesh      {axes} ({plan.mesh.devices.flat[0].device_kind})",
         f"model     {m.num_params():,} parameters, {m.cfg.num_layers} layers, {m.dtype}"
         + (f", from {r.model}" if isinstance(r.model, str) else ", random weights"),
         f"sampler   {r.sampler.slots} slots, context {r.sampler.max_context}, "
@@ -148,8 +149,8 @@ def describe(plan: Plan) -> str:
     for p in r.phases:
         shape = p.pack_shape(r.sampler.max_context, r.max_answer_tok, r.env.max_turns)
         lines.append(
-            f"phase     {p.name}: {type(p.algorithm).__name__}, {p.steps} steps of {p.prompts_per_step} x {p.group_size} "
-            f"trajectories, {p.updates_per_step} update(s) of up to {shape.num_micro} x {shape.micro_rows} rows "
+            f"phase     {p.name}: {type(p.algorithm).__name__}, {p.steps} steps of {p.prompts_per_step} x "
+            f"{p.group_size} trajectories, {p.updates_per_step} update(s) of up to {shape.num_micro} x {shape.micro_rows} rows "
             f"of {shape.row_len} tokens"
         )
     text = plan.chat.tokenizer.decode(plan.chat.prompt_ids(plan.first_prompt))

@@ -1,6 +1,8 @@
 """What flows between the rooms, in the order in which it flows. NumPy only: no jax, no gin.
 
-    Task -> Env -> Sampler -> Turn* -> Trajectory -> Group -> TokenBatch -> loss -> TrainState -> weights(version) -> Sampler
+    Task -> Env -> Sampler -> Turn* -> Trajectory -> Group -> TokenBatch -> loss -> TrainState
+         ^                                                                              |
+         +------------------------------ weights (version) -----------------------------+
 
 `TokenBatch` and `TrainState` live on devices and stand in `rolljax.trainer.batch` and `rolljax.trainer.state`.
 Everything here is a frozen dataclass that is written to disk as it is (`to_json`), under `SCHEMA_VERSION`.

@@ -46,7 +46,7 @@ class Env(abc.ABC):
     def gold(self) -> str:
         """An action that a perfect policy would take now."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most episodes hold nothing
         """Free what the episode holds."""
 
 

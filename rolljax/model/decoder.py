@@ -57,7 +57,7 @@ class DecoderConfig:
 
 
 def param(key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None) -> nnx.Param:
-    """A float32 parameter with its logical axis names (`trainer.mesh` maps them to the mesh); ones where std is None."""
+    """A float32 parameter with its logical axis names (`trainer.mesh` maps them to the mesh); ones if std is None."""
     value = jnp.ones(shape) if std is None else std * jax.random.truncated_normal(key, -3, 3, shape)
     return nnx.Param(value, axes=axes)
 

@@ -175,7 +175,7 @@ def load(folder: str | Path, model: Model, shardings: Params) -> Params:
 
 
 def save(folder: str | Path, model: Model, params: Params, tokenizer: Any) -> None:
-    """Write config, float32 weights, tokenizer with chat template, and generation config, into a new or empty folder."""
+    """Write config, float32 weights, tokenizer with chat template and generation config into a new or empty folder."""
     from safetensors.numpy import save_file
 
     folder = Path(folder)
@@ -242,7 +242,7 @@ class _Shards:
 
     def shape(self, file: str, name: str) -> tuple[int, ...]:
         f = self._file(file)
-        if name not in f.keys():
+        if name not in set(f.keys()):
             raise CheckpointError(f"{self._folder / file} does not hold {name}, which the index says it does")
         return tuple(f.get_slice(name).get_shape())
 

@@ -31,6 +31,8 @@ RULES: Mapping[str, str | None] = {
 class MeshSpec:
     """How many devices each mesh axis takes; one axis may be -1, "all that are left".
 
+    With none at -1, the first devices of the machine are used.
+
     data: rows of the batch. fsdp: rows of the batch, and parameters with their optimizer state.
     tensor: heads, feed-forward and vocabulary of each layer.
     """
@@ -57,19 +59,22 @@ class MeshSpec:
         fixed = int(np.prod([s for s in sizes if s != -1]))
         if -1 in sizes and num_devices % fixed == 0:
             sizes[sizes.index(-1)] = num_devices // fixed
-        if int(np.prod(sizes)) != num_devices:
+        if -1 in sizes or fixed > num_devices:
             raise ConfigError(
-                f"a mesh of {dict(zip(MESH_AXES, sizes, strict=True))} does not cover {num_devices} device(s)",
-                setting="MeshSpec.data",
-                value=self.data,
-                remedy="make the product of the axes equal the device count, or leave one axis at -1",
+                f"asks for {fixed} devices per row of the mesh, there are {num_devices}"
+                if -1 in sizes
+                else f"the mesh needs {fixed} devices, there are {num_devices}",
+                setting=f"MeshSpec.{max(MESH_AXES, key=lambda name: getattr(self, name))}",
+                value=max(sizes),
+                remedy="make the product of the axes a divisor of the device count",
             )
         return tuple(sizes)
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """The mesh over `devices` (default: all of them)."""
         devices = jax.devices() if devices is None else devices
-        return Mesh(np.array(devices).reshape(self.sizes(len(devices))), MESH_AXES)
+        sizes = self.sizes(len(devices))
+        return Mesh(np.array(devices[: int(np.prod(sizes))]).reshape(sizes), MESH_AXES)
 
 
 def num_batch_shards(mesh: Mesh) -> int:

@@ -96,7 +96,7 @@ def gradients(model: Model, algorithm: Algorithm, params: Params, batch: TokenBa
 
 def apply(tx: optax.GradientTransformation, state: TrainState, grads: Params, stats: Stats) -> tuple[TrainState, Stats]:
     """One optimizer update, unless the loss or the gradient is not finite: then the old state, and `optim/finite` 0."""
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(stats["loss/total"])
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -105,7 +105,7 @@ def apply(tx: optax.GradientTransformation, state: TrainState, grads: Params, st
     return new, {
         **stats,
         "optim/grad_norm": grad_norm,
-        "optim/update_norm": optax.global_norm(updates),
+        "optim/update_norm": optax.tree.norm(updates),
         "optim/finite": finite.astype(jnp.float32),
     }
 

@@ -34,13 +34,13 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def advantages(self, rewards: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """Per group the advantages `[G]` of its trajectories, or None for a group that teaches nothing and is dropped."""
+        """Per group the advantages `[G]` of its trajectories; None for a group that teaches nothing and is dropped."""
 
     @abc.abstractmethod
     def objective(self, trainer_logp_BT: jax.Array, batch: TokenBatch) -> TokenLoss:
         """Per-token loss of one micro-batch (`batch` arrays are `[B, T]`, already clean where the weight is 0)."""
 
-    def check(self, *, group_size: int, on_policy: bool) -> None:
+    def check(self, *, group_size: int, on_policy: bool) -> None:  # noqa: B027  # most have nothing to check
         """Raise `ConfigError` for a setting that cannot work, or can have no effect, in this combination.
 
         on_policy: every token is trained on exactly once, by the weights that sampled it (its ratio is 1).

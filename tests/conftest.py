@@ -1,0 +1,36 @@
+"""What every test shares. The environment is set before anything imports jax: eight CPU devices, so that meshes can be
+built in process (`MeshSpec().build(jax.devices()[:1])` is the mesh of one device)."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("repo", deadline=None, derandomize=True, database=None, max_examples=60)
+hypothesis.settings.load_profile("repo")
+
+
+@pytest.fixture(scope="session")
+def chat():
+    """The byte tokenizer's chat."""
+    from rolljax.model.tokenizer import Chat, byte_tokenizer
+
+    return Chat(byte_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def model():
+    """A float32 model whose random weights are large enough for attention and logits to matter."""
+    from rolljax.model.decoder import DecoderConfig, Model
+
+    return Model(DecoderConfig(init_std=0.1))
+
+
+@pytest.fixture(scope="session")
+def params(model):
+    """Seed 0 parameters of `model`; do not donate them."""
+    return model.init(0)

@@ -1,0 +1,229 @@
+"""A whole run: what it leaves behind, what it exports, and that the verbs agree about it."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from rolljax import eval as eval_verb
+from rolljax import export, loop, train
+from rolljax.metrics import check_row
+from rolljax.progress import Console
+from rolljax.rooms import Rooms
+from rolljax.rooms import plan as make_plan
+from rolljax.runfolder import RunFolder
+from rolljax.types import SamplingParams
+
+from .conftest import ROOT, arguments, rows, summary
+
+
+def test_run_folder_holds_everything(trained):
+    for name in ("config.gin", "config.resolved.json", "env.json", "metrics.jsonl", "summary.json", "curves.png"):
+        assert (trained / name).stat().st_size > 0
+    assert (trained / "curves.png").read_bytes().startswith(b"\x89PNG")
+    s = summary(trained)
+    assert s["stop_reason"] == "all phases done"
+    assert s["steps"] == 130
+    assert [e["phase"] for e in s["heldout_reward"]] == ["start", "warm_start", "rl"]
+    assert all(e["n"] == 16 for e in s["heldout_reward"])
+    assert s["heldout_reward"][1]["mean"] > s["heldout_reward"][0]["mean"]
+    assert set(s["phase_wall_s"]) == {"warm_start", "rl"}
+
+
+def test_metrics_are_in_range_and_conserve_groups(trained):
+    run = rows(trained)
+    assert [r["step"] for r in run] == list(range(1, 131))
+    for row in run:
+        assert check_row(row) == []
+        dropped = row["groups/dropped_degenerate_n"] + row["groups/dropped_failed_n"]
+        assert row["groups/started_n"] == row["groups/trained_n"] + dropped
+    for row in run[120:]:
+        assert row["mismatch/abs_max_nat"] <= 1e-5
+        assert row["stale/max_ver"] == 0
+
+
+def test_rollouts_agree_with_metrics(trained):
+    for row in rows(trained)[118:]:
+        lines = (trained / "rollouts" / f"step_{row['step']}.jsonl").read_text().splitlines()
+        episodes = [json.loads(line) for line in lines]
+        assert np.mean([e["reward"] for e in episodes]) == pytest.approx(row["reward/mean"])
+        for e in episodes:
+            assert e["schema"] == 1
+            assert e["status"] in ("ok", "truncated")
+            (turn,) = e["turns"]
+            assert len(turn["tokens"]) == len(turn["sampler_logp"]) == len(turn["versions"]) > 0
+            assert e["reward_parts"]["score"] == e["reward"]
+
+
+def test_export_in_transformers_decodes_as_our_sampler(trained):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rolljax import cli
+
+    config = cli.load_recipe([str(trained / "config.gin")], ["Evaluation.tasks = 50"])
+    plan = make_plan(config.value)
+    params, version = eval_verb.read_params(plan, str(trained))
+    prompts = []
+    env = plan.recipe.env.make()
+    for task in plan.heldout:
+        prompts.append(plan.chat.prompt_ids(env.reset(task)))
+    with Rooms(plan, params, version) as rooms:
+        greedy = SamplingParams(0.0, 8, plan.chat.stop_ids)
+
+        async def everything():
+            return await asyncio.gather(*(rooms.sampler.generate(p, greedy, ()) for p in prompts))
+
+        ours = rooms.background.wait(rooms.background.start(everything()), "greedy", 120)
+    model = AutoModelForCausalLM.from_pretrained(trained / "hf", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(trained / "hf")
+    for prompt, completion, task in zip(prompts, ours, plan.heldout, strict=True):
+        chat = [{"role": "user", "content": task.content}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert list(ids) == prompt.tolist()
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
+        assert out[0, len(ids) :].tolist() == completion.tokens.tolist()
+
+
+def test_verbs_agree(trained, tmp_path, capsys):
+    assert eval_verb.main(["--run", str(trained), "--save", str(tmp_path / "episodes.jsonl")]) == 0
+    of_run = json.loads(capsys.readouterr().out)
+    assert of_run["reward_mean"] == pytest.approx(summary(trained)["heldout_reward"][-1]["mean"])
+    assert len((tmp_path / "episodes.jsonl").read_text().splitlines()) == 16
+    assert export.main(["--run", str(trained), "--to", str(tmp_path / "hf")]) == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (trained / "hf" / name).read_bytes()
+    assert export.main(["--model", str(tmp_path / "hf"), "--to", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        trained / "hf" / "model.safetensors"
+    ).read_bytes()
+    capsys.readouterr()
+    greedy = ["--gin", str(trained / "config.gin"), "--set", "Evaluation.temperature = 0"]
+    assert eval_verb.main(["--model", str(tmp_path / "hf"), *greedy]) == 0
+    of_folder = json.loads(capsys.readouterr().out)
+    assert eval_verb.main(["--run", str(trained), "--set", "Evaluation.temperature = 0"]) == 0
+    assert of_folder["reward_mean"] == json.loads(capsys.readouterr().out)["reward_mean"]
+
+
+def test_finished_run_is_left_alone(trained, capsys):
+    before = (trained / "metrics.jsonl").read_bytes()
+    config = ["--gin", str(trained / "config.gin"), "--run_dir", str(trained)]
+    assert train.main(config) == 0
+    assert "complete already" in capsys.readouterr().err
+    assert (trained / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_settings_are_refused_on_resume(trained, capsys):
+    config = ["--gin", str(trained / "config.gin"), "--run_dir", str(trained)]
+    assert train.main([*config, "--set", "rl/AdamW.lr = 0.5"]) == 2
+    err = capsys.readouterr().err
+    assert "0.5" in err
+    assert "--fresh" in err
+
+
+def test_one_set_points_at_a_model_from_outside(trained, tmp_path, capsys):
+    changes = {"Recipe_dot_model": trained / "hf", "warm_start__Phase_dot_steps": 1, "rl__Phase_dot_steps": 2}
+    run_dir = tmp_path / "run"
+    assert train.main(arguments(run_dir, MeshSpec_dot_data=1, **changes)) == 0
+    start = summary(run_dir)["heldout_reward"][0]["mean"]
+    assert start == pytest.approx(summary(trained)["heldout_reward"][-1]["mean"], abs=0.25)
+    assert start > summary(trained)["heldout_reward"][0]["mean"]
+
+
+class Recorder(Console):
+    """Counts compiled programs at every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.compiled, self.after_step = 0, {}
+        jax.monitoring.register_event_duration_secs_listener(self._event)
+
+    def _event(self, name, *_, **__):
+        self.compiled += name == "/jax/core/compile/backend_compile_duration"
+
+    def step(self, row):
+        self.after_step[int(row["step"])] = self.compiled
+
+
+def load(argv):
+    from rolljax import cli
+
+    args = train.parse(argv)
+    config = cli.load_recipe(args.gin, args.set)
+    return config, make_plan(config.value)
+
+
+def test_nothing_compiles_after_the_first_rl_step(tmp_path):
+    changes = {
+        "ReasoningGym_dot_config": "{'min_word_len': 3, 'max_word_len': 10}",
+        "Recipe_dot_max_answer_tok": 12,
+        "rl__Phase_dot_steps": 52,
+        "rl__Phase_dot_prompts_per_step": 4,
+        "rl__Phase_dot_eval_every": 20,
+        "MeshSpec_dot_data": 1,
+    }
+    config, plan = load(arguments(tmp_path / "run", **changes))
+    folder, recorder = RunFolder(tmp_path / "run"), Recorder()
+    folder.prepare(config, fresh=False)
+    loop.train(plan, folder, recorder)
+    counts = [recorder.after_step[s] for s in sorted(recorder.after_step)]
+    assert len(counts) == 58
+    assert counts[0] > 0
+    assert counts[7:] == [counts[6]] * 51, "something was compiled after the first RL step"
+    lengths = {r["rollout/len_tok"] for r in rows(tmp_path / "run")}
+    assert len(lengths) > 20
+
+
+def test_staleness_bounds_the_age_and_loses_nothing(tmp_path):
+    changes = {"rl__Phase_dot_staleness": 2, "MeshSpec_dot_data": 1}
+    config, plan = load(arguments(tmp_path / "run", **changes))
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare(config, fresh=False)
+    loop.train(plan, folder, Console())
+    rl = rows(tmp_path / "run")[6:]
+    assert max(r["stale/max_ver"] for r in rl) == 2
+    assert [r["groups/waiting_n"] for r in rl[:3]] == [16, 16, 16]
+    assert rl[-1]["groups/waiting_n"] == 0
+    ids = set()
+    for step in range(7, 21):
+        lines = (tmp_path / "run" / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+        ids |= {(e["key"]["step"], e["key"]["group"]) for e in map(json.loads, lines)}
+    assert ids == {(s, g) for s in range(14) for g in range(8)}
+
+
+def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path, capsys):
+    changes = {"warm_start__AdamW_dot_lr": "1e30", "MeshSpec_dot_data": 1, "Recipe_dot_save_every": 1}
+    run_dir = tmp_path / "run"
+    assert train.main(arguments(run_dir, **changes)) == 5
+    assert "published or saved" in capsys.readouterr().err
+    assert list((run_dir / "crash").glob("step_*.npz"))
+    assert summary(run_dir)["stop_reason"].startswith("TrainerError")
+    bad = len(rows(run_dir)) + 1
+    checkpoints = RunFolder(run_dir).checkpoints()
+    assert checkpoints.progress().total_steps < bad
+    checkpoints.close()
+
+
+def test_second_ctrl_c_interrupts(monkeypatch):
+    with train.stop_on_signal() as should_stop:
+        assert not should_stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert should_stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(1)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.gin")), ids=lambda p: p.stem)
+def test_every_shipped_config_passes_a_dry_run(path, capsys):
+    assert train.main(["--gin", str(path), "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    for part in ("mesh", "parameters", "phase", "first task as the model sees it"):
+        assert part in out

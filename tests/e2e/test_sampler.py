@@ -1,0 +1,183 @@
+"""The sampler's laws: one model function, and samples that depend on nothing but their address."""
+
+import asyncio
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.sampler.client import Sampler
+from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.trainer.batch import PackShape, Sample, TokenBatch, pack
+from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
+from rolljax.trainer.publish import make_publish
+from rolljax.trainer.update import token_logp
+from rolljax.types import SamplingParams
+
+MODEL = Model(DecoderConfig(num_layers=3, init_std=0.15))
+PARAMS = MODEL.init(1)
+STOP = tuple(range(60, 64))
+
+
+def requests():
+    """Mixed lengths, shared prompts, mixed settings; several stop ids, so that answers end at any length."""
+    rng = np.random.default_rng(0)
+    out = []
+    for group in range(14):
+        prompt = rng.integers(0, 256, rng.integers(1, 50)).astype(np.int32)
+        for sibling in range(rng.integers(1, 9)):
+            params = SamplingParams([1.0, 0.7, 1.3][group % 3], int(rng.integers(1, 30)), STOP)
+            out.append((prompt, params, (5, 0, 3, group, sibling, 0)))
+    return out
+
+
+def sample(requests, *, order=None, num_devices=1, spread=False, **sizes):
+    """All completions, in the order of `requests`, however they were submitted."""
+    mesh = MeshSpec().build(jax.devices()[:num_devices])
+    cfg = SamplerConfig(**({"max_context": 96, "prefill_rows": 8, "slots": 16} | sizes))
+    sampler = Sampler(Engine(MODEL, cfg, mesh, BATCH_AXES), make_publish(mesh, MODEL)(PARAMS), 7)
+    order = order or list(range(len(requests)))
+
+    async def one(i):
+        if spread:
+            await asyncio.sleep(random.Random(i).random() * 0.3)
+        return await sampler.generate(*requests[i])
+
+    async def everything():
+        return await asyncio.gather(*(one(i) for i in order))
+
+    try:
+        done = asyncio.run(everything())
+    finally:
+        sampler.close()
+    assert sampler._error is None
+    assert [p.num_free for p in sampler._pages] == [sampler.engine.pages_per_shard] * num_devices, "pages leaked"
+    return [c for _, c in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return sample(requests(), slots=16)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"slots": 4, "prefill_rows": 2},
+        {"slots": 64, "steps_per_dispatch": 3},
+        {"slots": 16, "order": "reversed"},
+        {"slots": 16, "order": "shuffled", "spread": True},
+        {"slots": 4, "page_size": 5, "order": "shuffled"},
+        {"slots": 8, "prefill_rows": 4, "pages": 40},
+        {"slots": 16, "num_devices": 8},
+        {"slots": 64, "num_devices": 4, "order": "shuffled", "pages": 240},
+    ],
+    ids=str,
+)
+def test_samples_do_not_depend_on_the_schedule(reference, how):
+    wanted = requests()
+    order = list(range(len(wanted)))
+    if kind := how.pop("order", None):
+        order.reverse() if kind == "reversed" else random.Random(3).shuffle(order)
+    for got, ref in zip(sample(wanted, order=order, **how), reference, strict=True):
+        np.testing.assert_array_equal(got.tokens, ref.tokens)
+        np.testing.assert_allclose(got.sampler_logp, ref.sampler_logp, atol=1e-5)
+        assert got.finish_reason == ref.finish_reason
+
+
+def test_completions_end_where_they_should(reference):
+    for (_, params, _), c in zip(requests(), reference, strict=True):
+        assert 1 <= len(c.tokens) <= params.max_tokens
+        assert not set(c.tokens[:-1]) & set(STOP)
+        assert (c.tokens[-1] in STOP) == (c.finish_reason == "stop")
+        assert (c.versions == 7).all()
+        assert len(c.sampler_logp) == len(c.versions) == len(c.tokens)
+    assert {c.finish_reason for c in reference} == {"stop", "length"}
+    siblings = [tuple(c.tokens) for (_, p, a), c in zip(requests(), reference, strict=True) if a[3] == 1]
+    assert len(siblings) > 1
+    assert len(set(siblings)) == len(siblings), "siblings must not share their noise"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampler_logp_equals_the_trainers(reference, temperature):
+    pairs = [(r, c) for r, c in zip(requests(), reference, strict=True) if r[1].temperature == temperature]
+    groups = {}
+    for (prompt, _, address), c in pairs:
+        sampled = np.concatenate([np.zeros(len(prompt)), np.ones(len(c.tokens))]).astype(np.float32)
+        logp = np.concatenate([np.zeros(len(prompt)), c.sampler_logp]).astype(np.float32)
+        one = Sample(np.concatenate([prompt, c.tokens]), sampled, logp, sampled)
+        groups.setdefault(address[3], []).append(one)
+    batch = pack(list(groups.values()), PackShape(4, 8, 128), temperature)
+    flat = TokenBatch(
+        **{n: getattr(batch, n).reshape(-1, 128) for n in TokenBatch.ARRAYS},
+        num_micro=batch.num_micro,
+        num_tokens=batch.num_tokens,
+        num_sequences=batch.num_sequences,
+        temperature=batch.temperature,
+    )
+    logp, _ = jax.jit(lambda p, b: token_logp(MODEL, p, b))(PARAMS, flat)
+    where = flat.weights > 0
+    assert where.sum() == sum(len(c.tokens) for _, c in pairs)
+    np.testing.assert_allclose(np.asarray(logp)[where], flat.sampler_logp[where], atol=1e-5)
+
+
+def test_new_weights_are_taken_between_dispatches():
+    """Requests that run while weights are swapped go on; each token carries the version that sampled it."""
+    mesh = MeshSpec().build(jax.devices()[:1])
+    cfg = SamplerConfig(slots=4, max_context=96, steps_per_dispatch=1)
+    publish = make_publish(mesh, MODEL)
+    sampler = Sampler(Engine(MODEL, cfg, mesh, BATCH_AXES), publish(PARAMS), 0)
+    prompt = np.arange(5, dtype=np.int32)
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        running = [asyncio.ensure_future(sampler.generate(prompt, SamplingParams(1.0, 90), (i,))) for i in range(4)]
+        while sampler.stats.dispatches < 5:
+            await asyncio.sleep(0.001)
+        await loop.run_in_executor(None, sampler.publish, publish(MODEL.init(2)), 1)
+        first = await asyncio.gather(*running)
+        fresh = await sampler.generate(prompt, SamplingParams(0.0, 8), (0,))
+        return first, fresh
+
+    try:
+        first, fresh = asyncio.run(run())
+    finally:
+        sampler.close()
+    for c in first:
+        assert len(c.tokens) == 90
+        assert set(c.versions) == {0, 1}
+        assert (np.diff(c.versions) >= 0).all()
+    assert set(fresh.versions) == {1}
+
+
+def test_greedy_is_the_largest_logit():
+    prompt = np.arange(20, dtype=np.int32)
+    (c,) = sample([(prompt, SamplingParams(0.0, 12), (0,))])
+    stream = np.concatenate([prompt, c.tokens])
+    sampled = (np.arange(len(stream)) >= 20).astype(np.float32)
+    batch = pack([[Sample(stream, sampled, sampled, sampled)]], PackShape(1, 1, 40), 1.0)
+    row = TokenBatch(
+        **{n: getattr(batch, n)[0] for n in TokenBatch.ARRAYS},
+        **{n: getattr(batch, n) for n in ("num_micro", "num_tokens", "num_sequences", "temperature")},
+    )
+    from rolljax.model.attention import packed
+
+    decoder = MODEL.bind(PARAMS)
+    hidden, _ = decoder(row.tokens, row.positions, packed(row.segment_ids, row.branch_ids))
+    best = np.asarray(decoder.logits(hidden)[0].argmax(-1))
+    np.testing.assert_array_equal(best[19:31], c.tokens)
+
+
+def test_a_prompt_that_does_not_fit_is_refused():
+    from rolljax.errors import SamplerError
+
+    with pytest.raises(SamplerError, match="96"):
+        sample([(np.zeros(96, np.int32), SamplingParams(1.0, 4), (0,))])
+
+
+def test_context_limit_ends_a_completion():
+    (c,) = sample([(np.zeros(90, np.int32), SamplingParams(1.0, 30), (0,))])
+    assert len(c.tokens) == 6
+    assert c.finish_reason == "context"
