@@ -76,7 +76,7 @@ class Rollouts:
         return Group(task, step, index, tuple(trajectories))
 
     async def trajectory(self, task: Task, key: Key) -> Trajectory:
-        """One episode. A failure of environment or sampler comes back as its status, with its owner; nothing is raised."""
+        """One episode. A failure of environment or sampler comes back as its status and owner; nothing is raised."""
         episode = _Episode(task, key)
         env = self.spec.make()
         try:

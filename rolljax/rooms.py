@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -51,6 +52,7 @@ def plan(recipe: Recipe) -> Plan:
     """
     mesh = recipe.mesh.build()
     recipe.check_mesh(num_batch_shards(mesh))
+    recipe.sampler.check_shards(num_batch_shards(mesh))
     if isinstance(recipe.model, DecoderConfig):
         cfg, chat = recipe.model, Chat(byte_tokenizer())
         if cfg.vocab_size < len(chat.tokenizer):
@@ -61,6 +63,13 @@ def plan(recipe: Recipe) -> Plan:
                 remedy=f"at least {len(chat.tokenizer)}; 264 divides well",
             )
     else:
+        if not (Path(recipe.model) / "config.json").is_file():
+            raise ConfigError(
+                "is not a Hugging Face model folder: it has no config.json",
+                setting="Recipe.model",
+                value=recipe.model,
+                remedy="name a local folder with config.json, *.safetensors and a tokenizer",
+            )
         cfg, chat = hf.read_config(recipe.model), Chat(load_tokenizer(recipe.model))
     model = Model(cfg, recipe.dtype, recipe.remat)
     param_shardings(mesh, model.axes(), model.abstract())
@@ -82,7 +91,7 @@ def plan(recipe: Recipe) -> Plan:
     env.close()
     if longest + recipe.max_answer_tok > recipe.sampler.max_context:
         raise ConfigError(
-            f"is too short: prompts of {recipe.env.name} take up to {longest} tokens, an answer {recipe.max_answer_tok}",
+            f"is too short: prompts of {recipe.env.name} take {longest} tokens, an answer {recipe.max_answer_tok}",
             setting="SamplerConfig.max_context",
             value=recipe.sampler.max_context,
             remedy=f"set it to {longest + recipe.max_answer_tok} or more",

@@ -150,8 +150,8 @@ def describe(plan: Plan) -> str:
         shape = p.pack_shape(r.sampler.max_context, r.max_answer_tok, r.env.max_turns)
         lines.append(
             f"phase     {p.name}: {type(p.algorithm).__name__}, {p.steps} steps of {p.prompts_per_step} x "
-            f"{p.group_size} trajectories, {p.updates_per_step} update(s) of up to {shape.num_micro} x {shape.micro_rows} rows "
-            f"of {shape.row_len} tokens"
+            f"{p.group_size} trajectories, {p.updates_per_step} update(s) of up to {shape.num_micro} x "
+            f"{shape.micro_rows} rows of {shape.row_len} tokens"
         )
     text = plan.chat.tokenizer.decode(plan.chat.prompt_ids(plan.first_prompt))
     return "\n".join([*lines, "first task as the model sees it:", *(f"  | {line}" for line in text.split("\n"))])

@@ -33,4 +33,6 @@ def model():
 @pytest.fixture(scope="session")
 def params(model):
     """Seed 0 parameters of `model`; do not donate them."""
-    return model.init(0)
+    import jax
+
+    return jax.jit(lambda: model.init(0))()

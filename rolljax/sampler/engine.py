@@ -70,6 +70,25 @@ class SamplerConfig:
     def num_pages(self) -> int:
         return self.pages or (self.slots + self.prefill_rows) * self.pages_per_sequence
 
+    def check_shards(self, num_shards: int) -> None:
+        """Raise `ConfigError` unless slots, prefill rows and pages can be split over so many batch shards."""
+        for name in ("slots", "prefill_rows"):
+            if getattr(self, name) % num_shards:
+                raise ConfigError(
+                    f"does not divide over {num_shards} batch shards of the mesh",
+                    setting=f"SamplerConfig.{name}",
+                    value=getattr(self, name),
+                    remedy=f"choose a multiple of {num_shards}",
+                )
+        each = self.num_pages // num_shards
+        if each < self.pages_per_sequence:
+            raise ConfigError(
+                f"over {num_shards} batch shards leave {each} each, less than one sequence needs",
+                setting="SamplerConfig.pages",
+                value=self.num_pages,
+                remedy=f"at least {self.pages_per_sequence * num_shards}",
+            )
+
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
         """Padded prompt lengths that a program exists for: doubling from 32 up to `max_context`."""
@@ -215,21 +234,7 @@ class Engine:
 
     def __init__(self, model: Model, cfg: SamplerConfig, mesh: Mesh, batch_axes: tuple[str, ...]) -> None:
         self.model, self.cfg, self.mesh, self.batch_axes = model, cfg, mesh, batch_axes
-        for name in ("slots", "prefill_rows"):
-            if getattr(cfg, name) % self.num_shards:
-                raise ConfigError(
-                    f"does not divide over {self.num_shards} batch shards of the mesh",
-                    setting=f"SamplerConfig.{name}",
-                    value=getattr(cfg, name),
-                    remedy=f"choose a multiple of {self.num_shards}",
-                )
-        if self.pages_per_shard < cfg.pages_per_sequence:
-            raise ConfigError(
-                f"over {self.num_shards} batch shards leave {self.pages_per_shard} each, less than one sequence needs",
-                setting="SamplerConfig.pages",
-                value=cfg.num_pages,
-                remedy=f"at least {cfg.pages_per_sequence * self.num_shards}",
-            )
+        cfg.check_shards(self.num_shards)
         self._prefill = self._jit(self._prefill_local, donate=(1,), num_row_args=4)
         self._insert = self._jit(self._insert_local, donate=(0,), num_row_args=3, params=False)
         self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=1)

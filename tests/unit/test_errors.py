@@ -1,0 +1,74 @@
+"""Errors: owner, exit code, standard base class, text."""
+
+import pickle
+
+import pytest
+
+from rolljax import errors
+from rolljax.errors import ConfigError, EnvError, HangError, RolljaxError, SamplerError, boundary
+
+LEAVES = RolljaxError.__subclasses__()
+
+
+def test_exit_codes_and_owners():
+    codes = {e.owner: e.exit_code for e in LEAVES}
+    assert len(codes) == len(LEAVES) == len({e.__name__ for e in LEAVES})
+    assert codes == {
+        "config": 2,
+        "data": 3,
+        "env": 3,
+        "sampler": 4,
+        "trainer": 5,
+        "checkpoint": 6,
+        "hang": 7,
+    }
+    assert errors.EXIT_PREEMPTED not in codes.values() and RolljaxError.exit_code not in codes.values()
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=lambda e: e.__name__)
+def test_leaves_are_standard_errors_too_and_cross_processes(leaf):
+    assert issubclass(leaf, (ValueError, RuntimeError, TimeoutError))
+    again = pickle.loads(pickle.dumps(leaf("what happened")))
+    assert type(again) is leaf and str(again) == "what happened"
+
+
+def test_config_error_text():
+    error = ConfigError("must be positive", setting="AdamW.lr", value=-1.0, remedy="try 1e-3", where="a.gin:7")
+    assert str(error) == "a.gin:7: AdamW.lr must be positive\n  value: -1.0\n  fix:   try 1e-3"
+
+
+def test_config_error_leaves_out_what_is_not_there():
+    assert str(ConfigError("is odd")) == "is odd"
+    assert str(ConfigError("is None", setting="A.b", value=None)) == "A.b is None\n  value: None"
+    assert str(ConfigError("is odd", remedy="even it")) == "is odd\n  fix:   even it"
+
+
+def test_config_error_keeps_its_first_origin():
+    error = ConfigError("is odd", setting="A.b")
+    assert error.at("x.gin:1") is error and str(error) == "x.gin:1: A.b is odd"
+    assert str(error.at("y.gin:2")) == "x.gin:1: A.b is odd"
+
+
+def test_config_error_pickles_with_its_parts():
+    error = ConfigError("is odd", setting="A.b", value=3, remedy="even it", where="a.gin:1")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_boundary_gives_foreign_exceptions_an_owner():
+    with (
+        pytest.raises(EnvError, match="reset of lake: KeyError: 'hole'") as caught,
+        boundary(EnvError, "reset of lake"),
+    ):
+        {}["hole"]
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_boundary_lets_ours_through_and_leaves_interrupts_alone():
+    ours = HangError("slow")
+    with pytest.raises(HangError) as caught, boundary(SamplerError, "x"):
+        raise ours
+    assert caught.value is ours
+    with pytest.raises(KeyboardInterrupt), boundary(SamplerError, "x"):
+        raise KeyboardInterrupt
+    with boundary(SamplerError, "x"):
+        pass

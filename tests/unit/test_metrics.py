@@ -1,0 +1,49 @@
+"""The metric table and the check that holds rows against it."""
+
+import math
+
+import pytest
+
+from rolljax import metrics
+
+
+def test_a_good_row_has_nothing_wrong():
+    row = {"step": 3, "phase": "rl", "reward/mean": -2.5, "reward/success_frac": 1, "optim/lr": 0, "time/step_s": 0.5}
+    assert metrics.check_row(row) == []
+
+
+@pytest.mark.parametrize(
+    "row, word",
+    [
+        ({"reward/men": 1.0}, "reward/men"),
+        ({"policy/clip_low_frac": 1.01}, "1.01"),
+        ({"optim/grad_norm": -1e-9}, "optim/grad_norm"),
+        ({"loss/total": math.nan}, "nan"),
+        ({"mismatch/k3_nat": -1e-3}, "mismatch/k3_nat"),
+    ],
+)
+def test_unknown_names_and_values_out_of_range_are_named(row, word):
+    (message,) = metrics.check_row({"reward/mean": 0.5, **row})
+    assert word in message
+
+
+def test_every_fault_is_reported():
+    assert len(metrics.check_row({"a/b": 1.0, "c/d": 2.0, "reward/std": -1.0})) == 3
+
+
+def test_names_say_their_unit_and_ranges_are_in_order():
+    units = {"s": "s", "frac": "share", "tok": "tokens", "nat": "nats", "ratio": "ratio", "ver": "versions"}
+    for name, metric in metrics.NAMES.items():
+        assert name.count("/") == 1 and metric.low < metric.high and metric.meaning, name
+        suffix = name.rsplit("_", 1)[-1] if "_" in name else ""
+        if suffix in units and not name.endswith("tok_s"):
+            assert metric.unit == units[suffix], name
+
+
+def test_markdown_lists_all():
+    lines = metrics.markdown().splitlines()
+    assert len(lines) == len(metrics.NAMES) + 2
+    for line, (name, metric) in zip(lines[2:], metrics.NAMES.items(), strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[0] == f"`{name}`" and metric.unit in cells and cells[-1] == metric.meaning
+        assert len(cells) == 5, f"a | in the text of {name} breaks the table"
