@@ -36,3 +36,13 @@ def params(model):
     import jax
 
     return jax.jit(lambda: model.init(0))()
+
+
+@pytest.fixture(scope="module")
+def quick_compiles():
+    """Compile without most optimizations: for modules that compile many programs and run each of them a few times."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
