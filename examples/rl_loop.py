@@ -34,12 +34,12 @@ SEED = 0
 ENV = ReasoningGym("spell_backward", {"min_word_len": 4, "max_word_len": 4})
 HELD_OUT_FRAC = 0.1
 MODEL = Model(DecoderConfig(init_std=0.1))
-SAMPLER = SamplerConfig(slots=256, max_context=80, prefill_rows=64)
+SAMPLER = SamplerConfig(slots=512, max_context=80, prefill_rows=64)
 ROW_LEN, MICRO_ROWS = 128, 8
 MAX_ANSWER_TOK = 6
-SFT_LR, SFT_BATCH = 3e-3, 64
-RL_LR, RL_PROMPTS, RL_GROUP, RL_UPDATES = 5e-4, 32, 8, 2
-CLIP = 0.2
+SFT_LR, SFT_BATCH, SFT_TEMPERATURE = 3e-3, 64, 0.7
+RL_LR, RL_PROMPTS, RL_GROUP, RL_UPDATES = 1.5e-3, 64, 8, 2
+CLIP_LOW, CLIP_HIGH = 0.2, 0.5
 
 
 # ---- sampling: the three engine programs, driven by hand
@@ -102,24 +102,24 @@ class Row(NamedTuple):
     sampler_logp: np.ndarray
 
 
-def log_probs(params, row):
+def log_probs(params, row, temperature=1.0):
     """Log-prob of each token of packed rows `[B, T]`, scored by the hidden state of the token before it."""
     decoder = MODEL.bind(params)
     hidden, _ = decoder(row.tokens, row.positions, packed(row.segment_ids, row.branch_ids))
     before = jnp.take_along_axis(hidden, row.prev[..., None], axis=1)
-    logits = jax.nn.log_softmax(decoder.logits(before))
+    logits = jax.nn.log_softmax(decoder.logits(before) / temperature)
     return jnp.take_along_axis(logits, row.tokens[..., None], axis=-1)[..., 0]
 
 
 def sft_loss(params, row, num_tokens):
-    return jnp.sum(-log_probs(params, row) * row.weights) / num_tokens
+    return jnp.sum(-log_probs(params, row, SFT_TEMPERATURE) * row.weights) / num_tokens
 
 
 def grpo_loss(params, row, num_tokens):
     # where the weight is 0, sampler_logp is 0 and could make the ratio overflow: clean before, not after
     logp = jnp.where(row.weights > 0, log_probs(params, row), 0.0)
     ratio = jnp.exp(logp - row.sampler_logp)
-    clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
+    clipped = jnp.clip(ratio, 1 - CLIP_LOW, 1 + CLIP_HIGH)
     loss = -jnp.minimum(ratio * row.advantages, clipped * row.advantages)
     return jnp.sum(loss * row.weights) / num_tokens
 
@@ -168,7 +168,8 @@ def run(sft_steps: int, rl_steps: int) -> list[float]:
     # GRPO: sample groups, score them, compare within the group, update
     engine = Engine(MODEL, SAMPLER, MeshSpec().build(jax.devices()[:1]), ("data", "fsdp"))
     state = engine.init_decode_state()
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RL_LR, 0.9, 0.95, weight_decay=0.0))
+    rate = optax.linear_schedule(RL_LR, 0.1 * RL_LR, rl_steps * RL_UPDATES)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, 0.9, 0.95, weight_decay=0.0))
     opt_state, update = tx.init(params), make_update(grpo_loss, tx)
     for step in range(rl_steps):
         tasks = [next(stream) for _ in range(RL_PROMPTS)]

@@ -32,15 +32,20 @@ class Policy(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SamplerPolicy:
-    """The model, through the sampler; randomness is addressed by run seed, key and turn."""
+    """The model, through the sampler; randomness is addressed by run seed, key and turn.
+
+    keep_session: keep an episode's cache between its turns (for environments of several turns).
+    """
 
     sampler: Sampler
     params: SamplingParams
     seed: int
+    keep_session: bool
 
     async def act(self, prompt_ids: np.ndarray, env: Env, key: Key, turn: int) -> Completion:
         address = (self.seed % 2**31, key.stream, key.step, key.group, key.sibling, turn)
-        return await self.sampler.generate(prompt_ids, self.params, address)
+        session = address[:-1] if self.keep_session else None
+        return await self.sampler.generate(prompt_ids, self.params, address, session)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -142,7 +142,7 @@ class Rooms:
     def policy(self, temperature: float) -> Policy:
         """The model as a policy."""
         params = SamplingParams(temperature, self.recipe.max_answer_tok, self.plan.chat.stop_ids)
-        return SamplerPolicy(self.sampler, params, self.recipe.seed)
+        return SamplerPolicy(self.sampler, params, self.recipe.seed, keep_session=self.recipe.env.max_turns > 1)
 
     def gold(self) -> Policy:
         """The environments' own answers as a policy."""

@@ -5,6 +5,8 @@ free slots, runs a dispatch of decode steps, and hands finished completions back
 New weights are swapped in between two dispatches. What a request yields does not depend on any of this.
 
     inbox -> waiting (by prompt) -> prefix (prefilled prompt) -> slot -> Completion
+                                       ^                          |
+                                       +---- session's pages <----+   (the next turn prefills only what is new)
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,6 +40,7 @@ class Request:
     prompt_ids: np.ndarray
     params: SamplingParams
     address: tuple[int, ...]
+    session: Hashable | None
     submitted_s: float
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
@@ -49,8 +53,23 @@ class Prefix:
     shard: int
     pages: list[int]
     length: int
-    row: int
-    logits: jax.Array
+    cached: int
+    """Leading tokens whose keys and values were there before."""
+    row: int = -1
+    logits: Any = None
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+    """What an episode's last turn left in the cache: the tokens whose keys and values are in `pages`."""
+
+    shard: int
+    pages: list[int]
+    tokens: np.ndarray
+
+    def extended_by(self, prompt_ids: np.ndarray) -> bool:
+        n = len(self.tokens)
+        return n < len(prompt_ids) and np.array_equal(self.tokens, prompt_ids[:n])
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,6 +126,7 @@ class SamplerStats:
     sampled_tok: int = 0
     prefill_tok: int = 0
     shared_prompt_tok: int = 0
+    reused_tok: int = 0
     dispatches: int = 0
     busy_s: float = 0.0
 
@@ -131,6 +151,7 @@ class Sampler:
         ]
         self._waiting: collections.OrderedDict[bytes, collections.deque[Request]] = collections.OrderedDict()
         self._prefixes: dict[bytes, Prefix] = {}
+        self._sessions: collections.OrderedDict[Hashable, Session] = collections.OrderedDict()
         self._running: dict[int, Running] = {}
         self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -139,11 +160,19 @@ class Sampler:
 
     # ---- the client's side
 
-    async def generate(self, prompt_ids: np.ndarray, params: SamplingParams, address: tuple[int, ...]) -> Completion:
+    async def generate(
+        self,
+        prompt_ids: np.ndarray,
+        params: SamplingParams,
+        address: tuple[int, ...],
+        session: Hashable | None = None,
+    ) -> Completion:
         """Sample a continuation of `prompt_ids [P]`.
 
         Args:
           address: up to 6 integers; equal addresses give equal noise, whatever else is running.
+          session: name of an episode whose next prompt will extend this one. Its pages are kept while there is room for
+            them, and dropped when the weights change; that saves work and changes nothing else.
 
         Raises:
           SamplerError: the prompt leaves no room in the context, the request is malformed, or the sampler has stopped.
@@ -157,7 +186,7 @@ class Sampler:
             raise SamplerError(f"the sampler has stopped: {self._error}")
         loop = asyncio.get_running_loop()
         request = Request(
-            np.asarray(prompt_ids, np.int32), params, address, time.perf_counter(), loop, loop.create_future()
+            np.asarray(prompt_ids, np.int32), params, address, session, time.perf_counter(), loop, loop.create_future()
         )
         self._inbox.put(request)
         return await request.future
@@ -170,6 +199,8 @@ class Sampler:
             self._params, self.version = params, version
             for key in list(self._prefixes):  # prompts prefilled under the old weights
                 self._drop_prefix(key)
+            for session in list(self._sessions):
+                self._drop_session(session)
             done.set_result(None)
 
         self._inbox.put(swap)
@@ -239,34 +270,62 @@ class Sampler:
         for key, requests in self._waiting.items():
             if key in self._prefixes:
                 continue
-            length = len(requests[0].prompt_ids)
-            need = -(-length // cfg.page_size)
             open_shards = [s for s, r in enumerate(room) if r > 0 and filled[s] < rows_per_shard]
-            open_shards = [s for s in open_shards if self._pages[s].num_free >= need + self._own_pages(requests[0])]
-            if not open_shards:
+            started = self._start_prefix(requests[0], open_shards, room)
+            if started is None:
                 break
-            shard = max(open_shards, key=lambda s: room[s])
-            prefix = Prefix(shard, self._pages[shard].take(need), length, filled[shard], None)  # type: ignore[arg-type]
-            chosen.append((key, prefix))
+            shard = started.shard
+            started.row = filled[shard]
+            chosen.append((key, started))
             filled[shard] += 1
             room[shard] -= len(requests)
         if not chosen:
             return False
-        T = next(b for b in cfg.prefill_buckets if b >= max(p.length for _, p in chosen))
+        T = next(b for b in cfg.prefill_buckets if b >= max(p.length - p.cached for _, p in chosen))
         tokens = np.zeros((cfg.prefill_rows, T), np.int32)
         positions = np.full((cfg.prefill_rows, T), -1, np.int32)
         table = np.full((cfg.prefill_rows, cfg.pages_per_sequence), -1, np.int32)
         for key, prefix in chosen:
             row = prefix.shard * rows_per_shard + prefix.row
-            tokens[row, : prefix.length] = self._waiting[key][0].prompt_ids
-            positions[row, : prefix.length] = np.arange(prefix.length)
+            new = prefix.length - prefix.cached
+            tokens[row, :new] = self._waiting[key][0].prompt_ids[prefix.cached :]
+            positions[row, :new] = np.arange(prefix.cached, prefix.length)
             table[row, : len(prefix.pages)] = prefix.pages
-            self.stats.prefill_tok += prefix.length
+            self.stats.prefill_tok += new
+            self.stats.reused_tok += prefix.cached
         self._state, logits = self.engine.prefill(self._params, self._state, tokens, positions, table)
         for key, prefix in chosen:
             prefix.logits = logits
             self._prefixes[key] = prefix
         return True
+
+    def _start_prefix(self, request: Request, open_shards: list[int], room: list[int]) -> Prefix | None:
+        """Pages for a prompt that is about to be prefilled, those of its session first; None: not now."""
+        length = len(request.prompt_ids)
+        pages_needed = -(-length // self.engine.cfg.page_size)
+        session = self._sessions.get(request.session)
+        if session is not None and not session.extended_by(request.prompt_ids):
+            self._drop_session(request.session)
+            session = None
+        if session is not None:
+            del self._sessions[request.session]  # out of reach of eviction while room is made
+        held, cached = (session.pages, len(session.tokens)) if session else ([], 0)
+        shards = [s for s in open_shards if session is None or s == session.shard]
+        extra = pages_needed - len(held)
+        for shard in sorted(shards, key=lambda s: -room[s]):
+            if self._make_room(shard, extra + self._own_pages(request)):
+                return Prefix(shard, [*held, *self._pages[shard].take(extra)], length, cached)
+        if session is not None:
+            self._sessions[request.session] = session
+        return None
+
+    def _make_room(self, shard: int, num_pages: int) -> bool:
+        """Whether so many pages of a shard are free, after dropping the oldest sessions if need be."""
+        for name in [n for n, s in self._sessions.items() if s.shard == shard]:
+            if self._pages[shard].num_free >= num_pages:
+                break
+            self._drop_session(name)
+        return self._pages[shard].num_free >= num_pages
 
     def _insert_some(self) -> bool:
         """Put waiting requests of prefilled prompts into free slots and draw their first tokens."""
@@ -275,7 +334,7 @@ class Sampler:
         for key, prefix in list(self._prefixes.items()):
             requests = self._waiting[key]
             while requests and self._free_slots[prefix.shard]:
-                if self._pages[prefix.shard].num_free < self._own_pages(requests[0]):
+                if not self._make_room(prefix.shard, self._own_pages(requests[0])):
                     break
                 slot = self._free_slots[prefix.shard].pop()
                 _, inserts, slots = by_logits.setdefault(
@@ -319,6 +378,10 @@ class Sampler:
         total = min(len(request.prompt_ids) + request.params.max_tokens, cfg.max_context)
         return -(-total // cfg.page_size) - len(request.prompt_ids) // cfg.page_size
 
+    def _drop_session(self, name: Hashable) -> None:
+        session = self._sessions.pop(name)
+        self._pages[session.shard].release(session.pages)
+
     def _drop_prefix(self, key: bytes) -> None:
         prefix = self._prefixes.pop(key)
         self._pages[prefix.shard].release(prefix.pages)
@@ -338,10 +401,10 @@ class Sampler:
         ready: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]] = {}
         for slot in slots:
             running = self._running.pop(slot)
-            self._pages[running.shard].release(running.pages)
             self._free_slots[running.shard].append(slot)
             request = running.request
             tokens = np.concatenate(running.tokens)
+            self._keep_or_release(running, tokens)
             self.stats.sampled_tok += len(tokens)
             reason: FinishReason = "stop"
             if tokens[-1] not in request.params.stop_ids:
@@ -357,6 +420,19 @@ class Sampler:
             ready.setdefault(request.loop, []).append((request.future, completion))
         for loop, results in ready.items():
             loop.call_soon_threadsafe(_deliver, results)
+
+    def _keep_or_release(self, running: Running, tokens: np.ndarray) -> None:
+        """Pages of a finished request: kept for its session's next turn, if all of them were made by these weights."""
+        session = running.request.session
+        if session in self._sessions:
+            self._drop_session(session)
+        if session is None or any((v != self.version).any() for v in running.versions):
+            self._pages[running.shard].release(running.pages)
+            return
+        cached = np.concatenate([running.request.prompt_ids, tokens[:-1]])  # the last token never was an input
+        used = -(-len(cached) // self.engine.cfg.page_size)
+        self._pages[running.shard].release(running.pages[used:])
+        self._sessions[session] = Session(running.shard, running.pages[:used], cached)
 
     def _fail(self, error: SamplerError) -> None:
         requests = [r.request for r in self._running.values()]

@@ -181,3 +181,54 @@ def test_context_limit_ends_a_completion():
     (c,) = sample([(np.zeros(90, np.int32), SamplingParams(1.0, 30), (0,))])
     assert len(c.tokens) == 6
     assert c.finish_reason == "context"
+
+
+def conversations(*, keep, pages=None, num_devices=1, publish_between=False):
+    """Ten episodes of four turns, each next prompt extending what was sampled; all completions and the sampler's totals."""
+    mesh = MeshSpec().build(jax.devices()[:num_devices])
+    cfg = SamplerConfig(slots=8, max_context=96, prefill_rows=8, page_size=4, pages=pages)
+    publish = make_publish(mesh, MODEL)
+    sampler = Sampler(Engine(MODEL, cfg, mesh, BATCH_AXES), publish(PARAMS), 0)
+
+    async def episode(i):
+        rng = np.random.default_rng(i // 2)  # episodes come in pairs that share their first prompt
+        stream, out = rng.integers(0, 256, 9 + i // 2).astype(np.int32), []
+        for turn in range(4):
+            params = SamplingParams(1.0, 1 + (3 * i + turn) % 7, STOP)
+            out.append(await sampler.generate(stream, params, (i, turn), session=i if keep else None))
+            stream = np.concatenate([stream, out[-1].tokens, rng.integers(0, 256, 1 + turn).astype(np.int32)])
+            if publish_between and turn == 1:
+                version = 100 * i + 1
+                await asyncio.get_running_loop().run_in_executor(None, sampler.publish, publish(PARAMS), version)
+        return out
+
+    async def everything():
+        return await asyncio.gather(*(episode(i) for i in range(10)))
+
+    try:
+        done = asyncio.run(everything())
+        for name in list(sampler._sessions):
+            sampler._drop_session(name)
+        free = [p.num_free for p in sampler._pages]
+        assert free == [sampler.engine.pages_per_shard] * num_devices, "pages leaked"
+    finally:
+        sampler.close()
+    return done, sampler.stats
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"pages": 30}, {"num_devices": 4, "pages": 120}, {"publish_between": True}], ids=str
+)
+def test_a_kept_session_saves_work_and_changes_nothing_else(how):
+    plain, without = conversations(keep=False)
+    kept, stats = conversations(keep=True, **how)
+    for a, b in zip(plain, kept, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x.tokens, y.tokens)
+            np.testing.assert_allclose(x.sampler_logp, y.sampler_logp, atol=1e-5)
+    assert without.reused_tok == 0
+    assert stats.reused_tok > 0
+    assert stats.prefill_tok < without.prefill_tok
+    if not how:  # room enough: every token is prefilled or sampled once, but for each turn's last token and the pairs
+        new = sum(len(t.tokens) for episode in kept for t in episode[:-1])
+        assert stats.prefill_tok + stats.reused_tok <= without.prefill_tok + new

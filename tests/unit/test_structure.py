@@ -1,0 +1,127 @@
+"""The house rules that no other test would notice: who imports whom, what stays light, how long functions get."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rolljax
+
+ROOT = Path(rolljax.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+VERBS = {"cli.py", "train.py", "eval.py", "export.py"}
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path):
+    """(dotted name, whether it stands inside a function) of every import of a file."""
+    tree = ast.parse(path.read_text())
+    inside = {
+        id(node)
+        for fn in ast.walk(tree)
+        if isinstance(fn, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(fn)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name_of(path)}: relative import"
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        else:
+            continue
+        for name in names:
+            yield name, id(node) in inside
+
+
+def under(name, package):
+    return name == package or name.startswith(package + ".")
+
+
+ROOMS = {
+    "envs": {"jax", "flax", "optax", "rolljax.model", "rolljax.sampler", "rolljax.trainer"},
+    "model": {"rolljax.envs", "rolljax.sampler", "rolljax.trainer"},
+    "sampler": {"rolljax.trainer", "rolljax.envs"},
+    "trainer": {"rolljax.envs", "rolljax.sampler"},
+}
+
+
+def test_imports_are_found():
+    found = dict(imports(ROOT / "train.py"))
+    assert found["rolljax.cli"] is False and any(inside for inside in found.values())
+    assert any(under(name, "jax") for name, _ in imports(ROOT / "trainer" / "update.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_only_what_stands_left_of_them(room):
+    files = [f for f in FILES if name_of(f).startswith(f"{room}/")]
+    assert files
+    above = {"rolljax.loop", "rolljax.rollout", "rolljax.buffer", "rolljax.rooms", "rolljax.recipe"}
+    wrong = [
+        f"{name_of(f)} imports {name}"
+        for f in files
+        for name, _ in imports(f)
+        if any(under(name, banned) for banned in ROOMS[room] | above)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("file", ["types.py", "errors.py", "metrics.py"])
+def test_what_everyone_imports_imports_nobody(file):
+    allowed = {"rolljax.errors", "rolljax.types"}
+    for name, _ in imports(ROOT / file):
+        assert not under(name, "jax") and (not under(name, "rolljax") or name.rsplit(".", 1)[0] in allowed), name
+
+
+def test_only_config_and_verbs_touch_gin():
+    wrong = []
+    for f in FILES:
+        if name_of(f) in VERBS or name_of(f).startswith("config"):
+            continue
+        for name, inside in imports(f):
+            config = any(under(name, f"rolljax.{m.stem}") for m in ROOT.glob("config*.py"))
+            if under(name, "gin") or config and not (name_of(f) == "runfolder.py" and inside):
+                wrong.append(f"{name_of(f)} imports {name}")
+    assert not wrong
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_rolljax_is_light():
+    heavy = ["jax", "flax", "numpy", "transformers", "ray", "gin"]
+    out = run(f"import sys, rolljax; print([m for m in {heavy} if m in sys.modules])")
+    assert out.strip() == "[]"
+
+
+def test_envs_load_no_jax():
+    modules = [f"rolljax.envs.{f.stem}" for f in sorted((ROOT / "envs").glob("*.py")) if f.stem != "__init__"]
+    out = run(f"import sys, {', '.join(modules)}; print([m for m in ('jax', 'flax') if m in sys.modules])")
+    assert out.strip() == "[]"
+
+
+def test_trainer_and_sampler_work_without_the_rest():
+    blocked = ["ray", "grain", "gin", "reasoning_gym", "gymnasium", "jetstream", "torch"]
+    run(
+        f"import sys\nfor m in {blocked}: sys.modules[m] = None\n"
+        "import rolljax.model.decoder, rolljax.sampler.client, rolljax.trainer.update"
+    )
+
+
+def test_no_function_is_longer_than_120_lines():
+    lengths = {
+        f"{name_of(f)}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
+        for f in FILES
+        for node in ast.walk(ast.parse(f.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert len(lengths) > 100
+    assert {k: n for k, n in lengths.items() if n > 120} == {}
