@@ -55,7 +55,7 @@ class Background:
                 return future.result(timeout=POLL_S)
             except concurrent.futures.TimeoutError:
                 if future.done():
-                    raise
+                    return future.result()
             if interruptible and self._should_stop():
                 raise Stopped
             if time.monotonic() - start > deadline_s:

@@ -31,7 +31,7 @@ class ConfigError(RolljaxError, ValueError):
 
     owner = "config"
     exit_code = 2
-    _missing = object()
+    _missing = Ellipsis  # pickles to itself, which a bare object() does not
 
     def __init__(
         self,

@@ -88,6 +88,7 @@ def markdown() -> str:
     """The table for the docs."""
     lines = ["| name | unit | reduction | range | meaning |", "|---|---|---|---|---|"]
     for name, m in NAMES.items():
+        meaning = m.meaning.replace("|", r"\|")
         low, high = ("" if math.isinf(x) else f"{x:g}" for x in (m.low, m.high))
-        lines.append(f"| `{name}` | {m.unit} | {m.reduction} | [{low}, {high}] | {m.meaning} |")
+        lines.append(f"| `{name}` | {m.unit} | {m.reduction} | [{low}, {high}] | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -19,7 +19,7 @@ from rolljax.envs.pool import EnvPool
 from rolljax.errors import EnvError, RolljaxError
 from rolljax.model.tokenizer import Chat
 from rolljax.sampler.client import Sampler
-from rolljax.types import Completion, Group, Key, SamplingParams, Status, Task, Trajectory, Turn
+from rolljax.types import Completion, Group, Key, Message, SamplingParams, Status, Task, Trajectory, Turn
 
 
 class Policy(Protocol):
@@ -83,19 +83,21 @@ class Rollouts:
     async def trajectory(self, task: Task, key: Key) -> Trajectory:
         """One episode. A failure of environment or sampler comes back as its status and owner; nothing is raised."""
         episode = _Episode(task, key)
-        env = self.spec.make()
         try:
-            await self._play(env, episode)
+            start = time.perf_counter()
+            env, messages = await self.pool.call(
+                functools.partial(_open, self.spec, task), f"reset of {self.spec.name}"
+            )
+            episode.env_s += time.perf_counter() - start
+            try:
+                await self._play(env, messages, episode)
+            finally:
+                await self._close(env)
         except RolljaxError as e:
             episode.status, episode.error, episode.owner = "failed", str(e), e.owner
-        finally:
-            await self._close(env)
         return episode.trajectory()
 
-    async def _play(self, env: Env, episode: _Episode) -> None:
-        start = time.perf_counter()
-        messages = await self.pool.call(lambda: env.reset(episode.task), f"reset of {self.spec.name}")
-        episode.env_s += time.perf_counter() - start
+    async def _play(self, env: Env, messages: tuple[Message, ...], episode: _Episode) -> None:
         new_ids = self.chat.prompt_ids(messages)
         stream = new_ids
         for turn in range(self.spec.max_turns):
@@ -125,6 +127,15 @@ class Rollouts:
             await self.pool.call(env.close, f"close of {self.spec.name}")
         except EnvError:
             pass  # the episode is over; a failing close is not its failure
+
+
+def _open(spec: EnvSpec, task: Task) -> tuple[Env, tuple[Message, ...]]:
+    env = spec.make()
+    try:
+        return env, env.reset(task)
+    except BaseException:
+        env.close()
+        raise
 
 
 def _step(env: Env, text: str) -> StepResult:

@@ -80,6 +80,8 @@ def plan(recipe: Recipe) -> Plan:
             value=recipe.sampler.max_context,
             remedy=f"at most {cfg.max_position}",
         )
+    if recipe.env.max_turns > 1:
+        chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
     longest = 0
     first_prompt: tuple[Message, ...] = ()

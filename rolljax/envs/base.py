@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from rolljax.types import Message, Task
 
+NUM_INDICES = 1_000_000
+"""Indices that the training stream draws from before it repeats them in another order."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
@@ -65,7 +68,7 @@ class EnvSpec(abc.ABC):
 
     @abc.abstractmethod
     def task(self, index: int) -> Task:
-        """The task at `index` (any non-negative integer); equal indices give equal tasks, in any process."""
+        """The task at `index`, 0 to `NUM_INDICES - 1`; equal indices give equal tasks, in any process."""
 
     @abc.abstractmethod
     def make(self) -> Env:

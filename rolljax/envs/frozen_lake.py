@@ -66,6 +66,8 @@ class FrozenLakeEnv(Env):
         from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv as Lake
 
         self._lake = task.content.split("\n")
+        if [len(row) for row in self._lake] != [self._spec.size] * self._spec.size:
+            raise EnvError(f"task {task.index} is not a lake of {self._spec.size} x {self._spec.size}")
         self._env = Lake(desc=self._lake, is_slippery=False)
         self._cell, _ = self._env.reset(seed=task.index % 2**31)
         self._turns, self._over = 0, False

@@ -76,8 +76,7 @@ class EnvPool:
         self.cfg = cfg
         self.num_timeouts = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._done: collections.deque[tuple[_Job, Any, Exception | None]] = collections.deque()
-        self._posted = False
+        self._done: dict[asyncio.AbstractEventLoop, collections.deque[tuple[_Job, Any, Exception | None]]] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._workers = [_Worker(self) for _ in range(cfg.workers)]
@@ -91,6 +90,8 @@ class EnvPool:
         Raises:
           EnvError: it failed, or it ran past `step_timeout_s` (time in the queue does not count).
         """
+        if self._closed.is_set():
+            raise EnvError(f"{doing}: the pool is closed")
         loop = asyncio.get_running_loop()
         job = _Job(fn, doing, loop, loop.create_future())
         self._jobs.put(job)
@@ -103,19 +104,22 @@ class EnvPool:
             self._jobs.put(None)
 
     def _report(self, job: _Job, result: Any, error: Exception | None) -> None:
-        self._done.append((job, result, error))
+        """Hand a result to its loop; results that pile up before the loop looks share one wake-up."""
         with self._lock:
-            if self._posted:
+            waiting = self._done.setdefault(job.loop, collections.deque())
+            waiting.append((job, result, error))
+            if len(waiting) > 1:
                 return
-            self._posted = True
-        if not job.loop.is_closed():
-            job.loop.call_soon_threadsafe(self._flush)
+        try:
+            job.loop.call_soon_threadsafe(self._flush, job.loop)
+        except RuntimeError:  # the loop is closed: nobody waits
+            with self._lock:
+                self._done.pop(job.loop, None)
 
-    def _flush(self) -> None:
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            self._posted = False
-        while self._done:
-            job, result, error = self._done.popleft()
+            done = self._done.pop(loop, ())
+        for job, result, error in done:
             if job.future.done():
                 continue
             if error is not None:

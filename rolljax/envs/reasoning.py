@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 from collections.abc import Mapping
 from typing import Any
 
-from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.envs.base import NUM_INDICES, Env, EnvSpec, StepResult
 from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
 
-UNSAFE = frozenset(
-    [
-        "binary_matrix",
-        "countdown",
-        "intermediate_integration",
-        "n_queens",
-        "polynomial_multiplication",
-        "puzzle24",
-        "simple_integration",
-        "spiral_matrix",
-        "string_insertion",
-        "codeio",
-        "game_of_life_halting",
-    ]
-)
-"""Families that execute the answer's text while scoring it, or that score any text as right."""
+_EXECUTES = "its scorer executes the text of the answer"
+_DIFFERS = "its tasks are not the same in every process, so a run could not be continued"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        "binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24 "
+        "simple_integration spiral_matrix string_insertion".split(),
+        _EXECUTES,
+    ),
+    **dict.fromkeys(("isomorphic_strings", "ransom_note", "list_functions"), _DIFFERS),
+    "codeio": "it executes programs while it makes its tasks",
+    "game_of_life_halting": "its scorer takes any text for right",
+    "coin_flip": "its scorer can be kept busy by a short answer",
+    "acre": "it makes all of its tasks up front",
+}
+"""Families that are not offered, and why."""
 
 SOLVED = 0.99
 """Scores from here on count as solved; many scorers give a little for any wrong text."""
@@ -49,9 +47,9 @@ class ReasoningGym(EnvSpec):
     prompt: str = "{question}"
 
     def __post_init__(self) -> None:
-        if self.family in UNSAFE:
+        if self.family in REFUSED:
             raise ConfigError(
-                "runs the text of an answer while scoring it, or scores any text as right; it is not offered",
+                f"is not offered: {REFUSED[self.family]}",
                 setting="ReasoningGym.family",
                 value=self.family,
                 remedy="choose another family",
@@ -60,7 +58,7 @@ class ReasoningGym(EnvSpec):
             raise ConfigError(
                 "does not contain {question}", setting="ReasoningGym.prompt", value=self.prompt, remedy="add {question}"
             )
-        _dataset(self.family, tuple(sorted(self.config.items())), self.seed)
+        _dataset(self.family, self.config, self.seed)
 
     @property
     def name(self) -> str:
@@ -69,7 +67,7 @@ class ReasoningGym(EnvSpec):
     @property
     def dataset(self) -> Any:
         """The library's lazy, indexable data set."""
-        return _dataset(self.family, tuple(sorted(self.config.items())), self.seed)
+        return _dataset(self.family, self.config, self.seed)
 
     def task(self, index: int) -> Task:
         with boundary(EnvError, f"reasoning-gym {self.family}, item {index}"):
@@ -97,7 +95,10 @@ class ReasoningGymEnv(Env):
         if self._entry is None:
             raise EnvError("step before reset, or after the episode's end")
         entry, self._entry = self._entry, None
-        score = float(self._spec.dataset.score_answer(action, entry))
+        try:
+            score = float(self._spec.dataset.score_answer(action, entry))
+        except Exception:  # border: some scorers parse without looking; what they choke on is no answer
+            score = 0.0
         solved = score >= SOLVED
         reward = score if self._spec.partial_credit else float(solved)
         return StepResult((), reward, terminated=True, success=solved, reward_parts={"score": score})
@@ -108,8 +109,23 @@ class ReasoningGymEnv(Env):
         return str(self._entry["answer"])
 
 
-@functools.lru_cache(maxsize=64)
-def _dataset(family: str, config: tuple[tuple[str, Any], ...], seed: int) -> Any:
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+_datasets: dict[Any, Any] = {}
+
+
+def _dataset(family: str, config: Mapping[str, Any], seed: int) -> Any:
+    key = (family, _frozen(config), seed)
+    if key not in _datasets:
+        _datasets[key] = _make_dataset(family, config, seed)
+    return _datasets[key]
+
+
+def _make_dataset(family: str, config: Mapping[str, Any], seed: int) -> Any:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -122,7 +138,7 @@ def _dataset(family: str, config: tuple[tuple[str, Any], ...], seed: int) -> Any
             remedy=f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(sorted(DATASETS))}",
         )
     fields = {f.name for f in dataclasses.fields(DATASETS[family][1])} - {"seed", "size"}
-    for name in dict(config):
+    for name in config:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1)
             raise ConfigError(
@@ -132,7 +148,7 @@ def _dataset(family: str, config: tuple[tuple[str, Any], ...], seed: int) -> Any
                 remedy=(f"did you mean {near[0]}? " if near else "") + f"settings: {', '.join(sorted(fields))}",
             )
     try:
-        return reasoning_gym.create_dataset(family, seed=seed, size=2**31 - 1, **dict(config))
+        return reasoning_gym.create_dataset(family, seed=seed, size=NUM_INDICES, **dict(config))
     except (AssertionError, TypeError, ValueError) as e:
         raise ConfigError(
             f"reasoning-gym refuses it: {e}",

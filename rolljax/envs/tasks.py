@@ -11,12 +11,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rolljax.envs.base import EnvSpec
+from rolljax.envs.base import NUM_INDICES, EnvSpec
 from rolljax.errors import DataError
 from rolljax.types import Task
-
-NUM_INDICES = 1_000_000
-"""Indices that the training stream draws from before it repeats them in another order."""
 
 
 def is_held_out(task: Task, frac: float) -> bool:
@@ -31,7 +28,7 @@ def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
       DataError: the family does not have that many.
     """
     found: dict[str, Task] = {}
-    limit = int(100 * num_tasks / frac) + 1000
+    limit = min(NUM_INDICES, int(100 * num_tasks / frac) + 1000)
     for index in range(limit):
         task = spec.task(index)
         if is_held_out(task, frac):

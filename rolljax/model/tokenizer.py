@@ -65,6 +65,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"no tokenizer could be read from {folder}: {e}") from e
 
 
+_BASE = (Message("user", "q"), Message("assistant", "a"))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chat:
     """A tokenizer with its chat template, seen as token streams."""
@@ -109,10 +112,8 @@ class Chat:
         Args:
           closed: whether the sampled tokens ended with the closing token (else it is added here).
         """
-        closing = self._closing
-        base = [Message("user", "q"), Message("assistant", "a")]
-        whole = self._encode([*base, *messages], generate=True)
-        head = self._encode(base, generate=False)
+        closing, head = self._closing, self._base_ids
+        whole = self._encode([*_BASE, *messages], generate=True)
         if not np.array_equal(whole[: len(head)], head):
             raise ConfigError(
                 "rewrites earlier turns when the conversation grows, so a token stream cannot be extended",
@@ -129,20 +130,26 @@ class Chat:
     @functools.cached_property
     def _closing(self) -> list[int]:
         """Tokens that the template writes after the text of an assistant message ("<|im_end|>\\n" for Qwen)."""
-        base = [Message("user", "q"), Message("assistant", "a")]
-        ids = list(self._encode(base, generate=False))
-        opened = list(self._encode(base[:1], generate=True))
+        ids = list(self._base_ids)
+        opened = list(self._encode(_BASE[:1], generate=True))
         text = self._plain("a")
         for start in range(len(opened) - 1, len(ids)):
             if ids[start : start + len(text)] == list(text):
                 return ids[start + len(text) :]
         return []
 
+    @functools.cached_property
+    def _specials(self) -> tuple[str, ...]:
+        return tuple(t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special)
+
+    @functools.cached_property
+    def _base_ids(self) -> np.ndarray:
+        return self._encode(_BASE, generate=False)
+
     def _encode(self, messages: Sequence[Message], *, generate: bool) -> np.ndarray:
         """Render the template, then tokenise; contents that spell special tokens are tokenised apart, as plain text."""
-        specials = self.tokenizer.all_special_tokens
         contents = [m.content for m in messages]
-        unsafe = [any(s in c for s in specials) for c in contents]
+        unsafe = ["\x00" in c or any(s in c for s in self._specials) for c in contents]
         marks = [f"\x00{i}\x00" if u else c for i, (c, u) in enumerate(zip(contents, unsafe, strict=True))]
         text = self.tokenizer.apply_chat_template(
             [{"role": m.role, "content": mark} for m, mark in zip(messages, marks, strict=True)],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolljax.envs.reasoning import UNSAFE, ReasoningGym
+from rolljax.envs.reasoning import REFUSED, ReasoningGym
 from rolljax.errors import ConfigError, EnvError
 from rolljax.types import Task
 
@@ -80,7 +80,7 @@ def test_settings_and_seeds_change_the_tasks():
     assert ReasoningGym("chain_sum", seed=1).task(0) != SUM.task(0)
 
 
-@pytest.mark.parametrize("family", sorted(UNSAFE))
+@pytest.mark.parametrize("family", sorted(REFUSED))
 def test_families_that_run_their_answers_are_refused(family):
     with pytest.raises(ConfigError, match=family):
         ReasoningGym(family)
