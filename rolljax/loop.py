@@ -105,7 +105,7 @@ def train(
     progress = checkpoints.progress()
     learner = Learner(plan, recipe.phases[progress.phase if progress else 0])
     state = learner.restore(checkpoints) if progress else learner.init(start_params(plan))
-    resumed, progress = progress is not None, progress or Progress()
+    progress = progress or Progress()
     folder.forget_after(progress.total_steps)
     stream = TaskStream(recipe.env, recipe.seed, recipe.evaluation.held_out_frac)
     if progress.stream_position:
@@ -113,7 +113,7 @@ def train(
     console.say("compiling the sampler")
     with Rooms(plan, state.params, progress.version, should_stop) as rooms:
         try:
-            if not resumed:
+            if not progress.heldout_reward:
                 evaluate(rooms, progress, "start")
                 checkpoints.save(state, progress)
             while not progress.finished:
@@ -157,8 +157,8 @@ def steps(
 ) -> Iterator[TrainState]:
     """The steps of one phase. Each state that is yielded agrees with `progress`, so it can be saved as it is."""
     phase, recipe = learner.phase, rooms.recipe
-    on_policy = phase.algorithm.source == "sampler"
-    rollouts = rooms.rollouts(rooms.policy(phase.temperature) if on_policy else rooms.gold())
+    sampled = phase.algorithm.source == "sampler"
+    rollouts = rooms.rollouts(rooms.policy(phase.temperature) if sampled else rooms.gold())
     stream_id = progress.phase
 
     async def start(step: int, tasks: list[Task]) -> list[Group]:
@@ -198,7 +198,7 @@ def steps(
             progress.phase_steps[phase.name] = progress.step
             row["groups/waiting_n"] = buffer.num_waiting
             evaluate_now = phase.eval_every and progress.step % phase.eval_every == 0
-            if on_policy or evaluate_now:
+            if sampled or evaluate_now:
                 with clock.part("publish"):
                     rooms.publish(state.params, progress.version)
             if evaluate_now:

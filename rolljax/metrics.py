@@ -68,7 +68,7 @@ NAMES: Mapping[str, Metric] = {
     "time/update_s": Metric("s", "sum", 0, INF, "optimizer updates"),
     "time/publish_s": Metric("s", "sum", 0, INF, "handing weights to the sampler"),
     "time/eval_s": Metric("s", "sum", 0, INF, "held-out evaluation"),
-    "time/save_s": Metric("s", "sum", 0, INF, "checkpoint and rollout files"),
+    "time/save_s": Metric("s", "sum", 0, INF, "writing rollout files"),
     "time/step_s": Metric("s", "sum", 0, INF, "the whole step"),
     "tput/sample_tok_s": Metric("tokens/s", "last", 0, INF, "sampled tokens per second of rollout"),
     "tput/train_tok_s": Metric("tokens/s", "last", 0, INF, "packed tokens per second of update"),
@@ -89,6 +89,11 @@ def markdown() -> str:
     lines = ["| name | unit | reduction | range | meaning |", "|---|---|---|---|---|"]
     for name, m in NAMES.items():
         meaning = m.meaning.replace("|", r"\|")
-        low, high = ("" if math.isinf(x) else f"{x:g}" for x in (m.low, m.high))
-        lines.append(f"| `{name}` | {m.unit} | {m.reduction} | [{low}, {high}] | {meaning} |")
+        lines.append(f"| `{name}` | {m.unit} | {m.reduction} | {_range(m)} | {meaning} |")
     return "\n".join(lines) + "\n"
+
+
+def _range(m: Metric) -> str:
+    if math.isinf(m.high):
+        return "any" if math.isinf(m.low) else f">= {m.low:g}"
+    return f"{m.low:g} to {m.high:g}"

@@ -12,6 +12,7 @@ import pytest
 
 from rolljax import eval as eval_verb
 from rolljax import export, loop, train
+from rolljax.buffer import Stopped
 from rolljax.metrics import check_row
 from rolljax.progress import Console
 from rolljax.rooms import Rooms
@@ -227,3 +228,15 @@ def test_every_shipped_config_passes_a_dry_run(path, capsys):
     out = capsys.readouterr().out
     for part in ("mesh", "parameters", "phase", "first task as the model sees it"):
         assert part in out
+
+
+def test_stop_before_the_first_step_loses_nothing(tmp_path):
+    changes = {"warm_start__Phase_dot_steps": 1, "rl__Phase_dot_steps": 1, "MeshSpec_dot_data": 1}
+    config, plan = load(arguments(tmp_path / "run", **changes))
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare(config, fresh=False)
+    with pytest.raises(Stopped):
+        loop.train(plan, folder, Console(), should_stop=lambda: True)
+    _, progress = loop.train(plan, folder, Console())
+    assert progress.finished
+    assert [e["phase"] for e in progress.heldout_reward] == ["start", "warm_start", "rl"]
