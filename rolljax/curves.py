@@ -44,7 +44,7 @@ def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]
                 label="held out, phase borders",
             )
             axis.set_ylim(-0.03, 1.03 if max((e["mean"] for e in heldout), default=0) <= 1 else None)
-        if title.startswith("sampler") and axis.lines:
+        if (title.startswith("sampler") or title.startswith("seconds")) and axis.lines:
             axis.set_yscale("log")
         for step in borders:
             axis.axvline(step, color="0.6", linewidth=1, linestyle=":")
