@@ -226,6 +226,8 @@ class Sampler:
             while self._take_in():
                 start = time.perf_counter()
                 self._admit()
+                if self._waiting and not self._running:
+                    self._unblock()
                 if self._running:
                     self._dispatch()
                 self.stats.busy_s += time.perf_counter() - start
@@ -258,6 +260,16 @@ class Sampler:
         while self._prefill_some() | self._insert_some():
             pass
 
+    def _unblock(self) -> None:
+        """Nothing runs and nothing could be admitted: pages are held by prompts that wait for more of them."""
+        for name in list(self._sessions):
+            self._drop_session(name)
+        for key in list(self._prefixes)[1:]:
+            self._drop_prefix(key)
+        self._admit()
+        if self._waiting and not self._running:
+            raise SamplerError("requests are waiting but none can be admitted: this is a bug")
+
     def _prefill_some(self) -> bool:
         """Prefill waiting prompts that no prefix exists for, as many as rows, pages and slots allow."""
         cfg = self.engine.cfg
@@ -272,6 +284,8 @@ class Sampler:
                 continue
             open_shards = [s for s, r in enumerate(room) if r > 0 and filled[s] < rows_per_shard]
             started = self._start_prefix(requests[0], open_shards, room)
+            if started is None and requests[0].session in self._sessions:
+                continue  # it waits for its own shard; others need not
             if started is None:
                 break
             shard = started.shard

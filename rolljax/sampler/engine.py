@@ -54,12 +54,12 @@ class SamplerConfig:
         for name in ("slots", "max_context", "page_size", "prefill_rows", "steps_per_dispatch"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", setting=f"SamplerConfig.{name}", value=getattr(self, name))
-        if self.pages is not None and self.pages < self.pages_per_sequence:
+        if self.pages is not None and self.pages <= self.pages_per_sequence:
             raise ConfigError(
                 "is less than one sequence needs",
                 setting="SamplerConfig.pages",
                 value=self.pages,
-                remedy=f"{self.max_context} tokens need {self.pages_per_sequence} pages of {self.page_size}",
+                remedy=f"{self.max_context} tokens need {self.pages_per_sequence + 1} pages of {self.page_size}",
             )
 
     @property
@@ -81,12 +81,12 @@ class SamplerConfig:
                     remedy=f"choose a multiple of {num_shards}",
                 )
         each = self.num_pages // num_shards
-        if each < self.pages_per_sequence:
+        if each <= self.pages_per_sequence:
             raise ConfigError(
                 f"over {num_shards} batch shards leave {each} each, less than one sequence needs",
                 setting="SamplerConfig.pages",
                 value=self.num_pages,
-                remedy=f"at least {self.pages_per_sequence * num_shards}",
+                remedy=f"at least {(self.pages_per_sequence + 1) * num_shards}",
             )
 
     @property

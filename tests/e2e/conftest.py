@@ -46,17 +46,14 @@ def summary(run_dir):
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory):
-    """Start `python -m rolljax.train` in a process of its own, on so many CPU devices; programs are cached on disk."""
-    cache = tmp_path_factory.mktemp("compiled")
+def start():
+    """Start `python -m rolljax.train` in a process of its own, on so many CPU devices."""
 
     def run(argv, devices=1):
         env = os.environ | {
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "JAX_COMPILATION_CACHE_DIR": str(cache / str(devices)),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         command = [sys.executable, "-m", "rolljax.train", *argv]
         return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

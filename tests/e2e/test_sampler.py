@@ -71,6 +71,7 @@ def reference():
         {"slots": 16, "order": "shuffled", "spread": True},
         {"slots": 4, "page_size": 5, "order": "shuffled"},
         {"slots": 8, "prefill_rows": 4, "pages": 40},
+        {"slots": 8, "pages": 7},  # one full sequence and a page
         {"slots": 16, "num_devices": 8},
         {"slots": 64, "num_devices": 4, "order": "shuffled", "pages": 240},
     ],
