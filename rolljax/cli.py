@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rolljax.errors import RolljaxError
+from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
 
 if TYPE_CHECKING:
     from rolljax.config import Loaded
@@ -28,7 +28,7 @@ def quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     has_tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-    has_gpu = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+    has_gpu = any(Path("/dev", name).exists() for name in ("nvidiactl", "kfd", "dxg"))
     if not has_tpu and not has_gpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     for name in ("absl", "jax._src.xla_bridge", "orbax", "grain"):
@@ -86,5 +86,8 @@ def run_verb(main: Callable[[], int], loaded: Callable[[], Loaded[Recipe] | None
         error: RolljaxError = config.locate(e) if config is not None else e
     except RolljaxError as e:
         error = e
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     print(f"{error.owner} error: {error}", file=sys.stderr)
     return error.exit_code

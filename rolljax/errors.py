@@ -105,6 +105,9 @@ class HangError(RolljaxError, TimeoutError):
 EXIT_PREEMPTED = 75
 """Exit code of a run that was told to stop, saved, and can be continued by the same command."""
 
+EXIT_INTERRUPTED = 130
+"""Exit code after a second Ctrl-C, which does not wait for a save."""
+
 
 @contextlib.contextmanager
 def boundary(error: type[RolljaxError], doing: str) -> Iterator[None]:
