@@ -37,7 +37,7 @@ def draw(folders: dict[str, Path], figure: Path, title: str) -> None:
     for name, folder in folders.items():
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         heldout = json.loads((folder / "summary.json").read_text())["heldout_reward"]
-        first = next(r["step"] for r in rows if "mismatch/k3_nat" in r)
+        first = next(r["step"] for r in rows if "tput/sample_tok_s" in r)
         rl = [r for r in rows if r["step"] >= first]
         smooth = [sum(r["reward/mean"] for r in rl[max(0, i - 9) : i + 1]) / min(i + 1, 10) for i in range(len(rl))]
         style = {"color": "0.5", "linestyle": "--"} if name == "control" else {}

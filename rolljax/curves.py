@@ -29,7 +29,7 @@ def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]
         for name in names:
             # in a supervised phase the reward is that of the gold answers: not a result, so not drawn
             points = [
-                (r["step"], r[name]) for r in rows if name in r and (name != "reward/mean" or "mismatch/k3_nat" in r)
+                (r["step"], r[name]) for r in rows if name in r and (name != "reward/mean" or "tput/sample_tok_s" in r)
             ]
             if not points:
                 continue

@@ -13,15 +13,15 @@ def step_line(phase: str, row: Mapping[str, float], num_steps: int) -> str:
     """One line for one step: what was reached, how, and what it waited for."""
     step = int(row["phase_step"])
     parts = [f"{phase} {step}/{num_steps}"]
-    parts.append(
-        f"reward {row['reward/mean']:.3f}" if "mismatch/k3_nat" in row else f"loss {row.get('loss/total', 0):.3f}"
-    )
+    sampled = "tput/sample_tok_s" in row  # in a supervised phase the reward is that of the gold answers
+    parts.append(f"reward {row['reward/mean']:.3f}" if sampled else f"loss {row.get('loss/total', 0):.3f}")
     if "heldout/reward_mean" in row:
         parts.append(f"heldout {row['heldout/reward_mean']:.3f}")
     parts.append(f"len {row['rollout/len_tok']:.1f}")
     if "mismatch/k3_nat" in row:
         parts.append(f"entropy {row['policy/entropy_nat']:.2f}")
         parts.append(f"mismatch {row['mismatch/abs_max_nat']:.1e}")
+    if sampled:
         parts.append(f"{row['tput/sample_tok_s']:,.0f} tok/s")
     parts.append(f"{row['time/step_s']:.2f}s waits: {bottleneck(row)}")
     if failed := row["rollout/fail_frac"]:
@@ -48,6 +48,7 @@ class Console:
         self._steps = 0
         self._phase = ""
         self._last_line_s = 0.0
+        self._first: tuple[float, float] | None = None
 
     @property
     def is_terminal(self) -> bool:
@@ -62,7 +63,7 @@ class Console:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.end_phase()
-        self._phase, self._steps = name, steps
+        self._phase, self._steps, self._first = name, steps, None
         if self.is_terminal:
             columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
             self._live = Progress(*columns, console=self._rich)
@@ -78,7 +79,15 @@ class Console:
             self._live.update(self._bar, completed=row["phase_step"], description=line)
         elif time.monotonic() - self._last_line_s > LINE_EVERY_S or row["phase_step"] == self._steps:
             self._last_line_s = time.monotonic()
-            self.say(line)
+            self.say(f"{line}  ETA {self._eta_s(row):.0f}s")
+
+    def _eta_s(self, row: Mapping[str, float]) -> float:
+        """Seconds to the end of the phase, at the pace since its first step here (which compiled)."""
+        now, step = time.monotonic(), row["phase_step"]
+        if self._first is None:
+            self._first = (now, step)
+        start_s, first = self._first
+        return (self._steps - step) * (now - start_s) / max(step - first, 1)
 
     def wait(self, what: str) -> None:
         """Something that takes a while begins."""

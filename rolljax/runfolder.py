@@ -14,12 +14,13 @@ crash/                what led to a stop that nobody asked for
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,37 @@ PACKAGES = (
     "reasoning-gym",
 )
 
+RESOLVED, LOCK = "config.resolved.json", ".lock"
+
 
 class RunFolder:
     """Files of one run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes of this machine from writing here.
+
+        Raises:
+          ConfigError: one is at it already, or the folder holds something else.
+        """
+        import fcntl
+
+        self._check_ours()
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / LOCK, "w") as f:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    "is being written by another process",
+                    setting="--run_dir",
+                    value=str(self.path),
+                    remedy="wait for it to end, or name another folder",
+                ) from None
+            yield
 
     @property
     def checkpoints_path(self) -> Path:
@@ -61,22 +87,32 @@ class RunFolder:
         Raises:
           ConfigError: the folder holds something else, or a run with other settings.
         """
-        stored = self.path / "config.resolved.json"
+        self._check_ours()
+        stored = self.path / RESOLVED
         if fresh and stored.is_file():
-            shutil.rmtree(self.path)
-        if self.path.exists() and not stored.is_file() and any(self.path.iterdir()):
-            raise ConfigError(
-                "is not empty and not a run folder",
-                setting="--run_dir",
-                value=str(self.path),
-                remedy="name another folder",
-            )
+            for entry in self.path.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif entry.name != LOCK:
+                    entry.unlink()
         if stored.is_file():
             self._check_same(json.loads(stored.read_text()), config)
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         (self.path / "config.gin").write_text(config.operative)
         stored.write_text(json.dumps(config.resolved, indent=1) + "\n")
         (self.path / "env.json").write_text(json.dumps(_environment(), indent=1) + "\n")
+
+    def _check_ours(self) -> None:
+        """Raise unless the folder is absent, empty, or a run folder."""
+        if not self.path.exists() or (self.path / RESOLVED).is_file():
+            return
+        if not self.path.is_dir() or any(entry.name != LOCK for entry in self.path.iterdir()):
+            raise ConfigError(
+                "is not empty and not a run folder",
+                setting="--run_dir",
+                value=str(self.path),
+                remedy="name another folder",
+            )
 
     def _check_same(self, old: Mapping[str, object], config: Any) -> None:
         from rolljax.config import diff

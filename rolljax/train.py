@@ -56,13 +56,22 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool) -> int:
     """Run, continue or decline to repeat the run in folder `path`; returns the exit code."""
-    from rolljax import loop
-    from rolljax.buffer import Stopped
-    from rolljax.progress import Console
     from rolljax.runfolder import RunFolder
 
-    folder, console, start = RunFolder(path), Console(), time.perf_counter()
-    folder.prepare(config, fresh=fresh)
+    folder = RunFolder(path)
+    with folder.lock():
+        folder.prepare(config, fresh=fresh)
+        return _train(plan, folder)
+
+
+def _train(plan: Plan, folder: RunFolder) -> int:
+    from rolljax import loop
+    from rolljax.buffer import Stopped
+    from rolljax.model import hf
+    from rolljax.progress import Console
+    from rolljax.trainer.state import fingerprint
+
+    console, start = Console(), time.perf_counter()
     checkpoints = folder.checkpoints()
     progress = checkpoints.progress()
     checkpoints.close()
@@ -88,9 +97,6 @@ def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool) 
             raise
     if not progress.finished:
         raise CheckpointError(f"the run ended after {progress.total_steps} steps without a reason: this is a bug")
-    from rolljax.model import hf
-    from rolljax.trainer.state import fingerprint
-
     hf.save(folder.path / "hf", plan.model, state.params, plan.chat.tokenizer)
     finish(folder, progress, "all phases done", fingerprint(state))
     console.say(

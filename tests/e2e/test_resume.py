@@ -82,3 +82,29 @@ def test_one_and_eight_devices_agree(straight):
     one, eight = rows(straight(1)), rows(straight(8))
     assert [r["loss/total"] for r in eight] == pytest.approx([r["loss/total"] for r in one], abs=1e-4)
     assert [r["reward/mean"] for r in eight] == [r["reward/mean"] for r in one]
+
+
+@pytest.mark.slow
+def test_every_mesh_axis_computes_the_same(start, straight, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start(arguments(run_dir, MeshSpec_dot_data=2, MeshSpec_dot_fsdp=2, MeshSpec_dot_tensor=2), 8)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert [r["loss/total"] for r in rows(run_dir)] == pytest.approx(
+        [r["loss/total"] for r in rows(straight(1))], abs=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_devices(start, straight, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start(arguments(run_dir), 8)
+    wait_for_step(process, run_dir, 8)
+    process.kill()
+    process.wait()
+    process = start(arguments(run_dir), 1)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert [r["loss/total"] for r in rows(run_dir)] == pytest.approx(
+        [r["loss/total"] for r in rows(straight(1))], abs=1e-4
+    )

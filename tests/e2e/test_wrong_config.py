@@ -3,6 +3,7 @@
 import pytest
 
 from rolljax import train
+from rolljax.runfolder import RunFolder
 
 from .conftest import QUICKSTART
 
@@ -94,3 +95,9 @@ def test_model_folder_that_is_none(tmp_path, capsys):
     err = capsys.readouterr().err
     assert "Recipe.model" in err
     assert "config.json" in err
+
+
+def test_a_folder_that_is_being_written_is_left_alone(tmp_path, capsys):
+    with RunFolder(tmp_path / "run").lock():
+        assert train.main(["--gin", QUICKSTART, "--run_dir", str(tmp_path / "run")]) == 2
+    assert "another process" in capsys.readouterr().err
