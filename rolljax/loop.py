@@ -36,6 +36,7 @@ from rolljax.progress import Console
 from rolljax.recipe import Phase
 from rolljax.rooms import Plan, Rooms, mean_reward, start_params
 from rolljax.runfolder import RunFolder
+from rolljax.sampler.client import SamplerStats
 from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import Sample, TokenBatch, pack
 from rolljax.trainer.state import TrainState
@@ -176,7 +177,7 @@ def steps(
     )
     try:
         while progress.step < phase.steps and phase.name not in progress.phase_end:
-            clock = Clock()
+            clock, before = Clock(), dataclasses.replace(rooms.sampler.stats)
             buffer.fill(progress.step)
             with clock.part("rollout"):
                 groups = buffer.collect(progress.step, recipe.wait_s)
@@ -189,6 +190,8 @@ def steps(
             with clock.part("update"):
                 state, stats = update(learner, state, batches, folder, progress.total_steps + 1)
             row |= stats | describe(groups, batches, progress.version)
+            if sampled:
+                row |= sampler_work(before, rooms.sampler.stats)
             progress.step, progress.total_steps, progress.version = (
                 progress.step + 1,
                 progress.total_steps + 1,
@@ -288,6 +291,16 @@ def describe(groups: Sequence[Group], batches: Sequence[TokenBatch], version: in
         "train/tokens_n": filled,
         "train/trained_tok_n": sum(float(b.num_tokens) for b in batches),
         "train/pack_frac": filled / max(computed, 1),
+    }
+
+
+def sampler_work(before: SamplerStats, now: SamplerStats) -> Row:
+    """What the sampler did since `before`."""
+    prompt, prefill = now.prompt_tok - before.prompt_tok, now.prefill_tok - before.prefill_tok
+    return {
+        "sampler/prefill_tok": prefill,
+        "sampler/reuse_frac": max(0.0, 1 - prefill / max(prompt, 1)),
+        "sampler/dispatches_n": now.dispatches - before.dispatches,
     }
 
 

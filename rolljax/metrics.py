@@ -70,6 +70,9 @@ NAMES: Mapping[str, Metric] = {
     "time/eval_s": Metric("s", "sum", 0, INF, "held-out evaluation"),
     "time/save_s": Metric("s", "sum", 0, INF, "writing rollout files"),
     "time/step_s": Metric("s", "sum", 0, INF, "the whole step"),
+    "sampler/prefill_tok": Metric("tokens", "sum", 0, INF, "prompt tokens that were computed"),
+    "sampler/reuse_frac": Metric("share", "mean", 0, 1, "prompt tokens shared in a group or kept from the last turn"),
+    "sampler/dispatches_n": Metric("dispatches", "sum", 0, INF, "rounds of decode steps"),
     "tput/sample_tok_s": Metric("tokens/s", "last", 0, INF, "sampled tokens per second of rollout"),
     "tput/train_tok_s": Metric("tokens/s", "last", 0, INF, "packed tokens per second of update"),
 }

@@ -20,7 +20,7 @@ import numpy as np
 
 SCHEMA_VERSION = 1
 
-Status = Literal["ok", "truncated", "failed", "cancelled"]
+Status = Literal["ok", "truncated", "failed"]
 FinishReason = Literal["stop", "length", "context"]
 
 
@@ -120,10 +120,6 @@ class Trajectory:
     @property
     def num_sampled_tok(self) -> int:
         return sum(len(t.tokens) for t in self.turns)
-
-    @property
-    def num_tok(self) -> int:
-        return sum(len(t.prompt_ids) + len(t.tokens) for t in self.turns)
 
     def stream(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, `sampled` mask and sampler log-probs (0 where not sampled) of the whole episode, each `[T]`."""

@@ -120,15 +120,17 @@ class Pages:
 
 @dataclasses.dataclass
 class SamplerStats:
-    """Totals since the start; differences of two of them describe a step."""
+    """Totals since the start; differences of two of them describe a step.
+
+    prompt_tok: prompts of all requests. prefill_tok: what of them was computed. reused_tok: what came from sessions.
+    """
 
     requests: int = 0
     sampled_tok: int = 0
+    prompt_tok: int = 0
     prefill_tok: int = 0
-    shared_prompt_tok: int = 0
     reused_tok: int = 0
     dispatches: int = 0
-    busy_s: float = 0.0
 
 
 class Sampler:
@@ -214,23 +216,16 @@ class Sampler:
         self._inbox.put(None)
         self._thread.join(timeout=60)
 
-    @property
-    def params(self) -> Params:
-        """The weights in use."""
-        return self._params
-
     # ---- the scheduler's side
 
     def _run(self) -> None:
         try:
             while self._take_in():
-                start = time.perf_counter()
                 self._admit()
                 if self._waiting and not self._running:
                     self._unblock()
                 if self._running:
                     self._dispatch()
-                self.stats.busy_s += time.perf_counter() - start
             self._fail(SamplerError("the sampler was closed"))
         except Exception as e:  # border of the thread: everything that waits learns why
             self._error = e
@@ -373,7 +368,7 @@ class Sampler:
         own = pages.take(self._own_pages(request))
         shared = prefix.pages[:whole]
         pages.share(shared)
-        self.stats.shared_prompt_tok += prefix.length
+        self.stats.prompt_tok += prefix.length
         max_tokens = min(request.params.max_tokens, cfg.max_context - prefix.length)
         self._running[slot] = Running(request, prefix.shard, [*shared, *own], max_tokens, time.perf_counter())
         inserts.row[slot] = prefix.row

@@ -73,7 +73,7 @@ def test_a_stream_is_prompts_and_samples_one_after_the_other(chat, pool):
     assert tokens[sampled].tolist() == [i for a in answers for i in chat.answer_ids(a).tolist()]
     want_logp = [-(i + 1) - 100 * turn for turn, a in enumerate(answers) for i in range(len(a) + 1)]
     assert logp[sampled].tolist() == want_logp and not logp[~sampled].any()
-    assert got.num_tok == len(tokens) and got.num_sampled_tok == sampled.sum()
+    assert len(got.stream()[0]) == len(tokens) and got.num_sampled_tok == sampled.sum()
     assert got.sample_s == 0.75 * 5 and [t.versions[0] for t in got.turns] == [0, 1, 2, 3, 4]
 
 
@@ -99,7 +99,7 @@ def test_an_episode_that_outgrows_the_context_is_truncated(chat, pool):
     two_turns = sum(len(t.prompt_ids) + len(t.tokens) for t in whole.turns[:2])
     third_prompt = two_turns + len(whole.turns[2].prompt_ids)
     got, policy = play(chat, pool, ["right", "down", "down", "right"], max_context=third_prompt)
-    assert got.status == "truncated" and len(got.turns) == 2 and got.num_tok == two_turns
+    assert got.status == "truncated" and len(got.turns) == 2 and len(got.stream()[0]) == two_turns
     assert all(len(ids) < third_prompt for ids in policy.seen[0])
     got, _ = play(chat, pool, ["right", "down", "down", "right"], max_context=third_prompt + 1)
     assert len(got.turns) == 3
