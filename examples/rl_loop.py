@@ -24,7 +24,7 @@ from rolljax.envs.tasks import TaskStream
 from rolljax.model.attention import packed
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.sampler.engine import ADDRESS_LEN, Engine, Inserts, SamplerConfig
+from rolljax.sampler.engine import ADDRESS_LEN, Engine, Inserts, Pieces, SamplerConfig
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.mesh import MeshSpec
 
@@ -34,7 +34,7 @@ SEED = 0
 ENV = ReasoningGym("spell_backward", {"min_word_len": 4, "max_word_len": 4})
 HELD_OUT_FRAC = 0.1
 MODEL = Model(DecoderConfig(init_std=0.1))
-SAMPLER = SamplerConfig(slots=512, max_context=80, prefill_rows=64)
+SAMPLER = SamplerConfig(slots=512, max_context=80, prefill_chunk=2048)
 ROW_LEN, MICRO_ROWS = 128, 8
 MAX_ANSWER_TOK = 6
 SFT_LR, SFT_BATCH, SFT_TEMPERATURE = 3e-3, 64, 0.7
@@ -48,41 +48,43 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.5
 def sample_all(engine, params, state, prompts, addresses, stop_ids):
     """Sample one answer per (prompt, address). Returns the state, and per answer its tokens and log-probs."""
     cfg, page = engine.cfg, engine.cfg.page_size
-    W, R = cfg.pages_per_sequence, cfg.prefill_rows
+    W, T = cfg.pages_per_sequence, cfg.pieces[0]
+    R = cfg.rows(T, 1)
     distinct = list(dict.fromkeys(p.tobytes() for p in prompts))
-    assert len(distinct) <= R and len(prompts) <= cfg.slots
     ids = [np.frombuffer(p, np.int32) for p in distinct]
+    assert len(ids) <= R and len(prompts) <= cfg.slots and max(map(len, ids)) <= T
 
     # prefill every distinct prompt once, into pages 0 .. R*W-1
-    T = next(b for b in cfg.prefill_buckets if b >= max(map(len, ids)))
-    tokens, positions = np.zeros((R, T), np.int32), np.full((R, T), -1, np.int32)
-    table = np.full((R, W), -1, np.int32)
+    pieces = Pieces.empty(R, T, W)
     for row, p in enumerate(ids):
-        tokens[row, : len(p)], positions[row, : len(p)] = p, np.arange(len(p))
-        table[row] = row * W + np.arange(W)
-    state, logits = engine.prefill(params, state, tokens, positions, table)
+        pieces.tokens[row, : len(p)], pieces.count[row] = p, len(p)
+        pieces.table[row] = row * W + np.arange(W)
+    state, logits = engine.prefill(params, state, pieces, context=False)
 
     # one slot per answer: it shares the prompt's full pages and copies the last, partly filled one
-    new = Inserts.empty(cfg.slots, W)
+    new, table = Inserts.empty(cfg.slots), np.full((cfg.slots, W), -1, np.int32)
     for slot, (p, address) in enumerate(zip(prompts, addresses, strict=True)):
         row, whole = distinct.index(p.tobytes()), len(p) // page
         own = (R + slot) * W + np.arange(W - whole)
-        new.row[slot], new.table[slot] = row, [*table[row, :whole], *own]
+        new.row[slot], table[slot] = row, [*pieces.table[row, :whole], *own]
         if len(p) % page:
-            new.copy_from[slot], new.copy_to[slot] = table[row, whole], own[0]
+            new.copy_from[slot], new.copy_to[slot] = pieces.table[row, whole], own[0]
         new.length[slot], new.max_tokens[slot] = len(p), MAX_ANSWER_TOK
         new.address[slot, : len(address)] = address
         new.stop[slot, : len(stop_ids)] = stop_ids
-    state, first_token, first_logp, _ = engine.insert(state, logits, new)
-    answers = [([int(t)], [x]) for t, x in zip(*jax.device_get((first_token, first_logp)), strict=True)][: len(prompts)]
+    state, out = engine.insert(state, logits, new)
+    answers = [([], []) for _ in prompts]
 
     # decode until nobody is left
-    while jax.device_get(state.remaining).any():
-        state, out = engine.generate(params, state)
+    while True:
+        out = jax.device_get(out)
         for slot, (t, x) in enumerate(answers):
             n = int(out.valid[slot])
             t.extend(map(int, out.tokens[slot, :n]))
-            x.extend(out.logp[slot, :n])
+            x.extend(out.sampler_logp[slot, :n])
+        if out.done.all():
+            break
+        state, out = engine.generate(params, state, table, ~out.done)
     return state, [(np.array(t, np.int32), np.array(x, np.float32)) for t, x in answers]
 
 

@@ -19,7 +19,7 @@ from rolljax.envs.pool import EnvPool
 from rolljax.errors import EnvError, RolljaxError
 from rolljax.model.tokenizer import Chat
 from rolljax.sampler.client import Sampler
-from rolljax.types import Completion, Group, Key, Message, SamplingParams, Status, Task, Trajectory, Turn
+from rolljax.types import Completion, Group, Key, Message, Sampled, SamplingParams, Status, Task, Trajectory, Turn
 
 
 class Policy(Protocol):
@@ -32,20 +32,15 @@ class Policy(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SamplerPolicy:
-    """The model, through the sampler; randomness is addressed by run seed, key and turn.
-
-    keep_session: keep an episode's cache between its turns (for environments of several turns).
-    """
+    """The model, through the sampler; randomness is addressed by run seed, key and turn."""
 
     sampler: Sampler
     params: SamplingParams
     seed: int
-    keep_session: bool
 
     async def act(self, prompt_ids: np.ndarray, env: Env, key: Key, turn: int) -> Completion:
         address = (self.seed % 2**31, key.stream, key.step, key.group, key.sibling, turn)
-        session = address[:-1] if self.keep_session else None
-        return await self.sampler.generate(prompt_ids, self.params, address, session)
+        return await self.sampler.generate(prompt_ids, self.params, address)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +53,7 @@ class GoldPolicy:
     async def act(self, prompt_ids: np.ndarray, env: Env, key: Key, turn: int) -> Completion:
         tokens = self.chat.answer_ids(await self.pool.call(env.gold, "gold answer"))
         n = len(tokens)
-        return Completion(tokens, np.zeros(n, np.float32), np.full(n, -1, np.int32), "stop", 0.0, 0.0)
+        return Completion(Sampled.of(tokens, np.zeros(n, np.float32), np.full(n, -1, np.int32)), "stop")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -124,7 +124,13 @@ class Rooms:
         self.plan, self.recipe = plan, plan.recipe
         self._publish = make_publish(plan.mesh, plan.model)
         engine = Engine(plan.model, plan.recipe.sampler, plan.mesh, BATCH_AXES)
-        self.sampler = Sampler(engine, self._publish(params), version)
+        self.sampler = Sampler(
+            engine,
+            self._publish(params),
+            version,
+            longest_prompt=plan.longest_prompt_tok,
+            multi_turn=plan.recipe.env.max_turns > 1,
+        )
         self.pool = EnvPool(plan.recipe.pool)
         self.background = Background(should_stop)
 
@@ -144,7 +150,7 @@ class Rooms:
     def policy(self, temperature: float) -> Policy:
         """The model as a policy."""
         params = SamplingParams(temperature, self.recipe.max_answer_tok, self.plan.chat.stop_ids)
-        return SamplerPolicy(self.sampler, params, self.recipe.seed, keep_session=self.recipe.env.max_turns > 1)
+        return SamplerPolicy(self.sampler, params, self.recipe.seed)
 
     def gold(self) -> Policy:
         """The environments' own answers as a policy."""

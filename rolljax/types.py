@@ -21,7 +21,7 @@ import numpy as np
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "truncated", "failed"]
-FinishReason = Literal["stop", "length", "context"]
+FinishReason = Literal["stop", "length", "context", "abort"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,23 +65,88 @@ EVAL_STREAM = 1_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. Temperature 0 is greedy (its log-probs are those of temperature 1)."""
+    """How one request is sampled. Temperature 0 is greedy (its log-probs are those of temperature 1).
+
+    The sampled law: logits over temperature, then only the `top_k` largest (0: all), then the smallest set of them that
+    holds `top_p` of the probability, then those with at least `min_p` times the largest probability; renormalised.
+
+    stop_ids: token ids that end the answer (they are part of it). stop: texts that end it, at the token that completes
+    one. top_logprobs: report this many most likely tokens beside every sampled one.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 16
     stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_logprobs: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are cut from the law."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """Tokens as they were sampled; arrays `[T]`, one entry per token, stop token included.
+
+    sampler_logp: log-prob under the law really sampled from. model_logp: under the model's own law (temperature 1,
+    nothing cut). versions: policy version that sampled the token. The `top_` arrays `[T, n]` hold the most likely
+    tokens of every position, largest first, and their log-probs under either law (-inf: cut from the sampled law).
+    """
+
+    tokens: np.ndarray
+    sampler_logp: np.ndarray
+    model_logp: np.ndarray
+    versions: np.ndarray
+    top_ids: np.ndarray
+    top_sampler_logp: np.ndarray
+    top_model_logp: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: slice) -> Sampled:
+        return Sampled(*(getattr(self, f.name)[part] for f in dataclasses.fields(Sampled)))
+
+    @staticmethod
+    def concatenate(parts: Sequence[Sampled]) -> Sampled:
+        return Sampled(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in dataclasses.fields(Sampled)))
+
+    @staticmethod
+    def of(tokens: np.ndarray, logp: np.ndarray, versions: np.ndarray) -> Sampled:
+        """Tokens whose two laws are the same, without alternatives."""
+        none = np.zeros((len(tokens), 0))
+        return Sampled(tokens, logp, logp, versions, none.astype(np.int32), none, none)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What the sampler returns for one request; arrays `[T]`, one entry per sampled token, stop token included."""
+    """What the sampler returns for one request.
 
-    tokens: np.ndarray
-    sampler_logp: np.ndarray
-    versions: np.ndarray
+    cached_tok: prompt tokens whose keys and values were there already. queue_s: until the first token was sampled.
+    """
+
+    sampled: Sampled
     finish_reason: FinishReason
-    queue_s: float
-    sample_s: float
+    queue_s: float = 0.0
+    sample_s: float = 0.0
+    cached_tok: int = 0
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.sampled.tokens
+
+    @property
+    def sampler_logp(self) -> np.ndarray:
+        return self.sampled.sampler_logp
+
+    @property
+    def versions(self) -> np.ndarray:
+        return self.sampled.versions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -20,14 +20,14 @@ class Attend(Protocol):
     Args:
       q_BTHC: rotated queries.  k_BTKC, v_BTKC: rotated keys, and values, of the same tokens.
       cache: pytree carried from layer to layer (None where there is none).
-      layer: index of the layer, an int32 scalar (traced: layers run under `lax.scan`).
+      layer: index of the layer: an int32 scalar (traced) under `lax.scan`, an int where the layers are written out.
 
     Returns:
       The mixed values `[B, T, H, C]` and the cache.
     """
 
     def __call__(
-        self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, cache: Any, layer: jax.Array
+        self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, cache: Any, layer: jax.Array | int
     ) -> tuple[jax.Array, Any]: ...
 
 

@@ -110,18 +110,21 @@ class Layers(nnx.Module):
         self.down = p((F, D), ("ffn", "embed"), out_std)
 
     def layer(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, attend: Attend, cache: Any, index: jax.Array
+        self, x_BTD: jax.Array, positions_BT: jax.Array, attend: Attend, cache: Any, index: jax.Array | int
     ) -> tuple[jax.Array, Any]:
         """One layer; `self` holds that layer's slice of the parameters (no leading L)."""
         cfg, dtype = self.cfg, x_BTD.dtype
+        B, T, D = x_BTD.shape
+        C = cfg.head_dim
+        matrix = lambda p, *shape: p[...].astype(dtype).reshape(shape)  # noqa: E731
         h = rms_norm(x_BTD, self.attn_norm[...], cfg.rms_norm_eps)
-        q = jnp.einsum("btd,dhc->bthc", h, self.q[...].astype(dtype))
-        k = jnp.einsum("btd,dkc->btkc", h, self.k[...].astype(dtype))
-        v = jnp.einsum("btd,dkc->btkc", h, self.v[...].astype(dtype))
+        q = (h @ matrix(self.q, D, -1)).reshape(B, T, -1, C)
+        k = (h @ matrix(self.k, D, -1)).reshape(B, T, -1, C)
+        v = (h @ matrix(self.v, D, -1)).reshape(B, T, -1, C)
         q = rope(rms_norm(q, self.q_norm[...], cfg.rms_norm_eps), positions_BT, cfg.rope_theta)
         k = rope(rms_norm(k, self.k_norm[...], cfg.rms_norm_eps), positions_BT, cfg.rope_theta)
         mixed, cache = attend(q, k, v, cache, index)
-        x_BTD = x_BTD + jnp.einsum("bthc,hcd->btd", mixed, self.o[...].astype(dtype))
+        x_BTD = x_BTD + mixed.reshape(B, T, -1) @ matrix(self.o, -1, D)
         h = rms_norm(x_BTD, self.ffn_norm[...], cfg.rms_norm_eps)
         h = jax.nn.silu(h @ self.gate[...].astype(dtype)) * (h @ self.up[...].astype(dtype))
         return x_BTD + h @ self.down[...].astype(dtype), cache
@@ -140,11 +143,20 @@ class Decoder(nnx.Module):
             self.head = param(rngs.params(), shape, ("vocab", "embed"), cfg.init_std)
 
     def __call__(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, attend: Attend, cache: Any = None
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, attend: Attend, cache: Any = None, *, unroll: bool = False
     ) -> tuple[jax.Array, Any]:
-        """Final hidden states `[B, T, D]` (after the last norm) and the cache after the last layer."""
+        """Final hidden states `[B, T, D]` (after the last norm) and the cache after the last layer.
+
+        unroll: write the layers out instead of scanning over them; `attend` then gets a plain int as its layer.
+        """
         cfg = self.cfg
         graph, stacked = nnx.split(self.layers)
+        x = self.embed[...].astype(self.dtype)[tokens_BT]
+        if unroll:
+            for i in range(cfg.num_layers):
+                layer = nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], stacked))
+                x, cache = layer.layer(x, positions_BT, attend, cache, i)
+            return rms_norm(x, self.norm[...], cfg.rms_norm_eps), cache
 
         def body(carry, xs):
             x, cache = carry
@@ -157,7 +169,6 @@ class Decoder(nnx.Module):
             body = jax.checkpoint(
                 body, prevent_cse=False, policy=jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims
             )
-        x = self.embed[...].astype(self.dtype)[tokens_BT]
         (x, cache), _ = jax.lax.scan(body, (x, cache), (stacked, jnp.arange(cfg.num_layers)))
         return rms_norm(x, self.norm[...], cfg.rms_norm_eps), cache
 

@@ -1,24 +1,22 @@
-"""The engine: three jitted programs over one decode state. It samples; it decides nothing.
+"""The engine: a few jitted programs over one decode state. It samples; it decides nothing.
 
-    prefill   prompts -> their KV in pages, next-token logits
+    prefill   a piece of some prompts -> their keys and values in pages, logits after the last token
     insert    prefilled prompts -> slots, first tokens
     generate  a few decode steps of all slots, with stop detection on the device
+    score     whole sequences -> the log-prob of every token, nothing kept
 
-The KV pool is one flat array `[layers * pages, page, 2 * kv_heads, head_dim]` carried through the layer scan, so that
-nothing of it is ever copied (keys and values interleaved per head, as ragged paged attention kernels want them).
-Prompts of one group share their full pages; only the last, partly filled page is copied per slot.
+Which pages a row uses is decided by the caller, who hands in page tables; how pages look and how attention reads them
+is a `kv.Path`. What is sampled is a function of the request alone (see `sampling`). On a mesh the slots and the pages
+are split over the batch axes and each part runs the same program on its own pages (`shard_map`); parameters are whole
+per part, or split over `tensor`.
 
-What is sampled is a function of the request alone: noise comes from the address of the request and the position of the
-token, never from slot, batch or time. On a mesh the slots and the pages are split over the batch axes and each part
-runs the same program on its own pages (`shard_map`); parameters are whole per part, or split over `tensor`.
-
-Shape letters beside the model's: S slots, R prefill rows, W pages per sequence, N pages, K decode steps.
+Shape letters beside the model's: S slots, R prefill rows, W pages per row, N pages, K decode steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,34 +24,65 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError
-from rolljax.model.attention import Attend, attention
+from rolljax.model.attention import packed
 from rolljax.model.decoder import Model, Params
+from rolljax.sampler.kernels import paths_for
+from rolljax.sampler.kv import Path
+from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS, Law, draw, fold_address
 
 MAX_STOP_IDS = 4
-ADDRESS_LEN = 6
-"""Integers in the address of a request's randomness: run seed, stream, step, group, sibling, turn."""
+MIN_PIECE = 32
+"""Fewest tokens a prefill program is made for; pieces are padded to this, or to a doubling of it."""
+MIN_WIDTH = 128
+"""Fewest tokens of context a decode program is made for."""
+MAX_UNROLLED_LAYERS = 8
+"""On CPU the layers of models up to this depth are written out in the decode program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-    """Sizes of the sampler.
+    """Sizes of the sampler, and its choices.
 
     slots: sequences that decode at the same time. max_context: most tokens of a prompt and its answer together.
-    page_size: tokens per KV page. prefill_rows: prompts per prefill program. steps_per_dispatch: decode steps between
-    two looks of the host. pages: KV pages (default: enough for every slot at full length).
+    page_size: tokens per KV page. pages: KV pages (default: enough for every slot at full length).
+    prefill_chunk: prompt tokens computed at once; a longer prompt is prefilled in pieces, and decoding never waits for
+    more than one. steps_per_dispatch: decode steps between two looks of the host.
+
+    prefix_match: which keys and values a prompt may start from. 'turns': those of a whole earlier prompt or answer that
+    it extends (and every full `prefill_chunk`), so that what is computed never depends on what else ran before; 'any':
+    the longest common beginning with anything in the cache (best for serving); 'off': none.
+    on_publish: what happens to running requests when the weights change. 'recompute': their keys and values are made
+    again by the new weights; 'keep': they go on with what the old weights made (PipelineRL, arXiv:2509.19128).
+    reuse_stale: let new requests start from keys and values that older weights made.
     """
 
     slots: int = 64
     max_context: int = 512
     page_size: int = 16
-    prefill_rows: int = 8
-    steps_per_dispatch: int = 8
     pages: int | None = None
+    prefill_chunk: int = 512
+    steps_per_dispatch: int = 8
+    prefix_match: Literal["turns", "any", "off"] = "turns"
+    on_publish: Literal["recompute", "keep"] = "recompute"
+    reuse_stale: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_context", "page_size", "prefill_rows", "steps_per_dispatch"):
+        for name in ("slots", "max_context", "page_size", "steps_per_dispatch"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", setting=f"SamplerConfig.{name}", value=getattr(self, name))
+        if self.prefill_chunk < MIN_PIECE or self.prefill_chunk & (self.prefill_chunk - 1):
+            raise ConfigError(
+                f"must be a power of two, at least {MIN_PIECE}",
+                setting="SamplerConfig.prefill_chunk",
+                value=self.prefill_chunk,
+            )
+        if self.prefill_chunk % self.page_size:
+            raise ConfigError(
+                f"is not a multiple of page_size={self.page_size}",
+                setting="SamplerConfig.prefill_chunk",
+                value=self.prefill_chunk,
+                remedy="choose a page size that is a power of two",
+            )
         if self.pages is not None and self.pages <= self.pages_per_sequence:
             raise ConfigError(
                 "is less than one sequence needs",
@@ -68,18 +97,17 @@ class SamplerConfig:
 
     @property
     def num_pages(self) -> int:
-        return self.pages or (self.slots + self.prefill_rows) * self.pages_per_sequence
+        return self.pages or (self.slots + self.prefill_chunk // MIN_PIECE) * self.pages_per_sequence
 
     def check_shards(self, num_shards: int) -> None:
         """Raise `ConfigError` unless slots, prefill rows and pages can be split over so many batch shards."""
-        for name in ("slots", "prefill_rows"):
-            if getattr(self, name) % num_shards:
-                raise ConfigError(
-                    f"does not divide over {num_shards} batch shards of the mesh",
-                    setting=f"SamplerConfig.{name}",
-                    value=getattr(self, name),
-                    remedy=f"choose a multiple of {num_shards}",
-                )
+        if self.slots % num_shards:
+            raise ConfigError(
+                f"does not divide over {num_shards} batch shards of the mesh",
+                setting="SamplerConfig.slots",
+                value=self.slots,
+                remedy=f"choose a multiple of {num_shards}",
+            )
         each = self.num_pages // num_shards
         if each <= self.pages_per_sequence:
             raise ConfigError(
@@ -90,13 +118,32 @@ class SamplerConfig:
             )
 
     @property
-    def prefill_buckets(self) -> tuple[int, ...]:
-        """Padded prompt lengths that a program exists for: doubling from 32 up to `max_context`."""
-        sizes, size = [], 32
-        while size < self.max_context:
-            sizes.append(size)
-            size *= 2
-        return (*sizes, self.max_context)
+    def pieces(self) -> tuple[int, ...]:
+        """Padded lengths that a prefill program exists for: doubling from `MIN_PIECE` to `prefill_chunk`."""
+        sizes = [MIN_PIECE]
+        while sizes[-1] < min(self.prefill_chunk, self.max_context):
+            sizes.append(sizes[-1] * 2)
+        return tuple(sizes)
+
+    def piece(self, tokens: int) -> int:
+        """The padded length for so many new tokens of a prompt."""
+        return next((size for size in self.pieces if size >= tokens), self.pieces[-1])
+
+    def rows(self, piece: int, num_shards: int) -> int:
+        """Prefill rows per batch shard of the program for that padded length: about `prefill_chunk` tokens in all."""
+        return max(1, self.prefill_chunk // (piece * num_shards))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Page table widths that a decode program exists for: halving from the whole context to `MIN_WIDTH` tokens."""
+        widths = [self.pages_per_sequence]
+        while widths[0] * self.page_size >= 2 * MIN_WIDTH:
+            widths.insert(0, -(-widths[0] // 2))
+        return tuple(widths)
+
+    def width(self, tokens: int) -> int:
+        """The page table width for so many tokens."""
+        return next(w for w in self.widths if w * self.page_size >= min(tokens, self.max_context))
 
 
 @jax.tree_util.register_dataclass
@@ -105,18 +152,16 @@ class DecodeState:
     """Everything the engine keeps between dispatches. Every array is split over its first axis on a mesh."""
 
     pool: jax.Array
-    """`[layers * N, page, 2 * kv_heads, head_dim]`."""
-    table: jax.Array
-    """`[S, W]` page ids of each slot, in order."""
+    """KV pages of all layers; its layout is the path's."""
     token: jax.Array
     """`[S]` last sampled token, not yet in the cache."""
     position: jax.Array
     """`[S]` position of `token` in its sequence."""
     remaining: jax.Array
     """`[S]` tokens the slot may still sample; 0: the slot is idle or done."""
-    temperature: jax.Array
+    law: Law
     key: jax.Array
-    """`[S, 2]` uint32: the request's address, folded."""
+    """`[S, 2]` uint32: the request's address, hashed."""
     stop: jax.Array
     """`[S, MAX_STOP_IDS]`, padded with -1."""
 
@@ -128,32 +173,60 @@ class Inserts:
 
     row: jax.Array
     """Row of the prefill's logits (local to the slot's shard)."""
-    table: jax.Array
     copy_from: jax.Array
     """Partly filled page of the prompt, and the slot's own page it is copied to; -1: none."""
     copy_to: jax.Array
     length: jax.Array
-    """Prompt tokens."""
+    """Tokens that are in the cache."""
     max_tokens: jax.Array
-    temperature: jax.Array
+    law: Law
     address: jax.Array
     """`[S, ADDRESS_LEN]` int32."""
     stop: jax.Array
 
     @staticmethod
-    def empty(slots: int, width: int) -> Inserts:
+    def empty(slots: int) -> Inserts:
         """Host arrays that insert nothing."""
         none = lambda *shape: np.full((slots, *shape), -1, np.int32)  # noqa: E731
         return Inserts(
             row=none(),  # type: ignore[arg-type]
-            table=none(width),  # type: ignore[arg-type]
             copy_from=none(),  # type: ignore[arg-type]
             copy_to=none(),  # type: ignore[arg-type]
             length=none(),  # type: ignore[arg-type]
             max_tokens=none(),  # type: ignore[arg-type]
-            temperature=np.ones(slots, np.float32),  # type: ignore[arg-type]
+            law=Law.empty(slots),
             address=np.zeros((slots, ADDRESS_LEN), np.int32),  # type: ignore[arg-type]
             stop=none(MAX_STOP_IDS),  # type: ignore[arg-type]
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Pieces of prompts to prefill; arrays `[R]`, `count` is 0 for rows without one."""
+
+    tokens: jax.Array
+    """`[R, T]`."""
+    start: jax.Array
+    """Tokens of the prompt that are in the cache already."""
+    count: jax.Array
+    """New tokens."""
+    table: jax.Array
+    """`[R, W]` page ids."""
+    copy_from: jax.Array
+    """A page to copy before anything is written, and its target; -1: none."""
+    copy_to: jax.Array
+
+    @staticmethod
+    def empty(rows: int, piece: int, width: int) -> Pieces:
+        """Host arrays without a piece."""
+        return Pieces(
+            tokens=np.zeros((rows, piece), np.int32),  # type: ignore[arg-type]
+            start=np.zeros(rows, np.int32),  # type: ignore[arg-type]
+            count=np.zeros(rows, np.int32),  # type: ignore[arg-type]
+            table=np.full((rows, width), -1, np.int32),  # type: ignore[arg-type]
+            copy_from=np.full(rows, -1, np.int32),  # type: ignore[arg-type]
+            copy_to=np.full(rows, -1, np.int32),  # type: ignore[arg-type]
         )
 
 
@@ -163,81 +236,54 @@ class ResultTokens:
     """Sampled tokens of one dispatch: `[S, K]` each; `valid` counts the leading entries that hold, `[S]`."""
 
     tokens: jax.Array
-    logp: jax.Array
+    sampler_logp: jax.Array
+    model_logp: jax.Array
+    top_ids: jax.Array
+    """`[S, K, n]`; n is 0 unless asked for. Likewise the two below."""
+    top_sampler_logp: jax.Array
+    top_model_logp: jax.Array
     valid: jax.Array
     done: jax.Array
 
-
-def paged(table_BW: jax.Array, positions_BT: jax.Array, page_size: int, num_pages: int) -> Attend:
-    """Attention over KV pages: writes the new keys and values, then attends to everything up to each position.
-
-    Tokens at position -1 are padding: nothing is written for them and what they attend to does not matter.
-    """
-    B, W = table_BW.shape
-    valid_BT = positions_BT >= 0
-    page_BT = jnp.take_along_axis(table_BW, jnp.maximum(positions_BT, 0) // page_size, axis=1)
-    offset_BT = positions_BT % page_size
-    mask_BTS = jnp.arange(W * page_size)[None, None] <= positions_BT[:, :, None]
-
-    def attend(q, k, v, pool, layer):
-        first = layer * num_pages
-        K, C = k.shape[2:]
-        kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], 2 * K, C).astype(pool.dtype)
-        write = jnp.where(valid_BT, page_BT + first, pool.shape[0])
-        pool = pool.at[write, offset_BT].set(kv, mode="drop")
-        context = pool[jnp.maximum(table_BW, 0) + first].reshape(B, W * page_size, K, 2, C).astype(q.dtype)
-        return attention(q, context[:, :, :, 0], context[:, :, :, 1], mask_BTS), pool
-
-    return attend
-
-
-def sample(
-    logits_SV: jax.Array, temperature_S: jax.Array, key_S2: jax.Array, position_S: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Draw the token at `position` of each sequence (Gumbel noise addressed by key and position).
-
-    Returns tokens `[S]` and their log-probs under the sampled law `softmax(logits / temperature)`.
-    Temperature 0 takes the largest logit, with the log-prob of temperature 1.
-    """
-    greedy = temperature_S == 0
-    scaled = logits_SV / jnp.where(greedy, 1.0, temperature_S)[:, None]
-    noise = jax.vmap(lambda k, p: jax.random.gumbel(jax.random.fold_in(_key(k), p), scaled.shape[1:]))(
-        key_S2, position_S
-    )
-    token = jnp.argmax(scaled + jnp.where(greedy[:, None], 0.0, noise), axis=-1).astype(jnp.int32)
-    logp = jnp.take_along_axis(jax.nn.log_softmax(scaled), token[:, None], axis=1)[:, 0]
-    return token, logp
-
-
-def fold_address(address_A: jax.Array) -> jax.Array:
-    """The raw threefry key `[2]` of an address: its integers folded in one after the other."""
-    key = jax.random.key(0, impl="threefry2x32")
-    for i in range(ADDRESS_LEN):
-        key = jax.random.fold_in(key, address_A[i])
-    return jax.random.key_data(key)
-
-
-def _key(raw: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(raw, impl="threefry2x32")
-
-
-def _stopped(token_S: jax.Array, stop_SE: jax.Array) -> jax.Array:
-    return jnp.any(token_S[:, None] == stop_SE, axis=1)
+    @staticmethod
+    def empty(slots: int, steps: int, top: int, done: jax.Array) -> ResultTokens:
+        ids, logp = jnp.zeros((slots, steps), jnp.int32), jnp.zeros((slots, steps))
+        top_ids, top_logp = jnp.zeros((slots, steps, top), jnp.int32), jnp.zeros((slots, steps, top))
+        return ResultTokens(ids, logp, logp, top_ids, top_logp, top_logp, jnp.zeros(slots, jnp.int32), done)
 
 
 class Engine:
     """The programs for one model, one configuration, one mesh.
 
     Args:
-      batch_axes: mesh axes the slots are split over; `slots`, `prefill_rows` and pages are per engine, not per shard.
+      batch_axes: mesh axes the slots are split over; `slots` and pages of `cfg` are of the whole engine.
+      path: how keys and values are kept (default: what suits the mesh's devices).
     """
 
-    def __init__(self, model: Model, cfg: SamplerConfig, mesh: Mesh, batch_axes: tuple[str, ...]) -> None:
+    def __init__(
+        self, model: Model, cfg: SamplerConfig, mesh: Mesh, batch_axes: tuple[str, ...], path: Path | None = None
+    ) -> None:
         self.model, self.cfg, self.mesh, self.batch_axes = model, cfg, mesh, batch_axes
         cfg.check_shards(self.num_shards)
-        self._prefill = self._jit(self._prefill_local, donate=(1,), num_row_args=4)
-        self._insert = self._jit(self._insert_local, donate=(0,), num_row_args=3, params=False)
-        self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=1)
+        platform = mesh.devices.flat[0].platform
+        self.unroll = platform == "cpu" and model.cfg.num_layers <= MAX_UNROLLED_LAYERS
+        if path is not None:
+            self.path = self.decode_path = path
+        else:
+            self.path, self.decode_path = paths_for(
+                platform,
+                model,
+                mesh,
+                page_size=cfg.page_size,
+                num_pages=self.pages_per_shard,
+                rows=max(cfg.slots // self.num_shards, cfg.rows(MIN_PIECE, self.num_shards)),
+                width=cfg.pages_per_sequence,
+                unroll=self.unroll,
+            )
+        self._prefill = self._jit(self._prefill_local, donate=(1,), num_row_args=2, static=1)
+        self._insert = self._jit(self._insert_local, donate=(0,), num_row_args=3, params=False, static=2)
+        self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=3, static=2)
+        self._score = jax.jit(self._score_all)
 
     @property
     def num_shards(self) -> int:
@@ -247,140 +293,185 @@ class Engine:
     def pages_per_shard(self) -> int:
         return self.cfg.num_pages // self.num_shards
 
-    # ---- the three programs, as their callers see them
+    # ---- the programs, as their callers see them
 
     def init_decode_state(self) -> DecodeState:
         """An empty state: no slot is active."""
-        cfg, m = self.cfg, self.model.cfg
-        S, W, n = cfg.slots, cfg.pages_per_sequence, self.num_shards
-        pool = (n * m.num_layers * self.pages_per_shard, cfg.page_size, 2 * m.num_kv_heads, m.head_dim)
+        return jax.jit(self._empty_state, out_shardings=self.state_shardings())()
 
-        def make() -> DecodeState:
-            return DecodeState(
-                pool=jnp.zeros(pool, self.model.dtype),
-                table=jnp.full((S, W), -1, jnp.int32),
-                token=jnp.zeros(S, jnp.int32),
-                position=jnp.zeros(S, jnp.int32),
-                remaining=jnp.zeros(S, jnp.int32),
-                temperature=jnp.ones(S),
-                key=jnp.zeros((S, 2), jnp.uint32),
-                stop=jnp.full((S, MAX_STOP_IDS), -1, jnp.int32),
-            )
-
-        sharding = NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
-        return jax.jit(make, out_shardings=sharding)()
+    def state_shardings(self) -> DecodeState:
+        """How a decode state lies on the mesh: rows over the batch axes, heads of the pool over `tensor`."""
+        rows = NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
+        pool = PartitionSpec(self.batch_axes, *[None] * (self.path.head_axis - 1), "tensor")
+        shardings = jax.tree.map(lambda _: rows, jax.eval_shape(self._empty_state))
+        if "tensor" in self.mesh.shape:
+            shardings = dataclasses.replace(shardings, pool=NamedSharding(self.mesh, pool))
+        return shardings
 
     def prefill(
-        self, params: Params, state: DecodeState, tokens_RT: np.ndarray, positions_RT: np.ndarray, table_RW: np.ndarray
+        self, params: Params, state: DecodeState, pieces: Pieces, *, context: bool
     ) -> tuple[DecodeState, jax.Array]:
-        """Write the KV of R prompts (position -1: padding) into their pages; returns logits `[R, V]` after the last."""
-        return self._prefill(params, state, tokens_RT, positions_RT, table_RW)
+        """Write the keys and values of the pieces to their pages; returns logits `[rows, V]` after each piece.
+
+        There are as many rows, for each batch shard, as the prefill of the shortest pieces has.
+
+        Args:
+          context: whether any piece starts after tokens that are in the cache.
+        """
+        return self._prefill(params, state, pieces, context)
 
     def insert(
-        self, state: DecodeState, logits_RV: jax.Array, inserts: Inserts
-    ) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array]:
-        """Fill slots and draw their first tokens: state, token `[S]`, logp `[S]`, done `[S]`."""
-        return self._insert(state, logits_RV, inserts)
+        self, state: DecodeState, logits_RV: jax.Array, inserts: Inserts, *, truncate: bool = False, top: bool = False
+    ) -> tuple[DecodeState, ResultTokens]:
+        """Fill slots and draw their first tokens (one step)."""
+        return self._insert(state, logits_RV, inserts, truncate, top)
 
-    def generate(self, params: Params, state: DecodeState) -> tuple[DecodeState, ResultTokens]:
-        """Up to `steps_per_dispatch` decode steps of all active slots; ends early when none is left."""
-        return self._generate(params, state)
+    def generate(
+        self,
+        params: Params,
+        state: DecodeState,
+        table_SW: np.ndarray,
+        active_S: np.ndarray,
+        *,
+        truncate: bool = False,
+        top: bool = False,
+    ) -> tuple[DecodeState, ResultTokens]:
+        """Up to `steps_per_dispatch` decode steps of the active slots; ends early when none is left.
+
+        Args:
+          table_SW: pages of each slot, enough for all steps. truncate, top: see `sampling.draw`; True where any needs it.
+        """
+        return self._generate(params, state, table_SW, active_S, truncate, top)
+
+    def score(self, params: Params, tokens_BT: np.ndarray) -> jax.Array:
+        """Model log-prob of every token given those before it, `[B, T]`; the first column is 0."""
+        return self._score(params, tokens_BT)
 
     # ---- what runs on each shard
 
-    def _prefill_local(self, params, state, tokens_RT, positions_RT, table_RW):
-        decoder = self.model.bind(params)
-        attend = paged(table_RW, positions_RT, self.cfg.page_size, self.pages_per_shard)
-        hidden_RTD, pool = decoder(tokens_RT, jnp.maximum(positions_RT, 0), attend, state.pool)
-        last_R = jnp.argmax(positions_RT, axis=1)
-        hidden_RD = jnp.take_along_axis(hidden_RTD, last_R[:, None, None], axis=1)[:, 0]
-        return dataclasses.replace(state, pool=pool), decoder.logits(hidden_RD)
+    def _empty_state(self) -> DecodeState:
+        S = self.cfg.slots
+        return DecodeState(
+            pool=jnp.zeros(self.path.pool_shape(self.num_shards * self.pages_per_shard), self.model.dtype),
+            token=jnp.zeros(S, jnp.int32),
+            position=jnp.zeros(S, jnp.int32),
+            remaining=jnp.zeros(S, jnp.int32),
+            law=jax.tree.map(jnp.asarray, Law.empty(S)),
+            key=jnp.zeros((S, 2), jnp.uint32),
+            stop=jnp.full((S, MAX_STOP_IDS), -1, jnp.int32),
+        )
 
-    def _insert_local(self, state: DecodeState, logits_RV: jax.Array, new: Inserts):
+    def _prefill_local(self, params, state: DecodeState, pieces: Pieces, context: bool):
+        decoder, path = self.model.bind(params), self.path
+        T = pieces.tokens.shape[1]
+        pool = path.copy_pages(state.pool, pieces.copy_from, pieces.copy_to)
+        reading, cache = path.open(pool, pieces.table, pieces.start, T, pieces.table.shape[1] if context else 0)
+        positions = pieces.start[:, None] + jnp.arange(T)
+        hidden_RTD, cache = decoder(pieces.tokens, positions, path.attend(reading, 0, pieces.count), cache)
+        pool = path.close(pool, reading, cache, pieces.count)
+        last_R = jnp.maximum(pieces.count - 1, 0)
+        hidden_RD = jnp.take_along_axis(hidden_RTD, last_R[:, None, None], axis=1)[:, 0]
+        logits_RV = decoder.logits(hidden_RD)
+        most = self.cfg.rows(MIN_PIECE, self.num_shards)  # every prefill feeds the same `insert` program
+        return dataclasses.replace(state, pool=pool), jnp.pad(logits_RV, ((0, most - len(logits_RV)), (0, 0)))
+
+    def _insert_local(self, state: DecodeState, logits_RV: jax.Array, new: Inserts, truncate: bool, top: bool):
         here_S = new.row >= 0
-        key_S2 = jax.vmap(fold_address)(new.address)
-        token, logp = sample(logits_RV[jnp.maximum(new.row, 0)], new.temperature, key_S2, new.length)
-        remaining = jnp.where(_stopped(token, new.stop), 0, new.max_tokens - 1)
-        layers = jnp.arange(self.model.cfg.num_layers)[:, None] * self.pages_per_shard
-        source = jnp.maximum(new.copy_from, 0) + layers
-        target = jnp.where(new.copy_to >= 0, new.copy_to + layers, state.pool.shape[0])
-        fresh = dataclasses.replace(
-            state,
-            table=new.table,
-            token=token,
+        key_S2 = fold_address(new.address)
+        first = draw(logits_RV[jnp.maximum(new.row, 0)], new.law, key_S2, new.length, truncate, top)
+        remaining = jnp.where(_stopped(first.token, new.stop), 0, new.max_tokens - 1)
+        fresh = DecodeState(
+            pool=self.path.copy_pages(state.pool, new.copy_from, new.copy_to),
+            token=first.token,
             position=new.length,
             remaining=remaining,
-            temperature=new.temperature,
+            law=new.law,
             key=key_S2,
             stop=new.stop,
         )
         pick = lambda a, b: jnp.where(here_S.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
-        fields = {
-            f.name: pick(getattr(fresh, f.name), getattr(state, f.name))
-            for f in dataclasses.fields(state)
-            if f.name != "pool"
-        }
-        pool = state.pool.at[target].set(state.pool[source], mode="drop")
-        return DecodeState(pool=pool, **fields), token, logp, remaining == 0
+        merged = jax.tree.map(pick, dataclasses.replace(fresh, pool=here_S), dataclasses.replace(state, pool=here_S))
+        result = jax.tree.map(lambda x: x[:, None], first)
+        return dataclasses.replace(merged, pool=fresh.pool), ResultTokens(
+            tokens=result.token,
+            **{f: getattr(result, f) for f in _SHARED},
+            valid=here_S.astype(jnp.int32),
+            done=merged.remaining == 0,
+        )
 
-    def _generate_local(self, params, state: DecodeState):
-        decoder = self.model.bind(params)
+    def _generate_local(self, params, state: DecodeState, table_SW, active_S, truncate: bool, top: bool):
+        decoder, path = self.model.bind(params), self.decode_path
         S, K = state.token.shape[0], self.cfg.steps_per_dispatch
+        start_S = state.position
+        reading, cache = path.open(state.pool, table_SW, start_S, K, table_SW.shape[1])
+        state = dataclasses.replace(state, remaining=jnp.where(active_S, state.remaining, 0))
 
         def more(carry):
-            i, state, _ = carry
+            i, state, _, _ = carry
             return (i < K) & jnp.any(state.remaining > 0)
 
         def step(carry):
-            i, state, out = carry
+            i, state, cache, out = carry
             active = state.remaining > 0
-            positions = jnp.where(active, state.position, -1)[:, None]
-            attend = paged(state.table, positions, self.cfg.page_size, self.pages_per_shard)
-            hidden, pool = decoder(state.token[:, None], jnp.maximum(positions, 0), attend, state.pool)
-            token, logp = sample(decoder.logits(hidden[:, 0]), state.temperature, state.key, state.position + 1)
-            remaining = jnp.where(active & ~_stopped(token, state.stop), state.remaining - 1, 0)
+            attend = path.attend(reading, i, active.astype(jnp.int32))
+            hidden, cache = decoder(state.token[:, None], state.position[:, None], attend, cache, unroll=self.unroll)
+            new = draw(decoder.logits(hidden[:, 0]), state.law, state.key, state.position + 1, truncate, top)
+            remaining = jnp.where(active & ~_stopped(new.token, state.stop), state.remaining - 1, 0)
             out = ResultTokens(
-                tokens=out.tokens.at[:, i].set(token),
-                logp=out.logp.at[:, i].set(logp),
+                tokens=out.tokens.at[:, i].set(new.token),
+                **{f: getattr(out, f).at[:, i].set(getattr(new, f)) for f in _SHARED},
                 valid=out.valid + active,
                 done=remaining == 0,
             )
             state = dataclasses.replace(
                 state,
-                pool=pool,
-                token=jnp.where(active, token, state.token),
+                token=jnp.where(active, new.token, state.token),
                 position=state.position + active,
                 remaining=remaining,
             )
-            return i + 1, state, out
+            return i + 1, state, cache, out
 
-        out = ResultTokens(
-            tokens=jnp.zeros((S, K), jnp.int32),
-            logp=jnp.zeros((S, K)),
-            valid=jnp.zeros(S, jnp.int32),
-            done=state.remaining == 0,
-        )
-        _, state, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, out))
-        return state, out
+        pool, n = state.pool, min(MAX_TOP_LOGPROBS, self.model.cfg.vocab_size) if top else 0
+        state = dataclasses.replace(state, pool=jnp.zeros((), jnp.int32))  # not carried through the steps
+        out = ResultTokens.empty(S, K, n, state.remaining == 0)
+        _, state, cache, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, cache, out))
+        pool = path.close(pool, reading, cache, state.position - start_S)
+        return dataclasses.replace(state, pool=pool), out
 
-    def _jit(self, fn: Any, *, donate: tuple[int, ...], num_row_args: int, params: bool = True) -> Any:
-        """Jit `fn`, run per batch shard. Its arguments are (params,) and `num_row_args` trees split over axis 0."""
+    def _score_all(self, params, tokens_BT):
+        decoder = self.model.bind(params)
+        B, T = tokens_BT.shape
+        same = jnp.ones((B, T), jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+        hidden, _ = decoder(tokens_BT, positions, packed(same, same))
+        logp = jax.nn.log_softmax(decoder.logits(hidden[:, :-1]))
+        return jnp.pad(jnp.take_along_axis(logp, tokens_BT[:, 1:, None], axis=2)[..., 0], ((0, 0), (1, 0)))
+
+    def _jit(self, fn: Any, *, donate: tuple[int, ...], num_row_args: int, params: bool = True, static: int = 0) -> Any:
+        """Jit `fn`, run per batch shard. Its arguments: (params,), `num_row_args` trees split over axis 0, statics."""
         rows, whole = PartitionSpec(self.batch_axes), PartitionSpec()
-        if self.num_shards > 1:
+        num_args = params + num_row_args
+
+        def run(*args):
+            traced, statics = args[:num_args], args[num_args:]
+            if self.num_shards == 1:
+                return fn(*traced, *statics)
             specs = (whole,) * params + (rows,) * num_row_args
-            fn = jax.shard_map(
-                fn, mesh=self.mesh, in_specs=specs, out_specs=rows, axis_names=set(self.batch_axes), check_vma=False
-            )
-        return jax.jit(fn, donate_argnums=donate)
+            return jax.shard_map(
+                lambda *a: fn(*a, *statics),
+                mesh=self.mesh,
+                in_specs=specs,
+                out_specs=rows,
+                axis_names=set(self.batch_axes),
+                check_vma=False,
+            )(*traced)
+
+        return jax.jit(run, donate_argnums=donate, static_argnums=tuple(range(num_args, num_args + static)))
 
 
-def warm_up(engine: Engine, params: Params, state: DecodeState) -> DecodeState:
-    """Compile every program the engine will ever run, on an idle state (buckets of `prefill_buckets`)."""
-    cfg = engine.cfg
-    R, W = cfg.prefill_rows, cfg.pages_per_sequence
-    table = np.full((R, W), -1, np.int32)
-    for T in cfg.prefill_buckets:
-        state, logits = engine.prefill(params, state, np.zeros((R, T), np.int32), np.full((R, T), -1, np.int32), table)
-    state, *_ = engine.insert(state, logits, Inserts.empty(cfg.slots, W))
-    state, _ = engine.generate(params, state)
-    return state
+_SHARED = ("sampler_logp", "model_logp", "top_ids", "top_sampler_logp", "top_model_logp")
+"""Fields that a draw and a dispatch's result have in common."""
+
+
+def _stopped(token_S: jax.Array, stop_SE: jax.Array) -> jax.Array:
+    return jnp.any(token_S[:, None] == stop_SE, axis=1)

@@ -15,7 +15,7 @@ SMALL = {
     "ReasoningGym.partial_credit": "True",
     "Recipe.max_answer_tok": "8",
     "SamplerConfig.slots": "64",
-    "SamplerConfig.prefill_rows": "8",
+    "SamplerConfig.prefill_chunk": "256",
     "warm_start/Phase.steps": "6",
     "warm_start/Phase.prompts_per_step": "16",
     "warm_start/Phase.eval_every": "0",

@@ -16,7 +16,7 @@ SETTINGS = {
     "FrozenLake.max_turns": 6,
     "SamplerConfig.slots": 32,
     "SamplerConfig.max_context": 200,
-    "SamplerConfig.prefill_rows": 16,
+    "SamplerConfig.prefill_chunk": 512,
     "Evaluation.tasks": 16,
     "warm_start/Phase.steps": 40,
     "warm_start/Phase.prompts_per_step": 32,

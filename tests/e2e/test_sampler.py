@@ -33,11 +33,23 @@ def requests():
     return out
 
 
-def sample(requests, *, order=None, num_devices=1, spread=False, **sizes):
-    """All completions, in the order of `requests`, however they were submitted."""
+def open_sampler(*, num_devices=1, params=PARAMS, version=7, **sizes):
     mesh = MeshSpec().build(jax.devices()[:num_devices])
-    cfg = SamplerConfig(**({"max_context": 96, "prefill_rows": 8, "slots": 16} | sizes))
-    sampler = Sampler(Engine(MODEL, cfg, mesh, BATCH_AXES), make_publish(mesh, MODEL)(PARAMS), 7)
+    cfg = SamplerConfig(**({"max_context": 96, "prefill_chunk": 128, "slots": 16} | sizes))
+    return Sampler(Engine(MODEL, cfg, mesh, BATCH_AXES), make_publish(mesh, MODEL)(params), version, longest_prompt=0)
+
+
+def close(sampler):
+    """Close it; nothing may be left behind."""
+    load, error = sampler.load(), sampler.error
+    sampler.close()
+    assert error is None
+    assert load.running == load.waiting == load.used_pages == load.shared_pages == 0, f"pages leaked: {load}"
+
+
+def sample(requests, *, order=None, spread=False, **how):
+    """All completions, in the order of `requests`, however they were submitted; and the sampler's totals."""
+    sampler = open_sampler(**how)
     order = order or list(range(len(requests)))
 
     async def one(i):
@@ -51,27 +63,29 @@ def sample(requests, *, order=None, num_devices=1, spread=False, **sizes):
     try:
         done = asyncio.run(everything())
     finally:
-        sampler.close()
-    assert sampler._error is None
-    assert [p.num_free for p in sampler._pages] == [sampler.engine.pages_per_shard] * num_devices, "pages leaked"
-    return [c for _, c in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])]
+        close(sampler)
+    return [c for _, c in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])], sampler.stats
 
 
 @pytest.fixture(scope="module")
 def reference():
-    return sample(requests(), slots=16)
+    return sample(requests(), slots=16)[0]
 
 
 @pytest.mark.parametrize(
     "how",
     [
-        {"slots": 4, "prefill_rows": 2},
-        {"slots": 64, "steps_per_dispatch": 3},
+        {"slots": 1, "page_size": 4, "steps_per_dispatch": 16, "prefix_match": "any"},
+        {"slots": 4, "prefill_chunk": 32},
+        {"slots": 64, "steps_per_dispatch": 3, "page_size": 4},
+        {"slots": 64, "steps_per_dispatch": 16},
+        {"slots": 8, "steps_per_dispatch": 1, "order": "shuffled", "prefix_match": "off"},
         {"slots": 16, "order": "reversed"},
         {"slots": 16, "order": "shuffled", "spread": True},
-        {"slots": 4, "page_size": 5, "order": "shuffled"},
-        {"slots": 8, "prefill_rows": 4, "pages": 40},
+        {"slots": 4, "page_size": 4, "order": "shuffled", "spread": True, "prefix_match": "any"},
+        {"slots": 8, "pages": 20},
         {"slots": 8, "pages": 7},  # one full sequence and a page
+        {"slots": 8, "pages": 25, "page_size": 4, "steps_per_dispatch": 1, "preempts": True},
         {"slots": 16, "num_devices": 8},
         {"slots": 64, "num_devices": 4, "order": "shuffled", "pages": 240},
     ],
@@ -82,7 +96,10 @@ def test_samples_do_not_depend_on_the_schedule(reference, how):
     order = list(range(len(wanted)))
     if kind := how.pop("order", None):
         order.reverse() if kind == "reversed" else random.Random(3).shuffle(order)
-    for got, ref in zip(sample(wanted, order=order, **how), reference, strict=True):
+    preempts = how.pop("preempts", False)
+    done, stats = sample(wanted, order=order, **how)
+    assert not preempts or stats.preemptions > 0
+    for got, ref in zip(done, reference, strict=True):
         np.testing.assert_array_equal(got.tokens, ref.tokens)
         np.testing.assert_allclose(got.sampler_logp, ref.sampler_logp, atol=1e-5)
         assert got.finish_reason == ref.finish_reason
@@ -155,7 +172,7 @@ def test_new_weights_are_taken_between_dispatches():
 
 def test_greedy_is_the_largest_logit():
     prompt = np.arange(20, dtype=np.int32)
-    (c,) = sample([(prompt, SamplingParams(0.0, 12), (0,))])
+    (c,), _ = sample([(prompt, SamplingParams(0.0, 12), (0,))])
     stream = np.concatenate([prompt, c.tokens])
     sampled = (np.arange(len(stream)) >= 20).astype(np.float32)
     batch = pack([[Sample(stream, sampled, sampled, sampled)]], PackShape(1, 1, 40), 1.0)
@@ -179,57 +196,6 @@ def test_a_prompt_that_does_not_fit_is_refused():
 
 
 def test_context_limit_ends_a_completion():
-    (c,) = sample([(np.zeros(90, np.int32), SamplingParams(1.0, 30), (0,))])
+    (c,), _ = sample([(np.zeros(90, np.int32), SamplingParams(1.0, 30), (0,))])
     assert len(c.tokens) == 6
     assert c.finish_reason == "context"
-
-
-def conversations(*, keep, pages=None, num_devices=1, publish_between=False):
-    """Ten episodes of four turns, each next prompt extending what was sampled; all completions and the sampler's totals."""
-    mesh = MeshSpec().build(jax.devices()[:num_devices])
-    cfg = SamplerConfig(slots=8, max_context=96, prefill_rows=8, page_size=4, pages=pages)
-    publish = make_publish(mesh, MODEL)
-    sampler = Sampler(Engine(MODEL, cfg, mesh, BATCH_AXES), publish(PARAMS), 0)
-
-    async def episode(i):
-        rng = np.random.default_rng(i // 2)  # episodes come in pairs that share their first prompt
-        stream, out = rng.integers(0, 256, 9 + i // 2).astype(np.int32), []
-        for turn in range(4):
-            params = SamplingParams(1.0, 1 + (3 * i + turn) % 7, STOP)
-            out.append(await sampler.generate(stream, params, (i, turn), session=i if keep else None))
-            stream = np.concatenate([stream, out[-1].tokens, rng.integers(0, 256, 1 + turn).astype(np.int32)])
-            if publish_between and turn == 1:
-                version = 100 * i + 1
-                await asyncio.get_running_loop().run_in_executor(None, sampler.publish, publish(PARAMS), version)
-        return out
-
-    async def everything():
-        return await asyncio.gather(*(episode(i) for i in range(10)))
-
-    try:
-        done = asyncio.run(everything())
-        for name in list(sampler._sessions):
-            sampler._drop_session(name)
-        free = [p.num_free for p in sampler._pages]
-        assert free == [sampler.engine.pages_per_shard] * num_devices, "pages leaked"
-    finally:
-        sampler.close()
-    return done, sampler.stats
-
-
-@pytest.mark.parametrize(
-    "how", [{}, {"pages": 30}, {"num_devices": 4, "pages": 120}, {"publish_between": True}], ids=str
-)
-def test_a_kept_session_saves_work_and_changes_nothing_else(how):
-    plain, without = conversations(keep=False)
-    kept, stats = conversations(keep=True, **how)
-    for a, b in zip(plain, kept, strict=True):
-        for x, y in zip(a, b, strict=True):
-            np.testing.assert_array_equal(x.tokens, y.tokens)
-            np.testing.assert_allclose(x.sampler_logp, y.sampler_logp, atol=1e-5)
-    assert without.reused_tok == 0
-    assert stats.reused_tok > 0
-    assert stats.prefill_tok < without.prefill_tok
-    if not how:  # room enough: every token is prefilled or sampled once, but for each turn's last token and the pairs
-        new = sum(len(t.tokens) for episode in kept for t in episode[:-1])
-        assert stats.prefill_tok + stats.reused_tok <= without.prefill_tok + new

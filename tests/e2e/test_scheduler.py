@@ -1,0 +1,597 @@
+"""What the scheduler promises: shared prompts, kept turns, weights in flight, too few pages, aborts, priorities, laws."""
+
+import asyncio
+import dataclasses
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from rolljax.errors import SamplerError
+from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.sampler.client import Sampler
+from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
+from rolljax.trainer.publish import make_publish
+from rolljax.types import Sampled, SamplingParams
+
+from .test_hf import load, make_folder
+from .test_sampler import MODEL, PARAMS, close, open_sampler
+
+NEW_PARAMS = MODEL.init(2)
+TINY = Model(
+    DecoderConfig(vocab_size=40, num_layers=1, hidden_size=16, num_heads=2, head_dim=8, ffn_size=16, init_std=0.3)
+)
+
+
+def publish(sampler, params, version):
+    """From a coroutine: swap the weights while the loop goes on."""
+    new = make_publish(sampler.engine.mesh, sampler.engine.model)(params)
+    return asyncio.get_running_loop().run_in_executor(None, sampler.publish, new, version)
+
+
+def run(sampler, coroutine):
+    try:
+        return asyncio.run(coroutine)
+    finally:
+        close(sampler)
+
+
+def ids(rng, n):
+    return rng.integers(0, 256, n).astype(np.int32)
+
+
+# ---- against transformers
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def hf_pair(request, tmp_path_factory):
+    """A random Qwen3 of `transformers`, ours from its folder, 64 prompts of mixed length and what torch makes of them."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("qwen3")
+    reference = make_folder(folder, tied=request.param)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 256, 40)
+    prompts = [
+        np.concatenate(
+            [shared[: rng.integers(20, 40)] if i % 3 == 0 else [], rng.integers(0, 256, rng.integers(1, 80))]
+        )
+        for i in range(64)
+    ]
+    prompts = [p.astype(np.int32) for p in prompts]
+    wanted = []
+    for prompt in prompts:
+        with torch.no_grad():
+            out = reference.generate(
+                torch.tensor(prompt[None].astype(np.int64)), max_new_tokens=24, do_sample=False, eos_token_id=None,
+                pad_token_id=0,
+            )  # fmt: skip
+        wanted.append(out[0, len(prompt) :].numpy())
+    return *load(folder), prompts, wanted
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"page_size": 4},
+        {"prefix_match": "any", "slots": 4},
+        {"prefill_chunk": 32},
+        {"page_size": 4, "pages": 120, "slots": 32, "steps_per_dispatch": 2},
+    ],
+    ids=["paged", "shared beginnings", "in pieces", "preempted"],
+)
+def test_greedy_equals_transformers_generate(hf_pair, how):
+    model, params, prompts, wanted = hf_pair
+    mesh = MeshSpec().build(jax.devices()[:1])
+    cfg = SamplerConfig(**({"max_context": 160, "slots": 16} | how))
+    sampler = Sampler(Engine(model, cfg, mesh, BATCH_AXES), params, 0, longest_prompt=0)
+
+    async def everything():
+        greedy = SamplingParams(0.0, 24)
+        return await asyncio.gather(*(sampler.generate(p, greedy, (i,)) for i, p in enumerate(prompts)))
+
+    done = run(sampler, everything())
+    for got, want in zip(done, wanted, strict=True):
+        np.testing.assert_array_equal(got.tokens, want)
+    stats = sampler.stats
+    if "pages" in how:
+        assert stats.preemptions > 5
+    if how.get("prefix_match") == "any":
+        assert stats.reused_tok > 200
+    if "prefill_chunk" in how:
+        assert max(map(len, prompts)) > 3 * cfg.prefill_chunk
+
+
+# ---- sharing
+
+
+def test_a_group_costs_one_prefill_and_holds_its_prompt_once():
+    sampler = open_sampler(max_context=640, slots=16, prefill_chunk=512)
+    prompt = ids(np.random.default_rng(0), 512)
+    most = []
+
+    async def group():
+        watch = lambda _: most.append(sampler.load())  # noqa: E731
+        params = SamplingParams(1.0, 32)
+        return await asyncio.gather(*(sampler.generate(prompt, params, (i,), on_tokens=watch) for i in range(16)))
+
+    done = run(sampler, group())
+    stats, page = sampler.stats, sampler.engine.cfg.page_size
+    assert (stats.prefills, stats.prefill_tok, stats.reused_tok) == (1, 512, 15 * 512)
+    assert max(load.shared_pages for load in most) == 512 // page
+    assert max(load.used_pages for load in most) <= 512 // page + 16 * (32 // page)
+    assert len({tuple(c.tokens) for c in done}) == 16
+
+
+@pytest.mark.parametrize("rule", ["turns", "any"])
+def test_a_conversation_prefills_each_token_once(rule):
+    sampler = open_sampler(max_context=512, slots=2, prefix_match=rule, prefill_chunk=512)
+    rng = np.random.default_rng(0)
+
+    async def talk():
+        stream, sampled = ids(rng, 37), 0
+        for turn in range(10):
+            c = await sampler.generate(stream, SamplingParams(1.0, 11), (turn,))
+            assert c.cached_tok == (0 if turn == 0 else before)
+            sampled += len(c.tokens)
+            before = len(stream) + len(c.tokens) - 1  # the last token never was an input
+            stream = np.concatenate([stream, c.tokens, ids(rng, 1 + turn % 5)])
+        return before + 1 - sampled  # prompt tokens of all turns
+
+    prompt_tok = run(sampler, talk())
+    assert sampler.stats.prefill_tok == prompt_tok + 9  # and each turn's last sampled token
+
+
+def episodes(**how):
+    """Ten episodes of four turns, two of each start; all completions and the sampler's totals."""
+    sampler = open_sampler(slots=8, page_size=4, version=0, **how)
+
+    async def episode(i):
+        rng = np.random.default_rng(i // 2)
+        stream, out = ids(rng, 9 + i // 2), []
+        for turn in range(4):
+            out.append(await sampler.generate(stream, SamplingParams(1.0, 1 + (3 * i + turn) % 7), (i, turn)))
+            stream = np.concatenate([stream, out[-1].tokens, ids(rng, 1 + turn)])
+            if turn == 1:
+                await publish(sampler, PARAMS, i)
+        return out
+
+    async def everything():
+        return await asyncio.gather(*(episode(i) for i in range(10)))
+
+    return run(sampler, everything()), sampler.stats
+
+
+def test_what_is_kept_saves_work_and_changes_nothing_else():
+    plain, without = episodes(prefix_match="off")
+    for how in ({}, {"prefix_match": "any"}, {"pages": 30}, {"num_devices": 4, "pages": 120}, {"reuse_stale": True}):
+        kept, stats = episodes(**how)
+        assert stats.prefill_tok < without.prefill_tok, how
+        for a, b in zip(sum(plain, []), sum(kept, []), strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
+
+
+# ---- weights in flight
+
+
+async def swapped(sampler, prompt, n):
+    """`n` siblings under way while the weights change from version 0 to 1."""
+    loop = asyncio.get_running_loop()
+    started = [loop.create_future() for _ in range(n)]
+
+    def seen(i):
+        count = 0
+
+        def on_tokens(part):
+            nonlocal count
+            count += len(part)
+            if count > 5 + 3 * i and not started[i].done():
+                started[i].set_result(None)
+
+        return on_tokens
+
+    running = [
+        asyncio.ensure_future(sampler.generate(prompt, SamplingParams(1.0, 70), (i,), on_tokens=seen(i)))
+        for i in range(n)
+    ]
+    await asyncio.gather(*started)
+    await publish(sampler, NEW_PARAMS, 1)
+    return await asyncio.gather(*running)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_devices": 4}, {"pages": 30, "page_size": 8}], ids=str)
+def test_tokens_after_a_swap_are_those_of_a_fresh_request_under_the_new_weights(how):
+    prompt = ids(np.random.default_rng(5), 21)
+    sampler = open_sampler(slots=8, version=0, steps_per_dispatch=2, **how)
+    done = run(sampler, swapped(sampler, prompt, 6))
+    fresh = open_sampler(slots=8, params=NEW_PARAMS, version=1)
+
+    async def again(i, c):
+        cut = int((c.versions == 0).sum())
+        return cut, await fresh.generate(np.concatenate([prompt, c.tokens[:cut]]), SamplingParams(1.0, 70 - cut), (i,))
+
+    async def everything():
+        return await asyncio.gather(*(again(i, c) for i, c in enumerate(done)))
+
+    for c, (cut, new) in zip(done, run(fresh, everything()), strict=True):
+        assert len(c.tokens) == 70 and 5 < cut < 70
+        assert (c.versions[:cut] == 0).all() and (c.versions[cut:] == 1).all()
+        np.testing.assert_array_equal(c.tokens[cut:], new.tokens)
+        np.testing.assert_allclose(c.sampler_logp[cut:], new.sampler_logp, atol=1e-5)
+
+
+def test_a_swap_prefills_a_shared_prompt_once():
+    prompt = ids(np.random.default_rng(5), 64)
+    sampler = open_sampler(slots=8, version=0, max_context=192)
+    done = run(sampler, swapped(sampler, prompt, 8))
+    again = sum(int((c.versions == 0).sum()) for c in done)
+    assert sampler.stats.prefill_tok == 64 + 64 + again
+
+
+def test_kept_pages_go_on_and_are_not_reused():
+    prompt = ids(np.random.default_rng(5), 32)
+    exact = open_sampler(slots=8, version=0, steps_per_dispatch=2)
+    kept = open_sampler(slots=8, version=0, steps_per_dispatch=2, on_publish="keep")
+
+    async def both():
+        done = await swapped(kept, prompt, 4)
+        assert (await kept.generate(prompt, SamplingParams(0.0, 4), ())).cached_tok == 0
+        return done
+
+    done = run(kept, both())
+    assert kept.stats.prefill_tok == 64 and kept.stats.preemptions == 0
+    for c in done:
+        assert set(c.versions) == {0, 1} and len(c.tokens) == 70
+    # the same noise on other keys and values: after the swap the samples part from the exact ones
+    exactly = run(exact, swapped(exact, prompt, 4))
+    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(done, exactly, strict=True))
+
+
+def test_stale_pages_are_reused_when_the_setting_says_so():
+    prompt = ids(np.random.default_rng(5), 40)
+
+    async def twice(sampler):
+        await sampler.generate(prompt, SamplingParams(1.0, 4), ())
+        await publish(sampler, NEW_PARAMS, 1)
+        return await sampler.generate(np.concatenate([prompt, prompt]), SamplingParams(1.0, 4), ())
+
+    for reuse, cached in ((False, 0), (True, 40)):
+        sampler = open_sampler(version=0, reuse_stale=reuse)
+        assert run(sampler, twice(sampler)).cached_tok == cached
+
+
+def test_a_swap_compiles_nothing():
+    sampler = open_sampler(version=0)
+
+    async def everything():
+        prompt = np.arange(20, dtype=np.int32)
+        await swapped(sampler, prompt, 2)
+        sizes = [f._cache_size() for f in (sampler.engine._prefill, sampler.engine._insert, sampler.engine._generate)]
+        for version in (2, 3):
+            await publish(sampler, PARAMS, version)
+            await asyncio.gather(*(sampler.generate(prompt, SamplingParams(1.0, 9), (i,)) for i in range(5)))
+        assert sizes == [
+            f._cache_size() for f in (sampler.engine._prefill, sampler.engine._insert, sampler.engine._generate)
+        ]
+
+    run(sampler, everything())
+
+
+def test_weights_travel_between_meshes():
+    """A trainer on four devices (fsdp 2, tensor 2) publishes to a sampler on four others (data 2, tensor 2)."""
+    trainer = MeshSpec(data=1, fsdp=2, tensor=2).build(jax.devices()[:4])
+    mesh = MeshSpec(data=2, tensor=2).build(jax.devices()[4:])
+    params = jax.device_put(PARAMS, param_shardings(trainer, MODEL.axes(), MODEL.abstract()))
+    cfg = SamplerConfig(slots=8, max_context=96)
+    sampler = Sampler(
+        Engine(MODEL, cfg, mesh, BATCH_AXES), make_publish(trainer, MODEL, mesh)(params), 0, longest_prompt=0
+    )
+    alone = open_sampler(slots=8, version=0)
+    prompts = [ids(np.random.default_rng(i), 20) for i in range(6)]
+
+    async def everything(s):
+        return await asyncio.gather(*(s.generate(p, SamplingParams(1.0, 12), (i,)) for i, p in enumerate(prompts)))
+
+    for a, b in zip(run(sampler, everything(sampler)), run(alone, everything(alone)), strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
+
+
+# ---- too little of everything
+
+
+def test_ten_thousand_requests_through_too_few_pages():
+    """A page budget too small for half of them finishes all of them as a large one does, and leaks nothing."""
+    mesh = MeshSpec().build(jax.devices()[:1])
+    params = TINY.init(0)
+    rng = np.random.default_rng(0)
+    starts = [rng.integers(0, 40, n).astype(np.int32) for n in rng.integers(1, 24, 400)]
+    wanted = []
+    for i in range(10_000):
+        tail = rng.integers(0, 40, rng.integers(0, 9)).astype(np.int32)
+        prompt = np.concatenate([starts[rng.integers(400)], tail])
+        wanted.append((prompt, SamplingParams(1.0, int(min(1 + rng.geometric(0.12), 30)), (0, 1)), (i,)))
+
+    def all_of(pages, **how):
+        cfg = SamplerConfig(slots=128, max_context=64, page_size=4, pages=pages, steps_per_dispatch=4, **how)
+        sampler = Sampler(Engine(TINY, cfg, mesh, BATCH_AXES), params, 0, longest_prompt=0)
+
+        async def everything():
+            return await asyncio.gather(*(sampler.generate(*w) for w in wanted))
+
+        return run(sampler, everything()), sampler.stats
+
+    enough, _ = all_of(128 * 16 + 256)
+    scarce, stats = all_of(330, prefix_match="any")
+    assert stats.finished == 10_000 and stats.preemptions > 100
+    # pages that all slots together would hold are more than twice what there is
+    assert 128 * np.mean([len(p) + len(c.tokens) for (p, _, _), c in zip(wanted, enough, strict=True)]) / 4 > 2 * 330
+    for a, b in zip(enough, scarce, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
+        assert a.finish_reason == b.finish_reason
+
+
+@pytest.mark.parametrize("order", ["forwards", "shuffled"])
+def test_abort_and_resume_change_nothing(order):
+    """Every request is aborted once or twice and goes on from its tokens: same tokens, same log-probs."""
+    rng = np.random.default_rng(0)
+    wanted = [(ids(rng, rng.integers(1, 40)), SamplingParams(1.0, int(rng.integers(10, 40))), (i,)) for i in range(24)]
+    plain = open_sampler(slots=8)
+
+    async def straight():
+        return await asyncio.gather(*(plain.generate(*w) for w in wanted))
+
+    reference = run(plain, straight())
+    sampler = open_sampler(slots=6, steps_per_dispatch=2, page_size=4, pages=140)
+    aborted = []
+
+    async def one(i):
+        prompt, params, address = wanted[i]
+        sofar = None
+        for attempt in range(3):
+            seen = asyncio.Event()
+            pending = sampler.submit(prompt, params, address, on_tokens=lambda _, e=seen: e.set(), resume=sofar)
+            if attempt < 1 + i % 2:
+                done, _ = await asyncio.wait(
+                    [pending.completion, asyncio.ensure_future(seen.wait())], return_when="FIRST_COMPLETED"
+                )
+                pending.abort()
+            c = await pending.completion
+            if c.finish_reason != "abort":
+                return c
+            aborted.append(i)
+            sofar = c.sampled
+        raise AssertionError("aborted for ever")
+
+    async def everything():
+        order_ = list(range(24))
+        if order == "shuffled":
+            random.Random(0).shuffle(order_)
+        return dict(zip(order_, await asyncio.gather(*(one(i) for i in order_)), strict=True))
+
+    done = run(sampler, everything())
+    assert len(aborted) > 20 and sampler.stats.aborted == len(aborted)
+    for i, want in enumerate(reference):
+        np.testing.assert_array_equal(done[i].tokens, want.tokens)
+        np.testing.assert_allclose(done[i].sampler_logp, want.sampler_logp, atol=1e-5)
+        assert done[i].finish_reason == want.finish_reason
+
+
+def test_cancelling_frees_the_slot_within_a_dispatch():
+    sampler = open_sampler(slots=2, max_context=512, steps_per_dispatch=1)
+
+    async def everything():
+        seen = asyncio.Event()
+        task = asyncio.ensure_future(
+            sampler.generate(np.arange(5, dtype=np.int32), SamplingParams(1.0, 500), (), on_tokens=lambda _: seen.set())
+        )
+        waiting = [sampler.submit(np.arange(9, dtype=np.int32), SamplingParams(1.0, 400), (i,)) for i in range(3)]
+        await seen.wait()
+        task.cancel()
+        for pending in waiting:
+            pending.abort()
+        for pending in waiting:
+            assert (await pending.completion).finish_reason == "abort"
+        before = sampler.stats
+        assert before.aborted == 4 and sampler.load().running == 0
+        await asyncio.sleep(0.05)
+        assert sampler.stats.dispatches <= before.dispatches + 1
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(sampler, everything())
+
+
+def test_lower_priority_numbers_go_first():
+    sampler = open_sampler(slots=1)
+    finished = []
+
+    async def one(i, priority):
+        await sampler.generate(np.full(3, i, np.int32), SamplingParams(1.0, 4), (i,), priority=priority)
+        finished.append(i)
+
+    async def everything():
+        await asyncio.gather(*(one(i, p) for i, p in enumerate([5, 5, 1, 9, 0])))
+
+    run(sampler, everything())
+    assert finished == [4, 2, 0, 1, 3]
+
+
+def test_long_prompts_stall_decoding_for_one_piece_at_most():
+    """While one request decodes, a prompt of eight pieces is prefilled between its dispatches, one piece each."""
+    sampler = open_sampler(slots=2, max_context=512, prefill_chunk=32, steps_per_dispatch=1)
+    pieces = []
+
+    async def everything():
+        seen = asyncio.Event()
+
+        def on_tokens(_):
+            pieces.append(sampler.stats.prefills)
+            seen.set()
+
+        first = asyncio.ensure_future(
+            sampler.generate(np.arange(8, dtype=np.int32), SamplingParams(1.0, 60), (), on_tokens=on_tokens)
+        )
+        await seen.wait()
+        await sampler.generate(ids(np.random.default_rng(0), 256), SamplingParams(1.0, 2), (1,))
+        await first
+
+    run(sampler, everything())
+    assert pieces[-1] == 1 + 8
+
+
+# ---- laws
+
+
+def law_of(logits, p):
+    """The sampled law by hand: `[V]` log-probs, in float64."""
+    z = np.asarray(logits, np.float64) / p.temperature
+    order = np.argsort(-z)
+    keep = np.zeros(len(z), bool)
+    keep[order[: p.top_k or len(z)]] = True
+    probs = np.where(keep, np.exp(z - z.max()), 0)
+    probs /= probs.sum()
+    before = np.cumsum(probs[order]) - probs[order]
+    keep[order[before >= p.top_p]] = False
+    keep &= probs >= p.min_p * probs.max()
+    z = np.where(keep, z, -np.inf)
+    return z - np.log(np.exp(z - z.max()).sum()) - z.max()
+
+
+LAWS = [
+    SamplingParams(0.7, 1),
+    SamplingParams(1.0, 1, top_k=3),
+    SamplingParams(1.3, 1, top_p=0.6),
+    SamplingParams(1.0, 1, min_p=0.2),
+    SamplingParams(0.8, 1, top_k=12, top_p=0.8, min_p=0.05),
+]
+
+
+def test_samples_and_log_probs_follow_the_law():
+    """2,000 draws per law: their log-probs are those of the law, their frequencies fit it (chi square)."""
+    sampler = Sampler(
+        Engine(TINY, SamplerConfig(slots=250, max_context=32), MeshSpec().build(jax.devices()[:1]), BATCH_AXES),
+        TINY.init(0), 0, longest_prompt=0,
+    )  # fmt: skip
+    prompt = np.arange(7, dtype=np.int32)
+    draws = 2000
+
+    async def everything():
+        asked = [dataclasses.replace(p, top_logprobs=5) for p in LAWS]
+        return [
+            await asyncio.gather(*(sampler.generate(prompt, p, (i, n)) for n in range(draws)))
+            for i, p in enumerate(asked)
+        ]
+
+    from rolljax.model.attention import packed
+
+    decoder, one = TINY.bind(TINY.init(0)), np.ones((1, 7), np.int32)
+    hidden, _ = decoder(prompt[None], np.arange(7)[None], packed(one, one))
+    logits = np.asarray(decoder.logits(hidden[0, -1]))
+    model = law_of(logits, SamplingParams())
+    for p, done in zip(LAWS, run(sampler, everything()), strict=True):
+        law = law_of(logits, p)
+        tokens = np.concatenate([c.tokens for c in done])
+        np.testing.assert_allclose(np.concatenate([c.sampler_logp for c in done]), law[tokens], atol=1e-5)
+        np.testing.assert_allclose(np.concatenate([c.sampled.model_logp for c in done]), model[tokens], atol=1e-5)
+        inside = np.isfinite(law)
+        expected = draws * np.exp(law[inside])
+        counts = np.bincount(tokens, minlength=len(law))
+        assert counts[~inside].sum() == 0
+        chi2 = ((counts[inside] - expected) ** 2 / expected).sum()
+        assert chi2 < inside.sum() + 5 * np.sqrt(2 * inside.sum())
+        top = done[0].sampled
+        np.testing.assert_array_equal(top.top_ids[0], np.argsort(-logits)[:5])
+        np.testing.assert_allclose(top.top_model_logp[0], model[top.top_ids[0]], atol=1e-5)
+        np.testing.assert_allclose(top.top_sampler_logp[0], law[top.top_ids[0]], atol=1e-5)
+
+
+def test_truncated_neighbours_change_nothing(chat):
+    """Requests that ask for the plain law get the same tokens next to others that truncate theirs."""
+    rng = np.random.default_rng(0)
+    plain = [(ids(rng, 10), SamplingParams(1.0, 12), (i,)) for i in range(8)]
+    cut = [(ids(rng, 10), SamplingParams(1.0, 20, top_k=5, top_logprobs=3), (100 + i,)) for i in range(8)]
+
+    async def everything(sampler, requests):
+        return await asyncio.gather(*(sampler.generate(*r) for r in requests))
+
+    alone, mixed = open_sampler(), open_sampler()
+    a = run(alone, everything(alone, plain))
+    b = run(mixed, everything(mixed, cut + plain))[8:]
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x.tokens, y.tokens)
+        np.testing.assert_allclose(x.sampler_logp, y.sampler_logp, atol=1e-5)
+        assert x.sampled.top_ids.shape == (12, 0)
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_stop_texts_end_at_the_token_that_completes_them(chat, steps):
+    mesh = MeshSpec().build(jax.devices()[:1])
+    cfg = SamplerConfig(slots=4, max_context=256, steps_per_dispatch=steps)
+    sampler = Sampler(
+        Engine(MODEL, cfg, mesh, BATCH_AXES), PARAMS, 0, detokenize=chat.tokenizer.decode, longest_prompt=0
+    )
+    prompt = np.arange(65, 90, dtype=np.int32)
+    parts = []
+
+    async def everything():
+        free = await sampler.generate(prompt, SamplingParams(1.0, 60), ())
+        text = chat.tokenizer.decode(free.tokens[20:22])
+        stopped = await sampler.generate(
+            prompt, SamplingParams(1.0, 60, stop=("never there", text)), (), on_tokens=parts.append
+        )
+        return free, text, stopped
+
+    free, text, stopped = run(sampler, everything())
+    n = next(i for i in range(1, 61) if text in chat.tokenizer.decode(free.tokens[:i]))
+    assert 1 < n <= 22
+    assert stopped.finish_reason == "stop"
+    np.testing.assert_array_equal(stopped.tokens, free.tokens[:n])
+    np.testing.assert_array_equal(Sampled.concatenate(parts).tokens, stopped.tokens)
+
+
+def test_score_is_the_model_s_log_prob():
+    sampler = open_sampler()
+    prompt = ids(np.random.default_rng(0), 13)
+
+    async def everything():
+        return await sampler.score(prompt), await sampler.generate(prompt[:12], SamplingParams(0.0, 1), ())
+
+    logp, c = run(sampler, everything())
+    assert np.isnan(logp[0]) and logp.shape == (13,) and (logp[1:] <= 0).all()
+    assert c.tokens[0] != prompt[12] or logp[12] == pytest.approx(float(c.sampled.model_logp[0]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        ([], SamplingParams(), "0 tokens"),
+        ([300], SamplingParams(), "between 0 and 263"),
+        ([-1], SamplingParams(), "between 0"),
+        ([1], SamplingParams(max_tokens=0), "max_tokens"),
+        ([1], SamplingParams(temperature=-1), "temperature"),
+        ([1], SamplingParams(temperature=float("nan")), "temperature"),
+        ([1], SamplingParams(top_p=0), "top_p"),
+        ([1], SamplingParams(min_p=1.5), "min_p"),
+        ([1], SamplingParams(stop_ids=(1, 2, 3, 4, 5)), "4 stop ids"),
+        ([1], SamplingParams(top_logprobs=21), "20"),
+        ([1], SamplingParams(stop=("x",)), "detokenizer"),
+    ],
+)
+def test_malformed_requests_are_refused(shared_sampler, prompt, params, says):
+    async def ask():
+        await shared_sampler.generate(np.array(prompt, np.int32), params, ())
+
+    with pytest.raises(SamplerError, match=says):
+        asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def shared_sampler():
+    sampler = open_sampler()
+    yield sampler
+    close(sampler)
