@@ -177,7 +177,7 @@ def steps(
     )
     try:
         while progress.step < phase.steps and phase.name not in progress.phase_end:
-            clock, before = Clock(), dataclasses.replace(rooms.sampler.stats)
+            clock, before = Clock(), rooms.sampler.stats
             buffer.fill(progress.step)
             with clock.part("rollout"):
                 groups = buffer.collect(progress.step, recipe.wait_s)
@@ -296,11 +296,16 @@ def describe(groups: Sequence[Group], batches: Sequence[TokenBatch], version: in
 
 def sampler_work(before: SamplerStats, now: SamplerStats) -> Row:
     """What the sampler did since `before`."""
-    prompt, prefill = now.prompt_tok - before.prompt_tok, now.prefill_tok - before.prefill_tok
+    did = {name: value - getattr(before, name) for name, value in dataclasses.asdict(now).items()}
     return {
-        "sampler/prefill_tok": prefill,
-        "sampler/reuse_frac": max(0.0, 1 - prefill / max(prompt, 1)),
-        "sampler/dispatches_n": now.dispatches - before.dispatches,
+        "sampler/prefill_tok": did["prefill_tok"],
+        "sampler/reuse_frac": did["reused_tok"] / max(did["reused_tok"] + did["prefill_tok"], 1),
+        "sampler/dispatches_n": did["dispatches"],
+        "sampler/slot_frac": did["busy_slot_steps"] / max(did["slot_steps"], 1),
+        "sampler/preempt_n": did["preemptions"],
+        "time/prefill_s": did["prefill_s"],
+        "time/decode_s": did["generate_s"],
+        "time/schedule_s": did["host_s"],
     }
 
 

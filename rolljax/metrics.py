@@ -71,8 +71,17 @@ NAMES: Mapping[str, Metric] = {
     "time/save_s": Metric("s", "sum", 0, INF, "writing rollout files"),
     "time/step_s": Metric("s", "sum", 0, INF, "the whole step"),
     "sampler/prefill_tok": Metric("tokens", "sum", 0, INF, "prompt tokens that were computed"),
-    "sampler/reuse_frac": Metric("share", "mean", 0, 1, "prompt tokens shared in a group or kept from the last turn"),
+    "sampler/reuse_frac": Metric(
+        "share", "mean", 0, 1, "prompt tokens that were in the cache or computed for a sibling"
+    ),
     "sampler/dispatches_n": Metric("dispatches", "sum", 0, INF, "rounds of decode steps"),
+    "sampler/slot_frac": Metric("share", "mean", 0, 1, "slots that sampled a token, over all decode steps"),
+    "sampler/preempt_n": Metric("sequences", "sum", 0, INF, "sequences that gave their pages back and went on later"),
+    "time/prefill_s": Metric("s", "sum", 0, INF, "of the rollout: starting prefills"),
+    "time/decode_s": Metric(
+        "s", "sum", 0, INF, "of the rollout: waiting for decode steps (and the prefills before them)"
+    ),
+    "time/schedule_s": Metric("s", "sum", 0, INF, "of the rollout: the scheduler on the host"),
     "tput/sample_tok_s": Metric("tokens/s", "last", 0, INF, "sampled tokens per second of rollout"),
     "tput/train_tok_s": Metric("tokens/s", "last", 0, INF, "packed tokens per second of update"),
 }

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rolljax.errors import CheckpointError, ConfigError
+from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.types import Message
 
 if TYPE_CHECKING:
@@ -23,10 +24,15 @@ if TYPE_CHECKING:
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 BYTE_TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}"
-    "{{ '<|' + m['role'] + '|>' }}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}"
+    "{{ '<|user|>' if m['role'] == 'tool' else '<|' + m['role'] + '|>' }}{{ m['content'] }}"
+    "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
+    "{% if m['role'] == 'assistant' %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+MARK, UNMARK = "\ufdd0", "\ufdd1"
+"""Unicode noncharacters around the number of a text that a template must not see as it is."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
@@ -66,6 +72,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 _BASE = (Message("user", "q"), Message("assistant", "a"))
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,31 +146,105 @@ class Chat:
                 return ids[start + len(text) :]
         return []
 
+    def conversation_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
+        """Ids of a conversation as the OpenAI API writes it, up to where the assistant begins to write, `[P]` int32.
+
+        Args:
+          messages: of any role, each with text as `content`; `tool_calls` with their arguments as objects.
+          tools: functions the template tells the model about.
+          options: further variables of the template ("enable_thinking").
+
+        Raises:
+          ConfigError: the template refuses the conversation, or would leave tools out of it.
+        """
+        with_tools = bool(tools) or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
+        if with_tools and not self.knows_tools:
+            raise ConfigError(
+                "shows no tools, tool calls or tool results to the model",
+                setting="chat template",
+                remedy="leave `tools` and tool messages out, or serve a model whose template knows them",
+            )
+        return self._ids(messages, generate=True, tools=tools, options=options)
+
     @functools.cached_property
-    def _specials(self) -> tuple[str, ...]:
-        return tuple(t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special)
+    def knows_tools(self) -> bool:
+        """Whether the template writes tools, the calls of an assistant and their results."""
+        user = {"role": "user", "content": "q"}
+        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        results = [{"role": "tool", "content": text, "tool_call_id": "1", "name": "f"} for text in ("r", "s")]
+        try:
+            told = self._render([user], tools=[_TOOL]) != self._render([user])
+            called = self._render([user, call]) != self._render([user, call | {"tool_calls": []}])
+            answered = self._render([user, call, results[0]]) != self._render([user, call, results[1]])
+        except ConfigError:
+            return False
+        return told and called and answered
+
+    @functools.cached_property
+    def _specials(self) -> re.Pattern[str]:
+        """Spellings of special tokens, and of the marks that stand for them while a template is rendered."""
+        specials = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+        return re.compile("|".join(map(re.escape, [*sorted(specials, key=len, reverse=True), MARK, UNMARK])))
 
     @functools.cached_property
     def _base_ids(self) -> np.ndarray:
         return self._encode(_BASE, generate=False)
 
     def _encode(self, messages: Sequence[Message], *, generate: bool) -> np.ndarray:
-        """Render the template, then tokenise; contents that spell special tokens are tokenised apart, as plain text."""
-        contents = [m.content for m in messages]
-        unsafe = ["\x00" in c or any(s in c for s in self._specials) for c in contents]
-        marks = [f"\x00{i}\x00" if u else c for i, (c, u) in enumerate(zip(contents, unsafe, strict=True))]
-        text = self.tokenizer.apply_chat_template(
-            [{"role": m.role, "content": mark} for m, mark in zip(messages, marks, strict=True)],
-            add_generation_prompt=generate,
-            tokenize=False,
-        )
+        return self._ids([{"role": m.role, "content": m.content} for m in messages], generate=generate)
+
+    def _ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generate: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
+        """Render the template, then tokenise; what spells a special token in it is tokenised apart, as plain text."""
+        plain: list[str] = []
+        messages, tools, options = (self._marked(v, plain) for v in (list(messages), list(tools), options or {}))
+        text = self._render(messages, generate=generate, tools=tools, options=options)
         ids: list[int] = []
-        for i in (i for i, u in enumerate(unsafe) if u):
-            before, _, text = text.partition(marks[i])
-            ids += self.tokenizer(before, add_special_tokens=False)["input_ids"]
-            ids += self._plain(contents[i])
-        ids += self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        for i, part in enumerate(re.split(f"{MARK}([0-9]+){UNMARK}", text)):
+            if i % 2:
+                ids += self._plain(plain[int(part)])
+            elif part:
+                ids += self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
         return np.array(ids, np.int32)
 
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generate: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        with boundary(ConfigError, "the chat template failed"):
+            return self.tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, add_generation_prompt=generate, tokenize=False, **(options or {})
+            )
+
+    def _marked(self, value: Any, plain: list[str]) -> Any:
+        """A JSON value whose texts spell no special token: marks stand for what is appended to `plain`."""
+        if isinstance(value, str):
+
+            def mark(found: re.Match[str]) -> str:
+                plain.append(found[0])
+                return f"{MARK}{len(plain) - 1}{UNMARK}"
+
+            return self._specials.sub(mark, value)
+        if isinstance(value, Mapping):
+            return {self._marked(k, plain): self._marked(v, plain) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self._marked(v, plain) for v in value]
+        return value
+
     def _plain(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]

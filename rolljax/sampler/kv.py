@@ -19,6 +19,7 @@ prefill or per dispatch of many decode steps.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Protocol
 
 import jax
@@ -42,15 +43,14 @@ class Path(Protocol):
     def close(self, pool: jax.Array, reading: Any, cache: Any, count_B: jax.Array) -> jax.Array: ...
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["table", "length"], meta_fields=["context"])
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What `DensePath.attend` reads: context keys `[B, K, C, S]` and values `[B, K, S, C]` of every layer."""
+    """Where `DensePath` reads: in its cache the first `context` places are the rows' earlier tokens."""
 
-    keys: Any
-    values: Any
     table: jax.Array
     length: jax.Array
+    context: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,49 +82,49 @@ class DensePath:
     def open(
         self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
     ) -> tuple[Reading, Any]:
-        cfg, B, W = self.cfg, len(table_BW), read
-        L, C, P = cfg.num_layers, cfg.head_dim, self.page_size
+        L, C, P, B = self.cfg.num_layers, self.cfg.head_dim, self.page_size, len(table_BW)
         K = pool.shape[1] // 2
-        pages = pool[jnp.maximum(table_BW[:, :W], 0) + (jnp.arange(L) * self.num_pages)[:, None, None]]
-        pages = pages.reshape(L, B, W, K, 2, P, C)
-        keys = pages[:, :, :, :, 0].transpose(0, 1, 3, 5, 2, 4).reshape(L, B, K, C, W * P)
-        values = pages[:, :, :, :, 1].transpose(0, 1, 3, 2, 4, 5).reshape(L, B, K, W * P, C)
-        new_keys, new_values = jnp.zeros((L, B, K, C, room), self.dtype), jnp.zeros((L, B, K, room, C), self.dtype)
-        split = (lambda x: tuple(x[i] for i in range(L))) if self.unroll else (lambda x: x)
-        return Reading(split(keys), split(values), table_BW, length_B), (split(new_keys), split(new_values))
+        table = jnp.maximum(table_BW[:, :read], 0)
+
+        def context(layer):
+            """Keys `[B, K, C, S + room]` and values `[B, K, S + room, C]` of one layer; the last `room` are free."""
+            pages = pool[table + layer * self.num_pages].reshape(B, read, K, 2, P, C)
+            keys = pages[:, :, :, 0].transpose(0, 2, 4, 1, 3).reshape(B, K, C, read * P)
+            values = pages[:, :, :, 1].transpose(0, 2, 1, 3, 4).reshape(B, K, read * P, C)
+            return _pad(keys, 3, room), _pad(values, 2, room)
+
+        if self.unroll:
+            cache = tuple(zip(*(context(layer) for layer in range(L)), strict=True))
+        else:
+            cache = jax.lax.map(context, jnp.arange(L))
+        return Reading(table_BW, length_B, read * P), cache
 
     def attend(self, reading: Reading, first: jax.Array | int, count_B: jax.Array) -> Attend:
         del count_B  # `close` writes only what holds
-        S = reading.keys[0].shape[-1]
-        old_BS = jnp.arange(S) < reading.length[:, None]
+        S = reading.context
 
         def attend(q_BTHC, k_BTKC, v_BTKC, cache, layer):
             B, T, H, C = q_BTHC.shape
-            keys, values = (_at(x, layer) for x in cache)
-            keys = jax.lax.dynamic_update_slice_in_dim(keys, k_BTKC.astype(keys.dtype).transpose(0, 2, 3, 1), first, 3)
-            values = jax.lax.dynamic_update_slice_in_dim(values, v_BTKC.astype(keys.dtype).swapaxes(1, 2), first, 2)
-            cache = (_put(cache[0], layer, keys), _put(cache[1], layer, values))
-            K, room = keys.shape[1], keys.shape[-1]
-            q = (
-                q_BTHC.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, C)
-            )  # queries of one head: groups x time
-            new_T = jnp.arange(room) <= first + jnp.arange(T)[:, None]
-            weights_new = _scores(q, keys, jnp.broadcast_to(new_T, (B, T, room)))
-            if S:
-                old = _scores(q, _at(reading.keys, layer), jnp.broadcast_to(old_BS[:, None], (B, T, S)))
-                weights = jax.nn.softmax(jnp.concatenate([old, weights_new], axis=-1), axis=-1).astype(q.dtype)
-                mixed = jnp.einsum("bkts,bksc->bktc", weights[..., :S], _at(reading.values, layer))
-                mixed = mixed + jnp.einsum("bkts,bksc->bktc", weights[..., S:], values)
-            else:
-                mixed = jnp.einsum("bkts,bksc->bktc", jax.nn.softmax(weights_new, axis=-1).astype(q.dtype), values)
-            mixed = mixed.reshape(B, K, H // K, T, C).transpose(0, 3, 1, 2, 4)
-            return mixed.reshape(B, T, H, C), cache
+            keys, all_keys = _write(cache[0], k_BTKC.transpose(0, 2, 3, 1), layer, S + first, 3)
+            values, all_values = _write(cache[1], v_BTKC.swapaxes(1, 2), layer, S + first, 2)
+            K = keys.shape[1]
+            place = jnp.arange(keys.shape[-1])
+            old_BS = (place < jnp.minimum(reading.length, S)[:, None])[:, None]
+            new_TS = (place >= S) & (place - S <= first + jnp.arange(T)[:, None])
+            q = q_BTHC.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4)  # heads of one key head, then time
+            scores = jnp.einsum("bkxc,bkcs->bkxs", q.reshape(B, K, -1, C), keys, preferred_element_type=jnp.float32)
+            scores = scores.reshape(B, K, H // K, T, -1) * C**-0.5
+            scores = jnp.where((old_BS | new_TS)[:, None, None], scores, NEG).reshape(B, K, (H // K) * T, -1)
+            weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+            mixed = jnp.einsum("bkxs,bksc->bkxc", weights, values).reshape(B, K, H // K, T, C)
+            return mixed.transpose(0, 3, 1, 2, 4).reshape(B, T, H, C), (all_keys, all_values)
 
         return attend
 
     def close(self, pool: jax.Array, reading: Reading, cache: Any, count_B: jax.Array) -> jax.Array:
         L, P = self.cfg.num_layers, self.page_size
         keys, values = (jnp.stack(x) if self.unroll else x for x in cache)
+        keys, values = keys[..., reading.context :], values[..., reading.context :, :]
         _, B, K, C, room = keys.shape
         new = jnp.stack([keys.swapaxes(3, 4), values], axis=3).reshape(L, B, 2 * K, room, C)
         at = reading.length[:, None] + jnp.arange(room)
@@ -135,22 +135,15 @@ class DensePath:
         return pool.at[rows, :, offset].set(new.transpose(0, 1, 3, 2, 4), mode="drop")
 
 
-def _scores(q_BKXC: jax.Array, keys_BKCS: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """Masked scores `[B, K, groups x time, S]` in float32."""
-    B, K, X, C = q_BKXC.shape
-    T, S = mask_BTS.shape[1:]
-    scores = jnp.einsum("bkxc,bkcs->bkxs", q_BKXC, keys_BKCS, preferred_element_type=jnp.float32) * C**-0.5
-    scores = jnp.where(mask_BTS[:, None, None], scores.reshape(B, K, X // T, T, S), NEG)
-    return scores.reshape(B, K, X, S)
+def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
+    return jnp.pad(x, [(0, size if i == axis else 0) for i in range(x.ndim)])
 
 
-def _at(layers: Any, layer: jax.Array | int) -> jax.Array:
+def _write(layers: Any, new: jax.Array, layer: jax.Array | int, start: jax.Array | int, axis: int) -> tuple[Any, Any]:
+    """Put `new` into one layer's array at `start` of `axis`; returns that array, and all of them."""
     if isinstance(layers, tuple):
-        return layers[layer]  # type: ignore[index]
-    return jax.lax.dynamic_index_in_dim(layers, layer, keepdims=False)
-
-
-def _put(layers: Any, layer: jax.Array | int, value: jax.Array) -> Any:
-    if isinstance(layers, tuple):
-        return (*layers[:layer], value, *layers[layer + 1 :])  # type: ignore[operator, misc]
-    return jax.lax.dynamic_update_index_in_dim(layers, value, layer, 0)
+        one = jax.lax.dynamic_update_slice_in_dim(layers[layer], new.astype(layers[0].dtype), start, axis)
+        return one, (*layers[:layer], one, *layers[layer + 1 :])  # type: ignore[operator, misc]
+    at = [layer, *(start if i == axis else 0 for i in range(new.ndim))]
+    layers = jax.lax.dynamic_update_slice(layers, new[None].astype(layers.dtype), at)
+    return jax.lax.dynamic_index_in_dim(layers, layer, keepdims=False), layers

@@ -12,6 +12,7 @@ from rolljax.errors import SamplerError
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.sampler.scheduler import Request, Scheduler
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Sampled, SamplingParams
@@ -64,9 +65,10 @@ def hf_pair(request, tmp_path_factory):
     wanted = []
     for prompt in prompts:
         with torch.no_grad():
+            prompt_ids = torch.tensor(prompt[None].astype(np.int64))
             out = reference.generate(
-                torch.tensor(prompt[None].astype(np.int64)), max_new_tokens=24, do_sample=False, eos_token_id=None,
-                pad_token_id=0,
+                prompt_ids, attention_mask=torch.ones_like(prompt_ids), max_new_tokens=24, do_sample=False,
+                eos_token_id=None, pad_token_id=0,
             )  # fmt: skip
         wanted.append(out[0, len(prompt) :].numpy())
     return *load(folder), prompts, wanted
@@ -174,110 +176,119 @@ def test_what_is_kept_saves_work_and_changes_nothing_else():
             np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
 
 
-# ---- weights in flight
+# ---- weights in flight: the scheduler itself, step by step
 
 
-async def swapped(sampler, prompt, n):
-    """`n` siblings under way while the weights change from version 0 to 1."""
-    loop = asyncio.get_running_loop()
-    started = [loop.create_future() for _ in range(n)]
-
-    def seen(i):
-        count = 0
-
-        def on_tokens(part):
-            nonlocal count
-            count += len(part)
-            if count > 5 + 3 * i and not started[i].done():
-                started[i].set_result(None)
-
-        return on_tokens
-
-    running = [
-        asyncio.ensure_future(sampler.generate(prompt, SamplingParams(1.0, 70), (i,), on_tokens=seen(i)))
-        for i in range(n)
-    ]
-    await asyncio.gather(*started)
-    await publish(sampler, NEW_PARAMS, 1)
-    return await asyncio.gather(*running)
+def open_scheduler(*, num_devices=1, **sizes):
+    mesh = MeshSpec().build(jax.devices()[:num_devices])
+    cfg = SamplerConfig(**({"max_context": 128, "prefill_chunk": 128, "slots": 8} | sizes))
+    return Scheduler(Engine(MODEL, cfg, mesh, BATCH_AXES), on(mesh, PARAMS), 0), on(mesh, NEW_PARAMS)
 
 
-@pytest.mark.parametrize("how", [{}, {"num_devices": 4}, {"pages": 30, "page_size": 8}], ids=str)
+def on(mesh, params):
+    return make_publish(mesh, MODEL)(params)
+
+
+def ask(scheduler, prompt, n, max_tokens):
+    """`n` siblings handed to the scheduler; they appear in the result when they are done."""
+    done = {}
+    for i in range(n):
+
+        def deliver(request, reason, i=i):
+            done[i] = (Sampled.concatenate(request.parts), reason)
+
+        scheduler.add(Request(prompt, SamplingParams(1.0, max_tokens), (i,), 0, deliver))
+    return done
+
+
+def finish(scheduler):
+    while scheduler.busy:
+        scheduler.step()
+    load = scheduler.load()
+    assert load.used_pages == load.shared_pages == 0, f"pages leaked: {load}"
+
+
+def swapped(scheduler, new, prompt, n, max_tokens=70):
+    """`n` siblings, and the weights change from version 0 to 1 after a few dispatches."""
+    done = ask(scheduler, prompt, n, max_tokens)
+    for _ in range(4):
+        scheduler.step()
+    assert not done
+    scheduler.publish(new, 1)
+    finish(scheduler)
+    return [done[i][0] for i in range(n)]
+
+
+@pytest.mark.parametrize("how", [{}, {"num_devices": 4, "slots": 32}, {"pages": 40, "page_size": 8}], ids=str)
 def test_tokens_after_a_swap_are_those_of_a_fresh_request_under_the_new_weights(how):
     prompt = ids(np.random.default_rng(5), 21)
-    sampler = open_sampler(slots=8, version=0, steps_per_dispatch=2, **how)
-    done = run(sampler, swapped(sampler, prompt, 6))
-    fresh = open_sampler(slots=8, params=NEW_PARAMS, version=1)
-
-    async def again(i, c):
+    scheduler, new = open_scheduler(**how)
+    done = swapped(scheduler, new, prompt, 6)
+    for i, c in enumerate(done):
         cut = int((c.versions == 0).sum())
-        return cut, await fresh.generate(np.concatenate([prompt, c.tokens[:cut]]), SamplingParams(1.0, 70 - cut), (i,))
-
-    async def everything():
-        return await asyncio.gather(*(again(i, c) for i, c in enumerate(done)))
-
-    for c, (cut, new) in zip(done, run(fresh, everything()), strict=True):
-        assert len(c.tokens) == 70 and 5 < cut < 70
+        assert len(c) == 70 and 0 < cut < 70
         assert (c.versions[:cut] == 0).all() and (c.versions[cut:] == 1).all()
-        np.testing.assert_array_equal(c.tokens[cut:], new.tokens)
-        np.testing.assert_allclose(c.sampler_logp[cut:], new.sampler_logp, atol=1e-5)
+        fresh = {}
+
+        def deliver(request, _, fresh=fresh):
+            fresh["sampled"] = Sampled.concatenate(request.parts)
+
+        stream = np.concatenate([prompt, c.tokens[:cut]])
+        scheduler.add(Request(stream, SamplingParams(1.0, 70 - cut), (i,), 0, deliver))
+        finish(scheduler)
+        np.testing.assert_array_equal(c.tokens[cut:], fresh["sampled"].tokens)
+        np.testing.assert_allclose(c.sampler_logp[cut:], fresh["sampled"].sampler_logp, atol=1e-5)
 
 
 def test_a_swap_prefills_a_shared_prompt_once():
     prompt = ids(np.random.default_rng(5), 64)
-    sampler = open_sampler(slots=8, version=0, max_context=192)
-    done = run(sampler, swapped(sampler, prompt, 8))
-    again = sum(int((c.versions == 0).sum()) for c in done)
-    assert sampler.stats.prefill_tok == 64 + 64 + again
+    scheduler, new = open_scheduler()
+    done = swapped(scheduler, new, prompt, 8, 40)
+    assert scheduler.stats.prefill_tok == 64 + 64 + sum(int((c.versions == 0).sum()) for c in done)
 
 
 def test_kept_pages_go_on_and_are_not_reused():
     prompt = ids(np.random.default_rng(5), 32)
-    exact = open_sampler(slots=8, version=0, steps_per_dispatch=2)
-    kept = open_sampler(slots=8, version=0, steps_per_dispatch=2, on_publish="keep")
-
-    async def both():
-        done = await swapped(kept, prompt, 4)
-        assert (await kept.generate(prompt, SamplingParams(0.0, 4), ())).cached_tok == 0
-        return done
-
-    done = run(kept, both())
-    assert kept.stats.prefill_tok == 64 and kept.stats.preemptions == 0
-    for c in done:
-        assert set(c.versions) == {0, 1} and len(c.tokens) == 70
+    kept, new = open_scheduler(on_publish="keep")
+    done = swapped(kept, new, prompt, 4)
+    assert kept.stats.prefill_tok == 32 and kept.stats.preemptions == 0
+    assert all(set(c.versions) == {0, 1} and len(c) == 70 for c in done)
+    ask(kept, prompt, 1, 3)
+    finish(kept)
+    assert kept.stats.prefill_tok == 64
     # the same noise on other keys and values: after the swap the samples part from the exact ones
-    exactly = run(exact, swapped(exact, prompt, 4))
+    exact, new = open_scheduler()
+    exactly = swapped(exact, new, prompt, 4)
+    assert all(a.tokens[:30].tolist() == b.tokens[:30].tolist() for a, b in zip(done, exactly, strict=True))
     assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(done, exactly, strict=True))
 
 
-def test_stale_pages_are_reused_when_the_setting_says_so():
+@pytest.mark.parametrize(("reuse", "prefilled"), [(False, 40 + 80), (True, 40 + 41)])
+def test_stale_pages_are_reused_only_when_the_setting_says_so(reuse, prefilled):
     prompt = ids(np.random.default_rng(5), 40)
-
-    async def twice(sampler):
-        await sampler.generate(prompt, SamplingParams(1.0, 4), ())
-        await publish(sampler, NEW_PARAMS, 1)
-        return await sampler.generate(np.concatenate([prompt, prompt]), SamplingParams(1.0, 4), ())
-
-    for reuse, cached in ((False, 0), (True, 40)):
-        sampler = open_sampler(version=0, reuse_stale=reuse)
-        assert run(sampler, twice(sampler)).cached_tok == cached
+    scheduler, new = open_scheduler(reuse_stale=reuse)
+    ask(scheduler, prompt, 1, 1)
+    finish(scheduler)
+    scheduler.publish(new, 1)
+    ask(scheduler, np.concatenate([prompt, prompt]), 1, 1)
+    finish(scheduler)
+    assert scheduler.stats.prefill_tok == prefilled - reuse
 
 
 def test_a_swap_compiles_nothing():
-    sampler = open_sampler(version=0)
-
-    async def everything():
-        prompt = np.arange(20, dtype=np.int32)
-        await swapped(sampler, prompt, 2)
-        sizes = [f._cache_size() for f in (sampler.engine._prefill, sampler.engine._insert, sampler.engine._generate)]
-        for version in (2, 3):
-            await publish(sampler, PARAMS, version)
-            await asyncio.gather(*(sampler.generate(prompt, SamplingParams(1.0, 9), (i,)) for i in range(5)))
-        assert sizes == [
-            f._cache_size() for f in (sampler.engine._prefill, sampler.engine._insert, sampler.engine._generate)
-        ]
-
-    run(sampler, everything())
+    scheduler, new = open_scheduler()
+    prompt = np.arange(20, dtype=np.int32)
+    engine = scheduler.engine
+    sizes = lambda: [f._cache_size() for f in (engine._prefill, engine._insert, engine._generate)]  # noqa: E731
+    scheduler.warm_up(128, multi_turn=True)
+    before = sizes()
+    swapped(scheduler, new, prompt, 2)
+    for version, params in ((2, PARAMS), (3, NEW_PARAMS)):
+        ask(scheduler, prompt, 5, 30)
+        scheduler.step()
+        scheduler.publish(on(engine.mesh, params), version)
+        finish(scheduler)
+    assert sizes() == before
 
 
 def test_weights_travel_between_meshes():
@@ -313,10 +324,10 @@ def test_ten_thousand_requests_through_too_few_pages():
     for i in range(10_000):
         tail = rng.integers(0, 40, rng.integers(0, 9)).astype(np.int32)
         prompt = np.concatenate([starts[rng.integers(400)], tail])
-        wanted.append((prompt, SamplingParams(1.0, int(min(1 + rng.geometric(0.12), 30)), (0, 1)), (i,)))
+        wanted.append((prompt, SamplingParams(1.0, int(min(1 + rng.geometric(0.06), 40)), (0,)), (i,)))
 
     def all_of(pages, **how):
-        cfg = SamplerConfig(slots=128, max_context=64, page_size=4, pages=pages, steps_per_dispatch=4, **how)
+        cfg = SamplerConfig(slots=128, max_context=72, page_size=4, pages=pages, steps_per_dispatch=4, **how)
         sampler = Sampler(Engine(TINY, cfg, mesh, BATCH_AXES), params, 0, longest_prompt=0)
 
         async def everything():
@@ -324,11 +335,11 @@ def test_ten_thousand_requests_through_too_few_pages():
 
         return run(sampler, everything()), sampler.stats
 
-    enough, _ = all_of(128 * 16 + 256)
-    scarce, stats = all_of(330, prefix_match="any")
+    enough, _ = all_of(128 * 18 + 256)
+    scarce, stats = all_of(250, prefix_match="any")
     assert stats.finished == 10_000 and stats.preemptions > 100
     # pages that all slots together would hold are more than twice what there is
-    assert 128 * np.mean([len(p) + len(c.tokens) for (p, _, _), c in zip(wanted, enough, strict=True)]) / 4 > 2 * 330
+    assert 128 * np.mean([len(p) + len(c.tokens) for (p, _, _), c in zip(wanted, enough, strict=True)]) / 4 > 2 * 250
     for a, b in zip(enough, scarce, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
@@ -381,27 +392,43 @@ def test_abort_and_resume_change_nothing(order):
         assert done[i].finish_reason == want.finish_reason
 
 
-def test_cancelling_frees_the_slot_within_a_dispatch():
-    sampler = open_sampler(slots=2, max_context=512, steps_per_dispatch=1)
+def test_an_abort_frees_the_slot_at_once():
+    scheduler, _ = open_scheduler(slots=2)
+    requests, reasons = [], {}
+    for i in range(5):
+        deliver = lambda request, reason, i=i: reasons.__setitem__(i, (len(request.parts), reason))  # noqa: E731
+        requests.append(Request(np.arange(5 + i, dtype=np.int32), SamplingParams(1.0, 90), (i,), 0, deliver))
+        scheduler.add(requests[i])
+    scheduler.step()
+    assert (scheduler.load().running, scheduler.load().waiting) == (2, 3)
+    for i in (0, 1, 3):
+        scheduler.abort(requests[i])
+        scheduler.abort(requests[i])
+    assert {i: r for i, (_, r) in reasons.items()} == {0: "abort", 1: "abort", 3: "abort"}
+    assert [reasons[i][0] > 0 for i in (0, 1, 3)] == [True, True, False]
+    assert (scheduler.load().running, scheduler.load().waiting) == (0, 2)
+    scheduler.step()
+    assert scheduler.load().running == 2
+    finish(scheduler)
+    assert [reasons[i][1] for i in (2, 4)] == ["length", "length"] and scheduler.stats.aborted == 3
+
+
+def test_a_cancelled_wait_aborts_its_request():
+    sampler = open_sampler(slots=2, max_context=2048, steps_per_dispatch=1)
 
     async def everything():
         seen = asyncio.Event()
+        prompt = np.arange(5, dtype=np.int32)
         task = asyncio.ensure_future(
-            sampler.generate(np.arange(5, dtype=np.int32), SamplingParams(1.0, 500), (), on_tokens=lambda _: seen.set())
+            sampler.generate(prompt, SamplingParams(1.0, 2000), (), on_tokens=lambda _: seen.set())
         )
-        waiting = [sampler.submit(np.arange(9, dtype=np.int32), SamplingParams(1.0, 400), (i,)) for i in range(3)]
         await seen.wait()
         task.cancel()
-        for pending in waiting:
-            pending.abort()
-        for pending in waiting:
-            assert (await pending.completion).finish_reason == "abort"
-        before = sampler.stats
-        assert before.aborted == 4 and sampler.load().running == 0
-        await asyncio.sleep(0.05)
-        assert sampler.stats.dispatches <= before.dispatches + 1
         with pytest.raises(asyncio.CancelledError):
             await task
+        while sampler.load().running:
+            await asyncio.sleep(0.001)
+        assert sampler.stats.aborted == 1 and sampler.stats.sampled_tok < 2000
 
     run(sampler, everything())
 

@@ -1,0 +1,327 @@
+"""Attention over KV pages by the kernels that JAX ships, and which path suits which device.
+
+`RaggedPath` (TPU) and `PagedPath` (GPU, decode steps) read pages where they lie: the pool is their cache, carried
+through the layers and the decode steps and written in place, so nothing is copied and `close` has nothing to do. What a
+path is stands in `kv`. The compiler cannot partition the kernels: they run in a `shard_map` over every mesh axis that
+is not manual yet, with the heads split over `tensor`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from rolljax.errors import ConfigError
+from rolljax.model.attention import Attend
+from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.sampler.kv import DensePath, Path
+
+LANES = 128
+"""Width of a TPU's vectors: the last dimension of its arrays is padded to a multiple of this."""
+SMEM_BYTES = 2**20
+"""Scalar memory of a TPU core; the kernel keeps page tables and lengths in it, and about 4 KB of its own."""
+VMEM_BYTES = 64 * 2**20
+QUERIES_PER_BLOCK, PAGES_PER_BLOCK, TOKENS_PER_BLOCK = 32, 16, 1024
+"""TPU: usual values in JAX's table of tuned sizes (it picks by the devices of this machine, so it cannot be asked)."""
+GPU_TOKENS_PER_BLOCK, GPU_SPLITS = 64, 4
+"""GPU: keys that a kernel takes at once, and into how many parts at most it splits a row."""
+
+
+def paths_for(
+    platform: str,
+    model: Model,
+    mesh: Mesh,
+    *,
+    page_size: int,
+    num_pages: int,
+    rows: int,
+    width: int,
+    unroll: bool = False,
+) -> tuple[Path, Path]:
+    """The paths of prefill and of decode steps on that platform; both see the same pool.
+
+    Args:
+      num_pages: of one batch shard. rows, width: most rows of a page table, and its pages per row.
+      unroll: whether decode steps have the layers written out (`DensePath` only).
+    """
+    cfg, dtype = model.cfg, model.dtype
+    if platform == "tpu":
+        ragged = RaggedPath(cfg, dtype, page_size, num_pages, mesh)
+        ragged.check(rows, width)
+        return ragged, ragged
+    dense = DensePath(cfg, dtype, page_size, num_pages, False)
+    if platform == "gpu" and PagedPath.suits(cfg, page_size):
+        return dense, PagedPath(cfg, dtype, page_size, num_pages, False, mesh)
+    return dense, dataclasses.replace(dense, unroll=unroll)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """What these paths read, beside the pool: page ids `[B, W]`, and tokens that are in them `[B]`."""
+
+    table: jax.Array
+    length: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedPath:
+    """TPU: JAX's Pallas kernel `ragged_paged_attention`, one call per layer, for prefill and decode steps alike.
+
+    A head size that is no multiple of 128 is padded with zeros to one. dtype: float32 or bfloat16. num_pages: of one
+    batch shard.
+    """
+
+    cfg: DecoderConfig
+    dtype: str
+    page_size: int
+    num_pages: int
+    mesh: Mesh
+    head_axis = 2
+
+    def check(self, rows: int, width: int) -> None:
+        """Raise `ConfigError` unless the kernel takes this model's heads, and page tables `[rows, width]`."""
+        tensor, heads = self.mesh.shape.get("tensor", 1), self.cfg.num_kv_heads
+        words = 2 * heads // tensor * jnp.dtype(self.dtype).itemsize // 4  # of 32 bits: the unit that tiles are made of
+        if heads % tensor or (words not in (1, 2, 4) and words % 8):
+            raise ConfigError(
+                f"leaves {heads / tensor:g} of {heads} key/value heads to a device, which the TPU kernel cannot tile",
+                setting="MeshSpec.tensor",
+                value=tensor,
+                remedy="leave 1, 2, 4 or a multiple of 8 heads to each device",
+            )
+        tiled = -(-rows // 8) * 8  # rows of a table are padded to 8, pages per row to 128
+        fits = (SMEM_BYTES - 4096 - 8 * rows) // (4 * tiled) // LANES * LANES
+        if fits >= width:
+            return
+        size = 1 << (-(-width * self.page_size // fits) - 1).bit_length() if fits > 0 else 0
+        raise ConfigError(
+            f"makes page tables of {rows} x {width} per batch shard, more than a TPU core's scalar memory holds",
+            setting="SamplerConfig.page_size" if size else "SamplerConfig.slots",
+            value=self.page_size if size else rows,
+            remedy=f"page_size={size}, or fewer slots" if size else "at most 2000 slots per batch shard",
+        )
+
+    def pool_shape(self, num_pages: int) -> tuple[int, ...]:
+        """`[L * pages, page, 2 * K, C]`: of each token the keys of head 0, its values, the keys of head 1, ..."""
+        cfg = self.cfg
+        return (cfg.num_layers * num_pages, self.page_size, 2 * cfg.num_kv_heads, -(-cfg.head_dim // LANES) * LANES)
+
+    def copy_pages(self, pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+        """Copy pages `source [n]` to `target [n]` in every layer, one after the other; target -1: nothing."""
+        layers = self.cfg.num_layers
+        order = jnp.argsort(target < 0)  # those to copy come first
+
+        def one(i: jax.Array, pool: jax.Array) -> jax.Array:
+            # a gather and a scatter of all at once would make the TPU compiler copy the pool into another layout
+            page = jax.lax.dynamic_slice_in_dim(pool, source[order[i]], 1, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(pool, page, target[order[i]], axis=1)
+
+        by_layer = pool.reshape(layers, -1, *pool.shape[1:])
+        return jax.lax.fori_loop(0, jnp.sum(target >= 0), one, by_layer).reshape(pool.shape)
+
+    def open(
+        self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
+    ) -> tuple[Pages, jax.Array]:
+        del room, read
+        return Pages(table_BW, length_B), pool
+
+    def attend(self, reading: Pages, first: jax.Array | int, count_B: jax.Array) -> Attend:
+        # The kernel lines up a row's last query with its last key, so a row whose tokens end in padding is given keys
+        # for the padding, too. What those hold does not matter: no query that counts sees them.
+        start_B = jnp.where(count_B > 0, reading.length + first, 0)
+
+        def local(q_BTHC, k_BTKC, v_BTKC, pool, table_BW, start_B, count_B, layer):
+            B, T, H, C = q_BTHC.shape
+            pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, pool.shape[3] - C)))  # noqa: E731
+            new = jnp.stack([pad(k_BTKC), pad(v_BTKC)], axis=3).reshape(B * T, *pool.shape[2:])
+            page, offset = _places(table_BW, start_B, count_B, T, layer * self.num_pages, len(pool), self.page_size)
+            flat = pool.reshape(-1, *pool.shape[2:])
+            at = (page * self.page_size + offset).reshape(-1)
+            flat = flat.at[at].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
+            pool = flat.reshape(pool.shape)
+            table = jnp.maximum(table_BW, 0) + layer * self.num_pages
+            mixed = self._kernel(pad(q_BTHC).reshape(B * T, H, -1), pool, table, start_B + T, T)
+            return mixed.reshape(B, T, H, -1)[..., :C], pool
+
+        def attend(q_BTHC, k_BTKC, v_BTKC, pool, layer):
+            run = _over_heads(self.mesh, local, pool_axis=self.head_axis)
+            return run(q_BTHC, k_BTKC, v_BTKC, pool, reading.table, start_B, count_B, jnp.int32(layer))
+
+        return attend
+
+    def close(self, pool: jax.Array, reading: Pages, cache: jax.Array, count_B: jax.Array) -> jax.Array:
+        del pool, reading, count_B
+        return cache
+
+    def _kernel(
+        self, q_NHC: jax.Array, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, tokens: int
+    ) -> jax.Array:
+        """`tokens` queries of each row over its first `length` keys; the last query stands at the last key."""
+        from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+        B, W = table_BW.shape
+        return ragged_paged_attention(
+            q_NHC.astype(pool.dtype),
+            pool,
+            length_B,
+            table_BW,
+            jnp.arange(B + 1, dtype=jnp.int32) * tokens,
+            jnp.full(1, B, jnp.int32),
+            sm_scale=self.cfg.head_dim**-0.5,
+            num_kv_pages_per_block=max(1, min(W, PAGES_PER_BLOCK, TOKENS_PER_BLOCK // self.page_size)),
+            num_queries_per_block=min(B * tokens, QUERIES_PER_BLOCK),
+            vmem_limit_bytes=VMEM_BYTES,
+        ).astype(q_NHC.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedPath(DensePath):
+    """GPU, decode steps: JAX's Pallas (Triton) kernel for paged attention over the pool of `DensePath`.
+
+    interpret: run the kernel in Pallas' interpreter, on any device.
+    """
+
+    mesh: Mesh
+    interpret: bool = False
+
+    @staticmethod
+    def suits(cfg: DecoderConfig, page_size: int) -> bool:
+        """Whether Triton takes these sizes: powers of two, and 16 or more in a matrix product."""
+        powers = all(n & (n - 1) == 0 for n in (page_size, cfg.head_dim))
+        return powers and cfg.head_dim >= 16
+
+    def open(
+        self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
+    ) -> tuple[Any, jax.Array]:
+        del room, read
+        return Pages(table_BW, length_B), pool
+
+    def attend(self, reading: Any, first: jax.Array | int, count_B: jax.Array) -> Attend:
+        start_B = jnp.where(count_B > 0, reading.length + first, 0)
+
+        def local(q_B1HC, k_B1KC, v_B1KC, pool, table_BW, start_B, count_B, layer):
+            B, _, K, C = k_B1KC.shape
+            new = jnp.stack([k_B1KC[:, 0], v_B1KC[:, 0]], axis=2).reshape(B, 2 * K, C)
+            page, offset = _places(table_BW, start_B, count_B, 1, layer * self.num_pages, len(pool), self.page_size)
+            pool = pool.at[page[:, 0], :, offset[:, 0]].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
+            table = jnp.maximum(table_BW, 0) + layer * self.num_pages
+            return self._kernel(q_B1HC[:, 0], pool, table, start_B + 1)[:, None], pool
+
+        def attend(q_B1HC, k_B1KC, v_B1KC, pool, layer):
+            run = _over_heads(self.mesh, local, pool_axis=self.head_axis)
+            return run(q_B1HC, k_B1KC, v_B1KC, pool, reading.table, start_B, count_B, jnp.int32(layer))
+
+        return attend
+
+    def close(self, pool: jax.Array, reading: Any, cache: jax.Array, count_B: jax.Array) -> jax.Array:
+        del pool, reading, count_B
+        return cache
+
+    def _kernel(self, q_BHC: jax.Array, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array) -> jax.Array:
+        """One query of each row over its first `length` keys.
+
+        JAX's `paged_attention` wants keys and values in two pools, heads first. Its kernel works on one head at a time
+        and takes ours, too: the block specs below show it that head's keys and values inside the pages. A row is split
+        into parts that run side by side.
+        """
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton
+        from jax.experimental.pallas.ops.gpu import paged_attention as gpu
+
+        B, H, C = q_BHC.shape
+        N, K, P = pool.shape[0], pool.shape[1] // 2, self.page_size
+        G = max(16, 1 << (H // K - 1).bit_length())  # queries of one head, padded to what a matrix product takes
+        per_block = max(1, GPU_TOKENS_PER_BLOCK // P)
+        splits = min(GPU_SPLITS, -(-table_BW.shape[1] // per_block))
+        table = jnp.pad(table_BW, ((0, 0), (0, -table_BW.shape[1] % (per_block * splits)))).reshape(B, splits, -1)
+        q = (q_BHC * C**-0.5).reshape(B, K, H // K, C)
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, G - H // K), (0, 0)))
+        mixed, total, largest = pl.pallas_call(
+            functools.partial(
+                gpu.paged_attention_kernel,
+                num_heads=H // K,
+                pages_per_compute_block=per_block,
+                mask_value=gpu.DEFAULT_MASK_VALUE,
+                attn_logits_soft_cap=None,
+            ),
+            grid=(B, K, splits),
+            in_specs=[
+                pl.BlockSpec((None, None, G, C), lambda b, k, s: (b, k, 0, 0)),
+                pl.BlockSpec((N, None, P, C), lambda b, k, s: (0, 2 * k, 0, 0)),
+                None,
+                pl.BlockSpec((N, None, P, C), lambda b, k, s: (0, 2 * k + 1, 0, 0)),
+                None,
+                pl.BlockSpec((None, None, table.shape[2]), lambda b, k, s: (b, s, 0)),
+                pl.BlockSpec((None, 1), lambda b, k, s: (b, 0)),
+            ],
+            out_specs=[
+                pl.BlockSpec((None, None, None, G, C), lambda b, k, s: (s, b, k, 0, 0)),
+                pl.BlockSpec((None, None, None, G), lambda b, k, s: (s, b, k, 0)),
+                pl.BlockSpec((None, None, None, G), lambda b, k, s: (s, b, k, 0)),
+            ],
+            out_shape=[
+                jax.ShapeDtypeStruct((splits, B, K, G, C), jnp.float32),
+                jax.ShapeDtypeStruct((splits, B, K, G), jnp.float32),
+                jax.ShapeDtypeStruct((splits, B, K, G), jnp.float32),
+            ],
+            interpret=self.interpret,
+            compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+            name="paged_attention",
+        )(q.astype(pool.dtype), pool, None, pool, None, table, length_B[:, None])
+        share = jnp.exp(largest - jnp.max(largest, axis=0))  # of each split in the softmax over all of them
+        mixed = jnp.sum(mixed * share[..., None], axis=0) / jnp.sum(total * share, axis=0)[..., None]
+        return mixed[:, :, : H // K].reshape(B, H, C).astype(q_BHC.dtype)
+
+
+def _places(
+    table_BW: jax.Array,
+    start_B: jax.Array,
+    count_B: jax.Array,
+    tokens: int,
+    shift: jax.Array,
+    num_pages: int,
+    size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Page and offset `[B, T]` of each row's next tokens; those that do not hold get pages past the pool, each its own.
+
+    shift: where the layer's pages start. num_pages: of the whole pool. size: tokens per page.
+    """
+    B, W = table_BW.shape
+    at_BT = start_B[:, None] + jnp.arange(tokens)
+    page = jnp.take_along_axis(table_BW, jnp.minimum(at_BT // size, W - 1), axis=1) + shift
+    holds = jnp.arange(tokens) < count_B[:, None]
+    return jnp.where(holds, page, num_pages + jnp.arange(B * tokens).reshape(B, tokens)), at_BT % size
+
+
+def _over_heads(mesh: Mesh, fn: Callable[..., Any], *, pool_axis: int) -> Callable[..., Any]:
+    """`fn` on each device's own heads.
+
+    Its arguments: queries, keys and values `[B, T, heads, C]`, the pool, and others that are whole; it returns the
+    mixed values and the pool.
+    """
+    outer = jax.sharding.get_abstract_mesh()
+    axes = set(mesh.axis_names) - set(outer.manual_axes)
+    tensor = "tensor" if "tensor" in axes else None
+    heads, pool = PartitionSpec(None, None, tensor), PartitionSpec(*[None] * pool_axis, tensor)
+    if not axes:
+        return fn
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, *whole: jax.Array) -> Any:
+        specs = (heads, heads, heads, pool, *[PartitionSpec()] * len(whole))
+        return jax.shard_map(
+            fn,
+            mesh=None if outer.manual_axes else mesh,
+            in_specs=specs,
+            out_specs=(heads, pool),
+            axis_names=axes,
+            check_vma=False,
+        )(q, k, v, cache, *whole)
+
+    return run

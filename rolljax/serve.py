@@ -1,0 +1,259 @@
+"""Serve a model over HTTP: `python -m rolljax.serve --run RUN | --model HF_DIR --port P`, OpenAI's API on 127.0.0.1.
+
+Prints the address when it is ready. SIGTERM or Ctrl-C lets open requests finish (`--drain_s`) and ends with code 0; a
+second one ends at once. `docs/serving.md` says what the server understands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib.util
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rolljax import cli
+from rolljax.errors import EXIT_INTERRUPTED, ConfigError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from rolljax.model.decoder import DecoderConfig, Params
+    from rolljax.sampler.engine import Engine, SamplerConfig
+    from rolljax.sampler.openai_types import Served
+    from rolljax.sampler.server import Service
+
+API_KEY = "ROLLJAX_API_KEY"
+MAX_CONTEXT = 4096
+"""Context of a model folder that allows more, unless `--max_context` asks for it."""
+CLOSING_S = 5
+"""Seconds that answers get to be written after the last of them is done or given up."""
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rolljax.serve", description="Serve a model over HTTP.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--run", help="run folder: its latest checkpoint")
+    what.add_argument("--model", help="local Hugging Face folder")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")
+    parser.add_argument("--served_model_name", metavar="NAME", help="default: the name of the folder")
+    parser.add_argument("--api_key", help=f"bearer token, several with commas (default: ${API_KEY})")
+    parser.add_argument("--max_concurrency", type=int, default=1024, help="open requests (default: %(default)s)")
+    parser.add_argument("--max_body_mib", type=float, default=8.0, help="size of a request (default: %(default)s)")
+    parser.add_argument(
+        "--drain_s", type=float, default=30.0, help="seconds to finish at the end (default: %(default)s)"
+    )
+    sizes = parser.add_argument_group("sampler", "of a run: its own settings unless given here")
+    sizes.add_argument("--slots", type=int, help="answers sampled at the same time (default: 64)")
+    sizes.add_argument("--max_context", type=int, help=f"tokens of prompt and answer (default: at most {MAX_CONTEXT})")
+    sizes.add_argument("--page_size", type=int, help="tokens per page of keys and values (default: 16)")
+    sizes.add_argument("--pages", type=int, help="pages in all (default: enough for every slot at full length)")
+    sizes.add_argument("--prefill_chunk", type=int, help="prompt tokens computed at once (default: 512)")
+    sizes.add_argument("--steps_per_dispatch", type=int, help="tokens between two looks of the host (default: 8)")
+    sizes.add_argument("--tensor", type=int, default=1, help="devices a layer is split over (default: %(default)s)")
+    sizes.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPU, else bfloat16")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    cli.quiet()
+
+    def run() -> int:
+        check_arguments(args)
+        keys = read_keys(args.api_key)
+        with listen(args.host, args.port) as listener:
+            if not keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+                keys = (secrets.token_urlsafe(24),)
+                print(f"key, as this address is open to others: {keys[0]}", flush=True)
+            allow_open_files(4 * args.max_concurrency)
+            engine, params, version, served = load(args)
+            from rolljax.sampler.client import Sampler
+            from rolljax.sampler.server import Limits, Service
+
+            sampler = Sampler(engine, params, version, detokenize=served.text)
+            try:
+                limits = Limits(keys, args.max_concurrency, int(args.max_body_mib * 2**20))
+                run_server(Service(sampler, served, limits), listener, args.drain_s)
+            finally:
+                sampler.close()
+        return 0
+
+    return cli.run_verb(run)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for what can be seen to be wrong before anything is loaded."""
+    missing = [m for m in ("starlette", "uvicorn", "pydantic", "prometheus_client") if not importlib.util.find_spec(m)]
+    if missing:
+        raise ConfigError(f"serving needs {', '.join(missing)}", remedy="pip install 'rolljax[serve]'")
+    for name, low, high in (("port", 0, 65535), ("max_concurrency", 1, 2**20), ("tensor", 1, 2**20)):
+        if not low <= getattr(args, name) <= high:
+            raise ConfigError(f"must be {low} to {high}", setting=f"--{name}", value=getattr(args, name))
+    for name in ("max_body_mib", "drain_s"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise ConfigError("must be a number, not negative", setting=f"--{name}", value=getattr(args, name))
+    for name, file, what in (("run", "config.gin", "a run folder"), ("model", "config.json", "a Hugging Face folder")):
+        folder = getattr(args, name)
+        if folder and not (Path(folder) / file).is_file():
+            raise ConfigError(f"is not {what}: it has no {file}", setting=f"--{name}", value=folder)
+
+
+def read_keys(given: str | None) -> tuple[str, ...]:
+    """Keys from the option, or else from the environment."""
+    text = os.environ.get(API_KEY, "") if given is None else given
+    keys = tuple(key.strip() for key in text.split(",") if key.strip())
+    if given is not None and not keys:
+        raise ConfigError("holds no key", setting="--api_key", value=given, remedy="leave it out, or give a key")
+    return keys
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, which refuses connections until the server is ready."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as e:
+        raise ConfigError(
+            f"cannot be listened on: {e}",
+            setting="--host, --port",
+            value=f"{host}:{port}",
+            remedy="choose another port (0 picks a free one) or an address of this machine",
+        ) from e
+    return listener
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raise this process's soft limit of open files, as far as it may: every connection is one."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
+
+
+# ---- the model
+
+
+def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
+    """The engine, its weights and their policy version, and what requests are checked against."""
+    import jax
+
+    from rolljax.eval import read_params
+    from rolljax.model import hf
+    from rolljax.model.decoder import DecoderConfig, Dtype, Model
+    from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
+    from rolljax.rooms import Plan
+    from rolljax.sampler.engine import Engine, SamplerConfig
+    from rolljax.sampler.openai_types import Served
+    from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
+    from rolljax.trainer.publish import make_publish
+
+    source: DecoderConfig | str = args.model
+    sizes, recipe = SamplerConfig(), None
+    dtype: Dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if args.run:
+        recipe = cli.load_recipe([str(Path(args.run) / "config.gin")], []).value
+        source, sizes, dtype = recipe.model, recipe.sampler, args.dtype or recipe.dtype
+    if isinstance(source, DecoderConfig):
+        cfg, tokenizer = source, byte_tokenizer()
+    else:
+        cfg, tokenizer = hf.read_config(source), load_tokenizer(source)
+    model, mesh = Model(cfg, dtype), MeshSpec(tensor=args.tensor).build()
+    sizes = read_sizes(args, sizes, cfg)
+    chat = Chat(tokenizer) if tokenizer.chat_template else None
+    name = args.served_model_name or Path(args.run or args.model).resolve().name
+    served = Served(name, tokenizer, chat, cfg.vocab_size, sizes.max_context)
+    print(f"loading {name} and compiling", file=sys.stderr, flush=True)
+    if recipe is None:
+        params, version = hf.load(args.model, model, param_shardings(mesh, model.axes(), model.abstract())), 0
+    else:
+        params, version = read_params(Plan(recipe, mesh, model, Chat(tokenizer), [], (), 0), args.run)
+    return Engine(model, sizes, mesh, BATCH_AXES), make_publish(mesh, model)(params), version, served
+
+
+def read_sizes(args: argparse.Namespace, sizes: SamplerConfig, cfg: DecoderConfig) -> SamplerConfig:
+    """The sampler's sizes: those of the run or the defaults, with what the command line says over them."""
+    names = ("slots", "max_context", "page_size", "pages", "prefill_chunk", "steps_per_dispatch")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if not args.run:
+        given.setdefault("max_context", min(cfg.max_position, MAX_CONTEXT))
+    if given.get("max_context", 0) > cfg.max_position:
+        raise ConfigError(
+            f"is more than the model's {cfg.max_position} positions",
+            setting="--max_context",
+            value=args.max_context,
+            remedy=f"at most {cfg.max_position}",
+        )
+    return dataclasses.replace(sizes, prefix_match="any", **given)
+
+
+# ---- the server
+
+
+def make_server(service: Service) -> uvicorn.Server:
+    """An HTTP server that logs warnings only. It leaves connections `CLOSING_S` to be written at the end."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        service.app,
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=CLOSING_S,
+    )
+    return uvicorn.Server(config)
+
+
+def run_server(service: Service, listener: socket.socket, drain_s: float) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    server = make_server(service)
+
+    async def run() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, stop.set)
+        print(hello(service, listener), flush=True)
+        await stop.wait()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, os._exit, EXIT_INTERRUPTED)
+        await service.drain(drain_s)
+        server.should_exit = True
+        await serving
+
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(run())
+    service.close()
+
+
+def hello(service: Service, listener: socket.socket) -> str:
+    """The line that says where the server is and how to try it."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    key = " -H 'Authorization: Bearer KEY'" if service.limits.keys else ""
+    cfg, name = service.sampler.engine.cfg, service.served.name
+    return (
+        f"serving {name} at {url}/v1 ({cfg.slots} slots, context {cfg.max_context} tokens); try: "
+        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
+        f"""-d '{{"model": "{name}", "prompt": "Hello"}}'"""
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The TPU and GPU paths, their kernels in interpreters, against the dense path; what the kernels refuse."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
+
+from rolljax.errors import ConfigError
+from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.sampler.engine import Engine, Inserts, Pieces, SamplerConfig
+from rolljax.sampler.kernels import PagedPath, RaggedPath, paths_for
+from rolljax.sampler.kv import DensePath
+from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
+
+MODEL = Model(DecoderConfig(init_std=0.1))
+CFG = SamplerConfig(slots=4, max_context=96, page_size=16, prefill_chunk=64, steps_per_dispatch=4)
+WIDTH = CFG.pages_per_sequence
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Run TPU kernels on CPU. Two things in the kernel that jax 0.10.2's interpreters cannot do are said otherwise:
+    indexing a reshaped buffer, and a masked store (the TPU interpreter mistakes its bounds)."""
+
+    def wait(self):
+        for copy in self._async_copies:
+            copy.wait()
+        return self._vmem_buf[...]
+
+    def store(ref, value, *, mask):
+        ref[...] = jnp.where(mask, value, ref[...])
+
+    monkeypatch.setattr(ragged_kernel.MultiPageAsyncCopyDescriptor, "wait", wait)
+    monkeypatch.setattr(pltpu, "store", store)
+    with pltpu.force_tpu_interpret_mode(True):
+        yield
+
+
+def engine(kind, mesh):
+    out = Engine(MODEL, CFG, mesh, BATCH_AXES)
+    args = (MODEL.cfg, MODEL.dtype, CFG.page_size, out.pages_per_shard)
+    if kind == "ragged":
+        out.path = out.decode_path = RaggedPath(*args, mesh)
+    elif kind == "paged":
+        out.decode_path = PagedPath(*args, False, mesh, interpret=True)
+    return out
+
+
+def run(kind, mesh, params):
+    """Two prompts in pieces (one ends in padding), into slots 0 and 2, decoded greedily: everything the engine says."""
+    rng = np.random.default_rng(0)
+    eng = engine(kind, mesh)
+    state = eng.init_decode_state()
+    mine = np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)  # pages of the prompts
+    shards = eng.num_shards  # with two, each prompt is alone on its shard, in its row 0 and slot 0
+    rows = np.array([0, 1])
+    pieces = Pieces.empty(2, 32, WIDTH)
+    pieces.tokens[:], pieces.count[:] = rng.integers(0, 256, (2, 32)), [20, 32]
+    pieces.table[:, :4] = mine[:, :4]
+    state, first = eng.prefill(params, state, pieces, context=False)
+    pieces = Pieces.empty(2, 32, WIDTH)
+    pieces.tokens[:], pieces.start[0], pieces.count[0] = rng.integers(0, 256, (2, 32)), 20, 7
+    pieces.table[0, :4] = mine[0, :4]
+    state, second = eng.prefill(params, state, pieces, context=True)
+    slots = np.array([0, 2])
+    inserts, table, active = Inserts.empty(4), np.full((4, WIDTH), -1, np.int32), np.zeros(4, np.bool_)
+    inserts.row[slots] = rows if shards == 1 else 0
+    inserts.length[slots], inserts.max_tokens[slots], inserts.law.temperature[:] = [27, 32], [9, 3], 0
+    table[slots], active[slots] = mine, True
+    state, result = eng.insert(state, jnp.stack([second[0], first[1]]), inserts)
+    said = [first, second[:1], result.tokens[slots]]
+    for _ in range(3):
+        state, result = eng.generate(params, state, table, active)
+        holds = np.arange(4) < np.asarray(result.valid)[:, None]
+        said += [result.valid, result.tokens * holds, result.model_logp * holds]
+    return [np.asarray(x, np.float64) for x in said]
+
+
+def same(a, b):
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def said(params):
+    return run("dense", MeshSpec().build(jax.devices()[:1]), params)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=["one device", "data 2, tensor 2"])
+def test_the_tpu_path_says_what_the_dense_path_says(said, params, interpreted, sizes):
+    data, tensor = sizes
+    same(said, run("ragged", MeshSpec(data=data, tensor=tensor).build(), params))
+
+
+def test_the_gpu_path_says_what_the_dense_path_says(said, params):
+    same(said, run("paged", MeshSpec().build(jax.devices()[:1]), params))
+
+
+def test_what_does_not_hold_is_written_nowhere():
+    """A path's `attend` with a kernel that does nothing: which tokens of the pool change."""
+
+    class Write(RaggedPath):
+        def _kernel(self, q, pool, *_):
+            return q
+
+    path = Write(MODEL.cfg, "float32", 4, 10, MeshSpec().build(jax.devices()[:1]))
+    table = jnp.array([[3, 5, -1], [7, -1, -1], [-1, -1, -1]])
+    reading, pool = path.open(jnp.zeros(path.pool_shape(10)), table, jnp.array([2, 0, 9]), 4, 3)
+    ones = lambda heads: jnp.ones((3, 4, heads, 16))  # noqa: E731
+    _, pool = path.attend(reading, 0, jnp.array([3, 1, 0]))(ones(4), ones(2), ones(2), pool, 1)
+    assert np.unique(pool[..., 16:]).tolist() == [0]  # the head size is padded
+    written = np.argwhere(np.asarray(pool[..., :16]).all(axis=(2, 3))).tolist()
+    assert written == [[13, 2], [13, 3], [15, 0], [17, 0]]  # layer 1 starts at page 10
+
+
+@pytest.mark.parametrize("kind", [DensePath, RaggedPath])
+def test_pages_are_copied_in_every_layer(kind):
+    last = MeshSpec().build(jax.devices()[:1]) if kind is RaggedPath else False
+    path = kind(MODEL.cfg, "float32", 4, 10, last)
+    pool = jnp.asarray(np.random.default_rng(0).normal(size=path.pool_shape(10)), jnp.float32)
+    got = jax.jit(path.copy_pages)(pool, jnp.array([-1, 3, 3, 0]), jnp.array([-1, 7, 8, 2]))
+    want = np.array(pool)
+    for first in (0, 10):
+        want[first + 7] = want[first + 8] = want[first + 3]
+        want[first + 2] = want[first]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gpu_kernel_becomes_a_triton_kernel(dtype):
+    """No GPU is needed to lower for one."""
+    path = PagedPath(dataclasses.replace(MODEL.cfg, head_dim=128), dtype, 16, 32, False, None)
+    q, pool = jnp.zeros((3, 4, 128), dtype), jnp.zeros((64, 4, 16, 128), dtype)
+    args = (q, pool, jnp.zeros((3, 6), jnp.int32), jnp.ones(3, jnp.int32))
+    assert "xla.gpu.triton" in jax.jit(path._kernel).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def choose(platform, *, tensor=1, rows=64, width=64, page_size=16, **cfg):
+    model = Model(dataclasses.replace(MODEL.cfg, **cfg))
+    mesh = MeshSpec(data=1, tensor=tensor).build()
+    return paths_for(platform, model, mesh, page_size=page_size, num_pages=100, rows=rows, width=width)
+
+
+def test_each_platform_has_its_path():
+    kinds = lambda *args, **kw: [type(path).__name__ for path in choose(*args, **kw)]  # noqa: E731
+    assert kinds("cpu") == ["DensePath", "DensePath"]
+    assert kinds("tpu") == ["RaggedPath", "RaggedPath"]
+    assert kinds("gpu") == ["DensePath", "PagedPath"]
+    assert kinds("gpu", page_size=5) == ["DensePath", "DensePath"]  # Triton wants powers of two
+
+
+@pytest.mark.parametrize(
+    ("sizes", "setting", "remedy"),
+    [
+        ({"rows": 512, "width": 512}, "SamplerConfig.page_size", "page_size=32, or fewer slots"),
+        ({"rows": 250, "width": 1000, "page_size": 64}, "SamplerConfig.page_size", "page_size=128, or fewer slots"),
+        ({"rows": 4096, "width": 8}, "SamplerConfig.slots", "at most 2000 slots"),
+        ({"num_heads": 6, "num_kv_heads": 6}, "MeshSpec.tensor", "1, 2, 4 or a multiple of 8 heads"),
+        ({"num_heads": 12, "num_kv_heads": 12, "tensor": 4}, "MeshSpec.tensor", "1, 2, 4 or a multiple of 8 heads"),
+    ],
+)
+def test_what_a_tpu_cannot_hold_is_refused_with_the_remedy(sizes, setting, remedy):
+    with pytest.raises(ConfigError) as error:
+        choose("tpu", **sizes)
+    assert error.value.setting == setting and remedy in error.value.remedy
+    if "page_size=" in error.value.remedy:
+        size = int(error.value.remedy.split("=")[1].split(",")[0])
+        pages = -(-sizes["width"] * sizes.get("page_size", 16) // size)
+        choose("tpu", **sizes | {"page_size": size, "width": pages})
