@@ -59,7 +59,7 @@ def sample_all(engine, params, state, prompts, addresses, stop_ids):
     for row, p in enumerate(ids):
         pieces.tokens[row, : len(p)], pieces.count[row] = p, len(p)
         pieces.table[row] = row * W + np.arange(W)
-    state, logits = engine.prefill(params, state, pieces, context=False)
+    state, logits = engine.prefill(params, state, pieces, read=0)
 
     # one slot per answer: it shares the prompt's full pages and copies the last, partly filled one
     new, table = Inserts.empty(cfg.slots), np.full((cfg.slots, W), -1, np.int32)
@@ -84,7 +84,7 @@ def sample_all(engine, params, state, prompts, addresses, stop_ids):
             x.extend(out.sampler_logp[slot, :n])
         if out.done.all():
             break
-        state, out = engine.generate(params, state, table, ~out.done)
+        state, out = engine.generate(params, state, table, np.where(out.done, -1, np.arange(cfg.slots)))
     return state, [(np.array(t, np.int32), np.array(x, np.float32)) for t, x in answers]
 
 

@@ -113,7 +113,7 @@ def compile_sampler(
     like = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tree)  # noqa: E731
     piece, width = cfg.pieces[-1], cfg.pages_per_sequence
     pieces = like(Pieces.empty(cfg.rows(piece, engine.num_shards) * engine.num_shards, piece, width))
-    table, active = like(np.zeros((cfg.slots, width), np.int32)), like(np.zeros(cfg.slots, np.bool_))
+    table, slots = like(np.zeros((cfg.slots, width), np.int32)), like(np.zeros(cfg.slots, np.int32))
     vocab = NamedSharding(mesh, PartitionSpec(batch_axes, "tensor" if "tensor" in mesh.shape else None))
     logits = jax.ShapeDtypeStruct((len(pieces.count), model.cfg.vocab_size), jnp.float32, sharding=vocab)
     pool_bytes = int(np.prod(state.pool.sharding.shard_shape(state.pool.shape))) * state.pool.dtype.itemsize
@@ -145,8 +145,8 @@ def compile_sampler(
             kernels=compiled.as_text().count('custom_call_target="tpu_custom_call"'),
         )
 
-    yield compile_one("decode", pool_bytes, engine._generate, params, state, table, active, False, False)
-    yield compile_one("prefill", pool_bytes, engine._prefill, params, state, pieces, True)
+    yield compile_one("decode", pool_bytes, engine._generate, params, state, table, slots, False, False)
+    yield compile_one("prefill", pool_bytes, engine._prefill, params, state, pieces, width)
     yield compile_one("insert", pool_bytes, engine._insert, state, logits, like(Inserts.empty(cfg.slots)), False, False)
     yield compile_one("sync", 0, publish, trained)
 

@@ -33,8 +33,10 @@ from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS, Law, draw, f
 MAX_STOP_IDS = 4
 MIN_PIECE = 32
 """Fewest tokens a prefill program is made for; pieces are padded to this, or to a doubling of it."""
-MIN_WIDTH = 128
-"""Fewest tokens of context a decode program is made for."""
+MIN_WIDTH = 64
+"""Fewest tokens of context a program is made for."""
+MIN_ROWS = 4
+"""Fewest rows a decode program is made for."""
 MAX_UNROLLED_LAYERS = 8
 """On CPU the layers of models up to this depth are written out in the decode program."""
 
@@ -135,15 +137,11 @@ class SamplerConfig:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Page table widths that a decode program exists for: halving from the whole context to `MIN_WIDTH` tokens."""
+        """Pages of context that a program exists for: halving from the whole context to `MIN_WIDTH` tokens."""
         widths = [self.pages_per_sequence]
         while widths[0] * self.page_size >= 2 * MIN_WIDTH:
             widths.insert(0, -(-widths[0] // 2))
         return tuple(widths)
-
-    def width(self, tokens: int) -> int:
-        """The page table width for so many tokens."""
-        return next(w for w in self.widths if w * self.page_size >= min(tokens, self.max_context))
 
 
 @jax.tree_util.register_dataclass
@@ -293,6 +291,24 @@ class Engine:
     def pages_per_shard(self) -> int:
         return self.cfg.num_pages // self.num_shards
 
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Rows per batch shard that a decode program exists for: all slots, and for the long tail a part of them."""
+        slots = self.cfg.slots // self.num_shards
+        if not self.decode_path.sized:
+            return (slots,)
+        return tuple(n for n in (slots // 16, slots // 4) if n >= MIN_ROWS) + (slots,)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Pages of context that programs exist for."""
+        return self.cfg.widths if self.path.sized else (self.cfg.pages_per_sequence,)
+
+    def width(self, tokens: int) -> int:
+        """Pages of context to hand to a program for so many tokens; 0 for none."""
+        most = min(tokens, self.cfg.max_context)
+        return next(w for w in self.widths if w * self.cfg.page_size >= most) if tokens else 0
+
     # ---- the programs, as their callers see them
 
     def init_decode_state(self) -> DecodeState:
@@ -309,16 +325,16 @@ class Engine:
         return shardings
 
     def prefill(
-        self, params: Params, state: DecodeState, pieces: Pieces, *, context: bool
+        self, params: Params, state: DecodeState, pieces: Pieces, *, read: int
     ) -> tuple[DecodeState, jax.Array]:
         """Write the keys and values of the pieces to their pages; returns logits `[rows, V]` after each piece.
 
         There are as many rows, for each batch shard, as the prefill of the shortest pieces has.
 
         Args:
-          context: whether any piece starts after tokens that are in the cache.
+          read: `width` of the most tokens that any piece has before it in the cache.
         """
-        return self._prefill(params, state, pieces, context)
+        return self._prefill(params, state, pieces, read)
 
     def insert(
         self, state: DecodeState, logits_RV: jax.Array, inserts: Inserts, *, truncate: bool = False, top: bool = False
@@ -331,17 +347,18 @@ class Engine:
         params: Params,
         state: DecodeState,
         table_SW: np.ndarray,
-        active_S: np.ndarray,
+        slot_S: np.ndarray,
         *,
         truncate: bool = False,
         top: bool = False,
     ) -> tuple[DecodeState, ResultTokens]:
-        """Up to `steps_per_dispatch` decode steps of the active slots; ends early when none is left.
+        """Up to `steps_per_dispatch` decode steps of some slots, one to a row; ends early when none is left.
 
         Args:
-          table_SW: pages of each slot, enough for all steps. truncate, top: see `sampling.draw`; True where any needs it.
+          table_SW: pages of each row, enough for all steps. slot_S: the slot of each row, counted within its batch
+            shard; -1: none. Both may have fewer rows than there are slots. truncate, top: see `sampling.draw`; True where any needs it.
         """
-        return self._generate(params, state, table_SW, active_S, truncate, top)
+        return self._generate(params, state, table_SW, slot_S, truncate, top)
 
     def score(self, params: Params, tokens_BT: np.ndarray) -> jax.Array:
         """Model log-prob of every token given those before it, `[B, T]`; the first column is 0."""
@@ -361,11 +378,11 @@ class Engine:
             stop=jnp.full((S, MAX_STOP_IDS), -1, jnp.int32),
         )
 
-    def _prefill_local(self, params, state: DecodeState, pieces: Pieces, context: bool):
+    def _prefill_local(self, params, state: DecodeState, pieces: Pieces, read: int):
         decoder, path = self.model.bind(params), self.path
         T = pieces.tokens.shape[1]
         pool = path.copy_pages(state.pool, pieces.copy_from, pieces.copy_to)
-        reading, cache = path.open(pool, pieces.table, pieces.start, T, pieces.table.shape[1] if context else 0)
+        reading, cache = path.open(pool, pieces.table, pieces.start, T, read)
         positions = pieces.start[:, None] + jnp.arange(T)
         hidden_RTD, cache = decoder(pieces.tokens, positions, path.attend(reading, 0, pieces.count), cache)
         pool = path.close(pool, reading, cache, pieces.count)
@@ -399,12 +416,14 @@ class Engine:
             done=merged.remaining == 0,
         )
 
-    def _generate_local(self, params, state: DecodeState, table_SW, active_S, truncate: bool, top: bool):
+    def _generate_local(self, params, whole: DecodeState, table_SW, slot_S, truncate: bool, top: bool):
         decoder, path = self.model.bind(params), self.decode_path
-        S, K = state.token.shape[0], self.cfg.steps_per_dispatch
+        S, K = len(slot_S), self.cfg.steps_per_dispatch
+        state = dataclasses.replace(whole, pool=whole.token)  # the pool is not carried through the steps
+        state = jax.tree.map(lambda x: x[jnp.maximum(slot_S, 0)], state)
+        state = dataclasses.replace(state, remaining=jnp.where(slot_S >= 0, state.remaining, 0))
         start_S = state.position
-        reading, cache = path.open(state.pool, table_SW, start_S, K, table_SW.shape[1])
-        state = dataclasses.replace(state, remaining=jnp.where(active_S, state.remaining, 0))
+        reading, cache = path.open(whole.pool, table_SW, start_S, K, table_SW.shape[1])
 
         def more(carry):
             i, state, _, _ = carry
@@ -431,12 +450,17 @@ class Engine:
             )
             return i + 1, state, cache, out
 
-        pool, n = state.pool, min(MAX_TOP_LOGPROBS, self.model.cfg.vocab_size) if top else 0
-        state = dataclasses.replace(state, pool=jnp.zeros((), jnp.int32))  # not carried through the steps
+        n = min(MAX_TOP_LOGPROBS, self.model.cfg.vocab_size) if top else 0
         out = ResultTokens.empty(S, K, n, state.remaining == 0)
         _, state, cache, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, cache, out))
-        pool = path.close(pool, reading, cache, state.position - start_S)
-        return dataclasses.replace(state, pool=pool), out
+        back = lambda name: (  # noqa: E731
+            getattr(whole, name)
+            .at[jnp.where(slot_S >= 0, slot_S, len(whole.token))]
+            .set(getattr(state, name), mode="drop")
+        )
+        pool = path.close(whole.pool, reading, cache, state.position - start_S)
+        moved = {name: back(name) for name in ("token", "position", "remaining")}
+        return dataclasses.replace(whole, pool=pool, **moved), out
 
     def _score_all(self, params, tokens_BT):
         decoder = self.model.bind(params)

@@ -160,7 +160,7 @@ class JetStreamEngine(EngineBase):
         """One decode step; the tokens of a slot hold up to its stop token, or until its context is full."""
         _refuse(sampler=sampler)
         active = self._slots.step()
-        width = self.engine.cfg.width(int(self._slots.reach.max()))
+        width = self.engine.width(max(int(self._slots.reach.max()), 1))
         weights = params.params if isinstance(params, Weights) else params
         state, data, logp = self.programs.step(weights, decode_state, active, width=width)
         return state, self._result(data, logp, 1)

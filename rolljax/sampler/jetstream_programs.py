@@ -102,7 +102,7 @@ class Programs:
             copy_to=jnp.array([-1]),
         )
         state = dataclasses.replace(state, pool=pool.reshape(state.pool.shape))
-        state, logits = alone.prefill(params, state, piece, context=old is not None)
+        state, logits = alone.prefill(params, state, piece, read=0 if old is None else pages)
         return state.pool.reshape(pool.shape)[:, :pages], logits[0]
 
     def _first(self, logits_V: jax.Array, length: jax.Array, address_NA: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -151,9 +151,10 @@ class Programs:
     ) -> tuple[ServedState, jax.Array, jax.Array]:
         """One decode step; `data [S, 3]` (token, whether it holds, length) and log-probs `[S, 1]`."""
         cfg = self.engine.cfg
-        local_S1 = (jnp.arange(cfg.slots) % (cfg.slots // self.engine.num_shards))[:, None]
-        table: Any = local_S1 * cfg.pages_per_sequence + jnp.arange(width)
-        core, new = self.engine.generate(params, state.core, table, active_S, truncate=self.truncate)
+        local_S = jnp.arange(cfg.slots) % (cfg.slots // self.engine.num_shards)
+        table: Any = local_S[:, None] * cfg.pages_per_sequence + jnp.arange(width)
+        slots: Any = jnp.where(active_S, local_S, -1)
+        core, new = self.engine.generate(params, state.core, table, slots, truncate=self.truncate)
         now = ServedState(core, new.tokens[:, 0], new.sampler_logp[:, 0], new.valid, state.length + 1)
         shown = self._shown(state, now)
         token = jnp.where(shown.valid > 0, shown.token, min(self.stop_ids, default=0))

@@ -84,6 +84,7 @@ class RaggedPath:
     num_pages: int
     mesh: Mesh
     head_axis = 2
+    sized = False
 
     def check(self, rows: int, width: int) -> None:
         """Raise `ConfigError` unless the kernel takes this model's heads, and page tables `[rows, width]`."""
@@ -190,6 +191,7 @@ class PagedPath(DensePath):
 
     mesh: Mesh
     interpret: bool = False
+    sized = False
 
     @staticmethod
     def suits(cfg: DecoderConfig, page_size: int) -> bool:

@@ -30,9 +30,14 @@ from rolljax.model.decoder import DecoderConfig
 
 
 class Path(Protocol):
-    """See the module's text. `head_axis`: the dimension of the pool that counts key/value heads."""
+    """See the module's text.
+
+    head_axis: the dimension of the pool that counts key/value heads. sized: what is computed grows with the width of the
+    tables and the number of rows, so programs for smaller ones are worth compiling.
+    """
 
     head_axis: int
+    sized: bool
 
     def pool_shape(self, num_pages: int) -> tuple[int, ...]: ...
     def copy_pages(self, pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array: ...
@@ -67,6 +72,7 @@ class DensePath:
     num_pages: int
     unroll: bool
     head_axis = 1
+    sized = True
 
     def pool_shape(self, num_pages: int) -> tuple[int, ...]:
         """`[L * pages, 2 * K, page, C]`: of each key/value head its keys, then its values."""

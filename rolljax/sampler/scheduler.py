@@ -56,6 +56,8 @@ class Request:
     """While it waits."""
     slot: int = -1
     shard: int = -1
+    row: int = -1
+    """In the dispatch under way."""
     in_cache: int = 0
     """Leading tokens of its stream whose keys and values are in its pages."""
     epoch: int = -1
@@ -108,7 +110,7 @@ class SamplerStats:
     """Totals since the start; differences of two of them describe a step.
 
     prefill_tok: prompt tokens that were computed. reused_tok: that were in the cache, or computed for a sibling.
-    slot_steps: slots times decode steps; busy_slot_steps: those that sampled a token.
+    slot_steps: rows times decode steps of all dispatches; busy_slot_steps: those that sampled a token.
     """
 
     requests: int = 0
@@ -265,13 +267,14 @@ class Scheduler:
         """
         engine, cfg, n = self.engine, self.cfg, self.engine.num_shards
         for piece in cfg.pieces[: cfg.pieces.index(cfg.piece(longest_prompt)) + 1]:
-            for context in (False, True)[: 1 + multi_turn]:
+            for read in (0, *engine.widths) if multi_turn else (0,):
                 pieces = Pieces.empty(cfg.rows(piece, n) * n, piece, cfg.pages_per_sequence)
-                self._state, logits = engine.prefill(self.params, self._state, pieces, context=context)
+                self._state, logits = engine.prefill(self.params, self._state, pieces, read=read)
         self._state, _ = engine.insert(self._state, logits, Inserts.empty(cfg.slots))
-        idle = np.zeros(cfg.slots, bool)
-        for width in cfg.widths:
-            self._state, _ = engine.generate(self.params, self._state, self._table[:, :width], idle)
+        for width in engine.widths:
+            for rows in engine.row_counts:
+                idle = np.full(rows * n, -1, np.int32)
+                self._state, _ = engine.generate(self.params, self._state, self._table[idle, :width], idle)
         jax.block_until_ready(self._state)
 
     # ---- waiting
@@ -346,7 +349,7 @@ class Scheduler:
                     continue
                 if not started:
                     break
-            wanted = (cfg.piece(self._next_piece(prompt)), prompt.done > 0)
+            wanted = (cfg.piece(self._next_piece(prompt)), self.engine.width(prompt.done))
             shape = shape or wanted
             if wanted == shape and filled[prompt.shard] < cfg.rows(wanted[0], n):
                 prompt.row = filled[prompt.shard]
@@ -397,7 +400,7 @@ class Scheduler:
         running = self.cfg.slots // len(self._caches) - len(self._free_slots[shard])
         return cache.take(num_pages) if cache.num_available >= num_pages + running else None
 
-    def _prefill(self, batch: list[Prompt], piece: int, context: bool) -> None:
+    def _prefill(self, batch: list[Prompt], piece: int, read: int) -> None:
         start = time.perf_counter()
         cfg, n = self.cfg, self.engine.num_shards
         rows = cfg.rows(piece, n)
@@ -412,7 +415,7 @@ class Scheduler:
             if prompt.tail is not None:
                 pieces.copy_from[row], pieces.copy_to[row] = prompt.tail.page, prompt.pages[0]
             self.stats.prefill_tok += count
-        self._state, logits = self.engine.prefill(self.params, self._state, pieces, context=context)
+        self._state, logits = self.engine.prefill(self.params, self._state, pieces, read=read)
         for prompt in batch:
             if prompt.tail is not None:
                 self._caches[prompt.shard].unlock([prompt.tail])
@@ -554,15 +557,23 @@ class Scheduler:
 
     def _dispatch(self) -> ResultTokens:
         start = time.perf_counter()
-        active = np.zeros(self.cfg.slots, bool)
-        active[list(self._running)] = True
+        n, each = self.engine.num_shards, self.cfg.slots // self.engine.num_shards
+        busy = [[slot for slot in self._running if slot // each == shard] for shard in range(n)]
+        rows = next(r for r in self.engine.row_counts if r >= max(map(len, busy)))
+        slots = np.full(rows * n, -1, np.int32)
+        for shard, mine in enumerate(busy):
+            slots[shard * rows : shard * rows + len(mine)] = mine
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                self._running[slot].row = row
         longest = max(r.in_cache for r in self._running.values()) + self.cfg.steps_per_dispatch
         truncate, top = _variants(self._running.values())
-        table = self._table[:, : self.cfg.width(longest)]
-        self._state, out = self.engine.generate(self.params, self._state, table, active, truncate=truncate, top=top)
+        table = self._table[slots, : self.engine.width(longest)]
+        local = np.where(slots >= 0, slots % each, -1).astype(np.int32)
+        self._state, out = self.engine.generate(self.params, self._state, table, local, truncate=truncate, top=top)
         out = jax.device_get(out)
         self.stats.dispatches += 1
-        self.stats.slot_steps += self.cfg.slots * self.cfg.steps_per_dispatch
+        self.stats.slot_steps += rows * n * self.cfg.steps_per_dispatch
         self.stats.busy_slot_steps += int(out.valid.sum())
         self.stats.generate_s += time.perf_counter() - start
         return out
@@ -577,29 +588,29 @@ class Scheduler:
         for requests, tokens in fresh:
             first = jax.device_get(tokens)
             for request in requests:
-                self._collect(request, first, ended)
+                self._collect(request, first, request.slot, ended)
         if out is not None:
             for request in self._running.values():
                 if request not in ended:
-                    request.in_cache += int(out.valid[request.slot])
-                    self._collect(request, out, ended)
+                    request.in_cache += int(out.valid[request.row])
+                    self._collect(request, out, request.row, ended)
         for request, reason in ended.items():
             self._leave_slot(request)
             self._deliver(request, reason)
 
-    def _collect(self, request: Request, out: ResultTokens, ended: dict[Request, FinishReason]) -> None:
-        slot, n = request.slot, int(out.valid[request.slot])
+    def _collect(self, request: Request, out: ResultTokens, row: int, ended: dict[Request, FinishReason]) -> None:
+        n = int(out.valid[row])
         if not n:
             return
         asked = request.params.top_logprobs
         part = Sampled(
-            out.tokens[slot, :n],
-            out.sampler_logp[slot, :n],
-            out.model_logp[slot, :n],
+            out.tokens[row, :n],
+            out.sampler_logp[row, :n],
+            out.model_logp[row, :n],
             np.full(n, self.version, np.int32),
-            out.top_ids[slot, :n, :asked],
-            out.top_sampler_logp[slot, :n, :asked],
-            out.top_model_logp[slot, :n, :asked],
+            out.top_ids[row, :n, :asked],
+            out.top_sampler_logp[row, :n, :asked],
+            out.top_model_logp[row, :n, :asked],
         )
         kept = self._until_stop_text(request, part.tokens)
         if kept is not None:

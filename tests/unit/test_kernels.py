@@ -62,20 +62,20 @@ def run(kind, mesh, params):
     pieces = Pieces.empty(2, 32, WIDTH)
     pieces.tokens[:], pieces.count[:] = rng.integers(0, 256, (2, 32)), [20, 32]
     pieces.table[:, :4] = mine[:, :4]
-    state, first = eng.prefill(params, state, pieces, context=False)
+    state, first = eng.prefill(params, state, pieces, read=0)
     pieces = Pieces.empty(2, 32, WIDTH)
     pieces.tokens[:], pieces.start[0], pieces.count[0] = rng.integers(0, 256, (2, 32)), 20, 7
     pieces.table[0, :4] = mine[0, :4]
-    state, second = eng.prefill(params, state, pieces, context=True)
+    state, second = eng.prefill(params, state, pieces, read=WIDTH)
     slots = np.array([0, 2])
-    inserts, table, active = Inserts.empty(4), np.full((4, WIDTH), -1, np.int32), np.zeros(4, np.bool_)
+    inserts, table, slot_of = Inserts.empty(4), np.full((4, WIDTH), -1, np.int32), np.full(4, -1, np.int32)
     inserts.row[slots] = rows if shards == 1 else 0
     inserts.length[slots], inserts.max_tokens[slots], inserts.law.temperature[:] = [27, 32], [9, 3], 0
-    table[slots], active[slots] = mine, True
+    table[slots], slot_of[slots] = mine, slots % (4 // shards)
     state, result = eng.insert(state, jnp.stack([second[0], first[1]]), inserts)
     said = [first, second[:1], result.tokens[slots]]
     for _ in range(3):
-        state, result = eng.generate(params, state, table, active)
+        state, result = eng.generate(params, state, table, slot_of)
         holds = np.arange(4) < np.asarray(result.valid)[:, None]
         said += [result.valid, result.tokens * holds, result.model_logp * holds]
     return [np.asarray(x, np.float64) for x in said]
