@@ -1,4 +1,4 @@
-"""The sampler's speed: prefill and decode tokens/s, time to first token, slot use, prefix hits, and the device's roofline.
+"""The sampler's speed: prefill and decode tokens/s, time to first token, slot use, prefix hits, the device's roofline.
 
     python benchmarks/sampler.py --workload fixed                      # this machine, one workload, JSON
     python benchmarks/sampler.py --workload fixed --shape layers=28 dim=1024 heads=16 kv_heads=8 head_dim=128 \
@@ -6,8 +6,8 @@
     python benchmarks/sampler.py --compare --python tunix=DIR/bin/python trl=DIR/bin/python
 
 `--compare` runs ours and the peers (see `peers/README.md`) on equal work, each in a process of its own, in turn for
-several rounds, and prints the ratios of the medians. The whole way is timed: prompt ids on the host, weights swapped (so
-that nothing is left in the cache), pages, scheduler, log-probs, new ids on the host.
+several rounds, and prints the ratios of the medians. The whole way is timed: prompt ids on the host, weights swapped
+(so that nothing is left in the cache), pages, scheduler, log-probs, new ids on the host.
 """
 
 from __future__ import annotations

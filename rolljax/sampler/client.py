@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import queue
@@ -59,7 +60,8 @@ class Sampler:
             self._scheduler.warm_up(longest_prompt or engine.cfg.max_context, multi_turn)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
-        self._error: BaseException | None = None
+        self._closing = threading.Lock()
+        self._error: SamplerError | None = None
         self._thread = threading.Thread(target=self._run, name="rolljax-sampler", daemon=True)
         self._thread.start()
 
@@ -74,7 +76,7 @@ class Sampler:
         return copy.copy(self._scheduler.stats)
 
     @property
-    def error(self) -> BaseException | None:
+    def error(self) -> SamplerError | None:
         """Why the sampler has stopped, if it has."""
         return self._error
 
@@ -149,7 +151,7 @@ class Sampler:
             fail=lambda error: self._post(loop, lambda: _settle(future, error)),
         )
         self._send(lambda: self._scheduler.add(request))
-        return Pending(future, lambda: self._send(lambda: self._scheduler.abort(request)))
+        return Pending(future, lambda: self._abort(request))
 
     async def score(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Model log-prob of every token of `prompt_ids [P]` given those before it; the first is NaN."""
@@ -200,12 +202,14 @@ class Sampler:
             problem = f"at most {MAX_TOP_LOGPROBS} top_logprobs"
         elif params.stop and not self._can_stop_at_text:
             problem = "stop texts need a sampler with a detokenizer"
-        elif self._error:
-            problem = f"the sampler has stopped: {self._error}"
         if problem:
             raise SamplerError(problem)
 
     # ---- between the threads
+
+    def _abort(self, request: Request) -> None:
+        with contextlib.suppress(SamplerError):  # a sampler that has stopped has ended the request already
+            self._send(lambda: self._scheduler.abort(request))
 
     async def _ask(self, call: Callable[[], np.ndarray]) -> np.ndarray:
         """Run `call` in the scheduler's thread, between two dispatches."""
@@ -213,14 +217,20 @@ class Sampler:
         future: asyncio.Future[np.ndarray] = loop.create_future()
 
         def run() -> None:
-            result = call()
+            try:
+                result: object = call()
+            except Exception as e:  # it fails this call alone
+                result = SamplerError(f"{type(e).__name__}: {e}")
             self._post(loop, lambda: _settle(future, result))
 
         self._send(run)
         return await future
 
     def _send(self, item: Callable[[], None]) -> None:
-        self._inbox.put(item)
+        with self._closing:  # what is put in before the thread ends is looked at by the thread
+            if self._error:
+                raise SamplerError(f"the sampler has stopped: {self._error}")
+            self._inbox.put(item)
 
     def _post(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         """From the scheduler's thread: have `call` run on a loop, together with what else this step has for it."""
@@ -240,9 +250,13 @@ class Sampler:
                     self._scheduler.step()
                 self._flush()
         except Exception as e:  # border of the thread: everything that waits learns why
-            self._error = e
             error = SamplerError(f"the sampler stopped: {type(e).__name__}: {e}")
-        self._error = self._error or error
+            error.__cause__ = e
+        with self._closing:
+            self._error = error
+        while not self._inbox.empty():
+            if item := self._inbox.get_nowait():
+                item()
         for request in self._scheduler.open_requests():
             request.fail(error)
         self._flush()

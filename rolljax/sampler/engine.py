@@ -356,7 +356,8 @@ class Engine:
 
         Args:
           table_SW: pages of each row, enough for all steps. slot_S: the slot of each row, counted within its batch
-            shard; -1: none. Both may have fewer rows than there are slots. truncate, top: see `sampling.draw`; True where any needs it.
+            shard; -1: none. Both may have fewer rows than there are slots.
+          truncate, top: see `sampling.draw`; True where any row needs it.
         """
         return self._generate(params, state, table_SW, slot_S, truncate, top)
 
@@ -453,11 +454,8 @@ class Engine:
         n = min(MAX_TOP_LOGPROBS, self.model.cfg.vocab_size) if top else 0
         out = ResultTokens.empty(S, K, n, state.remaining == 0)
         _, state, cache, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, cache, out))
-        back = lambda name: (  # noqa: E731
-            getattr(whole, name)
-            .at[jnp.where(slot_S >= 0, slot_S, len(whole.token))]
-            .set(getattr(state, name), mode="drop")
-        )
+        to_S = jnp.where(slot_S >= 0, slot_S, len(whole.token))
+        back = lambda name: getattr(whole, name).at[to_S].set(getattr(state, name), mode="drop")  # noqa: E731
         pool = path.close(whole.pool, reading, cache, state.position - start_S)
         moved = {name: back(name) for name in ("token", "position", "remaining")}
         return dataclasses.replace(whole, pool=pool, **moved), out

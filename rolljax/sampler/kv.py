@@ -32,8 +32,8 @@ from rolljax.model.decoder import DecoderConfig
 class Path(Protocol):
     """See the module's text.
 
-    head_axis: the dimension of the pool that counts key/value heads. sized: what is computed grows with the width of the
-    tables and the number of rows, so programs for smaller ones are worth compiling.
+    head_axis: the dimension of the pool that counts key/value heads. sized: what is computed grows with the width of
+    the tables and the number of rows, so programs for smaller ones are worth compiling.
     """
 
     head_axis: int
@@ -149,7 +149,7 @@ def _write(layers: Any, new: jax.Array, layer: jax.Array | int, start: jax.Array
     """Put `new` into one layer's array at `start` of `axis`; returns that array, and all of them."""
     if isinstance(layers, tuple):
         one = jax.lax.dynamic_update_slice_in_dim(layers[layer], new.astype(layers[0].dtype), start, axis)
-        return one, (*layers[:layer], one, *layers[layer + 1 :])  # type: ignore[operator, misc]
+        return one, (*layers[:layer], one, *layers[layer + 1 :])
     at = [layer, *(start if i == axis else 0 for i in range(new.ndim))]
     layers = jax.lax.dynamic_update_slice(layers, new[None].astype(layers.dtype), at)
     return jax.lax.dynamic_index_in_dim(layers, layer, keepdims=False), layers

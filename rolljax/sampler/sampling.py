@@ -106,7 +106,7 @@ def fold_address(address_SA: jax.Array) -> jax.Array:
     zero = jnp.zeros(len(address_SA), jnp.uint32)
 
     def fold(key, value_S):
-        return threefry(*key, value_S, zero), None
+        return threefry(key[0], key[1], value_S, zero), None
 
     (a, b), _ = jax.lax.scan(fold, (zero, zero), address_SA.astype(jnp.uint32).T)
     return jnp.stack([a, b], axis=1)

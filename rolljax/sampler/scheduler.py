@@ -563,7 +563,7 @@ class Scheduler:
         slots = np.full(rows * n, -1, np.int32)
         for shard, mine in enumerate(busy):
             slots[shard * rows : shard * rows + len(mine)] = mine
-        for row, slot in enumerate(slots):
+        for row, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 self._running[slot].row = row
         longest = max(r.in_cache for r in self._running.values()) + self.cfg.steps_per_dispatch
@@ -603,14 +603,15 @@ class Scheduler:
         if not n:
             return
         asked = request.params.top_logprobs
+        new = lambda x: np.asarray(x[row, :n])  # noqa: E731
         part = Sampled(
-            out.tokens[row, :n],
-            out.sampler_logp[row, :n],
-            out.model_logp[row, :n],
+            new(out.tokens),
+            new(out.sampler_logp),
+            new(out.model_logp),
             np.full(n, self.version, np.int32),
-            out.top_ids[row, :n, :asked],
-            out.top_sampler_logp[row, :n, :asked],
-            out.top_model_logp[row, :n, :asked],
+            new(out.top_ids)[:, :asked],
+            new(out.top_sampler_logp)[:, :asked],
+            new(out.top_model_logp)[:, :asked],
         )
         kept = self._until_stop_text(request, part.tokens)
         if kept is not None:

@@ -133,10 +133,10 @@ def test_a_conversation_prefills_each_token_once(rule):
     rng = np.random.default_rng(0)
 
     async def talk():
-        stream, sampled = ids(rng, 37), 0
+        stream, sampled, before = ids(rng, 37), 0, 0
         for turn in range(10):
             c = await sampler.generate(stream, SamplingParams(1.0, 11), (turn,))
-            assert c.cached_tok == (0 if turn == 0 else before)
+            assert c.cached_tok == before
             sampled += len(c.tokens)
             before = len(stream) + len(c.tokens) - 1  # the last token never was an input
             stream = np.concatenate([stream, c.tokens, ids(rng, 1 + turn % 5)])
@@ -278,17 +278,20 @@ def test_stale_pages_are_reused_only_when_the_setting_says_so(reuse, prefilled):
 def test_a_swap_compiles_nothing():
     scheduler, new = open_scheduler()
     prompt = np.arange(20, dtype=np.int32)
-    engine = scheduler.engine
-    sizes = lambda: [f._cache_size() for f in (engine._prefill, engine._insert, engine._generate)]  # noqa: E731
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _, **__: name == "/jax/core/compile/backend_compile_duration" and compiled.append(name)
+    )
     scheduler.warm_up(128, multi_turn=True)
-    before = sizes()
+    newer = on(scheduler.engine.mesh, PARAMS)
+    before = len(compiled)
     swapped(scheduler, new, prompt, 2)
-    for version, params in ((2, PARAMS), (3, NEW_PARAMS)):
+    for version, params in ((2, newer), (3, new)):
         ask(scheduler, prompt, 5, 30)
         scheduler.step()
-        scheduler.publish(on(engine.mesh, params), version)
+        scheduler.publish(params, version)
         finish(scheduler)
-    assert sizes() == before
+    assert len(compiled) == before > 5
 
 
 def test_weights_travel_between_meshes():
@@ -319,15 +322,15 @@ def test_ten_thousand_requests_through_too_few_pages():
     mesh = MeshSpec().build(jax.devices()[:1])
     params = TINY.init(0)
     rng = np.random.default_rng(0)
-    starts = [rng.integers(0, 40, n).astype(np.int32) for n in rng.integers(1, 24, 400)]
+    starts = [rng.integers(0, 40, n).astype(np.int32) for n in rng.integers(1, 12, 400)]
     wanted = []
     for i in range(10_000):
-        tail = rng.integers(0, 40, rng.integers(0, 9)).astype(np.int32)
+        tail = rng.integers(0, 40, rng.integers(0, 5)).astype(np.int32)
         prompt = np.concatenate([starts[rng.integers(400)], tail])
-        wanted.append((prompt, SamplingParams(1.0, int(min(1 + rng.geometric(0.06), 40)), (0,)), (i,)))
+        wanted.append((prompt, SamplingParams(1.0, int(min(1 + rng.geometric(0.06), 56))), (i,)))
 
     def all_of(pages, **how):
-        cfg = SamplerConfig(slots=128, max_context=72, page_size=4, pages=pages, steps_per_dispatch=4, **how)
+        cfg = SamplerConfig(slots=128, max_context=72, page_size=4, pages=pages, steps_per_dispatch=8, **how)
         sampler = Sampler(Engine(TINY, cfg, mesh, BATCH_AXES), params, 0, longest_prompt=0)
 
         async def everything():
@@ -336,10 +339,10 @@ def test_ten_thousand_requests_through_too_few_pages():
         return run(sampler, everything()), sampler.stats
 
     enough, _ = all_of(128 * 18 + 256)
-    scarce, stats = all_of(250, prefix_match="any")
-    assert stats.finished == 10_000 and stats.preemptions > 100
+    scarce, stats = all_of(100, prefix_match="any")
+    assert stats.finished == 10_000 and stats.preemptions > 20
     # pages that all slots together would hold are more than twice what there is
-    assert 128 * np.mean([len(p) + len(c.tokens) for (p, _, _), c in zip(wanted, enough, strict=True)]) / 4 > 2 * 250
+    assert 128 * np.mean([len(p) + len(c.tokens) for (p, _, _), c in zip(wanted, enough, strict=True)]) / 4 > 2 * 100
     for a, b in zip(enough, scarce, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
