@@ -34,7 +34,7 @@ SEED = 0
 ENV = ReasoningGym("spell_backward", {"min_word_len": 4, "max_word_len": 4})
 HELD_OUT_FRAC = 0.1
 MODEL = Model(DecoderConfig(init_std=0.1))
-SAMPLER = SamplerConfig(slots=512, max_context=80, prefill_chunk=2048)
+SAMPLER = SamplerConfig(slots=512, max_context=80, prefill_chunk=4096)
 ROW_LEN, MICRO_ROWS = 128, 8
 MAX_ANSWER_TOK = 6
 SFT_LR, SFT_BATCH, SFT_TEMPERATURE = 3e-3, 64, 0.7
@@ -48,11 +48,11 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.5
 def sample_all(engine, params, state, prompts, addresses, stop_ids):
     """Sample one answer per (prompt, address). Returns the state, and per answer its tokens and log-probs."""
     cfg, page = engine.cfg, engine.cfg.page_size
-    W, T = cfg.pages_per_sequence, cfg.pieces[0]
-    R = cfg.rows(T, 1)
     distinct = list(dict.fromkeys(p.tobytes() for p in prompts))
     ids = [np.frombuffer(p, np.int32) for p in distinct]
-    assert len(ids) <= R and len(prompts) <= cfg.slots and max(map(len, ids)) <= T
+    W, T = cfg.pages_per_sequence, cfg.piece(max(map(len, ids)))
+    R = cfg.rows(T, 1)
+    assert len(ids) <= R and len(prompts) <= cfg.slots
 
     # prefill every distinct prompt once, into pages 0 .. R*W-1
     pieces = Pieces.empty(R, T, W)

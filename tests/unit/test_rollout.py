@@ -12,7 +12,7 @@ from rolljax.envs.frozen_lake import FrozenLake
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import SamplerError
 from rolljax.rollout import GoldPolicy, Rollouts
-from rolljax.types import Completion, Key, Message, Task
+from rolljax.types import Completion, Key, Message, Sampled, Task
 
 LAKE = Task("frozen_lake", 0, "SFF\nHFH\nFFG")
 KEY = Key(0, 0, 0, 0)
@@ -46,7 +46,8 @@ class Script:
         tokens = self.chat.answer_ids(answer.removesuffix("..."))[: -1 if cut else None]
         n = len(tokens)
         logp = -np.arange(1, n + 1, dtype=np.float32) - 100 * turn
-        return Completion(tokens, logp, np.full(n, turn, np.int32), self.reason if cut else "stop", 0.25, 0.5)
+        sampled = Sampled.of(tokens, logp, np.full(n, turn, np.int32))
+        return Completion(sampled, self.reason if cut else "stop", 0.25, 0.5)
 
 
 def play(chat, pool, answers, spec=None, task=LAKE, max_context=500, reason="length"):
