@@ -1,7 +1,7 @@
 """What the TPU compiler says of the sampler's programs for a slice: memory, aliasing, kernels, seconds to compile.
 
 python benchmarks/aot_sampler.py                                   Qwen3-8B on three slices of 8 chips (docs/tpu.md)
-python benchmarks/aot_sampler.py --topology v5e:2x4 --data 1 --pages 11008
+python benchmarks/aot_sampler.py --topology v5e:2x4 --data 2 --pages 9216
 python benchmarks/aot_sampler.py --small --json out.json           2 layers of it: what CI compiles
 """
 
@@ -22,7 +22,7 @@ from rolljax.sampler.engine import SamplerConfig
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish
 
-LAYOUTS = {"v5e:2x4": (2, 9216), "v5p:2x2x2": (1, 75776), "v6e:2x4": (1, 23552)}
+LAYOUTS = {"v5e:2x4": (1, 11008), "v5p:2x2x2": (1, 75776), "v6e:2x4": (1, 23552)}
 """Per slice of 8: batch shards (the other devices are the tensor axis), and KV pages of 64 tokens that fill the chips
 to a little under 90 % beside Qwen3-8B."""
 QWEN3_8B = DecoderConfig(

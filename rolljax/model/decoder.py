@@ -118,7 +118,8 @@ class Layers(nnx.Module):
         C = cfg.head_dim
         matrix = lambda p, *shape: p[...].astype(dtype).reshape(shape)  # noqa: E731
         h = rms_norm(x_BTD, self.attn_norm[...], cfg.rms_norm_eps)
-        q = (h @ matrix(self.q, D, -1)).reshape(B, T, -1, C)
+        # without the barrier TPU compilers split the heads in the weights, and copy all layers' weights to do so
+        q = jax.lax.optimization_barrier(h @ matrix(self.q, D, -1)).reshape(B, T, -1, C)
         k = (h @ matrix(self.k, D, -1)).reshape(B, T, -1, C)
         v = (h @ matrix(self.v, D, -1)).reshape(B, T, -1, C)
         q = rope(rms_norm(q, self.q_norm[...], cfg.rms_norm_eps), positions_BT, cfg.rope_theta)

@@ -56,6 +56,8 @@ class SamplerConfig:
     on_publish: what happens to running requests when the weights change. 'recompute': their keys and values are made
     again by the new weights; 'keep': they go on with what the old weights made (PipelineRL, arXiv:2509.19128).
     reuse_stale: let new requests start from keys and values that older weights made.
+    attention: 'kernel' reads pages where they are (Pallas: TPU, GPU), 'dense' copies the context out of them (XLA, any
+    device). 'auto': the kernel on TPU, dense elsewhere.
     """
 
     slots: int = 64
@@ -67,6 +69,7 @@ class SamplerConfig:
     prefix_match: Literal["turns", "any", "off"] = "turns"
     on_publish: Literal["recompute", "keep"] = "recompute"
     reuse_stale: bool = False
+    attention: Literal["auto", "dense", "kernel"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("slots", "max_context", "page_size", "steps_per_dispatch"):
@@ -270,6 +273,7 @@ class Engine:
         else:
             self.path, self.decode_path = paths_for(
                 platform,
+                cfg.attention,
                 model,
                 mesh,
                 page_size=cfg.page_size,

@@ -35,6 +35,7 @@ GPU_TOKENS_PER_BLOCK, GPU_SPLITS = 64, 4
 
 def paths_for(
     platform: str,
+    attention: str,
     model: Model,
     mesh: Mesh,
     *,
@@ -47,18 +48,26 @@ def paths_for(
     """The paths of prefill and of decode steps on that platform; both see the same pool.
 
     Args:
+      attention: see `SamplerConfig`.
       num_pages: of one batch shard. rows, width: most rows of a page table, and its pages per row.
       unroll: whether decode steps have the layers written out (`DensePath` only).
     """
     cfg, dtype = model.cfg, model.dtype
-    if platform == "tpu":
+    if platform == "tpu" and attention != "dense":
         ragged = RaggedPath(cfg, dtype, page_size, num_pages, mesh)
         ragged.check(rows, width)
         return ragged, ragged
     dense = DensePath(cfg, dtype, page_size, num_pages, False)
-    if platform == "gpu" and PagedPath.suits(cfg, page_size):
-        return dense, PagedPath(cfg, dtype, page_size, num_pages, False, mesh)
-    return dense, dataclasses.replace(dense, unroll=unroll)
+    if attention != "kernel":
+        return dense, dataclasses.replace(dense, unroll=unroll)
+    if platform != "gpu" or not PagedPath.suits(cfg, page_size):
+        raise ConfigError(
+            f"is not there for {platform}, pages of {page_size} tokens and heads of {cfg.head_dim}",
+            setting="SamplerConfig.attention",
+            value=attention,
+            remedy="'auto'; on a GPU the kernel takes pages and heads that are powers of two",
+        )
+    return dense, PagedPath(cfg, dtype, page_size, num_pages, False, mesh)
 
 
 @jax.tree_util.register_dataclass

@@ -141,18 +141,21 @@ def test_the_gpu_kernel_becomes_a_triton_kernel(dtype):
     assert "xla.gpu.triton" in jax.jit(path._kernel).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def choose(platform, *, tensor=1, rows=64, width=64, page_size=16, **cfg):
+def choose(platform, attention="auto", *, tensor=1, rows=64, width=64, page_size=16, **cfg):
     model = Model(dataclasses.replace(MODEL.cfg, **cfg))
     mesh = MeshSpec(data=1, tensor=tensor).build()
-    return paths_for(platform, model, mesh, page_size=page_size, num_pages=100, rows=rows, width=width)
+    return paths_for(platform, attention, model, mesh, page_size=page_size, num_pages=100, rows=rows, width=width)
 
 
 def test_each_platform_has_its_path():
     kinds = lambda *args, **kw: [type(path).__name__ for path in choose(*args, **kw)]  # noqa: E731
     assert kinds("cpu") == ["DensePath", "DensePath"]
     assert kinds("tpu") == ["RaggedPath", "RaggedPath"]
-    assert kinds("gpu") == ["DensePath", "PagedPath"]
-    assert kinds("gpu", page_size=5) == ["DensePath", "DensePath"]  # Triton wants powers of two
+    assert kinds("gpu") == kinds("tpu", "dense") == ["DensePath", "DensePath"]
+    assert kinds("gpu", "kernel") == ["DensePath", "PagedPath"]
+    for platform, page_size in (("gpu", 5), ("cpu", 16)):  # Triton wants powers of two
+        with pytest.raises(ConfigError, match="attention"):
+            choose(platform, "kernel", page_size=page_size)
 
 
 @pytest.mark.parametrize(
