@@ -29,12 +29,22 @@ import numpy as np
 import workloads as wl
 
 HERE = Path(__file__).parent
-PEERS = {"plain": "plain_jax.py", "tunix": "tunix_sampler.py", "trl": "trl_generate.py"}
+PEERS = {
+    "rolljax, 2 devices": ("rolljax", ["../sampler.py", "--cpu", "--devices", "2"]),
+    "plain": ("rolljax", ["plain_jax.py"]),
+    "plain gumbel": ("rolljax", ["plain_jax.py", "--sampling", "gumbel"]),
+    "Tunix": ("tunix", ["tunix_sampler.py"]),
+    "TRL": ("trl", ["trl_generate.py"]),
+    "TRL static": ("trl", ["trl_generate.py", "--cache", "static"]),
+}
+"""Name: whose python it needs, and its script with flags."""
 
 
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     """Time one workload through `rolljax.sampler.client.Sampler`."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu" if args.cpu else "")
+    if args.cpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
     import jax
 
     from rolljax.model.decoder import DecoderConfig, Model
@@ -60,7 +70,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         prefill_chunk=args.prefill_chunk,
         steps_per_dispatch=args.steps_per_dispatch,
     )
-    mesh = MeshSpec().build(jax.devices()[:1])
+    mesh = MeshSpec().build(jax.devices()[: args.devices])
     params = make_publish(mesh, model)(weights)
     sampler = Sampler(Engine(model, cfg, mesh, BATCH_AXES), params, 0, longest_prompt=0)
     law = SamplingParams(1.0, work.max_new, (work.stop,) if work.stops else ())
@@ -94,7 +104,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
 
     before: list[Any] = []
     out = wl.measure(
-        f"rolljax ({jax.devices()[0].platform})", args, shape, work, counted, 0, ["jax", "flax"],
+        f"rolljax ({args.devices} {jax.devices()[0].platform})", args, shape, work, counted, 0, ["jax", "flax"],
         logps_off if args.dtype == "float32" else None,
     )  # fmt: skip
     done_s = out["seconds"][-1]
@@ -165,10 +175,11 @@ def roofline(model: Any, params: Any, work: wl.Workload, slots: int, did: dict[s
 
 def compare(args: argparse.Namespace) -> None:
     """Ours and the peers in turn, each in its own process; a table of ratios."""
-    pythons = dict(p.split("=") for p in args.python)
+    pythons = {"rolljax": sys.executable} | dict(p.split("=") for p in args.python)
     scripts = {"rolljax": [sys.executable, str(HERE / "sampler.py"), "--cpu"]}
-    scripts["plain"] = [sys.executable, str(HERE / "peers" / PEERS["plain"])]
-    scripts |= {n: [p, str(HERE / "peers" / PEERS[n])] for n, p in pythons.items()}
+    for name, (python, (script, *flags)) in PEERS.items():
+        if python in pythons:
+            scripts[name] = [pythons[python], str(HERE / "peers" / script), *flags]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
     results: dict[str, dict[str, list[dict]]] = {}
     for round_ in range(args.rounds):
@@ -176,10 +187,12 @@ def compare(args: argparse.Namespace) -> None:
             for name, command in scripts.items():
                 with tempfile.NamedTemporaryFile(suffix=".json") as file:
                     flags = ["--workload", workload, "--repeat", str(args.repeat), "--json", file.name]
-                    subprocess.run([*command, *flags], env=env, check=True, stdout=subprocess.DEVNULL)
+                    subprocess.run(
+                        [*command, *flags], env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                    )
                     out = json.loads(Path(file.name).read_text())
                 results.setdefault(workload, {}).setdefault(name, []).append(out)
-                print(f"round {round_} {workload:14} {name:8} {out['tokens_per_s']:8.0f} tokens/s", flush=True)
+                print(f"round {round_} {workload:14} {name:12} {out['tokens_per_s']:8.0f} tokens/s", flush=True)
     print(f"\n| workload | {' | '.join(scripts)} | {' | '.join(f'ours / {n}' for n in scripts if n != 'rolljax')} |")
     print("|---" * (2 * len(scripts)) + "|")
     table = {}
@@ -213,6 +226,7 @@ def main() -> None:
     p.add_argument("--prefill_chunk", type=int, default=512)
     p.add_argument("--steps_per_dispatch", type=int, default=16)
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    p.add_argument("--devices", type=int, default=1, help="devices that the slots are split over")
     p.add_argument("--cpu", action="store_true", help="use the CPU even where there is an accelerator")
     ours(p.parse_args())
 

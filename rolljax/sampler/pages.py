@@ -87,43 +87,40 @@ class PageCache:
         if self.rule == "off":
             return Found([], None, 0)
         size = self.page_size * TOKEN_BYTES
-        path: list[Node] = []
-        best, node, at = 0, self._root, 0
-        while True:
-            here = data[at : at + size]
-            room = min(limit * TOKEN_BYTES - at, len(here))
-            longest = self._longest(node, here, room)
-            best = at + longest if longest else best
-            child = node.children.get(here)
-            if child is None or len(here) < size:
+        data = data[: limit * TOKEN_BYTES]
+        path = [self._root]
+        while len(path) * size <= len(data):
+            child = path[-1].children.get(data[(len(path) - 1) * size : len(path) * size])
+            if child is None:
                 break
-            at += size
             path.append(child)
-            node = child
-            if at <= limit * TOKEN_BYTES and (self.rule == "any" or (at // TOKEN_BYTES) % self.chunk == 0):
-                best = max(best, at)
-        length = best // TOKEN_BYTES
-        whole = length // self.page_size
-        if length % self.page_size == 0:
-            return Found(path[:whole], None, length)
-        above = path[whole - 1] if whole else self._root
-        return Found(path[:whole], self._holder(above, data[whole * size : best]), length)
+        for depth in range(len(path) - 1, -1, -1):  # the deepest place where the rule allows to start
+            node, at = path[depth], depth * size
+            part = self._longest(node, data[at : at + size])
+            if part:
+                holder = node.ends.get(data[at : at + part]) or self._holder(node, data[at : at + part])
+                whole = part == size
+                nodes = [*path[1 : depth + 1], holder] if whole else path[1 : depth + 1]
+                return Found(nodes, None if whole else holder, (at + part) // TOKEN_BYTES)
+            if at and (self.rule == "any" or at // TOKEN_BYTES % self.chunk == 0):
+                return Found(path[1 : depth + 1], None, at // TOKEN_BYTES)
+        return Found([], None, 0)
 
-    def _longest(self, node: Node, here: bytes, room: int) -> int:
-        """Bytes of `here`, at most `room`, that stand at the start of a child."""
+    def _longest(self, node: Node, here: bytes) -> int:
+        """Bytes of `here` that stand at the start of a child and may be started from."""
         if self.rule == "turns":
-            lengths = range(room - room % TOKEN_BYTES, 0, -TOKEN_BYTES)
-            return next((n for n in lengths if here[:n] in node.ends), 0)
+            lengths = range(len(here), 0, -TOKEN_BYTES)
+            return next((n for n in lengths if here[:n] in node.ends), 0) if node.ends else 0
         best = 0
         for child in node.children.values():
-            n = min(room, len(child.data))
+            n = min(len(here), len(child.data))
             if n > best and child.data[:best] == here[:best]:
                 while best < n and child.data[best : best + TOKEN_BYTES] == here[best : best + TOKEN_BYTES]:
                     best += TOKEN_BYTES
         return best
 
     def _holder(self, node: Node, part: bytes) -> Node:
-        return node.ends.get(part) or next(c for c in node.children.values() if c.data.startswith(part))
+        return next(child for child in node.children.values() if child.data.startswith(part))
 
     def lock(self, nodes: Iterable[Node]) -> None:
         for node in nodes:

@@ -77,7 +77,7 @@ def reference():
     [
         {"slots": 1, "page_size": 4, "steps_per_dispatch": 16, "prefix_match": "any"},
         {"slots": 4, "prefill_chunk": 32},
-        {"slots": 64, "steps_per_dispatch": 3, "page_size": 4},
+        {"slots": 64, "steps_per_dispatch": 4, "page_size": 4},
         {"slots": 64, "steps_per_dispatch": 16},
         {"slots": 8, "steps_per_dispatch": 1, "order": "shuffled", "prefix_match": "off"},
         {"slots": 16, "order": "reversed"},
