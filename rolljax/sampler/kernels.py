@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from rolljax.errors import ConfigError
 from rolljax.model.attention import Attend
 from rolljax.model.decoder import DecoderConfig, Model
-from rolljax.sampler.kv import DensePath, Path
+from rolljax.sampler.kv import DensePath, Path, copy_pages
 
 LANES = 128
 """Width of a TPU's vectors: the last dimension of its arrays is padded to a multiple of this."""
@@ -124,17 +124,7 @@ class RaggedPath:
         return (cfg.num_layers * num_pages, self.page_size, 2 * cfg.num_kv_heads, -(-cfg.head_dim // LANES) * LANES)
 
     def copy_pages(self, pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-        """Copy pages `source [n]` to `target [n]` in every layer, one after the other; target -1: nothing."""
-        layers = self.cfg.num_layers
-        order = jnp.argsort(target < 0)  # those to copy come first
-
-        def one(i: jax.Array, pool: jax.Array) -> jax.Array:
-            # a gather and a scatter of all at once would make the TPU compiler copy the pool into another layout
-            page = jax.lax.dynamic_slice_in_dim(pool, source[order[i]], 1, axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(pool, page, target[order[i]], axis=1)
-
-        by_layer = pool.reshape(layers, -1, *pool.shape[1:])
-        return jax.lax.fori_loop(0, jnp.sum(target >= 0), one, by_layer).reshape(pool.shape)
+        return copy_pages(pool, self.cfg.num_layers, source, target)
 
     def open(
         self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int

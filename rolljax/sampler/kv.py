@@ -80,10 +80,7 @@ class DensePath:
         return (cfg.num_layers * num_pages, 2 * cfg.num_kv_heads, self.page_size, cfg.head_dim)
 
     def copy_pages(self, pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-        """Copy pages `source [n]` to `target [n]` in every layer; target -1: nothing."""
-        layers = jnp.arange(self.cfg.num_layers)[:, None] * self.num_pages
-        target = jnp.where(target >= 0, target + layers, pool.shape[0])
-        return pool.at[target].set(pool[jnp.maximum(source, 0) + layers], mode="drop")
+        return copy_pages(pool, self.cfg.num_layers, source, target)
 
     def open(
         self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
@@ -139,6 +136,21 @@ class DensePath:
         rows = jnp.where(holds, page + (jnp.arange(L) * self.num_pages)[:, None, None], pool.shape[0])
         offset = jnp.broadcast_to(at % P, rows.shape)
         return pool.at[rows, :, offset].set(new.transpose(0, 1, 3, 2, 4), mode="drop")
+
+
+def copy_pages(pool: jax.Array, num_layers: int, source: jax.Array, target: jax.Array) -> jax.Array:
+    """Copy pages `source [n]` to `target [n]` in every layer, one after the other; target -1: nothing.
+
+    All at once, by gather and scatter, is slower on CPU, and TPU compilers would copy the pool into another layout.
+    """
+    order = jnp.argsort(target < 0)  # those to copy come first
+
+    def one(i: jax.Array, pool: jax.Array) -> jax.Array:
+        page = jax.lax.dynamic_slice_in_dim(pool, source[order[i]], 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(pool, page, target[order[i]], axis=1)
+
+    by_layer = pool.reshape(num_layers, -1, *pool.shape[1:])
+    return jax.lax.fori_loop(0, jnp.sum(target >= 0), one, by_layer).reshape(pool.shape)
 
 
 def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
