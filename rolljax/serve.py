@@ -79,7 +79,9 @@ def main(argv: list[str] | None = None) -> int:
             from rolljax.sampler.client import Sampler
             from rolljax.sampler.server import Limits, Service
 
-            sampler = Sampler(engine, params, version, detokenize=served.text)
+            # where there are programs for many sizes, each is compiled when it is needed first
+            compiled = 0 if engine.path.sized else None
+            sampler = Sampler(engine, params, version, detokenize=served.text, longest_prompt=compiled)
             try:
                 limits = Limits(keys, args.max_concurrency, int(args.max_body_mib * 2**20))
                 run_server(Service(sampler, served, limits), listener, args.drain_s)

@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
-import gc
 import queue
 import threading
 import time
@@ -59,9 +58,6 @@ class Sampler:
         self._scheduler = Scheduler(engine, params, version, detokenize)
         if longest_prompt != 0:
             self._scheduler.warm_up(longest_prompt or engine.cfg.max_context, multi_turn)
-        # what is loaded and compiled by now stays: full collections need not look at it again (0.3 s each, measured)
-        gc.collect()
-        gc.freeze()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._closing = threading.Lock()
