@@ -459,12 +459,12 @@ class Scheduler:
                 )
                 self._place(request, prompt, pages, inserts)
                 requests.append(request)
-            if not prompt.members:
-                self._forget(prompt)
         for logits, inserts, requests in by_logits.values():
             truncate, top = _variants(requests)
             self._state, first = self.engine.insert(self._state, logits, inserts, truncate=truncate, top=top)
             self._fresh.append((requests, first))
+        for prompt in [p for p in self._ready if not p.members]:  # only now: the inserts copy from their last pages
+            self._forget(prompt)
 
     def _place(self, request: Request, prompt: Prompt, pages: list[int], inserts: Inserts) -> None:
         slot = self._free_slots[prompt.shard].pop()
