@@ -99,7 +99,7 @@ class Row(NamedTuple):
     segment_ids: np.ndarray
     branch_ids: np.ndarray
     prev: np.ndarray
-    weights: np.ndarray
+    scale: np.ndarray
     advantages: np.ndarray
     sampler_logp: np.ndarray
 
@@ -113,21 +113,22 @@ def log_probs(params, row, temperature=1.0):
     return jnp.take_along_axis(logits, row.tokens[..., None], axis=-1)[..., 0]
 
 
-def sft_loss(params, row, num_tokens):
-    return jnp.sum(-log_probs(params, row, SFT_TEMPERATURE) * row.weights) / num_tokens
+def sft_loss(params, row):
+    return jnp.sum(-log_probs(params, row, SFT_TEMPERATURE) * row.scale)
 
 
-def grpo_loss(params, row, num_tokens):
-    # where the weight is 0, sampler_logp is 0 and could make the ratio overflow: clean before, not after
-    logp = jnp.where(row.weights > 0, log_probs(params, row), 0.0)
+def grpo_loss(params, row):
+    # where the scale is 0, sampler_logp is 0 and could make the ratio overflow: clean before, not after
+    logp = jnp.where(row.scale > 0, log_probs(params, row), 0.0)
     ratio = jnp.exp(logp - row.sampler_logp)
     clipped = jnp.clip(ratio, 1 - CLIP_LOW, 1 + CLIP_HIGH)
     loss = -jnp.minimum(ratio * row.advantages, clipped * row.advantages)
-    return jnp.sum(loss * row.weights) / num_tokens
+    return jnp.sum(loss * row.scale)
 
 
 def make_update(loss_fn, tx):
-    """One optimizer update from all micro-batches; the denominator is the token count of the whole update."""
+    """One optimizer update from all micro-batches. A token's scale is its share of the whole update (here one over the
+    number of tokens in it), so that micro-batches simply add up."""
     grad_fn = jax.jit(jax.value_and_grad(loss_fn))
     add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
     step = jax.jit(lambda g, o, p: tx.update(g, o, p))
@@ -136,7 +137,7 @@ def make_update(loss_fn, tx):
         total, grads = 0.0, None
         for i in range(int(batch.num_micro)):
             row = Row(*(getattr(batch, name)[i] for name in Row._fields))
-            value, g = grad_fn(params, row, batch.num_tokens)
+            value, g = grad_fn(params, row)
             total, grads = total + float(value), g if grads is None else add(grads, g)
         changes, opt_state = step(grads, opt_state, params)
         return optax.apply_updates(params, changes), opt_state, total
@@ -161,9 +162,8 @@ def run(sft_steps: int, rl_steps: int) -> list[float]:
         for task in (next(stream) for _ in range(SFT_BATCH)):
             prompt, gold = chat.prompt_ids(env.reset(task)), chat.answer_ids(env.gold())
             groups.append([one_sample(prompt, gold, np.zeros(len(gold)), advantage=1.0)])
-        params, opt_state, loss = update(
-            params, opt_state, pack(groups, PackShape(SFT_BATCH, MICRO_ROWS, ROW_LEN), 1.0)
-        )
+        batch = pack(groups, PackShape(SFT_BATCH, MICRO_ROWS, ROW_LEN), SFT_TEMPERATURE).batch
+        params, opt_state, loss = update(params, opt_state, batch)
         losses.append(loss)
         print(f"sft {step + 1}  loss {loss:.4f}")
 
@@ -196,8 +196,8 @@ def run(sft_steps: int, rl_steps: int) -> list[float]:
             groups.append([one_sample(prompts[g], t, x, a) for (t, x), a in zip(members, advantage, strict=True)])
         step_losses = []
         for part in (groups[u::RL_UPDATES] for u in range(min(RL_UPDATES, len(groups)))):
-            shape = PackShape(RL_PROMPTS, MICRO_ROWS, ROW_LEN)
-            params, opt_state, loss = update(params, opt_state, pack(part, shape, 1.0))
+            batch = pack(part, PackShape(RL_PROMPTS, MICRO_ROWS, ROW_LEN), 1.0).batch
+            params, opt_state, loss = update(params, opt_state, batch)
             step_losses.append(loss)
         losses.append(float(np.mean(step_losses)) if step_losses else 0.0)
         print(f"rl {step + 1}  reward {np.mean(rewards):.3f}  loss {losses[-1]:.4f}")
@@ -205,10 +205,12 @@ def run(sft_steps: int, rl_steps: int) -> list[float]:
 
 
 def one_sample(prompt, answer, logp, advantage):
-    """Prompt and answer as one training sequence; only the answer has weight."""
-    sampled = np.concatenate([np.zeros(len(prompt)), np.ones(len(answer))]).astype(np.float32)
-    logp = np.concatenate([np.zeros(len(prompt)), logp]).astype(np.float32)
-    return Sample(np.concatenate([prompt, answer]), sampled, logp, (sampled * advantage).astype(np.float32))
+    """Prompt and answer as one training sequence. Columns say something about each token of the answer; all of them
+    count, and all have the answer's advantage."""
+    n = len(answer)
+    columns = {"mask": np.ones(n, bool), "sampler_logp": logp, "advantages": np.full(n, advantage)}
+    at = len(prompt) + np.arange(n)
+    return Sample(np.concatenate([prompt, answer]), at, turns=np.zeros(n, int), columns=columns)
 
 
 if __name__ == "__main__":

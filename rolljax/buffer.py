@@ -89,14 +89,14 @@ class Buffer:
     """The steps whose groups are in flight.
 
     Args:
-      start: makes the groups of one step: `(step, tasks) -> coroutine`.
+      start: makes groups of one step: `(step, tasks, number of the first) -> coroutine`.
     """
 
     def __init__(
         self,
         background: Background,
         stream: TaskStream,
-        start: Callable[[int, list[Task]], Coroutine[Any, Any, list[Group]]],
+        start: Callable[[int, list[Task], int], Coroutine[Any, Any, list[Group]]],
         *,
         prompts_per_step: int,
         staleness: int,
@@ -112,13 +112,19 @@ class Buffer:
             if s not in self._steps:
                 position = self._stream.state()
                 tasks = [next(self._stream) for _ in range(self._prompts)]
-                self._steps[s] = _Step(position, self._background.start(self._start(s, tasks)))
+                self._steps[s] = _Step(position, self._background.start(self._start(s, tasks, 0)))
 
     def collect(self, step: int, deadline_s: float) -> list[Group]:
         """The groups of `step`, once all of them are done."""
         groups = self._background.wait(self._steps[step].future, f"the groups of step {step + 1}", deadline_s)
         del self._steps[step]
         return groups
+
+    def more(self, step: int, num_groups: int, first: int, deadline_s: float) -> list[Group]:
+        """`num_groups` further groups for a step that was collected already, numbered from `first`."""
+        tasks = [next(self._stream) for _ in range(num_groups)]
+        future = self._background.start(self._start(step, tasks, first))
+        return self._background.wait(future, f"further groups of step {step + 1}", deadline_s)
 
     @property
     def num_waiting(self) -> int:

@@ -36,6 +36,8 @@ class Progress:
     phase_steps: dict[str, int] = dataclasses.field(default_factory=dict)
     phase_end: dict[str, str] = dataclasses.field(default_factory=dict)
     """Why each finished phase ended."""
+    memory: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What the phase's algorithm carries from step to step."""
     failed_steps: int = 0
     """Consecutive steps in which no trajectory survived."""
     finished: bool = False

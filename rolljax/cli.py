@@ -52,14 +52,15 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> 
 
 
 def find_config(name: str) -> str:
-    """A gin file as the user named it: a path, or the name of one that comes with rolljax (`quickstart`)."""
+    """A gin file as the user named it: a path, or the name of one that comes with rolljax (`quickstart`,
+    `algorithms/tis`)."""
     if os.path.exists(name):
         return name
-    bare = Path(name).name.removesuffix(".gin") + ".gin"
+    inside = Path(name.removeprefix("configs/").removesuffix(".gin") + ".gin")
     here = Path(__file__).parent
     for folder in (here / "configs", here.parent / "configs"):
-        if (folder / bare).is_file() and name in (bare, bare.removesuffix(".gin"), f"configs/{bare}"):
-            return str(folder / bare)
+        if not inside.is_absolute() and ".." not in inside.parts and (folder / inside).is_file():
+            return str(folder / inside)
     return name
 
 

@@ -27,7 +27,7 @@ import gin.config
 
 from rolljax import config_check as check
 from rolljax.config_source import Binding, Macro, Ref, Source, default, fields, is_config, leaves, map_leaves
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, RolljaxError
 
 T = TypeVar("T")
 ABSENT = "(absent)"
@@ -210,7 +210,7 @@ class _Build:
     def _construct(self, cls: type, values: dict[str, Any]) -> Any:
         try:
             return cls(**values)
-        except ConfigError:
+        except RolljaxError:
             raise
         except Exception as e:  # what a __post_init__ raises is about its settings
             where = self._asked_for(cls, "/".join(gin.current_scope()))

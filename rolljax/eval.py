@@ -83,7 +83,7 @@ def read_config(args: argparse.Namespace) -> Loaded[Recipe]:
 
 def read_params(plan: Plan, run: str | None) -> tuple[Params, int]:
     """Weights and policy version: a run's latest checkpoint, or the recipe's own start."""
-    from rolljax.loop import Learner
+    from rolljax.loop import make_learner
     from rolljax.rooms import start_params
     from rolljax.runfolder import RunFolder
 
@@ -93,7 +93,8 @@ def read_params(plan: Plan, run: str | None) -> tuple[Params, int]:
     progress = checkpoints.progress()
     if progress is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
-    state = Learner(plan, plan.recipe.phases[progress.phase]).restore(checkpoints)
+    learner = make_learner(plan, progress.phase, {})
+    state = checkpoints.state(learner.abstract(), learner.shardings)
     checkpoints.close()
     return state.params, progress.version
 

@@ -4,7 +4,8 @@
 |---------|--------------------------|----------------------|------------------------|--------------------------|
 | fill    | the task stream          | groups in flight     | nothing                |                          |
 | collect | groups of this step      | trajectories         | the slowest trajectory | sampler and environments |
-| credit  | rewards                  | advantages, drops    | nothing                |                          |
+| read    | trajectories, TrainState | what credit asks for | the device             | nothing                  |
+| credit  | Episodes                 | advantages, drops    | nothing                |                          |
 | pack    | trajectories, advantages | TokenBatch x updates | nothing                |                          |
 | update  | TokenBatch, TrainState   | TrainState, stats    | the device             | the previous update      |
 | gate    | stats                    | a stop, or nothing   | stats on the host      | the update               |
@@ -24,23 +25,23 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import jax
 import numpy as np
 
+from rolljax import frozen
 from rolljax.buffer import Buffer, Stopped
 from rolljax.checkpoint import Checkpoints, Progress
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import EnvError, TrainerError
-from rolljax.metrics import NAMES
+from rolljax.model.decoder import Params
 from rolljax.progress import Console
 from rolljax.recipe import Phase
 from rolljax.rooms import Plan, Rooms, mean_reward, start_params
 from rolljax.runfolder import RunFolder
 from rolljax.sampler.client import SamplerStats
-from rolljax.trainer.algorithms.base import Algorithm
-from rolljax.trainer.batch import Sample, TokenBatch, pack
-from rolljax.trainer.state import TrainState
-from rolljax.trainer.update import init_state, make_update, state_shardings
+from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.learner import Learner, NotFinite, Step
+from rolljax.trainer.state import Learned, TrainState
+from rolljax.trainer.update import Frozen
 from rolljax.types import Group, Task, Trajectory
 
 MAX_FAILED_STEPS = 3
@@ -66,30 +67,47 @@ class Clock:
         return time.perf_counter() - self._start
 
 
-@dataclasses.dataclass(eq=False)
-class Learner:
-    """The trainer's programs for one phase."""
+def make_learner(plan: Plan, index: int, frozen: Frozen) -> Learner:
+    """The trainer of one phase."""
+    recipe, phase = plan.recipe, plan.recipe.phases[index]
+    return Learner(
+        plan.mesh,
+        plan.model,
+        phase.algorithm,
+        phase.optimizer,
+        phase.pack_shape(recipe.sampler.max_context, recipe.max_answer_tok, recipe.env.max_turns),
+        steps=phase.steps,
+        groups_per_step=phase.prompts_per_step,
+        updates_per_step=phase.updates_per_step,
+        epochs=phase.epochs,
+        temperature=phase.temperature,
+        limit_tok=recipe.max_answer_tok,
+        seed=recipe.seed,
+        frozen=frozen,
+    )
 
-    plan: Plan
-    phase: Phase
 
-    def __post_init__(self) -> None:
-        recipe, phase = self.plan.recipe, self.phase
-        num_updates = phase.steps * phase.updates_per_step
-        self.tx = phase.optimizer.build(num_updates)
-        self.shape = phase.pack_shape(recipe.sampler.max_context, recipe.max_answer_tok, recipe.env.max_turns)
-        self.update = make_update(
-            self.plan.mesh, self.plan.model, phase.algorithm, self.tx, phase.optimizer.rate(num_updates)
-        )
+def open_phase(
+    plan: Plan, folder: RunFolder, progress: Progress, params: Params, previous: Learned | None = None
+) -> tuple[Learner, TrainState]:
+    """The learner and the fresh state of the phase that begins now."""
+    phase = plan.recipe.phases[progress.phase]
+    sources = phase.algorithm.needs().frozen
+    policies = frozen.load(plan, sources, folder.phase_start(phase.name), params, starts=True)
+    learner = make_learner(plan, progress.phase, policies)
+    return learner, learner.init(params, previous)
 
-    def init(self, params) -> TrainState:
-        return init_state(self.plan.mesh, self.plan.model, self.tx, params)
 
-    def restore(self, checkpoints: Checkpoints) -> TrainState:
-        params = self.plan.model.abstract()
-        count = jax.ShapeDtypeStruct((), np.int32)
-        abstract = TrainState(params, jax.eval_shape(self.tx.init, params), count)  # type: ignore[arg-type]
-        return checkpoints.state(abstract, state_shardings(self.plan.mesh, self.plan.model, self.tx))
+def reopen_phase(
+    plan: Plan, folder: RunFolder, progress: Progress, checkpoints: Checkpoints
+) -> tuple[Learner, TrainState]:
+    """The learner and the saved state of the phase that goes on."""
+    phase = plan.recipe.phases[progress.phase]
+    empty = make_learner(plan, progress.phase, {})
+    state = checkpoints.state(empty.abstract(), empty.shardings)
+    sources = phase.algorithm.needs().frozen
+    policies = frozen.load(plan, sources, folder.phase_start(phase.name), state.params, starts=False)
+    return dataclasses.replace(empty, frozen=policies), state
 
 
 def train(
@@ -104,9 +122,13 @@ def train(
     """
     recipe, checkpoints = plan.recipe, folder.checkpoints()
     progress = checkpoints.progress()
-    learner = Learner(plan, recipe.phases[progress.phase if progress else 0])
-    state = learner.restore(checkpoints) if progress else learner.init(start_params(plan))
-    progress = progress or Progress()
+    if progress:
+        learner, state = reopen_phase(plan, folder, progress, checkpoints)
+    else:
+        progress = Progress()
+        learner, state = open_phase(plan, folder, progress, start_params(plan))
+    for text in recipe.warnings():
+        console.say(f"warning: {text}")
     folder.forget_after(progress.total_steps)
     stream = TaskStream(recipe.env, recipe.seed, recipe.evaluation.held_out_frac)
     if progress.stream_position:
@@ -118,7 +140,7 @@ def train(
                 evaluate(rooms, progress, "start")
                 checkpoints.save(state, progress)
             while not progress.finished:
-                phase = learner.phase
+                phase = recipe.phases[progress.phase]
                 console.start_phase(phase.name, phase.steps, progress.step)
                 for after_step in steps(learner, state, progress, stream, rooms, folder, console):
                     state = after_step
@@ -132,9 +154,8 @@ def train(
                     evaluate(rooms, progress, phase.name)
                 progress.finished = progress.phase + 1 == len(recipe.phases)
                 if not progress.finished:
-                    progress.phase, progress.step = progress.phase + 1, 0
-                    learner = Learner(plan, recipe.phases[progress.phase])
-                    state = learner.init(state.params)
+                    progress.phase, progress.step, progress.memory = progress.phase + 1, 0, {}
+                    learner, state = open_phase(plan, folder, progress, state.params, state.critics)
                 checkpoints.save(state, progress)
                 console.end_phase()
                 console.say(border_line(phase.name, progress))
@@ -157,14 +178,17 @@ def steps(
     console: Console,
 ) -> Iterator[TrainState]:
     """The steps of one phase. Each state that is yielded agrees with `progress`, so it can be saved as it is."""
-    phase, recipe = learner.phase, rooms.recipe
+    recipe = rooms.recipe
+    phase = recipe.phases[progress.phase]
     sampled = phase.algorithm.source == "sampler"
-    rollouts = rooms.rollouts(rooms.policy(phase.temperature) if sampled else rooms.gold())
+    rollouts = rooms.rollouts(rooms.actor(phase))
     stream_id = progress.phase
 
-    async def start(step: int, tasks: list[Task]) -> list[Group]:
-        size = phase.group_size
-        groups = [rollouts.group(t, stream=stream_id, step=step, index=i, group_size=size) for i, t in enumerate(tasks)]
+    async def start(step: int, tasks: list[Task], first: int) -> list[Group]:
+        groups = [
+            rollouts.group(t, stream=stream_id, step=step, index=first + i, group_size=phase.group_size)
+            for i, t in enumerate(tasks)
+        ]
         return list(await asyncio.gather(*groups))
 
     buffer = Buffer(
@@ -180,16 +204,18 @@ def steps(
             clock, before = Clock(), rooms.sampler.stats
             buffer.fill(progress.step)
             with clock.part("rollout"):
-                groups = buffer.collect(progress.step, recipe.wait_s)
-            with clock.part("pack"):
-                kept, row = credit(phase.algorithm, groups)
-                batches = [
-                    pack(kept[u :: phase.updates_per_step], learner.shape, phase.temperature)
-                    for u in range(min(phase.updates_per_step, len(kept)))
-                ]
+                groups = collect(buffer, learner, phase, progress.step, recipe.wait_s)
             with clock.part("update"):
-                state, stats = update(learner, state, batches, folder, progress.total_steps + 1)
-            row |= stats | describe(groups, batches, progress.version)
+                whole = surviving(groups)
+                result = update(learner, state, whole, folder, progress)
+            state, progress.memory = result.state, dict(result.memory)
+            row = result.row | describe(groups, progress.version)
+            row |= {
+                "groups/started_n": len(groups),
+                "groups/trained_n": result.num_trained,
+                "groups/dropped_failed_n": len(groups) - len(whole),
+                "groups/dropped_credit_n": len(whole) - result.num_trained,
+            }
             if sampled:
                 row |= sampler_work(before, rooms.sampler.stats)
             progress.step, progress.total_steps, progress.version = (
@@ -215,82 +241,63 @@ def steps(
             with clock.part("save"):
                 if progress.total_steps % recipe.rollouts_every == 0:
                     folder.write_rollouts(progress.total_steps, (t for g in groups for t in g.trajectories))
-            report(row | clock.row, clock, phase, progress, folder, console)
+            report(row | clock.row, clock, phase, len(groups), progress, folder, console)
             yield state
     finally:
         buffer.cancel()
 
 
-def credit(algorithm: Algorithm, groups: Sequence[Group]) -> tuple[list[list[Sample]], Row]:
-    """Advantages of every group that teaches something, and what was dropped and why.
+def collect(buffer: Buffer, learner: Learner, phase: Phase, step: int, deadline_s: float) -> list[Group]:
+    """The groups of a step; with refills, until enough of them teach something."""
+    groups = buffer.collect(step, deadline_s)
+    for _ in range(learner.algorithm.refills):
+        whole = surviving(groups)
+        episodes = Episodes.of(whole, limit_tok=learner.limit_tok, step=step)
+        useful = len(np.unique(episodes.groups[learner.algorithm.teaches(episodes)]))
+        if useful >= phase.prompts_per_step:
+            break
+        groups += buffer.more(step, phase.prompts_per_step - useful, len(groups), deadline_s)
+    return groups
+
+
+def surviving(groups: Sequence[Group]) -> list[list[Trajectory]]:
+    """Trajectories by group, without those that failed, and without groups in which too few are left.
 
     Failed trajectories take no part: a failure of the infrastructure is not a wrong answer.
     """
     alive = [[t for t in g.trajectories if t.status != "failed" and t.turns] for g in groups]
-    whole = [a for a, g in zip(alive, groups, strict=True) if len(a) >= min(2, len(g.trajectories))]
-    advantages = algorithm.advantages([np.array([t.reward for t in a], np.float32) for a in whole])
-    kept = [
-        [Sample.of(t, float(x)) for t, x in zip(trajectories, values, strict=True)]
-        for trajectories, values in zip(whole, advantages, strict=True)
-        if values is not None
-    ]
-    return kept, {
-        "groups/started_n": len(groups),
-        "groups/trained_n": len(kept),
-        "groups/dropped_failed_n": len(groups) - len(whole),
-        "groups/dropped_degenerate_n": len(whole) - len(kept),
-    }
+    return [a for a, g in zip(alive, groups, strict=True) if len(a) >= min(2, len(g.trajectories))]
 
 
 def update(
-    learner: Learner, state: TrainState, batches: Sequence[TokenBatch], folder: RunFolder, step: int
-) -> tuple[TrainState, Row]:
+    learner: Learner, state: TrainState, groups: Sequence[Sequence[Trajectory]], folder: RunFolder, progress: Progress
+) -> Step:
     """All updates of a step, and the gate: a step that is not finite ends the run here."""
-    all_stats: list[Row] = []
-    for batch in batches:
-        state, stats = learner.update(state, batch)
-        all_stats.append({k: float(v) for k, v in jax.device_get(stats).items()})
-        if not all_stats[-1].pop("optim/finite"):
-            path = folder.write_crash(f"step_{step}", {n: getattr(batch, n) for n in TokenBatch.ARRAYS})
-            raise TrainerError(
-                f"step {step}: loss {all_stats[-1]['loss/total']}, gradient norm {all_stats[-1]['optim/grad_norm']}; "
-                f"nothing of this step was published or saved; the batch is in {path}"
-            )
-    row: Row = {"optim/updates_n": len(batches)}
-    reduce: dict[str, Callable[[list[float]], float]] = {
-        "mean": lambda v: float(np.mean(v)),
-        "max": max,
-        "first": lambda v: v[0],
-        "last": lambda v: v[-1],
-    }
-    for name in all_stats[0] if all_stats else ():
-        row[name] = reduce[NAMES[name].reduction]([s[name] for s in all_stats])
-    return state, row
+    try:
+        return learner.step(state, groups, progress.memory, progress.step)
+    except NotFinite as e:
+        arrays = {name: np.asarray(array) for name, array in e.batch.arrays().items()}
+        path = folder.write_crash(f"step_{progress.total_steps + 1}", arrays)
+        raise TrainerError(f"{e}; nothing of this step was published or saved; the batch is in {path}") from e
 
 
-def describe(groups: Sequence[Group], batches: Sequence[TokenBatch], version: int) -> Row:
-    """Statistics of a step's trajectories and batches."""
+def describe(groups: Sequence[Group], version: int) -> Row:
+    """Statistics of a step's trajectories."""
     trajectories = [t for g in groups for t in g.trajectories]
     alive = [t for t in trajectories if t.status != "failed"]
     rewards = np.array([t.reward for t in alive]) if alive else np.zeros(1)
     ages = [version - turn.versions for t in alive for turn in t.turns if (turn.versions >= 0).all()]
     age = np.concatenate(ages) if ages else np.zeros(1)
-    filled = sum(int((b.segment_ids > 0).sum()) for b in batches)
-    computed = sum(int(b.num_micro) * b.tokens.shape[1] * b.tokens.shape[2] for b in batches)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/success_frac": _mean(t.success for t in alive),
-        "reward/zero_std_frac": _mean(np.ptp(g.rewards) == 0 for g in groups),
         "rollout/len_tok": _mean(t.num_sampled_tok for t in alive),
         "rollout/turns_n": _mean(len(t.turns) for t in alive),
         "rollout/trunc_frac": _mean(t.status == "truncated" for t in trajectories),
         "rollout/fail_frac": _mean(t.status == "failed" for t in trajectories),
         "stale/mean_ver": float(age.mean()),
         "stale/max_ver": float(age.max()),
-        "train/tokens_n": filled,
-        "train/trained_tok_n": sum(float(b.num_tokens) for b in batches),
-        "train/pack_frac": filled / max(computed, 1),
     }
 
 
@@ -321,12 +328,14 @@ def check_alive(groups: Sequence[Group], progress: Progress) -> None:
         )
 
 
-def report(row: Row, clock: Clock, phase: Phase, progress: Progress, folder: RunFolder, console: Console) -> None:
+def report(
+    row: Row, clock: Clock, phase: Phase, num_groups: int, progress: Progress, folder: RunFolder, console: Console
+) -> None:
     """Write the step's row and show it."""
     seconds = clock.total()
     row["time/step_s"] = seconds
     if phase.algorithm.source == "sampler":
-        sampled = row["rollout/len_tok"] * phase.prompts_per_step * phase.group_size
+        sampled = row["rollout/len_tok"] * num_groups * phase.group_size
         row["tput/sample_tok_s"] = sampled / max(row["time/rollout_s"], 1e-9)
     row["tput/train_tok_s"] = row["train/tokens_n"] / max(row["time/update_s"], 1e-9)
     progress.phase_wall_s[phase.name] = progress.phase_wall_s.get(phase.name, 0.0) + seconds

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 Reduction = Literal["mean", "sum", "max", "first", "last"]
@@ -29,7 +29,8 @@ NAMES: Mapping[str, Metric] = {
     "reward/mean": Metric("reward", "mean", -INF, INF, "reward per trajectory"),
     "reward/std": Metric("reward", "last", 0, INF, "standard deviation of reward over trajectories"),
     "reward/success_frac": Metric("share", "mean", 0, 1, "trajectories that solved their task"),
-    "reward/zero_std_frac": Metric("share", "mean", 0, 1, "groups whose rewards are all equal: nothing to compare"),
+    "reward/zero_std_frac": Metric("share", "mean", 0, 1, "trajectories in groups whose rewards are all equal"),
+    "reward/all_high_frac": Metric("share", "mean", 0, 1, "of these: all at the step's highest reward"),
     "heldout/reward_mean": Metric("reward", "mean", -INF, INF, "reward on held-out tasks, when they were evaluated"),
     "rollout/len_tok": Metric("tokens", "mean", 0, INF, "sampled (or gold) tokens per trajectory"),
     "rollout/turns_n": Metric("turns", "mean", 0, INF, "turns per trajectory"),
@@ -37,14 +38,19 @@ NAMES: Mapping[str, Metric] = {
     "rollout/fail_frac": Metric("share", "mean", 0, 1, "trajectories lost to a failure; left out of credit"),
     "groups/started_n": Metric("groups", "sum", 0, INF, "groups drawn for this step = trained + dropped"),
     "groups/trained_n": Metric("groups", "sum", 0, INF, "groups that took part in an update"),
-    "groups/dropped_degenerate_n": Metric("groups", "sum", 0, INF, "groups dropped: all rewards equal"),
+    "groups/dropped_credit_n": Metric("groups", "sum", 0, INF, "groups dropped by credit: nothing to learn from them"),
     "groups/dropped_failed_n": Metric("groups", "sum", 0, INF, "groups dropped: too few trajectories survived"),
     "groups/waiting_n": Metric("groups", "last", 0, INF, "groups in flight for later steps"),
-    "loss/total": Metric("loss", "mean", -INF, INF, "the loss that was differentiated, token mean"),
+    "loss/policy": Metric("loss", "mean", -INF, INF, "of it, per token: the surrogate, before KL and entropy terms"),
+    "loss/total": Metric("loss", "mean", -INF, INF, "the loss that was differentiated"),
     "policy/entropy_nat": Metric("nats", "mean", 0, INF, "entropy of the next-token distribution on trained tokens"),
     "policy/clip_low_frac": Metric("share", "mean", 0, 1, "tokens of negative advantage clipped from below"),
     "policy/clip_high_frac": Metric("share", "mean", 0, 1, "tokens of positive advantage clipped from above"),
-    "policy/ratio_max": Metric("ratio", "max", 0, INF, "largest ratio of trainer to sampler probability"),
+    "policy/ratio_mean": Metric("ratio", "mean", 0, INF, "ratio of the policy to its anchor, token mean"),
+    "policy/ess_frac": Metric(
+        "share", "mean", 0, 1.001, "effective sample size of the ratios, as a share of the tokens"
+    ),
+    "policy/ratio_max": Metric("ratio", "max", 0, INF, "largest ratio of the policy to its anchor"),
     "mismatch/k3_nat": Metric(
         "nats", "first", -1e-6, INF, "KL(sampler || trainer), k3 estimate, before the first update"
     ),
@@ -54,14 +60,55 @@ NAMES: Mapping[str, Metric] = {
     "mismatch/abs_max_nat": Metric(
         "nats", "first", 0, INF, "largest |sampler_logp - trainer_logp|, before the first update"
     ),
+    "mismatch/segment_abs_nat": Metric(
+        "nats", "first", 0, INF, "the same gap averaged over a turn first: mean |mean of d|"
+    ),
+    "mismatch/geometric_abs_nat": Metric("nats", "first", 0, INF, "averaged over a trajectory first"),
+    "mismatch/sequence_abs_nat": Metric("nats", "first", 0, INF, "summed over a trajectory: mean |sum of d|"),
+    "mismatch/sequence_max_nat": Metric("nats", "first", 0, INF, "the largest of these sums"),
+    "mismatch/filtered_frac": Metric("share", "mean", 0, 1, "tokens that a mismatch filter left out"),
+    "kl/ref_nat": Metric("nats", "mean", -INF, INF, "KL to the reference as the loss sees it"),
+    "kl/ref_k1_nat": Metric("nats", "mean", -INF, INF, "KL to the reference, k1 estimate, before the first update"),
+    "kl/coef": Metric("ratio", "last", 0, INF, "coefficient of the KL term or penalty"),
+    "credit/adv_mean": Metric("reward", "mean", -INF, INF, "advantage per trained token"),
+    "credit/adv_std": Metric("reward", "mean", 0, INF, "standard deviation of advantages over trained tokens"),
+    "credit/adv_abs_max": Metric("reward", "max", 0, INF, "largest advantage, either sign"),
+    "credit/masked_frac": Metric("share", "mean", 0, 1, "sampled tokens that credit left out, by group or by token"),
+    "credit/segment_frac": Metric("share", "mean", 0, 1, "tokens in segments that agree with the outcome"),
+    "critic/loss": Metric("loss", "mean", 0, INF, "value loss, mean over critics"),
+    "critic/abs_error": Metric("reward", "mean", 0, INF, "|value - return| per token"),
+    "critic/explained_var": Metric(
+        "share", "mean", -INF, 1, "variance of returns that values explain, before the update"
+    ),
+    "critic/value_mean": Metric("reward", "mean", -INF, INF, "value per token"),
+    "critic/return_mean": Metric("reward", "mean", -INF, INF, "return per token"),
+    "critic/spread": Metric("reward", "mean", 0, INF, "standard deviation over critics, token mean"),
+    "critic/spread_error_corr": Metric(
+        "ratio", "mean", -1.001, 1.001, "correlation of that spread with |value - return|"
+    ),
+    "critic/grad_norm": Metric("norm", "mean", 0, INF, "gradient norm of the critics before clipping, mean"),
+    "preference/accuracy_frac": Metric("share", "mean", 0, 1, "pairs in the right order, token mean"),
+    "preference/margin_nat": Metric(
+        "nats", "mean", -INF, INF, "implicit reward of the chosen over the rejected answer"
+    ),
+    "preference/chosen_nll_nat": Metric("nats", "mean", 0, INF, "mean cross-entropy of the chosen answer's tokens"),
+    "distill/divergence_nat": Metric("nats", "mean", -1e-4, INF, "divergence from the teacher per token"),
+    "distill/ce_nat": Metric("nats", "mean", 0, INF, "cross-entropy of the gold tokens"),
     "optim/grad_norm": Metric("norm", "mean", 0, INF, "gradient norm before clipping"),
+    "optim/grad_norm_embed": Metric("norm", "mean", 0, INF, "of it: the embedding"),
+    "optim/grad_norm_attention": Metric("norm", "mean", 0, INF, "of it: attention projections"),
+    "optim/grad_norm_ffn": Metric("norm", "mean", 0, INF, "of it: feed-forward matrices"),
+    "optim/grad_norm_norm": Metric("norm", "mean", 0, INF, "of it: norm scales"),
+    "optim/grad_norm_head": Metric("norm", "mean", 0, INF, "of it: the output matrix, where it is not the embedding"),
     "optim/update_norm": Metric("norm", "mean", 0, INF, "norm of the parameter change"),
     "optim/lr": Metric("rate", "last", 0, INF, "learning rate of the last update"),
+    "optim/skipped_n": Metric("updates", "sum", 0, INF, "updates without a token to train on: nothing was changed"),
     "optim/updates_n": Metric("updates", "sum", 0, INF, "optimizer updates of this step"),
     "stale/mean_ver": Metric("versions", "mean", 0, INF, "policy versions between sampling a token and training on it"),
     "stale/max_ver": Metric("versions", "max", 0, INF, "the oldest token's age"),
     "train/tokens_n": Metric("tokens", "sum", 0, INF, "tokens in the packed rows, shared prompts counted once"),
-    "train/trained_tok_n": Metric("tokens", "sum", 0, INF, "tokens with a loss weight"),
+    "train/trained_tok_n": Metric("tokens", "sum", 0, INF, "tokens with a loss"),
+    "train/sequences_n": Metric("trajectories", "sum", 0, INF, "trajectories with a token that has a loss"),
     "train/pack_frac": Metric("share", "mean", 0, 1, "filled part of the rows that were computed"),
     "time/rollout_s": Metric("s", "sum", 0, INF, "waiting for this step's groups"),
     "time/pack_s": Metric("s", "sum", 0, INF, "credit and packing"),
@@ -85,6 +132,21 @@ NAMES: Mapping[str, Metric] = {
     "tput/sample_tok_s": Metric("tokens/s", "last", 0, INF, "sampled tokens per second of rollout"),
     "tput/train_tok_s": Metric("tokens/s", "last", 0, INF, "packed tokens per second of update"),
 }
+
+
+def reduce_parts(name: str, values: Sequence[float]) -> float:
+    """One number of a metric's values in the parts of a step, by its reduction."""
+    match NAMES[name].reduction:
+        case "mean":
+            return sum(values) / len(values)
+        case "sum":
+            return sum(values)
+        case "max":
+            return max(values)
+        case "first":
+            return values[0]
+        case "last":
+            return values[-1]
 
 
 def check_row(row: Mapping[str, float]) -> list[str]:

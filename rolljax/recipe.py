@@ -9,10 +9,11 @@ from rolljax.envs.pool import PoolConfig
 from rolljax.errors import ConfigError
 from rolljax.model.decoder import DecoderConfig, Dtype, Remat
 from rolljax.sampler.engine import SamplerConfig
-from rolljax.trainer.algorithms.base import Algorithm
+from rolljax.trainer.algorithms.base import Algorithm, Setup
 from rolljax.trainer.batch import PackShape, num_rows_bound
+from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import MeshSpec
-from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.optimizer import AdamW, Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Phase:
 
     name: shown in progress and metrics. steps: steps of this phase.
     prompts_per_step x group_size: trajectories of a step. updates_per_step: optimizer updates that share them out.
-    temperature: of sampling, and of the trainer's log-probs.
+    epochs: how many times each is gone through.
+    temperature: of sampling, and of the trainer's log-probs. top_k, top_p, min_p: tokens cut from the sampled law.
     staleness: how many steps ahead of the trainer groups may be started (0: every token is on-policy).
     row_len, micro_rows: packed rows of a micro-batch; `row_len` must hold one whole trajectory.
     eval_every: evaluate on held-out tasks every so many steps (0: only at the end of the phase).
@@ -34,19 +36,23 @@ class Phase:
     prompts_per_step: int = 32
     group_size: int = 1
     updates_per_step: int = 1
+    epochs: int = 1
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     staleness: int = 0
-    optimizer: AdamW = AdamW()
+    optimizer: Optimizer = AdamW()
     row_len: int = 512
     micro_rows: int = 8
     eval_every: int = 0
     stop_at_reward: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "prompts_per_step", "group_size", "updates_per_step", "row_len", "micro_rows"):
+        for name in ("steps", "prompts_per_step", "group_size", "updates_per_step", "epochs", "row_len", "micro_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", setting=f"Phase.{name}", value=getattr(self, name))
-        for name in ("staleness", "eval_every"):
+        for name in ("staleness", "eval_every", "top_k"):
             if getattr(self, name) < 0:
                 raise ConfigError("must not be negative", setting=f"Phase.{name}", value=getattr(self, name))
         if self.temperature <= 0:
@@ -70,20 +76,50 @@ class Phase:
                 value=self.stop_at_reward,
                 remedy="set Phase.eval_every",
             )
-        if self.staleness and self.algorithm.source == "gold":
+        if not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
+            name = "min_p" if 0 < self.top_p <= 1 else "top_p"
+            raise ConfigError("is not a probability", setting=f"Phase.{name}", value=getattr(self, name))
+        if self.staleness and self.algorithm.source != "sampler":
             raise ConfigError(
                 f"can have no effect: {type(self.algorithm).__name__} learns from gold answers, which do not age",
                 setting="Phase.staleness",
                 value=self.staleness,
                 remedy="set it to 0",
             )
-        self.algorithm.check(group_size=self.group_size, on_policy=self.updates_per_step == 1 and not self.staleness)
+        if self.epochs > 1 and not self.algorithm.trains_policy:
+            raise ConfigError(
+                f"can have no effect: {type(self.algorithm).__name__} does not train the policy",
+                setting="Phase.epochs",
+                value=self.epochs,
+                remedy="set Critic.epochs",
+            )
+
+    def setup(self, max_turns: int, *, first: bool = False) -> Setup:
+        """What the algorithm is combined with; `first`: the phase is the run's first."""
+        return Setup(
+            group_size=self.group_size,
+            updates=self.updates_per_step * self.epochs,
+            staleness=self.staleness,
+            max_turns=max_turns,
+            truncated_law=self.top_k > 0 or self.top_p < 1 or self.min_p > 0,
+            first_phase=first,
+        )
 
     def pack_shape(self, max_context: int, max_answer_tok: int, max_turns: int) -> PackShape:
         """Fixed shape of this phase's batches: room for the worst case, whatever the lengths turn out to be."""
         response = max_answer_tok if max_turns == 1 else max_context - 1
         groups = self.prompts_per_step // self.updates_per_step
-        rows = num_rows_bound(groups, self.group_size, max_context - response, response, self.row_len)
+        whole = self.algorithm.whole_groups
+        size = 2 if whole else self.group_size
+        prompt = max_context - response
+        if whole and prompt + size * response > self.row_len:
+            raise ConfigError(
+                f"is too short for pairs, which must stand in one row: up to {prompt + size * response} tokens",
+                setting="Phase.row_len",
+                value=self.row_len,
+                remedy=f"set it to {prompt + size * response} or more",
+            )
+        rows = num_rows_bound(groups, size, prompt, response, self.row_len, whole=whole)
         return PackShape(-(-rows // self.micro_rows), self.micro_rows, self.row_len)
 
 
@@ -166,6 +202,20 @@ class Recipe:
                     remedy=f"set it to {self.sampler.max_context} or more",
                 )
 
+        self.warnings()
+        for before, phase in zip((None, *self.phases), self.phases, strict=False):
+            phase.pack_shape(self.sampler.max_context, self.max_answer_tok, self.env.max_turns)
+            _check_overlong(phase.algorithm, self.max_answer_tok)
+            _check_previous(before.algorithm.needs().critics if before else None, phase.algorithm.needs().critics)
+
+    def warnings(self) -> list[str]:
+        """What is legitimate but may not be meant; raises `ConfigError` for what cannot work."""
+        return [
+            f"phase {p.name}: {text}"
+            for i, p in enumerate(self.phases)
+            for text in p.algorithm.check(p.setup(self.env.max_turns, first=i == 0))
+        ]
+
     def check_mesh(self, num_batch_shards: int) -> None:
         """What only shows on a mesh: rows must divide over the batch shards."""
         for phase in self.phases:
@@ -176,6 +226,44 @@ class Recipe:
                     value=phase.micro_rows,
                     remedy=f"choose a multiple of {num_batch_shards}",
                 )
+
+
+def _check_overlong(algorithm: Algorithm, max_answer_tok: int) -> None:
+    cache = getattr(algorithm, "overlong_cache", 0)
+    if cache > max_answer_tok:
+        raise ConfigError(
+            f"is more than an answer can be long (Recipe.max_answer_tok = {max_answer_tok})",
+            setting=f"{type(algorithm).__name__}.overlong_cache",
+            value=cache,
+            remedy=f"at most {max_answer_tok}; a fifth of it is usual",
+        )
+
+
+def _check_previous(before: Critic | None, critic: Critic | None) -> None:
+    """Critics that are taken over from the phase before must be there, as many, and of the shape that is expected."""
+    if critic is None or critic.model != "previous":
+        return
+    if before is None:
+        raise ConfigError(
+            "names the critics of the phase before, which has none",
+            setting="Critic.model",
+            value="previous",
+            remedy="put a RewardModel or Ppo phase before it, or give a shape or None",
+        )
+    if isinstance(before.model, DecoderConfig):
+        raise ConfigError(
+            "names the critics of the phase before, which have a shape of their own; only the policy's is taken over",
+            setting="Critic.model",
+            value="previous",
+            remedy="leave out the shape in the phase before, or give it here too and start anew",
+        )
+    if before.num != critic.num:
+        raise ConfigError(
+            f"is not the number of critics that the phase before leaves ({before.num})",
+            setting="Critic.num",
+            value=critic.num,
+            remedy=f"set it to {before.num}",
+        )
 
 
 RESUMABLE = ("save_every", "rollouts_every", "wait_s", "pool.")

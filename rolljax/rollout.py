@@ -16,7 +16,7 @@ import numpy as np
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.pool import EnvPool
-from rolljax.errors import EnvError, RolljaxError
+from rolljax.errors import DataError, EnvError, RolljaxError
 from rolljax.model.tokenizer import Chat
 from rolljax.sampler.client import Sampler
 from rolljax.types import Completion, Group, Key, Message, Sampled, SamplingParams, Status, Task, Trajectory, Turn
@@ -45,13 +45,25 @@ class SamplerPolicy:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GoldPolicy:
-    """The environment's own gold answers, as tokens; their log-probs are 0 and their version is -1."""
+    """The environment's own answers, as tokens; their log-probs are 0 and their version is -1.
+
+    max_answer_tok: a longer answer is an error, and its trajectory lost. pairs: every second sibling gives the rejected
+    answer instead of the gold one.
+    """
 
     pool: EnvPool
     chat: Chat
+    max_answer_tok: int
+    pairs: bool = False
 
     async def act(self, prompt_ids: np.ndarray, env: Env, key: Key, turn: int) -> Completion:
-        tokens = self.chat.answer_ids(await self.pool.call(env.gold, "gold answer"))
+        if self.pairs and key.sibling % 2:
+            text = await self.pool.call(env.rejected, "rejected answer")
+        else:
+            text = await self.pool.call(env.gold, "gold answer")
+        tokens = self.chat.answer_ids(text)
+        if len(tokens) > self.max_answer_tok:
+            raise DataError(f"an answer of {len(tokens)} tokens, Recipe.max_answer_tok is {self.max_answer_tok}")
         n = len(tokens)
         return Completion(Sampled.of(tokens, np.zeros(n, np.float32), np.full(n, -1, np.int32)), "stop")
 
@@ -166,6 +178,7 @@ class _Episode:
                 answer.finish_reason,
                 result.reward,
                 text,
+                result.weight,
             )
         )
         self.reward += result.reward

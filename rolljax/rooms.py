@@ -13,13 +13,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rolljax.buffer import Background
+from rolljax.envs.base import Env
 from rolljax.envs.pool import EnvPool
 from rolljax.envs.tasks import held_out
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, EnvError
 from rolljax.model import hf
 from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
-from rolljax.recipe import Recipe
+from rolljax.recipe import Phase, Recipe
 from rolljax.rollout import GoldPolicy, Policy, Rollouts, SamplerPolicy
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
@@ -89,6 +90,8 @@ def plan(recipe: Recipe) -> Plan:
     env = recipe.env.make()
     for task in [recipe.env.task(0), *(recipe.env.task(i) for i in range(1, PROBED_TASKS)), *heldout]:
         messages = env.reset(task)
+        if not first_prompt and any(p.algorithm.source == "pairs" for p in recipe.phases):
+            check_pairs(env, recipe.env.name)
         first_prompt = first_prompt or messages
         longest = max(longest, len(chat.prompt_ids(messages)))
     env.close()
@@ -100,6 +103,19 @@ def plan(recipe: Recipe) -> Plan:
             remedy=f"set it to {longest + recipe.max_answer_tok} or more",
         )
     return Plan(recipe, mesh, model, chat, heldout, first_prompt, longest)
+
+
+def check_pairs(env: Env, name: str) -> None:
+    """Raise `ConfigError` if the environment cannot be a source of pairs."""
+    try:
+        env.rejected()
+    except EnvError as e:
+        raise ConfigError(
+            f"learns from pairs: {e}",
+            setting="Phase.algorithm",
+            value=name,
+            remedy="an environment with rejected answers (envs.records.Records), or Dpo / RewardModel on sampled ones",
+        ) from e
 
 
 def start_params(plan: Plan) -> Params:
@@ -152,14 +168,18 @@ class Rooms:
         if version != self.sampler.version:
             self.sampler.publish(self._publish(params), version)
 
-    def policy(self, temperature: float) -> Policy:
+    def policy(self, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Policy:
         """The model as a policy."""
-        params = SamplingParams(temperature, self.recipe.max_answer_tok, self.plan.chat.stop_ids)
+        limit, stop = self.recipe.max_answer_tok, self.plan.chat.stop_ids
+        params = SamplingParams(temperature, limit, stop, top_k=top_k, top_p=top_p, min_p=min_p)
         return SamplerPolicy(self.sampler, params, self.recipe.seed)
 
-    def gold(self) -> Policy:
-        """The environments' own answers as a policy."""
-        return GoldPolicy(self.pool, self.plan.chat)
+    def actor(self, phase: Phase) -> Policy:
+        """Whoever acts in a phase: the model, or the environments' own answers."""
+        source = phase.algorithm.source
+        if source == "sampler":
+            return self.policy(phase.temperature, top_k=phase.top_k, top_p=phase.top_p, min_p=phase.min_p)
+        return GoldPolicy(self.pool, self.plan.chat, self.recipe.max_answer_tok, pairs=source == "pairs")
 
     def rollouts(self, policy: Policy) -> Rollouts:
         r = self.recipe

@@ -125,6 +125,10 @@ class RunFolder:
                     remedy="go back to the old value, name another --run_dir, or start over with --fresh",
                 )
 
+    def phase_start(self, phase: str) -> Path:
+        """Where the weights that a phase began with are kept, if its algorithm refers to them."""
+        return self.path / "phase_start" / phase
+
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.checkpoints_path)
 

@@ -41,10 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     config: list[Loaded[Recipe]] = []
 
     def run() -> int:
+        from rolljax import frozen
         from rolljax.rooms import plan as make_plan
 
         config.append(cli.load_recipe(args.gin, args.set))
         plan = make_plan(config[0].value)
+        frozen.check(plan)
         if args.dry_run:
             print(describe(plan))
             return 0
@@ -156,9 +158,10 @@ def describe(plan: Plan) -> str:
         shape = p.pack_shape(r.sampler.max_context, r.max_answer_tok, r.env.max_turns)
         lines.append(
             f"phase     {p.name}: {type(p.algorithm).__name__}, {p.steps} steps of {p.prompts_per_step} x "
-            f"{p.group_size} trajectories, {p.updates_per_step} update(s) of up to {shape.num_micro} x "
+            f"{p.group_size} trajectories, {p.updates_per_step * p.epochs} update(s) of up to {shape.num_micro} x "
             f"{shape.micro_rows} rows of {shape.row_len} tokens"
         )
+    lines += [f"warning   {text}" for text in r.warnings()]
     text = plan.chat.tokenizer.decode(plan.chat.prompt_ids(plan.first_prompt))
     return "\n".join([*lines, "first task as the model sees it:", *(f"  | {line}" for line in text.split("\n"))])
 

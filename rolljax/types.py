@@ -164,6 +164,8 @@ class Turn:
     finish_reason: FinishReason
     reward: float
     text: str
+    weight: float = 1.0
+    """Of its loss in supervised training: 0 leaves a turn of a recorded conversation out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from rolljax.errors import EnvError
 from rolljax.types import Message, Task
 
 NUM_INDICES = 1_000_000
@@ -24,6 +25,7 @@ class StepResult:
     reward: of this step. reward_parts: the same by name, for the record.
     terminated: the episode reached its end. truncated: it was cut by a limit of the environment. Never both.
     success: whether the task is solved; separate from reward.
+    weight: of the action just taken, in a supervised loss (0: part of a recorded conversation, but no example).
     """
 
     messages: tuple[Message, ...]
@@ -32,6 +34,7 @@ class StepResult:
     truncated: bool = False
     success: bool = False
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    weight: float = 1.0
 
 
 class Env(abc.ABC):
@@ -48,6 +51,10 @@ class Env(abc.ABC):
     @abc.abstractmethod
     def gold(self) -> str:
         """An action that a perfect policy would take now."""
+
+    def rejected(self) -> str:
+        """A worse action than `gold`, for training on pairs."""
+        raise EnvError("this environment has no rejected answers: it cannot be a source of pairs")
 
     def close(self) -> None:  # noqa: B027  # most episodes hold nothing
         """Free what the episode holds."""

@@ -56,6 +56,8 @@ class TaskStream:
         import grain
 
         spec, frac = self.spec, self.frac
+        if all(is_held_out(spec.task(i), frac) for i in range(1000)):
+            raise DataError(f"{spec.name} has no task left to train on: all of its first 1000 are held out")
         data = (
             grain.MapDataset.range(NUM_INDICES)
             .shuffle(seed=self.seed % 2**31)

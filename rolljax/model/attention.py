@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 NEG = -1e30
+MIN_BLOCK, MAX_BLOCKS = 64, 6
+"""Of queries in `causal_attention`: more blocks save more work, and take longer to compile."""
 
 
 class Attend(Protocol):
@@ -32,14 +34,32 @@ class Attend(Protocol):
 
 
 def attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """Grouped-query attention with a boolean mask; softmax in float32. Returns `[B, T, H, C]` in q's dtype."""
+    """Grouped-query attention with a boolean mask; softmax in float32. Returns `[B, T, H, C]` in q's dtype.
+
+    The queries that share a key head are rows of one matrix, and the softmax is divided after the values are mixed: a
+    pass over `[T, S]` less.
+    """
     B, T, H, C = q_BTHC.shape
     S, K = k_BSKC.shape[1:3]
-    q = q_BTHC.reshape(B, T, K, H // K, C)
-    logits = jnp.einsum("btkgc,bskc->bkgts", q, k_BSKC, preferred_element_type=jnp.float32) * C**-0.5
-    logits = jnp.where(mask_BTS[:, None, None], logits, NEG)
-    weights = jax.nn.softmax(logits, axis=-1).astype(q.dtype)
-    return jnp.einsum("bkgts,bskc->btkgc", weights, v_BSKC).reshape(B, T, H, C)
+    q = (q_BTHC.reshape(B, T, K, H // K, C) * C**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, C)
+    logits = jnp.einsum("bktc,bskc->bkts", q, k_BSKC, preferred_element_type=jnp.float32)
+    logits = jnp.where(mask_BTS[:, None, None], logits.reshape(B, K, H // K, T, S), NEG).reshape(B, K, -1, S)
+    weights = jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
+    mixed = jnp.einsum("bkts,bskc->bktc", weights.astype(q.dtype), v_BSKC, preferred_element_type=jnp.float32)
+    mixed = (mixed / weights.sum(-1, keepdims=True)).astype(q.dtype)
+    return mixed.reshape(B, K, H // K, T, C).transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
+
+
+def causal_attention(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, mask_BTT: jax.Array) -> jax.Array:
+    """`attention` where no query sees a later key: a few blocks of queries, each with only the keys up to its end."""
+    T = q_BTHC.shape[1]
+    size = max(MIN_BLOCK, -(-T // MAX_BLOCKS))
+    ends = [(start, min(start + size, T)) for start in range(0, T, size)]
+    mixed = [
+        attention(q_BTHC[:, start:end], k_BTKC[:, :end], v_BTKC[:, :end], mask_BTT[:, start:end, :end])
+        for start, end in ends
+    ]
+    return jnp.concatenate(mixed, axis=1)
 
 
 def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Array:
@@ -62,6 +82,6 @@ def packed(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> Attend:
 
     def attend(q, k, v, cache, layer):
         del layer
-        return attention(q, k, v, mask_BTS), cache
+        return causal_attention(q, k, v, mask_BTS), cache
 
     return attend

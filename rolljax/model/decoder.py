@@ -175,8 +175,13 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Next-token logits `[..., V]` in float32 of hidden states `[..., D]`."""
-        head = (self.embed if self.cfg.tie_embeddings else self.head)[...]
+        head = self.head_matrix
         return jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+    @property
+    def head_matrix(self) -> jax.Array:
+        """What maps hidden states to logits, `[V, D]`: the embedding itself where they are tied."""
+        return (self.embed if self.cfg.tie_embeddings else self.head)[...]
 
 
 @dataclasses.dataclass(frozen=True)

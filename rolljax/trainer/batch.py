@@ -5,18 +5,20 @@ A group shares its prompt: it is stored, embedded and attended to once, and ever
 gone, which with G samples of a P-token prompt saves (G-1) P tokens of every forward and backward pass.
 
 All per-token arrays are aligned to the token they describe. `prev` points to the token before, which for the first
-token of a branch is the last token of the shared prompt: `update.token_logp` is the only place that follows it.
+token of a branch is the last token of the shared prompt: `forward.py` is the only place that follows it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
 
 from rolljax.errors import DataError
+from rolljax.trainer.aggregation import Aggregation, token_scales
 from rolljax.types import Trajectory
 
 
@@ -25,8 +27,9 @@ from rolljax.types import Trajectory
 class TokenBatch:
     """Packed rows of one optimizer update: M micro-batches of B rows of T tokens.
 
-    Arrays are `[M, B, T]` (inside the update's loop `[B, T]`). Only the first `num_micro` micro-batches hold anything;
-    the shapes stay the same from step to step, the work does not. The last four are scalars and leaves.
+    Arrays are `[M, B, T]` (inside the update's loop `[B, T]`); those with a C have one more axis, the critics. Only the
+    first `num_micro` micro-batches hold anything; the shapes stay the same from step to step, the work does not.
+    Arrays from `trainer_logp` on are there (not None) in the phases whose algorithm asks for them. Scalars are leaves.
     """
 
     tokens: jax.Array
@@ -37,27 +40,50 @@ class TokenBatch:
     """0: shared prompt; 1, 2, ...: siblings."""
     prev: jax.Array
     """Index in the row of the token before this one; itself where there is none."""
-    weights: jax.Array
-    """float32 loss weight: 0 for prompts, observations and padding."""
+    sequence_ids: jax.Array
+    """Numbers the trajectories of a row; 0 where no token is sampled. A trajectory is never split over rows."""
+    chunk_ids: jax.Array
+    """The same for turns."""
+    scale: jax.Array
+    """float32 share of the token's loss in the update's loss, by the aggregation; 0 for all that is not trained on."""
     advantages: jax.Array
     sampler_logp: jax.Array
     num_micro: jax.Array
     num_tokens: jax.Array
-    """Sum of `weights` over the whole update: the denominator of every token mean."""
+    """Tokens with a scale in the whole update: the denominator of statistics."""
     num_sequences: jax.Array
     temperature: jax.Array
     """Of the sampled law: trainer log-probs are taken at it."""
+    kl_coef: jax.Array
+    trainer_logp: jax.Array | None = None
+    ref_logp: jax.Array | None = None
+    weights: jax.Array | None = None
+    """Factor of the surrogate."""
+    entropy_weights: jax.Array | None = None
+    returns: jax.Array | None = None
+    old_values_C: jax.Array | None = None
+    critic_weights_C: jax.Array | None = None
 
-    ARRAYS = (
-        "tokens",
-        "positions",
-        "segment_ids",
-        "branch_ids",
-        "prev",
-        "weights",
-        "advantages",
-        "sampler_logp",
-    )
+    def anchor(self, name: Literal["behaviour", "proximal"]) -> jax.Array:
+        """The log-probs that ratios are taken to."""
+        return self.sampler_logp if name == "behaviour" else self.given("trainer_logp")
+
+    def given(self, name: str) -> jax.Array:
+        """An optional array that must be there."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"the objective uses {name}, but the batch was packed without it")
+        return value
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Per-token arrays that are there, by name."""
+        found = {n: getattr(self, n) for n in ARRAYS}
+        return {n: a for n, a in found.items() if a is not None}
+
+
+SCALARS = ("num_micro", "num_tokens", "num_sequences", "temperature", "kl_coef")
+ARRAYS = tuple(f.name for f in dataclasses.fields(TokenBatch) if f.name not in SCALARS)
+_INTS = ("tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "chunk_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,112 +97,206 @@ class PackShape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-    """One trajectory ready for packing; arrays `[T]`."""
+    """One trajectory ready for packing.
+
+    tokens [T]: the whole stream. at [n]: where its n sampled tokens stand in it. turns [n]: the turn of each.
+    columns: what is said about each sampled token, `[n]` or `[n, C]`, by the name it has in `TokenBatch`; `mask` (bool)
+    tells which of them count.
+    """
 
     tokens: np.ndarray
-    weights: np.ndarray
-    sampler_logp: np.ndarray
-    advantages: np.ndarray
+    at: np.ndarray
+    turns: np.ndarray
+    columns: Mapping[str, np.ndarray]
+
+    @property
+    def mask(self) -> np.ndarray:
+        return self.columns["mask"]
 
     @staticmethod
-    def of(trajectory: Trajectory, advantage: float) -> Sample:
+    def of(trajectory: Trajectory) -> Sample:
+        """A trajectory whose tokens all count, without credit."""
         tokens, sampled, logp = trajectory.stream()
-        return Sample(tokens, sampled.astype(np.float32), logp, np.where(sampled, advantage, 0).astype(np.float32))
+        at = np.flatnonzero(sampled)
+        turns = np.repeat(np.arange(len(trajectory.turns)), [len(t.tokens) for t in trajectory.turns])
+        return Sample(tokens, at, turns, {"mask": np.ones(len(at), bool), "sampler_logp": logp[at]})
+
+    def with_columns(self, **columns: np.ndarray) -> Sample:
+        """The same trajectory with more (or other) columns."""
+        return dataclasses.replace(self, columns={**self.columns, **columns})
 
 
-def num_rows_bound(num_groups: int, group_size: int, prompt_tok: int, response_tok: int, row_len: int) -> int:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """A batch, and where the sampled tokens of every sample are in it: flat indices into `[M, B, T]`, group by
+    group."""
+
+    batch: TokenBatch
+    places: list[list[np.ndarray]]
+
+    def read(self, array: np.ndarray) -> list[np.ndarray]:
+        """What a per-token array `[M, B, T]` says about every sample's tokens, in the order of the samples."""
+        flat = np.asarray(array).reshape(-1)
+        return [flat[at] for group in self.places for at in group]
+
+
+def num_rows_bound(
+    num_groups: int, group_size: int, prompt_tok: int, response_tok: int, row_len: int, *, whole: bool = False
+) -> int:
     """Rows that always suffice for `num_groups` groups with prompts and responses of at most so many tokens."""
     per_row = max(1, (row_len - prompt_tok) // max(response_tok, 1))
-    alone = num_groups * -(-group_size // per_row)
+    alone = num_groups * (1 if whole else -(-group_size // per_row))
     # first fit leaves at most one row no more than half full
     dense = 2 * num_groups * (-(-group_size // per_row) * prompt_tok + group_size * response_tok) // row_len + 1
     return max(1, min(alone, dense))
 
 
-def pack(groups: Sequence[Sequence[Sample]], shape: PackShape, temperature: float) -> TokenBatch:
-    """First-fit packing of groups into rows; siblings that do not fit beside their group start a new part of it.
+def pack(
+    groups: Sequence[Sequence[Sample]],
+    shape: PackShape,
+    temperature: float,
+    *,
+    aggregation: Aggregation = "token-mean",
+    limit_tok: int = 1,
+    kl_coef: float = 0.0,
+    whole: bool = False,
+) -> Packed:
+    """First-fit packing, largest first; siblings that do not fit beside their group start a new part of it.
+
+    Fuller rows come first, so that the rows a micro-batch spreads over the mesh cost about the same.
+
+    Args:
+      limit_tok: most tokens of an answer, for `seq-sum-norm`. whole: no group may be split.
 
     Raises:
-      DataError: one sequence is longer than a row, or more rows are needed than the shape holds.
+      DataError: one sequence (or whole group) is longer than a row, or more rows are needed than the shape holds.
     """
+    parts = [part for index, group in enumerate(groups) for part in _parts(index, group, shape.row_len, whole)]
+    rows = _first_fit(parts, shape)
     num_rows = shape.num_micro * shape.micro_rows
-    arrays = {
-        name: np.zeros((num_rows, shape.row_len), np.float32 if name in _FLOATS else np.int32)
-        for name in TokenBatch.ARRAYS
-    }
+    names = groups[0][0].columns if groups else {"sampler_logp": np.zeros(0, np.float32)}
+    arrays = {n: np.zeros((num_rows, shape.row_len), np.int32) for n in _INTS}
     arrays["prev"][:] = np.arange(shape.row_len)
-    used = np.zeros(num_rows, np.int64)
-    num_segments = np.zeros(num_rows, np.int32)
-    open_rows = 0
-    for group in groups:
-        for prefix_len, siblings in _parts(group, shape.row_len):
-            size = prefix_len + sum(len(s.tokens) - prefix_len for s in siblings)
-            row = next((r for r in range(open_rows) if used[r] + size <= shape.row_len), open_rows)
-            if row == num_rows:
-                raise DataError(f"packing needs more than {num_rows} rows of {shape.row_len} tokens: a bound is wrong")
-            open_rows = max(open_rows, row + 1)
-            num_segments[row] += 1
-            _write(arrays, row, int(used[row]), int(num_segments[row]), prefix_len, siblings)
-            used[row] += size
-    weights = arrays["weights"]
-    return TokenBatch(
-        **{k: v.reshape(shape.num_micro, shape.micro_rows, shape.row_len) for k, v in arrays.items()},  # type: ignore[arg-type]
-        num_micro=np.int32(-(-open_rows // shape.micro_rows)),  # type: ignore[arg-type]
-        num_tokens=np.float32(weights.sum()),  # type: ignore[arg-type]
-        num_sequences=np.float32(sum(len(g) for g in groups)),  # type: ignore[arg-type]
-        temperature=np.float32(temperature),  # type: ignore[arg-type]
-    )
+    for name in {"scale", "advantages", *names} - {"mask"}:
+        tail = np.shape(names[name])[1:] if name in names else ()
+        arrays[name] = np.zeros((num_rows, shape.row_len, *tail), np.float32)
+    places: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] * len(g) for g in groups]
+    masks = [[s.mask for s in g] for g in groups]
+    scales = token_scales(masks, aggregation, limit_tok)
+    for row, members in enumerate(rows):
+        writer = _RowWriter(arrays, row)
+        for part in members:
+            writer.write(part, groups[part.group], scales[part.group], places[part.group])
+    scalars = {
+        "num_micro": np.int32(-(-len(rows) // shape.micro_rows)),
+        "num_tokens": np.float32(sum(int(m.sum()) for g in masks for m in g)),
+        "num_sequences": np.float32(sum(bool(m.any()) for g in masks for m in g)),
+        "temperature": np.float32(temperature),
+        "kl_coef": np.float32(kl_coef),
+    }
+    cut = {n: a.reshape(shape.num_micro, shape.micro_rows, *a.shape[1:]) for n, a in arrays.items()}
+    return Packed(TokenBatch(**cut, **scalars), places)  # type: ignore[arg-type]
 
 
-_FLOATS = frozenset({"weights", "advantages", "sampler_logp"})
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Siblings of one group that stand in one row, behind the prompt they share."""
+
+    group: int
+    prefix: int
+    members: tuple[int, ...]
+    size: int
+
+
+def _parts(index: int, group: Sequence[Sample], row_len: int, whole: bool) -> list[_Part]:
+    prefix = _shared_prefix(group)
+    own = [len(s.tokens) - prefix for s in group]
+    if prefix + max(own) > row_len:
+        raise DataError(f"a trajectory of {prefix + max(own)} tokens is longer than a row of {row_len}")
+    if whole and prefix + sum(own) > row_len:
+        raise DataError(
+            f"a group of {prefix + sum(own)} tokens, that must stay together, is longer than a row of {row_len}"
+        )
+    lots: list[list[int]] = []
+    room = 0
+    for member, length in enumerate(own):
+        if not lots or length > room:
+            lots.append([])
+            room = row_len - prefix
+        lots[-1].append(member)
+        room -= length
+    return [_Part(index, prefix, tuple(lot), prefix + sum(own[m] for m in lot)) for lot in lots]
 
 
 def _shared_prefix(group: Sequence[Sample]) -> int:
-    """Tokens at the start that all siblings have in common and none of them is trained on; at least 1."""
-    shortest = min(len(s.tokens) for s in group)
+    """Tokens at the start that all siblings have in common and none of them sampled; at least 1."""
+    shortest = min(min(len(s.tokens), int(s.at[0]) if len(s.at) else len(s.tokens) - 1) for s in group)
+    first = group[0].tokens[:shortest]
     same = np.ones(shortest, bool)
-    for s in group:
-        same &= (s.tokens[:shortest] == group[0].tokens[:shortest]) & (s.weights[:shortest] == 0)
-    prefix = int(np.argmin(same)) if not same.all() else shortest - 1
+    for s in group[1:]:
+        same &= s.tokens[:shortest] == first
+    prefix = shortest if same.all() else int(np.argmin(same))
     if prefix < 1:
         raise DataError("a trajectory must start with at least one prompt token")
     return prefix
 
 
-def _parts(group: Sequence[Sample], row_len: int) -> list[tuple[int, list[Sample]]]:
-    """The group's siblings in lots that fit a row, each with the length of the prompt they share."""
-    prefix = _shared_prefix(group)
-    lots: list[tuple[int, list[Sample]]] = []
-    room = 0
-    for s in group:
-        own = len(s.tokens) - prefix
-        if prefix + own > row_len:
-            raise DataError(f"a trajectory of {prefix + own} tokens is longer than a row of {row_len}")
-        if own > room:
-            lots.append((prefix, []))
-            room = row_len - prefix
-        lots[-1][1].append(s)
-        room -= own
-    return lots
+def _first_fit(parts: Sequence[_Part], shape: PackShape) -> list[list[_Part]]:
+    """Rows of parts, the fullest row first."""
+    rows: list[list[_Part]] = []
+    used = np.zeros(shape.num_micro * shape.micro_rows, np.int64)
+    for part in sorted(parts, key=lambda p: -p.size):
+        fits = used[: len(rows)] + part.size <= shape.row_len
+        row = int(np.argmax(fits)) if fits.any() else len(rows)
+        if row == len(used):
+            raise DataError(f"packing needs more than {len(used)} rows of {shape.row_len} tokens: a bound is wrong")
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(part)
+        used[row] += part.size
+    order = np.argsort(-used[: len(rows)], kind="stable")
+    return [rows[r] for r in order]
 
 
-def _write(
-    arrays: dict[str, np.ndarray], row: int, start: int, segment: int, prefix: int, siblings: list[Sample]
-) -> None:
-    at = start
-    for branch, s in enumerate(siblings):
-        # the first sibling brings the shared prompt along as branch 0
-        for lo, hi, branch_id in ((0, prefix, 0), (prefix, len(s.tokens), branch + 1)):
-            if branch and lo == 0:
-                continue
-            span = slice(at, at + hi - lo)
-            arrays["tokens"][row, span] = s.tokens[lo:hi]
-            arrays["weights"][row, span] = s.weights[lo:hi]
-            arrays["advantages"][row, span] = s.advantages[lo:hi]
-            arrays["sampler_logp"][row, span] = s.sampler_logp[lo:hi]
-            arrays["positions"][row, span] = np.arange(lo, hi)
-            arrays["segment_ids"][row, span] = segment
-            arrays["branch_ids"][row, span] = branch_id
-            arrays["prev"][row, span] = np.arange(at - 1, at + hi - lo - 1)
-            arrays["prev"][row, at] = at if lo == 0 else start + prefix - 1
-            at += hi - lo
+class _RowWriter:
+    """Writes parts into one row, one behind the other."""
+
+    def __init__(self, arrays: dict[str, np.ndarray], row: int) -> None:
+        self.arrays = {n: a[row] for n, a in arrays.items()}
+        self.offset = row * len(self.arrays["tokens"])
+        self.at = self.segment = self.sequence = self.chunk = 0
+
+    def write(
+        self, part: _Part, group: Sequence[Sample], scales: Sequence[np.ndarray], places: list[np.ndarray]
+    ) -> None:
+        self.segment += 1
+        start = self.at
+        self._span(group[part.members[0]].tokens, 0, part.prefix, branch=0, first_prev=self.at)
+        for branch, member in enumerate(part.members):
+            s = group[member]
+            shift = self.at - part.prefix
+            self._span(s.tokens, part.prefix, len(s.tokens), branch + 1, first_prev=start + part.prefix - 1)
+            self._columns(s, scales[member], s.at + shift)
+            places[member] = s.at + shift + self.offset
+
+    def _span(self, tokens: np.ndarray, lo: int, hi: int, branch: int, first_prev: int) -> None:
+        span = slice(self.at, self.at + hi - lo)
+        a = self.arrays
+        a["tokens"][span] = tokens[lo:hi]
+        a["positions"][span] = np.arange(lo, hi)
+        a["segment_ids"][span] = self.segment
+        a["branch_ids"][span] = branch
+        a["prev"][span] = np.arange(span.start - 1, span.stop - 1)
+        if hi > lo:
+            a["prev"][span.start] = first_prev
+        self.at = span.stop
+
+    def _columns(self, s: Sample, scale: np.ndarray, at: np.ndarray) -> None:
+        self.sequence += 1
+        self.arrays["sequence_ids"][at] = self.sequence
+        self.arrays["chunk_ids"][at] = self.chunk + 1 + s.turns
+        self.chunk += int(s.turns.max(initial=-1)) + 1
+        self.arrays["scale"][at] = scale
+        for name, values in s.columns.items():
+            if name != "mask":
+                self.arrays[name][at] = values

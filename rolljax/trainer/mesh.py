@@ -24,6 +24,7 @@ RULES: Mapping[str, str | None] = {
     "embed": "fsdp",
     "layers": None,
     "head_dim": None,
+    "critics": None,
 }
 
 

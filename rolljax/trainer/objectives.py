@@ -1,22 +1,266 @@
-"""Per-token losses and the statistics that go with them. Arrays `[B, T]` in, arrays `[B, T]` out; all float32."""
+"""Losses of single tokens and of single pairs: the pure functions that algorithms are composed of.
+
+Per-token functions take float32 arrays `[B, T]` and return the loss of every token, to be minimised; they neither mask
+nor average: the caller multiplies by its weights and sums. `logp` always carries the gradient. Everything it is
+compared with (`anchor_logp`, `ref_logp`, advantages, returns) is a constant.
+
+Where `log_ratio` is large, exponentials would leave float32; it is therefore held inside +-`LOG_RATIO_LIMIT`, far
+outside of what training meets. Beyond the limit the ratio is constant and its gradient 0.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from rolljax.errors import ConfigError
 
-def clipped_ratio(
-    ratio_BT: jax.Array, advantages_BT: jax.Array, clip_low: float | None, clip_high: float | None
+Level = Literal["token", "chunk", "sequence"]
+KlKind = Literal["k1", "abs", "k2", "k3"]
+
+LOG_RATIO_LIMIT = 30.0
+"""Nats. exp(30) = 1e13 leaves room for an advantage and for the square in the gradient's norm."""
+
+K3_LIMIT = 10.0
+"""Nats. A token whose k3 estimate is beyond it counts as this much and has no gradient."""
+
+
+def segment_sum(x_BT: jax.Array, ids_BT: jax.Array) -> jax.Array:
+    """For every token, the sum of `x` over the tokens of its row that have its id.
+
+    Args:
+      x_BT: `[B, T]` float32. What stands at id 0 never reaches another token.
+      ids_BT: `[B, T]` int32 in 0..T, in any order; 0 belongs to no segment.
+
+    Returns: `[B, T]`, 0 where the id is 0. Time and memory are linear in T, and rows stay on their shard.
+    """
+    num_segments = ids_BT.shape[-1] + 1
+    sums_BS = jax.vmap(lambda x_T, ids_T: jax.ops.segment_sum(x_T, ids_T, num_segments))(x_BT, ids_BT)
+    return jnp.where(ids_BT == 0, 0.0, jnp.take_along_axis(sums_BS, ids_BT, axis=-1))
+
+
+def segment_mean(x_BT: jax.Array, ids_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    """For every token, the mean of `x` over the tokens of its row that have its id and are in the mask.
+
+    `mask` is `[B, T]` bool; `x` outside of it may be anything. The result is `[B, T]`: 0 where the id is 0 and where
+    the mask leaves nothing of a segment; tokens outside of the mask get their segment's mean too.
+    """
+    total_BT = segment_sum(jnp.where(mask_BT, x_BT, 0.0), ids_BT)
+    count_BT = segment_sum(mask_BT.astype(x_BT.dtype), ids_BT)
+    return total_BT / jnp.maximum(count_BT, 1.0)
+
+
+def log_ratio(
+    logp_BT: jax.Array,
+    anchor_logp_BT: jax.Array,
+    mask_BT: jax.Array,
+    level: Level,
+    sequence_ids_BT: jax.Array,
+    chunk_ids_BT: jax.Array,
 ) -> jax.Array:
-    """PPO's pessimistic surrogate as a loss: `-min(ratio A, clip(ratio, 1-low, 1+high) A)`. arXiv 1707.06347."""
-    low = -jnp.inf if clip_low is None else 1 - clip_low
-    high = jnp.inf if clip_high is None else 1 + clip_high
-    clipped = jnp.clip(ratio_BT, low, high)
-    return -jnp.minimum(ratio_BT * advantages_BT, clipped * advantages_BT)
+    """Log of the policy's probability over the anchor's, nats, `[B, T]`; differentiable in `logp`.
+
+    Args:
+      logp_BT, anchor_logp_BT: `[B, T]` float32, nats; may be anything outside of the mask.
+      mask_BT: `[B, T]` bool, the tokens that count.
+      level: "token", each token its own; "chunk" and "sequence", the mean over the tokens of the chunk (ratio:
+        geometric mean; IPA) or of the sequence (GSPO, arXiv 2507.18071), the same at each of its tokens.
+      sequence_ids_BT, chunk_ids_BT: `[B, T]` int32 as in `segment_sum`; read by the level that needs them.
+
+    Returns: within +-`LOG_RATIO_LIMIT`. At level "token" 0 outside of the mask.
+
+    Raises:
+      ConfigError: an unknown level.
+    """
+    anchor_BT = jax.lax.stop_gradient(anchor_logp_BT)
+    delta_BT = jnp.where(mask_BT, logp_BT - anchor_BT, 0.0)
+    if level == "chunk":
+        delta_BT = segment_mean(delta_BT, chunk_ids_BT, mask_BT)
+    elif level == "sequence":
+        delta_BT = segment_mean(delta_BT, sequence_ids_BT, mask_BT)
+    elif level != "token":
+        raise ConfigError(
+            "is not a level of the ratio", setting="level", value=level, remedy='"token", "chunk" or "sequence"'
+        )
+    return jnp.clip(delta_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def k3(logp_BT: jax.Array, other_logp_BT: jax.Array) -> jax.Array:
-    """Schulman's k3 estimate of KL(p || other) from samples of p: `exp(-x) + x - 1` with `x = logp - other`, >= 0."""
-    x = logp_BT - other_logp_BT
-    return jnp.expm1(-x) + x
+# Policy gradients. `ratio` is exp(log_ratio(...)).
+
+
+def clipped(
+    ratio_BT: jax.Array,
+    advantages_BT: jax.Array,
+    low: float | None,
+    high: float | None,
+    dual: float | None = None,
+) -> jax.Array:
+    """PPO (arXiv 1707.06347): `-min(ratio A, clip(ratio, 1-low, 1+high) A)`, the gradient through the ratio.
+
+    Args:
+      low, high: how far the ratio may go before the gradient ends; None: without bound.
+      dual: for negative advantages the ratio counts as at most this, > 1 (dual-clip PPO, arXiv 1912.09729; usual 3).
+    """
+    # min over the two products is, for A > 0, a ceiling of the ratio, and for A < 0 a floor
+    upper_BT = ratio_BT if high is None else jnp.minimum(ratio_BT, 1.0 + high)
+    lower_BT = ratio_BT if low is None else jnp.maximum(ratio_BT, 1.0 - low)
+    if dual is not None:
+        lower_BT = jnp.minimum(lower_BT, dual)
+    return -jnp.where(advantages_BT < 0, lower_BT, upper_BT) * advantages_BT
+
+
+def clip_stats(
+    ratio_BT: jax.Array, advantages_BT: jax.Array, low: float | None, high: float | None
+) -> dict[str, jax.Array]:
+    """1 for each token that `clipped` cut from below (A < 0) or above (A > 0), else 0; `[B, T]` float32 by metric."""
+    below_BT = _below(ratio_BT, low) & (advantages_BT < 0)
+    above_BT = _above(ratio_BT, high) & (advantages_BT > 0)
+    return {
+        "policy/clip_low_frac": below_BT.astype(jnp.float32),
+        "policy/clip_high_frac": above_BT.astype(jnp.float32),
+    }
+
+
+def vanilla(advantages_BT: jax.Array, logp_BT: jax.Array) -> jax.Array:
+    """REINFORCE: `-A logp`, no ratio."""
+    return -advantages_BT * logp_BT
+
+
+def truncated_is(ratio_BT: jax.Array, advantages_BT: jax.Array, logp_BT: jax.Array, cap: float = 1.0) -> jax.Array:
+    """REINFORCE weighted by the truncated importance ratio: `-stop(min(ratio, cap)) A logp`.
+
+    The truncation is that of V-trace (IMPALA, arXiv 1802.01561).
+    """
+    weight_BT = jax.lax.stop_gradient(jnp.minimum(ratio_BT, cap))
+    return -weight_BT * advantages_BT * logp_BT
+
+
+def cispo(
+    ratio_BT: jax.Array,
+    advantages_BT: jax.Array,
+    logp_BT: jax.Array,
+    low: float | None,
+    high: float | None,
+    unified_mask: bool = False,
+) -> jax.Array:
+    """CISPO (MiniMax-M1, arXiv 2506.13585): `-stop(clip(ratio, 1-low, 1+high)) A logp`; every token keeps a gradient.
+
+    Args:
+      low, high: None: without bound on that side.
+      unified_mask: leave out the tokens that PPO's clip would (that paper's unified formulation).
+    """
+    weight_BT = ratio_BT if low is None else jnp.maximum(ratio_BT, 1.0 - low)
+    weight_BT = weight_BT if high is None else jnp.minimum(weight_BT, 1.0 + high)
+    if unified_mask:
+        stale_BT = jnp.where(advantages_BT < 0, _below(ratio_BT, low), _above(ratio_BT, high))
+        weight_BT = jnp.where(stale_BT, 0.0, weight_BT)
+    return -jax.lax.stop_gradient(weight_BT) * advantages_BT * logp_BT
+
+
+def topr(
+    ratio_BT: jax.Array,
+    advantages_BT: jax.Array,
+    logp_BT: jax.Array,
+    positive: float = 1.0,
+    negative: float = 1.0,
+    cap: float = 1.0,
+) -> jax.Array:
+    """TOPR (arXiv 2503.14286): `-positive A logp` for A > 0, else `-negative stop(min(ratio, cap)) A logp`.
+
+    With the ratio of chunks and discounted outcomes as advantages it is the policy gradient of IPA (ROME).
+    """
+    tapered_BT = negative * jnp.minimum(ratio_BT, cap)
+    weight_BT = jax.lax.stop_gradient(jnp.where(advantages_BT > 0, positive, tapered_BT))
+    return -weight_BT * advantages_BT * logp_BT
+
+
+def kimi(advantages_BT: jax.Array, logp_BT: jax.Array, anchor_logp_BT: jax.Array, tau: float) -> jax.Array:
+    """Kimi k1.5 (arXiv 2501.12599): `-A logp + tau/2 (logp - anchor)^2`, REINFORCE held near the anchor."""
+    delta_BT = logp_BT - jax.lax.stop_gradient(anchor_logp_BT)
+    return -advantages_BT * logp_BT + 0.5 * tau * jnp.square(delta_BT)
+
+
+def _below(ratio_BT: jax.Array, low: float | None) -> jax.Array:
+    return jnp.zeros(ratio_BT.shape, bool) if low is None else ratio_BT < 1.0 - low
+
+
+def _above(ratio_BT: jax.Array, high: float | None) -> jax.Array:
+    return jnp.zeros(ratio_BT.shape, bool) if high is None else ratio_BT > 1.0 + high
+
+
+# Distance to a reference, and critics.
+
+
+def kl(logp_BT: jax.Array, ref_logp_BT: jax.Array, kind: KlKind) -> jax.Array:
+    """Schulman's estimates of KL(policy || reference) at tokens drawn from the policy; `[B, T]`, nats.
+
+    With `x = logp - ref_logp`: k1 `x` (unbiased, any sign), abs `|x|`, k2 `x^2/2`, k3 `exp(-x) + x - 1` (unbiased and
+    never negative), k3 held inside +-`K3_LIMIT`.
+
+    Raises:
+      ConfigError: an unknown kind.
+    """
+    x_BT = logp_BT - jax.lax.stop_gradient(ref_logp_BT)
+    if kind == "k1":
+        return x_BT
+    if kind == "abs":
+        return jnp.sign(x_BT) * x_BT  # unlike that of jnp.abs, its gradient at 0 is 0
+    if kind == "k2":
+        return 0.5 * jnp.square(x_BT)
+    if kind == "k3":
+        # only the exponential is held: where it is, the estimate is beyond its own limit anyway
+        estimate_BT = jnp.expm1(jnp.minimum(-x_BT, LOG_RATIO_LIMIT)) + x_BT
+        return jnp.clip(estimate_BT, -K3_LIMIT, K3_LIMIT)
+    raise ConfigError("is not an estimate of the KL", setting="kind", value=kind, remedy="k1, abs, k2 or k3")
+
+
+def value_loss(values: jax.Array, returns: jax.Array, old_values: jax.Array, clip: float | None = None) -> jax.Array:
+    """A critic's `(V - return)^2 / 2`; arrays of any one shape, the loss has it too.
+
+    Args:
+      clip: take the worse of V and of V moved at most this far from `old_values` (PPO's clipped value loss); None: off.
+    """
+    returns = jax.lax.stop_gradient(returns)
+    error = jnp.square(values - returns)
+    if clip is not None:
+        old_values = jax.lax.stop_gradient(old_values)
+        near = jnp.clip(values, old_values - clip, old_values + clip)
+        error = jnp.maximum(error, jnp.square(near - returns))
+    return 0.5 * error
+
+
+# Preferences: the loss of a pair from what its two answers scored. Arrays of any one shape.
+
+
+def dpo(
+    chosen_logratio: jax.Array, rejected_logratio: jax.Array, beta: float, label_smoothing: float = 0.0
+) -> jax.Array:
+    """DPO (arXiv 2305.18290): `-log sigmoid(beta (chosen - rejected))`.
+
+    Args:
+      chosen_logratio, rejected_logratio: log-prob of the answer minus that of the reference, summed over tokens, nats.
+      label_smoothing: probability that a label is the wrong way round (conservative DPO); 0 to 0.5.
+    """
+    margin = beta * (chosen_logratio - rejected_logratio)
+    right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
+    return -(1.0 - label_smoothing) * right - label_smoothing * wrong
+
+
+def ipo(h: jax.Array, beta: float) -> jax.Array:
+    """IPO (arXiv 2310.12036): `(h - 1/(2 beta))^2`, with `h` the chosen minus the rejected log-ratio, nats."""
+    return jnp.square(h - 0.5 / beta)
+
+
+def simpo(chosen_mean_logp: jax.Array, rejected_mean_logp: jax.Array, beta: float, gamma: float) -> jax.Array:
+    """SimPO (arXiv 2405.14734): `-log sigmoid(beta (chosen - rejected) - gamma)`.
+
+    Takes mean log-probs per token, nats; there is no reference. `gamma` is the margin asked for.
+    """
+    return -jax.nn.log_sigmoid(beta * (chosen_mean_logp - rejected_mean_logp) - gamma)
+
+
+def bradley_terry(chosen_score: jax.Array, rejected_score: jax.Array) -> jax.Array:
+    """Loss of a reward model: `-log sigmoid(chosen - rejected)`."""
+    return -jax.nn.log_sigmoid(chosen_score - rejected_score)

@@ -1,54 +1,418 @@
-"""The optimizer as a setting: optax, nothing of our own."""
+"""The optimizer as a setting: optax, nothing of our own but where its state lives.
+
+Parameters are float32 **master weights**; the model casts them to its compute type where it uses them
+(`Model.dtype`), so an update smaller than bfloat16 can resolve is not lost. `mu_dtype` concerns momentum only.
+
+Layers are stacked: a parameter of all layers has a leading L. What optimizers say of matrices (Muon, Adafactor) is
+meant of one layer's, and is applied per layer.
+"""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
+import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError
+from rolljax.model.decoder import Dtype, Params
+
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+Transformation = Any  # optax.GradientTransformationExtraArgs
+HOST = "pinned_host"
+"""JAX's name of the memory that devices can copy from and to while they compute."""
+
+MATRICES = {
+    **dict.fromkeys(("q", "k", "v"), optax.contrib.MuonDimensionNumbers(-3, (-2, -1))),
+    "o": optax.contrib.MuonDimensionNumbers((-3, -2), -1),
+    **dict.fromkeys(("gate", "up", "down"), optax.contrib.MuonDimensionNumbers(-2, -1)),
+}
+"""The weight matrices of a layer: which axes are their rows (what is multiplied and summed) and which their columns.
+Axes before those count matrices: layers, and whatever else is stacked."""
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamW:
-    """AdamW with a global-norm clip and a learning-rate schedule over the phase's optimizer updates."""
+class Optimizer(abc.ABC):
+    """What all optimizers share: a clip by global norm, a learning rate by update, a law, and where the state lives.
+
+    offload: keep the optimizer's state in host memory. An update then brings it to the device one parameter at a time,
+      after the backward pass, so that the device never holds it as a whole.
+    """
 
     lr: float = 1e-3
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
+    """Highest learning rate."""
     weight_decay: float = 0.0
+    """Decoupled: each update takes `rate * weight_decay` of every parameter away."""
     clip_norm: float = 1.0
+    """Gradients are scaled down to this norm over all parameters."""
     warmup_updates: int = 0
     """Updates of linear warm-up from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up: stay, or fall to `final_lr_frac` of `lr` at the phase's last update."""
+    schedule: Schedule = "constant"
+    """What follows the warm-up: stay; fall to `final_lr_frac` of `lr` until the phase ends; or stay, then fall."""
     final_lr_frac: float = 0.1
+    decay_frac: float = 0.1
+    """With `wsd`, warm-up stable decay (MiniCPM, arXiv:2404.06395): the share of the phase's updates in which the rate
+    falls, linearly."""
+    mu_dtype: Dtype = "float32"
+    """What momentum is kept in. bfloat16 halves it; second moments stay float32."""
+    offload: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("lr", "clip_norm", "eps"):
-            if getattr(self, name) <= 0:
-                raise ConfigError("must be positive", setting=f"AdamW.{name}", value=getattr(self, name))
+        self._require("must be positive", "lr", "clip_norm", ok=lambda x: x > 0)
+        self._require("must not be negative", "weight_decay", "warmup_updates", ok=lambda x: x >= 0)
+        self._require("must be between 0 and 1", "final_lr_frac", ok=lambda x: 0 <= x <= 1)
+        self._require("must be above 0 and at most 1", "decay_frac", ok=lambda x: 0 < x <= 1)
+        self._require(f"must be one of {get_args(Schedule)}", "schedule", ok=lambda x: x in get_args(Schedule))
+        self._require(f"must be one of {get_args(Dtype)}", "mu_dtype", ok=lambda x: x in get_args(Dtype))
+
+    def _require(self, message: str, *names: str, ok: Callable[[Any], bool]) -> None:
+        for name in names:
+            if not ok(getattr(self, name)):
+                raise ConfigError(message, setting=f"{type(self).__name__}.{name}", value=getattr(self, name))
 
     def rate(self, num_updates: int) -> optax.Schedule:
-        """Learning rate by update index."""
+        """Learning rate by update index, 0 to `num_updates` - 1. A falling one reaches its end after the last."""
+        return self._schedule(self.lr, num_updates)
+
+    def _schedule(self, lr: float, num_updates: int) -> optax.Schedule:
         after = max(num_updates - self.warmup_updates, 1)
+        decay = min(max(round(self.decay_frac * num_updates), 1), after)
+        last = lr * self.final_lr_frac
         tails = {
-            "constant": lambda: optax.constant_schedule(self.lr),
-            "linear": lambda: optax.linear_schedule(self.lr, self.lr * self.final_lr_frac, after),
-            "cosine": lambda: optax.cosine_decay_schedule(self.lr, after, self.final_lr_frac),
+            "constant": lambda: optax.constant_schedule(lr),
+            "linear": lambda: optax.linear_schedule(lr, last, after),
+            "cosine": lambda: optax.cosine_decay_schedule(lr, after, self.final_lr_frac),
+            "wsd": lambda: optax.join_schedules(
+                [optax.constant_schedule(lr), optax.linear_schedule(lr, last, decay)], [after - decay]
+            ),
         }
         tail = tails[self.schedule]()
         if not self.warmup_updates:
             return tail
         # starts one step in: an update at rate 0 would be wasted
-        ramp = optax.linear_schedule(self.lr / self.warmup_updates, self.lr, self.warmup_updates - 1 or 1)
+        ramp = optax.linear_schedule(lr / self.warmup_updates, lr, self.warmup_updates - 1 or 1)
         return optax.join_schedules([ramp, tail], [self.warmup_updates])
 
-    def build(self, num_updates: int) -> optax.GradientTransformation:
-        """The transformation for a phase of `num_updates` optimizer updates."""
-        return optax.chain(
-            optax.clip_by_global_norm(self.clip_norm),
-            optax.adamw(self.rate(num_updates), self.b1, self.b2, self.eps, weight_decay=self.weight_decay),
+    @abc.abstractmethod
+    def law(self, num_updates: int) -> optax.GradientTransformation:
+        """What is done to a clipped gradient. It must treat every parameter by itself."""
+
+    def build(self, num_updates: int) -> Transformation:
+        """The transformation for a phase of `num_updates` optimizer updates.
+
+        `update` takes one argument more than optax asks for: where the boolean scalar `ok` is False the state stays as
+        it was and the updates are 0. With `offload`, call it inside a jitted function whose state is placed as
+        `host_shardings` says, and leave the state that comes out alone: it is in host memory.
+        """
+        law = _gated(self.law(num_updates))
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), _one_by_one(law) if self.offload else law)
+
+    def host_shardings(self, shardings: Any) -> Any:
+        """Where the state lives between updates: `shardings` (of `opt_state_shardings`), with `offload` on the host.
+
+        Raises:
+          ConfigError: the devices cannot reach host memory.
+        """
+        if not self.offload:
+            return shardings
+        device = jax.tree.leaves(shardings)[0].mesh.local_devices[0]
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        if HOST not in kinds:
+            raise ConfigError(
+                f"needs memory of kind {HOST}; {device.platform} devices have {', '.join(sorted(kinds))}",
+                setting=f"{type(self).__name__}.offload",
+                value=True,
+                remedy="set it to False; mu_dtype = 'bfloat16', Lion and Adafactor have smaller states",
+            )
+        return jax.tree.map(lambda s: s.with_memory_kind(HOST), shardings)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (arXiv:1711.05101)."""
+
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("must be positive", "eps", ok=lambda x: x > 0)
+        self._require("must be at least 0 and below 1", "b1", "b2", ok=lambda x: 0 <= x < 1)
+
+    def law(self, num_updates: int) -> optax.GradientTransformation:
+        return optax.adamw(
+            self.rate(num_updates), self.b1, self.b2, self.eps, mu_dtype=self.mu_dtype, weight_decay=self.weight_decay
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon(Optimizer):
+    """Momentum, orthogonalised by Newton-Schulz steps, for the matrices of hidden layers; AdamW for everything else.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks". Embeddings, the output matrix,
+    norm scales and vectors are AdamW's. A projection of attention is one matrix over all of its heads.
+
+    consistent_rms: root mean square of a matrix' update in units of the rate. 0.2 is what AdamW's typically has, so
+      that its rate and decay fit Muon too (arXiv:2502.16982). None: Jordan's scaling, for which rates near 0.02 are
+      usual; set `adam_lr` then.
+    adam_lr: highest rate of AdamW's part, on the same schedule (None: `lr`).
+    """
+
+    beta: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    consistent_rms: float | None = 0.2
+    adam_lr: float | None = None
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("must be positive", "adam_eps", ok=lambda x: x > 0)
+        self._require("must be positive, or None", "consistent_rms", "adam_lr", ok=lambda x: x is None or x > 0)
+        self._require("must be at least 1", "ns_steps", ok=lambda x: x >= 1)
+        self._require("must be at least 0 and below 1", "beta", "adam_b1", "adam_b2", ok=lambda x: 0 <= x < 1)
+
+    def law(self, num_updates: int) -> optax.GradientTransformation:
+        adam_rate = self._schedule(self.adam_lr or self.lr, num_updates)
+        muon = optax.contrib.muon(
+            self.rate(num_updates),
+            ns_steps=self.ns_steps,
+            beta=self.beta,
+            weight_decay=self.weight_decay,
+            mu_dtype=self.mu_dtype,
+            nesterov=self.nesterov,
+            muon_weight_dimension_numbers=_matrices,
+            consistent_rms=self.consistent_rms,
+        )
+        # optax' muon has an AdamW of its own, but gives it Nesterov momentum as well
+        adamw = optax.adamw(
+            adam_rate,
+            self.adam_b1,
+            self.adam_b2,
+            self.adam_eps,
+            mu_dtype=self.mu_dtype,
+            weight_decay=self.weight_decay,
+        )
+        is_matrix = lambda path: "muon" if _matrix(path) else "adamw"  # noqa: E731
+        return optax.partition({"muon": muon, "adamw": adamw}, _labels(is_matrix))
+
+
+@dataclasses.dataclass(frozen=True)
+class Adafactor(Optimizer):
+    """Second moments as row and column means; no momentum unless asked for (arXiv:1804.04235).
+
+    A matrix of size n x m has n + m numbers of state; one without two axes of `min_dim_to_factor` has n * m.
+
+    decay_rate: exponent of the second moments' memory: update t forgets t ** -decay_rate of it.
+    relative: `lr` is in units of a parameter's root mean square (at least 1e-3).
+    clip_rms: bound on the root mean square of a parameter's update, before the rate.
+    """
+
+    momentum: float | None = None
+    decay_rate: float = 0.8
+    relative: bool = True
+    clip_rms: float = 1.0
+    min_dim_to_factor: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("must be between 0 and 1, or None", "momentum", ok=lambda x: x is None or 0 < x < 1)
+        self._require("must be between 0 and 1", "decay_rate", ok=lambda x: 0 < x < 1)
+        self._require("must be at least 1", "clip_rms", "min_dim_to_factor", ok=lambda x: x >= 1)
+        if self.momentum is None:
+            message = "can have no effect: Adafactor.momentum is None"
+            self._require(message, "mu_dtype", ok=lambda x: x == "float32")
+
+    def law(self, num_updates: int) -> optax.GradientTransformation:
+        rate = self.rate(num_updates)
+        # optax' Adafactor decays by what it is given, not by rate times that
+        decay = (lambda count: rate(count) * self.weight_decay) if self.weight_decay else None
+        law = optax.adafactor(
+            rate,
+            min_dim_size_to_factor=self.min_dim_to_factor,
+            decay_rate=self.decay_rate,
+            multiply_by_parameter_scale=self.relative,
+            clipping_threshold=self.clip_rms,
+            momentum=self.momentum,
+            dtype_momentum=self.mu_dtype,
+            weight_decay_rate=decay,
+        )
+        where = lambda path: "layers" if "layers" in path else "rest"  # noqa: E731
+        return optax.partition({"layers": _per_layer(law), "rest": law}, _labels(where))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lion(Optimizer):
+    """The sign of a momentum (arXiv:2302.06675): one moment, and every parameter moves by exactly the rate.
+
+    Its paper advises a rate 3 to 10 times smaller, and a weight decay as much larger, than AdamW's.
+    """
+
+    lr: float = 1e-4
+    b1: float = 0.9
+    b2: float = 0.99
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("must be at least 0 and below 1", "b1", "b2", ok=lambda x: 0 <= x < 1)
+
+    def law(self, num_updates: int) -> optax.GradientTransformation:
+        rate = self.rate(num_updates)
+        return optax.lion(rate, self.b1, self.b2, mu_dtype=self.mu_dtype, weight_decay=self.weight_decay)
+
+
+# ---- what a parameter is --------------------------------------------------------------------------------------------
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+
+
+def _labels(label: Callable[[tuple[str, ...]], str]) -> Callable[[Params], Any]:
+    """A function from a parameter tree to the same tree of `label(names on the way to the leaf)`."""
+    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: label(_names(path)), params)
+
+
+def _matrix(names: tuple[str, ...]) -> Any:
+    """Rows and columns of a layer's weight matrix, None for any other parameter."""
+    return MATRICES.get(names[-1]) if "layers" in names else None
+
+
+def _matrices(params: Params) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: _matrix(_names(path)), params)
+
+
+def _part(names: tuple[str, ...]) -> str:
+    name = names[-1]
+    if name.endswith("norm"):
+        return "norm"
+    if "layers" not in names:
+        return "embed" if name == "embed" else "head"
+    return "attention" if name in ("q", "k", "v", "o") else "ffn"
+
+
+def grad_norm_parts(grads: Params) -> dict[str, jax.Array]:
+    """Norms of the gradient's parts, whose squares add up to that of the whole.
+
+    Args:
+      grads: tree of a decoder's or value model's parameters.
+
+    Returns:
+      float32 scalars for `embed`, `attention`, `ffn`, `norm` and, unless it is the embedding, `head` (of a value model:
+      its linear map).
+    """
+    parts: dict[str, list[jax.Array]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        parts.setdefault(_part(_names(path)), []).append(leaf)
+    return {part: optax.tree.norm(leaves) for part, leaves in parts.items()}
+
+
+# ---- laws, applied --------------------------------------------------------------------------------------------------
+
+
+def _per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` for each layer by itself; arrays and state have a leading L. Without any arrays it is `tx`."""
+
+    def init(params: Params) -> Any:
+        return jax.vmap(tx.init)(params) if jax.tree.leaves(params) else tx.init(params)
+
+    def update(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        layers = any(jnp.ndim(x) for x in jax.tree.leaves(state))
+        return (jax.vmap(tx.update) if layers else tx.update)(grads, state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _gated(tx: optax.GradientTransformation) -> Transformation:
+    """`tx`, doing nothing where `ok` is False."""
+
+    def update(grads: Params, state: Any, params: Params, *, ok: jax.Array | bool = True) -> tuple[Params, Any]:
+        updates, new = tx.update(grads, state, params)
+        updates = jax.tree.map(lambda u: jnp.where(ok, u, 0), updates)
+        return updates, jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _one_by_one(tx: Transformation) -> Transformation:
+    """`tx` with its state in host memory: one parameter after the other fetches its share of it and puts it back.
+
+    The barrier is what makes them take turns. Without it compilers start all copies at once, and an update needs more
+    device memory than one that keeps its state there.
+    """
+
+    def update(grads: Params, state: Any, params: Params, *, ok: jax.Array | bool = True) -> tuple[Params, Any]:
+        owners = _owners(state, grads)
+        state_tree: Any = jax.tree.structure(state)
+        tree: Any = jax.tree.structure(grads)
+        grad_leaves, param_leaves, state_leaves = (jax.tree.leaves(x) for x in (grads, params, state))
+        shared = {j: _to_device(state_leaves[j]) for j, owner in enumerate(owners) if owner is None}
+        new, updates = dict(shared), []
+        before: list[jax.Array] = []
+        for i, grad in enumerate(grad_leaves):
+            at = [j for j, owner in enumerate(owners) if owner == i]
+            (own, grad), _ = jax.lax.optimization_barrier((([state_leaves[j] for j in at], grad), before))
+            mine = shared | dict(zip(at, _to_device(own), strict=True))
+            update_i, new_i = tx.update(
+                _only({i: grad}, tree), _only(mine, state_tree), _only({i: param_leaves[i]}, tree), ok=ok
+            )
+            updates += jax.tree.leaves(update_i)
+            new |= zip(sorted(mine), jax.tree.leaves(new_i), strict=True)
+            new |= zip(at, _to_host([new[j] for j in at]), strict=True)
+            before = [new[j] for j in at]
+        new |= {j: _to_host(new[j]) for j in shared}
+        return tree.unflatten(updates), state_tree.unflatten([new[j] for j in range(len(state_leaves))])
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _owners(state: Any, params: Params) -> list[int | None]:
+    """For every leaf of `state` the index of the parameter whose path its own ends with; None for counters."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+    def owner(path: tuple[Any, ...]) -> int | None:
+        fits = [i for i, p in enumerate(paths) if path[-len(p) :] == p]
+        return max(fits, key=lambda i: len(paths[i]), default=None)
+
+    return [owner(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _only(leaves: dict[int, Any], tree: Any) -> Any:
+    """A tree with some of its leaves; optax passes over the others."""
+    return tree.unflatten([leaves.get(j, optax.MaskedNode()) for j in range(tree.num_leaves)])
+
+
+def _to_device(tree: Any) -> Any:
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def _to_host(tree: Any) -> Any:
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+# ---- where the state lives ------------------------------------------------------------------------------------------
+
+
+def opt_state_shardings(mesh: Mesh, init: Any, abstract_params: Params, param_shardings: Any) -> Any:
+    """Shardings of an optimizer's state: what has a parameter's axes is split as they are, the rest is on every device.
+
+    Moments lie beside their parameter; of a mean over some axis the other axes stay where they were.
+
+    Args:
+      init: a transformation, or its `init` (perhaps under `vmap`).
+      abstract_params: shapes and dtypes. param_shardings: the same tree of `NamedSharding`.
+    """
+    # JAX itself follows the axes through `init`, on a mesh whose axes are part of every array's type
+    typed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(typed, s.spec))  # noqa: E731
+    state = jax.eval_shape(getattr(init, "init", init), jax.tree.map(place, abstract_params, param_shardings))
+    spec = lambda x: PartitionSpec() if x.sharding is None else x.sharding.spec  # noqa: E731
+    return jax.tree.map(lambda x: NamedSharding(mesh, spec(x)), state)

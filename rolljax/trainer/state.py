@@ -14,12 +14,29 @@ from rolljax.model.decoder import Params
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TrainState:
-    """Parameters, optimizer state and the number of optimizer updates taken (int32 scalar)."""
+class Learned:
+    """Parameters, optimizer state and the number of optimizer updates taken (int32 scalar).
+
+    Of the critics every leaf has a leading axis M: they are one stack, and one program.
+    """
 
     params: Params
     opt_state: Any
     num_updates: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The policy, and the critics when there are any."""
+
+    policy: Learned
+    critics: Learned | None = None
+
+    @property
+    def params(self) -> Params:
+        """The policy's parameters."""
+        return self.policy.params
 
 
 def fingerprint(tree: Any) -> str:

@@ -1,165 +1,239 @@
-"""The update: one jitted program per phase, from a TokenBatch to the next TrainState.
+"""The updates: jitted programs from a TokenBatch to the next state, one for the policy and one for the critics.
 
-A loop over micro-batches sums gradients of the *sum* of token losses divided by the whole update's token count, so
-micro-batching, packing and sharding leave the result unchanged. A gate keeps the old state when anything is not
-finite; the loop then stops the run before it publishes or saves.
+A loop over micro-batches sums gradients of token losses that already carry their share of the whole update
+(`TokenBatch.scale`), so micro-batching, packing and sharding leave the result unchanged. A gate keeps the old state
+when anything is not finite; the loop then stops the run before it publishes or saves. A batch without a trainable token
+changes nothing, and is counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from rolljax.model.attention import packed
 from rolljax.model.decoder import Model, Params
-from rolljax.trainer import masked
+from rolljax.model.value import ValueModel
+from rolljax.trainer import masked, objectives
 from rolljax.trainer.algorithms.base import Algorithm
-from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.mesh import param_shardings, replicated, rows
-from rolljax.trainer.objectives import k3
-from rolljax.trainer.state import TrainState
+from rolljax.trainer.batch import ARRAYS, SCALARS, TokenBatch
+from rolljax.trainer.critic import Critic
+from rolljax.trainer.forward import ONE_PART, Split, read_policy, read_values
+from rolljax.trainer.mesh import replicated, rows
+from rolljax.trainer.optimizer import Optimizer, Transformation, grad_norm_parts
+from rolljax.trainer.state import Learned
 
 Stats = dict[str, jax.Array]
+LossFn = Callable[[Params, TokenBatch], tuple[jax.Array, tuple[Stats, Stats]]]
+Frozen = Mapping[str, tuple[Model, Params]]
+"""Frozen policies by where they come from."""
 
 
-def token_logp(model: Model, params: Params, batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
-    """Log-prob of every token given what stands before it, and the entropy it was drawn at; `[B, T]` float32, nats.
-
-    `batch` arrays are `[B, T]`. This is the only place that shifts: each token is scored by the hidden state of its
-    predecessor `batch.prev`. Tokens of weight 0 get whatever their predecessor says; mask before use.
-    """
-    decoder = model.bind(params)
-    hidden_BTD, _ = decoder(batch.tokens, batch.positions, packed(batch.segment_ids, batch.branch_ids))
-    before_BTD = jnp.take_along_axis(hidden_BTD, batch.prev[..., None], axis=1)
-    logits_BTV = decoder.logits(before_BTD) / batch.temperature
-    norm_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    chosen_BT = jnp.take_along_axis(logits_BTV, batch.tokens[..., None], axis=-1)[..., 0]
-    entropy_BT = norm_BT - jnp.sum(jax.nn.softmax(logits_BTV) * logits_BTV, axis=-1)
-    return chosen_BT - norm_BT, jax.lax.stop_gradient(entropy_BT)
-
-
-def micro_loss(
-    model: Model, algorithm: Algorithm, params: Params, batch: TokenBatch
-) -> tuple[jax.Array, tuple[Stats, Stats]]:
-    """This micro-batch's share of the loss, and its statistics (sums to be divided by the token count, maxima)."""
-    w = batch.weights
-    logp, entropy = token_logp(model, params, batch)
-    logp = masked.clean(logp, w)
-    batch = dataclasses.replace(
+def clean_batch(batch: TokenBatch, logp: jax.Array) -> TokenBatch:
+    """The micro-batch with harmless values wherever the scale is 0, so that nothing there can reach a gradient."""
+    trained = batch.scale
+    logps = {n: getattr(batch, n) for n in ("sampler_logp", "trainer_logp", "ref_logp")}
+    others = {n: getattr(batch, n) for n in ("advantages", "weights", "entropy_weights", "returns")}
+    still = jax.lax.stop_gradient(logp)
+    return dataclasses.replace(
         batch,
-        advantages=masked.clean(batch.advantages, w),
-        sampler_logp=jnp.where(w != 0, batch.sampler_logp, jax.lax.stop_gradient(logp)),
+        **{n: jnp.where(trained != 0, a, still) for n, a in logps.items() if a is not None},
+        **{n: masked.clean(a, trained) for n, a in others.items() if a is not None},
     )
-    out = algorithm.objective(logp, batch)
-    denominator = jnp.maximum(batch.num_tokens, 1)
-    loss = masked.total(out.loss, w) / denominator
-    mean = {"loss/total": out.loss, "policy/entropy_nat": entropy, **out.mean}
-    largest = dict(out.largest)
-    if algorithm.source == "sampler":
-        gap = jax.lax.stop_gradient(logp) - batch.sampler_logp
-        mean["mismatch/k3_nat"] = k3(batch.sampler_logp, jax.lax.stop_gradient(logp))
-        mean["mismatch/mult_ratio"] = jnp.exp(jnp.abs(gap))
-        largest["mismatch/abs_max_nat"] = jnp.abs(gap)
-    sums = {k: masked.total(jax.lax.stop_gradient(v), w) / denominator for k, v in mean.items()}
-    maxima = {k: masked.maximum(jax.lax.stop_gradient(v), w) for k, v in largest.items()}
-    return loss, (sums, maxima)
 
 
-def gradients(model: Model, algorithm: Algorithm, params: Params, batch: TokenBatch) -> tuple[Params, Stats]:
+def policy_loss(model: Model, algorithm: Algorithm, frozen: Frozen, split: Split = ONE_PART) -> LossFn:
+    """The policy's share of the loss from one micro-batch, and its statistics (sums over tokens, maxima)."""
+    law = algorithm.needs().law
+
+    def loss_fn(params: Params, batch: TokenBatch) -> tuple[jax.Array, tuple[Stats, Stats]]:
+        with_law = (law, *frozen[law.policy]) if law else None
+        policy = read_policy(model, params, batch, entropy_grad=algorithm.entropy_grad, law=with_law, split=split)
+        policy = jax.tree.map(lambda x: masked.clean(x, batch.scale), policy)
+        batch = clean_batch(batch, policy.logp)
+        out = algorithm.objective(policy, batch)
+        mean = {"policy/entropy_nat": policy.entropy, **out.mean}
+        largest = dict(out.largest)
+        if algorithm.source == "sampler":
+            for into, found in zip((mean, largest), mismatch_stats(policy.logp, batch), strict=True):
+                into |= found
+        return _share(out.loss, mean, largest, batch)
+
+    return loss_fn
+
+
+def critic_loss(model: ValueModel, algorithm: Algorithm, settings: Critic) -> Callable[..., Any]:
+    """One critic's share of its loss: `(params, old_values, weights, batch) -> (loss, statistics)`."""
+
+    def loss_fn(params: Params, old_values: jax.Array, weights: jax.Array, batch: TokenBatch):
+        weights = masked.clean(weights, batch.scale)
+        scale = batch.scale * weights
+        batch = dataclasses.replace(batch, scale=scale)
+        values = masked.clean(read_values(model, params, batch), scale)
+        returns, old = masked.clean(batch.given("returns"), scale), masked.clean(old_values, scale)
+        loss, stats = algorithm.critic_loss(values, returns, old, batch)
+        return _share(loss, stats, {}, batch, "critic/loss", weights)
+
+    return loss_fn
+
+
+def _share(
+    loss: jax.Array,
+    mean: Stats,
+    largest: Stats,
+    batch: TokenBatch,
+    name: str = "loss/total",
+    weights: jax.Array | float = 1.0,
+) -> tuple[jax.Array, tuple[Stats, Stats]]:
+    """The loss, and its statistics under `name`; `weights`: what a token counts in the means, on average 1."""
+    trained = (batch.scale != 0).astype(jnp.float32)
+    total = masked.total(loss, batch.scale)
+    counted, tokens = trained * weights, jnp.maximum(batch.num_tokens, 1)
+    sums = {k: masked.total(jax.lax.stop_gradient(v), counted) / tokens for k, v in mean.items()}
+    sums[name] = jax.lax.stop_gradient(total)
+    maxima = {k: masked.maximum(jax.lax.stop_gradient(v), trained) for k, v in largest.items()}
+    return total, (sums, maxima)
+
+
+def mismatch_stats(logp: jax.Array, batch: TokenBatch) -> tuple[Stats, Stats]:
+    """How far the trainer's log-probs are from the sampler's, per token, turn and trajectory: means and maxima."""
+    trained = (batch.scale != 0).astype(jnp.float32)
+    gap = jax.lax.stop_gradient(logp) - batch.sampler_logp
+    turn = jnp.abs(objectives.segment_mean(gap, batch.chunk_ids, trained))
+    sequence = jnp.abs(objectives.segment_mean(gap, batch.sequence_ids, trained))
+    product = jnp.abs(objectives.segment_sum(gap * trained, batch.sequence_ids))
+    return {
+        "mismatch/k3_nat": jnp.expm1(jnp.clip(gap, -20, 20)) - jnp.clip(gap, -20, 20),
+        "mismatch/mult_ratio": jnp.exp(jnp.minimum(jnp.abs(gap), 20)),
+        "mismatch/segment_abs_nat": turn,
+        "mismatch/geometric_abs_nat": sequence,
+        "mismatch/sequence_abs_nat": product,
+    }, {"mismatch/abs_max_nat": jnp.abs(gap), "mismatch/sequence_max_nat": product}
+
+
+def accumulate(grad_fn: Callable[[TokenBatch], Any], batch: TokenBatch) -> tuple[Params, Stats]:
     """Gradients and statistics summed over the micro-batches that hold anything."""
 
     def micro(i: jax.Array) -> TokenBatch:
-        pick = {n: jax.lax.dynamic_index_in_dim(getattr(batch, n), i, keepdims=False) for n in TokenBatch.ARRAYS}
+        pick = {n: jax.lax.dynamic_index_in_dim(a, i, keepdims=False) for n, a in batch.arrays().items()}
         return dataclasses.replace(batch, **pick)
-
-    grad_fn = jax.grad(lambda p, b: micro_loss(model, algorithm, p, b), has_aux=True)
 
     def body(i, carry):
         grads, sums, maxima = carry
-        g, (s, m) = grad_fn(params, micro(i))
-        return (
-            jax.tree.map(jnp.add, grads, g),
-            jax.tree.map(jnp.add, sums, s),
-            jax.tree.map(jnp.maximum, maxima, m),
-        )
+        g, (s, m) = grad_fn(micro(i))
+        add, larger = jnp.add, jnp.maximum
+        return jax.tree.map(add, grads, g), jax.tree.map(add, sums, s), jax.tree.map(larger, maxima, m)
 
-    like = jax.eval_shape(lambda: grad_fn(params, micro(jnp.int32(0))))
+    like = jax.eval_shape(lambda: grad_fn(micro(jnp.int32(0))))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     grads, sums, maxima = jax.lax.fori_loop(0, batch.num_micro, body, (zeros[0], *zeros[1]))
     return grads, {**sums, **maxima}
 
 
-def apply(tx: optax.GradientTransformation, state: TrainState, grads: Params, stats: Stats) -> tuple[TrainState, Stats]:
-    """One optimizer update, unless the loss or the gradient is not finite: then the old state, and `optim/finite` 0."""
+def gradients(
+    model: Model,
+    algorithm: Algorithm,
+    params: Params,
+    batch: TokenBatch,
+    frozen: Frozen | None = None,
+    split: Split = ONE_PART,
+) -> tuple[Params, Stats]:
+    """Gradient of the update's loss with respect to the policy's parameters, and the statistics of the update."""
+    grad_fn = jax.grad(policy_loss(model, algorithm, frozen or {}, split), has_aux=True)
+    grads, stats = accumulate(lambda b: grad_fn(params, b), batch)
+    if "policy/ratio_sq" in stats:
+        square = stats.pop("policy/ratio_sq")
+        stats["policy/ess_frac"] = stats["policy/ratio_mean"] ** 2 / jnp.maximum(square, 1e-30)
+    return grads, stats
+
+
+def apply(
+    tx: Transformation, state: Learned, grads: Params, loss: jax.Array, num_tokens: jax.Array
+) -> tuple[Learned, Stats]:
+    """One optimizer update, unless something is not finite or there was nothing to train on: then the old state."""
     grad_norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(stats["loss/total"])
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    some = num_tokens > 0
+    ok = finite & some
+    updates, opt_state = tx.update(grads, state.opt_state, state.params, ok=ok)
     params = optax.apply_updates(state.params, updates)
-    new = TrainState(params, opt_state, state.num_updates + 1)
-    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+    new = Learned(params, opt_state, state.num_updates + ok.astype(jnp.int32))
     return new, {
-        **stats,
-        "optim/grad_norm": grad_norm,
-        "optim/update_norm": optax.tree.norm(updates),
-        "optim/finite": finite.astype(jnp.float32),
+        "grad_norm": grad_norm,
+        "update_norm": optax.tree.norm(updates),
+        "finite": finite.astype(jnp.float32),
+        "skipped_n": 1 - some.astype(jnp.float32),
     }
 
 
-UpdateFn = Callable[[TrainState, TokenBatch], tuple[TrainState, Stats]]
+PolicyUpdate = Callable[[Learned, TokenBatch, Mapping[str, Params]], tuple[Learned, Stats]]
+CriticUpdate = Callable[[Learned, TokenBatch], tuple[Learned, Stats]]
 
 
-def state_shardings(mesh: Mesh, model: Model, tx: optax.GradientTransformation) -> TrainState:
-    """Where every leaf of the state lives: optimizer moments beside the parameters they belong to."""
-    abstract = model.abstract()
-    params = param_shardings(mesh, model.axes(), abstract)
-    opt_state = optax.tree.map_params(
-        tx,
-        lambda _, sharding: sharding,
-        jax.eval_shape(tx.init, abstract),
-        params,
-        transform_non_params=lambda _: replicated(mesh),
-    )
-    return TrainState(params, opt_state, replicated(mesh))  # type: ignore[arg-type]
+def batch_shardings(mesh: Mesh, like: TokenBatch) -> TokenBatch:
+    """Rows split over the batch axes, scalars everywhere, for the arrays that `like` has."""
+    scalars: dict[str, NamedSharding] = {n: replicated(mesh) for n in SCALARS}
+    arrays = {n: rows(mesh, 1) for n in ARRAYS if getattr(like, n) is not None}
+    return TokenBatch(**{**dict.fromkeys(ARRAYS), **arrays}, **scalars)  # type: ignore[arg-type]
 
 
-def batch_shardings(mesh: Mesh) -> TokenBatch:
-    """Rows split over the batch axes, scalars everywhere."""
-    scalars: dict[str, NamedSharding] = {
-        f.name: replicated(mesh) for f in dataclasses.fields(TokenBatch) if f.name not in TokenBatch.ARRAYS
-    }
-    return TokenBatch(**{n: rows(mesh, 1) for n in TokenBatch.ARRAYS}, **scalars)  # type: ignore[arg-type]
+def put_batch(mesh: Mesh, batch: TokenBatch) -> TokenBatch:
+    """The packed batch on its devices."""
+    return jax.device_put(batch, batch_shardings(mesh, batch))
 
 
-def make_update(
-    mesh: Mesh, model: Model, algorithm: Algorithm, tx: optax.GradientTransformation, rate: optax.Schedule
-) -> UpdateFn:
-    """Jit the update for this mesh. The state is donated; statistics come back replicated.
+def make_policy_update(
+    mesh: Mesh,
+    model: Model,
+    algorithm: Algorithm,
+    optimizer: Optimizer,
+    num_updates: int,
+    shardings: Learned,
+    frozen_models: Mapping[str, Model],
+) -> PolicyUpdate:
+    """Jit the policy's update for this mesh: `(state, batch, frozen parameters) -> (state, statistics)`.
 
-    Args:
-      rate: learning rate by update index, for the record (`tx` has its own).
+    The state is donated; the batch must be where `put_batch` puts it; statistics come back replicated.
     """
-    state_sh, batch_sh = state_shardings(mesh, model, tx), batch_shardings(mesh)
+    tx, rate = optimizer.build(num_updates), optimizer.rate(num_updates)
 
-    def update(state: TrainState, batch: TokenBatch) -> tuple[TrainState, Stats]:
-        grads, stats = gradients(model, algorithm, state.params, batch)
+    def update(state: Learned, batch: TokenBatch, frozen: Mapping[str, Params]) -> tuple[Learned, Stats]:
+        models = {name: (frozen_models[name], params) for name, params in frozen.items()}
+        grads, stats = gradients(model, algorithm, state.params, batch, models, Split.of(mesh))
         stats["optim/lr"] = jnp.asarray(rate(state.num_updates), jnp.float32)
-        return apply(tx, state, grads, stats)
+        stats |= {f"optim/grad_norm_{part}": norm for part, norm in grad_norm_parts(grads).items()}
+        new, applied = apply(tx, state, grads, stats["loss/total"], batch.num_tokens)
+        return new, {**stats, **{f"optim/{k}": v for k, v in applied.items()}}
 
-    return jax.jit(
-        update, in_shardings=(state_sh, batch_sh), out_shardings=(state_sh, replicated(mesh)), donate_argnums=0
-    )
+    return jax.jit(update, out_shardings=(shardings, replicated(mesh)), donate_argnums=0)
 
 
-def init_state(mesh: Mesh, model: Model, tx: optax.GradientTransformation, params: Params) -> TrainState:
-    """A fresh state around `params`, placed on the mesh."""
-    shardings = state_shardings(mesh, model, tx)
-    make = jax.jit(
-        lambda p: TrainState(p, tx.init(p), jnp.zeros((), jnp.int32)),
-        out_shardings=shardings,
-    )
-    return make(jax.device_put(params, shardings.params))
+def make_critic_update(
+    mesh: Mesh, model: ValueModel, algorithm: Algorithm, settings: Critic, num_updates: int, shardings: Learned
+) -> CriticUpdate:
+    """Jit one update of all critics, each on its own share of the batch. The state is donated."""
+    tx = settings.optimizer.build(num_updates)
+    loss_fn = critic_loss(model, algorithm, settings)
+
+    def one(state: Learned, old_values: jax.Array, weights: jax.Array, batch: TokenBatch) -> tuple[Learned, Stats]:
+        batch = dataclasses.replace(batch, old_values_C=old_values, critic_weights_C=weights)
+
+        def grad_fn(b: TokenBatch):
+            old, w = b.given("old_values_C"), b.given("critic_weights_C")
+            return jax.grad(lambda p: loss_fn(p, old, w, b), has_aux=True)(state.params)
+
+        grads, stats = accumulate(grad_fn, batch)
+        new, applied = apply(tx, state, grads, stats["critic/loss"], batch.num_tokens)
+        return new, {**stats, **{f"critic/{k}": v for k, v in applied.items()}}
+
+    def update(state: Learned, batch: TokenBatch) -> tuple[Learned, Stats]:
+        split = jax.vmap(one, in_axes=(0, -1, -1, None))
+        state, stats = split(state, batch.given("old_values_C"), batch.given("critic_weights_C"), batch)
+        return state, {k: v.min() if k == "critic/finite" else v.mean() for k, v in stats.items()}
+
+    return jax.jit(update, out_shardings=(shardings, replicated(mesh)), donate_argnums=0)

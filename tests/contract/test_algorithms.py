@@ -1,39 +1,87 @@
-"""What every algorithm must do. A new file in rolljax/trainer/algorithms is tested here without being asked."""
+"""What every algorithm must do. A new file in rolljax/trainer/algorithms is tested here without being asked.
+
+Trajectories are random, credit and packing are the real ones, and the objective is differentiated with respect to the
+log-prob of every token (`tests/unit/test_update.py` shows that log-probs themselves do not depend on the packing).
+"""
 
 import dataclasses
-import importlib
 import inspect
-import pkgutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from rolljax.trainer import algorithms, masked
-from rolljax.trainer.algorithms.base import Algorithm
-from rolljax.trainer.batch import PackShape, Sample, TokenBatch, pack
-from rolljax.trainer.state import fingerprint
-from rolljax.trainer.update import gradients
+from rolljax.trainer.algorithms.base import PolicyGradient, Setup
+from rolljax.trainer.algorithms.distill import Distill
+from rolljax.trainer.algorithms.dpo import Dpo
+from rolljax.trainer.algorithms.opd import Opd, Teacher
+from rolljax.trainer.algorithms.reward_model import RewardModel
+from rolljax.trainer.batch import ARRAYS, PackShape
+from rolljax.trainer.mesh import MeshSpec
+from rolljax.trainer.update import mismatch_stats
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-MODULES = {
-    m.name: importlib.import_module(f"{algorithms.__name__}.{m.name}")
-    for m in pkgutil.iter_modules(algorithms.__path__)
-    if m.name != "base"
+from ..synthetic import CLASSES, MODULES, SHAPE, Objective, credited, episodes_of, groups_of
+
+REQUIRED = {
+    Opd: {"teachers": (Teacher("run_start", 0.7), Teacher("phase_start", 0.5, ("toy",))), "reward_coef": 0.5},
+    Distill: {"teacher": "run_start"},
 }
-CLASSES = [
-    c
-    for module in MODULES.values()
-    for c in vars(module).values()
-    if inspect.isclass(c) and issubclass(c, Algorithm) and c.__module__ == module.__name__ and not inspect.isabstract(c)
-]
 each = pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
-B, T = 2, 6
+
+
+def make(cls, **settings):
+    return cls(**{**REQUIRED.get(cls, {}), **settings})
+
+
+def group_size(cls):
+    return {"gold": 1, "pairs": 2, "sampler": 4}[cls.source]
+
+
+@pytest.fixture(scope="module")
+def objectives():
+    """One compiled program per class and settings."""
+    made = {}
+
+    def get(cls, **settings):
+        key = (cls, tuple(sorted(settings.items())))
+        if key not in made:
+            made[key] = Objective(make(cls, **settings))
+        return made[key]
+
+    return get
+
+
+def behaviour(groups):
+    return [s.columns["sampler_logp"] for group in groups for s in group]
+
+
+def moved(groups, seed=1, scale=0.3):
+    """Log-probs of a policy that has moved on from the one that sampled, below 0."""
+    rng = np.random.default_rng(seed)
+    return [np.minimum(x + rng.normal(0, scale, len(x)), -1e-3).astype(np.float32) for x in behaviour(groups)]
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Groups credited by each class, once."""
+    made = {}
+
+    def get(cls):
+        if cls not in made:
+            rng = np.random.default_rng(7)
+            made[cls] = credited(make(cls), groups_of(rng, group_size=group_size(cls)))
+        return made[cls]
+
+    return get
+
+
+# ---- the class ------------------------------------------------------------------------------------------------------
 
 
 def test_every_file_holds_an_algorithm():
-    assert {c.__name__ for c in CLASSES} >= {"Grpo", "Sft"}
+    assert len(CLASSES) >= 30
     assert {c.__module__.rsplit(".", 1)[-1] for c in CLASSES} == set(MODULES)
 
 
@@ -42,7 +90,7 @@ def test_it_is_a_value(cls):
     """Frozen, hashable, equal by value: it is a static part of jitted programs."""
     algorithm = cls()
     assert algorithm == cls() and hash(algorithm) == hash(cls())
-    assert algorithm.source in ("gold", "sampler")
+    assert algorithm.source in ("gold", "sampler", "pairs")
     for field in dataclasses.fields(cls):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(algorithm, field.name, getattr(algorithm, field.name))
@@ -59,120 +107,283 @@ def test_its_docstring_says_what_it_is(cls):
 
 
 @each
-def test_advantages_are_finite_and_leave_rewards_alone(cls):
+def test_credit_is_finite_and_writes_to_nothing(cls):
     rng = np.random.default_rng(0)
-    size = 1 if cls.source == "gold" else 5
-    rewards = [rng.normal(size=size).astype(np.float32) for _ in range(4)]
-    rewards += [np.zeros(size, np.float32), np.ones(size, np.float32), np.full(size, 0.1, np.float32)]
-    copies = [r.copy() for r in rewards]
-    got = cls().advantages(rewards)
-    assert len(got) == len(rewards) and any(a is not None for a in got)
-    for a in got:
-        assert a is None or (a.shape == (size,) and np.isfinite(a).all())
-    for r, copy in zip(rewards, copies, strict=True):
-        np.testing.assert_array_equal(r, copy)
+    algorithm = make(cls)
+    flat = [[0.5] * 4, [-1, 0, 0, 1], [1, 1, 1, 1], [0.1, 0.1, 0.1, 0.1]]
+    groups = groups_of(rng, group_size=group_size(cls), rewards=[r[: group_size(cls)] for r in flat])
+    e = episodes_of(rng, groups, algorithm.needs())
+    before = {f.name: np.array(getattr(e, f.name), copy=True) for f in dataclasses.fields(e)}
+    memory = {}
+    for _ in range(2):
+        credit = algorithm.credit(e, memory)
+        memory = credit.memory
+        assert all(isinstance(v, float) for v in memory.values())
+        for name in ("advantages", "weights", "returns", "critic_weights", "entropy_weights"):
+            array = getattr(credit, name)
+            assert array is None or np.isfinite(np.where(e.mask, array, 0)).all(), name
+        assert all(np.isfinite(v) for v in credit.stats.values())
+        assert credit.keep is None or (credit.keep.dtype == bool and credit.keep.shape == (e.num,))
+    for name, value in before.items():
+        np.testing.assert_array_equal(getattr(e, name), value, err_msg=name)
 
 
-# ---- the objective alone --------------------------------------------------------------------------------------------
+@each
+def test_every_setting_does_something(cls):
+    """A setting that no result depends on is one that nobody reads. Those that all share are tried on GRPO."""
+    for field in dataclasses.fields(cls):
+        if field.name not in inspect.get_annotations(cls) and cls.__name__ != "Grpo":
+            continue
+        value = getattr(make(cls), field.name)
+        if field.name in INERT_ALONE or not isinstance(value, (bool, int, float)):
+            continue
+        changed = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value * 0.7 + 0.011
+        assert fingerprint(cls, **{field.name: changed}) != fingerprint(cls), field.name
 
 
-def token_batch(**arrays):
-    """`[B, T]` arrays that an objective may look at; the rest is zero."""
-    weights = arrays.get("weights", jnp.ones((B, T)))
-    zeros = {n: jnp.zeros((B, T)) for n in TokenBatch.ARRAYS}
-    one = jnp.float32(1)
-    return TokenBatch(
-        **{**zeros, "weights": weights, **arrays},
-        num_micro=jnp.int32(1),
-        num_tokens=weights.sum(),
-        num_sequences=jnp.float32(B),
-        temperature=one,
+INERT_ALONE = {
+    "kl_horizon",  # with kl_target
+    "refills",  # the loop's
+    "mask_truncated",  # nothing is truncated here
+    "drop_degenerate",  # no group is
+    "min_std",  # for flat batches
+    "lookback",
+    "min_segment",
+    "min_keep",
+    "beta",  # of segment rewards: it moves thresholds that are relative, too
+    "alpha",
+    "tau",
+    "top_k",  # inside the model's divergence
+    "similarity",
+    "cap",
+    "entropy_mask_frac",
+    "margin",  # simpo's
+    "imitation",  # of replayed chunks
+    "label_smoothing",
+    "sft_coef",
+}
+
+
+def fingerprint(cls, **settings):
+    algorithm = make(cls, **settings)
+    groups = groups_of(
+        np.random.default_rng(7), group_size=group_size(cls), rewards=[[1, 0, 0.4, -1][: group_size(cls)]] * 4
     )
+    kept = credited(algorithm, groups)
+    if not kept:
+        return 0.0
+    objective = Objective(algorithm)
+    packed = objective.rows(kept)
+    total, (grad, *rest), _ = objective(packed, moved(kept))
+    return (total, *[float(np.abs(g).sum()) for part in (grad, *rest) for g in part], algorithm.needs())
+
+
+# ---- the objective --------------------------------------------------------------------------------------------------
 
 
 @each
-def test_on_policy_gradient_is_reinforce(cls):
-    """d loss / d logp = -advantage * weight / num_tokens; supervised advantages are 1."""
-    rng = np.random.default_rng(0)
-    logp = jnp.float32(-rng.exponential(size=(B, T)))
-    advantages = jnp.ones((B, T)) if cls.source == "gold" else jnp.float32(rng.normal(size=(B, T)))
-    weights = jnp.float32(rng.choice([0, 0.5, 1.0], (B, T)))
-    batch = token_batch(sampler_logp=logp, advantages=advantages, weights=weights)
-
-    def loss(logp):
-        return masked.total(cls().objective(logp, batch).loss, weights) / batch.num_tokens
-
-    np.testing.assert_allclose(jax.grad(loss)(logp), -advantages * weights / weights.sum(), rtol=1e-5, atol=1e-8)
-
-
-@each
-def test_it_is_finite_however_far_the_policies_are_apart(cls):
-    gap = jnp.linspace(-20, 20, B * T).reshape(B, T)
-    for advantage in (-3.0, 0.0, 3.0):
-        batch = token_batch(sampler_logp=jnp.full((B, T), -25.0), advantages=jnp.full((B, T), advantage))
-
-        def loss(logp, batch=batch):
-            return cls().objective(logp, batch).loss.sum()
-
-        out = cls().objective(batch.sampler_logp + gap, batch)
-        for name, value in {"loss": out.loss, **out.mean, **out.largest}.items():
-            assert value.shape == (B, T) and jnp.isfinite(value).all(), name
-        assert jnp.isfinite(jax.grad(loss)(batch.sampler_logp + gap)).all()
+def test_on_policy_gradient_is_its_reinforce_form(cls, objectives, world):
+    """At the policy that sampled: d loss / d logp = -scale * weight * advantage; supervised advantages are 1."""
+    groups = world(cls)
+    objective = objectives(cls)
+    if getattr(make(cls), "anchor", "") == "proximal":
+        logps = [s.columns["trainer_logp"] for group in groups for s in group]
+    else:
+        logps = behaviour(groups)
+    packed = objective.rows(groups)
+    scale = packed.read(packed.batch.scale)
+    _, (grad, *_), _ = objective(packed, logps)
+    if issubclass(cls, (Dpo, RewardModel)):
+        check_pairs(cls, groups, packed, logps, grad)
+        return
+    for g, w, sample in zip(grad, scale, (s for group in groups for s in group), strict=True):
+        weight = sample.columns.get("weights", 1.0)
+        np.testing.assert_allclose(g, -w * weight * sample.columns["advantages"], rtol=2e-5, atol=1e-8)
 
 
-# ---- inside the update, with a real model ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def batch():
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 264, 5)
-
-    def sample(n):
-        tokens = np.concatenate([prompt, rng.integers(0, 264, n)]).astype(np.int32)
-        sampled = np.arange(len(tokens)) >= 5
-        logp = np.where(sampled, rng.normal(-5.6, 0.2, len(tokens)), 0).astype(np.float32)
-        return Sample(tokens, sampled.astype(np.float32), logp, np.where(sampled, rng.normal(), 0).astype(np.float32))
-
-    return pack([[sample(3), sample(7)], [sample(2), sample(4)]], PackShape(1, 2, 24), 1.0)
-
-
-@pytest.fixture(scope="module")
-def grads_of(model, params):
-    """grads_of(class, batch), one compiled program for each class."""
-    programs = {}
-
-    def run(cls, batch):
-        if cls not in programs:
-            programs[cls] = jax.jit(lambda p, b: gradients(model, cls(), p, b))
-        return programs[cls](params, batch)
-
-    return run
+def check_pairs(cls, groups, packed, logps, grad):
+    """d loss / d logp = -beta * sigmoid(-margin) / pairs for the chosen, and its opposite for the rejected."""
+    i = 0
+    for group in groups:
+        signs = [s.columns["returns" if issubclass(cls, RewardModel) else "advantages"] for s in group]
+        x = [logps[i + j] - s.columns.get("ref_logp", 0.0) for j, s in enumerate(group)]
+        beta = 1.0 if issubclass(cls, RewardModel) else make(cls).beta
+        margin = beta * sum(float((sign * d)[s.mask].sum()) for sign, d, s in zip(signs, x, group, strict=True))
+        for sign, s in zip(signs, group, strict=True):
+            want = np.where(s.mask, -beta * sign / (1 + np.exp(margin)) / len(groups), 0)
+            np.testing.assert_allclose(grad[i], want, rtol=1e-4, atol=1e-8)
+            i += 1
 
 
 @each
-def test_zero_weights_give_exactly_zero(cls, grads_of, batch):
-    for fill in (0.0, np.nan):
-        empty = dataclasses.replace(
-            batch,
-            weights=np.zeros_like(batch.weights),
-            advantages=np.full_like(batch.advantages, fill),
-            sampler_logp=np.full_like(batch.sampler_logp, fill),
-            num_tokens=np.float32(0),
-        )
-        grads, stats = grads_of(cls, empty)
-        assert all((g == 0).all() for g in jax.tree.leaves(grads))
-        assert stats["loss/total"] == 0 and all(jnp.isfinite(v) for v in stats.values())
+def test_packing_padding_and_order_change_nothing(cls, objectives, world):
+    groups, objective = world(cls), objectives(cls)
+    logps = moved(groups)
+    want, want_grads, _ = objective(objective.rows(groups), logps)
+    assert any(np.abs(g).max() > 0 for g in want_grads[0])
+    sizes = np.cumsum([0, *map(len, groups)])
+    order = [2, 0, 3, 1] if len(groups) == 4 else list(range(len(groups)))[::-1]
+    variants = {
+        "another order": (order, SHAPE),
+        "longer rows, more padding": (range(len(groups)), PackShape(3, 4, 160)),
+        "one row at a time": (range(len(groups)), PackShape(24, 1, 96)),
+    }
+    for name, (groups_in, shape) in variants.items():
+        lots = [groups[g] for g in groups_in]
+        ordered = [logps[i] for g in groups_in for i in range(sizes[g], sizes[g + 1])]
+        got, got_grads, _ = objective(objective.rows(lots, shape), ordered)
+        assert got == pytest.approx(want, abs=1e-6), name
+        for a, b in zip(got_grads, want_grads, strict=True):
+            again = [b[i] for g in groups_in for i in range(sizes[g], sizes[g + 1])]
+            for x, y in zip(a, again, strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
 @each
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nothing_under_a_zero_weight_counts(cls, grads_of, batch, bad):
-    def poison(values):
-        return np.where(batch.weights == 0, bad, values).astype(np.float32)
+def test_alone_in_its_row_a_sequence_has_the_same_gradient(cls, objectives, world):
+    """Nothing leaks between trajectories that share a row (pairs stay together: their loss is one)."""
+    if cls.whole_groups:
+        pytest.skip("a pair is one loss")
+    groups, objective = world(cls), objectives(cls)
+    logps = moved(groups)
+    together, (grads, *_), _ = objective(objective.rows(groups), logps)
+    packed = objective.rows(groups)
+    scale = packed.read(packed.batch.scale)
+    i, total = 0, 0.0
+    for group in groups:
+        for sample in group:
+            alone = objective.rows([[sample]])
+            # the share of the whole update, not of this sequence alone
+            flat = np.array(alone.batch.scale)
+            flat.reshape(-1)[alone.places[0][0]] = scale[i]
+            alone = dataclasses.replace(alone, batch=dataclasses.replace(alone.batch, scale=flat))
+            loss, (grad, *_), _ = objective(alone, [logps[i]])
+            np.testing.assert_allclose(grad[0], grads[i], rtol=1e-5, atol=1e-7)
+            i, total = i + 1, total + loss
+    assert total == pytest.approx(together, abs=1e-6)
 
-    poisoned = dataclasses.replace(batch, advantages=poison(batch.advantages), sampler_logp=poison(batch.sampler_logp))
-    want = grads_of(cls, batch)
-    assert fingerprint(grads_of(cls, poisoned)) == fingerprint(want)
-    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(want))
-    assert any((g != 0).any() for g in jax.tree.leaves(want[0]))
+
+@each
+def test_a_mesh_changes_nothing(cls, objectives, world):
+    groups, objective = world(cls), objectives(cls)
+    logps = moved(groups)
+    packed = objective.rows(groups)
+    mesh = MeshSpec(data=4).build()
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    whole = NamedSharding(mesh, PartitionSpec())
+    put = lambda tree: jax.tree.map(lambda x: jax.device_put(x, rows if np.ndim(x) > 1 else whole), tree)  # noqa: E731
+    want, want_grads, _ = objective(packed, logps)
+    got, got_grads, _ = objective(packed, logps, put)
+    assert got == pytest.approx(want, abs=1e-6)
+    for x, y in zip(got_grads[0], want_grads[0], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+
+
+@each
+def test_zero_scale_gives_exactly_zero(cls, objectives, world):
+    groups, objective = world(cls), objectives(cls)
+    packed = objective.rows(groups)
+    empty = dataclasses.replace(
+        packed, batch=dataclasses.replace(packed.batch, scale=np.zeros_like(packed.batch.scale))
+    )
+    loss, grads, stats = objective(empty, moved(groups))
+    assert loss == 0 and all((g == 0).all() for part in grads for g in part)
+    assert all(np.isfinite(v).all() for found in stats for v in found.values())
+
+
+@each
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nothing_where_the_scale_is_zero_counts(cls, objectives, world, bad):
+    groups, objective = world(cls), objectives(cls)
+    packed = objective.rows(groups)
+    floats = [
+        n for n in ARRAYS if getattr(packed.batch, n) is not None and getattr(packed.batch, n).dtype == np.float32
+    ]
+
+    def poison(array):
+        empty = np.asarray(packed.batch.scale) == 0
+        return np.where(empty if array.ndim == 3 else empty[..., None], bad, array).astype(np.float32)
+
+    arrays = {n: poison(np.asarray(getattr(packed.batch, n))) for n in floats if n != "scale"}
+    poisoned = dataclasses.replace(packed, batch=dataclasses.replace(packed.batch, **arrays))
+    want, got = objective(packed, moved(groups)), objective(poisoned, moved(groups))
+    assert want[0] == got[0]
+    for a, b in zip(want[1], got[1], strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@each
+def test_it_is_finite_however_far_the_policies_are_apart(cls, objectives, world):
+    groups, objective = world(cls), objectives(cls)
+    packed = objective.rows(groups)
+    for gap in (-20.0, -5.0, 5.0, 20.0):
+        logps = [x + np.float32(gap) for x in behaviour(groups)]
+        loss, grads, stats = objective(packed, logps)
+        assert np.isfinite(loss) and all(np.isfinite(g).all() for part in grads for g in part)
+        for found in stats:
+            assert all(np.isfinite(v).all() for v in found.values()), gap
+
+
+@each
+def test_float32_comes_out(cls, world):
+    """Log-probs that a bfloat16 model made are float32 by then; nothing here may go back."""
+    groups = world(cls)
+    objective = Objective(make(cls))
+    packed = objective.rows(groups)
+    micro = dataclasses.replace(packed.batch, **{n: a[0] for n, a in packed.batch.arrays().items()})
+    zeros = jnp.zeros(micro.tokens.shape, jnp.float32)
+    shapes = jax.eval_shape(objective.program, zeros, zeros, zeros, micro)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(shapes))
+
+
+def test_mismatch_is_measured_at_four_levels():
+    groups = credited(make(next(c for c in CLASSES if c.__name__ == "Grpo")), groups_of(np.random.default_rng(0)))
+    objective = Objective(make(next(c for c in CLASSES if c.__name__ == "Grpo")))
+    packed = objective.rows(groups, PackShape(1, 8, 160))
+    batch = dataclasses.replace(packed.batch, **{n: a[0] for n, a in packed.batch.arrays().items()})
+    rng = np.random.default_rng(1)
+    gaps = [rng.normal(0, 0.2, len(x)) for x in behaviour(groups)]
+    logp = np.zeros(batch.tokens.shape, np.float32)
+    for at, x, d in zip((a for g in packed.places for a in g), behaviour(groups), gaps, strict=True):
+        logp.reshape(-1)[at] = x + d
+    mean, largest = mismatch_stats(jnp.asarray(logp), batch)
+    members = [s for group in groups for s in group]
+    level = {
+        "mismatch/segment_abs_nat": [
+            np.abs([d[s.turns == k].mean() for k in s.turns]) for d, s in zip(gaps, members, strict=True)
+        ],
+        "mismatch/geometric_abs_nat": [np.full(len(d), abs(d.mean())) for d in gaps],
+        "mismatch/sequence_abs_nat": [np.full(len(d), abs(d.sum())) for d in gaps],
+        "mismatch/k3_nat": [np.expm1(d) - d for d in gaps],
+        "mismatch/mult_ratio": [np.exp(np.abs(d)) for d in gaps],
+    }
+    for name, want in level.items():
+        got = packed.read(np.asarray(mean[name])[None])
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-5, err_msg=name)
+    assert float(largest["mismatch/sequence_max_nat"].max()) == pytest.approx(max(abs(d.sum()) for d in gaps), abs=1e-5)
+
+
+@each
+def test_checks_accept_an_ordinary_setup(cls):
+    """With several updates per step, several turns and a fitting group size nothing is in the way."""
+    size = {"gold": 1, "pairs": 2, "sampler": 8}[cls.source]
+    make(cls).check(Setup(group_size=size, updates=2, max_turns=4))
+
+
+@pytest.mark.parametrize("cls", [c for c in CLASSES if issubclass(c, PolicyGradient)], ids=lambda c: c.__name__)
+def test_kl_and_entropy_terms_are_added(cls, objectives, world):
+    """With a KL term of estimator k2 and an entropy bonus: the plain gradient plus coefficient times (logp - ref_logp)."""
+    extra = objectives(cls, kl_coef=0.5, kl="k2", entropy_coef=0.25)
+    groups = credited(make(cls, kl_coef=0.5, kl="k2", entropy_coef=0.25), groups_of(np.random.default_rng(7)))
+    plain = objectives(cls, entropy_coef=0.0)
+    packed = extra.rows(groups)
+    logps = moved(groups)
+    _, (grad, entropy_grad, _), _ = extra(packed, logps)
+    _, (base, _, _), _ = plain(packed, logps)
+    scale = packed.read(packed.batch.scale)
+    members = [s for group in groups for s in group]
+    for g, b, h, w, x, s in zip(grad, base, entropy_grad, scale, logps, members, strict=True):
+        np.testing.assert_allclose(g - b, 0.5 * w * (x - s.columns["ref_logp"]), rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(h, -0.25 * w * s.columns.get("entropy_weights", 1.0), rtol=1e-5, atol=1e-8)

@@ -18,7 +18,9 @@ from rolljax import envs
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.frozen_lake import FrozenLake
 from rolljax.envs.reasoning import ReasoningGym
+from rolljax.envs.records import Records
 
+DATA = Path(__file__).parents[1] / "data"
 SPECS = {
     "lake": FrozenLake(),
     "lake_5x5": FrozenLake(size=5, max_turns=12, frozen_prob=0.7, seed=3),
@@ -28,6 +30,9 @@ SPECS = {
     "letter_counting": ReasoningGym("letter_counting", seed=9, prompt="{question} Number only."),
     "prime_factorization": ReasoningGym("prime_factorization"),
     "word_sorting": ReasoningGym("word_sorting"),
+    "recorded_answers": Records(str(DATA / "answers.jsonl"), prompt_key="question"),
+    "recorded_pairs": Records(str(DATA / "pairs.jsonl")),
+    "recorded_conversations": Records(str(DATA / "conversations.jsonl")),
 }
 NUM_TASKS = 20
 each = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

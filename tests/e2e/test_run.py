@@ -41,7 +41,7 @@ def test_metrics_are_in_range_and_conserve_groups(trained):
     assert [r["step"] for r in run] == list(range(1, 131))
     for row in run:
         assert check_row(row) == []
-        dropped = row["groups/dropped_degenerate_n"] + row["groups/dropped_failed_n"]
+        dropped = row["groups/dropped_credit_n"] + row["groups/dropped_failed_n"]
         assert row["groups/started_n"] == row["groups/trained_n"] + dropped
     for row in run[120:]:
         assert row["mismatch/abs_max_nat"] <= 1e-5

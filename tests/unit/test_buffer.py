@@ -116,22 +116,22 @@ class Trainer:
     """Drives a buffer the way the loop does and records what was started when."""
 
     def __init__(self, background, stream, staleness, latency=lambda: 0.0, first=0):
-        self.now, self.ages, self.dealt, self.cancelled = first, {}, {}, []
+        self.now, self.ages, self.dealt, self.cancelled, self.latency = first, {}, {}, [], latency
 
-        def start(step, tasks):
+        def start(step, tasks, first):
             self.ages[step] = step - self.now
-            self.dealt[step] = tasks
-            return self.groups(step, tasks, latency)
+            self.dealt[step] = self.dealt.get(step, []) + tasks
+            return self.groups(step, tasks, first)
 
         self.buffer = Buffer(background, stream, start, prompts_per_step=PROMPTS, staleness=staleness, num_steps=STEPS)
 
-    async def groups(self, step, tasks, latency):
+    async def groups(self, step, tasks, first):
         async def one(i, task):
-            await asyncio.sleep(latency())
+            await asyncio.sleep(self.latency())
             return Group(task, step, i, ())
 
         try:
-            return list(await asyncio.gather(*(one(i, t) for i, t in enumerate(tasks))))
+            return list(await asyncio.gather(*(one(first + i, t) for i, t in enumerate(tasks))))
         except asyncio.CancelledError:
             self.cancelled.append(step)
             raise
@@ -219,3 +219,51 @@ def test_a_hanging_group_names_its_step(make_background):
     trainer.buffer.fill(0)
     with pytest.raises(HangError, match="the groups of step 1"):
         trainer.buffer.collect(0, 0.1)
+
+
+# ---- further groups of a step that was collected --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_further_groups_take_the_next_tasks_and_go_on_counting(make_background, staleness):
+    """They come from behind the tasks that are dealt out already, and no task is skipped or dealt twice."""
+    trainer = Trainer(make_background(), TaskStream(SPEC, 0, 0.1), staleness)
+    stream = TaskStream(SPEC, 0, 0.1)
+    trainer.buffer.fill(0)
+    dealt = [next(stream) for _ in range(PROMPTS * (staleness + 1))]
+    groups = trainer.buffer.collect(0, 30)
+    for num in (2, 1):
+        groups += trainer.buffer.more(0, num, len(groups), 30)
+        dealt += [next(stream) for _ in range(num)]
+    assert [g.index for g in groups] == list(range(PROMPTS + 3)) and {g.step for g in groups} == {0}
+    assert [g.task for g in groups] == dealt[:PROMPTS] + dealt[-3:]
+    assert trainer.buffer.num_waiting == PROMPTS * staleness
+
+    # the steps that were in flight keep their tasks, later ones follow
+    trainer.now = 1
+    dealt = dealt[PROMPTS:-3] + [next(stream) for _ in range(PROMPTS * (STEPS - 1 - staleness))]
+    assert sum(trainer.run(), []) == dealt
+
+
+def test_more_of_no_groups_is_nothing(make_background):
+    trainer = Trainer(make_background(), TaskStream(SPEC, 0, 0.1), 0)
+    assert trainer.buffer.more(0, 0, 3, 30) == []
+    assert trainer.run() == in_order()
+
+
+def test_after_a_save_further_groups_are_not_drawn_again(make_background):
+    """Where nothing is in flight the position stands behind them."""
+    trainer = Trainer(make_background(), TaskStream(SPEC, 0, 0.1), 0)
+    trainer.run(1)
+    extra = [g.task for g in trainer.buffer.more(0, 2, PROMPTS, 30)]
+    stream = TaskStream(SPEC, 0, 0.1)
+    stream.restore(trainer.buffer.position())
+    after = Trainer(make_background(), stream, 0, first=1).run()
+    every = TaskStream(SPEC, 0, 0.1)
+    assert in_order(1)[0] + extra + sum(after, []) == [next(every) for _ in range(PROMPTS * STEPS + 2)]
+
+
+def test_hanging_further_groups_name_their_step(make_background):
+    trainer = Trainer(make_background(), TaskStream(SPEC, 0, 0.1), 0, lambda: 60.0)
+    with pytest.raises(HangError, match="further groups of step 4"):
+        trainer.buffer.more(3, 2, 0, 0.1)

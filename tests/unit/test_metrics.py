@@ -47,3 +47,18 @@ def test_markdown_lists_all():
         cells = [cell.strip().replace("\0", "|") for cell in line.replace(r"\|", "\0").strip("|").split("|")]
         assert cells[0] == f"`{name}`" and metric.unit in cells and cells[-1] == metric.meaning
         assert len(cells) == 5, f"a | in the text of {name} breaks the table"
+
+
+def test_parts_of_a_step_become_one_number():
+    values = [3.0, 1.0, 5.0]
+    want = {"mean": 3.0, "sum": 9.0, "max": 5.0, "first": 3.0, "last": 5.0}
+    by_reduction = {metric.reduction: name for name, metric in metrics.NAMES.items()}
+    assert set(by_reduction) == set(want), "a reduction that is not tested here"
+    for reduction, name in by_reduction.items():
+        assert metrics.reduce_parts(name, values) == want[reduction]
+        assert metrics.reduce_parts(name, [2.5]) == 2.5
+
+
+def test_a_metric_that_nobody_knows_cannot_be_reduced():
+    with pytest.raises(KeyError, match="reward/men"):
+        metrics.reduce_parts("reward/men", [1.0])

@@ -79,13 +79,72 @@ def test_a_stream_is_prompts_and_samples_one_after_the_other(chat, pool):
 
 
 def test_gold_answers_play_through_the_same_function(chat, pool):
-    rollouts = Rollouts(FrozenLake(), pool, chat, GoldPolicy(pool, chat), 500)
+    rollouts = Rollouts(FrozenLake(), pool, chat, GoldPolicy(pool, chat, 64), 500)
     group = asyncio.run(rollouts.group(FrozenLake().task(4), stream=1, step=2, index=3, group_size=2))
     assert [t.key for t in group.trajectories] == [Key(1, 2, 3, 0), Key(1, 2, 3, 1)]
     assert (group.step, group.index, group.rewards.tolist()) == (2, 3, [1, 1])
     for trajectory in group.trajectories:
         assert trajectory.status == "ok" and trajectory.success
         assert all((t.versions == -1).all() and not t.sampler_logp.any() for t in trajectory.turns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(EnvSpec):
+    """Two turns; each has a better and a worse answer, and the second turn is no example for supervised training."""
+
+    max_turns: int = 2
+
+    @property
+    def name(self):
+        return "choice"
+
+    def task(self, index):
+        return Task("choice", index, f"task {index}")
+
+    def make(self):
+        return ChoiceEnv()
+
+
+class ChoiceEnv(Env):
+    def reset(self, task):
+        self.turn = 0
+        return (Message("user", task.content),)
+
+    def step(self, action):
+        self.turn += 1
+        done = self.turn == 2
+        reward = 1.0 if action.startswith("good") else -1.0
+        return StepResult(() if done else (Message("user", "next"),), reward, done, weight=0.25 if done else 1.0)
+
+    def gold(self):
+        return f"good {self.turn}"
+
+    def rejected(self):
+        return f"bad {self.turn}"
+
+
+def test_pairs_are_a_gold_answer_and_a_rejected_one(chat, pool):
+    rollouts = Rollouts(Choice(), pool, chat, GoldPolicy(pool, chat, 64, pairs=True), 500)
+    group = asyncio.run(rollouts.group(Choice().task(0), stream=0, step=0, index=0, group_size=2))
+    assert [[t.text for t in m.turns] for m in group.trajectories] == [["good 0", "good 1"], ["bad 0", "bad 1"]]
+    assert group.rewards.tolist() == [2, -2]
+    for trajectory in group.trajectories:
+        for turn in trajectory.turns:
+            np.testing.assert_array_equal(turn.tokens, chat.answer_ids(turn.text))
+            assert (turn.versions == -1).all() and not turn.sampler_logp.any()
+
+
+def test_an_environment_without_rejected_answers_says_so(chat, pool):
+    rollouts = Rollouts(FrozenLake(), pool, chat, GoldPolicy(pool, chat, 64, pairs=True), 500)
+    group = asyncio.run(rollouts.group(FrozenLake().task(4), stream=0, step=0, index=0, group_size=2))
+    assert [t.status for t in group.trajectories] == ["ok", "failed"]
+    failed = group.trajectories[1]
+    assert failed.error_owner == "env" and "no rejected answers" in failed.error
+
+
+def test_a_turn_keeps_the_weight_its_environment_gave_it(chat, pool):
+    got, _ = play(chat, pool, ["good", "bad"], Choice(), Choice().task(0))
+    assert [t.weight for t in got.turns] == [1.0, 0.25] and [t.reward for t in got.turns] == [1, -1]
 
 
 @pytest.mark.parametrize("reason", ["length", "context"])

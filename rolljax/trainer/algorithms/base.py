@@ -1,23 +1,120 @@
-"""What an algorithm is to the loop and to the update."""
+"""What an algorithm is to the loop and to the update, and what all policy gradients have in common.
+
+    trajectories -> Episodes -> credit -> advantages, weights -> TokenBatch -> objective -> loss per token
+
+`credit` runs on the host, in NumPy, over a whole step; `objective` runs on devices, in the jitted update. Both are
+pure.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from rolljax.errors import ConfigError
+from rolljax.trainer import credit as credits
+from rolljax.trainer import objectives, shaping
+from rolljax.trainer.aggregation import Aggregation
+from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.critic import Critic
+from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.mismatch import Correction
+
+Source = Literal["gold", "sampler", "pairs"]
+Memory = Mapping[str, float]
+Frozen = str
+"""Where a frozen policy comes from: `phase_start`, `run_start`, or a local Hugging Face folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """A frozen policy whose whole next-token distribution is compared with the trained one's, inside the update.
+
+    kind: forward is KL(frozen || trained); for the others see `trainer.vocab`. tau: both laws are taken at it, and the
+    result is multiplied by tau^2. alpha: of the skewed divergence. top_k: compare only on the frozen policy's k most
+    likely tokens (0: all), the rest as one `bucket` or `renormalise`d away.
+    """
+
+    policy: Frozen
+    kind: Literal["forward", "reverse", "js", "skewed", "adaptive"] = "forward"
+    tau: float = 1.0
+    alpha: float = 0.1
+    top_k: int = 0
+    remainder: Literal["bucket", "renormalise"] = "bucket"
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What an algorithm asks the loop for, beyond tokens and rewards.
+
+    trainer_logp: log-probs by the weights at the start of the step. ref, scorer, teachers: frozen policies that score
+    every sampled token. law: a frozen policy whose whole next-token distribution the objective is compared with, inside
+    the update. critics: value models, trained beside the policy. attention: statistics of the policy's attention maps.
+    """
+
+    trainer_logp: bool = False
+    ref: Frozen = ""
+    scorer: Frozen = ""
+    teachers: tuple[Frozen, ...] = ()
+    law: Law | None = None
+    critics: Critic | None = None
+    attention: AttentionMaps | None = None
+
+    @property
+    def frozen(self) -> tuple[Frozen, ...]:
+        """Every frozen policy once."""
+        law = self.law.policy if self.law else ""
+        return tuple(dict.fromkeys(name for name in (self.ref, self.scorer, *self.teachers, law) if name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What an algorithm is combined with; `check` looks at it before anything starts.
+
+    updates: optimizer updates per step, over all epochs. truncated_law: tokens are cut from the sampled law (top-k,
+      ...).
+    """
+
+    group_size: int
+    updates: int = 1
+    staleness: int = 0
+    max_turns: int = 1
+    truncated_law: bool = False
+    first_phase: bool = False
+
+    @property
+    def on_policy(self) -> bool:
+        """Every token is trained on exactly once, by the weights that sampled it: ratios are 1."""
+        return self.updates == 1 and not self.staleness
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What the model that is trained says about a micro-batch; arrays `[B, T]` float32, aligned to the token they
+    describe.
+
+    logp: of the token. entropy: of the distribution it was drawn from. divergence: of that distribution from the frozen
+    `law`, if there is one.
+    """
+
+    logp: jax.Array
+    entropy: jax.Array
+    divergence: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLoss:
     """What an objective returns; every array is `[B, T]`, aligned to the token it describes.
 
-    loss: per token, before weights and the global denominator.
+    loss: per token, before the scale of its aggregation.
     mean, largest: statistics that the update reduces by token mean and by maximum.
     """
 
@@ -27,21 +124,410 @@ class TokenLoss:
 
 
 class Algorithm(abc.ABC):
-    """Credit and objective of one phase. Pure: arrays in, arrays out."""
+    """Credit and objective of one phase. Subclasses are frozen dataclasses, one per file of this folder."""
 
-    source: ClassVar[Literal["gold", "sampler"]]
-    """Who acts in the environments: the gold answers that come with them, or the policy."""
+    source: ClassVar[Source] = "sampler"
+    """Who acts in the environments: the policy, the gold answers that come with them, or pairs of a gold answer and a
+    rejected one."""
+    trains_policy: ClassVar[bool] = True
+    whole_groups: ClassVar[bool] = False
+    """The loss relates members of a group, so that a group must not be split over rows."""
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """How token losses are summed (`trainer.aggregation`); a field where it can be chosen."""
+        return "token-mean"
+
+    def needs(self) -> Needs:
+        return Needs()
+
+    @property
+    def entropy_grad(self) -> bool:
+        """Whether the objective differentiates the entropy."""
+        return False
 
     @abc.abstractmethod
-    def advantages(self, rewards: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        """Per group the advantages `[G]` of its trajectories; None for a group that teaches nothing and is dropped."""
+    def credit(self, e: Episodes, memory: Memory) -> Credit:
+        """Advantages, and who takes part. `memory` is what the step before returned in `Credit.memory`; empty at
+        first."""
+
+    def teaches(self, e: Episodes) -> np.ndarray:
+        """Which trajectories credit will keep, as far as rewards alone tell, bool `[N]`; decides about refills."""
+        return np.ones(e.num, bool)
+
+    refills: int = 0
+    """Rounds of further groups that are drawn while fewer groups than asked for teach something."""
 
     @abc.abstractmethod
-    def objective(self, trainer_logp_BT: jax.Array, batch: TokenBatch) -> TokenLoss:
-        """Per-token loss of one micro-batch (`batch` arrays are `[B, T]`, already clean where the weight is 0)."""
+    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+        """Per-token loss of one micro-batch (arrays `[B, T]`, clean where `batch.scale` is 0)."""
 
-    def check(self, *, group_size: int, on_policy: bool) -> None:  # noqa: B027  # most have nothing to check
-        """Raise `ConfigError` for a setting that cannot work, or can have no effect, in this combination.
+    def critic_loss(
+        self, values: jax.Array, returns: jax.Array, old_values: jax.Array, batch: TokenBatch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Per-token loss `[B, T]` of one critic, and statistics (token means)."""
+        raise NotImplementedError(f"{type(self).__name__} asks for critics, but has no loss for them")
 
-        on_policy: every token is trained on exactly once, by the weights that sampled it (its ratio is 1).
-        """
+    def check(self, setup: Setup) -> list[str]:
+        """Warnings about this combination. Raises `ConfigError` for one that cannot work or in which a setting is
+        inert."""
+        return []
+
+    def refuse(self, setting: str, why: str, remedy: str) -> ConfigError:
+        """The error for one of this algorithm's own settings."""
+        value = getattr(self, setting)
+        return ConfigError(why, setting=f"{type(self).__name__}.{setting}", value=value, remedy=remedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyGradient(Algorithm):
+    """What policy gradients share: how rewards are prepared, who takes part, how token losses are summed, and the terms
+    that stand beside the surrogate. Subclasses write `advantages` and `surrogate`, and override defaults.
+
+    aggregation: see `trainer.aggregation`. anchor: log-probs that ratios are taken to: recorded while sampling
+      (`behaviour`), or computed again by the trainer before the step's first update (`proximal`).
+    reward_clip: rewards are cut to [-c, c]. overlong_cache: tokens before the limit over which DAPO's soft penalty
+      falls from 0 to -1 (0: none). mask_truncated: answers cut by a limit are left out. drop_degenerate: groups whose
+      rewards are all equal are left out. solve_range: only groups with a mean reward strictly between these take part.
+    whiten: advantages to mean 0 and standard deviation 1 over all tokens. advantage_clip: to [-c, c] at last.
+    kl_coef: weight of the KL term in the loss (estimator `kl`: k1, abs, k2, k3, or full = over the whole vocabulary).
+    kl_reward_coef: weight of the KL penalty in the reward (`kl_reward`: k1, abs, k2, k3).
+    kl_target, kl_horizon: adapt the coefficient in use so that the KL to the reference stays near the target; the
+      horizon is in trajectories. reference: the policy KL refers to.
+    entropy_coef: weight of the entropy bonus.
+    correction: weights and filters for a gap between sampler and trainer (`mismatch.Correction`).
+    refills: rounds of further groups that are drawn while fewer groups than asked for teach something (DAPO).
+    """
+
+    aggregation: Aggregation = "token-mean"
+    anchor: Literal["behaviour", "proximal"] = "behaviour"
+    reward_clip: float | None = None
+    overlong_cache: int = 0
+    mask_truncated: bool = False
+    drop_degenerate: bool = False
+    solve_range: tuple[float, float] | None = None
+    whiten: bool = False
+    advantage_clip: float | None = None
+    kl_coef: float = 0.0
+    kl: Literal["k1", "abs", "k2", "k3", "full"] = "k3"
+    kl_reward_coef: float = 0.0
+    kl_reward: Literal["k1", "abs", "k2", "k3"] = "k1"
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
+    reference: Frozen = "phase_start"
+    entropy_coef: float = 0.0
+    correction: Correction | None = None
+    refills: int = 0
+
+    ratio_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that act on the ratio and can be switched off with None."""
+    level: ClassVar[Literal["token", "chunk", "sequence"]] = "token"
+    """What the ratio is taken over: a token, the geometric mean of a turn, or of the whole trajectory."""
+
+    # ---- what an algorithm writes -----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+        """`[N, T]` from prepared rewards `[N]`."""
+
+    @abc.abstractmethod
+    def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
+        """Per-token loss `[B, T]`; `ratio` at `level`, to the anchor."""
+
+    def uses_ratio(self) -> bool:
+        """Whether the surrogate looks at the ratio."""
+        return True
+
+    def uses_groups(self) -> bool:
+        """Whether members of a group are each other's baseline, so that a group of one teaches nothing."""
+        return False
+
+    def remember(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> Memory:
+        """What is carried to the next step, brought up to date before this step's advantages."""
+        return memory
+
+    def teaches(self, e: Episodes) -> np.ndarray:
+        return self.prepare(e)[1]
+
+    # ---- the rest is the same for all -------------------------------------------------------------------------------
+
+    def needs(self) -> Needs:
+        sampled_kl = (self.kl_coef and self.kl != "full") or self.kl_reward_coef
+        return Needs(
+            trainer_logp=self.anchor == "proximal" or self.correction is not None,
+            ref=self.reference if sampled_kl else "",
+            law=Law(self.reference) if self.kl_coef and self.kl == "full" else None,
+        )
+
+    def credit(self, e: Episodes, memory: Memory) -> Credit:
+        rewards, keep = self.prepare(e)
+        memory = self.remember(e, rewards, memory)
+        advantages = self.advantages(e, rewards, memory)
+        penalty, memory, stats = self.kl_penalty(e, memory)
+        if penalty is not None:
+            advantages = advantages + credits.discounted(penalty, e.mask, 1.0)
+        return self.finish(e, advantages, keep, memory, stats)
+
+    def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
+        """Rewards `[N]` as credit uses them, and which trajectories take part `[N]`."""
+        rewards = np.asarray(e.rewards, np.float64)
+        keep = np.ones(e.num, bool)
+        if self.drop_degenerate:
+            keep &= ~shaping.degenerate(rewards, e.groups)
+        if self.solve_range is not None:
+            keep &= shaping.difficulty_mask(rewards, e.groups, *self.solve_range)
+        if self.mask_truncated:
+            keep &= ~e.truncated
+        if self.overlong_cache:
+            rewards = rewards + shaping.overlong_penalty(e.longest_answers, e.limit_tok, self.overlong_cache)
+        if self.reward_clip is not None:
+            rewards = np.clip(rewards, -self.reward_clip, self.reward_clip)
+        return rewards, keep
+
+    def kl_penalty(self, e: Episodes, memory: Memory) -> tuple[np.ndarray | None, dict[str, float], dict[str, float]]:
+        """Token rewards `[N, T]` of a KL penalty (None: there is none), the adapted coefficient, and the KL
+        measured."""
+        if not self.needs().ref:
+            return None, dict(memory), {}
+        logp = e.trainer_logp if e.trainer_logp is not None else e.sampler_logp
+        ref = e.given("ref_logp")
+        kind: Literal["k1", "abs", "k2", "k3"] = self.kl_reward if self.kl_reward_coef else "k1"
+        measured = float(np.mean(shaping.kl_estimate(logp, ref, "k1")[e.mask])) if e.mask.any() else 0.0
+        beta = memory.get("kl_coef", self.kl_reward_coef or self.kl_coef)
+        carried = dict(memory)
+        if self.kl_target is not None:
+            carried["kl_coef"] = shaping.adaptive_beta(beta, measured, self.kl_target, self.kl_horizon, e.num)
+        stats = {"kl/ref_k1_nat": measured, "kl/coef": beta}
+        if not self.kl_reward_coef:
+            return None, carried, stats
+        zero = np.zeros(e.num)
+        return shaping.kl_in_reward(zero, logp, ref, e.mask, beta, kind), carried, stats
+
+    def finish(
+        self,
+        e: Episodes,
+        advantages: np.ndarray,
+        keep: np.ndarray,
+        memory: Memory,
+        stats: Mapping[str, float],
+    ) -> Credit:
+        """What follows the advantages: normalisation over tokens, the clip, the correction of a mismatch."""
+        mask, weights = e.mask & ~e.expert, None
+        if self.correction is not None:
+            weights, kept = self.correction.apply(e.given("trainer_logp"), e.sampler_logp, mask, e.turns)
+            stats = {**stats, "mismatch/filtered_frac": 1 - float(kept[mask].mean()) if mask.any() else 0.0}
+            mask = mask & kept
+        part = mask & keep[:, None]
+        if self.whiten:
+            advantages = credits.whiten(advantages, part)
+        if self.advantage_clip is not None:
+            advantages = np.clip(advantages, -self.advantage_clip, self.advantage_clip)
+        return Credit(advantages, weights=weights, mask=mask, keep=keep, memory=dict(memory), stats=dict(stats))
+
+    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+        anchor = batch.anchor(self.anchor)
+        mask = (batch.scale != 0).astype(jnp.float32)
+        log_ratio = objectives.log_ratio(policy.logp, anchor, mask, self.level, batch.sequence_ids, batch.chunk_ids)
+        ratio = jnp.exp(log_ratio)
+        loss = self.surrogate(policy.logp, ratio, batch)
+        if batch.weights is not None:
+            loss = loss * batch.weights
+        mean: dict[str, jax.Array] = {"policy/ratio_mean": ratio, "policy/ratio_sq": ratio * ratio, "loss/policy": loss}
+        if self.kl_coef:
+            if self.kl == "full":
+                assert policy.divergence is not None
+                kl = policy.divergence
+            else:
+                kl = objectives.kl(policy.logp, batch.given("ref_logp"), self.kl)
+            loss = loss + batch.kl_coef * kl
+            mean["kl/ref_nat"] = kl
+        if self.entropy_coef:
+            bonus = policy.entropy if batch.entropy_weights is None else policy.entropy * batch.entropy_weights
+            loss = loss - self.entropy_coef * bonus
+        return TokenLoss(loss, {**mean, **self.ratio_stats(ratio, batch)}, {"policy/ratio_max": ratio})
+
+    def ratio_stats(self, ratio: jax.Array, batch: TokenBatch) -> dict[str, jax.Array]:
+        """Shares of tokens whose ratio left the clip range; none without clip settings."""
+        if not hasattr(self, "clip_low"):
+            return {}
+        return objectives.clip_stats(ratio, batch.advantages, self.clip_low, self.clip_high)  # type: ignore[attr-defined]
+
+    @property
+    def entropy_grad(self) -> bool:
+        return self.entropy_coef != 0
+
+    def __post_init__(self) -> None:
+        for name in ("clip_low", "clip_high", "reward_clip", "advantage_clip", "kl_target", "kl_horizon", "dual_clip"):
+            value = getattr(self, name, None)
+            if value is not None and value <= 0:
+                raise self.refuse(name, "must be positive", "give a positive number, or None for none")
+        if self.solve_range is not None and not self.solve_range[0] < self.solve_range[1]:
+            raise self.refuse("solve_range", "is empty", "give (low, high), for instance (0.1, 0.95)")
+        for name in ("kl_coef", "kl_reward_coef", "entropy_coef", "overlong_cache", "refills"):
+            if getattr(self, name) < 0:
+                raise self.refuse(name, "must not be negative", "0 switches it off")
+
+    def check(self, setup: Setup) -> list[str]:
+        self._check_groups(setup)
+        self._check_kl()
+        if setup.truncated_law and (self.kl_reward_coef or self.kl_target) and not self.needs().trainer_logp:
+            raise self.refuse(
+                "kl_reward_coef" if self.kl_reward_coef else "kl_target",
+                "would compare the sampled law, from which tokens are cut (Phase.top_p, top_k or min_p), with the "
+                "reference's whole law",
+                "set anchor = 'proximal', or sample from the whole law",
+            )
+        return self._check_ratio(setup)
+
+    def _check_groups(self, setup: Setup) -> None:
+        by_group = [n for n in ("drop_degenerate", "solve_range", "refills") if getattr(self, n)]
+        if setup.group_size < 2 and (self.uses_groups() or by_group):
+            raise ConfigError(
+                "a group of one has no baseline: every advantage would be 0"
+                if self.uses_groups()
+                else f"a group of one has nothing to compare, but {type(self).__name__}.{by_group[0]} is set",
+                setting="Phase.group_size",
+                value=setup.group_size,
+                remedy="set group_size to 2 or more (8 is usual)",
+            )
+        if self.refills and not self.drop_degenerate and self.solve_range is None:
+            raise self.refuse("refills", "can have no effect: no group is ever dropped", "set drop_degenerate = True")
+
+    def _check_kl(self) -> None:
+        if self.kl_coef and self.kl_reward_coef:
+            raise self.refuse(
+                "kl_coef",
+                "and kl_reward_coef would both pull to the reference",
+                "choose one of the two, set the other to 0",
+            )
+        if not self.kl_coef and not self.kl_reward_coef:
+            for name in ("kl_target", "reference"):
+                if getattr(self, name) != _default(self, name):
+                    raise self.refuse(name, "can have no effect: there is no KL term", "set kl_coef or kl_reward_coef")
+        for name, coef in (("kl", "kl_coef"), ("kl_reward", "kl_reward_coef")):
+            if getattr(self, name) != _default(self, name) and not getattr(self, coef):
+                raise self.refuse(name, f"can have no effect: {coef} is 0", f"set {coef}")
+        if self.kl_target is None and self.kl_horizon != _default(self, "kl_horizon"):
+            raise self.refuse("kl_horizon", "can have no effect without kl_target", "set kl_target")
+        if self.kl == "full" and self.kl_target is not None:
+            raise self.refuse("kl_target", "needs log-probs of the reference on every token", "choose kl = 'k3'")
+
+    def _check_ratio(self, setup: Setup) -> list[str]:
+        if setup.truncated_law and self.correction is not None:
+            raise self.refuse(
+                "correction",
+                "compares the sampled law, from which tokens are cut (Phase.top_p, top_k or min_p), with the model's "
+                "whole law: every weight and filter would be wrong",
+                "set correction = None, or sample from the whole law",
+            )
+        if not self.uses_ratio():
+            if self.anchor != _default(self, "anchor"):
+                raise self.refuse("anchor", "can have no effect: this objective has no ratio", "leave it out")
+            if setup.on_policy or self.correction is not None:
+                return []
+            name = type(self).__name__
+            return [f"{name} has no ratio: nothing corrects for samples of older weights (staleness, several updates)"]
+        if setup.truncated_law and self.anchor == "behaviour":
+            raise self.refuse(
+                "anchor",
+                "compares the sampled law, from which tokens are cut (Phase.top_p, top_k or min_p), with the model's "
+                "whole law: the ratio would be wrong for every token",
+                "set anchor = 'proximal', or sample from the whole law",
+            )
+        weighs = self.correction is not None and self.correction.weight_cap is not None
+        if weighs and self.anchor == "behaviour":
+            raise self.refuse(
+                "correction",
+                "would weigh the gap between sampler and trainer twice: the ratio to the behaviour policy has it",
+                "set anchor = 'proximal', or weight_cap = None to filter only",
+            )
+        if setup.updates == 1 and self.anchor == "proximal" and self.correction is None:
+            raise self.refuse(
+                "anchor",
+                "makes every ratio 1: with one update per step the proximal policy is the policy",
+                "set Phase.updates_per_step to 2 or more, or anchor = 'behaviour'",
+            )
+        if setup.updates > 1 or (setup.staleness and self.anchor == "behaviour"):
+            return []
+        for name in self.ratio_settings:
+            if getattr(self, name) is not None:
+                raise self.refuse(
+                    name,
+                    "can have no effect: with one update per step and no staleness the ratio is 1",
+                    "set Phase.updates_per_step to 2 or more, or "
+                    + " and ".join(f"{type(self).__name__}.{n} = None" for n in self.ratio_settings),
+                )
+        if self.ratio_settings:
+            return []
+        name = type(self).__name__
+        return [f"{name} differs from REINFORCE by its ratio, which is 1 here: one update per step and no staleness"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OutcomeGradient(PolicyGradient):
+    """Policy gradients whose tokens all get the trajectory's reward: `(R - mean) / (std + 1e-6)`.
+
+    mean, std: taken over nothing, the group, the batch, all steps so far (`running`), or (mean only) the other members
+    of the group (`leave_one_out`).
+    """
+
+    mean: credits.Mean = "group"
+    std: credits.Std = "group"
+
+    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+        running = _running(memory) if "running" in (self.mean, self.std) else None
+        return credits.spread(
+            credits.normalise(rewards, e.groups, mean=self.mean, std=self.std, running=running), e.mask
+        )
+
+    def remember(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> Memory:
+        if "running" not in (self.mean, self.std):
+            return memory
+        seen = _running(memory).add(rewards)
+        return {**memory, **{f"reward_{k}": v for k, v in dataclasses.asdict(seen).items()}}
+
+    def uses_groups(self) -> bool:
+        return self.mean in ("group", "leave_one_out") or self.std == "group"
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedRatio(OutcomeGradient):
+    """PPO's clipped ratio as the surrogate; what GRPO and its relatives share.
+
+    clip_low, clip_high: how far the ratio may fall or rise before a token's gradient ends (None: any).
+    dual_clip: for negative advantages the ratio counts as at most this (arXiv 1912.09729; 3 is usual).
+    """
+
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.2
+    dual_clip: float | None = None
+
+    ratio_settings: ClassVar[tuple[str, ...]] = ("clip_high", "clip_low", "dual_clip")
+
+    def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
+        return objectives.clipped(ratio, batch.advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dual_clip is not None and self.dual_clip <= 1 + (self.clip_high or 0):
+            raise self.refuse(
+                "dual_clip", "would cut inside the clip range", "choose more than 1 + clip_high; 3 is usual"
+            )
+        if self.clip_low is not None and self.clip_low >= 1:
+            raise self.refuse("clip_low", "can have no effect: a ratio is never below 0", "choose less than 1")
+
+
+def _running(memory: Memory) -> credits.Running:
+    names = [f.name for f in dataclasses.fields(credits.Running)]
+    return credits.Running(**{n: memory.get(f"reward_{n}", 0.0) for n in names})
+
+
+def token_rewards(e: Episodes, rewards: np.ndarray) -> np.ndarray:
+    """Rewards `[N, T]` where they were earned: a turn's on its last token; what shaping added, on the last token."""
+    last_of_turn = e.mask & np.diff(np.where(e.mask, e.turns, -1), axis=1, append=-1).astype(bool)
+    earned = credits.spread_turns(e.turn_rewards, e.turns, e.mask) * last_of_turn
+    return earned + credits.at_last(rewards - earned.sum(1), e.mask)
+
+
+def _default(algorithm: Algorithm, name: str) -> object:
+    return next(f.default for f in dataclasses.fields(algorithm) if f.name == name)  # type: ignore[arg-type]

@@ -1,36 +1,41 @@
-"""Supervised fine-tuning on gold answers."""
+"""Supervised fine-tuning."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import jax
 import numpy as np
 
 from rolljax.errors import ConfigError
-from rolljax.trainer.algorithms.base import Algorithm, TokenLoss
+from rolljax.trainer import credit as credits
+from rolljax.trainer.algorithms.base import Algorithm, Memory, Policy, Setup, Source, TokenLoss
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.episodes import Credit, Episodes
 
 
 @dataclasses.dataclass(frozen=True)
 class Sft(Algorithm):
-    """Cross-entropy of the gold tokens (the closing token included), token mean over the update."""
+    """Cross-entropy of the gold answers' tokens, closing token included; prompts and observations are never trained on.
 
-    source: ClassVar[Literal["gold", "sampler"]] = "gold"
+    Turns of recorded conversations with weight 0 (an execution error, a dead end) are left out, of the denominator too.
+    """
 
-    def advantages(self, rewards: Sequence[np.ndarray]) -> list[np.ndarray | None]:
-        return [np.ones_like(r) for r in rewards]
+    source: ClassVar[Source] = "gold"
 
-    def objective(self, trainer_logp_BT: jax.Array, batch: TokenBatch) -> TokenLoss:
-        return TokenLoss(-trainer_logp_BT)
+    def credit(self, e: Episodes, memory: Memory) -> Credit:
+        weights = credits.spread_turns(e.turn_weights, e.turns, e.mask)
+        return Credit(np.where(e.mask, 1.0, 0.0), weights=weights, mask=e.mask & (weights != 0))
 
-    def check(self, *, group_size: int, on_policy: bool) -> None:
-        if group_size != 1:
+    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+        return TokenLoss(-policy.logp * (1.0 if batch.weights is None else batch.weights))
+
+    def check(self, setup: Setup) -> list[str]:
+        if setup.group_size != 1:
             raise ConfigError(
                 "there is one gold answer per task, so siblings would be copies of it",
                 setting="Phase.group_size",
-                value=group_size,
+                value=setup.group_size,
                 remedy="set group_size = 1 and raise prompts_per_step for a larger batch",
             )
+        return []

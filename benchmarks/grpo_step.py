@@ -1,0 +1,194 @@
+"""Seconds of one whole GRPO step, beside other frameworks on equal work.
+
+    python benchmarks/grpo_step.py                                   # rolljax alone
+    python benchmarks/grpo_step.py --compare --python tunix=/path/to/python trl=/path/to/python
+
+A step is: sample 8 answers to each of 8 prompts, reward them, credit, pack, one update, weights to the sampler. Model,
+tokenizer, prompts, reward and lengths come from `peers/grpo_common.py`, which every framework's script imports.
+`ragged` draws prompts of 16 to 256 tokens; `fixed` has 64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "peers"))
+WORK = {"fixed": [], "ragged": ["--prompt-len", "256", "--prompt-len-min", "16"]}
+PEERS = {
+    "tunix": ("tunix", "tunix_grpo.py", []),
+    "trl": ("trl", "trl_grpo.py", []),
+    "plain": ("rolljax", "plain_grpo.py", []),
+    "plain, micro-batches": ("rolljax", "plain_grpo.py", ["--micro-prompts", "2"]),
+}
+
+
+def ours(args: argparse.Namespace) -> None:
+    """The step, by the rooms that `rolljax.loop` uses."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import importlib.metadata as metadata
+
+    import grpo_common as bc
+    import jax
+    import numpy as np
+
+    from rolljax.model.decoder import DecoderConfig, Model
+    from rolljax.sampler.client import Sampler
+    from rolljax.sampler.engine import Engine, SamplerConfig
+    from rolljax.trainer.algorithms.grpo import Grpo
+    from rolljax.trainer.batch import PackShape, num_rows_bound
+    from rolljax.trainer.learner import Learner
+    from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
+    from rolljax.trainer.optimizer import AdamW
+    from rolljax.trainer.publish import make_publish
+    from rolljax.types import Key, SamplingParams, Task, Trajectory, Turn
+
+    a, total = args, args.warmup + args.steps + 1
+    shape = DecoderConfig(
+        a.vocab, a.layers, a.dim, a.heads, a.kv_heads, a.head_dim, a.ffn, 1_000_000.0, 1e-6, init_std=0.02
+    )
+    model, mesh = Model(shape), MeshSpec().build(jax.devices()[:1])
+    longest = a.prompt_len + a.new_tokens
+    row_len = a.row_len or longest
+    rows = num_rows_bound(a.prompts, a.generations, a.prompt_len, a.new_tokens, row_len)
+    learner = Learner(
+        mesh,
+        model,
+        Grpo(clip_low=None, clip_high=None, drop_degenerate=False),
+        AdamW(a.lr, b2=0.999),
+        PackShape(-(-rows // a.micro_rows), a.micro_rows, row_len),
+        steps=total,
+        groups_per_step=a.prompts,
+        limit_tok=a.new_tokens,
+    )
+    state = learner.init(jax.jit(lambda: model.init(a.seed))())
+    before = jax.tree.map(np.asarray, state.params)
+    publish = make_publish(mesh, model)
+    engine = Engine(model, SamplerConfig(slots=a.prompts * a.generations, max_context=longest), mesh, BATCH_AXES)
+    tok, law = bc.tokenizer(a.vocab), SamplingParams(a.temperature, a.new_tokens)
+    rec = bc.Recorder()
+    answers: list[Any] = []
+
+    async def sample(sampler: Sampler, prompts: list[np.ndarray], step: int) -> list[Any]:
+        ask = [
+            sampler.generate(p, law, (a.seed, step, g, s)) for g, p in enumerate(prompts) for s in range(a.generations)
+        ]
+        return await asyncio.gather(*ask)
+
+    def trajectory(prompt: np.ndarray, answer: Any, step: int, group: int, sibling: int) -> Trajectory:
+        text = tok.decode(answer.tokens)
+        reward = bc.reward(text)
+        turn = Turn(prompt, answer.tokens, answer.sampler_logp, answer.versions, "stop", reward, text)
+        return Trajectory(Key(0, step, group, sibling), Task("vowels", group, ""), (turn,), reward, {}, False, "ok")
+
+    sampler = None
+    for i, batch in enumerate(bc.prompt_batches(a, total)):
+        rec.begin_step()
+        if sampler is None:
+            sampler = Sampler(engine, publish(state.params), 0, longest_prompt=0)
+        else:
+            sampler.publish(publish(state.params), i)
+        start = bc.now()
+        prompts = [np.array(tok(p)["input_ids"], np.int32) for p in batch]
+        answers = asyncio.run(sample(sampler, prompts, i))
+        rec.add_rollout(start, sum(len(x.tokens) for x in answers))
+        start = bc.now()
+        groups = [
+            [trajectory(p, answers[g * a.generations + s], i, g, s) for s in range(a.generations)]
+            for g, p in enumerate(prompts)
+        ]
+        state = learner.step(state, groups, {}, i).state
+        jax.block_until_ready(state.params)
+        rec.add_train(start)
+    rec.begin_step()
+    assert sampler is not None
+    sampler.close()
+    versions = {n: metadata.version(n) for n in ("jax", "jaxlib", "optax")}
+    rec.report("rolljax GRPO", a, model.num_params(), versions)
+    moved = max(
+        float(np.abs(x - np.asarray(y)).max())
+        for x, y in zip(*map(jax.tree.leaves, (before, state.params)), strict=True)
+    )
+    different = len({x.tokens.tobytes() for x in answers})
+    print(
+        f"check: optimizer steps {int(state.policy.num_updates)}, largest weight change {moved:.2e}, "
+        f"distinct completions in last batch {different}/{len(answers)}"
+    )
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Everyone in turn, each in its own process, pinned to one core; a table of ratios."""
+    pythons = {"rolljax": sys.executable} | dict(p.split("=") for p in args.python)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE / "peers")])}
+    pin = ["taskset", "-c", str(args.core)] if args.core >= 0 else []
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for round_ in range(args.rounds):
+        for work in args.work:
+            commands = {"rolljax": [sys.executable, str(HERE / "grpo_step.py")]}
+            for name, (owner, script, flags) in PEERS.items():
+                # the plain script knows one prompt length only
+                if owner in pythons and not (work == "ragged" and owner == "rolljax"):
+                    threads = ["--threads", "1"] if owner == "trl" and args.core >= 0 else []
+                    commands[name] = [pythons[owner], str(HERE / "peers" / script), *flags, *threads]
+            for name, command in commands.items():
+                with tempfile.NamedTemporaryFile(suffix=".json") as file:
+                    flags = [*WORK[work], "--steps", str(args.steps), "--json", file.name]
+                    done = subprocess.run([*pin, *command, *flags], env=env, capture_output=True, text=True)
+                    if done.returncode:
+                        sys.exit(f"{name}: {done.stderr[-2000:]}")
+                    out = json.loads(Path(file.name).read_text())
+                runs.setdefault(work, {}).setdefault(name, []).append(out)
+                print(
+                    f"round {round_} {work:7} {name:21} step {out['s_per_step']:.3f} s  train {out['train_s']:.3f}  "
+                    f"rollout {out['rollout_s']:.3f}  first {out['first_step_s']:.1f}  CPU {out['cpu_s_per_step']:.3f}",
+                    flush=True,
+                )
+    for work, by_name in runs.items():
+        keys = ("s_per_step", "train_s", "cpu_s_per_step", "first_step_s")
+        best = {n: {k: statistics.median(r[k] for r in rs) for k in keys} for n, rs in by_name.items()}
+        mine = best["rolljax"]
+        print(f"\n{work}\n| | s/step | train s | CPU s/step | first step s | ours faster: step | update | CPU |")
+        print("|---|---|---|---|---|---|---|---|")
+        for n, b in best.items():
+            ratio = [b[k] / mine[k] for k in ("s_per_step", "train_s", "cpu_s_per_step")]
+            print(
+                f"| {n} | {b['s_per_step']:.3f} | {b['train_s']:.3f} | {b['cpu_s_per_step']:.3f} | "
+                f"{b['first_step_s']:.1f} | " + " | ".join(f"{r:.2f}x" for r in ratio) + " |"
+            )
+    if args.json:
+        Path(args.json).write_text(json.dumps(runs, indent=1))
+
+
+def main() -> None:
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--compare", action="store_true")
+    if first.parse_known_args()[0].compare:
+        p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        p.add_argument("--compare", action="store_true")
+        p.add_argument("--python", nargs="*", default=[], metavar="PEER=PYTHON")
+        p.add_argument("--work", nargs="*", default=list(WORK), choices=list(WORK))
+        p.add_argument("--rounds", type=int, default=3)
+        p.add_argument("--steps", type=int, default=10)
+        p.add_argument("--core", type=int, default=0, help="core to pin everyone to; -1: all cores")
+        p.add_argument("--json", default="")
+        compare(p.parse_args())
+        return
+    import grpo_common as bc
+
+    p = bc.parser(__doc__)
+    p.add_argument("--row-len", type=int, default=0, help="packed row length (0: the longest sequence)")
+    p.add_argument("--micro-rows", type=int, default=2)
+    ours(p.parse_args())
+
+
+if __name__ == "__main__":
+    main()

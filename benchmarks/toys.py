@@ -1,0 +1,667 @@
+"""Problems that are small enough to solve in seconds, learned by the trainer's own code.
+
+The policy is a table of logits, one row for every state it can be in, and critics are tables of values. Everything else
+is what a run uses: `Episodes`, `Algorithm.credit`, the scales of the aggregation, `TokenBatch`, `Algorithm.objective`,
+`Algorithm.critic_loss` and the critics' optimizer. What a step does, and in which order, is `Learner.step`.
+
+Shape letters: S seeds that are trained side by side, R rows of the table, V symbols, N trajectories, T tokens of one,
+M critics; B rows of a batch (groups) and L tokens of such a row.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rolljax.trainer import masked
+from rolljax.trainer.aggregation import token_scales
+from rolljax.trainer.algorithms.base import Algorithm, Policy
+from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.update import clean_batch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Played:
+    """The trajectories of a step, members of a group side by side, all groups of one size.
+
+    rows, tokens [N, T]: state in which each token was chosen (row of the policy's table), and the token.
+    value_rows [N, T]: the same for the critics' tables.
+    """
+
+    episodes: Episodes
+    rows: np.ndarray
+    tokens: np.ndarray
+    value_rows: np.ndarray
+
+
+class Toy(abc.ABC):
+    """A problem with a random generator of its own. One instance is one seed."""
+
+    rows: int
+    symbols: int
+    value_rows: int
+    group_size: int
+    limit_tok: int
+    max_turns: int
+
+    @abc.abstractmethod
+    def play(self, table: np.ndarray, step: int) -> Played:
+        """Trajectories of the policy whose logits are `table [R, V]`."""
+
+    @abc.abstractmethod
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        """How good the policy is, exactly."""
+
+    def start(self) -> np.ndarray:
+        """Logits of the untrained policy, `[R, V]`."""
+        return np.zeros((self.rows, self.symbols))
+
+    def teacher(self) -> np.ndarray:
+        """Logits of a good policy, for algorithms that learn from one."""
+        raise NotImplementedError(f"{type(self).__name__} has no teacher")
+
+
+def log_softmax(table: np.ndarray) -> np.ndarray:
+    top = table - table.max(-1, keepdims=True)
+    return top - np.log(np.exp(top).sum(-1, keepdims=True))
+
+
+def draw(rng: np.random.Generator, logp: np.ndarray) -> np.ndarray:
+    """One symbol for each row of log-probs `[..., V]`."""
+    cumulative = np.cumsum(np.exp(logp), -1)
+    chosen = (cumulative < rng.random((*logp.shape[:-1], 1)) * cumulative[..., -1:]).sum(-1)
+    return np.minimum(chosen, logp.shape[-1] - 1)
+
+
+def episodes(
+    rewards: np.ndarray,
+    logp: np.ndarray,
+    *,
+    group_size: int,
+    turn_rewards: np.ndarray,
+    states: np.ndarray,
+    step: int,
+    limit_tok: int,
+    tokens: np.ndarray,
+    mask: np.ndarray | None = None,
+    expert: np.ndarray | None = None,
+) -> Episodes:
+    """Episodes `[N, T]` whose turns are one token long."""
+    num, length = logp.shape
+    mask = np.ones((num, length), bool) if mask is None else mask
+    return Episodes(
+        rewards=rewards,
+        groups=np.arange(num) // group_size,
+        mask=mask,
+        turns=np.where(mask, np.arange(length), -1),
+        turn_rewards=turn_rewards,
+        turn_weights=np.where(mask, 1.0, 0.0),
+        states=states,
+        num_turns=mask.sum(1),
+        truncated=np.zeros(num, bool),
+        success=rewards > 0,
+        texts=tuple(np.ascontiguousarray(tokens + ord("a"), np.uint8).view(f"S{length}")[:, 0].astype(str).tolist()),
+        domains=("toy",) * num,
+        sampler_logp=np.where(mask, logp, 0.0),
+        expert=np.zeros((num, length), bool) if expert is None else expert,
+        limit_tok=limit_tok,
+        step=step,
+    )
+
+
+# ---- the problems ---------------------------------------------------------------------------------------------------
+
+
+class Bandit(Toy):
+    """Say `length` symbols, rewarded if the first of them are a hidden string; a step is `samples` attempts.
+
+    Every symbol is a turn, so that algorithms with credit by turn have something to work on. The policy knows the
+    position, critics also what was said where it counts.
+
+    wrong: reward of a failed attempt. noise: deviation of gaussian noise on the sampler's logits, drawn every step.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        symbols: int = 5,
+        target: int = 3,
+        length: int = 6,
+        samples: int = 64,
+        group_size: int = 8,
+        wrong: float = 0.0,
+        noise: float = 0.0,
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.rows, self.symbols, self.group_size, self.samples = length, symbols, group_size, samples
+        self.limit_tok, self.max_turns = length, length
+        self.wrong, self.noise = wrong, noise
+        self.hidden = self.rng.integers(0, symbols, target)
+        self.value_rows = sum(symbols ** min(t, target) for t in range(length))
+
+    def play(self, table: np.ndarray, step: int) -> Played:
+        law = log_softmax(table + self.noise * self.rng.normal(size=table.shape))
+        rows = np.broadcast_to(np.arange(self.rows), (self.samples, self.rows))
+        tokens = draw(self.rng, law[rows])
+        right = (tokens[:, : len(self.hidden)] == self.hidden).all(1)
+        rewards = np.where(right, 1.0, self.wrong)
+        turn_rewards = np.zeros(rows.shape)
+        turn_rewards[:, -1] = rewards
+        states = self._prefixes(tokens)
+        found = episodes(
+            rewards,
+            law[rows, tokens],
+            group_size=self.group_size,
+            turn_rewards=turn_rewards,
+            states=states,
+            step=step,
+            limit_tok=self.limit_tok,
+            tokens=tokens,
+        )
+        return Played(found, rows, tokens, states)
+
+    def _prefixes(self, tokens: np.ndarray) -> np.ndarray:
+        """A number for every position and what was said before it, as far as it counts."""
+        out = np.zeros(tokens.shape, np.int64)
+        first, said = 0, np.zeros(len(tokens), np.int64)
+        for t in range(tokens.shape[1]):
+            out[:, t] = first + said
+            first += self.symbols ** min(t, len(self.hidden))
+            if t < len(self.hidden):
+                said = said * self.symbols + tokens[:, t]
+        return out
+
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        logp = log_softmax(table)
+        success = float(np.exp(logp[np.arange(len(self.hidden)), self.hidden].sum()))
+        apart = logp - log_softmax(self.teacher())
+        return {
+            "success": success,
+            "largest_logit": float(np.abs(table).max()),
+            "teacher_kl": float((np.exp(logp) * apart).sum()),
+        }
+
+    def teacher(self) -> np.ndarray:
+        table = self.start()
+        table[np.arange(len(self.hidden)), self.hidden] = 6.0
+        return table
+
+
+class Chain(Toy):
+    """`chunks` decisions in a row, each with one right action among `actions`; rewarded if all are right.
+
+    An expert's run is known. start: `beginning`; `rollback`: after all but one of the expert's chunks, and one earlier
+    each time that a step succeeds more often than `threshold`; `everywhere`: after 0, 1, ... of its chunks, a group
+    each.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        start: Literal["beginning", "rollback", "everywhere"] = "beginning",
+        chunks: int = 8,
+        actions: int = 4,
+        samples: int = 64,
+        threshold: float = 0.7,
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.rows = self.value_rows = self.limit_tok = self.max_turns = chunks
+        self.symbols, self.samples, self.threshold = actions, samples, threshold
+        self.group_size = samples // chunks if start == "everywhere" else samples
+        self.expert = self.rng.integers(0, actions, chunks)
+        self.everywhere = start == "everywhere"
+        self.replayed = chunks - 1 if start == "rollback" else 0
+
+    def play(self, table: np.ndarray, step: int) -> Played:
+        rows = np.broadcast_to(np.arange(self.rows), (self.samples, self.rows))
+        first = np.arange(self.samples) // self.group_size if self.everywhere else np.full(self.samples, self.replayed)
+        replayed = rows < first[:, None]
+        law = log_softmax(table)
+        tokens = np.where(replayed, self.expert, draw(self.rng, law[rows]))
+        rewards = (tokens == self.expert).all(1).astype(np.float64)
+        turn_rewards = np.zeros(rows.shape)
+        turn_rewards[:, -1] = rewards
+        found = episodes(
+            rewards,
+            np.where(replayed, 0.0, law[rows, tokens]),
+            group_size=self.group_size,
+            turn_rewards=turn_rewards,
+            states=rows.astype(np.int64),
+            step=step,
+            limit_tok=self.limit_tok,
+            tokens=tokens,
+            expert=replayed,
+        )
+        if self.replayed and rewards.mean() > self.threshold:
+            self.replayed -= 1
+        return Played(found, rows, tokens, rows)
+
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        logp = log_softmax(table)
+        return {
+            "success": float(np.exp(logp[np.arange(self.rows), self.expert].sum())),
+            "replayed": float(self.replayed),
+        }
+
+
+class GuessTheNumber(Toy):
+    """Find a number from 1 to `largest` in `max_turns` guesses; each wrong one is answered with "higher" or "lower".
+
+    The policy knows which numbers are still possible (lowest, highest) and may guess any. Reward 1 for the right one.
+    """
+
+    group_size = 1
+
+    def __init__(self, seed: int, *, largest: int = 10, max_turns: int = 10, samples: int = 64) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.samples, self.symbols, self.max_turns, self.limit_tok = samples, largest, max_turns, max_turns
+        low, high = np.triu_indices(largest)
+        self.low, self.high = low, high
+        self.rows = self.value_rows = len(low)
+        self.row = np.zeros((largest, largest), np.int64)
+        self.row[low, high] = np.arange(self.rows)
+        guess = np.arange(largest)
+        inside = (guess >= low[:, None]) & (guess <= high[:, None])
+        width = (high - low + 1)[:, None]
+        # for every row and guess: how likely the number is smaller, or larger, and the row that follows
+        self.smaller = np.where(inside, (guess - low[:, None]) / width, guess > high[:, None])
+        self.larger = np.where(inside, (high[:, None] - guess) / width, guess < low[:, None])
+        stay = np.broadcast_to(np.arange(self.rows)[:, None], inside.shape)
+        left, right = np.where(inside, guess - 1, 0), np.where(inside, guess + 1, 0)
+        self.if_smaller = np.where(inside & (guess > low[:, None]), self.row[low[:, None], left], stay)
+        self.if_larger = np.where(
+            inside & (guess < high[:, None]), self.row[np.minimum(right, largest - 1), high[:, None]], stay
+        )
+
+    def play(self, table: np.ndarray, step: int) -> Played:
+        law = log_softmax(table)
+        number = self.rng.integers(0, self.symbols, self.samples)
+        row = np.full(self.samples, self.row[0, self.symbols - 1])
+        shape = (self.samples, self.max_turns)
+        rows, tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, bool)
+        going = np.ones(self.samples, bool)
+        for k in range(self.max_turns):
+            guess = draw(self.rng, law[row])
+            rows[:, k], tokens[:, k], mask[:, k] = row, guess, going
+            after = np.where(number < guess, self.if_smaller[row, guess], self.if_larger[row, guess])
+            row = np.where(number == guess, row, after)
+            going = going & (number != guess)
+        solved = ~going
+        turn_rewards = np.zeros(shape)
+        turn_rewards[np.arange(self.samples), mask.sum(1) - 1] = solved
+        found = episodes(
+            solved.astype(np.float64),
+            law[rows, tokens],
+            group_size=1,
+            turn_rewards=turn_rewards,
+            states=rows,
+            step=step,
+            limit_tok=self.limit_tok,
+            tokens=tokens,
+            mask=mask,
+        )
+        return Played(found, rows, tokens, rows)
+
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        p = np.exp(log_softmax(table))
+        turns, solved = np.zeros(self.rows), np.zeros(self.rows)
+        hit = p * (1 - self.smaller - self.larger)
+        for _ in range(self.max_turns):  # by turns that are left
+            after = [self.smaller * x[self.if_smaller] + self.larger * x[self.if_larger] for x in (turns, solved)]
+            turns, solved = 1 + (p * after[0]).sum(1), (hit + p * after[1]).sum(1)
+        whole = self.row[0, self.symbols - 1]
+        return {"turns": float(turns[whole]), "success": float(solved[whole])}
+
+
+class Walk(Toy):
+    """A walk of `length` steps up or down that nobody steers: something for critics to predict.
+
+    Rewarded at the end with the height reached, over the square root of the length, and gaussian noise. The value of a
+    state is therefore its height over that root (`true_values`).
+    """
+
+    def __init__(
+        self, seed: int, *, length: int = 12, samples: int = 64, group_size: int = 8, noise: float = 1
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.rows, self.symbols, self.limit_tok, self.max_turns = length, 2, length, length
+        self.samples, self.group_size, self.noise = samples, group_size, noise
+        self.value_rows = length * (2 * length + 1)
+
+    def play(self, table: np.ndarray, step: int) -> Played:
+        rows = np.broadcast_to(np.arange(self.rows), (self.samples, self.rows))
+        tokens = self.rng.integers(0, 2, rows.shape)
+        height = np.cumsum(2 * tokens - 1, 1)
+        before = np.concatenate([np.zeros((self.samples, 1), np.int64), height[:, :-1]], 1)
+        states = rows * (2 * self.rows + 1) + before + self.rows
+        rewards = height[:, -1] / np.sqrt(self.rows) + self.noise * self.rng.normal(size=self.samples)
+        turn_rewards = np.zeros(rows.shape)
+        turn_rewards[:, -1] = rewards
+        found = episodes(
+            rewards,
+            np.full(rows.shape, np.log(0.5)),
+            group_size=self.group_size,
+            turn_rewards=turn_rewards,
+            states=states,
+            step=step,
+            limit_tok=self.limit_tok,
+            tokens=tokens,
+        )
+        return Played(found, rows, tokens, states)
+
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        return {}
+
+    @property
+    def true_values(self) -> np.ndarray:
+        """`[value_rows]`."""
+        return np.tile(np.arange(-self.rows, self.rows + 1) / np.sqrt(self.rows), self.rows)
+
+
+class Prompts(Toy):
+    """Several prompts, each with a string of its own to say; `hard` of them are hard, the others easy from the start.
+
+    easy_rate, hard_rate: how often the untrained policy says the whole string. A group of answers to every prompt.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        prompts: int = 20,
+        hard: int = 2,
+        easy_rate: float = 0.95,
+        hard_rate: float = 0.05,
+        symbols: int = 5,
+        length: int = 3,
+        group_size: int = 8,
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.rows = self.value_rows = prompts * length
+        self.symbols, self.group_size, self.prompts, self.length = symbols, group_size, prompts, length
+        self.limit_tok = self.max_turns = length
+        self.hidden = self.rng.integers(0, symbols, (prompts, length))
+        self.hard = np.arange(prompts) < hard
+        self.rates = np.where(self.hard, hard_rate, easy_rate)
+
+    def start(self) -> np.ndarray:
+        table = np.zeros((self.rows, self.symbols))
+        right = self.rates ** (1 / self.length)
+        logit = np.log(right * (self.symbols - 1) / (1 - right))
+        table[np.arange(self.rows), self.hidden.reshape(-1)] = np.repeat(logit, self.length)
+        return table
+
+    def play(self, table: np.ndarray, step: int) -> Played:
+        prompt = np.repeat(np.arange(self.prompts), self.group_size)
+        rows = prompt[:, None] * self.length + np.arange(self.length)
+        law = log_softmax(table)
+        tokens = draw(self.rng, law[rows])
+        rewards = (tokens == self.hidden[prompt]).all(1).astype(np.float64)
+        turn_rewards = np.zeros(rows.shape)
+        turn_rewards[:, -1] = rewards
+        found = episodes(
+            rewards,
+            law[rows, tokens],
+            group_size=self.group_size,
+            turn_rewards=turn_rewards,
+            states=rows,
+            step=step,
+            limit_tok=self.limit_tok,
+            tokens=tokens,
+        )
+        return Played(found, rows, tokens, rows)
+
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        logp = log_softmax(table)[np.arange(self.rows), self.hidden.reshape(-1)]
+        success = np.exp(logp.reshape(self.prompts, self.length).sum(1))
+        return {"hard": float(success[self.hard].mean()), "easy": float(success[~self.hard].mean())}
+
+
+# ---- one step of the trainer, for tables ----------------------------------------------------------------------------
+
+
+def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 0.0) -> TokenBatch:
+    """What `Learner.credited` and `trainer.batch.pack` make of a step, a group to a row; `positions` are table rows."""
+    e = played.episodes
+    mask = e.mask if credit.mask is None else credit.mask & e.mask
+    keep = (np.ones(e.num, bool) if credit.keep is None else credit.keep) & mask.any(1)
+    mask = mask & keep[:, None]
+    num, length = mask.shape
+    size = int(np.count_nonzero(e.groups == 0))
+    into_rows = lambda x: np.ascontiguousarray(np.reshape(x, (num // size, size * length, *x.shape[2:])))  # noqa: E731
+    members = [[n for n in range(g, g + size) if keep[n]] for g in range(0, num, size)]
+    kept = [group for group in members if group]
+    scale = np.zeros(mask.shape)
+    scales = token_scales([[mask[n] for n in group] for group in kept], algorithm.aggregation, e.limit_tok)
+    for group, values in zip(kept, scales, strict=True):
+        scale[group] = values
+    sequence = np.broadcast_to(1 + np.arange(num)[:, None] % size, mask.shape)
+    floats: dict[str, np.ndarray | None] = {
+        "scale": scale,
+        "advantages": credit.advantages,
+        "sampler_logp": e.sampler_logp,
+        "trainer_logp": e.trainer_logp,
+        "ref_logp": e.ref_logp,
+        "weights": credit.weights,
+        "entropy_weights": credit.entropy_weights,
+        **_critic_columns(algorithm, e, credit, mask),
+    }
+    ints = {
+        "tokens": played.tokens,
+        "positions": played.rows,
+        "segment_ids": np.ones(mask.shape),
+        "branch_ids": sequence,
+        "prev": np.zeros(mask.shape),
+        "sequence_ids": np.where(e.mask, sequence, 0),
+        "chunk_ids": np.where(e.mask, (sequence - 1) * length + e.turns + 1, 0),
+    }
+    return TokenBatch(
+        **{n: into_rows(x).astype(np.int32) for n, x in ints.items()},  # type: ignore[arg-type]
+        **{n: None if x is None else into_rows(x).astype(np.float32) for n, x in floats.items()},  # type: ignore[arg-type]
+        num_micro=np.int32(1),  # type: ignore[arg-type]
+        num_tokens=np.float32(mask.sum()),  # type: ignore[arg-type]
+        num_sequences=np.float32(mask.any(1).sum()),  # type: ignore[arg-type]
+        temperature=np.float32(1),  # type: ignore[arg-type]
+        kl_coef=np.float32(kl_coef),  # type: ignore[arg-type]
+    )
+
+
+def _critic_columns(algorithm: Algorithm, e: Episodes, credit: Credit, part: np.ndarray) -> dict[str, np.ndarray]:
+    if not algorithm.needs().critics:
+        return {}
+    values = np.moveaxis(e.given("values"), 0, -1)
+    assert credit.returns is not None
+    if credit.critic_weights is None:
+        weights = np.ones(values.shape)
+    else:
+        weights = np.moveaxis(np.asarray(credit.critic_weights, np.float64), 0, -1)
+        own = (weights * part[..., None]).sum((0, 1))
+        weights = weights * np.where(own > 0, part.sum() / np.maximum(own, 1), 0)
+    return {"returns": credit.returns, "old_values_C": values, "critic_weights_C": weights}
+
+
+def read_table(table: jax.Array, batch: TokenBatch) -> Policy:
+    """What a table `[R, V]` says about rows `[B, L]`."""
+    logp = jax.nn.log_softmax(table)
+    entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
+    return Policy(logp[batch.positions, batch.tokens], entropy[batch.positions])
+
+
+def policy_loss(algorithm: Algorithm, table: jax.Array, batch: TokenBatch) -> jax.Array:
+    """As `update.policy_loss`."""
+    policy = jax.tree.map(lambda x: masked.clean(x, batch.scale), read_table(table, batch))
+    return masked.total(algorithm.objective(policy, clean_batch(batch, policy.logp)).loss, batch.scale)
+
+
+def critic_loss(algorithm: Algorithm, values: jax.Array, critic: jax.Array, batch: TokenBatch) -> jax.Array:
+    """As `update.critic_loss`, for the table of one critic `[R]`."""
+    scale = batch.scale * masked.clean(batch.given("critic_weights_C")[..., critic], batch.scale)
+    batch = dataclasses.replace(batch, scale=scale)
+    old = masked.clean(batch.given("old_values_C")[..., critic], scale)
+    returns = masked.clean(batch.given("returns"), scale)
+    loss, _ = algorithm.critic_loss(masked.clean(values[batch.positions], scale), returns, old, batch)
+    return masked.total(loss, scale)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def policy_gradients(algorithm: Algorithm, tables: jax.Array, batch: TokenBatch) -> jax.Array:
+    """`[S, R, V]`, for batches with a leading S."""
+    return jax.vmap(jax.grad(functools.partial(policy_loss, algorithm)))(tables, batch)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def critic_update(algorithm: Algorithm, steps: int, values: jax.Array, state: Any, batch: TokenBatch):
+    """One update of the critics of every seed: their tables `[S, M, R]` and the states of their optimizer."""
+    settings = algorithm.needs().critics
+    assert settings is not None
+    tx = settings.optimizer.build(steps * settings.epochs)
+    which = jnp.arange(values.shape[1])
+
+    def one(values: jax.Array, state: Any, critic: jax.Array, batch: TokenBatch):
+        grads = jax.grad(lambda v: critic_loss(algorithm, v, critic, batch))(values)
+        updates, state = tx.update(grads, state, values)
+        return values + updates, state
+
+    return jax.vmap(jax.vmap(one, in_axes=(0, 0, 0, None)), in_axes=(0, 0, None, 0))(values, state, which, batch)
+
+
+@dataclasses.dataclass
+class Critics:
+    """The tables of the critics of all seeds, `[S, M, R]`, and the states of their optimizers."""
+
+    values: np.ndarray
+    state: Any
+
+    @staticmethod
+    def of(algorithm: Algorithm, toys: Sequence[Toy], steps: int, std: float) -> Critics | None:
+        settings = algorithm.needs().critics
+        if settings is None:
+            return None
+        shape = (settings.num, toys[0].value_rows)
+        values = np.stack([std * np.random.default_rng([7, s]).normal(size=shape) for s in range(len(toys))])
+        init = settings.optimizer.build(steps * settings.epochs).init
+        return Critics(values, jax.vmap(jax.vmap(init))(jnp.float32(values)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class History:
+    """What training left: by name, what `Toy.measure` found after every step, `[S, steps + 1]`; tables `[S, R, V]`;
+    critics `[S, M, R]`; gradient norms `[S, steps]`; the statistics of every credit, seed by seed."""
+
+    measured: Mapping[str, np.ndarray]
+    tables: np.ndarray
+    values: np.ndarray | None
+    grad_norms: np.ndarray
+
+    def steps_to(self, level: float, name: str = "success") -> np.ndarray:
+        """Steps until the measure first reaches `level`, by seed `[S]`; inf where it never does."""
+        reached = self.measured[name] >= level
+        return np.where(reached.any(1), reached.argmax(1), np.inf)
+
+
+def train(
+    make: Callable[[int], Toy],
+    algorithm: Algorithm,
+    *,
+    seeds: int,
+    steps: int,
+    lr: float,
+    lag: int = 0,
+    epochs: int = 1,
+    value_std: float = 0.1,
+    advance: Callable[[], None] = lambda: None,
+) -> History:
+    """Train `seeds` tables by plain gradient descent, each on a problem of its own.
+
+    Args:
+      make: the problem of a seed. lr: rate, for the loss as the algorithm aggregates it. lag: the sampler's table is
+        that of so many steps ago. epochs: updates on the same trajectories. value_std: of critics' first values.
+      advance: called after every step.
+    """
+    toys = [make(s) for s in range(seeds)]
+    tables = np.stack([toy.start() for toy in toys])
+    first = tables.copy()
+    critics = Critics.of(algorithm, toys, steps, value_std)
+    settings = algorithm.needs().critics
+    memories: list[Mapping[str, float]] = [{} for _ in toys]
+    past = collections.deque([tables], maxlen=lag + 1)
+    measured = [[toy.measure(t) for toy, t in zip(toys, tables, strict=True)]]
+    norms = []
+    for step in range(steps):
+        batches = []
+        for s, toy in enumerate(toys):
+            played = toy.play(past[0][s], step)
+            values = None if critics is None else critics.values[s]
+            played = read(algorithm, toy, played, tables[s], first[s], values)
+            credit = algorithm.credit(played.episodes, memories[s])
+            if critics is not None and step == 0:
+                mean = _mean_return(played.episodes, credit)
+                critics.values[s] += mean
+                old = dataclasses.replace(played.episodes, values=played.episodes.given("values") + mean)
+                played = dataclasses.replace(played, episodes=old)
+            batch = pack(algorithm, played, credit, memories[s].get("kl_coef", getattr(algorithm, "kl_coef", 0.0)))
+            batches.append((batch, played))
+            memories[s] = credit.memory
+        batch = jax.tree.map(lambda *x: np.stack(x), *[b for b, _ in batches])
+        if critics is not None and settings is not None:
+            where = np.stack([p.value_rows.reshape(b.tokens.shape) for b, p in batches]).astype(np.int32)
+            on_values = dataclasses.replace(batch, positions=where)
+            new, state = jnp.float32(critics.values), critics.state
+            for _ in range(settings.epochs):
+                new, state = critic_update(algorithm, steps, new, state, on_values)
+            critics = Critics(np.array(new, np.float64), state)
+        if settings is None or step >= settings.warmup_steps:
+            for _ in range(epochs):
+                grads = np.asarray(policy_gradients(algorithm, jnp.float32(tables), batch), np.float64)
+                tables = tables - lr * grads
+            norms.append(np.sqrt((grads**2).sum((1, 2))))
+        past.append(tables)
+        measured.append([toy.measure(t) for toy, t in zip(toys, tables, strict=True)])
+        advance()
+    names = measured[0][0]
+    return History(
+        {n: np.array([[m[n] for m in row] for row in measured]).T for n in names},
+        tables,
+        None if critics is None else critics.values,
+        np.array(norms).T,
+    )
+
+
+def _mean_return(e: Episodes, credit: Credit) -> float:
+    assert credit.returns is not None
+    keep = np.ones(e.num, bool) if credit.keep is None else credit.keep
+    mask = e.mask if credit.mask is None else credit.mask & e.mask
+    return float(credit.returns[mask & keep[:, None]].mean())
+
+
+def read(
+    algorithm: Algorithm, toy: Toy, played: Played, table: np.ndarray, first: np.ndarray, values: np.ndarray | None
+) -> Played:
+    """The trajectories with everything that the algorithm asks for (as `Learner.read`): the teacher is the toy's, the
+    policies of the start of the phase and of the run are `first`."""
+    needs = algorithm.needs()
+    at = lambda t: log_softmax(t)[played.rows, played.tokens]  # noqa: E731
+    named = lambda name: at(first if name in ("phase_start", "run_start") else toy.teacher())  # noqa: E731
+    found: dict[str, Any] = {}
+    if needs.trainer_logp:
+        found["trainer_logp"] = at(table)
+    if needs.ref:
+        found["ref_logp"] = named(needs.ref)
+    if needs.scorer:
+        found["scorer_logp"] = named(needs.scorer)
+    if needs.teachers:
+        found["teacher_logp"] = np.stack([named(name) for name in needs.teachers])
+    if values is not None:
+        found["values"] = values[:, played.value_rows]
+    return dataclasses.replace(played, episodes=dataclasses.replace(played.episodes, **found))

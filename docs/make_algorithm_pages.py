@@ -1,0 +1,489 @@
+"""Makes docs/algorithms/*.md and the index in docs/algorithms.md: `python docs/make_algorithm_pages.py`.
+
+A page has what the code has: docstrings, settings with their defaults, gradients that come out of differentiating the
+objective itself, and the shipped recipe. Only `WHEN` is written here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import re
+import sys
+import types
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+
+from rolljax import config_check
+from rolljax.trainer import algorithms
+from rolljax.trainer.algorithms.base import Algorithm, Policy, PolicyGradient
+from rolljax.trainer.algorithms.distill import Distill
+from rolljax.trainer.algorithms.dpo import Dpo
+from rolljax.trainer.algorithms.opd import Opd
+from rolljax.trainer.algorithms.reward_model import RewardModel
+from rolljax.trainer.batch import TokenBatch
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "configs" / "algorithms"
+CURVES = ROOT / "docs" / "curves" / "algorithms.json"
+NOTICE = "<!-- made by docs/make_algorithm_pages.py from the code: do not edit -->"
+INDEX = ("<!-- index: made by docs/make_algorithm_pages.py -->", "<!-- end of the index -->")
+SHARED = {"ClippedRatio"}
+"""Classes that are there to be derived from."""
+
+WHEN = """
+Sft: To begin with: when there are good answers to imitate. A short warm start teaches the form of an answer, so that
+  sampling finds some right ones. It cannot do better than its data, and forgets what the data leaves out.
+Distill: When there is a better model with the same tokenizer and answers to learn from. The teacher's whole
+  distribution says more per token than the answer alone. For a teacher that corrects what the student itself writes,
+  see `Opd`.
+Opd: When there is a better model with the same tokenizer. The student learns on its own answers, so it meets its own
+  mistakes, which off-policy distillation never shows it. Several teachers can each have their environments.
+Rft: When rewards can be checked, answers are often right already, and simplicity counts: it is supervised learning,
+  and nothing can diverge. It learns nothing from wrong answers, and narrows what the policy says.
+Dpo: When answers can be compared more easily than scored, or as a gentle step between imitation and reinforcement.
+  `sft_coef` keeps the better answer's own probability from falling while the gap widens.
+PairDpo: When preferences are recorded. They age: pairs from another policy teach less than the policy's own (`Dpo`).
+RewardModel: To give PPO a critic that knows good answers from bad ones before its first step (`Critic.model =
+  'previous'`).
+PairRewardModel: The same from recorded preferences.
+Reinforce: As the baseline everything else is compared with, or with `mean = 'batch'` as the simplest thing that works
+  on-policy. It has no guard against stale samples: keep `staleness` at 0.
+Rloo: On-policy, with a few answers per prompt and rewards on a meaningful scale: the unbiased form of a group
+  baseline. No ratio, so one update per step, no staleness.
+ReinforcePP: When prompts have one answer each, or groups are unwanted: the whole batch is the baseline. Sensitive to
+  mixing easy and hard prompts, whose different means end up in the advantages.
+ReinforcePPBaseline: Like GRPO where groups of one prompt have rewards of very different spread: only their mean is
+  their own.
+Grpo: The place to start for verifiable rewards with several answers per prompt. Dividing by the group's deviation
+  makes nearly solved and nearly hopeless prompts weigh more; see `DrGrpo` and `LitePpo` for the cures.
+DrGrpo: When answers grow long without getting better, or prompts of very different difficulty are mixed: no bias from
+  length or from the group's deviation.
+Dapo: Long reasoning with many prompts that are always or never solved: each step trains on a full batch that teaches
+  something, at the price of sampling more. The wider upper clip keeps entropy up.
+LitePpo: Base models without instruction tuning: two tricks that carried most of the effect in its paper.
+  `lite_ppo.guideline` chooses the settings that the paper found best for aligned models, easy data and long answers.
+RaftPP: When only right answers shall teach, as a strong and simple baseline. Advantages are never negative; without
+  negative examples it is fast at first, and entropy falls quickly.
+Gspo: Mixtures of experts, and long answers: single-token ratios are noise there, the mean over an answer is not. Clip
+  ranges are two orders of magnitude below PPO's and shrink with the length of answers.
+Ppo: When rewards come in the middle of long episodes and there is room for a critic. One answer per prompt is enough.
+  For a single reward at the end, group baselines do as well and are cheaper.
+AsyPpo: When a critic is wanted but one as large as the policy is too much, with many answers per prompt: small
+  critics, and their disagreement says where there is something to learn.
+Tis: Asynchronous sampling, a step or two stale: nothing can blow up, because the weight never exceeds 1. Old answers
+  that have become likelier count no more than fresh ones.
+Cispo: Asynchronous sampling when rare tokens matter: a clipped token still has a gradient, which under PPO it has
+  not.
+Topr: Very stale or off-policy data with many wrong answers: what blows up then is the push away from answers that are
+  already unlikely, and its weight goes to 0 here.
+SequenceTopr: The same, where whole answers are good or bad and single-token ratios are noise; what IPA is compared
+  with.
+Kimi: Asynchronous sampling without clips: a soft pull to the sampling policy instead. `tau` trades speed for staying
+  near.
+DecoupledPpo: Asynchronous sampling with several updates per step: the clip bounds the step, a capped weight corrects
+  for age. It costs one more forward pass.
+AttentionRhythm: When one reward for a long answer shall be spent on the tokens that decided it, without a critic. It
+  costs one forward pass of a few layers with explicit attention.
+SegmentReward: When a policy trained on preferences is at hand as a scorer, and answers have good and bad parts:
+  segments that contradict the outcome get no gradient.
+TurnReinforce: The baseline for several turns. Simple and unbiased; high variance, as nothing is subtracted.
+ReBn: Several turns with rewards along the way, any discount, no groups. In environments with a limit on turns set
+  `mask_truncated = False`: running out of turns is a failure to learn from.
+GiGpo: Several turns with one reward at the end, where siblings come back to the same states: those turns are compared
+  with each other. It needs environments whose observations repeat exactly.
+Ipa: Long episodes with tools and a reward at the end: credit, ratio and filter per turn, which is what the
+  environment reacts to; robust to samplers that drift from the trainer.
+"""
+"""When to use each class: `Class: text`, continued on indented lines."""
+
+MEANINGS = {
+    "critic": "the value model: how many, of which size, how fitted (`trainer.critic.Critic`).",
+    "teachers": "whom to learn from (`opd.Teacher`: policy, coef, domains).",
+    "beta": "how much a difference from the reference counts; smaller lets the policy go farther.",
+    "clip_low": "how far below 1 the ratio counts (None: any).",
+    "clip_high": "how far above 1 the ratio counts (None: any).",
+    "remainder": "what becomes of the tokens that `top_k` leaves out.",
+    "rhythm": "which of the three forms.",
+}
+"""Settings that no docstring explains."""
+
+
+def algorithm_classes() -> dict[str, list[type[Algorithm]]]:
+    """Algorithms by module, in the order of their files."""
+    found: dict[str, list[type[Algorithm]]] = {}
+    for info in pkgutil.iter_modules(algorithms.__path__):
+        module = importlib.import_module(f"{algorithms.__name__}.{info.name}")
+        for cls in vars(module).values():
+            own = inspect.isclass(cls) and issubclass(cls, Algorithm) and cls.__module__ == module.__name__
+            if own and not inspect.isabstract(cls) and cls.__name__ not in SHARED and info.name != "base":
+                found.setdefault(info.name, []).append(cls)
+    return found
+
+
+def module_of(cls: type) -> str:
+    return cls.__module__.rpartition(".")[2]
+
+
+def when(cls: type[Algorithm]) -> str:
+    """When to use it, from `WHEN`.
+
+    Raises:
+      KeyError: nobody has written it yet.
+    """
+    entries = re.sub(r"\n +", " ", WHEN).strip().split("\n")
+    return dict(entry.split(": ", 1) for entry in entries)[cls.__name__]
+
+
+def recipe_name(cls: type[Algorithm]) -> str:
+    """File in configs/algorithms: the module's name for its first class, else the class's."""
+    if algorithm_classes()[module_of(cls)][0] is cls:
+        return module_of(cls)
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
+
+
+# ---- docstrings -----------------------------------------------------------------------------------------------------
+
+
+def read_doc(cls: type, names: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Paragraphs of a docstring, and what it says about settings (`name, name: meaning.`)."""
+    paragraphs, meanings = [], {}
+    either = "|".join(map(re.escape, names))
+    entry = re.compile(rf"(?:^|(?<=[.;)] ))((?:{either})(?:, (?:{either}))*): ") if names else re.compile("(?!)")
+    for block in re.split(r"\n\s*\n", inspect.cleandoc(cls.__doc__ or "")):
+        text = " ".join(block.split())
+        found = list(entry.finditer(text))
+        prose = text[: found[0].start()].strip() if found else text
+        if prose:
+            paragraphs.append(prose)
+        for match, after in zip(found, [*found[1:], None], strict=False):
+            meaning = text[match.end() : after.start() if after else len(text)].strip()
+            meanings.update(dict.fromkeys(match[1].split(", "), meaning))
+    return paragraphs, meanings
+
+
+def meanings_of(cls: type) -> dict[str, str]:
+    """What docstrings say about each setting, a class over its bases; else where its name stands in them."""
+    names = [f.name for f in dataclasses.fields(cls)]
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            found |= read_doc(base, names)[1]
+    prose = " ".join(read_doc(cls, names)[0])
+    shared = read_doc(PolicyGradient, names)[1]
+    for name in names:
+        if name not in found:
+            code = re.compile(rf"`[^`]*\b{name}\b[^`]*`")
+            others = [f"see `{other}`." for other, text in found.items() if code.search(text)]
+            found[name] = "see above." if code.search(prose) else (others or [shared.get(name) or MEANINGS[name]])[0]
+    return found
+
+
+def linked(text: str) -> str:
+    """Papers as links."""
+    text = re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+    return re.sub(r"doi (10\.\d+/[\w.]+\w)", r"[doi \1](https://doi.org/\1)", text)
+
+
+def papers(cls: type) -> str:
+    """Links to the papers that the docstring names."""
+    text = " ".join(read_doc(cls, [f.name for f in dataclasses.fields(cls)])[0])
+    ids = re.findall(r"arXiv \d{4}\.\d{4,5}|doi 10\.\d+/[\w.]+\w", text)
+    return ", ".join(linked(i) for i in dict.fromkeys(ids)) or "none: standard practice"
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def shown(value: Any) -> str:
+    """A default as it is written in code, fields of objects only where they differ from their own defaults."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        given = [f"{f.name}={shown(v)}" for f, v in pairs if v != _field_default(f)]
+        return f"{type(value).__name__}({', '.join(given)})"
+    return repr(value)
+
+
+def _field_default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def settings(cls: type[Algorithm]) -> list[str]:
+    """Settings of its own (new ones and changed defaults) and those that it shares, as tables."""
+    hints, meanings = config_check.hints(cls), meanings_of(cls)
+    base = {f.name: _field_default(f) for f in dataclasses.fields(PolicyGradient)}
+    own: list[str] = []
+    shared: list[str] = []
+    newest = sorted(dataclasses.fields(cls), key=lambda f: _depth(cls, f.name))  # type: ignore[arg-type]
+    for field in newest:
+        default = _field_default(field)
+        values = config_check.describe(hints[field.name])
+        row = f"| `{field.name}` | `{shown(default)}` | {cell(values)} | {cell(linked(meanings[field.name]))} |"
+        same = field.name in base and base[field.name] == default
+        (shared if same and issubclass(cls, PolicyGradient) else own).append(row)
+    head = ["| setting | default | values | meaning |", "|---|---|---|---|"]
+    lines = [*head, *own] if own else ["It has no settings."]
+    if shared:
+        lines += [
+            "",
+            "<details><summary>Settings that policy gradients share</summary>",
+            "",
+            *head,
+            *shared,
+            "",
+            "</details>",
+        ]
+    return lines
+
+
+def _depth(cls: type, name: str) -> int:
+    """How far up in its bases a field is declared."""
+    return next(i for i, base in enumerate(cls.__mro__) if name in inspect.get_annotations(base))
+
+
+def at_a_glance(cls: type[Algorithm]) -> str:
+    """Who acts, how losses are summed, and what else has to be computed."""
+    algorithm = example(cls)
+    needs = algorithm.needs()
+    learns = {"gold": "the environment's answers", "sampler": "its own answers", "pairs": "recorded pairs"}[cls.source]
+    extra = [
+        text
+        for there, text in (
+            (needs.trainer_logp, "the trainer's own log-probs before the first update"),
+            (needs.ref, f"a reference policy ({needs.ref})"),
+            (needs.scorer, f"a scorer ({needs.scorer})"),
+            (needs.teachers, "frozen teachers"),
+            (needs.law, "the teacher's whole distribution"),
+            (needs.critics, f"{needs.critics.num if needs.critics else 0} critic(s)"),
+            (needs.attention, "attention maps of some layers"),
+        )
+        if there
+    ]
+    facts = [f"learns from {learns}", f"sums losses by `{algorithm.aggregation}`"]
+    if isinstance(algorithm, PolicyGradient) and algorithm.uses_ratio():
+        facts.append(f"ratio per {algorithm.level} to the {algorithm.anchor} policy")
+    text = "; ".join([*facts, f"needs {', '.join(extra)}" if extra else "needs nothing else"])
+    return f"{text[0].upper()}{text[1:]}."
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+ADVANTAGES, RATIOS, MARGINS = (1.0, -1.0), (0.5, 0.95, 1.05, 1.5), (-10.0, 0.0, 10.0)
+
+
+def example(cls: type[Algorithm]) -> Algorithm:
+    """With its defaults, and a teacher where there must be one."""
+    if cls is Distill:
+        return Distill(teacher="phase_start")
+    if cls is Opd:
+        return Opd(teachers=(importlib.import_module(Opd.__module__).Teacher("phase_start"),))
+    return cls()
+
+
+def batch_of(shape: tuple[int, int], **arrays: jax.Array) -> TokenBatch:
+    """Rows in which every token counts; a row is one sequence and one segment."""
+    zeros, ones = jnp.zeros(shape, jnp.int32), jnp.ones(shape, jnp.int32)
+    names = {f.name: None for f in dataclasses.fields(TokenBatch)}
+    scalars = dict.fromkeys(("num_micro", "num_tokens", "num_sequences", "temperature", "kl_coef"), jnp.float32(1))
+    given = {
+        **dict.fromkeys(("tokens", "positions", "branch_ids", "prev"), zeros),
+        **dict.fromkeys(("segment_ids", "sequence_ids", "chunk_ids"), ones),
+        "scale": jnp.ones(shape),
+        **dict.fromkeys(("advantages", "sampler_logp"), jnp.zeros(shape)),
+    }
+    return TokenBatch(**{**names, **scalars, **given, **arrays})
+
+
+def coefficients(algorithm: Algorithm) -> dict[tuple[float, float], float]:
+    """-d loss / d logp of the only token of a trajectory, by (advantage, ratio to the anchor)."""
+    cases = [(a, r) for a in ADVANTAGES for r in RATIOS]
+    a, r = (jnp.float32(x)[:, None] for x in zip(*cases, strict=True))
+    logp = jnp.full(a.shape, -2.0)
+    anchor = logp - jnp.log(r)
+    batch = batch_of(a.shape, advantages=a, sampler_logp=anchor, trainer_logp=anchor)
+
+    def loss(logp: jax.Array) -> jax.Array:
+        return algorithm.objective(Policy(logp, jnp.zeros_like(logp), jnp.zeros_like(logp)), batch).loss.sum()
+
+    return dict(zip(cases, map(float, -jax.grad(loss)(logp)[:, 0]), strict=True))
+
+
+def pair_coefficients(algorithm: Dpo) -> dict[float, tuple[float, float]]:
+    """-d loss / d logp of the chosen and of the rejected answer (one token each), by how much likelier than under the
+    reference the chosen one has become, more than the rejected one, in nats."""
+    found = {}
+    for margin in MARGINS:
+        logp = jnp.float32([[margin / 2 - 9, -margin / 2 - 9]])
+        batch = batch_of((1, 2), advantages=jnp.float32([[1, -1]]), ref_logp=jnp.full((1, 2), -9.0))
+        batch = dataclasses.replace(batch, sequence_ids=jnp.int32([[1, 2]]))
+
+        def loss(logp: jax.Array, batch: TokenBatch = batch) -> jax.Array:
+            return algorithm.objective(Policy(logp, jnp.zeros_like(logp)), batch).loss[0, 0]
+
+        found[margin] = tuple(map(float, -jax.grad(loss)(logp)[0]))
+    return found  # type: ignore[return-value]
+
+
+def score_coefficients(algorithm: RewardModel) -> dict[float, tuple[float, float]]:
+    """-d loss / d score of the better and of the worse answer, by the difference of their scores."""
+    found = {}
+    for margin in (-2.0, 0.0, 2.0):
+        values, signs = jnp.float32([[margin / 2, -margin / 2]]), jnp.float32([[1, -1]])
+
+        def loss(values: jax.Array, signs: jax.Array = signs) -> jax.Array:
+            return algorithm.critic_loss(values, signs, values, batch_of((1, 2)))[0][0, 0]
+
+        found[margin] = tuple(map(float, -jax.grad(loss)(values)[0]))
+    return found  # type: ignore[return-value]
+
+
+def number(x: float) -> str:
+    return f"{x or 0.0:.5g}"  # float32 has seven digits, of which versions of JAX agree on six
+
+
+def gradient(cls: type[Algorithm]) -> list[str]:
+    """What the objective does to log-probs, as a table."""
+    algorithm = example(cls)
+    if isinstance(algorithm, Dpo):
+        table = pair_coefficients(algorithm)
+        text = (
+            "The gradient is a sum of `c * grad logp` over the tokens of both answers. `c` by the margin, in nats: "
+            "how much more the chosen answer has gained on the reference than the rejected one."
+        )
+        return [text, "", *_columns("margin", table, ("chosen", "rejected"))]
+    if isinstance(algorithm, RewardModel):
+        text = "The gradient is `c * grad score`, summed over both answers. `c` by the difference of their scores:"
+        return [text, "", *_columns("difference", score_coefficients(algorithm), ("better", "worse"))]
+    c = coefficients(algorithm)
+    if not isinstance(algorithm, PolicyGradient):
+        (only,) = set(c.values())
+        beside = " The teacher's divergence adds its own." if cls is Distill else ""
+        return [
+            f"The gradient of the cross-entropy is `c * grad logp` with c = {number(only)} for every token.{beside}"
+        ]
+    text = "The gradient is a sum of `c * grad logp` over tokens. `c` by advantage A and ratio"
+    text += f" (of a {algorithm.level}):" if algorithm.level != "token" else ":"
+    if algorithm.correction is not None and algorithm.correction.weight_cap is not None:
+        text = f"{text[:-1]}, before `correction` multiplies it by its weight:"
+    head = ["| A | " + " | ".join(f"ratio {r:g}" for r in RATIOS) + " |", "|---" * (len(RATIOS) + 1) + "|"]
+    rows = [f"| {a:+g} | " + " | ".join(number(c[a, r]) for r in RATIOS) + " |" for a in ADVANTAGES]
+    return [text, "", *head, *rows]
+
+
+def _columns(what: str, table: dict[float, tuple[float, float]], names: tuple[str, str]) -> list[str]:
+    head = [f"| {what} | " + " | ".join(f"{m:g}" for m in table) + " |", "|---" * (len(table) + 1) + "|"]
+    return head + [f"| {n} | " + " | ".join(number(c[i]) for c in table.values()) + " |" for i, n in enumerate(names)]
+
+
+# ---- pages ----------------------------------------------------------------------------------------------------------
+
+
+def recipe(cls: type[Algorithm]) -> list[str]:
+    """The shipped recipe, without its import lines."""
+    name = recipe_name(cls)
+    lines = (RECIPES / f"{name}.gin").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(("from ", "#   python"))]
+    command = ["```", f"python -m rolljax.train --gin algorithms/{name}", "```"]
+    return [*command, "", f"[{name}.gin](../../configs/algorithms/{name}.gin):", "", "```", *kept, "```"]
+
+
+def figure(cls: type[Algorithm], measured: Collection[str]) -> list[str]:
+    """The learning curve, where one was measured."""
+    if bench_name(cls) not in measured:
+        return []
+    text = "Success on a bandit, with samples from the newest policy and from older ones; [how it is measured]"
+    picture = f"![Learning curve of {cls.__name__}](curves/{recipe_name(cls)}.png)"
+    return ["", "### Learning curve", "", f"{text}(../algorithms_bench.md).", "", picture]
+
+
+def bench_name(cls: type[Algorithm]) -> str:
+    """What `benchmarks/algorithms.py` calls it."""
+    return f"{module_of(cls)}.{cls.__name__}"
+
+
+def page(module: types.ModuleType, classes: list[type[Algorithm]], measured: Collection[str]) -> str:
+    title = inspect.cleandoc(module.__doc__ or "").rstrip(".")
+    lines = [NOTICE, "", f"# {title}", "", "[All algorithms](../algorithms.md)"]
+    for cls in classes:
+        names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        lines += ["", f"## {module_of(cls)}.{cls.__name__}", ""]
+        lines += [line for text in read_doc(cls, names)[0] for line in (linked(text), "")]
+        lines += [f"**When.** {when(cls)}", "", f"**At a glance.** {at_a_glance(cls)}", ""]
+        lines += [f"**Papers.** {papers(cls)}", "", "### Settings", "", *settings(cls), ""]
+        lines += ["### Gradient", "", *gradient(cls), "", "### Recipe", "", *recipe(cls), *figure(cls, measured)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def index() -> str:
+    """The table in docs/algorithms.md."""
+    lines = ["| algorithm | learns from | papers | recipe |", "|---|---|---|---|"]
+    for module, classes in algorithm_classes().items():
+        for cls in classes:
+            source = {"gold": "gold answers", "sampler": "own answers", "pairs": "recorded pairs"}[cls.source]
+            name = recipe_name(cls)
+            anchor = f"{module}{cls.__name__}".lower()
+            lines.append(
+                f"| [`{module}.{cls.__name__}`](algorithms/{module}.md#{anchor}) | {source} | {papers(cls)} "
+                f"| `--gin algorithms/{name}` |"
+            )
+    return "\n".join(lines)
+
+
+def with_index(text: str) -> str:
+    """docs/algorithms.md with the index of today."""
+    before, _, rest = text.partition(INDEX[0])
+    _, found, after = rest.partition(INDEX[1])
+    if not found:
+        raise ValueError(f"docs/algorithms.md lacks the lines {INDEX[0]} and {INDEX[1]}")
+    return f"{before}{INDEX[0]}\n{index()}\n{INDEX[1]}{after}"
+
+
+def measured_in(curves: Path) -> set[str]:
+    """Algorithms of which `benchmarks/algorithms.py` has written learning curves."""
+    data = json.loads(curves.read_text()) if curves.is_file() else {}
+    return {name.partition("|")[0] for name in data.get("bandit", {})}
+
+
+def make(docs: Path, curves: Path = CURVES) -> None:
+    """Write the pages into `docs/algorithms/` and bring the index in `docs/algorithms.md` up to date."""
+    measured = measured_in(curves)
+    (docs / "algorithms").mkdir(parents=True, exist_ok=True)
+    for name, classes in algorithm_classes().items():
+        module = importlib.import_module(f"{algorithms.__name__}.{name}")
+        (docs / "algorithms" / f"{name}.md").write_text(page(module, classes, measured))
+    path = docs / "algorithms.md"
+    path.write_text(with_index(path.read_text()))
+
+
+def draw(folder: Path) -> None:
+    """The learning curves that were measured, one picture each."""
+    measured = measured_in(CURVES)
+    wanted = {bench_name(c): recipe_name(c) for classes in algorithm_classes().values() for c in classes}
+    if not measured & wanted.keys():
+        return
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    bench = importlib.import_module("algorithms")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in sorted(measured & wanted.keys()):
+        bench.curve_figure([name], folder / f"{wanted[name]}.png")
+
+
+if __name__ == "__main__":
+    make(ROOT / "docs")
+    draw(ROOT / "docs" / "algorithms" / "curves")

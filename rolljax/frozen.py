@@ -1,0 +1,90 @@
+"""Policies that stay as they are while a phase trains: references, teachers, scorers.
+
+A source is `run_start` (the weights the run began with: made again), `phase_start` (the weights this phase began with:
+saved beside the checkpoints when it begins) or a local Hugging Face folder with the same vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from rolljax.errors import CheckpointError, ConfigError, boundary
+from rolljax.model import hf
+from rolljax.model.decoder import Model, Params
+from rolljax.rooms import Plan, start_params
+from rolljax.trainer.mesh import param_shardings
+from rolljax.trainer.update import Frozen
+
+OWN = ("run_start", "phase_start")
+
+
+def check(plan: Plan) -> None:
+    """Raise `ConfigError` for a source that is no policy this run could use."""
+    for phase in plan.recipe.phases:
+        for source in phase.algorithm.needs().frozen:
+            if source not in OWN:
+                _model(plan, source, type(phase.algorithm).__name__)
+
+
+def load(plan: Plan, sources: Iterable[str], saved: Path, params: Params, *, starts: bool) -> Frozen:
+    """The frozen policies by source, on the mesh.
+
+    Args:
+      saved: folder of this phase's starting weights. params: the policy's weights now.
+      starts: the phase begins now, so that these are its starting weights; otherwise they are read back.
+    """
+    shardings = param_shardings(plan.mesh, plan.model.axes(), plan.model.abstract())
+    found: dict[str, tuple[Model, Params]] = {}
+    for source in sources:
+        if source == "run_start":
+            found[source] = (plan.model, start_params(plan))
+        elif source == "phase_start":
+            if starts:
+                _save(saved, params)
+                copy = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings)
+                found[source] = (plan.model, copy(params))
+            else:
+                found[source] = (plan.model, _read(saved, plan.model, shardings))
+        else:
+            model = _model(plan, source, "Needs")
+            where = param_shardings(plan.mesh, model.axes(), model.abstract())
+            found[source] = (model, hf.load(source, model, where))
+    return found
+
+
+def _model(plan: Plan, folder: str, owner: str) -> Model:
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            "names a frozen policy that is not there",
+            setting=owner,
+            value=folder,
+            remedy="phase_start, run_start, or a local Hugging Face folder with config.json and *.safetensors",
+        )
+    cfg = hf.read_config(folder)
+    if cfg.vocab_size != plan.model.cfg.vocab_size:
+        raise ConfigError(
+            f"names a policy with {cfg.vocab_size} tokens in its vocabulary; this one has {plan.model.cfg.vocab_size}",
+            setting=owner,
+            value=folder,
+            remedy="both must share one tokenizer",
+        )
+    return Model(cfg, plan.recipe.dtype)
+
+
+def _save(path: Path, params: Params) -> None:
+    import orbax.checkpoint as ocp
+
+    with boundary(CheckpointError, f"saving {path}"), ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.absolute(), params, force=True)
+
+
+def _read(path: Path, model: Model, shardings: Params) -> Params:
+    import orbax.checkpoint as ocp
+
+    like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract(), shardings)
+    with boundary(CheckpointError, f"reading {path}"), ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path.absolute(), like)

@@ -1,0 +1,60 @@
+"""Credit by the rhythm of attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from rolljax.trainer import rhythm
+from rolljax.trainer.algorithms.base import Memory, Needs
+from rolljax.trainer.algorithms.grpo import Grpo
+from rolljax.trainer.attention_stats import AttentionMaps
+from rolljax.trainer.episodes import Episodes
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRhythm(Grpo):
+    """ "Attention Illuminates LLM Reasoning" (arXiv 2510.13554): GRPO whose advantages, of either sign, are amplified
+    where attention shows planning (`local`: jumps of the windowed span), influence on later tokens (`global`), or both
+    (`coupled`: the influence of tokens that follow from a plan is shared with the plan).
+
+    rhythm: which of the three. amplify: the factor; 1 is plain GRPO. top: share of each answer's tokens. maps: which
+      statistics of which layers.
+    share, lookback: of the coupled form: what moves to the plan, and how many tokens before it may be.
+    """
+
+    rhythm: Literal["local", "global", "coupled"] = "coupled"
+    amplify: float = 1.5
+    top: float = 0.4
+    share: float = 0.5
+    lookback: int = 2
+    maps: AttentionMaps = AttentionMaps()
+
+    def needs(self) -> Needs:
+        return dataclasses.replace(super().needs(), attention=self.maps)
+
+    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+        return super().advantages(e, rewards, memory) * self.factors(e)
+
+    def factors(self, e: Episodes) -> np.ndarray:
+        """What each token's advantage is multiplied by, `[N, T]`, at least 1."""
+        waad, fai = e.given("waad"), e.given("fai")
+        if self.rhythm == "local":
+            return rhythm.local_gamma(waad, e.mask, self.amplify, self.top)
+        if self.rhythm == "global":
+            return rhythm.global_gamma(fai, e.mask, self.amplify, self.top)
+        return rhythm.coupled_gamma(waad, fai, e.mask, self.amplify, self.top, self.share, self.lookback)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.amplify < 1:
+            raise self.refuse("amplify", "would damp instead of amplify", "1.5 is the paper's; 1 is plain GRPO")
+        if not 0 < self.top <= 1:
+            raise self.refuse("top", "must be above 0 and at most 1", "0.4 is the paper's")
+
+    def check(self, setup):
+        if self.rhythm != "coupled" and (self.share, self.lookback) != (0.5, 2):
+            raise self.refuse("share", "and lookback belong to the coupled form only", "set rhythm = 'coupled'")
+        return super().check(setup)

@@ -1,0 +1,44 @@
+"""Clipped importance-sampling weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from rolljax.trainer import objectives
+from rolljax.trainer.algorithms.base import OutcomeGradient, Setup
+from rolljax.trainer.batch import TokenBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Cispo(OutcomeGradient):
+    """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped and held fixed as a weight of log-prob, so that every
+    token keeps a gradient.
+
+    clip_low, clip_high: how far below and above 1 the weight may be (None: any). unified_mask: leave out the tokens
+    that PPO's clip would.
+    """
+
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.28
+    unified_mask: bool = False
+
+    ratio_settings: ClassVar[tuple[str, ...]] = ("clip_high", "clip_low")
+
+    def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
+        return objectives.cispo(ratio, batch.advantages, logp, self.clip_low, self.clip_high, self.unified_mask)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip_low is not None and self.clip_low >= 1:
+            raise self.refuse("clip_low", "can have no effect: a ratio is never below 0", "choose less than 1")
+        if self.unified_mask and self.clip_low is None and self.clip_high is None:
+            raise self.refuse("unified_mask", "can have no effect without clip_low or clip_high", "set one of them")
+
+    def check(self, setup: Setup) -> list[str]:
+        warnings = super().check(setup)
+        if setup.on_policy and self.clip_low is None and self.clip_high is None:
+            return [*warnings, "Cispo differs from REINFORCE by its ratio, which is 1 here: one update, no staleness"]
+        return warnings

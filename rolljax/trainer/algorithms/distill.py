@@ -1,0 +1,65 @@
+"""Distillation of a teacher's next-token distributions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from rolljax.errors import ConfigError
+from rolljax.trainer.algorithms.base import Frozen, Law, Needs, Policy, Setup, TokenLoss
+from rolljax.trainer.algorithms.sft import Sft
+from rolljax.trainer.batch import TokenBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Distill(Sft):
+    """Knowledge distillation (Hinton et al., arXiv 1503.02531): cross-entropy of the gold tokens plus `coef` times a
+    divergence from the teacher's distribution at each of them.
+
+    teacher: a local Hugging Face folder with the same tokenizer. divergence: forward, reverse, js, skewed (by `alpha`)
+    or adaptive. tau: temperature of both, the result times tau^2. top_k: only the teacher's most likely tokens (0:
+    all), the rest as one bucket or renormalised away. cross_entropy: weight of the first part.
+    """
+
+    teacher: Frozen = ""
+    divergence: Literal["forward", "reverse", "js", "skewed", "adaptive"] = "forward"
+    coef: float = 0.5
+    cross_entropy: float = 1.0
+    tau: float = 1.0
+    alpha: float = 0.1
+    top_k: int = 0
+    remainder: Literal["bucket", "renormalise"] = "bucket"
+
+    def needs(self) -> Needs:
+        law = Law(self.teacher, self.divergence, self.tau, self.alpha, self.top_k, self.remainder)
+        return Needs(law=law)
+
+    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+        assert policy.divergence is not None
+        weight = 1.0 if batch.weights is None else batch.weights
+        loss = weight * (self.coef * policy.divergence - self.cross_entropy * policy.logp)
+        return TokenLoss(loss, {"distill/divergence_nat": policy.divergence, "distill/ce_nat": -policy.logp})
+
+    def __post_init__(self) -> None:
+        for name in ("coef", "tau"):
+            if getattr(self, name) <= 0:
+                raise self.refuse(name, "must be positive", "without a teacher use sft.Sft")
+        if self.cross_entropy < 0 or self.top_k < 0:
+            raise self.refuse(
+                "top_k" if self.top_k < 0 else "cross_entropy", "must not be negative", "0 switches it off"
+            )
+        if not 0 < self.alpha < 1:
+            raise self.refuse("alpha", "must be between 0 and 1", "0.1 is usual")
+
+    def check(self, setup: Setup) -> list[str]:
+        if not self.teacher:
+            raise ConfigError(
+                "is not given", setting="Distill.teacher", value="", remedy="name a local Hugging Face folder"
+            )
+        if self.divergence != "skewed" and self.alpha != 0.1:
+            raise self.refuse("alpha", "belongs to the skewed divergence only", "set divergence = 'skewed'")
+        if self.top_k and self.divergence != "forward":
+            raise self.refuse("top_k", "is for the forward divergence only", "set top_k = 0")
+        if not self.top_k and self.remainder != "bucket":
+            raise self.refuse("remainder", "can have no effect: top_k is 0", "set top_k (64 is usual)")
+        return super().check(setup)

@@ -1,0 +1,126 @@
+"""Direct preference optimization."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rolljax.errors import ConfigError
+from rolljax.trainer import objectives, shaping
+from rolljax.trainer.aggregation import Aggregation
+from rolljax.trainer.algorithms.base import Algorithm, Frozen, Memory, Needs, Policy, Setup, Source, TokenLoss
+from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.episodes import Credit, Episodes
+
+
+def pairs(e: Episodes, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    """Signs `[N]`, +1 for chosen and -1 for rejected, and who is part of a pair `[N]`."""
+    if source == "pairs":
+        sign = np.where(np.arange(e.num) % 2 == 0, 1.0, -1.0)
+        return sign, np.ones(e.num, bool)
+    chosen, rejected = shaping.best_and_worst(e.rewards, e.groups)
+    return np.where(chosen, 1.0, -1.0), chosen | rejected
+
+
+def check_pairs(source: Source, setup: Setup) -> None:
+    """Pairs have two members; sampled ones are chosen from two or more."""
+    if setup.group_size < 2 or (source == "pairs" and setup.group_size != 2):
+        raise ConfigError(
+            "is not a pair" if source == "pairs" else "leaves nobody to prefer",
+            setting="Phase.group_size",
+            value=setup.group_size,
+            remedy="set group_size = 2" if source == "pairs" else "set group_size to 2 or more; 8 gives clearer pairs",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Dpo(Algorithm):
+    """DPO (arXiv 2305.18290): of two answers to a prompt the better one gains log-prob, measured from a reference
+    policy.
+
+    Pairs are the best and the worst of `group_size` sampled answers (online DPO). `PairDpo` takes recorded ones.
+
+    beta: how far the policy may go for a preference (small: far). loss: sigmoid (DPO), ipo (arXiv 2310.12036), or simpo
+      (arXiv 2405.14734: no reference, mean log-probs, `margin`).
+    label_smoothing: share of labels taken to be wrong (cDPO). sft_coef: weight of the chosen answer's mean
+      cross-entropy.
+    """
+
+    loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    margin: float = 0.0
+    sft_coef: float = 0.0
+    reference: Frozen = "phase_start"
+
+    whole_groups: ClassVar[bool] = True
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """A pair is one loss."""
+        return "group-mean"
+
+    def needs(self) -> Needs:
+        return Needs(ref="" if self.loss == "simpo" else self.reference)
+
+    def credit(self, e: Episodes, memory: Memory) -> Credit:
+        sign, keep = pairs(e, self.source)
+        return Credit(np.where(e.mask, sign[:, None], 0.0), keep=keep)
+
+    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+        trained = (batch.scale != 0).astype(jnp.float32)
+        length = jnp.maximum(objectives.segment_sum(trained, batch.sequence_ids), 1)
+        sign = batch.advantages * trained
+        # a pair is a segment of its row, so that sums over segments are sums over pairs
+        per_pair = lambda x: objectives.segment_sum(x * trained, batch.segment_ids)  # noqa: E731
+        chosen_mean_nll = per_pair(-policy.logp * (sign > 0) / length)
+        if self.loss == "simpo":
+            better = per_pair(policy.logp * (sign > 0) / length)
+            worse = per_pair(policy.logp * (sign < 0) / length)
+            loss, gain = objectives.simpo(better, worse, self.beta, self.margin), self.beta * (better - worse)
+        else:
+            log_ratio = policy.logp - batch.given("ref_logp")
+            better, worse = per_pair(log_ratio * (sign > 0)), per_pair(log_ratio * (sign < 0))
+            gain = self.beta * (better - worse)
+            if self.loss == "ipo":
+                loss = objectives.ipo(better - worse, self.beta)
+            else:
+                loss = objectives.dpo(better, worse, self.beta, self.label_smoothing)
+        return TokenLoss(
+            loss + self.sft_coef * chosen_mean_nll,
+            {
+                "preference/margin_nat": jax.lax.stop_gradient(gain),
+                "preference/accuracy_frac": (gain > 0).astype(jnp.float32),
+                "preference/chosen_nll_nat": chosen_mean_nll,
+            },
+        )
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise self.refuse("beta", "must be positive", "0.1 is usual (2 for simpo)")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise self.refuse("label_smoothing", "must be at least 0 and below 0.5", "at 0.5 a label says nothing")
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise self.refuse(
+                "label_smoothing", f"can have no effect with loss = {self.loss!r}", "set loss = 'sigmoid'"
+            )
+        if self.margin and self.loss != "simpo":
+            raise self.refuse("margin", f"can have no effect with loss = {self.loss!r}", "set loss = 'simpo'")
+        if self.loss == "simpo" and self.reference != "phase_start":
+            raise self.refuse("reference", "can have no effect: simpo has no reference", "leave it out")
+
+    def check(self, setup: Setup) -> list[str]:
+        check_pairs(self.source, setup)
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class PairDpo(Dpo):
+    """DPO (arXiv 2305.18290) on recorded pairs: the environment brings a chosen and a rejected answer to each of its
+    prompts."""
+
+    source: ClassVar[Source] = "pairs"

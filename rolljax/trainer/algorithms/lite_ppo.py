@@ -1,0 +1,51 @@
+"""Lite PPO, and the guidelines of its paper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from rolljax.errors import ConfigError
+from rolljax.trainer.algorithms.base import ClippedRatio
+from rolljax.trainer.credit import Std
+from rolljax.trainer.episodes import Episodes
+
+
+@dataclasses.dataclass(frozen=True)
+class LitePpo(ClippedRatio):
+    """Lite PPO ("Tricks or Traps?", arXiv 2508.08221): rewards less the group's mean, over the deviation of the whole
+    batch; mean over tokens; PPO's clip; nothing else.
+
+    min_std: a step whose rewards deviate less than this over the whole batch teaches nothing and is left out.
+    """
+
+    std: Std = "batch"
+    min_std: float = 1e-3
+
+    def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
+        rewards, keep = super().prepare(e)
+        flat = self.std == "batch" and e.num > 1 and float(np.std(rewards, ddof=1)) < self.min_std
+        return rewards, keep & (not flat)
+
+
+def guideline(
+    *, aligned: bool = False, concentrated: bool = False, params_b: float = 4.0, max_answer_tok: int = 8192
+) -> LitePpo:
+    """Lite PPO with the settings that "Tricks or Traps?" (arXiv 2508.08221) found best for a situation.
+
+    Args:
+      aligned: the model was instruction-tuned (else a base model): it profits from a higher upper clip and from a loss
+        that counts sequences, a base model does not.
+      concentrated: most rewards are equal (easy or hopeless tasks): do not divide by a deviation.
+      params_b: billions of parameters; the best upper clip is .32 at 4, .28 at 8.
+      max_answer_tok: leaving out cut answers helps at 8k tokens, and no longer at 20k.
+    """
+    if params_b <= 0 or max_answer_tok < 1:
+        raise ConfigError("must be positive", setting="guideline.params_b", value=params_b, remedy="4 for a 4B model")
+    return LitePpo(
+        clip_high=(0.32 if params_b < 6 else 0.28) if aligned else 0.2,
+        aggregation="seq-mean-token-mean" if aligned else "token-mean",
+        std="none" if concentrated else "batch",
+        mask_truncated=max_answer_tok <= 8192,
+    )

@@ -1,0 +1,85 @@
+"""On-policy distillation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from rolljax.errors import ConfigError
+from rolljax.trainer import objectives
+from rolljax.trainer.algorithms.base import Frozen, Memory, Needs, OutcomeGradient, Setup
+from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.episodes import Episodes
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A frozen policy to learn from: a local Hugging Face folder with the student's tokenizer (or `run_start`), how
+    much it counts, and the environments (names) it teaches; empty: all."""
+
+    policy: Frozen
+    coef: float = 1.0
+    domains: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Opd(OutcomeGradient):
+    """On-policy distillation (GKD, arXiv 2306.13649, as a policy gradient): the student samples, and each token's
+    advantage is how much likelier the teachers find it, `-sum coef (student_logp - teacher_logp)`; nothing is
+    discounted.
+
+    teachers: whom to learn from; several are added up. reward_coef: weight of the group-normalised reward beside it (0:
+      pure distillation).
+    """
+
+    teachers: tuple[Teacher, ...] = ()
+    reward_coef: float = 0.0
+
+    def needs(self) -> Needs:
+        return dataclasses.replace(super().needs(), teachers=tuple(t.policy for t in self.teachers))
+
+    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+        student = e.trainer_logp if e.trainer_logp is not None else e.sampler_logp
+        total = (
+            self.reward_coef * super().advantages(e, rewards, memory) if self.reward_coef else np.zeros(e.mask.shape)
+        )
+        for teacher, logp in zip(self.teachers, e.given("teacher_logp"), strict=True):
+            taught = np.array([not teacher.domains or d in teacher.domains for d in e.domains], bool)
+            total = total - teacher.coef * np.where(e.mask & taught[:, None], student - logp, 0.0)
+        return total
+
+    def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
+        rewards, keep = super().prepare(e)
+        taught = [any(not t.domains or d in t.domains for t in self.teachers) for d in e.domains]
+        return rewards, keep & (np.array(taught, bool) | bool(self.reward_coef))
+
+    def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
+        return objectives.vanilla(batch.advantages, logp)
+
+    def uses_ratio(self) -> bool:
+        return False
+
+    def uses_groups(self) -> bool:
+        return bool(self.reward_coef) and super().uses_groups()
+
+    def check(self, setup: Setup) -> list[str]:
+        if not self.teachers:
+            raise ConfigError(
+                "is empty: there is nobody to learn from",
+                setting="Opd.teachers",
+                value=(),
+                remedy="give at least one @Teacher() with policy = a local Hugging Face folder",
+            )
+        if setup.truncated_law:
+            raise self.refuse(
+                "teachers",
+                "would be compared with the sampled law, from which tokens are cut (Phase.top_p, top_k or min_p)",
+                "sample from the whole law",
+            )
+        if not self.reward_coef:
+            for name in ("overlong_cache", "reward_clip", "mean", "std", "drop_degenerate", "solve_range", "refills"):
+                if getattr(self, name) != getattr(Opd(), name):
+                    raise self.refuse(name, "can have no effect: reward_coef is 0", "set reward_coef")
+        return super().check(setup)

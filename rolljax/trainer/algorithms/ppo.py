@@ -1,0 +1,89 @@
+"""Proximal policy optimization with a critic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rolljax.trainer import credit as credits
+from rolljax.trainer import objectives
+from rolljax.trainer.algorithms.base import ClippedRatio, Memory, Needs, token_rewards
+from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.credit import Mean, Std
+from rolljax.trainer.critic import Critic
+from rolljax.trainer.episodes import Credit, Episodes
+
+
+@dataclasses.dataclass(frozen=True)
+class Ppo(ClippedRatio):
+    """PPO (arXiv 1707.06347) with generalised advantage estimation (arXiv 1506.02438) and a critic. Rewards stand on
+    the last token of the turn that earned them, a KL penalty on every token.
+
+    gamma, lam: discount and trace decay per sampled token; observations are skipped. critic: the value model.
+    `mean` and `std` normalise the reward of whole trajectories first.
+    """
+
+    mean: Mean = "none"
+    std: Std = "none"
+    whiten: bool = True
+    gamma: float = 1.0
+    lam: float = 0.95
+    critic: Critic = Critic()
+
+    def needs(self) -> Needs:
+        return dataclasses.replace(super().needs(), critics=self.critic)
+
+    def credit(self, e: Episodes, memory: Memory) -> Credit:
+        rewards, keep = self.prepare(e)
+        memory = self.remember(e, rewards, memory)
+        penalty, memory, stats = self.kl_penalty(e, memory)
+        per_token = self.rewards(e, rewards, memory) + (0 if penalty is None else penalty)
+        values, spread = credits.critic_spread(e.given("values"))
+        advantages, returns = credits.gae(per_token, values, e.mask, self.gamma, self.lam)
+        credit = self.finish(e, advantages, keep, memory, {**stats, **self.value_stats(e, values, spread, returns)})
+        return dataclasses.replace(credit, returns=returns, critic_weights=self.shares(e))
+
+    def rewards(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+        """Token rewards `[N, T]`; normalised ones only at the end, where what was normalised is known."""
+        if self.mean == self.std == "none":
+            return token_rewards(e, rewards)
+        return credits.at_last(self.advantages(e, rewards, memory)[:, 0], e.mask)
+
+    def shares(self, e: Episodes) -> np.ndarray | None:
+        """Which critic learns from which trajectory, `[M, N, T]`; None: all from all."""
+        if self.critic.num == 1 or self.critic.shard == "all":
+            return None
+        owner = credits.critic_shards(e.groups, self.critic.num, self.critic.shard, e.step)
+        return (owner == np.arange(self.critic.num)[:, None])[:, :, None] * e.mask
+
+    def value_stats(
+        self, e: Episodes, values: np.ndarray, spread: np.ndarray, returns: np.ndarray
+    ) -> Mapping[str, float]:
+        stats = {
+            "critic/explained_var": credits.explained_variance(values, returns, e.mask),
+            "critic/value_mean": float(values[e.mask].mean()) if e.mask.any() else 0.0,
+            "critic/return_mean": float(returns[e.mask].mean()) if e.mask.any() else 0.0,
+        }
+        if self.critic.num > 1 and e.mask.any():
+            error = np.abs(values - returns)[e.mask]
+            apart = spread[e.mask]
+            stats["critic/spread"] = float(apart.mean())
+            varied = apart.std() > 0 and error.std() > 0
+            stats["critic/spread_error_corr"] = float(np.corrcoef(apart, error)[0, 1]) if varied else 0.0
+        return stats
+
+    def critic_loss(
+        self, values: jax.Array, returns: jax.Array, old_values: jax.Array, batch: TokenBatch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        loss = objectives.value_loss(values, returns, old_values, self.critic.clip)
+        return loss, {"critic/abs_error": jnp.abs(values - returns)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise self.refuse(name, "must be between 0 and 1", "1 and 0.95 are usual")

@@ -1,0 +1,39 @@
+"""Reward-ranked fine-tuning with PPO's ratio."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from rolljax.trainer.algorithms.base import ClippedRatio, Memory
+from rolljax.trainer.credit import Mean, Std, spread
+from rolljax.trainer.episodes import Episodes
+
+
+@dataclasses.dataclass(frozen=True)
+class RaftPP(ClippedRatio):
+    """RAFT++ (arXiv 2504.11343): only rewarded trajectories count, with their reward as the advantage of every token,
+    under PPO's clipped ratio. Rewards are meant to be 0 or 1; negative ones count as 0."""
+
+    mean: Mean = "none"
+    std: Std = "none"
+    clip_low: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("clip_low", "dual_clip"):
+            if getattr(self, name) is not None:
+                raise self.refuse(
+                    name, "can have no effect: it acts on negative advantages, and there are none", "leave it None"
+                )
+        for name in ("mean", "std"):
+            if getattr(self, name) != "none":
+                raise self.refuse(name, "can have no effect: the reward itself is the advantage", "leave it 'none'")
+
+    def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
+        rewards, keep = super().prepare(e)
+        return rewards, keep & (rewards > 0)
+
+    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+        return spread(np.maximum(rewards, 0), e.mask)

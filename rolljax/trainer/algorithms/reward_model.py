@@ -1,0 +1,71 @@
+"""Training a reward model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rolljax.trainer import credit as credits
+from rolljax.trainer import objectives
+from rolljax.trainer.aggregation import Aggregation
+from rolljax.trainer.algorithms.base import Algorithm, Memory, Needs, Policy, Setup, Source, TokenLoss
+from rolljax.trainer.algorithms.dpo import check_pairs, pairs
+from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.critic import Critic
+from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.optimizer import AdamW
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModel(Algorithm):
+    """A Bradley-Terry reward model (InstructGPT, arXiv 2203.02155): the value before the closing token of the better
+    answer shall be above that of the worse one. The policy stays as it is; a next phase takes the model over as its
+    critic with `Critic.model = 'previous'`.
+
+    critic: its shape, start and optimizer. Pairs are the best and the worst of `group_size` sampled answers.
+      `PairRewardModel` takes recorded ones.
+    """
+
+    critic: Critic = Critic(optimizer=AdamW(lr=1e-4))
+
+    trains_policy: ClassVar[bool] = False
+    whole_groups: ClassVar[bool] = True
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """A pair is one loss."""
+        return "group-mean"
+
+    def needs(self) -> Needs:
+        return Needs(critics=self.critic)
+
+    def credit(self, e: Episodes, memory: Memory) -> Credit:
+        sign, keep = pairs(e, self.source)
+        last = credits.at_last(np.ones(e.num), e.mask) > 0
+        return Credit(np.zeros(e.mask.shape), mask=last, keep=keep, returns=np.where(last, sign[:, None], 0.0))
+
+    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+        raise NotImplementedError("a reward model has no objective for the policy")
+
+    def critic_loss(
+        self, values: jax.Array, returns: jax.Array, old_values: jax.Array, batch: TokenBatch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        trained = (batch.scale != 0).astype(jnp.float32)
+        gain = objectives.segment_sum(values * returns * trained, batch.segment_ids)
+        loss = objectives.bradley_terry(gain, jnp.zeros_like(gain))
+        return loss, {"preference/accuracy_frac": (gain > 0).astype(jnp.float32), "preference/margin_nat": gain}
+
+    def check(self, setup: Setup) -> list[str]:
+        check_pairs(self.source, setup)
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class PairRewardModel(RewardModel):
+    """A Bradley-Terry reward model (arXiv 2203.02155) from recorded pairs of answers."""
+
+    source: ClassVar[Source] = "pairs"

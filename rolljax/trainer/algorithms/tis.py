@@ -1,0 +1,27 @@
+"""Truncated importance sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from rolljax.trainer import objectives
+from rolljax.trainer.algorithms.base import OutcomeGradient
+from rolljax.trainer.batch import TokenBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Tis(OutcomeGradient):
+    """Truncated importance sampling as in ROLL Flash (arXiv 2510.11345): the policy gradient weighted by the ratio, cut
+    at `cap` (as in IMPALA, arXiv 1802.01561) and held fixed."""
+
+    cap: float = 1.0
+
+    def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
+        return objectives.truncated_is(ratio, batch.advantages, logp, self.cap)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cap <= 0:
+            raise self.refuse("cap", "must be positive", "1 is usual")

@@ -1,0 +1,42 @@
+"""Critics: value models that are trained beside the policy. Any number, any size, one program for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from rolljax.errors import ConfigError
+from rolljax.model.decoder import DecoderConfig
+from rolljax.trainer.optimizer import AdamW, Optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Critic:
+    """How many value models, of which size, and how they are fitted.
+
+    num: critics; their mean is the value. model: their shape with random weights, or None: the policy's shape and, at
+      the start of the phase, its weights. `previous` keeps the critics (or the reward model) of the phase before.
+    shard: what each of several critics learns from: some `response`s of every prompt, all responses of some `prompt`s
+      (disjoint shares either way), or `all`.
+    epochs: passes over each step's data. warmup_steps: steps at the start in which only critics learn.
+    clip: how far a value may move from what it was at the start of the step before its loss stops counting (None: any).
+    """
+
+    num: int = 1
+    model: DecoderConfig | Literal["previous"] | None = None
+    shard: Literal["response", "prompt", "all"] = "response"
+    epochs: int = 1
+    warmup_steps: int = 0
+    clip: float | None = None
+    optimizer: Optimizer = AdamW(lr=1e-5)
+
+    def __post_init__(self) -> None:
+        for name in ("num", "epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", setting=f"Critic.{name}", value=getattr(self, name))
+        if self.optimizer.offload:
+            raise ConfigError("is for policies only", setting=f"{type(self.optimizer).__name__}.offload", value=True)
+        if self.warmup_steps < 0:
+            raise ConfigError("must not be negative", setting="Critic.warmup_steps", value=self.warmup_steps)
+        if self.clip is not None and self.clip <= 0:
+            raise ConfigError("must be positive, or None", setting="Critic.clip", value=self.clip)

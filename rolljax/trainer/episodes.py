@@ -1,0 +1,156 @@
+"""What credit works on: the sampled tokens of a step's trajectories, padded to `[N, T]`. NumPy only.
+
+Observations and prompts are not here: nobody chose them, so nobody is credited with them. That is why returns,
+normalisation and ranks need no special case for tool outputs.
+
+Shape letters: N trajectories, T sampled tokens of the longest, K turns, M critics, S teachers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rolljax.types import Trajectory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Episodes:
+    """Trajectories of one step; members of a group stand side by side.
+
+    rewards [N]: of the whole trajectory. groups [N]: index of its group, 0 to `num_groups - 1`.
+    mask [N, T]: True where there is a token (left aligned). turns [N, T]: its turn, from 0; -1 where there is none.
+    turn_rewards, turn_weights, states [N, K]: reward and supervised weight of every turn, and a hash of what the policy
+      was told before it. num_turns [N].
+    truncated, success [N]: an answer was cut by a limit of tokens; solved. texts, domains [N]: text of all answers,
+    name of the environment.
+    sampler_logp [N, T]: behaviour log-probs. expert [N, T]: tokens that were replayed, not sampled. limit_tok: most
+    tokens of one answer. step: of the phase.
+
+    The rest is there if the algorithm asked for it (`Needs`): trainer_logp, recomputed before the step's first update
+    (the proximal policy); ref_logp; scorer_logp; teacher_logp [S, N, T]; values [M, N, T] of the state before the
+    token;
+    waad, fai: attention statistics.
+    """
+
+    rewards: np.ndarray
+    groups: np.ndarray
+    mask: np.ndarray
+    turns: np.ndarray
+    turn_rewards: np.ndarray
+    turn_weights: np.ndarray
+    states: np.ndarray
+    num_turns: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray
+    texts: tuple[str, ...]
+    domains: tuple[str, ...]
+    sampler_logp: np.ndarray
+    expert: np.ndarray
+    limit_tok: int
+    step: int = 0
+    trainer_logp: np.ndarray | None = None
+    ref_logp: np.ndarray | None = None
+    scorer_logp: np.ndarray | None = None
+    teacher_logp: np.ndarray | None = None
+    values: np.ndarray | None = None
+    waad: np.ndarray | None = None
+    fai: np.ndarray | None = None
+
+    @property
+    def num(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Sampled tokens of each trajectory, `[N]`."""
+        return self.mask.sum(1)
+
+    @property
+    def longest_answers(self) -> np.ndarray:
+        """Tokens of each trajectory's longest turn, `[N]`."""
+        return np.max([(self.turns == k).sum(1) for k in range(self.turn_rewards.shape[1])], axis=0)
+
+    def given(self, name: str) -> np.ndarray:
+        """An array that was asked for; it is a bug of the caller if it is not there."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"credit uses {name}, but needs() did not ask for it")
+        return value
+
+    @staticmethod
+    def of(groups: Sequence[Sequence[Trajectory]], *, limit_tok: int, step: int = 0) -> Episodes:
+        """From the trajectories that take part, group by group."""
+        every = [t for group in groups for t in group]
+        tokens = max((t.num_sampled_tok for t in every), default=1)
+        turns = max((len(t.turns) for t in every), default=1)
+        by_turn = _padded(
+            turns,
+            rewards=[[turn.reward for turn in t.turns] for t in every],
+            weights=[[turn.weight for turn in t.turns] for t in every],
+            states=[[_digest(turn.prompt_ids) for turn in t.turns] for t in every],
+        )
+        turn_ids = [np.repeat(np.arange(len(t.turns)), [len(turn.tokens) for turn in t.turns]) for t in every]
+        lengths = np.array([len(ids) for ids in turn_ids], np.int64).reshape(-1)
+        mask = np.arange(max(tokens, 1)) < lengths[:, None]
+        ids, logp, expert = np.full(mask.shape, -1, np.int64), np.zeros(mask.shape), np.zeros(mask.shape, bool)
+        for n, t in enumerate(every):
+            ids[n, : lengths[n]] = turn_ids[n]
+            logp[n, : lengths[n]] = np.concatenate([turn.sampler_logp for turn in t.turns])
+            expert[n, : lengths[n]] = np.concatenate([turn.versions for turn in t.turns]) < 0
+        return Episodes(
+            rewards=np.array([t.reward for t in every], np.float64),
+            groups=np.repeat(np.arange(len(groups)), [len(g) for g in groups]),
+            mask=mask,
+            turns=ids,
+            turn_rewards=by_turn["rewards"],
+            turn_weights=by_turn["weights"],
+            states=by_turn["states"],
+            num_turns=np.array([len(t.turns) for t in every], np.int64),
+            truncated=np.array([any(turn.finish_reason != "stop" for turn in t.turns) for t in every], bool),
+            success=np.array([t.success for t in every], bool),
+            texts=tuple("\n".join(turn.text for turn in t.turns) for t in every),
+            domains=tuple(t.task.env for t in every),
+            sampler_logp=logp,
+            expert=expert,
+            limit_tok=limit_tok,
+            step=step,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Credit:
+    """What credit makes of episodes.
+
+    advantages [N, T]. weights [N, T]: factor of the surrogate loss (None: 1). mask [N, T]: tokens that count in the
+    denominators and can have a loss (None: all). keep [N]: trajectories that take part (None: all).
+    returns [N, T]: what critics are fitted to. critic_weights [M, N, T]: which critic learns where (None: all).
+    entropy_weights [N, T]: factor of the entropy bonus (None: 1). stats: metrics by name.
+    memory: numbers carried to the next step (adaptive coefficients, running statistics); saved with the run.
+    """
+
+    advantages: np.ndarray
+    weights: np.ndarray | None = None
+    mask: np.ndarray | None = None
+    keep: np.ndarray | None = None
+    returns: np.ndarray | None = None
+    critic_weights: np.ndarray | None = None
+    entropy_weights: np.ndarray | None = None
+    stats: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def _padded(width: int, **lists: list[list[float]]) -> dict[str, np.ndarray]:
+    out = {}
+    for name, ragged in lists.items():
+        out[name] = np.zeros((len(ragged), max(width, 1)), np.int64 if name == "states" else np.float64)
+        for row, values in zip(out[name], ragged, strict=True):
+            row[: len(values)] = values
+    return out
+
+
+def _digest(ids: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(np.asarray(ids, np.int32).tobytes(), digest_size=8).digest(), signed=True)

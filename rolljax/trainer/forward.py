@@ -1,0 +1,89 @@
+"""What a model says about packed rows. The only place that shifts: a token is judged by the hidden state before it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rolljax.model.attention import packed
+from rolljax.model.decoder import Decoder, Model, Params
+from rolljax.model.value import ValueModel
+from rolljax.trainer import vocab
+from rolljax.trainer.algorithms.base import Law, Policy
+from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.mesh import num_batch_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Into how many parts a mesh splits the vocabulary, and the rows of a batch."""
+
+    vocab: int = 1
+    rows: int = 1
+
+    @staticmethod
+    def of(mesh: Mesh) -> Split:
+        return Split(mesh.shape["tensor"], num_batch_shards(mesh))
+
+    def blocks(self) -> dict[str, int]:
+        """How `trainer.vocab` walks over the vocabulary: its bytes per block count all devices together."""
+        return {"shards": self.vocab, "block_bytes": vocab.BLOCK_BYTES * self.rows * self.vocab}
+
+
+ONE_PART = Split()
+
+
+def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Decoder, jax.Array]:
+    """The bound decoder, and for every token the final hidden state of its predecessor `batch.prev`, `[B, T, D]`."""
+    decoder = model.bind(params)
+    hidden, _ = decoder(batch.tokens, batch.positions, packed(batch.segment_ids, batch.branch_ids))
+    return decoder, jnp.take_along_axis(hidden, batch.prev[..., None], axis=1)
+
+
+def read_policy(
+    model: Model,
+    params: Params,
+    batch: TokenBatch,
+    *,
+    entropy_grad: bool = False,
+    law: tuple[Law, Model, Params] | None = None,
+    split: Split = ONE_PART,
+) -> Policy:
+    """Log-prob and entropy of every token of rows `[B, T]`, and the divergence from a frozen law if there is one.
+
+    Tokens without a predecessor, and those of scale 0, get whatever stands there; mask before use. The logits `[B, T,
+    V]` of a large vocabulary never exist (`trainer.vocab`).
+    """
+    decoder, hidden = hidden_before(model, params, batch)
+    head, how = decoder.head_matrix, split.blocks()
+    logp, entropy = vocab.token_logp(hidden, head, batch.tokens, batch.temperature, entropy_grad=entropy_grad, **how)
+    if law is None:
+        return Policy(logp, entropy)
+    settings, frozen_model, frozen_params = law
+    teacher, teacher_hidden = hidden_before(frozen_model, jax.lax.stop_gradient(frozen_params), batch)
+    tau = settings.tau
+    if not settings.top_k:
+        divergence = vocab.divergence(
+            hidden,
+            head,
+            jax.lax.stop_gradient(teacher_hidden),
+            teacher.head_matrix,
+            settings.kind,
+            tau,
+            alpha=settings.alpha,
+            **how,
+        )
+        return Policy(logp, entropy, divergence)
+    ids, teacher_logp = vocab.topk(teacher_hidden, teacher.head_matrix, settings.top_k, tau, **how)
+    student_logp = vocab.logp_at(hidden, head, ids, tau, **how)
+    divergence = tau**2 * vocab.topk_divergence(student_logp, jax.lax.stop_gradient(teacher_logp), settings.remainder)
+    return Policy(logp, entropy, divergence)
+
+
+def read_values(model: ValueModel, params: Params, batch: TokenBatch) -> jax.Array:
+    """Value of the state before every token, `[B, T]` float32."""
+    _, hidden = hidden_before(model.trunk, params["trunk"], batch)
+    return model.head(params, hidden)

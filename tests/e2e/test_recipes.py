@@ -1,0 +1,127 @@
+"""Recipes whose algorithms need more than rewards: critics, frozen policies, attention statistics, several turns. Real
+runs of the shipped files with smaller numbers, and the exact continuation of one that has it all."""
+
+import pytest
+
+from rolljax import loop, train
+from rolljax.buffer import Stopped
+from rolljax.metrics import check_row
+from rolljax.progress import Console
+from rolljax.rooms import plan as make_plan
+from rolljax.runfolder import RunFolder
+from rolljax.trainer.state import fingerprint
+
+from .conftest import ROOT, rows, summary
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+TINY = {
+    "SamplerConfig.slots": 64,
+    "SamplerConfig.prefill_chunk": 256,
+    "Evaluation.tasks": 8,
+    "warm_start/Phase.steps": 3,
+    "warm_start/Phase.prompts_per_step": 8,
+    "warm_start/Phase.eval_every": 0,
+    "warm_start/Phase.stop_at_reward": None,
+    "MeshSpec.data": 1,
+}
+RL = {
+    "ReasoningGym.partial_credit": True,
+    "rl/Phase.steps": 3,
+    "rl/Phase.prompts_per_step": 8,
+    "rl/Phase.group_size": 4,
+    "rl/Phase.eval_every": 0,
+}
+DPO = {"dpo/Phase.steps": 2, "dpo/Phase.prompts_per_step": 8, "dpo/Phase.group_size": 4, "dpo/Phase.eval_every": 0}
+DISTILL = {"distill/Phase.steps": 2, "distill/Phase.prompts_per_step": 8, "distill/Phase.eval_every": 0}
+RECIPES = {
+    "algorithms/ppo": (RL | {"Critic.warmup_steps": 1}, {"critic/explained_var", "critic/loss", "optim/grad_norm"}),
+    "algorithms/attention_rhythm": (RL, {"optim/grad_norm"}),
+    "algorithms/decoupled_ppo": (RL, {"policy/ratio_mean"}),
+    "sft_dpo_grpo": (RL | DPO, {"optim/grad_norm"}),
+    "distill": (DISTILL | {"Distill.top_k": 8}, {"distill/divergence_nat"}),
+    "reward_model_ppo": (
+        RL
+        | {"reward_model/Phase.steps": 2, "reward_model/Phase.prompts_per_step": 8}
+        | {"reward_model/Phase.group_size": 4, "rl/Critic.warmup_steps": 1},
+        {"critic/explained_var"},
+    ),
+}
+
+
+def arguments(name, run_dir, settings):
+    argv = ["--gin", str(ROOT / "configs" / f"{name}.gin"), "--run_dir", str(run_dir)]
+    return argv + [a for key, value in (TINY | settings).items() for a in ("--set", f"{key} = {value!r}")]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_to_its_end(name, tmp_path):
+    settings, written = RECIPES[name]
+    assert train.main(arguments(name, tmp_path / "run", settings)) == 0
+    run = rows(tmp_path / "run")
+    assert all(check_row(row) == [] for row in run)
+    assert written <= set().union(*run)
+    for row in run:
+        assert (
+            row["groups/started_n"]
+            == row["groups/trained_n"] + row["groups/dropped_credit_n"] + row["groups/dropped_failed_n"]
+        )
+    assert summary(tmp_path / "run")["stop_reason"] == "all phases done"
+
+
+class StopAt(Console):
+    """Says so at one step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.last, self.stopped = step, False
+
+    def step(self, row):
+        self.stopped = row["step"] == self.last
+
+
+def test_critics_references_and_memory_survive_a_stop(tmp_path):
+    """AsyPPO with an adaptive KL penalty: stopped in the middle of its phase, it ends bitwise as if it had not been."""
+    from rolljax import cli
+
+    settings = RL | {
+        "rl/Phase.steps": 4,
+        "AsyPpo.kl_reward_coef": 0.05,
+        "AsyPpo.kl_target": 0.01,
+        "AsyPpo.kl_horizon": 100,
+        "Critic.warmup_steps": 1,
+        "Critic.epochs": 2,
+    }
+
+    def run(folder, stop_at=None):
+        args = train.parse(arguments("algorithms/asyppo", folder, settings))
+        config = cli.load_recipe(args.gin, args.set)
+        plan, out = make_plan(config.value), RunFolder(folder)
+        out.prepare(config, fresh=False)
+        console = StopAt(stop_at)
+        return loop.train(plan, out, console, should_stop=lambda: console.stopped)
+
+    whole, progress = run(tmp_path / "whole")
+    assert progress.memory["kl_coef"] != 0.05
+    with pytest.raises(Stopped):
+        run(tmp_path / "parts", stop_at=5)
+    again, resumed = run(tmp_path / "parts")
+    assert fingerprint(again) == fingerprint(whole)
+    assert resumed.memory == progress.memory
+    a, b = rows(tmp_path / "whole"), rows(tmp_path / "parts")
+    assert [r["critic/loss"] for r in a[3:]] == [r["critic/loss"] for r in b[3:]]
+    assert [r["kl/coef"] for r in a[3:]] == [r["kl/coef"] for r in b[3:]]
+
+
+def test_groups_that_teach_nothing_are_replaced(tmp_path):
+    """DAPO draws further groups until enough of them have different rewards, or its rounds are used up."""
+    settings = RL | {"ReasoningGym.partial_credit": False, "rl/Phase.steps": 1}
+    assert train.main(arguments("algorithms/dapo", tmp_path / "run", settings)) == 0
+    row = rows(tmp_path / "run")[-1]
+    assert row["groups/started_n"] > 8
+    assert row["groups/started_n"] == row["groups/trained_n"] + row["groups/dropped_credit_n"]
+    keys = set()
+    import json
+
+    for line in (tmp_path / "run" / "rollouts" / "step_4.jsonl").read_text().splitlines():
+        keys.add((json.loads(line)["key"]["group"], json.loads(line)["key"]["sibling"]))
+    assert len(keys) == row["groups/started_n"] * 4

@@ -1,0 +1,1 @@
+"""Slow float64 implementations of the published formulas, written without rolljax, to compare rolljax with."""

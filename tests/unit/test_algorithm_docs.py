@@ -1,0 +1,205 @@
+"""The pages about algorithms say what the code says, and the example in them runs."""
+
+import dataclasses
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rolljax import cli, train
+from rolljax.trainer.algorithms import cispo, distill, dpo, grpo, gspo, kimi, reinforce, reward_model, tis, topr
+from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
+from rolljax.trainer.algorithms.ipa import Ipa
+from rolljax.trainer.batch import PackShape, Sample
+from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.learner import Learner
+from rolljax.trainer.mesh import MeshSpec
+from rolljax.trainer.optimizer import AdamW
+from rolljax.types import Key, Task, Trajectory, Turn
+
+DOCS = Path(__file__).parents[2] / "docs"
+spec = importlib.util.spec_from_file_location("make_algorithm_pages", DOCS / "make_algorithm_pages.py")
+pages = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = pages
+spec.loader.exec_module(pages)
+CLASSES = [cls for classes in pages.algorithm_classes().values() for cls in classes]
+each = pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+
+
+def without_figures(text):
+    """A page as it is where nothing was measured."""
+    return re.sub(r"\n### Learning curve\n.*?(?=\n## |\Z)", "", text, flags=re.DOTALL).rstrip()
+
+
+# ---- pages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """docs/, made again somewhere else."""
+    docs = tmp_path_factory.mktemp("docs")
+    (docs / "algorithms.md").write_text((DOCS / "algorithms.md").read_text())
+    pages.make(docs)
+    return docs
+
+
+def test_pages_are_up_to_date(fresh):
+    remedy = "run: python docs/make_algorithm_pages.py"
+    made = {p.name for p in (fresh / "algorithms").glob("*.md")}
+    assert made == {p.name for p in (DOCS / "algorithms").glob("*.md")}, remedy
+    assert len(made) > 20
+    for name in ("algorithms.md", *(f"algorithms/{n}" for n in sorted(made))):
+        old, new = (without_figures((docs / name).read_text()) for docs in (DOCS, fresh))
+        assert old == new, f"{name} is not what the code says; {remedy}"
+
+
+def test_a_figure_appears_once_it_is_measured(tmp_path):
+    (tmp_path / "algorithms.md").write_text("\n".join(pages.INDEX))
+    (tmp_path / "curves.json").write_text('{"bandit": {"tis.Tis|0": {}, "tis.Tis|8": {}, "topr.SequenceTopr|0": {}}}')
+    pages.make(tmp_path, tmp_path / "curves.json")
+    assert "![Learning curve of Tis](curves/tis.png)" in (tmp_path / "algorithms" / "tis.md").read_text()
+    two = (tmp_path / "algorithms" / "topr.md").read_text()
+    assert "curves/sequence_topr.png" in two and "curves/topr.png" not in two
+    assert without_figures(two) == without_figures((DOCS / "algorithms" / "topr.md").read_text()) != two.rstrip()
+
+
+def test_links_lead_somewhere():
+    files = [DOCS / "algorithms.md", DOCS / "environments.md", *(DOCS / "algorithms").glob("*.md")]
+    links = [(f, link) for f in files for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", f.read_text())]
+    local = [(f, link) for f, link in links if not link.startswith("http")]
+    assert len(local) > 100
+    assert [(f.name, link) for f, link in local if not (f.parent / link).exists()] == []
+
+
+def test_every_algorithm_is_in_the_index_and_in_the_decision_table():
+    text = (DOCS / "algorithms.md").read_text()
+    table = text[: text.index("## All of them")]
+    for module, classes in pages.algorithm_classes().items():
+        for cls in classes:
+            assert f"[`{module}.{cls.__name__}`](algorithms/{module}.md#" in text
+    named = set(re.findall(r"\(algorithms/(\w+)\.md\)", table))
+    assert len(named) >= 18 and named <= set(pages.algorithm_classes())
+
+
+@each
+def test_a_page_explains_every_setting(cls):
+    meanings = pages.meanings_of(cls)
+    assert set(meanings) == {f.name for f in dataclasses.fields(cls)} and all(meanings.values())
+    assert len(pages.when(cls)) > 20
+
+
+def test_docstrings_are_taken_apart():
+    paragraphs, meanings = pages.read_doc(topr.Topr, ["positive", "negative", "mean"])
+    assert len(paragraphs) == 1 and paragraphs[0].startswith("TOPR (arXiv 2503.14286): good tokens")
+    assert set(meanings) == {"positive", "negative"} and meanings["positive"].startswith("weights of the two halves")
+    inherited = pages.meanings_of(distill.Distill)
+    assert inherited["tau"].startswith("temperature") and inherited["coef"] == "see above."
+    assert pages.shown(DecoupledPpo().correction) == "Correction(weight_cap=2.0)"
+
+
+# ---- gradients, against the tables of the papers' formulas ---------------------------------------------------------
+
+# objective coefficients c at ratio .5, .95, 1.05, 1.5 for A = 1, then for A = -1
+TABLES = [
+    (reinforce.Reinforce(), (1, 1, 1, 1), (-1, -1, -1, -1)),
+    (grpo.Grpo(), (0.5, 0.95, 1.05, 0), (0, -0.95, -1.05, -1.5)),
+    (grpo.Grpo(dual_clip=1.3), (0.5, 0.95, 1.05, 0), (0, -0.95, -1.05, 0)),
+    (DecoupledPpo(), (0.5, 0.95, 1.05, 0), (0, -0.95, -1.05, -1.5)),
+    (tis.Tis(), (0.5, 0.95, 1, 1), (-0.5, -0.95, -1, -1)),
+    (topr.Topr(), (1, 1, 1, 1), (-0.5, -0.95, -1, -1)),
+    (topr.SequenceTopr(), (1, 1, 1, 1), (-0.5, -0.95, -1, -1)),
+    (Ipa(), (1, 1, 1, 1), (-0.5, -0.95, -1, -1)),
+    (cispo.Cispo(clip_low=0.1, clip_high=0.1), (0.9, 0.95, 1.05, 1.1), (-0.9, -0.95, -1.05, -1.1)),
+    (cispo.Cispo(clip_low=0.1, clip_high=0.1, unified_mask=True), (0.9, 0.95, 1.05, 0), (0, -0.95, -1.05, -1.1)),
+    (kimi.Kimi(), (1.069315, 1.005129, 0.995121, 0.959453), (-0.930685, -0.994871, -1.004879, -1.040547)),
+    (gspo.Gspo(clip_low=0.2, clip_high=0.2), (0.5, 0.95, 1.05, 0), (0, -0.95, -1.05, -1.5)),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "good", "bad"), TABLES, ids=lambda v: type(v).__name__)
+def test_coefficients(algorithm, good, bad):
+    got = pages.coefficients(algorithm)
+    np.testing.assert_allclose([got[1.0, r] for r in pages.RATIOS], good, rtol=2e-6, atol=1e-7)
+    np.testing.assert_allclose([got[-1.0, r] for r in pages.RATIOS], bad, rtol=2e-6, atol=1e-7)
+
+
+def test_coefficients_of_pairs():
+    got = pages.pair_coefficients(dpo.Dpo(beta=0.2))
+    for margin, (chosen, rejected) in got.items():
+        assert chosen == pytest.approx(0.2 / (1 + np.exp(0.2 * margin)), rel=1e-5) and rejected == -chosen
+    scores = pages.score_coefficients(reward_model.RewardModel())
+    assert scores[0.0] == pytest.approx((0.5, -0.5)) and scores[2.0][0] == pytest.approx(1 / (1 + np.exp(2)), rel=1e-5)
+
+
+# ---- recipes --------------------------------------------------------------------------------------------------------
+
+
+@each
+def test_there_is_a_recipe(cls):
+    recipe = cli.load_recipe([f"algorithms/{pages.recipe_name(cls)}"], []).value
+    assert type(recipe.phases[-1].algorithm) is cls
+
+
+def test_no_recipe_is_left_over():
+    assert {p.stem for p in pages.RECIPES.glob("*.gin")} == {pages.recipe_name(cls) for cls in CLASSES}
+
+
+# ---- the example ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def raft(tmp_path, monkeypatch):
+    """The example's file, imported from the working directory as a user's would be."""
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL)
+    name = re.match(r"# (\w+)\.py\n", code)[1]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+def test_the_examples_command_is_accepted(raft, capsys):
+    text = (DOCS / "algorithms.md").read_text()
+    setting = re.search(r"python -m rolljax.train --gin quickstart --set '(rl/Phase.algorithm[^']*)'", text)[1]
+    assert train.main(["--gin", "quickstart", "--set", setting, "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    assert "rl: Raft" in out
+    assert train.main(["--gin", "quickstart", "--set", setting, "--set", "Raft.treshold = 1", "--dry_run"]) == 2
+    assert "threshold" in capsys.readouterr().err
+
+
+def trajectory(rng, group, sibling, prompt, reward):
+    tokens = rng.integers(0, 264, 6).astype(np.int32)
+    turn = Turn(prompt, tokens, np.full(6, -5.6, np.float32), np.zeros(6, np.int32), "stop", reward, "")
+    return Trajectory(Key(0, 0, group, sibling), Task("t", group, "t"), (turn,), reward, {}, reward > 0, "ok")
+
+
+def test_the_example_learns(raft, model, params, quick_compiles):
+    """One update makes what was rewarded likelier, and the rest not much."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for g in range(4):
+        prompt = rng.integers(0, 264, 8).astype(np.int32)
+        groups.append([trajectory(rng, g, s, prompt, float(s == g)) for s in range(4)])
+    # a proximal anchor, so that the learner reads log-probs
+    algorithm = raft.Raft(anchor="proximal")
+    mesh = MeshSpec().build(jax.devices()[:1])
+    optimizer = AdamW(lr=1e-3)
+    learner = Learner(mesh, model, algorithm, optimizer, PackShape(1, 4, 64), steps=1, groups_per_step=4, limit_tok=6)
+    state = learner.init(jax.tree.map(jnp.copy, params))
+    samples = [[Sample.of(t) for t in group] for group in groups]
+    e = Episodes.of(groups, limit_tok=6)
+
+    before = learner.read(state, samples, e).trainer_logp
+    step = learner.step(state, groups, {}, 0)
+    after = learner.read(step.state, samples, e).trainer_logp
+    rise = (after - before).mean(1)
+    assert step.num_trained == 4 and rise[e.rewards == 1].min() > 0.02
+    assert rise[e.rewards == 1].mean() > 2 * np.abs(rise[e.rewards == 0]).mean()

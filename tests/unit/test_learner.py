@@ -1,0 +1,490 @@
+"""The trainer of a phase with a real model: everything that credit asks for is right and at the right tokens, and a step
+is the updates it says it is."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rolljax import metrics
+from rolljax.errors import DataError, TrainerError
+from rolljax.model.attention import packed
+from rolljax.model.value import ValueModel
+from rolljax.trainer import attention_stats
+from rolljax.trainer.algorithms.base import Needs
+from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
+from rolljax.trainer.algorithms.dpo import Dpo
+from rolljax.trainer.algorithms.grpo import Grpo
+from rolljax.trainer.algorithms.ppo import Ppo
+from rolljax.trainer.algorithms.reward_model import PairRewardModel
+from rolljax.trainer.attention_stats import AttentionMaps
+from rolljax.trainer.batch import PackShape, pack
+from rolljax.trainer.critic import Critic
+from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.learner import Learner, NotFinite
+from rolljax.trainer.mesh import MeshSpec
+from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.state import Learned, fingerprint
+from tests.synthetic import VOCAB, groups_of, samples_of, trajectory
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+ROW_LEN, TEMPERATURE, STEPS = 64, 0.7, 5
+SHAPE = PackShape(3, 4, ROW_LEN)
+OPTIMIZER = AdamW(lr=1e-2)
+
+
+def on_devices(n=1, **axes):
+    return MeshSpec(**axes).build(jax.devices()[:n])
+
+
+def learner(model, algorithm, *, mesh=None, shape=SHAPE, groups_per_step=4, **settings):
+    settings = {"steps": STEPS, "temperature": TEMPERATURE, "limit_tok": 16, "optimizer": OPTIMIZER, **settings}
+    return Learner(mesh or on_devices(), model, algorithm, shape=shape, groups_per_step=groups_per_step, **settings)
+
+
+@pytest.fixture(scope="module")
+def groups():
+    return groups_of(np.random.default_rng(3), num_groups=4, group_size=4)
+
+
+def small(model):
+    """A model of another shape with the same vocabulary."""
+    shape = dataclasses.replace(model.cfg, num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2)
+    return dataclasses.replace(model, cfg=shape)
+
+
+# ---- what credit needs to know --------------------------------------------------------------------------------------
+
+
+MAPS = AttentionMaps(waad_window=3, fai_low=1, fai_high=6, head_frac=0.25)
+
+
+@dataclasses.dataclass(frozen=True)
+class Curious(Grpo):
+    """Asks for everything there is."""
+
+    def needs(self):
+        return Needs(
+            trainer_logp=True,
+            ref="phase_start",
+            scorer="elsewhere",
+            teachers=("elsewhere", "phase_start"),
+            critics=Critic(num=2),
+            attention=MAPS,
+        )
+
+
+READ = ("trainer_logp", "ref_logp", "scorer_logp", "teacher_logp", "values", "waad", "fai")
+
+
+@pytest.fixture(scope="module")
+def frozen(model):
+    other = small(model)
+    return {
+        "phase_start": (model, jax.jit(lambda: model.init(7))()),
+        "elsewhere": (other, jax.jit(lambda: other.init(8))()),
+    }
+
+
+def read(model, params, frozen, groups, **settings):
+    found = learner(model, Curious(), frozen=frozen, seed=5, **settings)
+    state = found.init(params)
+    episodes = found.read(state, samples_of(groups), Episodes.of(groups, limit_tok=16, step=2))
+    return jax.device_get(state), episodes
+
+
+@pytest.fixture(scope="module")
+def asked(model, params, frozen, groups):
+    """The state, and the episodes with everything, read in one lot."""
+    return read(model, params, frozen, groups)
+
+
+def one_by_one(model, groups):
+    """For every trajectory by itself: `before(params)`, hidden states `[n, D]` just before its sampled tokens, and the
+    tokens."""
+
+    @jax.jit
+    def hidden(params, tokens_T):
+        one = jnp.ones((1, ROW_LEN), jnp.int32)
+        return model.bind(params)(tokens_T[None], jnp.arange(ROW_LEN)[None], packed(one, one))[0][0]
+
+    for t in (t for group in groups for t in group):
+        tokens, sampled, _ = t.stream()
+        at = np.flatnonzero(sampled)
+        row = np.zeros(ROW_LEN, np.int32)
+        row[: len(tokens)] = tokens
+        yield lambda params, row=row, at=at: hidden(params, row)[at - 1], tokens[at]
+
+
+def direct_logp(model, params, groups):
+    for before, tokens in one_by_one(model, groups):
+        logits = np.asarray(model.bind(params).logits(before(params)), np.float64) / TEMPERATURE
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        yield logp[np.arange(len(tokens)), tokens]
+
+
+def assert_rows(got_NT, want, mask, atol=2e-5):
+    for row, values, valid in zip(got_NT, want, mask, strict=True):
+        np.testing.assert_allclose(row[valid], values, atol=atol)
+        assert not row[~valid].any()
+
+
+def test_log_probs_are_those_of_each_policy(model, params, frozen, groups, asked):
+    """The policy's own, a reference of the same shape, a scorer and a teacher of another one."""
+    _, e = asked
+    elsewhere = list(direct_logp(*frozen["elsewhere"], groups))
+    start = list(direct_logp(*frozen["phase_start"], groups))
+    assert_rows(e.trainer_logp, direct_logp(model, params, groups), e.mask)
+    assert_rows(e.ref_logp, start, e.mask)
+    assert_rows(e.scorer_logp, elsewhere, e.mask)
+    assert e.teacher_logp.shape == (2, *e.mask.shape)
+    assert_rows(e.teacher_logp[0], elsewhere, e.mask)
+    assert_rows(e.teacher_logp[1], start, e.mask)
+    apart = [np.abs(a - b).max() for a, b in ((e.trainer_logp, e.ref_logp), (e.ref_logp, e.scorer_logp))]
+    assert min(apart) > 0.1
+
+
+def test_values_are_those_of_each_critic(model, groups, asked):
+    state, e = asked
+    assert e.values.shape == (2, *e.mask.shape) and np.abs(e.values[0] - e.values[1]).max() > 0.01
+    for c in range(2):
+        critic = jax.tree.map(lambda x, c=c: x[c], state.critics.params)
+        want = [
+            np.asarray(ValueModel(model).head(critic, before(critic["trunk"])))
+            for before, _ in one_by_one(model, groups)
+        ]
+        assert_rows(e.values[c], want, e.mask)
+
+
+def test_attention_statistics_arrive_at_their_tokens(model, params, groups, asked):
+    """Measured again with every trajectory alone in its row; only the choice of heads knows of all of them."""
+    _, e = asked
+    alone = [pack([[s]], PackShape(1, 1, ROW_LEN), 1.0) for g in samples_of(groups) for s in g]
+    b = {n: np.concatenate([getattr(p.batch, n)[0] for p in alone]) for n in ("tokens", "positions", "segment_ids")}
+    branches, sequences = (
+        np.concatenate([getattr(p.batch, n)[0] for p in alone]) for n in ("branch_ids", "sequence_ids")
+    )
+    measure = attention_stats.make_attention_stats(model, cfg=MAPS)
+    stats = attention_stats.reduce([measure(params, *b.values(), branches, sequences > 0)], MAPS)
+    at = [s.at for g in samples_of(groups) for s in g]
+    for got, rows in ((e.waad, stats.waad_MBT[0]), (e.fai, stats.fai_MBT[0])):
+        assert_rows(got, [row[i] for row, i in zip(rows, at, strict=True)], e.mask)
+        assert got[e.mask].std() > 0.01
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"groups_per_step": 1},
+        {"groups_per_step": 4, "updates_per_step": 2},
+        {"mesh": MeshSpec(data=2, fsdp=2, tensor=2)},
+    ],
+    ids=["a group at a time", "an update's share at a time", "eight devices"],
+)
+def test_lots_and_meshes_change_nothing_that_is_read(model, params, frozen, groups, asked, settings):
+    if "mesh" in settings:
+        settings = {**settings, "mesh": settings["mesh"].build()}
+    _, e = read(model, params, frozen, groups, **settings)
+    for name in READ:
+        np.testing.assert_allclose(getattr(e, name), getattr(asked[1], name), atol=2e-5, err_msg=name)
+
+
+def test_more_groups_than_one_pack_holds_are_read_in_lots(model, params, groups):
+    """Refills bring more groups than an update takes; all are read before credit chooses."""
+    one = learner(model, DecoupledPpo(), shape=PackShape(1, 4, ROW_LEN), groups_per_step=1)
+    samples, e = samples_of(groups), Episodes.of(groups, limit_tok=16)
+    with pytest.raises(DataError, match="more than 4 rows"):
+        one.pack(samples)
+    got = one.read(one.init(params), samples, e)
+    assert_rows(got.trainer_logp, direct_logp(model, params, groups), e.mask)
+
+
+def test_pairs_are_chosen_from_more_answers_than_fit_beside_each_other(model, params, groups):
+    """Rows have room for whole pairs, not for whole groups: credit picks the pair after all answers are read."""
+    row_len = max(sum(len(t.stream()[0]) for t in sorted(g, key=lambda t: -t.num_sampled_tok)[:2]) for g in groups)
+    assert any(sum(len(t.stream()[0]) for t in g) > row_len * 1.5 for g in groups)
+    shape = PackShape(1, len(groups), row_len)
+    found = learner(model, Dpo(), shape=shape, frozen={"phase_start": (model, params)})
+    samples = samples_of(groups)
+    e = found.read(None, samples, Episodes.of(groups, limit_tok=16))
+    assert_rows(e.ref_logp, direct_logp(model, params, groups), e.mask)
+    kept = found.credited(samples, e, found.algorithm.credit(e, {}))
+    assert [len(g) for g in kept] == [2] * len(groups)
+    assert found.pack(kept).batch.num_sequences == 2 * len(groups)
+
+
+# ---- from credit to samples -----------------------------------------------------------------------------------------
+
+
+def test_columns_carry_what_credit_said(model, groups, asked):
+    """By token, in the order of the samples; who does not take part is left out, and empty groups with them."""
+    _, e = asked
+    found = learner(model, Curious())
+    rng = np.random.default_rng(0)
+    credit = found.algorithm.credit(e, {})
+    keep = np.arange(e.num) % 4 != 1
+    keep[e.groups == 2] = False
+    mask = e.mask & (rng.random(e.mask.shape) < 0.7)
+    mask[4] = False
+    credit = dataclasses.replace(
+        credit,
+        advantages=rng.normal(size=e.mask.shape),
+        weights=rng.normal(size=e.mask.shape),
+        entropy_weights=rng.normal(size=e.mask.shape),
+        returns=rng.normal(size=e.mask.shape),
+        mask=mask,
+        keep=keep,
+        critic_weights=np.stack([np.arange(e.num) % 2 == c for c in range(2)])[..., None] * e.mask,
+    )
+    kept = found.credited(samples_of(groups), e, credit)
+    took_part = [n for n in range(e.num) if keep[n] and credit.mask[n].any()]
+    assert keep[4] and 4 not in took_part
+    assert len(kept) == 3 and sum(map(len, kept)) == len(took_part)
+    wanted = {"advantages", "weights", "entropy_weights", "returns"}
+    part = credit.mask[took_part]
+    for s, n in zip((s for g in kept for s in g), took_part, strict=True):
+        length = e.lengths[n]
+        for name in wanted:
+            np.testing.assert_array_equal(s.columns[name], getattr(credit, name)[n, :length].astype(np.float32))
+        for name in ("trainer_logp", "ref_logp"):
+            np.testing.assert_array_equal(s.columns[name], getattr(e, name)[n, :length].astype(np.float32))
+        np.testing.assert_array_equal(s.mask, credit.mask[n, :length])
+        np.testing.assert_array_equal(s.columns["old_values_C"], e.values[:, n, :length].T.astype(np.float32))
+        own = credit.mask[[i for i in took_part if i % 2 == n % 2]].sum()
+        want = np.zeros((length, 2))
+        want[:, n % 2] = part.sum() / own  # so that its loss is a mean over its own share
+        np.testing.assert_allclose(s.columns["critic_weights_C"], want, rtol=1e-6)
+
+
+# ---- a step of the policy -------------------------------------------------------------------------------------------
+
+
+def test_updates_are_counted_over_shares_and_epochs(model, params, groups):
+    """Two shares, three passes; the recomputed log-probs are those of the first update, whose ratio is therefore 1."""
+    before = fingerprint(params)
+    found = learner(model, DecoupledPpo(), updates_per_step=2, epochs=3, optimizer=AdamW(lr=1e-2, schedule="linear"))
+    state = found.init(params)
+    assert found.num_updates == STEPS * 6
+    step = found.step(state, groups, {}, 0)
+    row = step.row
+    assert int(step.state.policy.num_updates) == 6 == row["optim/updates_n"] and step.num_trained == len(groups)
+    assert row["optim/lr"] == pytest.approx(float(found.optimizer.rate(30)(5)), rel=1e-6)
+    assert row["train/sequences_n"] == 16 and row["train/trained_tok_n"] == sum(
+        t.num_sampled_tok for g in groups for t in g
+    )
+    assert metrics.check_row(row) == []
+    assert fingerprint(params) == before, "the caller's parameters were donated"
+
+    once = dataclasses.replace(found, updates_per_step=1, epochs=1, steps=STEPS * 6)
+    step = once.step(once.init(params), groups, {}, 0)
+    assert step.row["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert step.row["policy/ratio_mean"] == pytest.approx(1, abs=1e-4) and step.row["optim/updates_n"] == 1
+    assert row["policy/ratio_max"] > 1.05
+    # the gap to the sampler is that before the first update
+    assert row["mismatch/k3_nat"] > 0.1
+
+
+def test_fewer_groups_than_updates_make_fewer_updates(model, params, groups):
+    """Groups whose rewards are equal teach nothing, and a share without a group is no update."""
+    flat = [[dataclasses.replace(t, reward=1.0) for t in g] for g in groups]
+    found = learner(model, Grpo(), updates_per_step=2)
+    state = found.init(params)
+    before = fingerprint(state)
+    nothing = found.step(state, flat, {"x": 1.0}, 0)
+    assert nothing.num_trained == 0 and fingerprint(nothing.state) == before
+    assert nothing.row["optim/updates_n"] == 0 and nothing.row["reward/zero_std_frac"] == 1
+    assert metrics.check_row(nothing.row) == []
+    one = found.step(state, [*flat[:3], groups[3]], {}, 0)
+    assert one.num_trained == 1 == one.row["optim/updates_n"] == int(one.state.policy.num_updates)
+    assert one.row["credit/masked_frac"] == pytest.approx(
+        1 - one.row["train/trained_tok_n"] / sum(t.num_sampled_tok for g in groups for t in g)
+    )
+
+
+@pytest.mark.parametrize("algorithm", [Ppo(), Curious(), Dpo(), PairRewardModel()], ids=lambda a: type(a).__name__)
+def test_a_step_without_a_surviving_trajectory_changes_nothing(model, params, algorithm):
+    found = learner(model, algorithm, frozen=dict.fromkeys(algorithm.needs().frozen, (model, params)))
+    state = found.init(params)
+    step = found.step(state, [], {"kl_coef": 0.5}, 0)
+    assert step.state is state and step.memory == {"kl_coef": 0.5} and step.num_trained == 0
+    assert metrics.check_row(step.row) == [] and step.row["optim/updates_n"] == 0
+
+
+def test_an_adaptive_coefficient_is_carried_on_without_another_program(model, params, frozen, groups):
+    found = learner(model, Grpo(kl_coef=0.1, kl_target=0.01, kl_horizon=16), frozen=frozen)
+    state, memory, used = found.init(params), {}, []
+    for step in range(3):
+        result = found.step(state, groups, memory, step)
+        row = result.row
+        used.append(row["kl/coef"])
+        assert used[-1] == memory.get("kl_coef", 0.1)
+        assert row["loss/total"] - row["loss/policy"] == pytest.approx(used[-1] * row["kl/ref_nat"], rel=1e-4)
+        assert row["kl/ref_nat"] > 0.02 and metrics.check_row(row) == []
+        state, memory = result.state, result.memory
+    assert used == pytest.approx([0.1, 0.12, 0.144])  # the KL is above its target: a fifth more each step
+    assert found._update_policy._cache_size() == 1
+
+
+def test_what_is_not_finite_is_named_and_handed_over(model, params, groups):
+    found = learner(model, Grpo())
+    bad = groups[1][2]
+    logp = bad.turns[0].sampler_logp.copy()
+    logp[0] = np.nan
+    turns = (dataclasses.replace(bad.turns[0], sampler_logp=logp), *bad.turns[1:])
+    broken = [list(g) for g in groups]
+    broken[1][2] = dataclasses.replace(bad, turns=turns)
+    with pytest.raises(NotFinite, match="step 4 of the phase, optim: loss nan, gradient norm nan") as raised:
+        found.step(found.init(params), broken, {}, 3)
+    assert isinstance(raised.value, TrainerError)
+    assert np.isnan(raised.value.batch.sampler_logp).sum() == 1
+
+
+# ---- critics --------------------------------------------------------------------------------------------------------
+
+
+def test_critics_learn_first_and_start_from_the_mean_return(model, params, groups):
+    """In the warm-up the policy stays as it is, bit for bit; critics take their own number of updates."""
+    shifted = [[dataclasses.replace(t, reward=t.reward + 3) for t in g] for g in groups]
+    shifted = [
+        [dataclasses.replace(t, turns=(*t.turns[:-1], dataclasses.replace(t.turns[-1], reward=t.reward))) for t in g]
+        for g in shifted
+    ]
+    settings = Critic(num=2, model=small(model).cfg, epochs=2, warmup_steps=1, clip=0.5, optimizer=AdamW(lr=1e-9))
+    algorithm = Ppo(critic=settings, lam=1.0, gamma=1.0)
+    found = learner(model, algorithm, updates_per_step=2)
+    assert found.num_critic_updates == STEPS * 4
+    state = found.init(params)
+    assert not np.any(state.critics.params["value"]["b"])
+    before = fingerprint(state.policy)
+    e = found.read(state, samples_of(shifted), Episodes.of(shifted, limit_tok=16))
+    returns = algorithm.credit(e, {}).returns
+    assert (
+        returns[e.mask].mean() == pytest.approx(np.repeat(e.rewards, e.lengths).mean()) and returns[e.mask].mean() > 2
+    )
+
+    first = found.step(state, shifted, {}, 0)
+    np.testing.assert_allclose(first.state.critics.params["value"]["b"], returns[e.mask].mean(), atol=1e-4)
+    assert fingerprint(first.state.policy) == before and int(first.state.policy.num_updates) == 0
+    assert first.state.critics.num_updates.tolist() == [4, 4]
+    assert first.row["optim/updates_n"] == 0 and "loss/total" not in first.row
+    # what they said before the shift was shifted, too: else the clip around it would hold them back
+    assert first.row["critic/abs_error"] < 1.5 and first.row["critic/loss"] < 1
+    assert metrics.check_row(first.row) == []
+
+    second = found.step(first.state, shifted, {}, 1)
+    np.testing.assert_allclose(second.state.critics.params["value"]["b"], returns[e.mask].mean(), atol=1e-4)
+    assert fingerprint(second.state.policy) != before and second.row["optim/updates_n"] == 2
+    assert second.state.critics.num_updates.tolist() == [8, 8] and metrics.check_row(second.row) == []
+    # the values of the second step know the mean return
+    assert second.row["critic/value_mean"] == pytest.approx(returns[e.mask].mean(), abs=0.3)
+
+
+def learnable_pairs(rng, num_pairs=16):
+    """The token before the closing one tells which answer is better."""
+    groups = []
+    for g in range(num_pairs):
+        prompt = rng.integers(0, VOCAB, 3)
+        pair = []
+        for sibling in range(2):
+            t = trajectory(rng, g, sibling, prompt, [(0, int(rng.integers(2, 6)))], reward=1.0 - 2 * sibling)
+            tokens = t.turns[0].tokens.copy()
+            tokens[-2:] = rng.integers(20, 30) if sibling == 0 else rng.integers(30, 40), 3
+            pair.append(dataclasses.replace(t, turns=(dataclasses.replace(t.turns[0], tokens=tokens),)))
+        groups.append(pair)
+    return groups
+
+
+@pytest.fixture(scope="module")
+def reward_model(model, params):
+    """A phase that trains a reward model: accuracies on pairs never seen before, the states before and after."""
+    rng = np.random.default_rng(0)
+    algorithm = PairRewardModel(critic=Critic(optimizer=AdamW(lr=3e-3)))
+    found = learner(model, algorithm, shape=PackShape(1, 8, ROW_LEN), groups_per_step=16, steps=40)
+    state = found.init(params)
+    before = fingerprint(state.policy)
+    rows = []
+    for step in range(40):
+        result = found.step(state, learnable_pairs(rng), {}, step)
+        rows.append(result.row)
+        state = result.state
+        if np.mean([r["preference/accuracy_frac"] for r in rows[-3:]]) > 0.95:
+            break
+    return before, rows, state
+
+
+def test_a_reward_model_learns_and_leaves_the_policy_alone(reward_model):
+    before, rows, state = reward_model
+    assert rows[0]["preference/accuracy_frac"] < 0.8 and rows[0]["critic/loss"] > 0.5
+    assert len(rows) < 40 and rows[-1]["preference/accuracy_frac"] > 0.9 and rows[-1]["critic/loss"] < 0.4
+    assert fingerprint(state.policy) == before and state.critics.num_updates.tolist() == [len(rows)]
+    assert all(metrics.check_row(r) == [] and r["optim/updates_n"] == 0 for r in rows)
+    assert rows[0]["train/trained_tok_n"] == 32, "one value per answer"
+
+
+def test_the_next_phase_takes_the_critics_over(model, params, groups, reward_model):
+    """Their weights, not their optimizer; they are not shifted to the mean return, and what they were stays readable."""
+    trained = reward_model[2].critics
+    held = fingerprint(trained)
+    algorithm = Ppo(critic=Critic(model="previous", warmup_steps=1, optimizer=AdamW(lr=1e-9)))
+    found = learner(model, algorithm)
+    state = found.init(params, trained)
+    assert fingerprint(state.critics.params) == fingerprint(trained.params)
+    assert state.critics.num_updates.tolist() == [0]
+    assert not any(np.any(x) for x in jax.tree.leaves(state.critics.opt_state))
+    bias = np.array(state.critics.params["value"]["b"])
+    after = found.step(state, groups, {}, 0)
+    np.testing.assert_allclose(after.state.critics.params["value"]["b"], bias, atol=1e-6)
+    assert metrics.check_row(after.row) == [] and fingerprint(trained) == held
+    with pytest.raises(TrainerError, match="phase before has no critics"):
+        found.init(params)
+
+
+# ---- the state ------------------------------------------------------------------------------------------------------
+
+
+def of_kind(model, kind):
+    """An algorithm whose state has no critics, ones like the policy, of another shape, or those of the phase before."""
+    if kind == "plain":
+        return Grpo()
+    settings = {
+        "same": Critic(num=1),
+        "other": Critic(num=3, model=small(model).cfg, optimizer=AdamW(lr=1e-3, mu_dtype="bfloat16")),
+        "previous": Critic(num=2, model="previous"),
+    }
+    return Ppo(critic=settings[kind])
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("kind", ["plain", "same", "other", "previous"])
+def test_what_is_promised_of_the_state_is_what_it_is(model, params, kind, devices):
+    """`abstract` and `shardings` describe `init`: a checkpoint is read back by them."""
+    algorithm = of_kind(model, kind)
+    mesh = on_devices(8, data=2, fsdp=2, tensor=2) if devices == 8 else on_devices()
+    found = learner(model, algorithm, mesh=mesh)
+    previous = None
+    if kind == "previous":
+        stack = [found.value_model.init(s) for s in (1, 2)]
+        previous = Learned(jax.tree.map(lambda *x: jnp.stack(x), *stack), None, jnp.zeros(2, jnp.int32))
+    state = found.init(params, previous)
+    promised, where = found.abstract(), found.shardings
+    assert jax.tree.structure(promised) == jax.tree.structure(state) == jax.tree.structure(where)
+    for x, like, s in zip(*map(jax.tree.leaves, (state, promised, where)), strict=True):
+        assert (x.shape, x.dtype) == (like.shape, like.dtype)
+        assert x.sharding.is_equivalent_to(s, x.ndim)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    if algorithm.needs().critics is None:
+        assert state.critics is None
+        return
+    assert {x.shape[0] for x in jax.tree.leaves(state.critics)} == {algorithm.critic.num}
+    heads = np.asarray(state.critics.params["value"]["w"])
+    assert len(np.unique(heads.round(6), axis=0)) == len(heads)
+    if kind == "same":
+        for a, b in zip(jax.tree.leaves(state.critics.params["trunk"]), jax.tree.leaves(params), strict=True):
+            np.testing.assert_array_equal(a[0], b)
+    if devices == 8:
+        q = state.critics.params["trunk"]["layers"]["q"]
+        assert {s.data.size for s in q.addressable_shards} == {q.size // 4}

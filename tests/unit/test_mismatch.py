@@ -1,0 +1,199 @@
+"""Mismatch of trainer and sampler: levels, weights and filters, against hand-computed numbers and a loop."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from rolljax.errors import ConfigError
+from rolljax.trainer.mismatch import Correction, levels_stats, log_ratio
+
+LEVELS = ["token", "segment", "geometric", "sequence"]
+# one trajectory: two sampled tokens, one of a tool (outside the mask), two sampled tokens
+MASK = np.array([[1, 1, 0, 1, 1]], bool)
+TURNS = np.array([[0, 0, -1, 1, 1]])
+SAMPLER = np.array([[-1.0, -2.0, np.nan, -0.5, -1.5]])
+TRAINER = SAMPLER + np.array([[0.1, 0.3, np.nan, 0.0, -0.4]])
+
+
+@st.composite
+def cases(draw, size=3.0):
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 8)))
+    mask = draw(hnp.arrays(bool, shape))
+    steps = draw(hnp.arrays(np.int64, shape, elements=st.integers(0, 1)))
+    turns = np.where(mask, np.cumsum(steps, axis=1), -1)
+    gap = draw(hnp.arrays(np.float64, shape, elements=st.floats(-size, size)))
+    sampler = draw(hnp.arrays(np.float64, shape, elements=st.floats(-6, 0)))
+    return np.where(mask, sampler + gap, np.nan), np.where(mask, sampler, np.nan), mask, turns
+
+
+def pooled(values, mask, turns, level):
+    """The level, token by token and the slow way."""
+    out = np.zeros(mask.shape)
+    for n, t in zip(*np.nonzero(mask), strict=True):
+        if level == "token":
+            own = [values[n, t]]
+        else:
+            own = [values[n, u] for u in np.flatnonzero(mask[n]) if level != "segment" or turns[n, u] == turns[n, t]]
+        out[n, t] = math.fsum(own) / (1 if level == "sequence" else len(own))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("level", "want"),
+    [
+        ("token", [math.exp(0.1), math.exp(0.3), 0, 1, math.exp(-0.4)]),
+        ("segment", [1.221403, 1.221403, 0, 0.818731, 0.818731]),
+        ("geometric", [1, 1, 0, 1, 1]),
+        ("sequence", [1, 1, 0, 1, 1]),
+    ],
+)
+def test_levels(level, want):
+    got = log_ratio(TRAINER, SAMPLER, MASK, TURNS, level)
+    assert got[0, 2] == 0
+    np.testing.assert_allclose(np.where(MASK, np.exp(got), 0)[0], want, atol=1e-6)
+
+
+def test_band_leaves_one_segment_out():
+    weights, keep = Correction("segment", ratio_band=(0.8, 1.2)).apply(TRAINER, SAMPLER, MASK, TURNS)
+    np.testing.assert_array_equal(keep, [[False, False, False, True, True]])
+    np.testing.assert_allclose(weights, [[1.2, 1.2, 0, 0.818731, 0.818731]], atol=1e-6)
+
+
+def test_chunk_filter_of_ipa():
+    """Chunks of 2, 3 and 1 tokens; only the middle one is more than five times likelier per token."""
+    gap = np.array([[0, 0.1, 2, 1.5, 2, 0.01]])
+    turns, mask = np.array([[0, 0, 1, 1, 1, 2]]), np.ones((1, 6), bool)
+    sampler = np.full((1, 6), -3.0)
+    ratio = np.exp(log_ratio(sampler + gap, sampler, mask, turns, "segment"))
+    np.testing.assert_allclose(ratio[0, [0, 2, 5]], [1.051271, 6.254701, 1.010050], atol=1e-6)
+    ipa = Correction(level="segment", weight_cap=None, ratio_band=(0, 5))
+    weights, keep = ipa.apply(sampler + gap, sampler, mask, turns)
+    np.testing.assert_array_equal(keep, [[True, True, False, False, False, True]])
+    np.testing.assert_array_equal(weights, 1)
+    wider = Correction(level="segment", weight_cap=None, ratio_band=(0, 10)).apply(sampler + gap, sampler, mask, turns)
+    assert wider[1].all()
+
+
+def test_a_long_chunk_explodes_only_as_a_product():
+    mask, turns = np.ones((1, 40), bool), np.zeros((1, 40), int)
+    sampler = np.full((1, 40), -1.0)
+    trainer = sampler + math.log(1.1)
+    for level in ("segment", "geometric"):
+        np.testing.assert_allclose(np.exp(log_ratio(trainer, sampler, mask, turns, level)), 1.1)
+    np.testing.assert_allclose(np.exp(log_ratio(trainer, sampler, mask, turns, "sequence")), 45.26, atol=5e-3)
+
+
+@given(cases(), st.sampled_from(LEVELS))
+def test_log_ratio_is_the_loop(case, level):
+    trainer, sampler, mask, turns = case
+    want = pooled(trainer - sampler, mask, turns, level)
+    np.testing.assert_allclose(log_ratio(trainer, sampler, mask, turns, level), want, atol=1e-9)
+
+
+bands = st.none() | st.sampled_from([(0.8, 1.2), (-0.2, 0.2), (0, 5), (-1, 1)])
+
+
+@given(cases(), st.sampled_from(LEVELS), st.sampled_from([None, 1.2, 0.5]), bands, bands)
+def test_corrections_are_the_loop(case, level, cap, ratio_band, prob_band):
+    trainer, sampler, mask, turns = case
+    before = trainer.copy(), sampler.copy(), mask.copy(), turns.copy()
+    weights, keep = Correction(level, cap, ratio_band, prob_band).apply(trainer, sampler, mask, turns)
+    ratio = np.exp(pooled(trainer - sampler, mask, turns, level))
+    diff = np.exp(pooled(trainer, mask, turns, level)) - np.exp(pooled(sampler, mask, turns, level))
+    for place in np.ndindex(mask.shape):
+        if not mask[place]:
+            assert weights[place] == 0 and not keep[place]
+            continue
+        assert weights[place] == pytest.approx(1 if cap is None else min(ratio[place], cap), rel=1e-9)
+        away = [
+            abs(x - end) for x, band in ((ratio[place], ratio_band), (diff[place], prob_band)) if band for end in band
+        ]
+        if min(away, default=1) > 1e-9:
+            inside = ratio_band is None or ratio_band[0] <= ratio[place] <= ratio_band[1]
+            inside &= prob_band is None or prob_band[0] <= diff[place] <= prob_band[1]
+            assert keep[place] == inside
+    np.testing.assert_array_equal(before[0], trainer)
+    np.testing.assert_array_equal(before[1], sampler)
+    assert (before[2] == mask).all() and (before[3] == turns).all()
+
+
+@given(cases(), st.sampled_from(LEVELS))
+def test_a_sampler_that_agrees_is_not_corrected(case, level):
+    _, sampler, mask, turns = case
+    weights, keep = Correction(level, 1.2, (0.8, 1.2), (-0.2, 0.2)).apply(sampler, sampler, mask, turns)
+    np.testing.assert_array_equal(weights, mask)
+    np.testing.assert_array_equal(keep, mask)
+
+
+@given(cases())
+def test_one_filter_after_another(case):
+    trainer, sampler, mask, turns = case
+    _, first = Correction("token", None, ratio_band=(0.5, 2)).apply(trainer, sampler, mask, turns)
+    _, both = Correction("segment", None, ratio_band=(0.9, 1.1)).apply(trainer, sampler, first, turns)
+    assert not (both & ~first).any()
+    # the second filter sees only what the first one left
+    want = pooled(trainer - sampler, first, turns, "segment")
+    np.testing.assert_allclose(log_ratio(trainer, sampler, first, turns, "segment"), want, atol=1e-9)
+
+
+@given(cases(size=1000.0))
+def test_stays_finite_however_far_apart(case):
+    trainer, sampler, mask, turns = case
+    for level in LEVELS:
+        weights, keep = Correction(level, ratio_band=(0, 5), prob_band=(-1, 1)).apply(trainer, sampler, mask, turns)
+        assert np.isfinite(weights).all() and (weights <= 1.2).all() and not (keep & ~mask).any()
+    assert all(math.isfinite(v) and v < np.finfo(np.float32).max for v in levels_stats(*case).values())
+
+
+def test_stats():
+    got = levels_stats(TRAINER, SAMPLER, MASK, TURNS)
+    gap = np.array([0.1, 0.3, 0.0, -0.4])
+    assert got["mismatch/start_k3_nat"] == pytest.approx(np.mean(np.exp(gap) - gap - 1))
+    want = {"token": (0.2, math.exp(0.3)), "segment": (0.2, 1.221403), "geometric": (0, 1), "sequence": (0, 1)}
+    for level, (mean, largest) in want.items():
+        assert got[f"mismatch/{level}_abs_nat"] == pytest.approx(mean, abs=1e-9)
+        assert got[f"mismatch/{level}_ratio_max"] == pytest.approx(largest, abs=1e-6)
+    nothing = levels_stats(TRAINER, SAMPLER, np.zeros_like(MASK), TURNS)
+    assert nothing.keys() == got.keys() and set(nothing.values()) == {0.0, 1.0}
+    below = levels_stats(SAMPLER - 0.5, SAMPLER, MASK, TURNS)
+    assert below["mismatch/token_ratio_max"] == pytest.approx(math.exp(-0.5))
+
+
+@given(cases())
+def test_stats_are_token_means(case):
+    trainer, sampler, mask, turns = case
+    got = levels_stats(*case)
+    for level in LEVELS:
+        values = pooled(trainer - sampler, mask, turns, level)[mask]
+        assert got[f"mismatch/{level}_abs_nat"] == pytest.approx(np.abs(values).mean() if values.size else 0, abs=1e-9)
+        assert got[f"mismatch/{level}_ratio_max"] == pytest.approx(np.exp(values.max()) if values.size else 1)
+
+
+def test_float32_log_probs_are_subtracted_in_float64():
+    trainer, sampler = np.float32([[-1.0000001, -20.0]]), np.float32([[-1.0, -3e-8]])
+    got = log_ratio(trainer, sampler, np.ones((1, 2)), np.zeros((1, 2), int), "token")
+    np.testing.assert_array_equal(got, trainer.astype(np.float64) - sampler.astype(np.float64))
+    assert got[0, 1] != -20
+
+
+@pytest.mark.parametrize(
+    ("setting", "bad"),
+    [
+        ("level", {"level": "chunk"}),
+        ("weight_cap", {"weight_cap": 0.0}),
+        ("ratio_band", {"ratio_band": (1.2, 0.8)}),
+        ("prob_band", {"prob_band": (0.1,)}),
+    ],
+)
+def test_bad_settings_are_refused(setting, bad):
+    with pytest.raises(ConfigError, match=f"Correction.{setting}"):
+        Correction(**bad)
+
+
+def test_unknown_level():
+    with pytest.raises(ValueError, match="level is one of"):
+        log_ratio(TRAINER, SAMPLER, MASK, TURNS, "chunk")

@@ -1,0 +1,639 @@
+"""Settings that cannot work, or that nothing would read, are refused before anything starts: by name, with the value,
+and with a remedy that helps."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolljax import train
+from rolljax.envs.frozen_lake import FrozenLake
+from rolljax.envs.records import Records
+from rolljax.errors import ConfigError
+from rolljax.model.decoder import DecoderConfig
+from rolljax.recipe import Phase, Recipe
+from rolljax.sampler.engine import SamplerConfig
+from rolljax.trainer.algorithms.asyppo import AsyPpo
+from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
+from rolljax.trainer.algorithms.cispo import Cispo
+from rolljax.trainer.algorithms.dapo import Dapo
+from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
+from rolljax.trainer.algorithms.distill import Distill
+from rolljax.trainer.algorithms.dpo import Dpo, PairDpo
+from rolljax.trainer.algorithms.gigpo import GiGpo
+from rolljax.trainer.algorithms.grpo import Grpo
+from rolljax.trainer.algorithms.gspo import Gspo
+from rolljax.trainer.algorithms.ipa import Ipa
+from rolljax.trainer.algorithms.kimi import Kimi
+from rolljax.trainer.algorithms.opd import Opd, Teacher
+from rolljax.trainer.algorithms.ppo import Ppo
+from rolljax.trainer.algorithms.raft import RaftPP
+from rolljax.trainer.algorithms.rebn import ReBn
+from rolljax.trainer.algorithms.reinforce import Reinforce
+from rolljax.trainer.algorithms.reward_model import RewardModel
+from rolljax.trainer.algorithms.rft import Rft
+from rolljax.trainer.algorithms.rloo import Rloo
+from rolljax.trainer.algorithms.segment_reward import SegmentReward
+from rolljax.trainer.algorithms.sft import Sft
+from rolljax.trainer.algorithms.tis import Tis
+from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
+from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
+from rolljax.trainer.critic import Critic
+from rolljax.trainer.mismatch import Correction
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.gin")
+MAX_CONTEXT, MAX_ANSWER = 64, 16
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """`build(algorithm, turns=1, before=(), **phase)`: a recipe with two updates per step and groups of four."""
+    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    lines = [json.dumps({"prompt": f"{n} and {n}?", "answer": str(2 * n)}) for n in range(20)]
+    path.write_text("\n".join(lines))
+    one_turn = Records(str(path))
+    assert one_turn.max_turns == 1
+
+    def make(algorithm, *, turns=1, before=(), **phase):
+        numbers = {"prompts_per_step": 4, "group_size": 4, "updates_per_step": 2, "row_len": 128, **phase}
+        phases = [
+            Phase(f"phase {n}", a, steps=1, **(numbers if a is algorithm else {"group_size": 4, "row_len": 128}))
+            for n, a in enumerate([*before, algorithm])
+        ]
+        return Recipe(
+            env=one_turn if turns == 1 else FrozenLake(max_turns=turns),
+            phases=tuple(phases),
+            max_answer_tok=MAX_ANSWER,
+            sampler=SamplerConfig(max_context=MAX_CONTEXT),
+        )
+
+    return make
+
+
+Build = Callable[..., Recipe]
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """`bad` is refused because of `setting`; with what the remedy says, `good` is not.
+
+    says: words of the message.
+    """
+
+    setting: str
+    value: Any
+    says: tuple[str, ...]
+    bad: Callable[[Build], Recipe]
+    good: Callable[[Build], Recipe]
+
+
+CAPPED, FILTER = Correction(), Correction(weight_cap=None, ratio_band=(0.5, 2.0))
+TEACHERS = (Teacher("run_start"),)
+NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}
+
+TABLE = {
+    # ratios that are 1, or wrong
+    "clip with ratio 1": Refused(
+        "Grpo.clip_high",
+        0.2,
+        ("ratio is 1", "updates_per_step", "Grpo.clip_high = None"),
+        lambda build: build(Grpo(), updates_per_step=1),
+        lambda build: build(Grpo(**NO_CLIP), updates_per_step=1),
+    ),
+    "clip of sequences with ratio 1": Refused(
+        "Gspo.clip_high",
+        4e-4,
+        ("ratio is 1", "updates_per_step"),
+        lambda build: build(Gspo(), updates_per_step=1),
+        lambda build: build(Gspo(), updates_per_step=1, epochs=2),
+    ),
+    "clip of weights with ratio 1": Refused(
+        "Cispo.clip_high",
+        0.28,
+        ("ratio is 1", "updates_per_step"),
+        lambda build: build(Cispo(), updates_per_step=1),
+        lambda build: build(Cispo(), updates_per_step=1, staleness=1),
+    ),
+    "clip around the proximal policy of one update": Refused(
+        "DecoupledPpo.clip_high",
+        0.2,
+        ("ratio is 1", "updates_per_step"),
+        lambda build: build(DecoupledPpo(), updates_per_step=1),
+        lambda build: build(DecoupledPpo(), updates_per_step=2),
+    ),
+    "proximal policy of one update": Refused(
+        "Tis.anchor",
+        "proximal",
+        ("ratio 1", "updates_per_step", "behaviour"),
+        lambda build: build(Tis(anchor="proximal"), updates_per_step=1),
+        lambda build: build(Tis(anchor="behaviour"), updates_per_step=1),
+    ),
+    "anchor of an objective without a ratio": Refused(
+        "Rloo.anchor",
+        "proximal",
+        ("no ratio", "leave it out"),
+        lambda build: build(Rloo(anchor="proximal")),
+        lambda build: build(Rloo()),
+    ),
+    "top-p and the ratio to the behaviour policy": Refused(
+        "Grpo.anchor",
+        "behaviour",
+        ("top_p", "proximal"),
+        lambda build: build(Grpo(), top_p=0.9),
+        lambda build: build(Grpo(anchor="proximal"), top_p=0.9),
+    ),
+    "top-k and the ratio to the behaviour policy": Refused(
+        "Kimi.anchor",
+        "behaviour",
+        ("top_k", "proximal"),
+        lambda build: build(Kimi(), top_k=20),
+        lambda build: build(Kimi(anchor="proximal"), top_k=20),
+    ),
+    "min-p and a correction": Refused(
+        "DecoupledPpo.correction",
+        Correction(weight_cap=2.0),
+        ("min_p", "None"),
+        lambda build: build(DecoupledPpo(), min_p=0.1),
+        lambda build: build(DecoupledPpo(correction=None), min_p=0.1),
+    ),
+    "top-p and a correction without a ratio": Refused(
+        "Reinforce.correction",
+        CAPPED,
+        ("top_p", "None"),
+        lambda build: build(Reinforce(correction=CAPPED), top_p=0.9),
+        lambda build: build(Reinforce(), top_p=0.9),
+    ),
+    "top-p and a KL penalty": Refused(
+        "Grpo.kl_reward_coef",
+        0.1,
+        ("top_p", "proximal"),
+        lambda build: build(Grpo(kl_reward_coef=0.1), top_p=0.9),
+        lambda build: build(Grpo(kl_reward_coef=0.1, anchor="proximal"), top_p=0.9),
+    ),
+    "top-k and teachers": Refused(
+        "Opd.teachers",
+        TEACHERS,
+        ("top_k", "whole law"),
+        lambda build: build(Opd(teachers=TEACHERS), top_k=20),
+        lambda build: build(Opd(teachers=TEACHERS)),
+    ),
+    "the same gap weighed twice": Refused(
+        "Grpo.correction",
+        CAPPED,
+        ("twice", "proximal", "weight_cap = None"),
+        lambda build: build(Grpo(correction=CAPPED)),
+        lambda build: build(Grpo(correction=FILTER)),
+    ),
+    "dual clip inside the clip": Refused(
+        "Grpo.dual_clip",
+        1.2,
+        ("1 + clip_high",),
+        lambda build: build(Grpo(dual_clip=1.2)),
+        lambda build: build(Grpo(dual_clip=3.0)),
+    ),
+    "a ratio below 0": Refused(
+        "Dapo.clip_low",
+        1.0,
+        ("less than 1",),
+        lambda build: build(Dapo(clip_low=1.0)),
+        lambda build: build(Dapo(clip_low=0.9)),
+    ),
+    "a weight below 0": Refused(
+        "Cispo.clip_low",
+        1.5,
+        ("less than 1",),
+        lambda build: build(Cispo(clip_low=1.5)),
+        lambda build: build(Cispo(clip_low=0.5)),
+    ),
+    "a mask for no clip": Refused(
+        "Cispo.unified_mask",
+        True,
+        ("clip_low or clip_high",),
+        lambda build: build(Cispo(**NO_CLIP, unified_mask=True)),
+        lambda build: build(Cispo(clip_low=None, unified_mask=True)),
+    ),
+    # KL
+    "a KL estimator without a KL term": Refused(
+        "Grpo.kl",
+        "k2",
+        ("kl_coef is 0", "set kl_coef"),
+        lambda build: build(Grpo(kl="k2")),
+        lambda build: build(Grpo(kl="k2", kl_coef=0.1)),
+    ),
+    "an estimator for rewards without a KL penalty": Refused(
+        "Reinforce.kl_reward",
+        "k3",
+        ("kl_reward_coef is 0", "set kl_reward_coef"),
+        lambda build: build(Reinforce(kl_reward="k3", kl_coef=0.1)),
+        lambda build: build(Reinforce(kl_reward="k3", kl_reward_coef=0.1)),
+    ),
+    "two KL terms": Refused(
+        "Grpo.kl_coef",
+        0.1,
+        ("kl_reward_coef", "choose one"),
+        lambda build: build(Grpo(kl_coef=0.1, kl_reward_coef=0.1)),
+        lambda build: build(Grpo(kl_reward_coef=0.1)),
+    ),
+    "a reference nobody is compared with": Refused(
+        "Grpo.reference",
+        "run_start",
+        ("no KL term", "kl_coef"),
+        lambda build: build(Grpo(reference="run_start")),
+        lambda build: build(Grpo(reference="run_start", kl_coef=0.1)),
+    ),
+    "a KL target without a KL term": Refused(
+        "Ppo.kl_target",
+        0.1,
+        ("no KL term", "kl_reward_coef"),
+        lambda build: build(Ppo(kl_target=0.1)),
+        lambda build: build(Ppo(kl_target=0.1, kl_reward_coef=0.1)),
+    ),
+    "a horizon without a target": Refused(
+        "Grpo.kl_horizon",
+        100,
+        ("without kl_target", "set kl_target"),
+        lambda build: build(Grpo(kl_coef=0.1, kl_horizon=100)),
+        lambda build: build(Grpo(kl_coef=0.1, kl_horizon=100, kl_target=0.1)),
+    ),
+    "a target for the KL over the vocabulary": Refused(
+        "Grpo.kl_target",
+        0.1,
+        ("k3",),
+        lambda build: build(Grpo(kl_coef=0.1, kl="full", kl_target=0.1)),
+        lambda build: build(Grpo(kl_coef=0.1, kl="k3", kl_target=0.1)),
+    ),
+    # groups, turns, rewards
+    "chunks of single turns": Refused(
+        "Ipa.gamma",
+        0.95,
+        ("one turn", "SequenceTopr"),
+        lambda build: build(Ipa()),
+        lambda build: build(Ipa(), turns=8),
+    ),
+    "states of single turns": Refused(
+        "GiGpo.turn_weight",
+        1.0,
+        ("one turn", "Grpo"),
+        lambda build: build(GiGpo()),
+        lambda build: build(GiGpo(), turns=8),
+    ),
+    "a group of one as a baseline": Refused(
+        "Phase.group_size",
+        1,
+        ("baseline", "2 or more"),
+        lambda build: build(Grpo(), group_size=1),
+        lambda build: build(Grpo(), group_size=2),
+    ),
+    "the others of a group of one": Refused(
+        "Phase.group_size",
+        1,
+        ("baseline", "2 or more"),
+        lambda build: build(Rloo(), group_size=1),
+        lambda build: build(Reinforce(), group_size=1),
+    ),
+    "groups of one that are all equal": Refused(
+        "Phase.group_size",
+        1,
+        ("drop_degenerate", "2 or more"),
+        lambda build: build(Reinforce(drop_degenerate=True), group_size=1),
+        lambda build: build(Reinforce(drop_degenerate=True), group_size=4),
+    ),
+    "refills for nothing": Refused(
+        "Dapo.refills",
+        3,
+        ("no group is ever dropped", "drop_degenerate"),
+        lambda build: build(Dapo(drop_degenerate=False)),
+        lambda build: build(Dapo(drop_degenerate=False, solve_range=(0.1, 0.9))),
+    ),
+    "no mean is in the range": Refused(
+        "Grpo.solve_range",
+        (0.9, 0.1),
+        ("empty", "(low, high)"),
+        lambda build: build(Grpo(solve_range=(0.9, 0.1))),
+        lambda build: build(Grpo(solve_range=(0.1, 0.9))),
+    ),
+    "turns that are made equal twice": Refused(
+        "TurnReinforce.equal_turns",
+        True,
+        ("token-mean",),
+        lambda build: build(TurnReinforce(equal_turns=True, aggregation="seq-mean-token-mean"), turns=8),
+        lambda build: build(TurnReinforce(equal_turns=True), turns=8),
+    ),
+    "a penalty longer than the answer": Refused(
+        "Dapo.overlong_cache",
+        MAX_ANSWER + 1,
+        ("Recipe.max_answer_tok", str(MAX_ANSWER)),
+        lambda build: build(Dapo(overlong_cache=MAX_ANSWER + 1)),
+        lambda build: build(Dapo(overlong_cache=MAX_ANSWER)),
+    ),
+    "a lower clip without negative advantages": Refused(
+        "RaftPP.clip_low",
+        0.2,
+        ("negative advantages", "None"),
+        lambda build: build(RaftPP(clip_low=0.2)),
+        lambda build: build(RaftPP()),
+    ),
+    "a baseline that RAFT++ does not have": Refused(
+        "RaftPP.mean",
+        "group",
+        ("'none'",),
+        lambda build: build(RaftPP(mean="group")),
+        lambda build: build(RaftPP(mean="none")),
+    ),
+    "a deviation that ReBN does not take": Refused(
+        "ReBn.std",
+        "batch",
+        ("'none'",),
+        lambda build: build(ReBn(std="batch"), turns=8),
+        lambda build: build(ReBn(), turns=8),
+    ),
+    "settings of another rhythm": Refused(
+        "AttentionRhythm.share",
+        0.3,
+        ("coupled",),
+        lambda build: build(AttentionRhythm(rhythm="local", share=0.3)),
+        lambda build: build(AttentionRhythm(rhythm="coupled", share=0.3)),
+    ),
+    "a scorer that is its base": Refused(
+        "SegmentReward.scorer",
+        "run_start",
+        ("two different policies",),
+        lambda build: build(SegmentReward(scorer="run_start")),
+        lambda build: build(SegmentReward(scorer="phase_start", base="run_start"), before=[Dpo()]),
+    ),
+    "a scorer that is its base in the first phase": Refused(
+        "SegmentReward.scorer",
+        "phase_start",
+        ("first phase", "Dpo phase before it"),
+        lambda build: build(SegmentReward()),
+        lambda build: build(SegmentReward(), before=[Dpo()]),
+    ),
+    # distillation
+    "nobody to learn from": Refused(
+        "Opd.teachers", (), ("@Teacher()",), lambda build: build(Opd()), lambda build: build(Opd(teachers=TEACHERS))
+    ),
+    **{
+        f"{name} of rewards that do not count": Refused(
+            f"Opd.{name}",
+            value,
+            ("reward_coef is 0", "set reward_coef"),
+            lambda build, given={name: value}: build(Opd(teachers=TEACHERS, **given)),
+            lambda build, given={name: value}: build(Opd(teachers=TEACHERS, reward_coef=1.0, **given)),
+        )
+        for name, value in (("overlong_cache", 4), ("reward_clip", 1.0), ("std", "batch"), ("drop_degenerate", True))
+    },
+    "no teacher": Refused(
+        "Distill.teacher",
+        "",
+        ("Hugging Face folder",),
+        lambda build: build(Distill(), group_size=1),
+        lambda build: build(Distill(teacher="run_start"), group_size=1),
+    ),
+    "the skew of another divergence": Refused(
+        "Distill.alpha",
+        0.2,
+        ("skewed",),
+        lambda build: build(Distill(teacher="run_start", alpha=0.2), group_size=1),
+        lambda build: build(Distill(teacher="run_start", alpha=0.2, divergence="skewed"), group_size=1),
+    ),
+    "the likeliest tokens of another divergence": Refused(
+        "Distill.top_k",
+        8,
+        ("forward", "top_k = 0"),
+        lambda build: build(Distill(teacher="run_start", top_k=8, divergence="js"), group_size=1),
+        lambda build: build(Distill(teacher="run_start", top_k=8), group_size=1),
+    ),
+    "the remainder of all tokens": Refused(
+        "Distill.remainder",
+        "renormalise",
+        ("top_k is 0", "set top_k"),
+        lambda build: build(Distill(teacher="run_start", remainder="renormalise"), group_size=1),
+        lambda build: build(Distill(teacher="run_start", remainder="renormalise", top_k=8), group_size=1),
+    ),
+    "copies of a gold answer": Refused(
+        "Phase.group_size",
+        4,
+        ("group_size = 1", "prompts_per_step"),
+        lambda build: build(Sft(), group_size=4),
+        lambda build: build(Sft(), group_size=1),
+    ),
+    "gold answers that age": Refused(
+        "Phase.staleness",
+        1,
+        ("no effect", "0"),
+        lambda build: build(Sft(), group_size=1, staleness=1),
+        lambda build: build(Rft(), staleness=1),
+    ),
+    # preferences
+    "smoothing of IPO": Refused(
+        "Dpo.label_smoothing",
+        0.1,
+        ("ipo", "sigmoid"),
+        lambda build: build(Dpo(loss="ipo", label_smoothing=0.1)),
+        lambda build: build(Dpo(label_smoothing=0.1)),
+    ),
+    "a margin without SimPO": Refused(
+        "Dpo.margin",
+        0.5,
+        ("simpo",),
+        lambda build: build(Dpo(margin=0.5)),
+        lambda build: build(Dpo(loss="simpo", margin=0.5)),
+    ),
+    "a reference of SimPO": Refused(
+        "Dpo.reference",
+        "run_start",
+        ("simpo", "leave it out"),
+        lambda build: build(Dpo(loss="simpo", reference="run_start")),
+        lambda build: build(Dpo(reference="run_start")),
+    ),
+    "a pair of three": Refused(
+        "Phase.group_size",
+        3,
+        ("pair", "group_size = 2"),
+        lambda build: build(PairDpo(), group_size=3),
+        lambda build: build(PairDpo(), group_size=2),
+    ),
+    "a pair of one": Refused(
+        "Phase.group_size",
+        1,
+        ("nobody to prefer", "2 or more"),
+        lambda build: build(Dpo(), group_size=1),
+        lambda build: build(Dpo(), group_size=2),
+    ),
+    "a row too short for a pair": Refused(
+        "Phase.row_len",
+        MAX_CONTEXT,
+        ("pairs", f"set it to {MAX_CONTEXT + MAX_ANSWER}"),
+        lambda build: build(Dpo(), row_len=MAX_CONTEXT),
+        lambda build: build(Dpo(), row_len=MAX_CONTEXT + MAX_ANSWER),
+    ),
+    # critics
+    "one critic to disagree": Refused(
+        "AsyPpo.critic",
+        Critic(),
+        ("Critic.num = 2",),
+        lambda build: build(AsyPpo(critic=Critic())),
+        lambda build: build(AsyPpo(critic=Critic(num=2))),
+    ),
+    "critics that learn the same": Refused(
+        "AsyPpo.critic",
+        Critic(num=2, shard="all"),
+        ("Critic.shard = 'response'",),
+        lambda build: build(AsyPpo(critic=Critic(num=2, shard="all"))),
+        lambda build: build(AsyPpo(critic=Critic(num=2, shard="response"))),
+    ),
+    "more critics than responses": Refused(
+        "AsyPpo.critic",
+        Critic(num=3),
+        ("group_size", "Critic.shard = 'prompt'"),
+        lambda build: build(AsyPpo(critic=Critic(num=3)), group_size=2),
+        lambda build: build(AsyPpo(critic=Critic(num=3, shard="prompt")), group_size=2),
+    ),
+    "critics of no phase": Refused(
+        "Critic.model",
+        "previous",
+        ("which has none", "RewardModel"),
+        lambda build: build(Ppo(critic=Critic(model="previous"))),
+        lambda build: build(Ppo(critic=Critic(model="previous")), before=[RewardModel()]),
+    ),
+    "critics of a phase without": Refused(
+        "Critic.model",
+        "previous",
+        ("which has none", "RewardModel"),
+        lambda build: build(Ppo(critic=Critic(model="previous")), before=[RewardModel(), Rft()]),
+        lambda build: build(Ppo(critic=Critic(model="previous")), before=[Rft(), RewardModel()]),
+    ),
+    "more critics than the phase before leaves": Refused(
+        "Critic.num",
+        2,
+        ("set it to 1",),
+        lambda build: build(AsyPpo(critic=Critic(num=2, model="previous")), before=[RewardModel()]),
+        lambda build: build(AsyPpo(critic=Critic(num=2, model="previous")), before=[RewardModel(critic=Critic(num=2))]),
+    ),
+    "critics of another shape": Refused(
+        "Critic.model",
+        "previous",
+        ("shape of their own", "leave out the shape"),
+        lambda build: build(
+            Ppo(critic=Critic(model="previous")), before=[RewardModel(critic=Critic(model=DecoderConfig()))]
+        ),
+        lambda build: build(Ppo(critic=Critic(model="previous")), before=[RewardModel(critic=Critic(model=None))]),
+    ),
+    "epochs of a policy that is not trained": Refused(
+        "Phase.epochs",
+        2,
+        ("RewardModel", "Critic.epochs"),
+        lambda build: build(RewardModel(), epochs=2),
+        lambda build: build(RewardModel(critic=Critic(epochs=2))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_refused(name, build):
+    row = TABLE[name]
+    with pytest.raises(ConfigError) as caught:
+        row.bad(build)
+    error = caught.value
+    assert (error.setting, error.value) == (row.setting, row.value)
+    assert error.remedy
+    for part in row.says:
+        assert part in str(error), str(error)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_remedy_helps(name, build):
+    assert TABLE[name].good(build).phases
+
+
+# ---- what may be meant ----------------------------------------------------------------------------------------------
+
+ONE_UPDATE = {"updates_per_step": 1}
+WARNED: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (Tis(), ONE_UPDATE, {"staleness": 2}),
+    (Topr(), ONE_UPDATE, {"updates_per_step": 2}),
+    (SequenceTopr(), ONE_UPDATE, {"updates_per_step": 1, "epochs": 2}),
+    (Kimi(), ONE_UPDATE, {"updates_per_step": 2}),
+    (Cispo(**NO_CLIP), ONE_UPDATE, {"updates_per_step": 2}),
+    (Ipa(), ONE_UPDATE | {"turns": 8}, {"turns": 8}),
+    (Rft(cap=4), {"group_size": 2}, {"group_size": 4}),
+    (Reinforce(), {"updates_per_step": 2}, {"updates_per_step": 2, "algorithm": Reinforce(correction=CAPPED)}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "suspicious", "usual"), WARNED, ids=[type(row[0]).__name__ for row in WARNED])
+def test_warned(build, algorithm, suspicious, usual):
+    """Legitimate, but perhaps not meant: a warning that names phase and class; none once there is no reason."""
+    (warning,) = build(algorithm, **suspicious).warnings()
+    assert warning.startswith(f"phase phase 0: {type(algorithm).__name__}")
+    assert any(part in warning for part in ("differs from REINFORCE", "no effect", "nothing corrects"))
+    assert build(**{"algorithm": algorithm, **usual}).warnings() == []
+
+
+@pytest.mark.parametrize("algorithm", [Reinforce(), Rloo(), Grpo(**NO_CLIP), Rft(), Dpo()])
+def test_on_policy_is_nothing_to_warn_of(build, algorithm):
+    assert build(algorithm, updates_per_step=1).warnings() == []
+
+
+# ---- from a file ----------------------------------------------------------------------------------------------------
+
+HEAD = f"""include '{QUICKSTART}'
+from __gin__ import dynamic_registration
+from rolljax import recipe
+from rolljax.trainer import critic
+from rolljax.trainer.algorithms import asyppo
+from rolljax.trainer.algorithms import dpo
+from rolljax.trainer.algorithms import grpo
+from rolljax.trainer.algorithms import opd
+from rolljax.trainer.algorithms import ppo
+"""  # bindings start at line 10
+FILES = {
+    "inert estimator": (["grpo.Grpo.kl = 'k2'"], ["broken.gin:10: Grpo.kl", "'k2'", "set kl_coef"]),
+    "ratio 1": (
+        ["rl/recipe.Phase.updates_per_step = 1"],
+        ["quickstart.gin", "Grpo.clip_high", "0.5", "Grpo.clip_high = None"],
+    ),
+    "one critic": (
+        ["rl/recipe.Phase.algorithm = @asyppo.AsyPpo()", "asyppo.AsyPpo.critic = @critic.Critic()"],
+        ["broken.gin:11: AsyPpo.critic", "set Critic.num = 2"],
+    ),
+    "no critics before": (
+        [
+            "rl/recipe.Phase.algorithm = @ppo.Ppo()",
+            "ppo.Ppo.critic = @critic.Critic()",
+            "critic.Critic.model = 'previous'",
+        ],
+        ["broken.gin:12: Critic.model", "'previous'", "RewardModel"],
+    ),
+    "pairs do not fit": (
+        ["rl/recipe.Phase.algorithm = @dpo.Dpo()", "rl/recipe.Phase.row_len = 80"],
+        ["broken.gin:11", "Phase.row_len", "80", "set it to 86"],
+    ),
+    "a teacher that is not there": (
+        [
+            "rl/recipe.Phase.algorithm = @opd.Opd()",
+            "opd.Opd.teachers = [@opd.Teacher()]",
+            "opd.Teacher.policy = '/nowhere/teacher'",
+        ],
+        ["Opd", "'/nowhere/teacher'", "Hugging Face folder"],
+    ),
+    "a reference that is not there": (
+        ["grpo.Grpo.kl_coef = 0.1", "grpo.Grpo.reference = '/nowhere/reference'"],
+        ["Grpo", "'/nowhere/reference'", "phase_start, run_start"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_refused_from_a_file(name, tmp_path, monkeypatch, capsys):
+    lines, says = FILES[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.gin").write_text(HEAD + "\n".join(lines) + "\n")
+    assert train.main(["--gin", "broken.gin", "--dry_run"]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and captured.out == ""
+    for part in says:
+        assert part in captured.err, captured.err
