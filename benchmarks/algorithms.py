@@ -307,16 +307,13 @@ def run_all(runs: Sequence[Run]) -> dict[str, dict[str, Numbers]]:
 
 # ---- a language model -----------------------------------------------------------------------------------------------
 
+_CRITICS = ["critic.Critic.optimizer = @value/optimizer.AdamW()", "value/optimizer.AdamW.lr = 1e-3"]
 LM_SETTINGS: dict[str, list[str]] = {
-    "ppo.Ppo": ["Ppo.critic = @critic.Critic()", "critic.Critic.optimizer = @value/optimizer.AdamW()"],
-    "asyppo.AsyPpo": [
-        "AsyPpo.critic = @critic.Critic()",
-        "critic.Critic.num = 2",
-        "critic.Critic.optimizer = @value/optimizer.AdamW()",
-    ],
+    "ppo.Ppo": ["Ppo.critic = @critic.Critic()", *_CRITICS],
+    "asyppo.AsyPpo": ["AsyPpo.critic = @critic.Critic()", "critic.Critic.num = 2", *_CRITICS],
     "dpo.Dpo": ["rl/Phase.updates_per_step = 1"],
 }
-_VALUE_LR = "value/optimizer.AdamW.lr = 1e-3"
+"""What the language model's run of an algorithm needs beside the quickstart's settings."""
 
 
 def lm(names: Sequence[str], out: Path, steps: int, staleness: int) -> dict[str, Numbers]:
@@ -347,7 +344,7 @@ def lm(names: Sequence[str], out: Path, steps: int, staleness: int) -> dict[str,
 
 
 def _train(folder: Path, settings: Sequence[str]) -> str:
-    """Run the quickstart with `settings`; what it said on stderr if it failed, else nothing."""
+    """Run the quickstart with `settings`; the line with the error if it failed, else nothing."""
     command = [sys.executable, "-m", "rolljax.train", "--gin", "quickstart", "--run_dir", str(folder), "--fresh"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -357,7 +354,8 @@ def _train(folder: Path, settings: Sequence[str]) -> str:
         stderr=subprocess.PIPE,
         text=True,
     )
-    return done.stderr.strip()[-600:] if done.returncode else ""
+    said = done.stderr.strip().splitlines()
+    return next((line for line in said if "error" in line.lower()), "failed") if done.returncode else ""
 
 
 def _lm_numbers(folder: Path) -> Numbers:
@@ -461,7 +459,7 @@ def _lm_table(runs: Mapping[str, Numbers]) -> str:
     for key, x in runs.items():
         name, staleness = key.rsplit("|", 1)
         if "failed" in x:
-            rows.append([f"`{name}`", staleness, x["failed"].splitlines()[0], "", "", ""])
+            rows.append([f"`{name}`", staleness, x["failed"], "", "", ""])
         else:
             first, last = x["heldout"][0][1], x["heldout"][-1]
             rows.append([f"`{name}`", staleness, last[0], f"{first:.3f}", f"{last[1]:.3f}", f"{x['wall_s']:.0f}"])

@@ -1,6 +1,7 @@
 """The sampler's laws: one model function, and samples that depend on nothing but their address."""
 
 import asyncio
+import dataclasses
 import random
 
 import jax
@@ -10,10 +11,10 @@ import pytest
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, SamplerConfig
-from rolljax.trainer.batch import PackShape, Sample, TokenBatch, pack
+from rolljax.trainer.batch import PackShape, Sample, pack
+from rolljax.trainer.forward import read_policy
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
-from rolljax.trainer.update import token_logp
 from rolljax.types import SamplingParams
 
 MODEL = Model(DecoderConfig(num_layers=3, init_std=0.15))
@@ -118,25 +119,23 @@ def test_completions_end_where_they_should(reference):
     assert len(set(siblings)) == len(siblings), "siblings must not share their noise"
 
 
+def sample_of(prompt, tokens, logp):
+    """Prompt and answer as one training sequence."""
+    n = len(tokens)
+    columns = {"mask": np.ones(n, bool), "sampler_logp": logp}
+    return Sample(np.concatenate([prompt, tokens]), len(prompt) + np.arange(n), np.zeros(n, int), columns)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampler_logp_equals_the_trainers(reference, temperature):
     pairs = [(r, c) for r, c in zip(requests(), reference, strict=True) if r[1].temperature == temperature]
     groups = {}
     for (prompt, _, address), c in pairs:
-        sampled = np.concatenate([np.zeros(len(prompt)), np.ones(len(c.tokens))]).astype(np.float32)
-        logp = np.concatenate([np.zeros(len(prompt)), c.sampler_logp]).astype(np.float32)
-        one = Sample(np.concatenate([prompt, c.tokens]), sampled, logp, sampled)
-        groups.setdefault(address[3], []).append(one)
-    batch = pack(list(groups.values()), PackShape(4, 8, 128), temperature)
-    flat = TokenBatch(
-        **{n: getattr(batch, n).reshape(-1, 128) for n in TokenBatch.ARRAYS},
-        num_micro=batch.num_micro,
-        num_tokens=batch.num_tokens,
-        num_sequences=batch.num_sequences,
-        temperature=batch.temperature,
-    )
-    logp, _ = jax.jit(lambda p, b: token_logp(MODEL, p, b))(PARAMS, flat)
-    where = flat.weights > 0
+        groups.setdefault(address[3], []).append(sample_of(prompt, c.tokens, c.sampler_logp))
+    batch = pack(list(groups.values()), PackShape(4, 8, 128), temperature).batch
+    flat = dataclasses.replace(batch, **{n: a.reshape(-1, 128) for n, a in batch.arrays().items()})
+    logp = jax.jit(lambda p, b: read_policy(MODEL, p, b).logp)(PARAMS, flat)
+    where = flat.scale > 0
     assert where.sum() == sum(len(c.tokens) for _, c in pairs)
     np.testing.assert_allclose(np.asarray(logp)[where], flat.sampler_logp[where], atol=1e-5)
 
@@ -173,13 +172,8 @@ def test_new_weights_are_taken_between_dispatches():
 def test_greedy_is_the_largest_logit():
     prompt = np.arange(20, dtype=np.int32)
     (c,), _ = sample([(prompt, SamplingParams(0.0, 12), (0,))])
-    stream = np.concatenate([prompt, c.tokens])
-    sampled = (np.arange(len(stream)) >= 20).astype(np.float32)
-    batch = pack([[Sample(stream, sampled, sampled, sampled)]], PackShape(1, 1, 40), 1.0)
-    row = TokenBatch(
-        **{n: getattr(batch, n)[0] for n in TokenBatch.ARRAYS},
-        **{n: getattr(batch, n) for n in ("num_micro", "num_tokens", "num_sequences", "temperature")},
-    )
+    batch = pack([[sample_of(prompt, c.tokens, c.sampler_logp)]], PackShape(1, 1, 40), 1.0).batch
+    row = dataclasses.replace(batch, **{n: a[0] for n, a in batch.arrays().items()})
     from rolljax.model.attention import packed
 
     decoder = MODEL.bind(PARAMS)
