@@ -58,7 +58,7 @@ def ours(args: argparse.Namespace) -> None:
     )
     model, mesh = Model(shape), MeshSpec().build(jax.devices()[:1])
     longest = a.prompt_len + a.new_tokens
-    row_len = a.row_len or longest
+    row_len = a.row_len or a.prompt_len + 4 * a.new_tokens
     rows = num_rows_bound(a.prompts, a.generations, a.prompt_len, a.new_tokens, row_len)
     learner = Learner(
         mesh,
@@ -185,7 +185,7 @@ def main() -> None:
     import grpo_common as bc
 
     p = bc.parser(__doc__)
-    p.add_argument("--row-len", type=int, default=0, help="packed row length (0: the longest sequence)")
+    p.add_argument("--row-len", type=int, default=0, help="packed row length (0: a prompt and four answers)")
     p.add_argument("--micro-rows", type=int, default=2)
     ours(p.parse_args())
 
