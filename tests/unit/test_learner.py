@@ -2,6 +2,7 @@
 is the updates it says it is."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ from rolljax import metrics
 from rolljax.errors import DataError, TrainerError
 from rolljax.model.attention import packed
 from rolljax.model.decoder import DecoderConfig, Model
-from rolljax.model.value import ValueModel
 from rolljax.trainer import attention_stats
 from rolljax.trainer.algorithms.base import Needs
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
@@ -102,27 +102,37 @@ def asked(model, params, frozen, groups):
     return read(model, params, frozen, groups)
 
 
-def one_by_one(model, groups):
-    """For every trajectory by itself: `before(params)`, hidden states `[n, D]` just before its sampled tokens, and the
-    tokens."""
+@functools.cache
+def forward(model):
+    """Hidden states `[N, T, D]` and logits `[N, T, V]` of sequences that stand in a row of their own."""
 
     @jax.jit
-    def hidden(params, tokens_T):
-        one = jnp.ones((1, ROW_LEN), jnp.int32)
-        return model.bind(params)(tokens_T[None], jnp.arange(ROW_LEN)[None], packed(one, one))[0][0]
+    def both(params, tokens_NT):
+        decoder, one = model.bind(params), jnp.ones(tokens_NT.shape, jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(ROW_LEN), tokens_NT.shape)
+        hidden, _ = decoder(tokens_NT, positions, packed(one, one))
+        return hidden, decoder.logits(hidden)
 
-    for t in (t for group in groups for t in group):
-        tokens, sampled, _ = t.stream()
-        at = np.flatnonzero(sampled)
-        row = np.zeros(ROW_LEN, np.int32)
+    return both
+
+
+def by_themselves(model, params, groups):
+    """For every trajectory, alone in its row: its sampled tokens `[n]`, and hidden states `[n, D]` and logits `[n, V]`
+    just before them."""
+    streams = [t.stream() for group in groups for t in group]
+    rows = np.zeros((len(streams), ROW_LEN), np.int32)
+    for row, (tokens, _, _) in zip(rows, streams, strict=True):
         row[: len(tokens)] = tokens
-        yield lambda params, row=row, at=at: hidden(params, row)[at - 1], tokens[at]
+    found = forward(model)(params, rows)
+    for n, (tokens, sampled, _) in enumerate(streams):
+        at = np.flatnonzero(sampled)
+        yield tokens[at], *(np.asarray(x[n], np.float64)[at - 1] for x in found)
 
 
 def direct_logp(model, params, groups):
-    for before, tokens in one_by_one(model, groups):
-        logits = np.asarray(model.bind(params).logits(before(params)), np.float64) / TEMPERATURE
-        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for tokens, _, logits in by_themselves(model, params, groups):
+        scores = logits / TEMPERATURE
+        logp = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
         yield logp[np.arange(len(tokens)), tokens]
 
 
@@ -152,8 +162,8 @@ def test_values_are_those_of_each_critic(groups, asked):
     assert e.values.shape == (2, *e.mask.shape) and np.abs(e.values[0] - e.values[1]).max() > 0.01
     for c in range(2):
         critic = jax.tree.map(lambda x, c=c: x[c], state.critics.params)
-        by_token = [before(critic["trunk"]) for before, _ in one_by_one(Model(SMALL), groups)]
-        want = [np.asarray(ValueModel(Model(SMALL)).head(critic, hidden)) for hidden in by_token]
+        head = critic["value"]
+        want = [h @ head["w"] + head["b"] for _, h, _ in by_themselves(Model(SMALL), critic["trunk"], groups)]
         assert_rows(e.values[c], want, e.mask)
 
 
