@@ -67,7 +67,7 @@ def policy_loss(model: Model, algorithm: Algorithm, frozen: Frozen, split: Split
     return loss_fn
 
 
-def critic_loss(model: ValueModel, algorithm: Algorithm, settings: Critic) -> Callable[..., Any]:
+def critic_loss(model: ValueModel, algorithm: Algorithm) -> Callable[..., Any]:
     """One critic's share of its loss: `(params, old_values, weights, batch) -> (loss, statistics)`."""
 
     def loss_fn(params: Params, old_values: jax.Array, weights: jax.Array, batch: TokenBatch):
@@ -218,7 +218,7 @@ def make_critic_update(
 ) -> CriticUpdate:
     """Jit one update of all critics, each on its own share of the batch. The state is donated."""
     tx = settings.optimizer.build(num_updates)
-    loss_fn = critic_loss(model, algorithm, settings)
+    loss_fn = critic_loss(model, algorithm)
 
     def one(state: Learned, old_values: jax.Array, weights: jax.Array, batch: TokenBatch) -> tuple[Learned, Stats]:
         batch = dataclasses.replace(batch, old_values_C=old_values, critic_weights_C=weights)

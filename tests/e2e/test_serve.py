@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from rolljax import cli, serve
 from rolljax.checkpoint import Progress
-from rolljax.loop import Learner
+from rolljax.loop import make_learner
 from rolljax.model import hf
 from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.rooms import plan as make_plan
@@ -678,7 +678,7 @@ def run_folder(tmp_path_factory, params):
     config = cli.load_recipe([QUICKSTART], ["MeshSpec.data = 1"])
     plan = make_plan(config.value)
     folder.prepare(config, fresh=False)
-    state = Learner(plan, config.value.phases[0]).init(params)
+    state = make_learner(plan, 0, {}).init(params)
     checkpoints = folder.checkpoints()
     checkpoints.save(state, Progress(total_steps=5, step=5, version=5))
     checkpoints.close()

@@ -134,6 +134,8 @@ def trajectory(frozen, n):
             continue
         turns.append(Turn(np.concatenate(told), ids[at], logp[at], np.zeros(len(at), np.int32), "stop", 0.0, ""))
         told = []
+    if frozen.truncated[n]:
+        turns[-1] = dataclasses.replace(turns[-1], finish_reason="length")
     return Trajectory(
         key=Key(0, 0, n // frozen.group_size, n % frozen.group_size),
         task=Task("frozen", n // frozen.group_size, str(n // frozen.group_size)),

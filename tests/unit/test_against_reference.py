@@ -810,7 +810,7 @@ CRITICS = {
 @pytest.mark.parametrize("name", CRITICS)
 def test_critics(name):
     algorithm = CRITICS[name]
-    loss_fn = critic_loss(Values(), algorithm, algorithm.critic)
+    loss_fn = critic_loss(Values(), algorithm)
     program = jax.jit(jax.value_and_grad(lambda p, old, w, batch: loss_fn({"trunk": p}, old, w, batch)[0]))
 
     def compare(world):
