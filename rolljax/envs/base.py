@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import pickle
 from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
 from rolljax.errors import EnvError
 from rolljax.types import Message, Task
 
+Runs = Literal["inline", "thread", "process"]
 NUM_INDICES = 1_000_000
 """Indices that the training stream draws from before it repeats them in another order."""
 
@@ -22,7 +25,8 @@ class StepResult:
     """What follows an action.
 
     messages: what the policy is told next (empty when the episode is over).
-    reward: of this step. reward_parts: the same by name, for the record.
+    reward: of this step. reward_parts: the same by name, for the record. metrics: other numbers, summed over the
+      episode (tool calls, illegal moves); a name says its unit (`tool_calls_n`).
     terminated: the episode reached its end. truncated: it was cut by a limit of the environment. Never both.
     success: whether the task is solved; separate from reward.
     weight: of the action just taken, in a supervised loss (0: part of a recorded conversation, but no example).
@@ -35,10 +39,14 @@ class StepResult:
     success: bool = False
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     weight: float = 1.0
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Env(abc.ABC):
-    """One episode. Methods may block: the pool calls them from worker threads, under deadlines."""
+    """One episode. Methods may block: the pool calls them from worker threads or processes, under deadlines.
+
+    All randomness comes from the task: two episodes of one task that hear the same actions say the same.
+    """
 
     @abc.abstractmethod
     def reset(self, task: Task) -> tuple[Message, ...]:
@@ -56,12 +64,38 @@ class Env(abc.ABC):
         """A worse action than `gold`, for training on pairs."""
         raise EnvError("this environment has no rejected answers: it cannot be a source of pairs")
 
+    def snapshot(self) -> bytes:
+        """The episode's state, for `restore` in another environment of the same settings."""
+        raise EnvError("this environment cannot be copied in the middle of an episode; replay its actions instead")
+
+    def restore(self, state: bytes) -> None:
+        """Continue from a snapshot."""
+        raise EnvError("this environment cannot be copied in the middle of an episode; replay its actions instead")
+
     def close(self) -> None:  # noqa: B027  # most episodes hold nothing
         """Free what the episode holds."""
 
 
+class PureEnv(Env):
+    """An episode whose state is plain Python values in its attributes: it can be copied at any point."""
+
+    def snapshot(self) -> bytes:
+        return pickle.dumps({k: v for k, v in vars(self).items() if k != "_spec"})
+
+    def restore(self, state: bytes) -> None:
+        """Continue from a snapshot that `snapshot` of this class made (it is unpickled: trust where it comes from)."""
+        vars(self).update(pickle.loads(state))
+
+
 class EnvSpec(abc.ABC):
-    """Settings of an environment family. Subclasses are frozen dataclasses."""
+    """Settings of an environment family. Subclasses are frozen dataclasses.
+
+    runs: where the pool runs its episodes. inline: trusted code whose calls take microseconds; thread: calls wait for
+      something outside this process (a server, a sandbox); process: third-party or heavy code, in a worker process that
+      can be killed.
+    """
+
+    runs: ClassVar[Runs] = "inline"
 
     @property
     def max_turns(self) -> int:

@@ -1,0 +1,131 @@
+"""Environments by short name, and tasks by one line of text: `frozen_lake(size=5)`, `rg:chain_sum`, `shop#17`.
+
+A reference names an environment with its settings and, behind `#`, the index of a task: with the actions that were
+taken it replays a trajectory anywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import re
+from typing import Any
+
+from rolljax.envs.base import EnvSpec
+from rolljax.errors import ConfigError
+from rolljax.types import Task
+
+NAMES: dict[str, str] = {
+    "frozen_lake": "rolljax.envs.frozen_lake.FrozenLake",
+    "records": "rolljax.envs.records.Records",
+}
+"""Short name -> class."""
+
+PREFIXES: dict[str, tuple[str, str]] = {
+    "rg": ("rolljax.envs.reasoning.ReasoningGym", "family"),
+}
+"""Prefix before a colon -> class, and the setting that what follows the colon is given to."""
+
+_REF = re.compile(r"(?P<name>[\w.]+)(:(?P<rest>[^()#]+))?(\((?P<settings>.*)\))?(#(?P<index>\d+))?", re.DOTALL)
+
+
+def make_spec(ref: str) -> EnvSpec:
+    """The environment that `ref` names: a short name, `prefix:name`, or `module.Class`, with settings as Python
+    literals in parentheses. An index behind `#` is let pass.
+
+    Raises:
+      ConfigError: there is no such environment or setting.
+    """
+    found = _REF.fullmatch(ref.strip())
+    if not found:
+        raise ConfigError(
+            "is not an environment", setting="environment", value=ref, remedy="like frozen_lake(size=5) or rg:chain_sum"
+        )
+    name, rest = found["name"], found["rest"]
+    settings = _literals(found["settings"] or "", ref)
+    if rest is not None:
+        path, setting = PREFIXES.get(name) or _unknown(f"{name}:", [f"{p}:" for p in PREFIXES])
+        settings = {setting: rest, **settings}
+    else:
+        path = NAMES.get(name) or (name if "." in name else _unknown(name, [*NAMES, *(f"{p}:" for p in PREFIXES)]))
+    cls = _load(path, ref)
+    fields = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in settings:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            raise ConfigError(
+                f"{cls.__name__} has no setting {key!r}",
+                setting="environment",
+                value=ref,
+                remedy=f"did you mean {near[0]}?" if near else f"one of {', '.join(fields)}",
+            )
+    return cls(**settings)
+
+
+def ref_of(spec: EnvSpec, index: int | None = None) -> str:
+    """The reference that makes this environment again, and task `index` of it."""
+    cls = type(spec)
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    settings = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}  # type: ignore[arg-type]
+    name = next((n for n, p in NAMES.items() if p == path), path)
+    for prefix, (p, setting) in PREFIXES.items():
+        if p == path:
+            name = f"{prefix}:{settings.pop(setting)}"
+    for f in dataclasses.fields(spec):  # type: ignore[arg-type]
+        if settings.get(f.name) == _default(f):
+            settings.pop(f.name, None)
+    inner = ", ".join(f"{k}={_literal(v)}" for k, v in settings.items())
+    return name + (f"({inner})" if inner else "") + ("" if index is None else f"#{index}")
+
+
+def task_of(ref: str) -> tuple[EnvSpec, Task]:
+    """The environment and the task that a reference with an index names."""
+    spec = make_spec(ref)
+    _, mark, index = ref.strip().rpartition("#")
+    if not mark or not index.isdigit():
+        raise ConfigError("names no task", setting="environment", value=ref, remedy="add its index: " + ref + "#0")
+    return spec, spec.task(int(index))
+
+
+def _literals(text: str, ref: str) -> dict[str, Any]:
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args and all(k.arg for k in call.keywords)
+        return {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError, AssertionError) as e:
+        raise ConfigError(
+            "has settings that are not name=literal", setting="environment", value=ref, remedy="like (size=5, seed=1)"
+        ) from e
+
+
+def _load(path: str, ref: str) -> type[EnvSpec]:
+    module, _, name = path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"cannot be imported: {e}", setting="environment", value=ref) from e
+    if not (isinstance(cls, type) and issubclass(cls, EnvSpec)):
+        raise ConfigError("is not an EnvSpec", setting="environment", value=ref)
+    return cls
+
+
+def _unknown(name: str, known: list[str]) -> Any:
+    near = difflib.get_close_matches(name, known, 3)
+    raise ConfigError(
+        "is not an environment",
+        setting="environment",
+        value=name,
+        remedy=f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(known)}, or module.Class",
+    )
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _literal(value: Any) -> str:
+    return repr(dict(value)) if hasattr(value, "keys") else repr(value)
