@@ -74,6 +74,13 @@ class EnvError(RolljaxError, RuntimeError):
     exit_code = 3
 
 
+class InfraError(EnvError):
+    """The machine, a worker, a sandbox or a server failed: not the environment's rules and not the policy's doing. The
+    same episode may be tried again from its start."""
+
+    owner = "infra"
+
+
 class SamplerError(RolljaxError, RuntimeError):
     """The sampler refused a request or came to a stop."""
 
