@@ -22,7 +22,7 @@ quickstart: setup
 	$(BIN)/python -m rolljax.train --gin configs/quickstart.gin
 
 test: setup-test
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 check: setup-test
 	$(BIN)/ruff check .

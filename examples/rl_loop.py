@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rolljax.envs.reasoning import ReasoningGym
+from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.tasks import TaskStream
 from rolljax.model.attention import packed
 from rolljax.model.decoder import DecoderConfig, Model

@@ -38,6 +38,8 @@ class Progress:
     """Why each finished phase ended."""
     memory: dict[str, float] = dataclasses.field(default_factory=dict)
     """What the phase's algorithm carries from step to step."""
+    starts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Where the phase's episodes start (`starts.Starts.state`)."""
     failed_steps: int = 0
     """Consecutive steps in which no trajectory survived."""
     finished: bool = False

@@ -68,10 +68,17 @@ class DataError(RolljaxError, ValueError):
 
 
 class EnvError(RolljaxError, RuntimeError):
-    """An environment that failed, or ran past its deadline."""
+    """An environment that failed, or ran past its deadline.
+
+    stage: what it was doing (reset, step, gold, close, ...).
+    """
 
     owner = "env"
     exit_code = 3
+
+    def __init__(self, message: str, *, stage: str = "") -> None:
+        self.stage = stage
+        super().__init__(message)
 
 
 class InfraError(EnvError):

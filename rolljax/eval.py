@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         alive = [t for t in trajectories if t.status != "failed"]
         rewards = np.array([t.reward for t in alive])
         if not alive:
-            raise CheckpointError(f"every trajectory failed; the last one: {trajectories[-1].error}")
+            raise CheckpointError(f"every trajectory failed; the last one: {trajectories[-1].fault}")
         result = {
             "env": plan.recipe.env.name,
             "reward_mean": float(rewards.mean()),

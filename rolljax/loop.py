@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 
 import numpy as np
 
@@ -31,18 +31,22 @@ from rolljax import frozen
 from rolljax.buffer import Buffer, Stopped
 from rolljax.checkpoint import Checkpoints, Progress
 from rolljax.envs.tasks import TaskStream
-from rolljax.errors import EnvError, TrainerError
+from rolljax.errors import EnvError, RolljaxError, TrainerError
+from rolljax.filters import faults_row, surviving
+from rolljax.metrics import ENV_PREFIX
 from rolljax.model.decoder import Params
 from rolljax.progress import Console
-from rolljax.recipe import Phase
+from rolljax.recipe import Phase, Recipe
+from rolljax.rollout import Rollouts, fault_of
 from rolljax.rooms import Plan, Rooms, mean_reward, start_params
 from rolljax.runfolder import RunFolder
 from rolljax.sampler.client import SamplerStats
+from rolljax.starts import Starts
 from rolljax.trainer.episodes import Episodes
 from rolljax.trainer.learner import Learner, NotFinite, Step
 from rolljax.trainer.state import Learned, TrainState
 from rolljax.trainer.update import Frozen
-from rolljax.types import Group, Task, Trajectory
+from rolljax.types import Group, Key, Task, Trajectory
 
 MAX_FAILED_STEPS = 3
 """Steps in a row without one surviving trajectory after which the run stops."""
@@ -75,7 +79,9 @@ def make_learner(plan: Plan, index: int, frozen: Frozen) -> Learner:
         plan.model,
         phase.algorithm,
         phase.optimizer,
-        phase.pack_shape(recipe.sampler.max_context, recipe.max_answer_tok, recipe.env.max_turns),
+        phase.pack_shape(
+            recipe.sampler.max_context, recipe.max_answer_tok, recipe.env.max_turns, recipe.rollout.max_restarts
+        ),
         steps=phase.steps,
         groups_per_step=phase.prompts_per_step,
         updates_per_step=phase.updates_per_step,
@@ -154,7 +160,7 @@ def train(
                     evaluate(rooms, progress, phase.name)
                 progress.finished = progress.phase + 1 == len(recipe.phases)
                 if not progress.finished:
-                    progress.phase, progress.step, progress.memory = progress.phase + 1, 0, {}
+                    progress.phase, progress.step, progress.memory, progress.starts = progress.phase + 1, 0, {}, {}
                     learner, state = open_phase(plan, folder, progress, state.params, state.critics)
                 checkpoints.save(state, progress)
                 console.end_phase()
@@ -181,21 +187,21 @@ def steps(
     recipe = rooms.recipe
     phase = recipe.phases[progress.phase]
     sampled = phase.algorithm.source == "sampler"
-    rollouts = rooms.rollouts(rooms.actor(phase))
-    stream_id = progress.phase
+    starts = open_starts(rooms, phase, progress)
+    rollouts = rooms.rollouts(rooms.actor(phase), listen=starts is not None)
 
     async def start(step: int, tasks: list[Task], first: int) -> list[Group]:
         groups = [
-            rollouts.group(t, stream=stream_id, step=step, index=first + i, group_size=phase.group_size)
+            start_group(rollouts, starts, t, phase, Key(progress.phase, step, first + i, 0))
             for i, t in enumerate(tasks)
         ]
-        return list(await asyncio.gather(*groups))
+        return await first_complete(groups, min(phase.prompts_per_step, len(tasks)))
 
     buffer = Buffer(
         rooms.background,
         stream,
         start,
-        prompts_per_step=phase.prompts_per_step,
+        prompts_per_step=phase.prompts_per_step + phase.spare_groups,
         staleness=phase.staleness,
         num_steps=phase.steps,
     )
@@ -204,20 +210,25 @@ def steps(
             clock, before = Clock(), rooms.sampler.stats
             buffer.fill(progress.step)
             with clock.part("rollout"):
-                groups = collect(buffer, learner, phase, progress.step, recipe.wait_s)
+                groups = collect(buffer, learner, phase, progress.step, recipe)
             with clock.part("update"):
-                whole = surviving(groups)
+                whole = surviving(groups, recipe.filters)
                 result = update(learner, state, whole, folder, progress)
             state, progress.memory = result.state, dict(result.memory)
-            row = result.row | describe(groups, progress.version)
+            row = result.row | describe(groups, progress.version) | faults_row(groups)
             row |= {
-                "groups/started_n": len(groups),
+                "groups/started_n": len(groups) + phase.spare_groups,
+                "groups/cancelled_n": phase.spare_groups,
                 "groups/trained_n": result.num_trained,
                 "groups/dropped_failed_n": len(groups) - len(whole),
                 "groups/dropped_credit_n": len(whole) - result.num_trained,
             }
             if sampled:
                 row |= sampler_work(before, rooms.sampler.stats)
+            if starts:
+                starts.learn(groups, progress.step)
+                progress.starts = starts.state()
+                row |= starts.row()
             progress.step, progress.total_steps, progress.version = (
                 progress.step + 1,
                 progress.total_steps + 1,
@@ -247,26 +258,68 @@ def steps(
         buffer.cancel()
 
 
-def collect(buffer: Buffer, learner: Learner, phase: Phase, step: int, deadline_s: float) -> list[Group]:
+def open_starts(rooms: Rooms, phase: Phase, progress: Progress) -> Starts | None:
+    """Where the phase's episodes start, as far as that was learned already."""
+    if phase.starts is None:
+        return None
+    recipe = rooms.recipe
+    starts = Starts(phase.starts, rooms.pool, rooms.plan.chat, recipe.seed, recipe.env.max_turns)
+    if progress.starts:
+        starts.restore(progress.starts)
+    return starts
+
+
+async def start_group(rollouts: Rollouts, starts: Starts | None, task: Task, phase: Phase, key: Key) -> Group:
+    """One group, from where it is to start. `key`: of its first trajectory."""
+    try:
+        begin = await starts.choose(task, key.step, key.group) if starts else None
+    except RolljaxError as e:  # the expert's episode failed, and with it the group
+        keys = [dataclasses.replace(key, sibling=s) for s in range(phase.group_size)]
+        lost = tuple(Trajectory(k, task, (), 0.0, {}, False, "failed", fault_of(e)) for k in keys)
+        return Group(task, key.step, key.group, lost)
+    return await rollouts.group(
+        task,
+        stream=key.stream,
+        step=key.step,
+        index=key.group,
+        group_size=phase.group_size,
+        spare=phase.spare_siblings,
+        start=begin,
+    )
+
+
+async def first_complete(groups: Sequence[Coroutine[None, None, Group]], wanted: int) -> list[Group]:
+    """The first `wanted` groups to be complete, in their order; the others are let go."""
+    running = [asyncio.ensure_future(g) for g in groups]
+    try:
+        if len(running) == wanted:
+            return list(await asyncio.gather(*running))
+        done: list[Group] = []
+        lost: list[Group] = []
+        for future in asyncio.as_completed(running):
+            group = await future
+            whole = all(t.status != "failed" for t in group.trajectories)
+            (done if whole else lost).append(group)
+            if len(done) == wanted:
+                break
+        return sorted(done + lost[: wanted - len(done)], key=lambda g: g.index)
+    finally:
+        for group_future in running:
+            group_future.cancel()
+
+
+def collect(buffer: Buffer, learner: Learner, phase: Phase, step: int, recipe: Recipe) -> list[Group]:
     """The groups of a step; with refills, until enough of them teach something."""
+    deadline_s = recipe.wait_s
     groups = buffer.collect(step, deadline_s)
     for _ in range(learner.algorithm.refills):
-        whole = surviving(groups)
+        whole = surviving(groups, recipe.filters)
         episodes = Episodes.of(whole, limit_tok=learner.limit_tok, step=step)
         useful = len(np.unique(episodes.groups[learner.algorithm.teaches(episodes)]))
         if useful >= phase.prompts_per_step:
             break
         groups += buffer.more(step, phase.prompts_per_step - useful, len(groups), deadline_s)
     return groups
-
-
-def surviving(groups: Sequence[Group]) -> list[list[Trajectory]]:
-    """Trajectories by group, without those that failed, and without groups in which too few are left.
-
-    Failed trajectories take no part: a failure of the infrastructure is not a wrong answer.
-    """
-    alive = [[t for t in g.trajectories if t.status != "failed" and t.turns] for g in groups]
-    return [a for a, g in zip(alive, groups, strict=True) if len(a) >= min(2, len(g.trajectories))]
 
 
 def update(
@@ -288,7 +341,9 @@ def describe(groups: Sequence[Group], version: int) -> Row:
     rewards = np.array([t.reward for t in alive]) if alive else np.zeros(1)
     ages = [version - turn.versions for t in alive for turn in t.turns if (turn.versions >= 0).all()]
     age = np.concatenate(ages) if ages else np.zeros(1)
+    own = sorted({name for t in alive for name in t.metrics})
     return {
+        **{f"{ENV_PREFIX}{name}": _mean(t.metrics.get(name, 0.0) for t in alive) for name in own},
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/success_frac": _mean(t.success for t in alive),
@@ -322,10 +377,7 @@ def check_alive(groups: Sequence[Group], progress: Progress) -> None:
     all_failed = len(failed) == sum(len(g.trajectories) for g in groups)
     progress.failed_steps = progress.failed_steps + 1 if all_failed else 0
     if progress.failed_steps >= MAX_FAILED_STEPS:
-        raise EnvError(
-            f"no trajectory survived for {MAX_FAILED_STEPS} steps; the last one failed in {failed[-1].error_owner}: "
-            f"{failed[-1].error}"
-        )
+        raise EnvError(f"no trajectory survived for {MAX_FAILED_STEPS} steps; the last one: {failed[-1].fault}")
 
 
 def report(

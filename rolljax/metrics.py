@@ -36,7 +36,18 @@ NAMES: Mapping[str, Metric] = {
     "rollout/turns_n": Metric("turns", "mean", 0, INF, "turns per trajectory"),
     "rollout/trunc_frac": Metric("share", "mean", 0, 1, "trajectories cut by a limit of tokens, turns or context"),
     "rollout/fail_frac": Metric("share", "mean", 0, 1, "trajectories lost to a failure; left out of credit"),
-    "groups/started_n": Metric("groups", "sum", 0, INF, "groups drawn for this step = trained + dropped"),
+    "rollout/cancelled_n": Metric("trajectories", "sum", 0, INF, "spare ones let go when enough others were complete"),
+    "faults/infra_n": Metric("trajectories", "sum", 0, INF, "lost to machine, worker, sandbox, server or sampler"),
+    "faults/env_n": Metric("trajectories", "sum", 0, INF, "lost to a failure of the environment itself"),
+    "faults/agent_n": Metric("trajectories", "sum", 0, INF, "ended early by what the policy did; they count"),
+    "faults/limit_n": Metric("trajectories", "sum", 0, INF, "ended by a limit of tokens, turns or time; they count"),
+    "faults/retried_n": Metric("attempts", "sum", 0, INF, "episodes begun again after a fault of the infrastructure"),
+    "faults/tampered_n": Metric("trajectories", "sum", 0, INF, "episodes in which the policy tampered with its task"),
+    "starts/distance_n": Metric("turns", "last", 0, INF, "turns left to the policy behind an expert's"),
+    "starts/fork_n": Metric("turns", "last", -1, INF, "the expert's crucial turn; -1: none stands out"),
+    "starts/experts_n": Metric("tasks", "last", 0, INF, "tasks with an episode to replay"),
+    "groups/started_n": Metric("groups", "sum", 0, INF, "groups drawn for this step = trained + dropped + cancelled"),
+    "groups/cancelled_n": Metric("groups", "sum", 0, INF, "spare groups let go when enough others were complete"),
     "groups/trained_n": Metric("groups", "sum", 0, INF, "groups that took part in an update"),
     "groups/dropped_credit_n": Metric("groups", "sum", 0, INF, "groups dropped by credit: nothing to learn from them"),
     "groups/dropped_failed_n": Metric("groups", "sum", 0, INF, "groups dropped: too few trajectories survived"),
@@ -134,6 +145,10 @@ NAMES: Mapping[str, Metric] = {
 }
 
 
+ENV_PREFIX = "env/"
+"""Numbers that an environment reports of its own (`StepResult.metrics`), per trajectory; they are not in the table."""
+
+
 def reduce_parts(name: str, values: Sequence[float]) -> float:
     """One number of a metric's values in the parts of a step, by its reduction."""
     match NAMES[name].reduction:
@@ -156,6 +171,11 @@ def check_row(row: Mapping[str, float]) -> list[str]:
         if (m := NAMES.get(name)) and not m.low <= value <= m.high:
             wrong.append(f"{name} = {value} is outside [{m.low}, {m.high}]")
     return wrong
+
+
+def is_known(name: str) -> bool:
+    """Whether a row may have a metric of this name."""
+    return name in NAMES or name.startswith(ENV_PREFIX)
 
 
 def markdown() -> str:

@@ -7,8 +7,11 @@ import dataclasses
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
 from rolljax.errors import ConfigError
+from rolljax.filters import FilterConfig
 from rolljax.model.decoder import DecoderConfig, Dtype, Remat
+from rolljax.rollout import RolloutConfig
 from rolljax.sampler.engine import SamplerConfig
+from rolljax.starts import ExpertStarts
 from rolljax.trainer.algorithms.base import Algorithm, Setup
 from rolljax.trainer.batch import PackShape, num_rows_bound
 from rolljax.trainer.critic import Critic
@@ -25,6 +28,10 @@ class Phase:
     epochs: how many times each is gone through.
     temperature: of sampling, and of the trainer's log-probs. top_k, top_p, min_p: tokens cut from the sampled law.
     staleness: how many steps ahead of the trainer groups may be started (0: every token is on-policy).
+    spare_groups, spare_siblings: so many more groups, and trajectories of each group, are begun; the first that are
+      complete are trained on and the others let go, so that stragglers hold nobody up. Which these are depends on time,
+      so such a run cannot be repeated to the bit.
+    starts: begin episodes behind an expert's first turns (`starts.ExpertStarts`).
     row_len, micro_rows: packed rows of a micro-batch; `row_len` must hold one whole trajectory.
     eval_every: evaluate on held-out tasks every so many steps (0: only at the end of the phase).
     stop_at_reward: end the phase early once such an evaluation reaches this reward.
@@ -42,6 +49,9 @@ class Phase:
     top_p: float = 1.0
     min_p: float = 0.0
     staleness: int = 0
+    spare_groups: int = 0
+    spare_siblings: int = 0
+    starts: ExpertStarts | None = None
     optimizer: Optimizer = AdamW()
     row_len: int = 512
     micro_rows: int = 8
@@ -52,7 +62,7 @@ class Phase:
         for name in ("steps", "prompts_per_step", "group_size", "updates_per_step", "epochs", "row_len", "micro_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", setting=f"Phase.{name}", value=getattr(self, name))
-        for name in ("staleness", "eval_every", "top_k"):
+        for name in ("staleness", "eval_every", "top_k", "spare_groups", "spare_siblings"):
             if getattr(self, name) < 0:
                 raise ConfigError("must not be negative", setting=f"Phase.{name}", value=getattr(self, name))
         if self.temperature <= 0:
@@ -86,6 +96,14 @@ class Phase:
                 value=self.staleness,
                 remedy="set it to 0",
             )
+        for name in ("spare_groups", "spare_siblings", "starts"):
+            if getattr(self, name) and self.algorithm.source != "sampler":
+                raise ConfigError(
+                    f"can have no effect: {type(self.algorithm).__name__} learns from gold answers",
+                    setting=f"Phase.{name}",
+                    value=getattr(self, name),
+                    remedy="leave it out",
+                )
         if self.epochs > 1 and not self.algorithm.trains_policy:
             raise ConfigError(
                 f"can have no effect: {type(self.algorithm).__name__} does not train the policy",
@@ -105,7 +123,7 @@ class Phase:
             first_phase=first,
         )
 
-    def pack_shape(self, max_context: int, max_answer_tok: int, max_turns: int) -> PackShape:
+    def pack_shape(self, max_context: int, max_answer_tok: int, max_turns: int, restarts: int = 0) -> PackShape:
         """Fixed shape of this phase's batches: room for the worst case, whatever the lengths turn out to be."""
         response = max_answer_tok if max_turns == 1 else max_context - 1
         groups = self.prompts_per_step // self.updates_per_step
@@ -119,7 +137,7 @@ class Phase:
                 value=self.row_len,
                 remedy=f"set it to {prompt + size * response} or more",
             )
-        rows = num_rows_bound(groups, size, prompt, response, self.row_len, whole=whole)
+        rows = num_rows_bound(groups, size, prompt, response, self.row_len, whole=whole, restarts=restarts)
         return PackShape(-(-rows // self.micro_rows), self.micro_rows, self.row_len)
 
 
@@ -169,6 +187,8 @@ class Recipe:
     sampler: SamplerConfig = SamplerConfig()
     mesh: MeshSpec = MeshSpec()
     pool: PoolConfig = PoolConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    filters: FilterConfig = FilterConfig()
     evaluation: Evaluation = Evaluation()
     seed: int = 0
     save_every: int = 50

@@ -1,190 +1,306 @@
-"""One group of trajectories: environment and policy taking turns.
+"""Rollouts: environment and policy taking turns until an episode is over, group by group.
 
-A policy is whoever answers: the sampler, or the gold answers that come with an environment. Both go through the same
-function, so supervised and reinforced phases see the same token streams.
+A trajectory's token stream is the opening prompt, then sampled tokens and observations in turn, joined by the chat
+template's own separators. Nothing that was sampled is ever tokenised again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import functools
+import re
 import time
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 
-from rolljax.envs.base import Env, EnvSpec, StepResult
-from rolljax.envs.pool import EnvPool
-from rolljax.errors import DataError, EnvError, RolljaxError
+from rolljax.envs.base import StepResult
+from rolljax.envs.pool import EnvPool, Episode
+from rolljax.errors import ConfigError, DataError, EnvError, InfraError, RolljaxError
 from rolljax.model.tokenizer import Chat
-from rolljax.sampler.client import Sampler
-from rolljax.types import Completion, Group, Key, Message, Sampled, SamplingParams, Status, Task, Trajectory, Turn
+from rolljax.policies import Policy, expert
+from rolljax.starts import Start, digest
+from rolljax.types import Completion, Fault, FaultKind, Group, Key, Message, Status, Task, Trajectory, Turn
 
 
-class Policy(Protocol):
-    """Whoever answers."""
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """How episodes are conducted.
 
-    async def act(self, prompt_ids: np.ndarray, env: Env, key: Key, turn: int) -> Completion:
-        """The tokens that follow `prompt_ids [P]`, the whole stream of the episode so far."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SamplerPolicy:
-    """The model, through the sampler; randomness is addressed by run seed, key and turn."""
-
-    sampler: Sampler
-    params: SamplingParams
-    seed: int
-
-    async def act(self, prompt_ids: np.ndarray, env: Env, key: Key, turn: int) -> Completion:
-        address = (self.seed % 2**31, key.stream, key.step, key.group, key.sibling, turn)
-        return await self.sampler.generate(prompt_ids, self.params, address)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class GoldPolicy:
-    """The environment's own answers, as tokens; their log-probs are 0 and their version is -1.
-
-    max_answer_tok: a longer answer is an error, and its trajectory lost. pairs: every second sibling gives the rejected
-    answer instead of the gold one.
+    context: what happens when the next answer might not fit into the context any more. truncate: the episode goes on
+      until it is full and ends there; drop_oldest: the oldest exchanges behind the opening are left out and the stream
+      starts anew with the rest, at most `restarts` times in an episode. keep_frac: share of the context that the kept
+      part may take then.
+    retries: how often an episode is begun again after a fault of the infrastructure, with the same randomness.
+    repeats: an answer that was given, and answered, in the same way this many times in a row ends the episode (0: off).
+    answer_format: a regular expression that a whole answer must match; else `format_penalty` is added to the turn's
+      reward, as the part `format`.
     """
 
-    pool: EnvPool
-    chat: Chat
-    max_answer_tok: int
-    pairs: bool = False
+    context: Literal["truncate", "drop_oldest"] = "truncate"
+    restarts: int = 3
+    keep_frac: float = 0.5
+    retries: int = 2
+    repeats: int = 0
+    answer_format: str = ""
+    format_penalty: float = 0.0
 
-    async def act(self, prompt_ids: np.ndarray, env: Env, key: Key, turn: int) -> Completion:
-        if self.pairs and key.sibling % 2:
-            text = await self.pool.call(env.rejected, "rejected answer")
-        else:
-            text = await self.pool.call(env.gold, "gold answer")
-        tokens = self.chat.answer_ids(text)
-        if len(tokens) > self.max_answer_tok:
-            raise DataError(f"an answer of {len(tokens)} tokens, Recipe.max_answer_tok is {self.max_answer_tok}")
-        n = len(tokens)
-        return Completion(Sampled.of(tokens, np.zeros(n, np.float32), np.full(n, -1, np.int32)), "stop")
+    def __post_init__(self) -> None:
+        for name in ("restarts", "retries", "repeats"):
+            if getattr(self, name) < 0:
+                raise ConfigError("must not be negative", setting=f"RolloutConfig.{name}", value=getattr(self, name))
+        if self.repeats == 1:
+            raise ConfigError(
+                "would end every episode after its first answer",
+                setting="RolloutConfig.repeats",
+                value=1,
+                remedy="3 is usual, 0 is off",
+            )
+        if not 0 < self.keep_frac < 1:
+            raise ConfigError(
+                "must be between 0 and 1, both excluded", setting="RolloutConfig.keep_frac", value=self.keep_frac
+            )
+        try:
+            re.compile(self.answer_format)
+        except re.error as e:
+            raise ConfigError(
+                f"is not a regular expression: {e}", setting="RolloutConfig.answer_format", value=self.answer_format
+            ) from e
+        if bool(self.answer_format) != bool(self.format_penalty):
+            raise ConfigError(
+                "has no effect without the other of format_penalty and answer_format",
+                setting="RolloutConfig.answer_format",
+                value=self.answer_format,
+                remedy="set both, or neither",
+            )
+
+    @property
+    def max_restarts(self) -> int:
+        """How often a trajectory's stream may start anew."""
+        return self.restarts if self.context == "drop_oldest" else 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollouts:
     """Everything a rollout needs beside its task.
 
-    max_context: most tokens of one episode; an episode that would outgrow it is truncated.
+    max_turns, max_context, max_answer_tok: most answers of an episode, tokens of a sequence, tokens of an answer.
+    listen: keep a hash of what the environment says (`Trajectory.heard`).
     """
 
-    spec: EnvSpec
     pool: EnvPool
     chat: Chat
     policy: Policy
+    max_turns: int
     max_context: int
+    max_answer_tok: int
+    cfg: RolloutConfig = RolloutConfig()
+    listen: bool = False
 
-    async def group(self, task: Task, *, stream: int, step: int, index: int, group_size: int) -> Group:
-        """`group_size` trajectories of the same start, side by side."""
-        keys = [Key(stream, step, index, sibling) for sibling in range(group_size)]
-        trajectories = await asyncio.gather(*(self.trajectory(task, key) for key in keys))
-        return Group(task, step, index, tuple(trajectories))
+    async def group(
+        self,
+        task: Task,
+        *,
+        stream: int,
+        step: int,
+        index: int,
+        group_size: int,
+        spare: int = 0,
+        start: Start | None = None,
+    ) -> Group:
+        """`group_size` trajectories of the same start, side by side.
 
-    async def trajectory(self, task: Task, key: Key) -> Trajectory:
-        """One episode. A failure of environment or sampler comes back as its status and owner; nothing is raised."""
-        episode = _Episode(task, key)
+        With `spare` more are begun; the first `group_size` that are complete make the group and the rest is cancelled.
+        """
+        keys = [Key(stream, step, index, sibling) for sibling in range(group_size + spare)]
+        running = [asyncio.ensure_future(self.trajectory(task, key, start)) for key in keys]
         try:
-            start = time.perf_counter()
-            env, messages = await self.pool.call(
-                functools.partial(_open, self.spec, task), f"reset of {self.spec.name}"
-            )
-            episode.env_s += time.perf_counter() - start
+            if not spare:
+                return Group(task, step, index, tuple(await asyncio.gather(*running)))
+            return await _first(running, group_size, Group(task, step, index, ()))
+        finally:
+            for future in running:
+                future.cancel()
+
+    async def trajectory(self, task: Task, key: Key, start: Start | None = None) -> Trajectory:
+        """One episode. Whatever fails comes back as its status and fault; nothing is raised."""
+        for attempt in range(1, self.cfg.retries + 2):
+            record = _Record(task, key, attempt)
             try:
-                await self._play(env, messages, episode)
-            finally:
-                await self._close(env)
-        except RolljaxError as e:
-            episode.status, episode.error, episode.owner = "failed", str(e), e.owner
-        return episode.trajectory()
+                with record.waiting_for_env():
+                    episode = await self.pool.open(task)
+                try:
+                    await self._play(episode, record, start)
+                finally:
+                    await episode.close()
+            except RolljaxError as e:
+                record.status, record.fault = "failed", fault_of(e)
+            if record.fault is None or not record.fault.retryable:
+                break
+        return record.trajectory()
 
-    async def _play(self, env: Env, messages: tuple[Message, ...], episode: _Episode) -> None:
-        new_ids = self.chat.prompt_ids(messages)
-        stream = new_ids
-        for turn in range(self.spec.max_turns):
-            if len(stream) >= self.max_context:
-                episode.status = "truncated"
+    async def _play(self, episode: Episode, record: _Record, start: Start | None) -> None:
+        talk = _Talk(self.chat.prompt_ids(episode.opening))
+        replay = start.chunks if start else ()
+        if self.listen:
+            record.heard = [digest(episode.opening)]
+        if start and start.opening != digest(episode.opening):
+            raise EnvError("opens with other words than it did for the expert", stage="replay")
+        for turn in range(self.max_turns):
+            if not self._room(talk):
+                record.cut("context", f"the context of {self.max_context} tokens is full")
                 return
-            answer = await self.policy.act(stream, env, episode.key, turn)
-            episode.sample_s += answer.queue_s + answer.sample_s
-            closed = answer.finish_reason == "stop"
-            text = self.chat.text(answer.tokens)
-            start = time.perf_counter()
-            result = await self.pool.call(functools.partial(_step, env, text), f"step of {self.spec.name}")
-            episode.env_s += time.perf_counter() - start
-            episode.add(new_ids, answer, text, result)
-            if not closed or result.truncated:
-                episode.status = "truncated"
-            if not closed or result.terminated or result.truncated:
+            if turn < len(replay):
+                answer, text = expert(replay[turn].tokens, self.max_answer_tok), replay[turn].text
+            else:
+                answer = await self.policy.act(talk.stream, episode, record.key, turn)
+                text = self.chat.text(answer.tokens)
+            with record.waiting_for_env():
+                result = self._judged(text, await episode.step(text))
+            weight = float(start is None or turn >= len(replay) or turn < start.imitate)
+            record.add(talk, answer, text, result, weight)
+            if self.listen:
+                record.heard.append(digest(result.messages))
+            if turn < len(replay) and replay[turn].digest != digest(result.messages):
+                raise EnvError(f"says something else after action {turn + 1} than it did to the expert", stage="replay")
+            if self._ended(record, answer, result):
                 return
-            new_ids = self.chat.delta_ids(result.messages, closed=True)
-            stream = np.concatenate([stream, answer.tokens, new_ids])
-        episode.status = "truncated"
+            talk.grow(answer.tokens, self.chat.delta_ids(result.messages, closed=True))
+        record.cut("turns", f"{self.max_turns} turns are over")
 
-    async def _close(self, env: Env) -> None:
-        if type(env).close is Env.close:
+    def _room(self, talk: _Talk) -> bool:
+        """Whether another answer may begin; makes room for it if that is wanted."""
+        if self.cfg.context == "drop_oldest" and len(talk.stream) + self.max_answer_tok > self.max_context:
+            limit = min(int(self.cfg.keep_frac * self.max_context), self.max_context - self.max_answer_tok)
+            if talk.restarts < self.cfg.restarts:
+                talk.drop_oldest(limit)
+        return len(talk.stream) < self.max_context
+
+    def _judged(self, text: str, result: StepResult) -> StepResult:
+        """The result with the penalty for an answer of another form than was asked for."""
+        if not self.cfg.answer_format:
+            return result
+        missed = not re.fullmatch(self.cfg.answer_format, text, re.DOTALL)
+        penalty = self.cfg.format_penalty * missed
+        parts = {**result.reward_parts, "format": penalty}
+        return dataclasses.replace(result, reward=result.reward + penalty, reward_parts=parts)
+
+    def _ended(self, record: _Record, answer: Completion, result: StepResult) -> bool:
+        if answer.finish_reason != "stop":
+            record.cut("answer", f"an answer was cut: {answer.finish_reason}")
+        elif result.truncated:
+            record.cut("env", "the environment ended the episode before its end")
+        elif not result.terminated and self.cfg.repeats and record.repeats >= self.cfg.repeats:
+            record.cut("repeat", f"the same answer {record.repeats} times in a row, to no effect", kind="agent")
+        return record.status == "truncated" or result.terminated
+
+
+async def _first(running: Sequence[asyncio.Future[Trajectory]], wanted: int, group: Group) -> Group:
+    """The group of the first `wanted` that are complete; of those that failed as well, if there are too few."""
+    done: list[Trajectory] = []
+    failed: list[Trajectory] = []
+    for future in asyncio.as_completed(running):
+        trajectory = await future
+        (failed if trajectory.status == "failed" else done).append(trajectory)
+        if len(done) == wanted:
+            break
+    members = sorted((done + failed[: wanted - len(done)]), key=lambda t: t.key.sibling)
+    return dataclasses.replace(group, trajectories=tuple(members), cancelled=len(running) - len(members))
+
+
+def fault_of(error: RolljaxError) -> Fault:
+    """Whose failure it was."""
+    if isinstance(error, EnvError):
+        infra = isinstance(error, InfraError)
+        kind: FaultKind = "infra" if infra else "limit" if error.stage == "episode" else "env"
+        return Fault(kind, error.stage, str(error), retryable=infra)
+    return Fault("env" if isinstance(error, DataError) else "infra", error.owner, str(error))
+
+
+class _Talk:
+    """The token stream of an episode.
+
+    stream: all that the model sees. new_ids: its end that no turn has on record yet. restarted: it has just begun anew.
+    """
+
+    def __init__(self, opening_ids: np.ndarray) -> None:
+        self.stream = self.new_ids = self._opening = opening_ids
+        self._exchanges: list[np.ndarray] = []
+        self.restarted, self.restarts = False, 0
+
+    def grow(self, answer: np.ndarray, observation: np.ndarray) -> None:
+        """An answer, and what follows it."""
+        self._exchanges.append(np.concatenate([answer, observation]))
+        self.stream, self.new_ids = np.concatenate([self.stream, answer, observation]), observation
+        self.restarted = False
+
+    def drop_oldest(self, limit: int) -> None:
+        """Begin anew with the opening and as many of the last exchanges, at least one, as `limit` tokens hold."""
+        if len(self._exchanges) < 2:
             return
-        try:
-            await self.pool.call(env.close, f"close of {self.spec.name}")
-        except EnvError:
-            pass  # the episode is over; a failing close is not its failure
-
-
-def _open(spec: EnvSpec, task: Task) -> tuple[Env, tuple[Message, ...]]:
-    env = spec.make()
-    try:
-        return env, env.reset(task)
-    except BaseException:
-        env.close()
-        raise
-
-
-def _step(env: Env, text: str) -> StepResult:
-    result = env.step(text)
-    if not np.isfinite(result.reward):
-        raise EnvError(f"a reward of {result.reward} is not a number")
-    return result
+        room, kept = limit - len(self._opening), self._exchanges
+        while len(kept) > 1 and sum(map(len, kept)) > room:
+            kept = kept[1:]
+        if len(kept) < len(self._exchanges):
+            self._exchanges = kept
+            self.stream = self.new_ids = np.concatenate([self._opening, *kept])
+            self.restarted, self.restarts = True, self.restarts + 1
 
 
 @dataclasses.dataclass(eq=False)
-class _Episode:
+class _Record:
     """A trajectory in the making."""
 
     task: Task
     key: Key
+    attempt: int
     turns: list[Turn] = dataclasses.field(default_factory=list)
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     reward: float = 0.0
     success: bool = False
     status: Status = "ok"
-    error: str = ""
-    owner: str = ""
+    fault: Fault | None = None
+    heard: list[str] = dataclasses.field(default_factory=list)
     env_s: float = 0.0
     sample_s: float = 0.0
+    repeats: int = 0
+    last: tuple[str, tuple[Message, ...]] | None = None
 
-    def add(self, prompt_ids: np.ndarray, answer: Completion, text: str, result: StepResult) -> None:
+    @contextlib.contextmanager
+    def waiting_for_env(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.env_s += time.perf_counter() - start
+
+    def add(self, talk: _Talk, answer: Completion, text: str, result: StepResult, weight: float) -> None:
         self.turns.append(
             Turn(
-                prompt_ids,
+                talk.new_ids,
                 answer.tokens,
                 answer.sampler_logp,
                 answer.versions,
                 answer.finish_reason,
                 result.reward,
                 text,
-                result.weight,
+                result.weight * weight,
+                talk.restarted,
             )
         )
+        self.sample_s += answer.queue_s + answer.sample_s
         self.reward += result.reward
         self.success = self.success or result.success
-        for name, value in result.reward_parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + value
+        for total, values in ((self.parts, result.reward_parts), (self.metrics, result.metrics)):
+            for name, value in values.items():
+                total[name] = total.get(name, 0.0) + value
+        self.repeats = self.repeats + 1 if self.last == (text, result.messages) else 1
+        self.last = (text, result.messages)
+
+    def cut(self, stage: str, why: str, kind: Literal["limit", "agent"] = "limit") -> None:
+        """The episode ends before its end, and counts."""
+        self.status, self.fault = "truncated", Fault(kind, stage, why)
 
     def trajectory(self) -> Trajectory:
         return Trajectory(
@@ -195,8 +311,10 @@ class _Episode:
             self.parts,
             self.success,
             self.status,
-            self.error,
-            self.owner,
+            self.fault,
+            self.metrics,
+            tuple(self.heard) if self.heard else None,
+            self.attempt,
             self.env_s,
             self.sample_s,
         )

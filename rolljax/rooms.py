@@ -13,15 +13,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rolljax.buffer import Background
-from rolljax.envs.base import Env
-from rolljax.envs.pool import EnvPool
+from rolljax.envs.pool import EnvPool, Episode
 from rolljax.envs.tasks import held_out
 from rolljax.errors import ConfigError, EnvError
 from rolljax.model import hf
 from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
+from rolljax.policies import GoldPolicy, Policy, SamplerPolicy
 from rolljax.recipe import Phase, Recipe
-from rolljax.rollout import GoldPolicy, Policy, Rollouts, SamplerPolicy
+from rolljax.rollout import Rollouts
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.trainer.mesh import BATCH_AXES, num_batch_shards, param_shardings
@@ -30,6 +30,7 @@ from rolljax.types import EVAL_STREAM, Message, SamplingParams, Task, Trajectory
 
 PROBED_TASKS = 64
 """Training tasks whose prompts are measured before a run starts."""
+PROBED_AT_ONCE = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +86,8 @@ def plan(recipe: Recipe) -> Plan:
     if recipe.env.max_turns > 1:
         chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
-    longest = 0
-    first_prompt: tuple[Message, ...] = ()
-    env = recipe.env.make()
-    for task in [recipe.env.task(0), *(recipe.env.task(i) for i in range(1, PROBED_TASKS)), *heldout]:
-        messages = env.reset(task)
-        if not first_prompt and any(p.algorithm.source == "pairs" for p in recipe.phases):
-            check_pairs(env, recipe.env.name)
-        first_prompt = first_prompt or messages
-        longest = max(longest, len(chat.prompt_ids(messages)))
-    env.close()
+    openings = asyncio.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
+    longest = max(len(chat.prompt_ids(messages)) for messages in openings)
     if longest + recipe.max_answer_tok > recipe.sampler.max_context:
         raise ConfigError(
             f"is too short: prompts of {recipe.env.name} take {longest} tokens, an answer {recipe.max_answer_tok}",
@@ -102,13 +95,45 @@ def plan(recipe: Recipe) -> Plan:
             value=recipe.sampler.max_context,
             remedy=f"set it to {longest + recipe.max_answer_tok} or more",
         )
-    return Plan(recipe, mesh, model, chat, heldout, first_prompt, longest)
+    return Plan(recipe, mesh, model, chat, heldout, openings[0], longest)
 
 
-def check_pairs(env: Env, name: str) -> None:
+async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
+    """The opening messages of those `tasks` that start, through a pool of the recipe's own kind.
+
+    Raises:
+      EnvError: none of them starts. ConfigError: pairs are asked of an environment that has none.
+    """
+    pool = EnvPool(recipe.pool, recipe.env)
+    pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
+
+    async def opening(task: Task) -> tuple[Message, ...] | EnvError:
+        try:
+            episode = await pool.open(task)
+        except EnvError as e:
+            return e
+        if pairs and task is tasks[0]:
+            await check_pairs(episode, recipe.env.name)
+        await episode.close()
+        return episode.opening
+
+    try:
+        found: list[tuple[Message, ...] | EnvError] = []
+        for first in range(0, len(tasks), PROBED_AT_ONCE):
+            found += await asyncio.gather(*map(opening, tasks[first : first + PROBED_AT_ONCE]))
+    finally:
+        pool.close()
+    openings = [x for x in found if not isinstance(x, EnvError)]
+    if not openings:
+        assert isinstance(found[-1], EnvError)
+        raise found[-1]
+    return openings
+
+
+async def check_pairs(episode: Episode, name: str) -> None:
     """Raise `ConfigError` if the environment cannot be a source of pairs."""
     try:
-        env.rejected()
+        await episode.rejected()
     except EnvError as e:
         raise ConfigError(
             f"learns from pairs: {e}",
@@ -148,7 +173,7 @@ class Rooms:
             longest_prompt=plan.longest_prompt_tok,
             multi_turn=plan.recipe.env.max_turns > 1,
         )
-        self.pool = EnvPool(plan.recipe.pool)
+        self.pool = EnvPool(plan.recipe.pool, plan.recipe.env)
         self.background = Background(should_stop)
 
     def __enter__(self) -> Rooms:
@@ -179,11 +204,12 @@ class Rooms:
         source = phase.algorithm.source
         if source == "sampler":
             return self.policy(phase.temperature, top_k=phase.top_k, top_p=phase.top_p, min_p=phase.min_p)
-        return GoldPolicy(self.pool, self.plan.chat, self.recipe.max_answer_tok, pairs=source == "pairs")
+        return GoldPolicy(self.plan.chat, self.recipe.max_answer_tok, pairs=source == "pairs")
 
-    def rollouts(self, policy: Policy) -> Rollouts:
+    def rollouts(self, policy: Policy, *, listen: bool = False) -> Rollouts:
         r = self.recipe
-        return Rollouts(r.env, self.pool, self.plan.chat, policy, r.sampler.max_context)
+        limits = (r.env.max_turns, r.sampler.max_context, r.max_answer_tok)
+        return Rollouts(self.pool, self.plan.chat, policy, *limits, r.rollout, listen)
 
     def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
         """One trajectory for each held-out task, with the weights that are published now.

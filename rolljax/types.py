@@ -21,6 +21,7 @@ import numpy as np
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "truncated", "failed"]
+FaultKind = Literal["infra", "env", "agent", "limit"]
 FinishReason = Literal["stop", "length", "context", "abort"]
 
 
@@ -47,6 +48,25 @@ class Task:
     def id(self) -> str:
         """16 hex digits of the SHA-256 of environment name and content."""
         return hashlib.sha256(f"{self.env}\0{self.content}".encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an episode is not "ok".
+
+    kind: infra (machine, worker, sandbox, server, sampler), env (the environment itself), agent (what the policy did),
+      limit (tokens, turns, wall clock). After the first two the episode "failed" and takes no part in credit, and after
+      running out of time too: nobody knows whose time it was. Else it was "truncated" and does take part.
+    stage: reset, step, sample, ... detail: for a person. retryable: the same episode may be tried again from its start.
+    """
+
+    kind: FaultKind
+    stage: str
+    detail: str
+    retryable: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.stage}): {self.detail}" if self.stage else f"{self.kind}: {self.detail}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,6 +175,9 @@ class Turn:
 
     `prompt_ids [P]` are only the tokens since the previous turn's last sampled token, so that the token stream of a
     trajectory is the plain concatenation of its turns: sampled ids are never tokenised again.
+
+    restart: the stream starts anew here, and `prompt_ids` is the whole prompt: the conversation before was cut, or was
+    not this one. A trajectory is then more than one sequence to the model, and still one episode to credit.
     """
 
     prompt_ids: np.ndarray
@@ -166,11 +189,12 @@ class Turn:
     text: str
     weight: float = 1.0
     """Of its loss in supervised training: 0 leaves a turn of a recorded conversation out."""
+    restart: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One episode: its turns, its reward by named parts, how it ended, and whose fault a failure was."""
+    """One episode: its turns, its reward by named parts, how it ended, and whose fault it was."""
 
     key: Key
     task: Task
@@ -179,14 +203,31 @@ class Trajectory:
     reward_parts: Mapping[str, float]
     success: bool
     status: Status
-    error: str = ""
-    error_owner: str = ""
+    fault: Fault | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers of the environment, summed over the turns."""
+    heard: tuple[str, ...] | None = None
+    """A hash of what the environment said at the opening and after each turn, where starts ask for it."""
+    attempts: int = 1
+    """How often it was begun; more than 1 after faults of the infrastructure."""
     env_s: float = 0.0
     sample_s: float = 0.0
 
     @property
     def num_sampled_tok(self) -> int:
         return sum(len(t.tokens) for t in self.turns)
+
+    @property
+    def num_replayed(self) -> int:
+        """Turns of an expert that the episode began with."""
+        return sum(bool(len(t.versions)) and bool((t.versions < 0).all()) for t in self.turns)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where in `stream()` each of its sequences begins: 0, and every turn that restarts."""
+        sizes = [len(t.prompt_ids) + len(t.tokens) for t in self.turns]
+        begins = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+        return begins[[i == 0 or t.restart for i, t in enumerate(self.turns)]]
 
     def stream(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, `sampled` mask and sampler log-probs (0 where not sampled) of the whole episode, each `[T]`."""
@@ -214,6 +255,8 @@ class Group:
     step: int
     index: int
     trajectories: tuple[Trajectory, ...]
+    cancelled: int = 0
+    """Spare episodes that were let go when enough others were complete."""
 
     @property
     def rewards(self) -> np.ndarray:

@@ -8,8 +8,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # programs that several tests compile, in this process or in their own, are compiled once
-_compiled = tempfile.TemporaryDirectory(prefix="rolljax-compiled-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="rolljax-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

@@ -18,13 +18,33 @@ from rolljax.errors import ConfigError
 from rolljax.types import Task
 
 NAMES: dict[str, str] = {
-    "frozen_lake": "rolljax.envs.frozen_lake.FrozenLake",
+    "frozen_lake": "rolljax.envs.games.frozen_lake.FrozenLake",
+    "sokoban": "rolljax.envs.games.sokoban.Sokoban",
+    "guess_number": "rolljax.envs.games.guess_number.GuessNumber",
+    "countdown": "rolljax.envs.games.countdown.Countdown",
+    "mastermind": "rolljax.envs.games.mastermind.Mastermind",
+    "key_door": "rolljax.envs.games.key_door.KeyDoor",
+    "key_door_chain": "rolljax.envs.games.key_door_chain.KeyDoorChain",
+    "house": "rolljax.envs.games.house.House",
+    "calculator": "rolljax.envs.tools.calculator.CalculatorTask",
+    "shop": "rolljax.envs.worlds.shop.Shop",
+    "travel": "rolljax.envs.worlds.travel.Travel",
+    "word_problems": "rolljax.envs.worlds.word_problems.WordProblems",
     "records": "rolljax.envs.records.Records",
+    "terminal": "rolljax.envs.programs.terminal.TerminalTasks",
 }
 """Short name -> class."""
 
 PREFIXES: dict[str, tuple[str, str]] = {
-    "rg": ("rolljax.envs.reasoning.ReasoningGym", "family"),
+    "rg": ("rolljax.envs.adapters.reasoning_gym.ReasoningGym", "family"),
+    "gymnasium": ("rolljax.envs.adapters.gymnasium.Gymnasium", "id"),
+    "textarena": ("rolljax.envs.adapters.textarena.TextArena", "id"),
+    "gem": ("rolljax.envs.adapters.gem.Gem", "id"),
+    "openenv": ("rolljax.envs.adapters.openenv.OpenEnv", "url"),
+    "rock": ("rolljax.envs.adapters.rock.Rock", "url"),
+    "taubench": ("rolljax.envs.adapters.taubench.TauBench", "path"),
+    "code": ("rolljax.envs.programs.code_problems.CodeProblems", "path"),
+    "harbor": ("rolljax.envs.programs.terminal.HarborTasks", "path"),
 }
 """Prefix before a colon -> class, and the setting that what follows the colon is given to."""
 

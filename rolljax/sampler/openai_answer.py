@@ -60,7 +60,7 @@ class Run:
             pending = self.service.sampler.submit(
                 self.job.prompts[i // self.job.n].ids,
                 self.job.params,
-                (int(seeded), seed >> 31, seed & (2**31 - 1), i),
+                self.job.address or (int(seeded), seed >> 31, seed & (2**31 - 1), i),
                 priority=self.job.priority,
                 on_tokens=functools.partial(self._on_tokens, i) if self.job.stream else None,
             )
@@ -72,6 +72,8 @@ class Run:
 
     def _on_done(self, i: int, completion: asyncio.Future[Completion]) -> None:
         completion.exception()  # marks an error as seen, should nobody ask for this answer any more
+        if self.job.call is not None:
+            self.job.call.sampled()
         self._events.put_nowait((i, None))
 
     def abort(self) -> None:
@@ -84,6 +86,8 @@ class Run:
         """Must be called at the end, however it came."""
         self.service.runs.discard(self)
         self.abort()
+        if self.job.call is not None:
+            self.job.call.close()
 
     # ---- the two forms of an answer
 
@@ -102,6 +106,7 @@ class Run:
             elif job.return_token_ids:
                 choice["prompt_token_ids"] = answer.prompt.ids.tolist()
             choices.append(choice)
+        self._record(done)
         reply = self._envelope(choices) | {"usage": self._usage(done)}
         if job.chat and job.return_token_ids:
             reply["prompt_token_ids"] = job.prompts[0].ids.tolist()
@@ -122,6 +127,7 @@ class Run:
                 if sampled is None:
                     done[i] = await self._completion(i)
                 chunks += self._chunks(i, sampled, done.get(i))
+            self._record([done[i] for i in sorted(done)])
             if job.include_usage:
                 usage = self._usage([done[i] for i in sorted(done)])
                 chunks.append(self._envelope([], ".chunk") | {"usage": usage})
@@ -158,6 +164,11 @@ class Run:
 
     # ---- parts of both
 
+    def _record(self, done: Sequence[Completion]) -> None:
+        """Put the answer of a session's call on record, before its program can see the end of it."""
+        if self.job.call is not None:
+            self.job.call.answered(done[0], self._answers[0].text)
+
     async def _completion(self, i: int) -> Completion:
         if not self.job.params.max_tokens:
             return Completion(NOTHING, "length")
@@ -167,7 +178,8 @@ class Run:
         except SamplerError as e:
             raise self._failed(e) from e
         if completion.finish_reason == "abort":
-            raise ApiError(503, "the answer was given up: the server is shutting down", code="unavailable")
+            reason = self.service.unavailable() or "its session has ended"
+            raise ApiError(503, f"the answer was given up: {reason}", code="unavailable")
         self.service.metrics.answered(self._submitted_s - self._started_s, completion)
         return completion
 
@@ -236,6 +248,11 @@ class Answer:
         if job.return_token_ids:
             fields |= {"token_ids": sampled.tokens.tolist(), "versions": sampled.versions.tolist()}
         return fields
+
+    @property
+    def text(self) -> str:
+        """Everything that `piece` has shown."""
+        return self._text.shown
 
     def reason(self, completion: Completion) -> str:
         return "stop" if self._text.stopped or completion.finish_reason == "stop" else "length"

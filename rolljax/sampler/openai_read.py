@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from rolljax.errors import ConfigError
+from rolljax.model.tokenizer import Chat
 from rolljax.sampler.engine import MAX_STOP_IDS
 from rolljax.sampler.openai_types import (
     ApiError,
@@ -17,6 +19,7 @@ from rolljax.sampler.openai_types import (
     CompletionBody,
     Job,
     Prompt,
+    Said,
     Served,
     check_body,
     parse_json,
@@ -46,8 +49,15 @@ def read_completion(raw: dict[str, Any], served: Served) -> Job:
     return _job(body, served, prompts, max_tokens, body.logprobs, echo=bool(body.echo))
 
 
-def read_chat(raw: dict[str, Any], served: Served) -> Job:
-    """The job of a `/v1/chat/completions` body."""
+def conversation_ids(chat: Chat, said: Said) -> np.ndarray:
+    """Ids of a conversation as its texts are tokenised."""
+    return chat.conversation_ids(said.messages, said.tools, said.options)
+
+
+def read_chat(
+    raw: dict[str, Any], served: Served, prompt_ids: Callable[[Chat, Said], np.ndarray] = conversation_ids
+) -> Job:
+    """The job of a `/v1/chat/completions` body, whose prompt is what `prompt_ids` makes of the conversation."""
     body = check_body(ChatBody, raw)
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs", "needs logprobs: true", body.top_logprobs)
@@ -57,10 +67,18 @@ def read_chat(raw: dict[str, Any], served: Served) -> Job:
         raise refuse("max_tokens", "differs from max_completion_tokens; leave it out", body.max_tokens)
     if body.max_tokens == 0:
         raise refuse("max_tokens", "must be at least 1", 0)
-    ids = _chat_ids(body, served)
+    if served.chat is None:
+        raise ApiError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
+    said = _said(body)
+    try:
+        ids = prompt_ids(served.chat, said)
+    except ConfigError as e:
+        raise refuse("tools" if said.tools else "messages", str(e).replace("\n", " ")) from None
+    ids = _check_length("messages", ids, served)
     max_tokens = body.max_completion_tokens or body.max_tokens or served.max_context
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
-    return _job(body, served, (Prompt(ids, ""),), max_tokens, alternatives, chat=True)
+    job = _job(body, served, (Prompt(ids, ""),), max_tokens, alternatives, chat=True)
+    return dataclasses.replace(job, said=said)
 
 
 def _job(
@@ -159,9 +177,7 @@ def _prompts(value: Any, served: Served) -> tuple[Prompt, ...]:
     return (one("prompt", value),)
 
 
-def _chat_ids(body: ChatBody, served: Served) -> np.ndarray:
-    if served.chat is None:
-        raise ApiError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
+def _said(body: ChatBody) -> Said:
     messages = [_message(f"messages[{i}]", m) for i, m in enumerate(body.messages)]
     tools = [] if body.tool_choice == "none" else body.tools or []
     for i, tool in enumerate(tools):
@@ -169,21 +185,10 @@ def _chat_ids(body: ChatBody, served: Served) -> np.ndarray:
         if tool.get("type") != "function" or not isinstance(function, dict) or not _is_text(function.get("name")):
             raise refuse(f"tools[{i}]", 'must be {"type": "function", "function": {"name": ..., ...}}', tool)
     options = body.chat_template_kwargs or {}
-    taken = {
-        "conversation",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-    } & options.keys()
+    taken = TEMPLATE_OWN & options.keys()
     if taken:
         raise refuse(f"chat_template_kwargs.{min(taken)}", "cannot be set here")
-    try:
-        ids = served.chat.conversation_ids(messages, tools, options)
-    except ConfigError as e:
-        raise refuse("tools" if tools else "messages", str(e).replace("\n", " ")) from None
-    return _check_length("messages", ids, served)
+    return Said(messages, tools, options)
 
 
 def _message(where: str, raw: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,11 @@ class TextStream:
         self._shown = 0
         self.stopped = False
 
+    @property
+    def shown(self) -> str:
+        """All the text that was returned so far."""
+        return self._text[: self._shown]
+
     def add(self, ids: Sequence[int], *, last: bool) -> str:
         """Take more tokens; returns the text that can be shown now, all of it if these are the last."""
         if self.stopped:

@@ -14,13 +14,16 @@ import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rolljax.model.tokenizer import Chat
 from rolljax.types import SamplingParams
+
+if TYPE_CHECKING:
+    from rolljax.sampler.openai_session import Call
 
 MAX_DEPTH = 64
 MAX_STOP_CHARS = 256
@@ -118,11 +121,22 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Said:
+    """A conversation as chat templates take it: text as content, tool arguments as objects."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    options: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Job:
     """One HTTP request as the sampler understands it.
 
     alternatives: likely tokens reported beside each sampled one; None: no log-probs at all. raw_logprobs: those of the
     model's own law instead of the law sampled from. seed: None draws one.
+    said: the conversation of a chat. In a session: overridden are the fields that have no effect, call is the record,
+    and address that of the randomness (else it follows from the seed).
     """
 
     chat: bool
@@ -137,6 +151,10 @@ class Job:
     return_token_ids: bool
     stream: bool
     include_usage: bool
+    said: Said | None = None
+    overridden: tuple[str, ...] = ()
+    call: Call | None = None
+    address: tuple[int, ...] | None = None
 
 
 # ---- the fields

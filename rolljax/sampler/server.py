@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import hmac
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.openai_answer import Json, Run, dump
 from rolljax.sampler.openai_read import read_chat, read_completion
+from rolljax.sampler.openai_session import Session, Sessions
 from rolljax.sampler.openai_text import Vocabulary
 from rolljax.sampler.openai_types import ApiError, Job, Served, parse_json
 from rolljax.sampler.server_metrics import ServerMetrics
@@ -51,10 +52,14 @@ class HungUp(Exception):
 
 
 class Service:
-    """The server's state, and its endpoints. `app` is the ASGI application."""
+    """The server's state, and its endpoints. `app` is the ASGI application.
 
-    def __init__(self, sampler: Sampler, served: Served, limits: Limits) -> None:
-        self.sampler, self.served, self.limits = sampler, served, limits
+    sessions: with them, the key of an open session lets its program in, and its calls are recorded; without another key
+    in `limits` nobody else is let in.
+    """
+
+    def __init__(self, sampler: Sampler, served: Served, limits: Limits, sessions: Sessions | None = None) -> None:
+        self.sampler, self.served, self.limits, self.sessions = sampler, served, limits, sessions
         self.vocabulary = Vocabulary(served.tokenizer)
         self.metrics = ServerMetrics(sampler)
         self.metrics.open.set_function(lambda: self.open)
@@ -88,10 +93,10 @@ class Service:
     # ---- endpoints
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, read_completion)
+        return await self._answer(request, chat=False)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, read_chat)
+        return await self._answer(request, chat=True)
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._model()]})
@@ -128,21 +133,27 @@ class Service:
 
     # ---- one request for tokens
 
-    async def _answer(self, request: Request, read: Callable[[Json, Served], Job]) -> Response:
+    async def _answer(self, request: Request, *, chat: bool) -> Response:
         started_s = time.perf_counter()
+        session: Session | None = request.scope.get("rolljax_session")
         body = await self._body(request)
         if len(body) < LARGE_BODY:
-            job = read(parse_json(body), self.served)
+            job = self._read(body, chat, session)
         else:
-            loop = asyncio.get_running_loop()
-            job = await loop.run_in_executor(self._reader, lambda: read(parse_json(body), self.served))
-        run = Run(self, job, started_s)
+            job = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, body, chat, session)
+        run = Run(self, job if session is None else session.begin(job), started_s)
         if job.stream:
             return EventStream(run)
         try:
             return _json(await until_hangup(request.receive, run.whole()))
         finally:
             run.close()
+
+    def _read(self, body: bytes, chat: bool, session: Session | None) -> Job:
+        raw = parse_json(body)
+        if session is not None:
+            return session.read(raw, chat, self.served)
+        return read_chat(raw, self.served) if chat else read_completion(raw, self.served)
 
     async def _body(self, request: Request) -> bytes:
         """The body of a JSON request, unless it is too large."""
@@ -161,6 +172,14 @@ class Service:
         return bytes(body)
 
     # ---- the end
+
+    def end(self, session: Session) -> None:
+        """Take no more calls of a session, and give up those that are running."""
+        assert self.sessions is not None
+        self.sessions.end(session)
+        for run in list(self.runs):
+            if run.job.call is not None and run.job.call.session is session:
+                run.abort()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait for those that are open, abort what is left after `timeout_s`."""
@@ -209,9 +228,8 @@ class Gate:
 
     def _refusal(self, scope: Scope, path: str, generating: bool) -> ApiError | None:
         service, limits = self._service, self._service.limits
-        if path != "/health" and limits.keys and not self._key_fits(scope):
-            message = "no valid key: send the header 'Authorization: Bearer KEY' with a key the server was started with"
-            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if path != "/health" and (refusal := self._let_in(scope)):
+            return refusal
         if generating and (reason := service.unavailable()):
             return ApiError(503, reason, code="unavailable", headers={"Retry-After": "5"})
         if generating and service.open >= limits.concurrency:
@@ -219,11 +237,25 @@ class Gate:
             return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
         return None
 
-    def _key_fits(self, scope: Scope) -> bool:
-        headers = dict(scope["headers"])
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        fits = [hmac.compare_digest(given.strip(), key.encode()) for key in self._service.limits.keys]
-        return kind.lower() == b"bearer" and any(fits)
+    def _let_in(self, scope: Scope) -> ApiError | None:
+        """Look at the key, and put the session that it opens into the scope."""
+        keys, sessions = self._service.limits.keys, self._service.sessions
+        if not keys and sessions is None:
+            return None
+        kind, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        key = given.strip() if kind.lower() == b"bearer" else b""
+        fits = [hmac.compare_digest(key, k.encode()) for k in keys]
+        if any(fits):
+            return None
+        try:
+            session = None if sessions is None else sessions.find(key.decode("latin-1"))
+        except ApiError as e:
+            return e
+        if session is not None:
+            scope["rolljax_session"] = session
+            return None
+        message = "no valid key: send the header 'Authorization: Bearer KEY' with a key the server was started with"
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 class EventStream(Response):

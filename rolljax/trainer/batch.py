@@ -41,7 +41,8 @@ class TokenBatch:
     prev: jax.Array
     """Index in the row of the token before this one; itself where there is none."""
     sequence_ids: jax.Array
-    """Numbers the trajectories of a row; 0 where no token is sampled. A trajectory is never split over rows."""
+    """Numbers the sequences of a row; 0 where no token is sampled. A sequence is never split over rows; a trajectory is
+    one, and one more for every time its stream starts anew."""
     chunk_ids: jax.Array
     """The same for turns."""
     scale: jax.Array
@@ -100,6 +101,7 @@ class Sample:
     """One trajectory ready for packing.
 
     tokens [T]: the whole stream. at [n]: where its n sampled tokens stand in it. turns [n]: the turn of each.
+    starts: where in `tokens` its sequences begin (0 first).
     columns: what is said about each sampled token, `[n]` or `[n, C]`, by the name it has in `TokenBatch`; `mask` (bool)
     tells which of them count.
     """
@@ -108,6 +110,7 @@ class Sample:
     at: np.ndarray
     turns: np.ndarray
     columns: Mapping[str, np.ndarray]
+    starts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
 
     @property
     def mask(self) -> np.ndarray:
@@ -119,7 +122,8 @@ class Sample:
         tokens, sampled, logp = trajectory.stream()
         at = np.flatnonzero(sampled)
         turns = np.repeat(np.arange(len(trajectory.turns)), [len(t.tokens) for t in trajectory.turns])
-        return Sample(tokens, at, turns, {"mask": np.ones(len(at), bool), "sampler_logp": logp[at]})
+        columns = {"mask": np.ones(len(at), bool), "sampler_logp": logp[at]}
+        return Sample(tokens, at, turns, columns, trajectory.starts)
 
     def with_columns(self, **columns: np.ndarray) -> Sample:
         """The same trajectory with more (or other) columns."""
@@ -141,13 +145,26 @@ class Packed:
 
 
 def num_rows_bound(
-    num_groups: int, group_size: int, prompt_tok: int, response_tok: int, row_len: int, *, whole: bool = False
+    num_groups: int,
+    group_size: int,
+    prompt_tok: int,
+    response_tok: int,
+    row_len: int,
+    *,
+    whole: bool = False,
+    restarts: int = 0,
 ) -> int:
-    """Rows that always suffice for `num_groups` groups with prompts and responses of at most so many tokens."""
+    """Rows that always suffice for `num_groups` groups with prompts and responses of at most so many tokens.
+
+    Args:
+      whole: no group is split. restarts: how often the stream of a trajectory may start anew.
+    """
     per_row = max(1, (row_len - prompt_tok) // max(response_tok, 1))
-    alone = num_groups * (1 if whole else -(-group_size // per_row))
+    later = group_size * restarts
+    alone = num_groups * (1 if whole else -(-group_size // per_row) + later)
+    tokens = -(-group_size // per_row) * prompt_tok + group_size * response_tok + later * (prompt_tok + response_tok)
     # first fit leaves at most one row no more than half full
-    dense = 2 * num_groups * (-(-group_size // per_row) * prompt_tok + group_size * response_tok) // row_len + 1
+    dense = 2 * num_groups * tokens // row_len + 1
     return max(1, min(alone, dense))
 
 
@@ -180,13 +197,13 @@ def pack(
     for name in {"scale", "advantages", *names} - {"mask"}:
         tail = np.shape(names[name])[1:] if name in names else ()
         arrays[name] = np.zeros((num_rows, shape.row_len, *tail), np.float32)
-    places: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] * len(g) for g in groups]
+    places = [[np.zeros(len(s.at), np.int64) for s in g] for g in groups]
     masks = [[s.mask for s in g] for g in groups]
     scales = token_scales(masks, aggregation, limit_tok)
     for row, members in enumerate(rows):
         writer = _RowWriter(arrays, row)
         for part in members:
-            writer.write(part, groups[part.group], scales[part.group], places[part.group])
+            writer.write(part, scales[part.group], places[part.group])
     scalars = {
         "num_micro": np.int32(-(-len(rows) // shape.micro_rows)),
         "num_tokens": np.float32(sum(int(m.sum()) for g in masks for m in g)),
@@ -198,37 +215,80 @@ def pack(
     return Packed(TokenBatch(**cut, **scalars), places)  # type: ignore[arg-type]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stream:
+    """One sequence of a trajectory: `tokens[lo:hi]`, in which sampled tokens `first` to `last - 1` stand."""
+
+    sample: Sample
+    member: int
+    lo: int
+    hi: int
+    first: int
+    last: int
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.sample.tokens[self.lo : self.hi]
+
+    @property
+    def at(self) -> np.ndarray:
+        return self.sample.at[self.first : self.last] - self.lo
+
+    def __len__(self) -> int:
+        return self.hi - self.lo
+
+    @staticmethod
+    def all_of(sample: Sample, member: int) -> list[_Stream]:
+        ends = [*sample.starts[1:], len(sample.tokens)]
+        border = [0, *np.searchsorted(sample.at, ends)]
+        each = zip(sample.starts, ends, border, border[1:], strict=False)
+        return [_Stream(sample, member, int(lo), int(hi), int(a), int(b)) for lo, hi, a, b in each]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
-    """Siblings of one group that stand in one row, behind the prompt they share."""
+    """Sequences of one group that stand in one row, behind the prompt they share."""
 
     group: int
     prefix: int
-    members: tuple[int, ...]
-    size: int
+    members: tuple[_Stream, ...]
+
+    @property
+    def size(self) -> int:
+        return self.prefix + sum(len(s) - self.prefix for s in self.members)
 
 
 def _parts(index: int, group: Sequence[Sample], row_len: int, whole: bool) -> list[_Part]:
+    streams = [_Stream.all_of(sample, member) for member, sample in enumerate(group)]
+    siblings, later = [s[0] for s in streams], [one for s in streams for one in s[1:]]
+    if whole and later:
+        raise DataError("trajectories are compared as wholes, and one of them is more than one sequence")
+    parts = _side_by_side(index, siblings, row_len, whole)
+    return parts + [part for one in later for part in _side_by_side(index, [one], row_len, whole)]
+
+
+def _side_by_side(index: int, group: Sequence[_Stream], row_len: int, whole: bool) -> list[_Part]:
+    """Parts of siblings behind a shared prompt, as many in each as fit."""
     prefix = _shared_prefix(group)
-    own = [len(s.tokens) - prefix for s in group]
+    own = [len(s) - prefix for s in group]
     if prefix + max(own) > row_len:
-        raise DataError(f"a trajectory of {prefix + max(own)} tokens is longer than a row of {row_len}")
+        raise DataError(f"a sequence of {prefix + max(own)} tokens is longer than a row of {row_len}")
     if whole and prefix + sum(own) > row_len:
         raise DataError(
             f"a group of {prefix + sum(own)} tokens, that must stay together, is longer than a row of {row_len}"
         )
-    lots: list[list[int]] = []
+    lots: list[list[_Stream]] = []
     room = 0
-    for member, length in enumerate(own):
+    for stream, length in zip(group, own, strict=True):
         if not lots or length > room:
             lots.append([])
             room = row_len - prefix
-        lots[-1].append(member)
+        lots[-1].append(stream)
         room -= length
-    return [_Part(index, prefix, tuple(lot), prefix + sum(own[m] for m in lot)) for lot in lots]
+    return [_Part(index, prefix, tuple(lot)) for lot in lots]
 
 
-def _shared_prefix(group: Sequence[Sample]) -> int:
+def _shared_prefix(group: Sequence[_Stream]) -> int:
     """Tokens at the start that all siblings have in common and none of them sampled; at least 1."""
     shortest = min(min(len(s.tokens), int(s.at[0]) if len(s.at) else len(s.tokens) - 1) for s in group)
     first = group[0].tokens[:shortest]
@@ -266,18 +326,15 @@ class _RowWriter:
         self.offset = row * len(self.arrays["tokens"])
         self.at = self.segment = self.sequence = self.chunk = 0
 
-    def write(
-        self, part: _Part, group: Sequence[Sample], scales: Sequence[np.ndarray], places: list[np.ndarray]
-    ) -> None:
+    def write(self, part: _Part, scales: Sequence[np.ndarray], places: list[np.ndarray]) -> None:
         self.segment += 1
         start = self.at
-        self._span(group[part.members[0]].tokens, 0, part.prefix, branch=0, first_prev=self.at)
-        for branch, member in enumerate(part.members):
-            s = group[member]
-            shift = self.at - part.prefix
-            self._span(s.tokens, part.prefix, len(s.tokens), branch + 1, first_prev=start + part.prefix - 1)
-            self._columns(s, scales[member], s.at + shift)
-            places[member] = s.at + shift + self.offset
+        self._span(part.members[0].tokens, 0, part.prefix, branch=0, first_prev=self.at)
+        for branch, s in enumerate(part.members):
+            at = s.at + self.at - part.prefix
+            self._span(s.tokens, part.prefix, len(s), branch + 1, first_prev=start + part.prefix - 1)
+            self._columns(s, scales[s.member], at)
+            places[s.member][s.first : s.last] = at + self.offset
 
     def _span(self, tokens: np.ndarray, lo: int, hi: int, branch: int, first_prev: int) -> None:
         span = slice(self.at, self.at + hi - lo)
@@ -291,12 +348,14 @@ class _RowWriter:
             a["prev"][span.start] = first_prev
         self.at = span.stop
 
-    def _columns(self, s: Sample, scale: np.ndarray, at: np.ndarray) -> None:
+    def _columns(self, s: _Stream, scale: np.ndarray, at: np.ndarray) -> None:
+        own = slice(s.first, s.last)
+        turns = s.sample.turns[own] - s.sample.turns[own][:1]
         self.sequence += 1
         self.arrays["sequence_ids"][at] = self.sequence
-        self.arrays["chunk_ids"][at] = self.chunk + 1 + s.turns
-        self.chunk += int(s.turns.max(initial=-1)) + 1
-        self.arrays["scale"][at] = scale
-        for name, values in s.columns.items():
+        self.arrays["chunk_ids"][at] = self.chunk + 1 + turns
+        self.chunk += int(turns.max(initial=-1)) + 1
+        self.arrays["scale"][at] = scale[own]
+        for name, values in s.sample.columns.items():
             if name != "mask":
-                self.arrays[name][at] = values
+                self.arrays[name][at] = values[own]

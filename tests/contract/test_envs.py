@@ -1,147 +1,172 @@
 """What every environment must do. Each EnvSpec found in rolljax/envs must stand in the table below at least once."""
 
-import dataclasses
 import importlib
 import inspect
-import json
 import math
-import os
 import pkgutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import rolljax
 from rolljax import envs
+from rolljax.envs import checks
+from rolljax.envs.adapters.gymnasium import Gymnasium
+from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.base import EnvSpec
-from rolljax.envs.frozen_lake import FrozenLake
-from rolljax.envs.reasoning import ReasoningGym
+from rolljax.envs.games.countdown import Countdown
+from rolljax.envs.games.frozen_lake import FrozenLake
+from rolljax.envs.games.guess_number import GuessNumber
+from rolljax.envs.games.house import House
+from rolljax.envs.games.key_door import KeyDoor
+from rolljax.envs.games.key_door_chain import KeyDoorChain
+from rolljax.envs.games.mastermind import Mastermind
+from rolljax.envs.games.sokoban import Sokoban
 from rolljax.envs.records import Records
+from rolljax.envs.tools import PythonTools, ToolEnv
+from rolljax.envs.tools.calculator import Arithmetic, CalculatorTask
+from rolljax.envs.worlds.shop import TINY, Shop
+from rolljax.envs.worlds.travel import Travel, TravelDesk
+from rolljax.envs.worlds.word_problems import WordProblems
 
 DATA = Path(__file__).parents[1] / "data"
 SPECS = {
     "lake": FrozenLake(),
     "lake_5x5": FrozenLake(size=5, max_turns=12, frozen_prob=0.7, seed=3),
+    "sokoban": Sokoban(),
+    "sokoban_2": Sokoban(size=7, boxes=2, wall_frac=0.2, max_turns=30, seed=1),
+    "guess_number": GuessNumber(),
+    "guess_number_boxed": GuessNumber(largest=10, max_turns=4, boxed=True, shaped=True, format_reward=-0.1, seed=2),
+    "countdown": Countdown(),
+    "countdown_4": Countdown(count=4, largest=20, max_turns=3, use_all=True, format_reward=0.1, boxed=True),
+    "mastermind": Mastermind(),
+    "mastermind_2": Mastermind(length=2, digits=6, max_turns=10, boxed=True),
+    "key_door": KeyDoor(),
+    "key_door_2": KeyDoor(doors=2, room=2, max_turns=14, seed=4),
+    "key_door_chain": KeyDoorChain(),
+    "key_door_chain_2": KeyDoorChain(length=2, actions=3, num_tasks=7),
+    "house": House(),
+    "house_place": House(goals=("place",), things=2, max_turns=20),
+    "taxi": Gymnasium("Taxi-v4", reward="success"),
     "chain_sum": ReasoningGym("chain_sum"),
     "spell_backward": ReasoningGym("spell_backward", {"min_word_len": 2, "max_word_len": 4}),
     "spell_backward_partial": ReasoningGym("spell_backward", partial_credit=True),
     "letter_counting": ReasoningGym("letter_counting", seed=9, prompt="{question} Number only."),
     "prime_factorization": ReasoningGym("prime_factorization"),
     "word_sorting": ReasoningGym("word_sorting"),
+    "arithmetic": Arithmetic(digits=3, terms=3),
+    "calculator": CalculatorTask(),
+    "calculator_told": ToolEnv(Arithmetic(), PythonTools(("rolljax.envs.tools.calculator.calc",))),
+    "lake_with_tools": ToolEnv(FrozenLake(), PythonTools(("rolljax.envs.tools.calculator.calc",)), parser="fenced"),
+    "shop": Shop(),
+    "shop_dialogue": Shop(dialogue=True, persona=True, style="full", reward="loose", seed=1),
+    "shop_tiny": Shop(**TINY),
+    "travel": Travel(),
+    "travel_desk": TravelDesk(reward="strict", seed=5),
+    "word_problems": WordProblems(str(DATA / "word_problems.jsonl")),
     "recorded_answers": Records(str(DATA / "answers.jsonl"), prompt_key="question"),
     "recorded_pairs": Records(str(DATA / "pairs.jsonl")),
     "recorded_conversations": Records(str(DATA / "conversations.jsonl")),
 }
+ELSEWHERE: dict[str, str] = {
+    "rolljax.envs.adapters.textarena.TextArena": "unit/test_adapters.py",
+    "rolljax.envs.adapters.gem.Gem": "unit/test_adapters.py",
+    "rolljax.envs.adapters.taubench.TauBench": "unit/test_adapters.py",
+    "rolljax.envs.adapters.openenv.OpenEnv": "e2e/test_adapters_servers.py",
+    "rolljax.envs.adapters.rock.Rock": "e2e/test_adapters_servers.py",
+    "rolljax.envs.programs.code_problems.CodeProblems": "e2e/test_code_problems.py",
+    "rolljax.envs.programs.terminal.TerminalTasks": "e2e/test_terminal.py",
+    "rolljax.envs.programs.terminal.HarborTasks": "e2e/test_terminal.py",
+}
+"""Environments that need another library or a server -> the file under tests/ that runs the checks where there is one."""
+RANDOM_SUCCESS = {
+    "lake": 0.0074,
+    "lake_5x5": 0.0015,
+    "sokoban": 0.1198,
+    "sokoban_2": 0.1268,
+    "guess_number": 0.1325,
+    "guess_number_boxed": 0.3469,
+    "countdown": 0.0902,
+    "countdown_4": 0.0874,
+    "mastermind": 0.0354,
+    "mastermind_2": 0.2473,
+    "key_door": 0.0277,
+    "key_door_2": 0.0013,
+    "key_door_chain": 4.0**-8,
+    "key_door_chain_2": 3.0**-2,
+    "house": 0.0051,
+    "house_place": 0.0134,
+}
+"""Share of tasks that random legal actions solve, from 50 000 episodes each or from arithmetic."""
 NUM_TASKS = 20
 each = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 def found():
-    for info in pkgutil.iter_modules(envs.__path__):
-        module = importlib.import_module(f"{envs.__name__}.{info.name}")
+    for info in pkgutil.walk_packages(envs.__path__, f"{envs.__name__}."):
+        module = importlib.import_module(info.name)
         for c in vars(module).values():
             own = inspect.isclass(c) and issubclass(c, EnvSpec) and c.__module__ == module.__name__
             if own and not inspect.isabstract(c):
                 yield c
 
 
-def test_every_environment_stands_in_the_table():
-    assert set(found()) == {type(spec) for spec in SPECS.values()}
-
-
-def play(env, task, act):
-    """All step results of an episode, with what was shown before each; at most 100 steps."""
-    seen, results = [env.reset(task)], []
-    while True:
-        results.append(env.step(act(env)))
-        if results[-1].terminated or results[-1].truncated or len(results) == 100:
-            return seen, results
-        seen.append(results[-1].messages)
+def test_every_environment_stands_in_a_table():
+    elsewhere = {c for c in found() if f"{c.__module__}.{c.__qualname__}" in ELSEWHERE}
+    assert set(found()) - elsewhere == {type(spec) for spec in SPECS.values()}
+    assert len(elsewhere) == len(ELSEWHERE)
+    for path, file in ELSEWHERE.items():
+        text = (Path(__file__).parents[1] / file).read_text()
+        assert path.rpartition(".")[2] in text and "checks." in text, f"{file} does not check {path}"
 
 
 @each
 def test_gold_answers_succeed(spec):
-    for index in range(NUM_TASKS):
-        env = spec.make()
-        _, results = play(env, spec.task(index), lambda env: env.gold())
-        env.close()
-        assert results[-1].success and results[-1].terminated and len(results) <= spec.max_turns, spec.task(index)
-        assert sum(r.reward for r in results) == pytest.approx(1), spec.task(index)
+    checks.gold_solves(spec, NUM_TASKS, reward=1.0)
 
 
 @each
 def test_bad_actions_never_succeed_and_never_raise(spec):
-    for index in range(NUM_TASKS):
-        for action in spec.bad_actions():
-            _, results = play(spec.make(), spec.task(index), lambda env, action=action: action)
-            assert not any(r.success for r in results) and sum(r.reward for r in results) < 1
-            assert len(results) <= spec.max_turns
+    checks.bad_actions_fail(spec, NUM_TASKS)
 
 
 @each
 def test_results_are_well_formed(spec):
-    for index in range(5):
-        for act in (lambda env: env.gold(), lambda env: "nonsense"):
-            seen, results = play(spec.make(), spec.task(index), act)
-            for messages in seen:
-                assert messages[-1].role != "assistant" and all(isinstance(m.content, str) for m in messages)
-            for r in results:
-                assert math.isfinite(r.reward) and all(math.isfinite(v) for v in r.reward_parts.values())
-                assert not (r.terminated and r.truncated)
-            assert not results[-1].messages
+    checks.well_formed(spec, 5)
+
+
+@each
+def test_no_step_outside_of_an_episode(spec):
+    checks.ends_are_final(spec, 2)
 
 
 @each
 def test_tasks_are_their_index(spec):
-    fresh = dataclasses.replace(spec)
-    assert fresh is not spec and fresh == spec
-    tasks = [spec.task(i) for i in range(NUM_TASKS)]
-    assert [fresh.task(i) for i in reversed(range(NUM_TASKS))] == tasks[::-1]
-    assert [t.index for t in tasks] == list(range(NUM_TASKS))
-    assert all(t.env == spec.name for t in tasks)
-    assert len({t.id for t in tasks}) > 1 and fresh.task(10**6) == spec.task(10**6)
-    assert spec.make().reset(tasks[3]) == fresh.make().reset(tasks[3])
+    checks.tasks_are_their_index(spec, NUM_TASKS)
 
 
-def test_tasks_are_the_same_in_every_process():
+def test_tasks_and_episodes_are_the_same_in_every_process():
     """Another hash seed must not change them: resume and the held-out split depend on it."""
-    code = (
-        "import json, sys; sys.path.insert(0, sys.argv[1]); import test_envs as t;"
-        "print(json.dumps({n: [s.task(i).id for i in range(5)] for n, s in t.SPECS.items()}))"
-    )
-    here = {n: [s.task(i).id for i in range(5)] for n, s in SPECS.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent)],
-        env={**os.environ, "PYTHONHASHSEED": "12345"},
-        cwd=Path(rolljax.__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == here
+    checks.same_in_another_process(list(SPECS.values()))
 
 
 @each
 def test_interleaved_episodes_do_not_touch_each_other(spec):
-    def acts(wrong_first):
-        """Gold, or one wrong answer and then gold."""
-        return lambda env, turn: "nonsense" if wrong_first and turn == 0 else env.gold()
+    checks.interleave(spec, 2)
 
-    def solo(task, act):
-        env, turn = spec.make(), iter(range(100))
-        return play(env, task, lambda env: act(env, next(turn)))
 
-    pairs = [(spec.task(0), acts(False)), (spec.task(1), acts(True))]
-    want = [solo(task, act) for task, act in pairs]
-    playing = [(spec.make(), act) for _, act in pairs]
-    got = [([env.reset(task)], []) for (env, _), (task, _) in zip(playing, pairs, strict=True)]
-    for turn in range(100):
-        for (env, act), (seen, results) in zip(playing, got, strict=True):
-            if results and (results[-1].terminated or results[-1].truncated):
-                continue
-            if results:
-                seen.append(results[-1].messages)
-            results.append(env.step(act(env, turn)))
-    assert got == want
+@each
+def test_a_snapshot_goes_on_as_the_episode_does(spec):
+    checks.snapshots_continue(spec, 3)
+
+
+def test_games_give_snapshots_and_have_a_recorded_random_player():
+    games = {name for name, spec in SPECS.items() if ".games." in type(spec).__module__}
+    assert games == set(RANDOM_SUCCESS) and all(checks.can_snapshot(SPECS[name]) for name in games)
+
+
+@pytest.mark.parametrize("name", RANDOM_SUCCESS)
+def test_a_random_player_solves_what_it_solved_when_it_was_recorded(name):
+    spec, want, n = SPECS[name], RANDOM_SUCCESS[name], 400
+    player, _ = checks.random_player(spec, seed=1)
+    got = checks.success_frac(spec, [spec.task(i) for i in range(100_000, 100_000 + n)], player)
+    assert abs(got - want) <= 3 * math.sqrt(want * (1 - want) / n)

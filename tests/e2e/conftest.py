@@ -75,3 +75,24 @@ def trained(tmp_path_factory):
     }
     assert train.main(arguments(run_dir, **changes)) == 0
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A Ray cluster of two nodes on this host, started once, with this process connected to it. Its value is a function:
+    the ids of the nodes that actors live on."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "object_store_memory": 80_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    cluster.add_node(**node)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
+
+    def nodes_of_actors():
+        actors = ray._private.state.actors().values()
+        return {actor["Address"]["NodeID"] for actor in actors if actor["State"] == "ALIVE"}
+
+    yield nodes_of_actors
+    ray.shutdown()
+    cluster.shutdown()

@@ -10,7 +10,7 @@ from .conftest import QUICKSTART
 HEAD = f"include '{QUICKSTART}'\n"
 IMPORTS = """from __gin__ import dynamic_registration
 from rolljax import recipe
-from rolljax.envs import reasoning
+from rolljax.envs.adapters import reasoning_gym
 from rolljax.model import decoder
 from rolljax.sampler import engine
 from rolljax.trainer import mesh
@@ -31,11 +31,11 @@ TABLE = [
     ("scope nobody builds", "lr/recipe.Phase.steps = 5", [], ["broken.gin:10", "rl"]),
     ("set: unknown", "", ["Phase.stepz = 3"], ["--set 'Phase.stepz = 3'", "steps"]),
     ("set: no equals sign", "", ["Phase.steps 3"], ["--set 'Phase.steps 3'"]),
-    ("unknown family", "reasoning.ReasoningGym.family = 'spel_backward'", [], ["broken.gin:10", "spell_backward"]),
-    ("unsafe family", "reasoning.ReasoningGym.family = 'countdown'", [], ["broken.gin:10", "countdown"]),
-    ("unknown family setting", "reasoning.ReasoningGym.config = {'min_len': 3}", [], ["broken.gin:10", "min_word_len"]),
-    ("family refuses", "reasoning.ReasoningGym.config = {'min_word_len': 9, 'max_word_len': 4}", [], ["broken.gin:10"]),
-    ("unknown environment", "recipe.Recipe.env = @reasoning.Gsm8k()", [], ["broken.gin:10", "Gsm8k", "ReasoningGym"]),
+    ("unknown family", "reasoning_gym.ReasoningGym.family = 'spel_backward'", [], ["broken.gin:10", "spell_backward"]),
+    ("family that runs programs", "reasoning_gym.ReasoningGym.family = 'codeio'", [], ["broken.gin:10", "codeio"]),
+    ("unknown family setting", "reasoning_gym.ReasoningGym.config = {'min_len': 3}", [], ["broken.gin:10", "min_word_len"]),
+    ("family refuses", "reasoning_gym.ReasoningGym.config = {'min_word_len': 9, 'max_word_len': 4}", [], ["broken.gin:10"]),
+    ("unknown environment", "recipe.Recipe.env = @reasoning_gym.Gsm8k()", [], ["broken.gin:10", "Gsm8k", "ReasoningGym"]),
     ("not an environment", "recipe.Recipe.env = @grpo.Grpo()", [], ["Recipe.env", "broken.gin:10", "EnvSpec"]),
     ("batch does not divide", "rl/recipe.Phase.updates_per_step = 3", [], ["prompts_per_step", "multiple of 3"]),
     ("rows do not divide", "recipe.Phase.micro_rows = 6", ["MeshSpec.data = 4"], ["broken.gin:10", "micro_rows", "4"]),

@@ -709,8 +709,8 @@ def ipa(
     """Chunks: discounted outcome, geometric ratio truncated on negatives, mask where trainer and sampler disagree.
 
     count_masked: whether masked chunks stay in the denominators. An episode's first `expert_turns` turns (0 if left
-    out) are imitated: no ratio, no mask, weight lambda_il instead of lambda_rl. The gradient of these is that of
-    `-lambda_il G logp`, with G from expert_reward, the outcome the expert had (None: that of the episode).
+    out) are imitated: no ratio, no mask, weight lambda_il times the turn's own instead of lambda_rl. The gradient of
+    these is that of `-lambda_il weight G logp`, with G from expert_reward, the outcome the expert had (None: that of the episode).
     """
     expert = [[k < e.get("expert_turns", 0) for k in turn_ids(e)] for e in episodes]
     advantages = []
@@ -723,15 +723,19 @@ def ipa(
     keep = [[a or x for a, x in zip(r, s, strict=True)] for r, s in zip(agree, expert, strict=True)]
     counted = None if count_masked else keep
 
-    def part(chosen: Flags, factor: float, **settings: Any) -> Result:
+    ones = [[1.0] * len(row) for row in expert]
+    own_weights = [per_turn(e, [turn.get("weight", 1.0) for turn in e["turns"]]) for e in episodes]
+
+    def part(chosen: Flags, factor: float, weights: Tokens = ones, **settings: Any) -> Result:
         multiply = [
-            [factor if k and c else 0.0 for k, c in zip(r, s, strict=True)] for r, s in zip(keep, chosen, strict=True)
+            [factor * w if k and c else 0.0 for k, c, w in zip(r, s, v, strict=True)]
+            for r, s, v in zip(keep, chosen, weights, strict=True)
         ]
         common = with_defaults(options, anchor="trainer_logp", level="chunk")
         return policy_loss(episodes, advantages, **{**common, "multiply": multiply, "counted": counted, **settings})
 
     sampled = part([[not x for x in row] for row in expert], lambda_rl, surrogate="topr")
-    copied = part(expert, lambda_il, surrogate="vanilla", kl_loss=0.0)
+    copied = part(expert, lambda_il, own_weights, surrogate="vanilla", kl_loss=0.0)
     grad = [[a + b for a, b in zip(r, s, strict=True)] for r, s in zip(sampled.grad, copied.grad, strict=True)]
     return Result(sampled.loss + copied.loss, grad, advantages)
 

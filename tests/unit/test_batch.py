@@ -337,3 +337,69 @@ def test_a_sample_of_a_trajectory_is_what_was_sampled():
     assert got.columns["sampler_logp"].tolist() == [-1, -2, -1, -1, -2]
     again = got.with_columns(mask=~got.mask, returns=np.ones(5))
     assert not again.mask.any() and set(again.columns) == {"mask", "sampler_logp", "returns"} and got.mask.all()
+
+
+def restarting(rng, prompt, turns, restarts):
+    """A sample whose stream starts anew with the observation before each turn of `restarts`."""
+    s = sample(rng, prompt, turns)
+    borders = np.cumsum([len(prompt)] + [sum(t) for t in turns])
+    begins = [borders[k] - turns[k - 1][1] for k in restarts]
+    return dataclasses.replace(s, starts=np.array([0, *begins]))
+
+
+def pieces(s):
+    """Its sequences, as samples."""
+    for lo, hi in zip(s.starts, [*s.starts[1:], len(s.tokens)], strict=True):
+        own = (s.at >= lo) & (s.at < hi)
+        yield Sample(s.tokens[lo:hi], s.at[own] - lo, s.turns[own], {n: c[own] for n, c in s.columns.items()})
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 4), min_size=1, max_size=4)), min_size=1, max_size=4),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 20),
+)
+def test_a_stream_that_starts_anew_is_another_sequence_with_the_scale_of_its_trajectory(layout, seed, spare):
+    rng = np.random.default_rng(seed)
+    groups = []
+    for prompt_len, siblings in layout:
+        prompt, group = rng.integers(0, 3, prompt_len), []
+        for num_turns in siblings:
+            turns = [(int(rng.integers(1, 5)), int(rng.integers(1, 4))) for _ in range(num_turns)]
+            restarts = [k for k in range(1, num_turns) if rng.random() < 0.5]
+            group.append(restarting(rng, prompt, turns, restarts))
+        groups.append(group)
+    cut = [[list(pieces(s)) for s in g] for g in groups]
+    longest = max(len(p.tokens) for g in cut for ps in g for p in ps)
+    packed = pack(groups, PackShape(70, 1, longest + spare), 1.0, aggregation="seq-mean-token-mean")
+
+    got = sorted(unpacked(flat(packed.batch)))
+    scales = token_scales([[s.mask for s in g] for g in groups], "seq-mean-token-mean", 1)
+    want = []
+    for group, parts, scale in zip(groups, cut, scales, strict=True):
+        for s, ps, whole in zip(group, parts, scale, strict=True):
+            done = 0
+            for p in ps:
+                turns = np.full(len(p.tokens), -1)
+                turns[p.at] = p.turns - p.turns[0]
+                arrays = {"tokens": p.tokens}
+                for name, values in {
+                    **{n: p.columns[n] for n in COLUMNS},
+                    "scale": whole[done : done + len(p.at)],
+                }.items():
+                    arrays[name] = np.zeros((len(p.tokens), *np.shape(values)[1:]), np.float32)
+                    arrays[name][p.at] = values
+                done += len(p.at)
+                want.append(record(arrays, turns))
+            assert done == len(s.at)
+    assert got == sorted(want)
+    for values, s in zip(packed.read(packed.batch.sampler_logp), (s for g in groups for s in g), strict=True):
+        np.testing.assert_array_equal(values, s.columns["sampler_logp"])
+    assert packed.batch.num_sequences == sum(s.mask.any() for g in groups for s in g)
+
+
+def test_pairs_are_not_made_of_broken_streams():
+    rng = np.random.default_rng(0)
+    group = [restarting(rng, np.arange(3), [(2, 1), (2, 1)], [1]), sample(rng, np.arange(3), [(2, 0)])]
+    with pytest.raises(DataError, match="more than one sequence"):
+        pack([group], PackShape(1, 4, 60), 1.0, whole=True)

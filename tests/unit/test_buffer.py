@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from rolljax.buffer import Background, Buffer, Stopped
-from rolljax.envs.reasoning import ReasoningGym
+from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import EnvError, HangError
 from rolljax.types import Group

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.catalog import NAMES, PREFIXES, make_spec, ref_of, task_of
-from rolljax.envs.frozen_lake import FrozenLake
-from rolljax.envs.reasoning import ReasoningGym
+from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.errors import ConfigError
 
 REFS = {
@@ -24,7 +24,7 @@ def test_a_reference_makes_the_same_environment_again(ref):
 
 
 def test_a_class_of_ones_own():
-    assert make_spec("rolljax.envs.frozen_lake.FrozenLake(seed=2)") == FrozenLake(seed=2)
+    assert make_spec("rolljax.envs.games.frozen_lake.FrozenLake(seed=2)") == FrozenLake(seed=2)
 
 
 @pytest.mark.parametrize(

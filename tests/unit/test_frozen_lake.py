@@ -1,8 +1,13 @@
 """FrozenLake in text: moves, turns, ends."""
 
+import collections
+import dataclasses
+import random
+
 import pytest
 
-from rolljax.envs.frozen_lake import FrozenLake
+from rolljax.envs import checks
+from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.errors import ConfigError, EnvError
 from rolljax.types import Task
 
@@ -10,6 +15,7 @@ from rolljax.types import Task
 # H G
 SMALL = FrozenLake(size=2, max_turns=3)
 LAKE = Task("frozen_lake", 0, "SF\nHG")
+GYM_MOVES = ["left", "down", "right", "up"]
 
 
 def start(spec=SMALL, task=LAKE):
@@ -109,3 +115,69 @@ def test_a_lake_of_another_size_is_refused():
 def test_impossible_settings_are_refused(wrong, name):
     with pytest.raises(ConfigError, match=name):
         FrozenLake(**wrong)
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+def test_dynamics_are_those_of_gymnasium(slippery):
+    """On random maps, by random moves: cells, rewards and ends. On ice each of gymnasium's ways must be met, and no
+    other."""
+    from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+
+    rng = random.Random(0)
+    met, ways = set(), set()
+    for index in range(30):
+        size = rng.randint(2, 6)
+        lake = generate_random_map(size, 0.75, seed=index)
+        theirs = FrozenLakeEnv(desc=lake, is_slippery=slippery)
+        spec = FrozenLake(size=size, max_turns=1000, slippery=slippery, seed=index)
+        cell = 0
+        env, _ = start(spec, Task("frozen_lake", 0, "\n".join(lake)))
+        for _ in range(60):
+            move = rng.choice(["left", "down", "right", "up"])
+            result = env.step(move)
+            after = env._cell[0] * size + env._cell[1]
+            possible = {(to, reward, over) for _, to, reward, over in theirs.P[cell][GYM_MOVES.index(move)]}
+            assert (after, result.reward, result.terminated) in possible
+            met.add((index, cell, move, after))
+            ways |= {(index, cell, move, to) for to, _, _ in possible}
+            cell = after
+            if result.terminated:
+                env, _ = start(spec, Task("frozen_lake", 0, "\n".join(lake)))
+                cell = 0
+    assert len(met) > 300 and met <= ways
+    assert (met == ways) != slippery, "on firm ground there is one way; on ice some are left to be met"
+
+
+def test_ice_slips_to_each_side_with_a_third():
+    spec = FrozenLake(size=5, max_turns=12, slippery=True, frozen_prob=1.0)
+    seen = collections.Counter()
+    for seed in range(600):
+        env, _ = start(
+            dataclasses.replace(spec, seed=seed), Task("frozen_lake", 0, "FFFFF\nFFFFF\nFFSFF\nFFFFF\nFFFFG")
+        )
+        env.step("right")
+        seen[env._cell] += 1
+    assert set(seen) == {(1, 2), (2, 3), (3, 2)} and min(seen.values()) > 150
+
+
+def test_gold_on_ice_arrives_more_often_than_the_straight_way():
+    spec = FrozenLake(slippery=True, max_turns=30, frozen_prob=0.7)
+    firm = FrozenLake(max_turns=30, frozen_prob=0.7)
+
+    def straight(env, turn):
+        dry = firm.make()
+        dry.reset(Task("frozen_lake", 0, "\n".join(env._lake)))
+        dry._cell = env._cell
+        return dry.gold()
+
+    tasks = [spec.task(i) for i in range(150)]
+    best = checks.success_frac(spec, tasks, checks.gold)
+    assert best > checks.success_frac(spec, tasks, straight) + 0.1
+    assert checks.success_frac(spec, tasks, checks.gold) == best, "the same task slips the same way"
+
+
+def test_every_lake_can_be_crossed_in_time_even_where_most_cells_are_holes():
+    spec = FrozenLake(size=7, max_turns=12, frozen_prob=0.05)
+    lakes = [spec.task(i) for i in range(20)]
+    assert len({t.id for t in lakes}) == 20
+    assert checks.success_frac(spec, lakes, checks.gold) == 1

@@ -157,6 +157,27 @@ def test_log_probs_are_those_of_each_policy(model, params, frozen, groups, asked
     assert min(apart) > 0.1
 
 
+def test_a_stream_that_starts_anew_is_read_from_its_new_start(model, params, groups):
+    """As if each of its sequences were a trajectory of its own; credit still sees one episode."""
+    one, cut = learner(model, PROXIMAL, shape=PackShape(8, 4, ROW_LEN)), []
+    for group in groups:
+        cut.append([])
+        for t in group:
+            turns = [dataclasses.replace(u, restart=k == 1) for k, u in enumerate(t.turns)]
+            cut[-1].append(dataclasses.replace(t, turns=tuple(turns)))
+    assert any(len(t.starts) == 2 for g in cut for t in g)
+    e = Episodes.of(cut, limit_tok=16)
+    got = one.read(one.init(params), samples_of(cut), e)
+    parts = [
+        [dataclasses.replace(t, turns=p) for p in (t.turns[:1], t.turns[1:]) if p] for group in cut for t in group
+    ]
+    logp = iter(direct_logp(model, params, parts))
+    assert_rows(got.trainer_logp, [np.concatenate([next(logp) for _ in p]) for p in parts], e.mask)
+    kept = one.credited(samples_of(cut), got, one.algorithm.credit(got, {}))
+    batch = one.pack(kept).batch
+    assert batch.num_tokens == sum(t.num_sampled_tok for g in cut for t in g) == (np.asarray(batch.scale) > 0).sum()
+
+
 def test_values_are_those_of_each_critic(groups, asked):
     state, e = asked
     assert e.values.shape == (2, *e.mask.shape) and np.abs(e.values[0] - e.values[1]).max() > 0.01

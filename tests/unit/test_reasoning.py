@@ -1,8 +1,17 @@
 """The bridge to reasoning-gym: what is offered, how it is scored, what is refused."""
 
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from rolljax.envs.reasoning import REFUSED, ReasoningGym
+import rolljax
+from rolljax.envs.adapters.reasoning_gym import REFUSED, ReasoningGym
 from rolljax.errors import ConfigError, EnvError
 from rolljax.types import Task
 
@@ -81,9 +90,107 @@ def test_settings_and_seeds_change_the_tasks():
 
 
 @pytest.mark.parametrize("family", sorted(REFUSED))
-def test_families_that_run_their_answers_are_refused(family):
+def test_refused_families_say_why(family):
     with pytest.raises(ConfigError, match=family):
         ReasoningGym(family)
+
+
+def test_it_runs_in_worker_processes():
+    assert SUM.runs == "process" and pickle.loads(pickle.dumps(SUM)) == SUM
+
+
+def test_answers_that_could_keep_a_scorer_busy_are_scored_in_workers_only(monkeypatch):
+    spec = ReasoningGym("simple_integration")
+    monkeypatch.delenv("ROLLJAX_ENV_WORKER", raising=False)
+    with pytest.raises(EnvError, match="worker"):
+        answer(spec, "x")
+    monkeypatch.setenv("ROLLJAX_ENV_WORKER", "1")
+    assert not answer(spec, "x").success
+    env = spec.make()
+    env.reset(spec.task(0))
+    assert env.step(env.gold()).success
+
+
+@pytest.mark.parametrize("family", ["binary_matrix", "n_queens", "spiral_matrix", "string_insertion"])
+def test_a_list_is_read_and_nothing_is_executed(family, tmp_path):
+    """These scorers accept an answer as a list, for part of the score."""
+    spec, mark = ReasoningGym(family, partial_credit=True), tmp_path / "executed"
+    env = spec.make()
+    env.reset(spec.task(0))
+    gold = env.gold()
+    as_list = {
+        "binary_matrix": [row.split() for row in gold.split("\n")],
+        "n_queens": [row.split() for row in gold.split("\n")],
+        "spiral_matrix": gold.split(),
+        "string_insertion": list(gold),
+    }[family]
+    assert 0 < answer(spec, repr(as_list)).reward < 1
+    for text in (f"open({str(mark)!r}, 'w')", f"[open({str(mark)!r}, 'w')]", f"{as_list!r} + []"):
+        assert answer(spec, text).reward == 0
+    assert not mark.exists()
+
+
+def test_puzzle24_wants_its_own_numbers():
+    """The library takes 6*4*1*1 for the solution of every puzzle, and 24.9 for 24."""
+    spec = ReasoningGym("puzzle24")
+    numbers = spec.item(0)["metadata"]["numbers"]
+    assert sorted(numbers) != [1, 1, 4, 6]
+    assert not answer(spec, "6*4*1*1").success and not answer(spec, "24").success
+    gold = spec.item(0)["answer"]
+    assert answer(spec, gold).success and answer(spec, f" ({gold}) ").success
+    assert not answer(spec, f"{gold} + 0").success
+
+
+def test_countdown_is_exact():
+    spec = ReasoningGym("countdown")
+    gold = spec.item(0)["answer"]
+    assert answer(spec, gold).success
+    for wrong in (f"{gold} + 0", f"{gold} - 1", gold.replace("*", "**"), "1/0", "", "164", f"int({gold})"):
+        assert not answer(spec, wrong).success
+
+
+def test_halting_wants_the_answer():
+    spec = ReasoningGym("game_of_life_halting")
+    gold = spec.item(0)["answer"]
+    assert answer(spec, gold).success and not answer(spec, "maybe").success
+    assert not answer(spec, {"True": "False", "False": "True"}[gold]).success
+
+
+def test_a_short_answer_that_stands_for_a_huge_number_is_wrong():
+    spec = ReasoningGym("coin_flip")
+    gold = spec.item(0)["answer"]
+    assert answer(spec, gold).success
+    for text in ("1e999999999", "1e-999999999", "9" * 5000, "1/" + "9" * 5000):
+        assert not answer(spec, text).success
+
+
+def test_families_that_were_different_in_every_process_are_not():
+    """Their tasks hang on the order of a set, or on the global random module."""
+    families = ["isomorphic_strings", "ransom_note", "list_functions", "polynomial_multiplication"]
+    code = (
+        "import json, random; random.seed(1)\n"
+        "from rolljax.envs.adapters.reasoning_gym import ReasoningGym as R\n"
+        f"print(json.dumps([[R(f).task(i).id for i in range(10)] for f in {families}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+        cwd=Path(rolljax.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    here = [[ReasoningGym(f).task(i).id for i in range(10)] for f in families]
+    assert json.loads(done.stdout.splitlines()[-1]) == here
+    random.seed(5)
+    before = random.getstate()
+    ReasoningGym("list_functions").task(0)
+    assert random.getstate() == before
+
+
+def test_tasks_made_up_front_begin_again():
+    spec = ReasoningGym("acre")
+    assert spec.task(1003).content == spec.task(3).content != spec.task(4).content
 
 
 @pytest.mark.parametrize(

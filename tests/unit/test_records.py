@@ -16,7 +16,8 @@ from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.records import Answer, Records
 from rolljax.envs.tasks import TaskStream, held_out
 from rolljax.errors import ConfigError, DataError, EnvError
-from rolljax.rollout import GoldPolicy, Rollouts
+from rolljax.policies import GoldPolicy
+from rolljax.rollout import Rollouts
 from rolljax.trainer.algorithms.dpo import PairDpo
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape, Sample, pack
@@ -29,22 +30,17 @@ PAIRS = Records(str(DATA / "pairs.jsonl"))
 TALKS = Records(str(DATA / "conversations.jsonl"))
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvPool(PoolConfig())
-    yield pool
-    pool.close()
-
-
 def write(path, *records):
     path.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in records))
     return str(path)
 
 
-def gold_group(spec, chat, pool, index, *, size=1, pairs=False, max_context=2000):
-    rollouts = Rollouts(spec, pool, chat, GoldPolicy(pool, chat, 64, pairs), max_context)
+def gold_group(spec, chat, index, *, size=1, pairs=False, max_context=2000):
+    pool = EnvPool(PoolConfig(), spec)
+    rollouts = Rollouts(pool, chat, GoldPolicy(chat, 64, pairs), spec.max_turns, max_context, 64)
     group = asyncio.run(rollouts.group(spec.task(index), stream=0, step=0, index=0, group_size=size))
-    assert [t.status for t in group.trajectories] == ["ok"] * size, [t.error for t in group.trajectories]
+    pool.close()
+    assert [t.status for t in group.trajectories] == ["ok"] * size, [t.fault for t in group.trajectories]
     return group.trajectories
 
 
@@ -73,12 +69,12 @@ def test_indices_wrap_around_blank_lines():
     assert got == [*questions, questions[0], questions[(10**6 - 1) % 5]]
 
 
-def test_pairs_have_a_chosen_and_a_rejected_answer(chat, pool):
+def test_pairs_have_a_chosen_and_a_rejected_answer(chat):
     env = PAIRS.make()
     assert [m.role for m in env.reset(PAIRS.task(2))] == ["user", "assistant", "user"]
     assert (env.gold(), env.rejected()) == ("No: 4", "")
     assert env.step(env.rejected()).reward == 0
-    chosen, rejected = gold_group(PAIRS, chat, pool, 1, size=2, pairs=True)
+    chosen, rejected = gold_group(PAIRS, chat, 1, size=2, pairs=True)
     assert (chosen.turns[0].text, rejected.turns[0].text) == ("Paris", "Lyon")
     assert (chosen.reward, rejected.reward) == (1, 0) and (chosen.success, rejected.success) == (True, False)
     np.testing.assert_array_equal(chosen.turns[0].prompt_ids, rejected.turns[0].prompt_ids)
@@ -111,8 +107,8 @@ def test_what_follows_the_last_answer_is_dropped():
 # ---- what is trained on ---------------------------------------------------------------------------------------------
 
 
-def test_only_answers_that_count_are_trained_on(chat, pool):
-    (got,) = gold_group(TALKS, chat, pool, 0)
+def test_only_answers_that_count_are_trained_on(chat):
+    (got,) = gold_group(TALKS, chat, 0)
     assert [t.weight for t in got.turns] == [0, 1, 1]
     tokens, sampled, _ = got.stream()
     whole = [{"role": m.role, "content": m.content} for m in TALKS.record(0).opening]
@@ -155,10 +151,10 @@ def test_user_assistant_tool_assistant_of_3_2_4_3_tokens(weights, want):
     np.testing.assert_allclose(batch.scale[0, 0, want], 1 / len(want))
 
 
-def test_tokens_of_a_recorded_conversation_of_3_2_4_3_bytes(tmp_path, chat, pool):
+def test_tokens_of_a_recorded_conversation_of_3_2_4_3_bytes(tmp_path, chat):
     messages = [("user", "abc"), ("assistant", "de"), ("tool", "fghi"), ("assistant", "jkl")]
     path = write(tmp_path / "talk.jsonl", {"messages": [{"role": r, "content": c} for r, c in messages]})
-    (got,) = gold_group(Records(path), chat, pool, 0)
+    (got,) = gold_group(Records(path), chat, 0)
     _, sampled, _ = got.stream()
     marks = "".join("x" if s else "." for s in sampled)
     # a role's token before each message, the next opening before an answer, a closing token after it

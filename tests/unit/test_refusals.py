@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rolljax import train
-from rolljax.envs.frozen_lake import FrozenLake
+from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.records import Records
 from rolljax.errors import ConfigError
 from rolljax.model.decoder import DecoderConfig

@@ -8,21 +8,17 @@ import numpy as np
 import pytest
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
-from rolljax.envs.frozen_lake import FrozenLake
+from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.pool import EnvPool, PoolConfig
-from rolljax.errors import SamplerError
-from rolljax.rollout import GoldPolicy, Rollouts
-from rolljax.types import Completion, Key, Message, Sampled, Task
+from rolljax.errors import ConfigError, InfraError, SamplerError
+from rolljax.policies import GoldPolicy
+from rolljax.rollout import RolloutConfig, Rollouts
+from rolljax.starts import Chunk, Start, digest
+from rolljax.types import Completion, Fault, Key, Message, Sampled, Task
 
 LAKE = Task("frozen_lake", 0, "SFF\nHFH\nFFG")
 KEY = Key(0, 0, 0, 0)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvPool(PoolConfig())
-    yield pool
-    pool.close()
+PLAIN = RolloutConfig()
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,7 +33,7 @@ class Script:
     reason: str = "length"
     seen: dict = dataclasses.field(default_factory=dict)
 
-    async def act(self, prompt_ids, env, key, turn):
+    async def act(self, prompt_ids, episode, key, turn):
         self.seen.setdefault(key.sibling, []).append(prompt_ids)
         answer = self.answers[turn]
         if isinstance(answer, Exception):
@@ -50,15 +46,26 @@ class Script:
         return Completion(sampled, self.reason if cut else "stop", 0.25, 0.5)
 
 
-def play(chat, pool, answers, spec=None, task=LAKE, max_context=500, reason="length"):
+def roll(chat, spec, policy, task, *, cfg=PLAIN, max_context=500, max_answer_tok=64, listen=False, **how):
+    """One trajectory of `KEY`, or with `group_size` a group."""
+    pool = EnvPool(PoolConfig(), spec)
+    rollouts = Rollouts(pool, chat, policy, spec.max_turns, max_context, max_answer_tok, cfg, listen)
+    try:
+        if "group_size" in how:
+            return asyncio.run(rollouts.group(task, **how))
+        return asyncio.run(rollouts.trajectory(task, KEY, **how))
+    finally:
+        pool.close()
+
+
+def play(chat, answers, spec=None, task=LAKE, reason="length", **settings):
     policy = Script(chat, answers, reason)
-    rollouts = Rollouts(spec or FrozenLake(size=3, max_turns=5), pool, chat, policy, max_context)
-    return asyncio.run(rollouts.trajectory(task, KEY)), policy
+    return roll(chat, spec or FrozenLake(size=3, max_turns=5), policy, task, **settings), policy
 
 
-def test_a_stream_is_prompts_and_samples_one_after_the_other(chat, pool):
+def test_a_stream_is_prompts_and_samples_one_after_the_other(chat):
     answers = ["right", "nowhere", "down", "down", "right"]
-    got, policy = play(chat, pool, answers)
+    got, policy = play(chat, answers)
     assert (got.status, got.success, got.reward, got.key, got.task) == ("ok", True, 1.0, KEY, LAKE)
     assert got.reward_parts == {"goal": 1.0, "no_move": 1.0}
     assert [t.text for t in got.turns] == answers and [t.reward for t in got.turns] == [0, 0, 0, 0, 1]
@@ -78,9 +85,9 @@ def test_a_stream_is_prompts_and_samples_one_after_the_other(chat, pool):
     assert got.sample_s == 0.75 * 5 and [t.versions[0] for t in got.turns] == [0, 1, 2, 3, 4]
 
 
-def test_gold_answers_play_through_the_same_function(chat, pool):
-    rollouts = Rollouts(FrozenLake(), pool, chat, GoldPolicy(pool, chat, 64), 500)
-    group = asyncio.run(rollouts.group(FrozenLake().task(4), stream=1, step=2, index=3, group_size=2))
+def test_gold_answers_play_through_the_same_function(chat):
+    lake = FrozenLake()
+    group = roll(chat, lake, GoldPolicy(chat, 64), lake.task(4), stream=1, step=2, index=3, group_size=2)
     assert [t.key for t in group.trajectories] == [Key(1, 2, 3, 0), Key(1, 2, 3, 1)]
     assert (group.step, group.index, group.rewards.tolist()) == (2, 3, [1, 1])
     for trajectory in group.trajectories:
@@ -123,9 +130,9 @@ class ChoiceEnv(Env):
         return f"bad {self.turn}"
 
 
-def test_pairs_are_a_gold_answer_and_a_rejected_one(chat, pool):
-    rollouts = Rollouts(Choice(), pool, chat, GoldPolicy(pool, chat, 64, pairs=True), 500)
-    group = asyncio.run(rollouts.group(Choice().task(0), stream=0, step=0, index=0, group_size=2))
+def test_pairs_are_a_gold_answer_and_a_rejected_one(chat):
+    pairs = GoldPolicy(chat, 64, pairs=True)
+    group = roll(chat, Choice(), pairs, Choice().task(0), stream=0, step=0, index=0, group_size=2)
     assert [[t.text for t in m.turns] for m in group.trajectories] == [["good 0", "good 1"], ["bad 0", "bad 1"]]
     assert group.rewards.tolist() == [2, -2]
     for trajectory in group.trajectories:
@@ -134,39 +141,43 @@ def test_pairs_are_a_gold_answer_and_a_rejected_one(chat, pool):
             assert (turn.versions == -1).all() and not turn.sampler_logp.any()
 
 
-def test_an_environment_without_rejected_answers_says_so(chat, pool):
-    rollouts = Rollouts(FrozenLake(), pool, chat, GoldPolicy(pool, chat, 64, pairs=True), 500)
-    group = asyncio.run(rollouts.group(FrozenLake().task(4), stream=0, step=0, index=0, group_size=2))
+def test_an_environment_without_rejected_answers_says_so(chat):
+    pairs, lake = GoldPolicy(chat, 64, pairs=True), FrozenLake()
+    group = roll(chat, lake, pairs, lake.task(4), stream=0, step=0, index=0, group_size=2)
     assert [t.status for t in group.trajectories] == ["ok", "failed"]
     failed = group.trajectories[1]
-    assert failed.error_owner == "env" and "no rejected answers" in failed.error
+    assert failed.fault.kind == "env" and "no rejected answers" in failed.fault.detail
 
 
-def test_a_turn_keeps_the_weight_its_environment_gave_it(chat, pool):
-    got, _ = play(chat, pool, ["good", "bad"], Choice(), Choice().task(0))
+def test_a_turn_keeps_the_weight_its_environment_gave_it(chat):
+    got, _ = play(chat, ["good", "bad"], Choice(), Choice().task(0))
     assert [t.weight for t in got.turns] == [1.0, 0.25] and [t.reward for t in got.turns] == [1, -1]
 
 
 @pytest.mark.parametrize("reason", ["length", "context"])
-def test_an_answer_cut_short_ends_the_episode_as_truncated(chat, pool, reason):
-    got, _ = play(chat, pool, ["right", "do..."], reason=reason)
-    assert got.status == "truncated" and len(got.turns) == 2 and not got.error
+def test_an_answer_cut_short_ends_the_episode_as_truncated(chat, reason):
+    got, _ = play(chat, ["right", "do..."], reason=reason)
+    assert (
+        got.status == "truncated"
+        and len(got.turns) == 2
+        and got.fault == Fault("limit", "answer", f"an answer was cut: {reason}")
+    )
     assert got.turns[-1].finish_reason == reason and got.turns[-1].tokens[-1] not in chat.stop_ids
 
 
-def test_an_episode_that_outgrows_the_context_is_truncated(chat, pool):
-    whole, _ = play(chat, pool, ["right", "down", "down", "right"])
+def test_an_episode_that_outgrows_the_context_is_truncated(chat):
+    whole, _ = play(chat, ["right", "down", "down", "right"])
     two_turns = sum(len(t.prompt_ids) + len(t.tokens) for t in whole.turns[:2])
     third_prompt = two_turns + len(whole.turns[2].prompt_ids)
-    got, policy = play(chat, pool, ["right", "down", "down", "right"], max_context=third_prompt)
+    got, policy = play(chat, ["right", "down", "down", "right"], max_context=third_prompt)
     assert got.status == "truncated" and len(got.turns) == 2 and len(got.stream()[0]) == two_turns
     assert all(len(ids) < third_prompt for ids in policy.seen[0])
-    got, _ = play(chat, pool, ["right", "down", "down", "right"], max_context=third_prompt + 1)
+    got, _ = play(chat, ["right", "down", "down", "right"], max_context=third_prompt + 1)
     assert len(got.turns) == 3
 
 
-def test_the_environments_own_limit_is_a_truncation(chat, pool):
-    got, _ = play(chat, pool, ["x"] * 5)
+def test_the_environments_own_limit_is_a_truncation(chat):
+    got, _ = play(chat, ["x"] * 5)
     assert got.status == "truncated" and len(got.turns) == 5 and got.reward == 0
 
 
@@ -221,40 +232,257 @@ class FaultyEnv(Env):
             raise self.spec.fault
 
 
-def group_of(chat, pool, spec, answers):
+def group_of(chat, spec, answers):
     """A group in which sibling i answers `answers[i]` in every turn."""
 
     class PerSibling:
-        async def act(self, prompt_ids, env, key, turn):
-            return await Script(chat, [answers[key.sibling]] * 2).act(prompt_ids, env, key, turn)
+        async def act(self, prompt_ids, episode, key, turn):
+            return await Script(chat, [answers[key.sibling]] * 2).act(prompt_ids, episode, key, turn)
 
-    rollouts = Rollouts(spec, pool, chat, PerSibling(), 500)
-    return asyncio.run(rollouts.group(spec.task(0), stream=0, step=0, index=0, group_size=len(answers)))
+    return roll(chat, spec, PerSibling(), spec.task(0), stream=0, step=0, index=0, group_size=len(answers))
 
 
 @pytest.mark.parametrize("fault", [KeyError("hole"), math.nan, math.inf, None], ids=str)
-def test_a_failing_step_fails_its_trajectory_and_no_other(chat, pool, fault):
-    group = group_of(chat, pool, Faulty("step", fault), ["good", "bad", "good"])
+def test_a_failing_step_fails_its_trajectory_and_no_other(chat, fault):
+    group = group_of(chat, Faulty("step", fault), ["good", "bad", "good"])
     assert [t.status for t in group.trajectories] == ["ok", "failed", "ok"]
     failed = group.trajectories[1]
-    assert failed.error_owner == "env" and ("step of faulty" in failed.error or "not a number" in failed.error)
+    assert failed.fault.kind == "env" and failed.fault.stage == "step" and failed.attempts == 1
     assert failed.turns == () and not failed.success
     assert np.isfinite(group.rewards).all() and group.rewards.tolist() == [2, 0, 2]
 
 
 @pytest.mark.parametrize("where", ["reset", "make"])
-def test_an_environment_that_cannot_start_fails_with_its_owner(chat, pool, where):
-    group = group_of(chat, pool, Faulty(where, OSError("no display")), ["good", "good"])
+def test_an_environment_that_cannot_start_fails_with_its_owner(chat, where):
+    group = group_of(chat, Faulty(where, OSError("no display")), ["good", "good"])
     assert [t.status for t in group.trajectories] == ["failed", "failed"]
-    assert all(t.error_owner == "env" and "OSError: no display" in t.error for t in group.trajectories)
+    assert all(t.fault.kind == "env" and "OSError: no display" in t.fault.detail for t in group.trajectories)
 
 
-def test_a_failing_close_is_not_the_episodes_failure(chat, pool):
-    (trajectory,) = group_of(chat, pool, Faulty("close", OSError("x")), ["good"]).trajectories
+def test_a_failing_close_is_not_the_episodes_failure(chat):
+    (trajectory,) = group_of(chat, Faulty("close", OSError("x")), ["good"]).trajectories
     assert trajectory.status == "ok" and trajectory.reward == 2
 
 
-def test_a_sampler_that_stops_is_the_samplers_failure(chat, pool):
-    got, _ = play(chat, pool, ["right", SamplerError("the sampler has stopped")])
-    assert (got.status, got.error_owner, got.error) == ("failed", "sampler", "the sampler has stopped")
+def test_a_sampler_that_stops_is_the_samplers_failure(chat):
+    got, _ = play(chat, ["right", SamplerError("the sampler has stopped")])
+    assert (got.status, got.fault) == ("failed", Fault("infra", "sampler", "the sampler has stopped"))
     assert len(got.turns) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Flaky(EnvSpec):
+    """Loses its machine in the second turn of the first `failures` episodes of this process."""
+
+    failures: int
+    max_turns: int = 2
+
+    @property
+    def name(self):
+        return "flaky"
+
+    def task(self, index):
+        return Task("flaky", index, f"task {index}")
+
+    def make(self):
+        return FlakyEnv(self.failures)
+
+
+class FlakyEnv(Env):
+    begun = 0
+
+    def __init__(self, failures):
+        FlakyEnv.begun += 1
+        self.turn, self.fails = 0, FlakyEnv.begun <= failures
+
+    def reset(self, task):
+        return (Message("user", task.content),)
+
+    def step(self, action):
+        self.turn += 1
+        if self.turn == 2 and self.fails:
+            raise InfraError("the machine is gone", stage="step")
+        return StepResult((Message("user", "next"),) if self.turn == 1 else (), 1.0, terminated=self.turn == 2)
+
+    def gold(self):
+        return "good"
+
+
+@pytest.mark.parametrize("failures, status", [(2, "ok"), (3, "failed")])
+def test_a_lost_machine_is_another_attempt_from_the_same_start_with_the_same_randomness(chat, failures, status):
+    FlakyEnv.begun = 0
+    got, policy = play(chat, ["a", "b"], Flaky(failures), Flaky(failures).task(0), cfg=RolloutConfig(retries=2))
+    assert (got.status, got.attempts, FlakyEnv.begun) == (status, 3, 3)
+    assert [len(ids) for ids in policy.seen[0]] == [len(ids) for ids in policy.seen[0][:2]] * 3
+    if status == "ok":
+        assert got.fault is None and got.reward == 2 and len(got.turns) == 2
+    else:
+        assert got.fault == Fault("infra", "step", "the machine is gone", retryable=True)
+
+
+# ---- limits and rules -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Echo(EnvSpec):
+    """Says a letter of its own and how many turns there were; ends with "stop"."""
+
+    max_turns: int = 9
+
+    @property
+    def name(self):
+        return "echo"
+
+    def task(self, index):
+        return Task("echo", index, f"task {index}")
+
+    def make(self):
+        return EchoEnv()
+
+
+class EchoEnv(Env):
+    def reset(self, task):
+        self.turn = 0
+        return (Message("system", "rules"), Message("user", "begin"))
+
+    def step(self, action):
+        self.turn += 1
+        over = action == "stop"
+        messages = () if over else (Message("user", f"seen {action if action == 'same' else self.turn}"),)
+        return StepResult(messages, 1.0, terminated=over, metrics={"steps_n": 1.0})
+
+    def gold(self):
+        return "stop"
+
+
+def test_dropped_exchanges_leave_the_opening_and_the_newest(chat):
+    answers = [f"answer {i}" for i in range(6)] + ["stop"]
+    whole, _ = play(chat, answers, Echo(), Echo().task(0))
+    assert whole.starts.tolist() == [0] and whole.status == "ok"
+    opening = chat.prompt_ids((Message("system", "rules"), Message("user", "begin")))
+    exchange = len(whole.turns[1].prompt_ids) + len(whole.turns[1].tokens)
+    room = len(opening) + 4 * exchange
+    cfg = RolloutConfig("drop_oldest", restarts=2, keep_frac=0.7)
+    got, policy = play(chat, answers, Echo(), Echo().task(0), cfg=cfg, max_context=room, max_answer_tok=12)
+    assert got.status == "ok" and got.reward == whole.reward == 7 and got.metrics == {"steps_n": 7.0}
+    assert [t.restart for t in got.turns] == [False, False, False, False, True, False, True]
+    streams = policy.seen[0]
+    assert all(len(ids) + 12 <= room for ids in streams)
+    for k, turn in enumerate(got.turns):
+        if turn.restart:
+            np.testing.assert_array_equal(turn.prompt_ids, streams[k])
+            np.testing.assert_array_equal(streams[k][: len(opening)], opening)
+            # behind the opening: the newest exchanges, with the tokens that were sampled
+            newest = np.concatenate([whole.turns[k - 1].tokens, whole.turns[k].prompt_ids])
+            np.testing.assert_array_equal(streams[k][-len(newest) :], newest)
+            assert len(streams[k]) <= 0.7 * room
+    tokens, sampled, _ = got.stream()
+    np.testing.assert_array_equal(tokens[sampled], np.concatenate([t.tokens for t in whole.turns]))
+    np.testing.assert_array_equal(tokens[got.starts[1] :][: len(streams[4])], streams[4])
+
+
+def test_restarts_are_limited(chat):
+    answers = [f"answer {i}" for i in range(8)] + ["stop"]
+    cfg = RolloutConfig("drop_oldest", restarts=1, keep_frac=0.5)
+    got, _ = play(chat, answers, Echo(), Echo().task(0), cfg=cfg, max_context=80, max_answer_tok=12)
+    assert sum(t.restart for t in got.turns) == 1
+    assert got.status == "truncated" and got.fault.stage == "context"
+
+
+def test_an_answer_without_effect_is_heard_three_times(chat):
+    got, _ = play(chat, ["x", "same", "same", "same", "same"], Echo(), Echo().task(0), cfg=RolloutConfig(repeats=3))
+    assert len(got.turns) == 4 and got.status == "truncated"
+    assert (got.fault.kind, got.fault.stage) == ("agent", "repeat")
+    got, _ = play(chat, ["x"] * 8 + ["stop"], Echo(), Echo().task(0), cfg=RolloutConfig(repeats=3))
+    assert got.status == "ok"  # the same answer, but what it does is not the same
+
+
+def test_answers_of_another_form_cost_something(chat):
+    cfg = RolloutConfig(answer_format="<.*>|stop", format_penalty=-0.25)
+    got, _ = play(chat, ["<a\n>", "b", "stop"], Echo(), Echo().task(0), cfg=cfg)
+    assert [t.reward for t in got.turns] == [1, 0.75, 1] and got.reward_parts == {"format": -0.25}
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"answer_format": "("}, "not a regular expression"),
+        ({"answer_format": "x"}, "no effect"),
+        ({"format_penalty": -1.0}, "no effect"),
+        ({"repeats": 1}, "after its first answer"),
+        ({"retries": -1}, "negative"),
+        ({"keep_frac": 1.0}, "between"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        RolloutConfig(**settings)
+
+
+# ---- chunks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_is_one_chunk_whatever_stands_in_it(chat):
+    """Think tags, tool calls and texts that spell special tokens do not split or shift what was sampled."""
+    answers = [
+        "<think>a < b</think><tool_call>{}</tool_call>",
+        "<tool_call>{1}</tool_call><tool_call>{2}</tool_call>",
+        "\n\n",
+        "é<|user|>x",
+        "cut...",
+    ]
+    got, policy = play(chat, answers, Echo(), Echo().task(0))
+    assert [t.text for t in got.turns] == [a.removesuffix("...") for a in answers]
+    tokens, sampled, _ = got.stream()
+    chunks = np.split(np.flatnonzero(sampled), np.flatnonzero(np.diff(np.flatnonzero(sampled)) > 1) + 1)
+    assert len(chunks) == len(answers) == len(got.turns)
+    for chunk, turn, shown in zip(chunks, got.turns, policy.seen[0], strict=True):
+        np.testing.assert_array_equal(tokens[chunk], turn.tokens)
+        np.testing.assert_array_equal(tokens[: chunk[0]], shown)
+
+
+# ---- starts and spares ----------------------------------------------------------------------------------------------
+
+
+def recorded(chat, answers):
+    """An expert's episode of `Echo`."""
+    got, _ = play(chat, answers, Echo(), Echo().task(0), listen=True)
+    chunks = (Chunk(t.text, t.tokens, h) for t, h in zip(got.turns, got.heard[1:], strict=True))
+    return got, Start(got.heard[0], tuple(chunks), 1)
+
+
+def test_a_replayed_beginning_is_the_experts_and_the_rest_the_policys(chat):
+    whole, start = recorded(chat, ["a", "b", "stop"])
+    assert len(whole.heard) == 4 and whole.heard[-1] == digest(())
+    two = dataclasses.replace(start, chunks=start.chunks[:2])
+    got, policy = play(chat, ["-", "-", "c", "stop"], Echo(), Echo().task(0), start=two)
+    assert [t.text for t in got.turns] == ["a", "b", "c", "stop"] and got.status == "ok"
+    assert got.num_replayed == 2 and [t.weight for t in got.turns] == [1, 0, 1, 1]
+    assert [(t.versions < 0).all() for t in got.turns] == [True, True, False, False]
+    np.testing.assert_array_equal(policy.seen[0][0], whole.stream()[0][: len(policy.seen[0][0])])
+
+
+@pytest.mark.parametrize("part", ["opening", "chunk"])
+def test_an_environment_that_says_something_else_is_not_replayed(chat, part):
+    _, start = recorded(chat, ["a", "stop"])
+    if part == "opening":
+        start = dataclasses.replace(start, opening="0" * 16)
+    start = dataclasses.replace(start, chunks=(dataclasses.replace(start.chunks[0], digest="0" * 16),))
+    got, _ = play(chat, ["-", "stop"], Echo(), Echo().task(0), start=start)
+    assert got.status == "failed" and (got.fault.kind, got.fault.stage) == ("env", "replay")
+
+
+def test_the_first_complete_of_a_group_and_its_spares_make_it(chat):
+    class Slow:
+        """Sibling 0 never answers; sibling 2 fails."""
+
+        async def act(self, prompt_ids, episode, key, turn):
+            if key.sibling == 0:
+                await asyncio.sleep(3600)
+            if key.sibling == 2:
+                raise SamplerError("gone")
+            return await Script(chat, ["stop"]).act(prompt_ids, episode, key, turn)
+
+    group = roll(chat, Echo(), Slow(), Echo().task(0), stream=0, step=0, index=0, group_size=3, spare=2)
+    assert [t.key.sibling for t in group.trajectories] == [1, 3, 4] and group.cancelled == 2
+    assert all(t.status == "ok" for t in group.trajectories)

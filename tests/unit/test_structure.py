@@ -1,6 +1,7 @@
 """The house rules that no other test would notice: who imports whom, what stays light, how long functions get."""
 
 import ast
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import rolljax
 
 ROOT = Path(rolljax.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-VERBS = {"cli.py", "train.py", "eval.py", "export.py"}
+VERBS = {"cli.py", "train.py", "eval.py", "export.py", "play.py", "validate.py"}
 
 
 def name_of(path):
@@ -103,7 +104,7 @@ def test_import_rolljax_is_light():
 
 
 def test_envs_load_no_jax():
-    modules = [f"rolljax.envs.{f.stem}" for f in sorted((ROOT / "envs").glob("*.py")) if f.stem != "__init__"]
+    modules = [info.name for info in pkgutil.walk_packages([str(ROOT / "envs")], "rolljax.envs.")]
     out = run(f"import sys, {', '.join(modules)}; print([m for m in ('jax', 'flax') if m in sys.modules])")
     assert out.strip() == "[]"
 
@@ -125,3 +126,11 @@ def test_no_function_is_longer_than_120_lines():
     }
     assert len(lengths) > 100
     assert {k: n for k, n in lengths.items() if n > 120} == {}
+
+
+def test_every_package_travels_in_the_wheel():
+    import tomllib
+
+    listed = set(tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {".".join(f.parent.relative_to(ROOT.parent).parts) for f in FILES if f.name == "__init__.py"}
+    assert listed == found | {"rolljax.configs"}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rolljax.envs.reasoning import ReasoningGym
+from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.tasks import TaskStream, held_out, is_held_out
 from rolljax.errors import DataError
 

@@ -23,8 +23,8 @@ class Ipa(PolicyGradient):
 
     The outcome is discounted by `gamma` per chunk to the end. Chunks of successful episodes are imitated; those of
     failed ones are pushed away with the chunk's ratio (geometric mean) as a weight, cut at 1. A chunk that the trainer
-    finds more than `correction`'s band likelier than the sampler did is left out. Replayed expert chunks are imitated
-    with weight `imitation`, freshly sampled ones have weight `fresh`.
+    finds more than `correction`'s band likelier than the sampler did is left out. Replayed expert chunks
+    (`Phase.starts`) up to the crucial one are imitated with weight `imitation`, fresh ones have weight `fresh`.
 
     failure: outcome of an episode whose reward is not positive.
     """
@@ -47,9 +47,8 @@ class Ipa(PolicyGradient):
         credit = super().finish(e, advantages, keep, memory, stats)
         # chunks that are left out still count in the denominator
         kept = e.mask if credit.mask is None else credit.mask
-        weights = np.where(
-            e.expert, self.imitation, self.fresh * kept * (1.0 if credit.weights is None else credit.weights)
-        )
+        own = self.fresh * kept * (1.0 if credit.weights is None else credit.weights)
+        weights = np.where(e.expert, self.imitation * credits.spread_turns(e.turn_weights, e.turns, e.mask), own)
         return dataclasses.replace(credit, mask=e.mask, weights=weights)
 
     def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:

@@ -1,0 +1,126 @@
+"""Agents that learn: every multi-turn config for some seeds, and IPA against GRPO where nothing succeeds by chance.
+
+    python benchmarks/agents.py --figure docs/agents.png               # five tasks, 2 seeds each
+    python benchmarks/agents.py --ipa --figure docs/agent_ipa.png      # eight doors: GRPO, rollback, parallel
+
+Each run is a process of its own, one after the other. `--out DIR` keeps the run folders.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from quickstart import ROOT, run
+
+TASKS = {
+    "frozen lake": "frozen_lake",
+    "guess a number": "agents/guess_number",
+    "key and door": "agents/key_door",
+    "shop": "agents/shop",
+    "calculator (MCP)": "agents/calculator",
+}
+DOORS = {
+    "GRPO": ["ipa/Phase.algorithm = @rolljax.trainer.algorithms.grpo.Grpo()", "ipa/Phase.starts = None"],
+    "IPA, rollback": [],
+    "IPA, rollback, no imitation": ["Ipa.imitation = 0.0"],
+    "IPA, parallel": ["ExpertStarts.mode = 'parallel'"],
+    "IPA, parallel, no imitation": ["ExpertStarts.mode = 'parallel'", "Ipa.imitation = 0.0"],
+}
+FORM = [
+    "KeyDoorChain.num_tasks = 100000",
+    "KeyDoorChain.seed = 1000",
+    "ipa/Phase.algorithm = @rolljax.trainer.algorithms.sft.Sft()",
+    "ipa/Phase.starts = None",
+    "ipa/Phase.steps = 40",
+    "ipa/Phase.group_size = 1",
+    "ipa/Phase.eval_every = 0",
+]
+"""Answers of the right form about other doors: what the runs that are compared start from."""
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def heldout(folder: Path, after: int = 0) -> list[tuple[int, float]]:
+    """Step behind `after`, and success or reward on held-out tasks."""
+    points = [(r["step"] - after, r["heldout/reward_mean"]) for r in rows(folder) if "heldout/reward_mean" in r]
+    return [p for p in points if p[0] > 0]
+
+
+def tasks(out: Path, names: list[str], seeds: int, figure: Path | None) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, len(names), figsize=(3.2 * len(names), 3), sharey=True, constrained_layout=True)
+    print("| task | seed | warm start | end | turns at the end | whole process |\n|---|---|---|---|---|---|")
+    for axis, name in zip(axes if len(names) > 1 else [axes], names, strict=True):
+        for seed in range(seeds):
+            folder = out / f"{TASKS[name].replace('/', '_')}_{seed}"
+            s = run(TASKS[name], folder, [f"Recipe.seed = {seed}"])
+            warm, end = (e["mean"] for e in s["heldout_reward"][-2:])
+            first = s["phase_steps"]["warm_start"]
+            turns = [r["rollout/turns_n"] for r in rows(folder)[-10:]]
+            seen = f"{warm:.3f} | {end:.3f} | {sum(turns) / len(turns):.2f}"
+            print(f"| {name} | {seed} | {seen} | {s['process_s']:.0f} s |", flush=True)
+            points = [(0, warm), *heldout(folder, first)]
+            axis.plot(*zip(*points, strict=True), "o-", markersize=4, label=f"seed {seed}")
+        axis.set(title=name, xlabel="GRPO step", ylim=(-0.02, 1.02))
+    fig.axes[0].set_ylabel("held-out reward")
+    fig.axes[0].legend(frameon=False)
+    if figure:
+        fig.savefig(figure, dpi=120)
+
+
+def doors(out: Path, seeds: int, figure: Path | None) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    print("| run | seed | step 40 | step 80 | end | whole process |\n|---|---|---|---|---|---|")
+    for seed in range(seeds):
+        form = out / f"form_{seed}"
+        run("agent_ipa", form, [f"Recipe.seed = {seed}", *FORM])
+        folder = out / f"form_{seed}_hf"
+        command = [sys.executable, "-m", "rolljax.export", "--run", str(form), "--to", str(folder)]
+        subprocess.run(command, check=True, cwd=ROOT)
+        for i, (name, settings) in enumerate(DOORS.items()):
+            home = out / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
+            s = run("agent_ipa", home, [f"Recipe.seed = {seed}", f"Recipe.model = '{folder}'", *settings])
+            points = [(0, s["heldout_reward"][0]["mean"]), *heldout(home)]
+            at = dict(points)
+            end = s["heldout_reward"][-1]["mean"]
+            print(f"| {name} | {seed} | {at[40]:.3f} | {at[80]:.3f} | {end:.3f} | {s['process_s']:.0f} s |", flush=True)
+            axis.plot(
+                *zip(*points, strict=True), color=f"C{i}", ls="-" if not seed else "--", label="" if seed else name
+            )
+    axis.set(xlabel="step", ylabel="success from the first door, held out", ylim=(-0.02, 1.02))
+    axis.legend(frameon=False, title="dashed: seed 1")
+    if figure:
+        fig.savefig(figure, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--ipa", action="store_true")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--figure", type=Path)
+    args = parser.parse_args()
+    out = args.out or Path(tempfile.mkdtemp())
+    if args.ipa:
+        doors(out, args.seeds, args.figure)
+    else:
+        tasks(out, args.tasks, args.seeds, args.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The settings of an agent program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from rolljax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentProgram:
+    """A program that plays the episodes of an environment with a model it reaches over OpenAI's API.
+
+    command: what to run; `python` at its front is the interpreter of the training. env: variables it gets besides
+      `PATH`, `HOME`, the language and temporary folder, `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
+    sandbox: 'none' runs it as a process of this user, with this user's rights. It has no default: the command must be
+      one that you trust.
+    reuse: one process plays many episodes, one after the other (starting Python and a client takes about a second).
+    concurrency: programs at a time.
+    deadline_s: longest time of an episode; while the sampler answers the clock stands still.
+    max_calls: calls of the model in an episode. max_restarts: how often an episode may begin a conversation that does
+      not go on with an earlier one; each is a sequence of its own to the trainer, which must have room for it.
+    output_bytes: most that the program may print in an episode.
+    """
+
+    command: tuple[str, ...]
+    sandbox: str = ""
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reuse: bool = False
+    concurrency: int = 8
+    deadline_s: float = 300.0
+    max_calls: int = 16
+    max_restarts: int = 2
+    output_bytes: int = 2**20
+
+    def __post_init__(self) -> None:
+        if not self.command or not all(isinstance(c, str) and c for c in self.command):
+            raise ConfigError(
+                "must be a program and its arguments",
+                setting="AgentProgram.command",
+                value=self.command,
+                remedy="('python', 'my_agent.py')",
+            )
+        if self.sandbox != "none":
+            raise ConfigError(
+                "must be 'none': agent programs run without a sandbox, and you have to say so",
+                setting="AgentProgram.sandbox",
+                value=self.sandbox,
+                remedy="read the program; then set AgentProgram.sandbox = 'none'",
+            )
+        for name in ("concurrency", "max_calls"):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", setting=f"AgentProgram.{name}", value=getattr(self, name))
+        for name, low in (("deadline_s", 0), ("output_bytes", 1023), ("max_restarts", -1)):
+            if getattr(self, name) <= low:
+                raise ConfigError(f"must be more than {low}", setting=f"AgentProgram.{name}", value=getattr(self, name))

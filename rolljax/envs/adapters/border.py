@@ -1,0 +1,81 @@
+"""What all adapters need at the border: optional libraries, borrowed global randomness, numbers that are numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from rolljax.errors import ConfigError
+
+MAX_ACTION_CHARS = 8192
+"""Texts longer than this are no move in any adapted game."""
+
+_GLOBAL = threading.Lock()
+
+
+def library(name: str, install: str) -> Any:
+    """The module `name`; where it is missing, an error that says what to install."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.split(".")[0] != name.split(".")[0]:
+            raise
+        raise ConfigError(f"needs the package {name}", setting="environment", remedy=f"pip install '{install}'") from e
+
+
+def in_worker() -> bool:
+    """Whether this process only runs environments and may be killed: `ROLLJAX_ENV_WORKER=1` says so."""
+    return os.environ.get("ROLLJAX_ENV_WORKER") == "1"
+
+
+def number(value: object) -> float:
+    """A reward as a float; what is no finite number counts as 0."""
+    if isinstance(value, (bool, int, float)) or hasattr(value, "__float__"):
+        try:
+            result = float(value)
+        except (OverflowError, TypeError, ValueError):
+            return 0.0
+        return result if math.isfinite(result) else 0.0
+    return 0.0
+
+
+class BorrowedRandom:
+    """The process's global `random` (and NumPy's, where NumPy is loaded) on loan to one episode.
+
+    Libraries that draw from the global generators see, inside `with`, the state that this episode left there; what was
+    there before is put back. So episodes side by side do not touch each other, and nothing else in the process does.
+    One episode at a time: the others wait.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._python: Any = random.Random(seed).getstate()
+        self._numpy: Any = None
+        self._seed = seed
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Use the global generators as this episode's own."""
+        with _GLOBAL:
+            numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+            python, numpy = random.getstate(), numpy_random and numpy_random.get_state()
+            random.setstate(self._python)
+            if numpy_random:
+                if self._numpy is None:
+                    numpy_random.seed(self._seed % 2**32)
+                else:
+                    numpy_random.set_state(self._numpy)
+            try:
+                yield
+            finally:
+                self._python = random.getstate()
+                random.setstate(python)
+                if numpy_random:
+                    self._numpy = numpy_random.get_state()
+                    numpy_random.set_state(numpy)

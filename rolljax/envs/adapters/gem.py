@@ -1,0 +1,129 @@
+"""Environments that follow the calls of GEM: `reset(seed) -> text, info` and `step(text) -> text, reward, terminated,
+truncated, info`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from rolljax.envs.adapters.border import MAX_ACTION_CHARS, BorrowedRandom, library, number
+from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
+from rolljax.errors import ConfigError, EnvError, boundary
+from rolljax.types import Message, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Gem(EnvSpec):
+    """One environment of GEM (https://github.com/axon-rl/gem), or any object that is called in the same way.
+
+    id: what `maker` is given, such as `game:GuessTheNumber-v0-easy`. settings: its further keyword arguments. maker:
+    function that makes the object; `gem.make` is that of the package gem-llm. success_reward: an episode whose last
+    reward is at least this is solved. max_turns: the episode is cut after as many. seed: of the tasks; task i is
+    `reset` with a seed made of it and i.
+    """
+
+    runs: ClassVar[Runs] = "process"
+
+    id: str = "game:GuessTheNumber-v0-easy"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    maker: str = "gem.make"
+    success_reward: float = 1.0
+    max_turns: int = 30
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if "." not in self.maker:
+            raise ConfigError("is no module.function", setting="Gem.maker", value=self.maker, remedy="like gem.make")
+        if self.maker == "gem.make" and self.id.startswith(("rg:", "code:")):
+            raise ConfigError(
+                "is scored by executing the answer",
+                setting="Gem.id",
+                value=self.id,
+                remedy="the environment rg:FAMILY" if self.id.startswith("rg:") else "the environment code:FILE",
+            )
+        if self.max_turns < 1:
+            raise ConfigError("must be at least 1", setting="Gem.max_turns", value=self.max_turns)
+
+    @property
+    def name(self) -> str:
+        return self.id
+
+    def task(self, index: int) -> Task:
+        """The seed is its identity: the opening need not show what is hidden."""
+        return Task(self.name, index, f"{self.id} with seed {self.reset_seed(index)}")
+
+    def make(self) -> Env:
+        return GemEnv(self)
+
+    def reset_seed(self, index: int) -> int:
+        """What `reset` is called with for a task."""
+        return (self.seed * 1_000_003 + index) % 2**31
+
+    def make_object(self) -> Any:
+        """The object with `reset` and `step`."""
+        module, _, function = self.maker.rpartition(".")
+        found = library(module, "gem-llm") if module == "gem" else importlib.import_module(module)
+        return getattr(found, function)(self.id, **self.settings)
+
+
+class GemEnv(Env):
+    """One episode. The object draws from the global generators, which it is lent for each call."""
+
+    def __init__(self, spec: Gem) -> None:
+        self._spec = spec
+        self._object: Any = None
+        self._over = True
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        if task != self._spec.task(task.index):
+            raise EnvError(f"task {task.index} is not one of {self._spec.id} with this seed")
+        seed = self._spec.reset_seed(task.index)
+        self._random = BorrowedRandom(seed)
+        with self._random.lent(), boundary(EnvError, f"reset of {self._spec.id}"):
+            self._object = self._spec.make_object()
+            text, info = self._object.reset(seed=seed)
+        self._turns, self._over = 0, False
+        return (Message("user", framed(text, info)),)
+
+    def step(self, action: str) -> StepResult:
+        if self._over:
+            raise EnvError("step before reset, or after the episode's end")
+        self._turns += 1
+        with self._random.lent(), boundary(EnvError, f"step of {self._spec.id}"):
+            answer = self._object.step(action if len(action) <= MAX_ACTION_CHARS else "")
+        result = step_result(answer, self._turns == self._spec.max_turns, self._spec.success_reward)
+        self._over = result.terminated or result.truncated
+        return result
+
+    def gold(self) -> str:
+        raise EnvError("GEM has no gold actions")
+
+    def close(self) -> None:
+        if hasattr(self._object, "close"):
+            self._object.close()
+
+
+def framed(text: object, info: object) -> str:
+    """An observation between the prefix and the suffix that `info` gives."""
+    info = info if isinstance(info, Mapping) else {}
+    return "\n".join(str(part) for part in (info.get("prefix"), text, info.get("suffix")) if part) or "Your move."
+
+
+def step_result(answer: Any, last: bool, success_reward: float) -> StepResult:
+    """GEM's five values in our terms. An episode that reports both ends at once (GEM's single turns and turn limits do)
+    is terminated. `success` is the one in `info`, where there is one. last: our own limit of turns is reached."""
+    text, reward, terminated, truncated, info = answer
+    terminated, own = bool(terminated), number(reward)
+    truncated = not terminated and (bool(truncated) or last)
+    said = info.get("success") if isinstance(info, Mapping) else None
+    over = terminated or truncated
+    return StepResult(
+        () if over else (Message("user", framed(text, info)),),
+        own,
+        terminated=terminated,
+        truncated=truncated,
+        success=over and (said if isinstance(said, bool) else own >= success_reward),
+        reward_parts={"env": own},
+    )

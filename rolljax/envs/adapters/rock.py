@@ -1,0 +1,132 @@
+"""Environments behind the four GEM endpoints that ROCK serves: make, reset, step and close, JSON over HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from rolljax.envs.adapters.border import MAX_ACTION_CHARS
+from rolljax.envs.adapters.gem import framed, step_result
+from rolljax.envs.adapters.openenv import bearer, check_url, refused
+from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
+from rolljax.errors import ConfigError, EnvError, InfraError, boundary
+from rolljax.types import Message, Task
+
+PATH = "/apis/v1/envs/gem/"
+MAX_ANSWER_BYTES = 2**22
+
+
+@dataclasses.dataclass(frozen=True)
+class Rock(EnvSpec):
+    """An environment of a ROCK server (https://github.com/alibaba/ROCK), or of `rolljax.envs.adapters.gem_server`.
+
+    url: `http://host:port` of the server. env_id: of the environment there. success_reward: an episode whose last
+    reward is at least this is solved, where the server's `info` has no `success`. token_env: environment variable that
+    holds a bearer token, if it is set. timeout_s: of each call.
+
+    Task i is the server's reset with seed + i.
+    """
+
+    runs: ClassVar[Runs] = "thread"
+
+    url: str = "http://127.0.0.1:8080"
+    env_id: str = "game:GuessTheNumber-v0-easy"
+    success_reward: float = 1.0
+    max_turns: int = 30
+    seed: int = 0
+    token_env: str = "ROLLJAX_ENV_TOKEN"
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_url(self.url, "Rock.url")
+        if self.max_turns < 1:
+            raise ConfigError("must be at least 1", setting="Rock.max_turns", value=self.max_turns)
+
+    @property
+    def name(self) -> str:
+        return self.env_id
+
+    def task(self, index: int) -> Task:
+        """The server is not asked: the seed is the task's identity."""
+        return Task(self.name, index, f"{self.env_id} with seed {self.reset_seed(index)}")
+
+    def make(self) -> Env:
+        return RockEnv(self)
+
+    def reset_seed(self, index: int) -> int:
+        return (self.seed * 1_000_003 + index) % 2**31
+
+
+class RockEnv(Env):
+    """One episode, in a sandbox of its own on the server, over one connection."""
+
+    def __init__(self, spec: Rock) -> None:
+        self._spec = spec
+        self._connection: http.client.HTTPConnection | None = None
+        self._sandbox = ""
+        self._over = True
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        if task != self._spec.task(task.index):
+            raise EnvError(f"task {task.index} is not one of {self._spec.env_id} with this seed")
+        self.close()
+        parts = urlsplit(self._spec.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(parts.hostname or "", parts.port, timeout=self._spec.timeout_s)
+        self._sandbox = str(self._call("make", {"env_id": self._spec.env_id}).get("sandbox_id", ""))
+        if not self._sandbox:
+            raise InfraError(f"{self._spec.url} made no {self._spec.env_id}")
+        data = self._call("reset", {"sandbox_id": self._sandbox, "seed": self._spec.reset_seed(task.index)})
+        self._turns, self._over = 0, False
+        return (Message("user", framed(data.get("observation"), data.get("info"))),)
+
+    def step(self, action: str) -> StepResult:
+        if self._over:
+            raise EnvError("step before reset, or after the episode's end")
+        self._turns += 1
+        text = (action if len(action) <= MAX_ACTION_CHARS else "").encode("utf-8", "replace").decode()
+        data = self._call("step", {"sandbox_id": self._sandbox, "action": text})
+        with boundary(InfraError, f"answer of {self._spec.url}"):
+            values = [data[key] for key in ("observation", "reward", "terminated", "truncated", "info")]
+        result = step_result(values, self._turns == self._spec.max_turns, self._spec.success_reward)
+        self._over = result.terminated or result.truncated
+        return result
+
+    def gold(self) -> str:
+        raise EnvError("a ROCK server gives no gold actions")
+
+    def close(self) -> None:
+        connection, self._over = self._connection, True
+        if connection is not None:
+            try:
+                if self._sandbox:
+                    self._call("close", {"sandbox_id": self._sandbox})
+            finally:
+                self._connection, self._sandbox = None, ""
+                connection.close()
+
+    def _call(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+        """One of the endpoints.
+
+        Raises:
+          InfraError: the server is not there, has no room, or failed.
+          EnvError: it refused the call (a status from 400 to 499), with its reason.
+          ConfigError: it wants another token.
+        """
+        assert self._connection is not None
+        headers = {"Content-Type": "application/json", **bearer(self._spec.token_env)}
+        with boundary(InfraError, f"{verb} at {self._spec.url}"):
+            self._connection.request("POST", PATH + verb, json.dumps(body), headers)
+            response = self._connection.getresponse()
+            text = response.read(MAX_ANSWER_BYTES)
+            if response.status == 200:
+                data = json.loads(text)
+                if not isinstance(data, dict):
+                    raise InfraError(f"{verb} at {self._spec.url}: the answer is no JSON object")
+                return data
+        refused(response.status, self._spec.url, "Rock", self._spec.token_env)
+        why = f"{verb} at {self._spec.url}: status {response.status}: {text[:500].decode(errors='replace')}"
+        raise (EnvError if 400 <= response.status < 500 and response.status != 429 else InfraError)(why)

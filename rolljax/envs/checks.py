@@ -1,0 +1,316 @@
+"""What every environment must do, as checks: the contract tests and `python -m rolljax.validate` run them.
+
+A check plays episodes and returns a sentence about what it saw; where the environment fails it, it raises `EnvError`.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from rolljax.envs.base import NUM_INDICES, Env, EnvSpec, StepResult
+from rolljax.errors import EnvError
+from rolljax.types import Message, Task
+
+MAX_STEPS = 1000
+"""No episode of a check goes on for longer."""
+NONSENSE = "nonsense"
+NUM_DIGESTS = 5
+
+Act = Callable[[Env, int], str]
+"""A player: what it says in an episode in turn 0, 1, ..."""
+
+
+@runtime_checkable
+class HasRandomAction(Protocol):
+    """An environment that knows what a player says who knows the rules and nothing else."""
+
+    def random_action(self, rng: random.Random) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """What was shown before each action, and what followed it."""
+
+    task: Task
+    seen: list[tuple[Message, ...]]
+    results: list[StepResult]
+
+    @property
+    def success(self) -> bool:
+        return any(r.success for r in self.results)
+
+    @property
+    def reward(self) -> float:
+        return sum(r.reward for r in self.results)
+
+
+def gold(env: Env, turn: int) -> str:
+    """The scripted player."""
+    return env.gold()
+
+
+def always(action: str) -> Act:
+    """A player that says the same every time."""
+    return lambda env, turn: action
+
+
+def wrong_first(env: Env, turn: int) -> str:
+    """Nonsense, and then gold."""
+    return env.gold() if turn else NONSENSE
+
+
+def play(spec: EnvSpec, task: Task, act: Act) -> Episode:
+    """A whole episode in an environment of its own."""
+    env = spec.make()
+    try:
+        return follow(env, Episode(task, [env.reset(task)], []), act)
+    finally:
+        env.close()
+
+
+def follow(env: Env, so_far: Episode, act: Act) -> Episode:
+    """Play an episode on to its end."""
+    seen, results = list(so_far.seen), list(so_far.results)
+    while not results or not over(results[-1]):
+        _require(len(results) < MAX_STEPS, f"an episode of {so_far.task} goes on after {MAX_STEPS} steps")
+        if results:
+            seen.append(results[-1].messages)
+        results.append(env.step(act(env, len(results))))
+    return Episode(so_far.task, seen, results)
+
+
+def over(result: StepResult) -> bool:
+    return result.terminated or result.truncated
+
+
+def gold_solves(spec: EnvSpec, num_tasks: int, reward: float | None = None) -> str:
+    """The gold player solves every task in time; `reward`: what it must get for each."""
+    episodes = [play(spec, spec.task(i), gold) for i in range(num_tasks)]
+    for e in episodes:
+        last = e.results[-1]
+        _require(last.success and last.terminated, f"gold does not solve {e.task}")
+        _in_time(spec, e)
+        _require(reward is None or math.isclose(e.reward, reward, abs_tol=1e-6), f"gold gets {e.reward:g} for {e.task}")
+    turns = sum(len(e.results) for e in episodes) / num_tasks
+    return f"{num_tasks} tasks, {turns:.1f} turns, reward {sum(e.reward for e in episodes) / num_tasks:g}"
+
+
+def bad_actions_fail(spec: EnvSpec, num_tasks: int) -> str:
+    """What the environment itself calls bad solves nothing, is worth less than gold, and raises nothing."""
+    actions = spec.bad_actions()
+    for i in range(num_tasks):
+        best = play(spec, spec.task(i), gold)
+        for action in actions:
+            e = play(spec, spec.task(i), always(action))
+            worse = e.reward < best.reward or not best.success
+            _require(not e.success and worse, f"{action[:50]!r} gets {e.reward:g} for {e.task}")
+            _in_time(spec, e)
+    return f"{len(actions)} bad actions"
+
+
+def well_formed(spec: EnvSpec, num_tasks: int) -> str:
+    """Messages end with one to the policy, numbers are finite, an end is one kind of end and says nothing more."""
+    shown = []
+    for i in range(num_tasks):
+        for act in (gold, always(NONSENSE)):
+            e = play(spec, spec.task(i), act)
+            for messages in e.seen:
+                _require(bool(messages) and messages[-1].role != "assistant", f"{e.task}: nobody asks the policy")
+                _require(all(isinstance(m.content, str) for m in messages), f"{e.task}: a message that is no text")
+            for r in e.results:
+                numbers = {"reward": r.reward, "weight": r.weight, **r.reward_parts, **r.metrics}
+                for name, value in numbers.items():
+                    _require(math.isfinite(value), f"{e.task}: {name} is {value}")
+                _require(not (r.terminated and r.truncated), f"{e.task}: terminated and truncated")
+            _require(not e.results[-1].messages, f"{e.task}: messages after the end")
+            shown.append(sum(len(m.content.encode()) for messages in e.seen for m in messages))
+    return f"{sum(shown) / len(shown):.0f} bytes shown in an episode, at most {max(shown)}"
+
+
+def ends_are_final(spec: EnvSpec, num_tasks: int) -> str:
+    """A step after the end is an `EnvError`."""
+    for i in range(num_tasks):
+        env = spec.make()
+        try:
+            follow(env, Episode(spec.task(i), [env.reset(spec.task(i))], []), gold)
+            _require(_refuses_a_step(env), f"a step after the end of {spec.task(i)} is let pass")
+        finally:
+            env.close()
+    return "no step after the end"
+
+
+def tasks_are_their_index(spec: EnvSpec, num_tasks: int) -> str:
+    """Equal settings give equal tasks, in any order; they are not all the same."""
+    fresh = dataclasses.replace(spec)  # type: ignore[type-var]
+    _require(fresh is not spec and fresh == spec, "settings do not equal their copy")
+    tasks = [spec.task(i) for i in range(num_tasks)]
+    _require([fresh.task(i) for i in reversed(range(num_tasks))] == tasks[::-1], "tasks depend on the order")
+    for i, task in enumerate(tasks):
+        _require((task.index, task.env) == (i, spec.name), f"{task} does not name its index and environment")
+    _require(fresh.task(NUM_INDICES - 1) == spec.task(NUM_INDICES - 1), "the last task is not the same twice")
+    different = len({t.id for t in tasks})
+    _require(num_tasks == 1 or different > 1, "all tasks are the same")
+    return f"{different} of {num_tasks} different"
+
+
+def interleave(spec: EnvSpec, num_tasks: int) -> str:
+    """Episodes that are played turn by turn side by side say what they say alone."""
+    pairs = [(spec.task(i), wrong_first if i % 2 else gold) for i in range(max(2, num_tasks))]
+    alone = [play(spec, task, act) for task, act in pairs]
+    envs = [spec.make() for _ in pairs]
+    try:
+        together = [Episode(task, [env.reset(task)], []) for env, (task, _) in zip(envs, pairs, strict=True)]
+        for turn in range(MAX_STEPS):
+            for env, e, (_, act) in zip(envs, together, pairs, strict=True):
+                if e.results and over(e.results[-1]):
+                    continue
+                if e.results:
+                    e.seen.append(e.results[-1].messages)
+                e.results.append(env.step(act(env, turn)))
+    finally:
+        for env in envs:
+            env.close()
+    _require(together == alone, "episodes side by side differ from episodes alone")
+    return f"{len(pairs)} side by side"
+
+
+def snapshots_continue(spec: EnvSpec, num_tasks: int) -> str:
+    """From a snapshot in the middle, another environment goes on as the first one does, and more than once."""
+    if not can_snapshot(spec):
+        return "no snapshots"
+    for i in range(num_tasks):
+        for act in (gold, wrong_first):
+            whole = play(spec, spec.task(i), act)
+            for middle in sorted({0, len(whole.results) // 2}):
+                _same_from(spec, whole, middle, act)
+    return "at the start and in the middle"
+
+
+def can_snapshot(spec: EnvSpec) -> bool:
+    """Whether an episode of task 0 gives a snapshot."""
+    env = spec.make()
+    try:
+        env.reset(spec.task(0))
+        return isinstance(env.snapshot(), bytes)
+    except EnvError:
+        return False
+    finally:
+        env.close()
+
+
+def _same_from(spec: EnvSpec, whole: Episode, middle: int, act: Act) -> None:
+    """Play the first `middle` turns, take a snapshot, and compare what follows from it with the whole episode."""
+    first, second = spec.make(), spec.make()
+    try:
+        so_far = Episode(whole.task, [first.reset(whole.task)], [])
+        for turn in range(middle):
+            if turn:
+                so_far.seen.append(so_far.results[-1].messages)
+            so_far.results.append(first.step(act(first, turn)))
+        state = first.snapshot()
+        _require(follow(first, so_far, act) == whole, f"taking a snapshot changes {whole.task}")
+        for env in (second, first):  # a fresh one, and one whose episode is over
+            env.restore(state)
+            _require(follow(env, so_far, act) == whole, f"{whole.task} goes on differently from turn {middle}")
+    finally:
+        first.close()
+        second.close()
+
+
+def same_in_another_process(specs: Sequence[EnvSpec], num_tasks: int = NUM_DIGESTS) -> str:
+    """Another process, with another hash seed, makes the same tasks and plays the same episodes."""
+    work = base64.b64encode(pickle.dumps((list(specs), num_tasks))).decode()
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import print_digests; print_digests()"],
+        input=work,
+        env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+    )
+    _require(done.returncode == 0, f"another process fails: {done.stderr[-2000:]}")
+    for spec, there in zip(specs, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        _require(digests(spec, num_tasks) == there, f"{spec.name} differs in another process")
+    return f"{num_tasks} tasks and episodes"
+
+
+def digests(spec: EnvSpec, num_tasks: int) -> list[list[str]]:
+    """Of each task its id and a hash of what it says to gold and to nonsense."""
+    return [[spec.task(i).id, _digest(spec, spec.task(i))] for i in range(num_tasks)]
+
+
+def print_digests() -> None:
+    """The other process: read settings from stdin, print their digests."""
+    specs, num_tasks = pickle.loads(base64.b64decode(sys.stdin.read()))
+    sys.stdout.write("\n" + json.dumps([digests(spec, num_tasks) for spec in specs]) + "\n")
+
+
+def _digest(spec: EnvSpec, task: Task) -> str:
+    said: list[object] = []
+    for act in (gold, wrong_first):
+        e = play(spec, task, act)
+        said += [[[(m.role, m.content) for m in messages] for messages in e.seen], [r.reward for r in e.results]]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+def success_frac(spec: EnvSpec, tasks: Iterable[Task], act: Act) -> float:
+    """Share of tasks that a player solves."""
+    solved = [play(spec, task, act).success for task in tasks]
+    return sum(solved) / len(solved)
+
+
+def random_player(spec: EnvSpec, seed: int = 0) -> tuple[Act, str]:
+    """A player that knows nothing of the task, and what it does: random legal actions where the environment can name
+    them, and otherwise what gold says in other tasks."""
+    rng = random.Random(seed)
+    if isinstance(spec.make(), HasRandomAction):
+        return lambda env, turn: env.random_action(rng), "random legal actions"
+    said: list[str] = []
+
+    def remembered(env: Env, turn: int) -> str:
+        said.append(env.gold())
+        return said[-1]
+
+    for i in range(NUM_INDICES - 20, NUM_INDICES):
+        play(spec, spec.task(i), remembered)
+    return lambda env, turn: rng.choice(said), "gold answers of other tasks"
+
+
+CHECKS: Mapping[str, Callable[[EnvSpec, int], str]] = {
+    "gold solves": gold_solves,
+    "bad actions fail": bad_actions_fail,
+    "well formed": well_formed,
+    "ends are final": ends_are_final,
+    "tasks are their index": tasks_are_their_index,
+    "same in another process": lambda spec, num_tasks: same_in_another_process([spec], min(num_tasks, NUM_DIGESTS)),
+    "side by side": interleave,
+    "snapshots": snapshots_continue,
+}
+"""The checks by name; each takes an environment and how many of its tasks to play."""
+
+
+def _in_time(spec: EnvSpec, e: Episode) -> None:
+    _require(len(e.results) <= spec.max_turns, f"{len(e.results)} turns, at most {spec.max_turns}: {e.task}")
+
+
+def _refuses_a_step(env: Env) -> bool:
+    try:
+        env.step(NONSENSE)
+    except EnvError:
+        return True
+    return False
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise EnvError(message if len(message) < 500 else message[:500] + " ...")

@@ -1,0 +1,1 @@
+"""Games of our own: pure Python, deterministic, with observations of tens of bytes."""

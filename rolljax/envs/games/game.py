@@ -1,0 +1,116 @@
+"""What the games share: turns, ends, illegal answers, and how an answer is read."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import random
+import re
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from rolljax.envs.base import EnvSpec, PureEnv, StepResult
+from rolljax.errors import EnvError
+from rolljax.types import Message, Task
+
+S = TypeVar("S", bound=EnvSpec)
+
+MAX_ANSWER = 4096
+"""Characters; a longer answer is read as an empty one."""
+
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an answer did. text: what the policy is told, if the episode goes on. legal: whether it was an answer at
+    all. parts: of the reward, by name."""
+
+    text: str
+    reward: float = 0.0
+    over: bool = False
+    success: bool = False
+    legal: bool = True
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Game(PureEnv, Generic[S]):
+    """An episode of a game. It is cut after `max_turns` answers; an illegal one costs a turn and is counted in the
+    metric `illegal_n`. A game says how it begins, what an answer does, and what a perfect and a random player say."""
+
+    def __init__(self, spec: S) -> None:
+        self._spec = spec
+        self._turns, self._over = 0, True
+
+    @abc.abstractmethod
+    def _begin(self, task: Task) -> str:
+        """Set the state up; returns the opening text. Content that is no task of these settings: `EnvError`."""
+
+    @abc.abstractmethod
+    def _play(self, action: str) -> Outcome:
+        """Take an answer of at most `MAX_ANSWER` characters."""
+
+    @abc.abstractmethod
+    def _gold(self) -> str:
+        """What a perfect player says now."""
+
+    @abc.abstractmethod
+    def _random(self, rng: random.Random) -> str:
+        """A legal answer, chosen blindly."""
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        text = self._begin(task)
+        self._turns, self._over = 0, False
+        return (Message("user", text),)
+
+    def step(self, action: str) -> StepResult:
+        self._check()
+        self._turns += 1
+        done = self._play(action if len(action) <= MAX_ANSWER else "")
+        truncated = not done.over and self._turns >= self._spec.max_turns
+        self._over = done.over or truncated
+        return StepResult(
+            () if self._over else (Message("user", done.text),),
+            done.reward,
+            terminated=done.over,
+            truncated=truncated,
+            success=done.success,
+            reward_parts=done.parts,
+            metrics={"illegal_n": float(not done.legal)},
+        )
+
+    def gold(self) -> str:
+        self._check()
+        return self._gold()
+
+    def random_action(self, rng: random.Random) -> str:
+        """What a player says who knows the rules and nothing else."""
+        self._check()
+        return self._random(rng)
+
+    @property
+    def _turns_left(self) -> int:
+        return self._spec.max_turns - self._turns
+
+    def _check(self) -> None:
+        if self._over:
+            raise EnvError("step before reset, or after the episode's end")
+
+
+def word(action: str) -> str:
+    """The answer without case and without space around it."""
+    return action.strip().lower()
+
+
+def unboxed(action: str, boxed: bool) -> str | None:
+    r"""The answer itself: what stands in the last `\boxed{...}` (None without one), or all of the text."""
+    if not boxed:
+        return action.strip()
+    found = _BOXED.findall(action)
+    return found[-1].strip() if found else None
+
+
+def number(text: str | None) -> int | None:
+    """A decimal number of at most nine ASCII digits, and nothing else."""
+    return int(text) if text is not None and _NUMBER.fullmatch(text) else None

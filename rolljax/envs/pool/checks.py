@@ -1,0 +1,161 @@
+"""What an environment says, held to the rules of `rolljax.envs.base`, wherever it ran.
+
+A value that obeys is given back as it is. Numbers of other types (NumPy's) become floats, text that has no UTF-8 gets
+U+FFFD for what is not a character, overlong observations are cut, and everything else is an `EnvError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rolljax.envs.base import StepResult
+from rolljax.errors import EnvError
+from rolljax.types import Message
+
+Verb = Literal["reset", "step", "gold", "rejected", "close"]
+
+MAX_MESSAGES = 1000
+MAX_NAMES = 256
+MAX_ERROR_CHARS = 2000
+NOTE_BYTES = 40
+
+
+def check_messages(messages: Any, max_bytes: int) -> tuple[Message, ...]:
+    """An observation: a sequence of messages with texts."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise EnvError(f"an observation is a sequence of messages, this is a {_kind(messages)}")
+    if len(messages) > MAX_MESSAGES:
+        raise EnvError(f"an observation of {len(messages)} messages, at most {MAX_MESSAGES} are allowed")
+    num_bytes = 0
+    for m in messages:
+        if type(m) is not Message:
+            raise EnvError(f"an observation is a sequence of messages, this one holds a {_kind(m)}")
+        if not isinstance(m.role, str) or not isinstance(m.content, str):
+            raise EnvError(f"a message is text, this one is ({_kind(m.role)}, {_kind(m.content)})")
+        if not m.role or len(m.role) > 64:
+            raise EnvError("a message's role is empty or longer than 64 characters")
+        num_bytes += len(m.content) if m.content.isascii() and m.role.isascii() else 2 * max_bytes
+    if num_bytes <= max_bytes:
+        return tuple(messages)
+    return _shortened([Message(clean(m.role), clean(m.content)) for m in messages], max_bytes)
+
+
+def check_opening(messages: Any, max_bytes: int) -> tuple[Message, ...]:
+    """What an episode begins with: an observation that is not empty."""
+    messages = check_messages(messages, max_bytes)
+    if not messages:
+        raise EnvError("the opening conversation is empty")
+    return messages
+
+
+def check_result(result: Any, max_bytes: int) -> StepResult:
+    """What follows an action."""
+    if not isinstance(result, StepResult):
+        raise EnvError(f"a step returns a StepResult, not a {_kind(result)}")
+    for name in ("terminated", "truncated", "success"):
+        if not isinstance(getattr(result, name), bool):
+            flag: dict[str, Any] = {name: _flag(name, getattr(result, name))}
+            result = dataclasses.replace(result, **flag)
+    if result.terminated and result.truncated:
+        raise EnvError("a step says both terminated and truncated")
+    changes: dict[str, Any] = {}
+    messages = check_messages(result.messages, max_bytes)
+    if messages is not result.messages:
+        changes["messages"] = messages
+    if not messages and not result.terminated and not result.truncated:
+        raise EnvError("a step says nothing, and the episode is not over")
+    for name in ("reward", "weight"):
+        value = getattr(result, name)
+        if type(value) is not float or not math.isfinite(value):
+            changes[name] = _number(name, value)
+    if result.weight < 0:
+        raise EnvError(f"a weight of {result.weight:g} is negative")
+    for name in ("reward_parts", "metrics"):
+        table = getattr(result, name)
+        if type(table) is not dict or table:
+            changes[name] = _table(name, table)
+    return dataclasses.replace(result, **changes) if changes else result
+
+
+def check_answer(text: Any, max_bytes: int) -> str:
+    """A gold or rejected action."""
+    if not isinstance(text, str):
+        raise EnvError(f"an action is text, not a {_kind(text)}")
+    text = clean(text)
+    if len(text) > max_bytes:
+        raise EnvError(f"an action of {len(text)} characters, at most {max_bytes} are allowed")
+    return text
+
+
+def clean(text: str) -> str:
+    """The text with U+FFFD for every half of a surrogate pair that stands alone, so that it has a UTF-8 form."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an exception, short, and even if it cannot be shown."""
+    try:
+        text = str(error)
+    except Exception:  # an exception of an environment is code of that environment
+        text = "(its text cannot be shown)"
+    return clean(f"{type(error).__name__}: {text}"[:MAX_ERROR_CHARS])
+
+
+def _shortened(messages: list[Message], max_bytes: int) -> tuple[Message, ...]:
+    data = [m.content.encode() for m in messages]
+    if sum(map(len, data)) <= max_bytes:
+        return tuple(messages)
+    room = max_bytes // len(messages)
+    return tuple(Message(m.role, _cut(d, room)) for m, d in zip(messages, data, strict=True))
+
+
+def _cut(data: bytes, room: int) -> str:
+    """Both ends of a text with a note between them, in `room` bytes; nothing where there is no room for the note."""
+    if len(data) <= room:
+        return data.decode()
+    keep = (room - NOTE_BYTES) // 2
+    if keep <= 0:
+        return ""
+    note = f"\n[{len(data) - 2 * keep} bytes left out]\n"
+    return data[:keep].decode(errors="ignore") + note + data[-keep:].decode(errors="ignore")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise EnvError(f"{name} is a {_kind(value)}, not a bool")
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real):
+        raise EnvError(f"{name} is a {_kind(value)}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise EnvError(f"{name} is {number}: not a finite number")
+    return number
+
+
+def _table(name: str, table: Any) -> dict[str, float]:
+    if not isinstance(table, Mapping):
+        raise EnvError(f"{name} is a {_kind(table)}, not a mapping")
+    if len(table) > MAX_NAMES:
+        raise EnvError(f"{name} has {len(table)} names, at most {MAX_NAMES} are allowed")
+    for key in table:
+        if not isinstance(key, str) or len(key) > 200:
+            raise EnvError(f"a name in {name} is a {_kind(key)}, or longer than 200 characters")
+    return {clean(key): _number(f"{name}[{key!r}]", value) for key, value in table.items()}
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

@@ -1,0 +1,256 @@
+"""The host pool: episodes behind asyncio, wherever they run.
+
+`EnvPool.open` gives an `Episode`; its methods are coroutines that never block the event loop. Below are two runners
+with the same seats: threads of this process (`threads.py`), and workers elsewhere (`dispatch.py` with `processes.py`
+or `ray_actors.py`). Here are the rules that hold for both: the wall clock of an episode, what a cancelled caller
+leaves behind, the counters, and when too much fails to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rolljax.envs.base import EnvSpec, StepResult
+from rolljax.envs.pool.checks import Verb
+from rolljax.envs.pool.mailbox import Mailbox
+from rolljax.envs.pool.settings import PoolConfig
+from rolljax.envs.pool.threads import ThreadRunner
+from rolljax.errors import EnvError, InfraError
+from rolljax.types import Message, Task
+
+NUM_THREADS = 2
+
+
+class _Seat(Protocol):
+    started_s: float
+
+    def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]: ...
+    def discard(self) -> None: ...
+
+
+class _Runner(Protocol):
+    timeouts: collections.Counter[str]
+    restarts: int
+
+    def seat(self) -> _Seat: ...
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Counts since the pool was made; `opened == closed + open`.
+
+    opened: episodes whose reset succeeded. failed: those whose reset did not, cancelled ones too. steps: those that
+    succeeded. restarts: workers, actors or threads that were replaced. timeouts: limits that were passed, by
+    stage (start, reset, step, gold, rejected, close, episode). faults: episodes by the kind of their first fault (env,
+    infra, limit).
+    """
+
+    opened: int
+    closed: int
+    open: int
+    failed: int
+    steps: int
+    restarts: int
+    timeouts: Mapping[str, int]
+    faults: Mapping[str, int]
+
+
+class EnvPool:
+    """A pool for the episodes of one environment. Used by one event loop at a time."""
+
+    def __init__(self, cfg: PoolConfig, spec: EnvSpec) -> None:
+        self.cfg, self.spec = cfg, spec
+        self.broken = ""
+        """Why no more episodes are opened; empty while they are."""
+        self._runner = _runner(cfg, spec)
+        self._open: set[Episode] = set()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._faults: collections.Counter[str] = collections.Counter()
+        self._late = 0
+        self._recent: collections.deque[bool] = collections.deque(maxlen=cfg.fault_window)
+        self._closed = False
+
+    async def open(self, task: Task) -> Episode:
+        """Make an environment and reset it to `task`.
+
+        Raises:
+          InfraError: no worker could be started, or it was lost; with stage "pool": the pool opens no more episodes.
+          EnvError: the environment failed, or passed `reset_s`.
+        """
+        if self._closed or self.broken:
+            raise InfraError(self.broken or "the pool is closed", stage="pool")
+        seat = self._runner.seat()
+        try:
+            opening = await seat.call("reset", task, self.cfg.reset_s)
+        except BaseException as e:
+            seat.discard()
+            self._counts["failed"] += 1
+            if isinstance(e, EnvError):
+                self._record(e)
+            raise
+        self._counts["opened"] += 1
+        return Episode(self, seat, opening)
+
+    @property
+    def stats(self) -> PoolStats:
+        counts = {name: self._counts[name] for name in ("opened", "closed", "failed", "steps")}
+        timeouts = self._runner.timeouts + collections.Counter({"episode": self._late})
+        return PoolStats(
+            open=len(self._open),
+            restarts=self._runner.restarts,
+            timeouts=dict(timeouts),
+            faults=dict(self._faults),
+            **counts,
+        )
+
+    def close(self) -> None:
+        """Close what is open and let the workers go, within `close_s` and a moment. Calls under way raise."""
+        if self._closed:
+            return
+        self._closed = True
+        for episode in list(self._open):
+            episode._discard()
+        self._runner.close()
+
+    def _record(self, error: EnvError | None) -> None:
+        """Note how one more episode went; break when too many go wrong."""
+        infra = isinstance(error, InfraError)
+        if error is not None:
+            kind = "infra" if infra else "limit" if error.stage == "episode" else "env"
+            self._faults[kind] += 1
+        self._recent.append(infra)
+        share, window = sum(self._recent) / self.cfg.fault_window, self.cfg.fault_window
+        if not self.broken and len(self._recent) == window and share > self.cfg.max_fault_frac:
+            self.broken = (
+                f"{sum(self._recent)} of the last {window} episodes of {self.spec.name} were lost to the machine, more "
+                f"than PoolConfig.max_fault_frac = {self.cfg.max_fault_frac:g}. The last: {error}. Mend the cause; or "
+                "lower PoolConfig.episodes_per_worker, so that a worker takes fewer with it; or raise max_fault_frac"
+            )
+
+
+class Episode:
+    """One episode, from its opening to `close`. One call at a time.
+
+    opening: the conversation it begins with.
+    """
+
+    def __init__(self, pool: EnvPool, seat: _Seat, opening: tuple[Message, ...]) -> None:
+        self.opening = opening
+        self._pool, self._seat = pool, seat
+        self._ended = ""  # why there are no more steps
+        self._fault: EnvError | None = None
+        self._call: asyncio.Future[Any] | None = None
+        self._is_closed = False
+        loop = asyncio.get_running_loop()
+        left_s = seat.started_s + pool.cfg.episode_s - time.monotonic()
+        self._timer = loop.call_later(max(0.0, left_s), self._expire)
+        pool._open.add(self)
+
+    async def step(self, action: str) -> StepResult:
+        """Take the policy's text.
+
+        Raises:
+          InfraError: the worker was lost, through no doing of this episode.
+          EnvError: the environment failed, broke the rules, passed `step_s`, or had ended; with stage "episode":
+            `episode_s` is over.
+        """
+        if self._ended:
+            raise EnvError(f"step of {self._pool.spec.name}: {self._ended}", stage="step")
+        try:
+            result: StepResult = await self._do("step", action)
+        except BaseException:
+            self._ended = self._ended or "an earlier step failed"
+            raise
+        self._pool._counts["steps"] += 1
+        if result.terminated or result.truncated:
+            self._ended = "the episode is over"
+        return result
+
+    async def gold(self) -> str:
+        """An action that a perfect policy would take now. Raises like `step`."""
+        return str(await self._do("gold", None))
+
+    async def rejected(self) -> str:
+        """A worse action. Raises like `step`."""
+        return str(await self._do("rejected", None))
+
+    async def close(self) -> None:
+        """Free what the episode holds. Never raises, and never waits longer than `close_s`: what hangs is torn down
+        without anyone waiting for it."""
+        if self._is_closed:
+            return
+        if self._call is not None or self._fault is not None:
+            self._discard()
+            return
+        self._leave()
+        waiting = self._seat.call("close", None, self._pool.cfg.close_s)
+        waiting.add_done_callback(lambda f: f.cancelled() or f.exception())  # a failing close is nobody's failure
+        if not waiting.done():
+            await asyncio.wait([waiting], timeout=self._pool.cfg.close_s)
+
+    async def _do(self, verb: Verb, argument: str | None) -> Any:
+        if self._is_closed or self._call is not None:
+            state = "is closed" if self._is_closed else "has another call under way"
+            raise self._fault or EnvError(f"{verb} of {self._pool.spec.name}: the episode {state}", stage=verb)
+        self._call = self._seat.call(verb, argument, self._pool.cfg.step_s)
+        try:
+            value = await self._call
+        except asyncio.CancelledError:
+            self._discard()
+            raise
+        except EnvError as e:
+            self._fault = self._fault or e
+            raise
+        finally:
+            self._call = None
+        return value
+
+    def _expire(self) -> None:
+        """The wall clock of the episode has run out."""
+        limit_s = self._pool.cfg.episode_s
+        text = f"an episode of {self._pool.spec.name} was open for more than PoolConfig.episode_s = {limit_s:g} s"
+        self._fault = self._fault or EnvError(text, stage="episode")
+        self._pool._late += 1
+        if self._call is not None and not self._call.done():
+            self._call.set_exception(self._fault)
+        self._discard()
+
+    def _discard(self) -> None:
+        """Close without waiting."""
+        if not self._is_closed:
+            self._leave()
+            self._seat.discard()
+
+    def _leave(self) -> None:
+        self._is_closed = True
+        self._timer.cancel()
+        self._pool._open.discard(self)
+        self._pool._counts["closed"] += 1
+        self._pool._record(self._fault)
+
+
+def _runner(cfg: PoolConfig, spec: EnvSpec) -> _Runner:
+    """Where this pool's episodes run."""
+    mailbox = Mailbox()
+    where = cfg.where if cfg.where != "auto" else "process" if spec.runs == "process" else "thread"
+    if where == "thread":
+        return ThreadRunner(
+            cfg, spec, (cfg.workers or NUM_THREADS) if spec.runs == "inline" else cfg.io_threads, mailbox
+        )
+    from rolljax.envs.pool.dispatch import Dispatcher, Link
+    from rolljax.envs.pool.processes import ProcessLink
+
+    link: Link
+    if where == "process":
+        link = ProcessLink(cfg, spec)
+    else:
+        from rolljax.envs.pool.ray_actors import RayLink
+
+        link = RayLink(cfg, spec)
+    return Dispatcher(cfg, spec.name, link, mailbox)

@@ -1,0 +1,151 @@
+"""The link to workers that are Ray actors, on this and other hosts. Ray is imported here alone.
+
+An actor holds the same `Host` as a worker process and gets the same requests, one Ray call each; Ray carries them out
+in their order. How an actor died is not known as well as for a process: whatever it was counts as infrastructure.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import os
+import pickle
+import queue
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.pool import wire
+from rolljax.envs.pool.checks import describe
+from rolljax.envs.pool.dispatch import Dispatcher
+from rolljax.envs.pool.play import Host
+from rolljax.envs.pool.processes import spec_bytes, worker_environ
+from rolljax.envs.pool.settings import PoolConfig
+from rolljax.errors import ConfigError
+
+PASSED = ("JAX_PLATFORMS", "ROLLJAX_ENV_WORKER", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class Actor:
+    """What Ray makes an actor of."""
+
+    def __init__(self, spec: bytes, max_bytes: int) -> None:
+        self._host = Host(pickle.loads(spec), max_bytes)
+
+    def ready(self) -> bytes:
+        return wire.HELLO
+
+    def answer(self, request: wire.Request) -> bytes:
+        return self._host.answer(request)
+
+
+@dataclasses.dataclass(eq=False)
+class _Pending:
+    """A Ray call on its way: `payload` or `error` when it came back."""
+
+    generation: int
+    payload: bytes | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass(eq=False)
+class _Peer:
+    actor: Any
+    pending: collections.deque[_Pending] = dataclasses.field(default_factory=collections.deque)
+    ready: bool = False
+
+
+class RayLink:
+    """Actors spread over a cluster: the one this process is connected to, `PoolConfig.ray_address`, or a new one."""
+
+    def __init__(self, cfg: PoolConfig, spec: EnvSpec) -> None:
+        try:
+            import ray
+        except ImportError as e:
+            raise ConfigError(
+                "needs Ray", setting="PoolConfig.where", value=cfg.where, remedy="pip install 'ray>=2.60'"
+            ) from e
+        self._ray, self._cfg, self._spec = ray, cfg, spec_bytes(spec)
+        self._owns = not ray.is_initialized()
+        if self._owns:
+            ray.init(address=cfg.ray_address or None, log_to_driver=False, logging_level=logging.WARNING)
+        processors = ray.cluster_resources().get("CPU", 1.0)
+        self.num_workers = cfg.workers or max(1, int(processors / max(cfg.ray_cpus_per_worker, 0.1)))
+        self.num_warm = self.num_workers
+        environ = worker_environ(os.environ, cfg.pass_env)
+        self._actors = ray.remote(Actor).options(
+            num_cpus=cfg.ray_cpus_per_worker,
+            scheduling_strategy="SPREAD",
+            max_restarts=0,
+            runtime_env={"env_vars": {name: environ[name] for name in (*PASSED, *_passed(cfg, environ))}},
+        )
+        self._peers: dict[int, _Peer] = {}
+        self._news: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+
+    def start(self, generation: int) -> None:
+        actor = self._actors.remote(self._spec, self._cfg.max_observation_bytes)
+        peer = self._peers[generation] = _Peer(actor)
+        self._await(generation, peer, peer.actor.ready.remote())
+
+    def send(self, generation: int, requests: Sequence[wire.Request]) -> None:
+        peer = self._peers.get(generation)
+        for request in requests if peer is not None else ():
+            assert peer is not None
+            self._await(generation, peer, peer.actor.answer.remote(request))
+
+    def kill(self, generation: int) -> None:
+        peer = self._peers.pop(generation, None)
+        if peer is not None:
+            self._ray.kill(peer.actor)
+
+    def wake(self) -> None:
+        self._news.put(None)
+
+    def poll(self, timeout_s: float, sink: Dispatcher) -> None:
+        try:
+            self._tell(self._news.get(timeout=timeout_s), sink)
+            while True:
+                self._tell(self._news.get_nowait(), sink)
+        except queue.Empty:
+            pass
+
+    def close(self) -> None:
+        for generation in list(self._peers):
+            self.kill(generation)
+        if self._owns:
+            self._ray.shutdown()
+
+    def _await(self, generation: int, peer: _Peer, ref: Any) -> None:
+        pending = _Pending(generation)
+        peer.pending.append(pending)
+
+        def back(future: Any) -> None:
+            error = future.exception()
+            if error is None:
+                pending.payload = future.result()
+            else:
+                pending.error = describe(error)
+            self._news.put(pending)
+
+        ref.future().add_done_callback(back)
+
+    def _tell(self, news: _Pending | None, sink: Dispatcher) -> None:
+        """Pass on what came back, in the order in which it was asked."""
+        if news is None or (peer := self._peers.get(news.generation)) is None:
+            return
+        while peer.pending and (peer.pending[0].payload is not None or peer.pending[0].error):
+            first = peer.pending.popleft()
+            if first.payload is None:
+                sink.ended(news.generation, f"its actor failed: {first.error}", own=False)
+                return
+            if peer.ready:
+                sink.replied(news.generation, first.payload)
+            else:
+                peer.ready = True
+                sink.ready(news.generation)
+
+
+def _passed(cfg: PoolConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables that the user wants actors to have, where there are such."""
+    return tuple(name for name in cfg.pass_env if name in environ)

@@ -1,0 +1,84 @@
+"""Settings of the host pool."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from rolljax.errors import ConfigError
+
+Where = Literal["auto", "thread", "process", "ray"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolConfig:
+    """Where episodes run, how many at a time, how long a call may take, and how much failing is borne.
+
+    where: auto: as the environment says (`EnvSpec.runs`). thread: in this process, whatever it says; a hang then costs
+      a thread for good and a crash the run. process: in worker processes. ray: in Ray actors, on this and other hosts.
+    workers: threads for inline environments; worker processes; Ray actors. 0: 2 threads, 64 processes, or as many
+      actors as the cluster has processors for.
+    io_threads: most threads for environments that wait for something outside (`runs = "thread"`).
+    episodes_per_worker: most open episodes of a worker process or actor; further ones wait until one is closed. They
+      share the worker's fate: a hang or crash of one costs the others a restart.
+    worker_lifetime: a worker process or actor is replaced after this many episodes, and with it what they leaked.
+
+    start_s, reset_s, step_s, close_s: longest a worker's start and one call may take, in seconds; time in a queue does
+      not count. `gold` and `rejected` are held to step_s.
+    episode_s: longest an episode may stay open, from the begin of its reset to its close, the policy's time included.
+    max_observation_bytes: of what is said after one step, as UTF-8; the middle of what is longer is cut out.
+    memory_gib: address space of a worker process, 0: no limit.
+
+    max_fault_frac: when more than this share of the last `fault_window` episodes was lost to the infrastructure, no
+      more are opened. 1: never.
+    pass_env: environment variables that workers get although their names look like secrets.
+    ray_address: of a running cluster; empty: the one this process is connected to, else a new one on this host.
+    ray_cpus_per_worker: what an actor asks Ray for.
+    """
+
+    where: Where = "auto"
+    workers: int = 0
+    io_threads: int = 1024
+    episodes_per_worker: int = 16
+    worker_lifetime: int = 1000
+    start_s: float = 120.0
+    reset_s: float = 60.0
+    step_s: float = 30.0
+    close_s: float = 10.0
+    episode_s: float = 3600.0
+    max_observation_bytes: int = 262_144
+    memory_gib: float = 0.0
+    max_fault_frac: float = 0.5
+    fault_window: int = 64
+    pass_env: tuple[str, ...] = ()
+    ray_address: str = ""
+    ray_cpus_per_worker: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.where not in (choices := ("auto", "thread", "process", "ray")):
+            raise ConfigError(f"is none of {', '.join(choices)}", setting="PoolConfig.where", value=self.where)
+        if self.workers < 0:
+            raise ConfigError("must not be negative", setting="PoolConfig.workers", value=self.workers)
+        for name in ("io_threads", "episodes_per_worker", "worker_lifetime", "fault_window"):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", setting=f"PoolConfig.{name}", value=getattr(self, name))
+        for name in ("start_s", "reset_s", "step_s", "close_s", "episode_s"):
+            if not 0 < getattr(self, name) <= 1e7:
+                raise ConfigError("must be positive seconds", setting=f"PoolConfig.{name}", value=getattr(self, name))
+        if self.max_observation_bytes < 256:
+            raise ConfigError(
+                "must be at least 256", setting="PoolConfig.max_observation_bytes", value=self.max_observation_bytes
+            )
+        if self.memory_gib < 0 or 0 < self.memory_gib < 0.25:
+            raise ConfigError(
+                "is too little for a Python process",
+                setting="PoolConfig.memory_gib",
+                value=self.memory_gib,
+                remedy="0 for no limit, or at least 0.25",
+            )
+        if not 0 <= self.max_fault_frac <= 1:
+            raise ConfigError("must be in [0, 1]", setting="PoolConfig.max_fault_frac", value=self.max_fault_frac)
+        if self.ray_cpus_per_worker < 0:
+            raise ConfigError(
+                "must not be negative", setting="PoolConfig.ray_cpus_per_worker", value=self.ray_cpus_per_worker
+            )

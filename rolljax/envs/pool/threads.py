@@ -1,0 +1,194 @@
+"""Episodes in threads of this process.
+
+Calls are handed to threads in lots and their answers come back to the event loop in lots: a call costs microseconds,
+not a thread wake-up. Threads are started when calls find none idle, up to a limit. A call that runs past its limit
+fails, and its thread is written off and replaced; when the call ever returns, that thread closes the environment and
+ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import queue
+import threading
+import time
+from typing import Any
+
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.pool.checks import Verb
+from rolljax.envs.pool.mailbox import Mailbox
+from rolljax.envs.pool.play import Play
+from rolljax.envs.pool.settings import PoolConfig
+from rolljax.errors import EnvError, InfraError, RolljaxError
+from rolljax.types import Task
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Call:
+    seat: ThreadSeat
+    verb: Verb
+    argument: Task | str | None
+    limit_s: float
+    future: asyncio.Future[Any] | None  # None: nobody waits
+
+
+class ThreadSeat:
+    """An episode in this process. At most one call at a time; a seat that is discarded while a call is under way is
+    cleared when that call returns."""
+
+    def __init__(self, runner: ThreadRunner, play: Play) -> None:
+        self.started_s = 0.0
+        self.play = play
+        self.busy = False
+        self.discarded = False
+        self._runner = runner
+
+    def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        if verb == "close" and not self.busy and not self.play.closes:
+            future.set_result(None)
+        else:
+            self._runner.submit(_Call(self, verb, argument, limit_s, future))
+        return future
+
+    def discard(self) -> None:
+        self._runner.discard(self)
+
+
+class _Thread(threading.Thread):
+    def __init__(self, runner: ThreadRunner) -> None:
+        super().__init__(name="rolljax-env", daemon=True)
+        self._runner = runner
+        self.call: _Call | None = None
+        self.since_s = 0.0
+
+    def run(self) -> None:
+        while (call := self._runner.calls.get()) is not None:
+            if not self._runner.work(self, call):
+                return
+
+
+class ThreadRunner:
+    """Runs the calls of all seats; one more thread watches their limits."""
+
+    def __init__(self, cfg: PoolConfig, spec: EnvSpec, max_threads: int, mailbox: Mailbox) -> None:
+        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.timeouts: collections.Counter[str] = collections.Counter()
+        self.restarts = 0
+        self._cfg, self._spec, self._mailbox = cfg, spec, mailbox
+        self._max_threads = max_threads
+        self._lock = threading.Lock()
+        self._threads: list[_Thread] = []
+        self._under_way = 0  # calls submitted and not finished
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def seat(self) -> ThreadSeat:
+        return ThreadSeat(self, Play(self._spec, self._cfg.max_observation_bytes))
+
+    def submit(self, call: _Call) -> None:
+        with self._lock:
+            if self._under_way >= len(self._threads) and len(self._threads) < self._max_threads:
+                self._start()
+            call.seat.busy = True
+            self._under_way += 1
+        self.calls.put(call)
+
+    def discard(self, seat: ThreadSeat) -> None:
+        with self._lock:
+            late, seat.discarded = seat.discarded or seat.busy, True
+        if not late and seat.play.closes:
+            self.submit(_Call(seat, "close", None, self._cfg.close_s, None))
+
+    def work(self, thread: _Thread, call: _Call) -> bool:
+        """Run one call in `thread`; False when the thread was written off meanwhile."""
+        value: Any = None
+        error: RolljaxError | None = None
+        if call.future is None or not call.future.cancelled():
+            with self._lock:
+                thread.since_s, thread.call = time.monotonic(), call
+            if call.verb == "reset":
+                call.seat.started_s = thread.since_s
+            try:
+                value = call.seat.play.call(call.verb, call.argument)
+            except RolljaxError as e:
+                error = e
+            with self._lock:
+                mine, thread.call = thread.call is call, None
+            if not mine:
+                call.seat.play.close()
+                return False
+        self._finish(call, value, error)
+        return True
+
+    def close(self) -> None:
+        """Let the calls under way come to their end, for at most `close_s`, and the threads go. What hangs is left
+        to itself."""
+        self._closed.set()
+        end = time.monotonic() + self._cfg.close_s
+        with self._lock:
+            threads = list(self._threads)
+        for _ in threads:
+            self.calls.put(None)
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        with self._lock:
+            hanging = [t.call for t in threads if t.call is not None]
+            for thread in threads:
+                thread.call = None
+        for call in hanging:
+            if call.future is not None:
+                self._mailbox.put(call.future, None, InfraError("the pool was closed", stage=call.verb))
+        if self._watcher is not None:
+            self._watcher.join(max(0.0, end - time.monotonic()))
+
+    def _finish(self, call: _Call, value: Any, error: RolljaxError | None) -> None:
+        with self._lock:
+            self._under_way -= 1
+            call.seat.busy = False
+            clear = call.seat.discarded and call.verb != "close" and call.seat.play.closes
+        if clear and self._closed.is_set():
+            call.seat.play.close()
+        elif clear:
+            self.submit(_Call(call.seat, "close", None, self._cfg.close_s, None))
+        if call.future is not None:
+            self._mailbox.put(call.future, value, error)
+
+    def _start(self) -> None:
+        thread = _Thread(self)
+        try:
+            thread.start()
+        except RuntimeError as e:  # the system gives no more threads
+            if not self._threads:
+                raise InfraError(f"no thread can be started: {e}", stage="start") from e
+            self._max_threads = len(self._threads)
+            return
+        self._threads.append(thread)
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="rolljax-env-watch", daemon=True)
+            self._watcher.start()
+
+    def _watch(self) -> None:
+        """Write off threads whose call is over its limit."""
+        pause_s = min(1.0, min(self._cfg.reset_s, self._cfg.step_s, self._cfg.close_s) / 4)
+        while not self._closed.wait(pause_s):
+            now, lost = time.monotonic(), []
+            with self._lock:
+                for thread in list(self._threads):
+                    call = thread.call
+                    if call is not None and now - thread.since_s > call.limit_s:
+                        thread.call = None
+                        self._threads.remove(thread)
+                        self._under_way -= 1
+                        self.restarts += 1
+                        self.timeouts[call.verb] += 1
+                        lost.append(call)
+                if self._under_way > len(self._threads):
+                    for _ in lost:
+                        self._start()
+            for call in lost:
+                if call.future is not None:
+                    text = f"{call.verb} of {self._spec.name}: no answer within {call.limit_s:g} s"
+                    self._mailbox.put(call.future, None, EnvError(text, stage=call.verb))

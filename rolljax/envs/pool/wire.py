@@ -1,0 +1,179 @@
+"""What goes between the pool and a worker.
+
+A frame is its length in 4 bytes, big-endian, and that many bytes. Towards the worker a frame is a pickled list of
+requests: the worker trusts the pool. Back comes one frame per request, a JSON list `[number, outcome, value]`, which is
+never trusted: it is parsed, held to its schema, and checked like the result of any environment.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rolljax import errors
+from rolljax.envs.base import StepResult
+from rolljax.envs.pool.checks import MAX_ERROR_CHARS, Verb, check_answer, check_opening, check_result, clean
+from rolljax.errors import EnvError, RolljaxError
+from rolljax.types import Message
+
+Request = tuple[int, int, Verb, Any]
+"""Number of the request, number of the episode, what to do, its argument (a Task for reset, an action for step)."""
+
+HELLO = b'[0,"ready",null]'
+"""The first frame of a worker that can take requests."""
+
+_LENGTH = struct.Struct("!I")
+_ERRORS = ("EnvError", "InfraError", "DataError", "ConfigError")
+
+
+class ProtocolError(Exception):
+    """Bytes from a worker that are no frame, or a frame that is no reply."""
+
+
+def frame(payload: bytes) -> bytes:
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def requests_frame(requests: Sequence[Request]) -> bytes:
+    return frame(pickle.dumps(list(requests), pickle.HIGHEST_PROTOCOL))
+
+
+class Frames:
+    """Cuts a stream of bytes into frames of at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The frames that `data` completes.
+
+        Raises:
+          ProtocolError: the next frame is too long; those before it were given.
+        """
+        self._data += data
+        while len(self._data) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._data)
+            if size > self._max_bytes:
+                raise ProtocolError(f"a frame of {size} bytes, at most {self._max_bytes} are allowed")
+            end = _LENGTH.size + size
+            if len(self._data) < end:
+                return
+            payload = bytes(self._data[_LENGTH.size : end])
+            del self._data[:end]  # bytearrays drop their beginning without moving the rest
+            yield payload
+
+    @property
+    def rest(self) -> int:
+        """Bytes of a frame that is not complete."""
+        return len(self._data)
+
+
+def receive(sock: socket.socket) -> bytes | None:
+    """The next frame of a blocking socket; None at its end."""
+    head = _exactly(sock, _LENGTH.size)
+    return None if head is None else _exactly(sock, _LENGTH.unpack(head)[0])
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def max_reply_bytes(max_observation_bytes: int) -> int:
+    """No honest reply is longer: JSON writes a byte as 6 at most; notes, names and numbers come on top."""
+    return 6 * max_observation_bytes + 1_000_000
+
+
+def reply(number: int, verb: Verb, value: Any) -> bytes:
+    """A reply that holds what `Play.call` returned."""
+    plain: Any = value
+    if verb == "reset":
+        plain = [[m.role, m.content] for m in value]
+    elif verb == "step":
+        plain = [
+            [[m.role, m.content] for m in value.messages],
+            value.reward,
+            value.terminated,
+            value.truncated,
+            value.success,
+            dict(value.reward_parts),
+            value.weight,
+            dict(value.metrics),
+        ]
+    elif verb == "close":
+        plain = None
+    return json.dumps([number, "ok", plain], ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def failure(number: int, error: RolljaxError) -> bytes:
+    """A reply that holds an error."""
+    cls = type(error).__name__
+    value = [cls if cls in _ERRORS else "EnvError", clean(str(error)[:MAX_ERROR_CHARS]), getattr(error, "stage", "")]
+    return json.dumps([number, "error", value]).encode()
+
+
+def parse(payload: bytes) -> tuple[int, str, Any]:
+    """Number, outcome and plain value of a reply.
+
+    Raises:
+      ProtocolError: it is not a JSON list of these three.
+    """
+    try:
+        answer = json.loads(payload.decode())
+    except (ValueError, RecursionError) as e:
+        raise ProtocolError(f"a reply that is not JSON ({type(e).__name__})") from e
+    if type(answer) is not list or len(answer) != 3 or type(answer[0]) is not int or type(answer[1]) is not str:
+        raise ProtocolError("a reply that is not [number, outcome, value]")
+    return answer[0], answer[1], answer[2]
+
+
+def value_of(verb: Verb, outcome: str, value: Any, max_bytes: int) -> Any | RolljaxError:
+    """What `Play.call` returned or raised, from the plain value of a reply to `verb`.
+
+    Raises:
+      ProtocolError: it is not of the verb's schema, or it breaks the rules for what an environment says.
+    """
+    try:
+        if outcome == "error":
+            name, text, stage = _typed(value, [str, str, str])
+            cls = getattr(errors, name if name in _ERRORS else "EnvError")
+            return cls(text[:MAX_ERROR_CHARS], stage=stage[:64]) if issubclass(cls, EnvError) else cls(text)
+        if outcome != "ok":
+            raise ProtocolError(f"an outcome that is neither ok nor error: {outcome[:64]!r}")
+        if verb == "reset":
+            return check_opening(_messages(value), max_bytes)
+        if verb == "step":
+            kinds = [list, (int, float), bool, bool, bool, dict, (int, float), dict]
+            messages, reward, terminated, truncated, success, parts, weight, metrics = _typed(value, kinds)
+            result = StepResult(_messages(messages), reward, terminated, truncated, success, parts, weight, metrics)
+            return check_result(result, max_bytes)
+        if verb == "close":
+            return None
+        return check_answer(value, max_bytes)
+    except EnvError as e:
+        raise ProtocolError(str(e)) from e
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    if type(value) is not list:
+        raise ProtocolError("messages that are not a list")
+    return tuple(Message(*_typed(m, [str, str])) for m in value)
+
+
+def _typed(value: Any, kinds: Sequence[Any]) -> list[Any]:
+    if type(value) is not list or len(value) != len(kinds):
+        raise ProtocolError("a value of another schema")
+    for item, kind in zip(value, kinds, strict=True):
+        if not isinstance(item, kind) or (isinstance(item, bool) and kind is not bool):
+            raise ProtocolError("a value of another schema")
+    return value

@@ -1,0 +1,264 @@
+"""The processes that environments run in: `python -m rolljax.envs.pool.worker FD`, started by `processes.py`.
+
+The process that is started is the nursery. It imports the environment's module, once, and forks workers from that state
+when the pool asks: a worker costs milliseconds, and nothing was ever forked from a process that holds a device. The
+nursery keeps the last output of each worker, says how each ended, and when the pool is gone it ends them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import pickle
+import resource
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any
+
+from rolljax.envs.pool import wire
+from rolljax.envs.pool.play import Host
+
+ORDER = struct.Struct("!cI")
+"""What the pool sends to the nursery after the first frame: F (fork; the worker's socket comes along) or K (kill), and
+the generation of the worker, which no two workers share."""
+
+OUTPUT_BYTES = 65_536
+"""What is kept of the output of each process."""
+
+END_S = 1.0
+"""How long workers may take to close their episodes after the pool is gone."""
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class _Child:
+    def __init__(self, generation: int, pid: int, output: int) -> None:
+        self.generation, self.pid, self.output = generation, pid, output
+        self.tail = b""
+
+    def drain(self) -> bool:
+        """Keep the end of what is there to read; False at the end of the output."""
+        try:
+            data = os.read(self.output, OUTPUT_BYTES)
+        except BlockingIOError:
+            return True
+        self.tail = (self.tail + data)[-OUTPUT_BYTES:]
+        return bool(data)
+
+
+class Nursery:
+    """Forks, watches and reaps workers.
+
+    Towards the pool it sends frames of JSON: `{"generation", "code", "output"}` for each worker that ended, with the
+    exit code as `subprocess` has it; `code` is null when it could not be forked.
+    """
+
+    def __init__(self, pool: socket.socket) -> None:
+        self._pool = pool
+        first = wire.receive(pool)
+        assert first is not None, "the pool ended before it said what to run"
+        spec, self._max_bytes, self._memory_bytes = pickle.loads(first)
+        self._spec = pickle.loads(spec)
+        self._children: dict[int, _Child] = {}  # by process id
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._alarm = socket.socketpair()
+        for s in (self._wake, self._alarm):
+            s.setblocking(False)
+        signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(pool, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        gc.collect()
+        gc.freeze()
+
+    def run(self) -> None:
+        """Until the pool is gone."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake.recv(4096)
+                elif key.fileobj is self._pool:
+                    if not self._order():
+                        return
+                elif key.data.output >= 0 and not key.data.drain():
+                    self._selector.unregister(key.fd)
+            self._reap()
+
+    def end(self) -> None:
+        """Wait a moment for the workers, which see that the pool is gone, then kill what is left of them."""
+        end = time.monotonic() + END_S
+        while self._children and time.monotonic() < end:
+            for child in self._children.values():
+                child.drain()
+            self._reap()
+            time.sleep(0.005)
+        end = time.monotonic() + END_S
+        while (pids := {*self._children, *_children()}) and time.monotonic() < end:
+            for pid in pids:  # what a worker left behind becomes ours when the worker is gone: look again
+                _kill(pid)
+            time.sleep(0.005)
+            self._reap()
+
+    def _order(self) -> bool:
+        try:
+            order, fds, _, _ = socket.recv_fds(self._pool, ORDER.size, 1)
+        except ConnectionResetError:
+            return False
+        while order and len(order) < ORDER.size:
+            more = self._pool.recv(ORDER.size - len(order))
+            if not more:
+                return False
+            order += more
+        if not order:
+            return False
+        what, generation = ORDER.unpack(order)
+        if what == b"F":
+            self._fork(generation, socket.socket(fileno=fds[0]))
+        else:
+            for child in self._children.values():
+                if child.generation == generation:
+                    _kill(child.pid)
+        return True
+
+    def _fork(self, generation: int, sock: socket.socket) -> None:
+        output, write = os.pipe()
+        os.set_blocking(output, False)
+        try:
+            pid = os.fork()
+        except OSError as e:  # EAGAIN, ENOMEM
+            os.close(output)
+            os.close(write)
+            sock.close()
+            self._say(generation, None, f"fork: {e}")
+            return
+        if pid == 0:
+            self._become_worker(sock, output, write)
+        os.close(write)
+        sock.close()
+        child = self._children[pid] = _Child(generation, pid, output)
+        self._selector.register(output, selectors.EVENT_READ, child)
+
+    def _become_worker(self, sock: socket.socket, output: int, write: int) -> None:
+        code = 1
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            self._selector.close()
+            for fd in (self._pool, self._wake, self._alarm):
+                fd.close()
+            for fd_number in (output, *(c.output for c in self._children.values() if c.output >= 0)):
+                os.close(fd_number)
+            null = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((null, 0), (write, 1), (write, 2)):
+                os.dup2(source, target)
+            os.close(null)
+            os.close(write)
+            faulthandler.enable()
+            _limit(self._memory_bytes)
+            serve(sock, Host(self._spec, self._max_bytes))
+            code = 0
+        except BaseException:  # the last frame of a process: what it says goes to its output
+            sys.excepthook(*sys.exc_info())
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid = ended.si_pid
+            if pid in self._children:
+                _kill(pid)  # what it started: its process group is still its own
+            _, status = os.waitpid(pid, 0)
+            child = self._children.pop(pid, None)
+            if child is None:
+                continue  # a process that a worker left behind
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(child.output)
+            child.drain()
+            os.close(child.output)
+            child.output = -1
+            self._say(child.generation, os.waitstatus_to_exitcode(status), child.tail.decode(errors="replace"))
+
+    def _say(self, generation: int, code: int | None, output: str) -> None:
+        news: dict[str, Any] = {"generation": generation, "code": code, "output": output}
+        with contextlib.suppress(OSError):
+            self._pool.sendall(wire.frame(json.dumps(news).encode()))
+
+
+def serve(sock: socket.socket, host: Host) -> None:
+    """Answer requests until the pool closes its end, then close what is open."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
+    try:
+        sock.sendall(wire.frame(wire.HELLO))
+        while (payload := wire.receive(sock)) is not None:
+            for request in pickle.loads(payload):
+                sock.sendall(wire.frame(host.answer(request)))
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    host.close()
+
+
+def _limit(memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write("1000")  # when memory runs out, a worker goes before the trainer
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux: a process option. Elsewhere nothing."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _kill(pid: int) -> None:
+    """A worker with its whole process group; a process that is no leader alone."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    """Processes that workers left behind and that came to us."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as f:
+            return [int(pid) for pid in f.read().split()]
+    except OSError:
+        return []
+
+
+def main() -> None:
+    nursery = Nursery(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        nursery.run()
+    finally:
+        nursery.end()
+
+
+if __name__ == "__main__":
+    main()

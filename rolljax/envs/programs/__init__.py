@@ -1,0 +1,1 @@
+"""Environments whose actions run as programs, in sandboxes: coding problems and tasks at a terminal."""

@@ -1,0 +1,79 @@
+"""What the policy wants to do, from the text it wrote.
+
+Three ways to say it: the command alone, a code block (```bash), or a tool call in the Hermes form,
+`<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>`. What stands before `</think>` is passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+FINISH = "finish"
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:\n?```|\Z)", re.DOTALL)
+_SHELLS = {"", "bash", "sh", "shell", "console"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Action:
+    """A command to run, or the wish to finish, or a problem that the policy is told of (one of the three).
+
+    ignored: further commands in the same answer, which are not run.
+    """
+
+    command: str = ""
+    finish: bool = False
+    problem: str = ""
+    ignored: int = 0
+
+
+def parse_action(text: str, max_chars: int) -> Action:
+    """The action in a text of any kind; never raises."""
+    if len(text) > max_chars:
+        return Action(problem=f"an answer may have {max_chars} characters, this one has {len(text)}")
+    text = text.rpartition("</think>")[2].strip()
+    if "<tool_call>" in text:
+        calls = _CALL.findall(text)
+        return dataclasses.replace(_call(calls[0]), ignored=len(calls) - 1)
+    if "```" in text:
+        blocks = _BLOCK.findall(text)
+        shell = [body for language, body in blocks if language.strip().lower() in _SHELLS]
+        if not shell:
+            return Action(problem="the code block is not marked bash")
+        return dataclasses.replace(_command(shell[0]), ignored=len(shell) - 1)
+    return _command(text)
+
+
+def _call(text: str) -> Action:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return Action(problem="the tool call is not JSON")
+    if not isinstance(call, dict):
+        return Action(problem="the tool call is not an object with name and arguments")
+    if call.get("name") in (FINISH, "exit"):
+        return Action(finish=True)
+    if call.get("name") != "bash":
+        return Action(problem="there are two tools: bash and finish")
+    arguments = call.get("arguments")
+    command = arguments.get("command") if isinstance(arguments, dict) else None
+    if not isinstance(command, str):
+        return Action(problem='the tool bash takes {"command": "..."}')
+    return _command(command)
+
+
+def _command(text: str) -> Action:
+    text = text.strip()
+    if text == FINISH:
+        return Action(finish=True)
+    if not text:
+        return Action(problem="there is no command in the answer")
+    if "\0" in text:
+        return Action(problem="a command cannot hold a NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Action(problem="the command holds half of a surrogate pair, which is no character")
+    return Action(command=text)

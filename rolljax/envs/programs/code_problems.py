@@ -1,0 +1,284 @@
+"""Coding problems: the policy answers with a program, which runs against checks in a sandbox.
+
+A file has a JSON object on each line (plain or gzip), in one of two formats:
+
+    humaneval: task_id, prompt (a function's head), entry_point, canonical_solution, test (defines check(candidate))
+    mbpp:      text or prompt, code, test_list (one assert each), and if needed test_setup_code or test_imports
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import functools
+import gzip
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any, Literal
+
+from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.errors import ConfigError, DataError, EnvError
+from rolljax.types import Message, Task
+
+MAX_ANSWER_CHARS = 65_536
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem of either format.
+
+    question: what the policy is told. head: of the function to write (HumanEval), else empty. tests: one program that
+    defines `check` (HumanEval), or asserts (MBPP). setup: runs before the asserts. gold: a right program.
+    """
+
+    id: str
+    question: str
+    head: str
+    entry_point: str
+    tests: tuple[str, ...]
+    setup: str
+    gold: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeProblems(EnvSpec):
+    """Problems of a file in the format of HumanEval or of MBPP. Reward is 1 if every check passes.
+
+    The answer may be code or text with a code block; for HumanEval the whole function or what follows its head.
+    A program that crashes, hangs or passes a limit gets 0. A sandbox that fails is an `InfraError`, and no reward.
+
+    path: the file. format: of its lines; auto tells by their keys. timeout_s: longest run of a program.
+    tests_shown: asserts of an MBPP problem that the policy is shown (the name of the function stands in them).
+    sandbox: `bwrap`, or `none` to run programs without any isolation: only for answers that you trust.
+    """
+
+    path: str = ""
+    format: Literal["auto", "humaneval", "mbpp"] = "auto"
+    timeout_s: float = 5.0
+    tests_shown: int = 1
+    sandbox: Literal["bwrap", "none"] = "bwrap"
+
+    runs = "thread"
+
+    def __post_init__(self) -> None:
+        if not Path(self.path).is_file():
+            raise ConfigError(
+                "is not a file",
+                setting="CodeProblems.path",
+                value=self.path,
+                remedy="name a local file with a problem on each line",
+            )
+        choices = {"format": ("auto", "humaneval", "mbpp"), "sandbox": ("bwrap", "none")}
+        for field, values in choices.items():
+            if getattr(self, field) not in values:
+                raise ConfigError(
+                    "is not known",
+                    setting=f"CodeProblems.{field}",
+                    value=getattr(self, field),
+                    remedy=f"one of {', '.join(values)}",
+                )
+        if self.timeout_s <= 0:
+            raise ConfigError("must be positive", setting="CodeProblems.timeout_s", value=self.timeout_s)
+        if self.tests_shown < 0:
+            raise ConfigError("must not be negative", setting="CodeProblems.tests_shown", value=self.tests_shown)
+
+    @property
+    def name(self) -> str:
+        return "code"
+
+    def problems(self) -> tuple[Problem, ...]:
+        """All problems of the file.
+
+        Raises:
+          DataError: a line is no problem; says which, and what is missing.
+        """
+        stat = Path(self.path).stat()
+        return _problems(self.path, self.format, self.tests_shown, stat.st_mtime_ns, stat.st_size)
+
+    def task(self, index: int) -> Task:
+        problems = self.problems()
+        return Task(self.name, index, problems[index % len(problems)].question)
+
+    def make(self) -> Env:
+        return CodeEnv(self)
+
+    def bad_actions(self) -> tuple[str, ...]:
+        exits = "```python\nimport os, sys\nos._exit(0)\n```"
+        equal = "```python\nclass E:\n    def __eq__(self, other):\n        return True\n```"
+        return ("", "\x00", "nonsense " * 50, exits, equal, "(" * 10_000)
+
+
+class CodeEnv(Env):
+    """One problem, one answer."""
+
+    def __init__(self, spec: CodeProblems) -> None:
+        self._spec = spec
+        self._problem: Problem | None = None
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        from rolljax.sandbox import SandboxConfig, shared_host
+
+        self._host = shared_host(SandboxConfig(backend=self._spec.sandbox))  # ConfigError where nothing can be isolated
+        problems = self._spec.problems()
+        self._problem = problems[task.index % len(problems)]
+        if self._problem.question != task.content:
+            raise EnvError(f"task {task.index} is another problem here: {self._spec.path} has changed")
+        return (Message("user", self._problem.question),)
+
+    def step(self, action: str) -> StepResult:
+        if self._problem is None:
+            raise EnvError("step before reset, or after the episode's end")
+        problem, self._problem = self._problem, None
+        passed, num_passed, num_tests, reason = self._judge(problem, action)
+        metrics = {
+            "tests_passed_frac": num_passed / max(1, num_tests),
+            "timeouts_n": float(reason == "timeout"),
+            "no_code_n": float(reason == "no code"),
+        }
+        reward = float(passed)
+        return StepResult((), reward, terminated=True, success=passed, reward_parts={"tests": reward}, metrics=metrics)
+
+    def gold(self) -> str:
+        if self._problem is None:
+            raise EnvError("gold before reset, or after the episode's end")
+        return f"```python\n{self._problem.gold.rstrip()}\n```"
+
+    def _judge(self, problem: Problem, action: str) -> tuple[bool, int, int, str]:
+        from rolljax.sandbox import SCORE, grade_mbpp, grade_python
+
+        program = program_of(action, problem)
+        if program is None:
+            return False, 0, len(problem.tests), "no code"
+        limits = dataclasses.replace(SCORE, wall_s=self._spec.timeout_s, cpu_s=int(self._spec.timeout_s) + 1)
+        if problem.head:
+            verdict = grade_python(
+                program,
+                problem.entry_point,
+                problem.tests[0],
+                prompt=problem.head,
+                profile=limits,
+                host=self._host,
+            )
+        else:
+            verdict = grade_mbpp(program, problem.tests, setup=problem.setup, profile=limits, host=self._host)
+        return verdict.passed, verdict.num_passed, verdict.num_tests, verdict.reason
+
+
+def program_of(answer: str, problem: Problem) -> str | None:
+    """The program in an answer, complete; None if there is none.
+
+    Of several code blocks, the first counts that defines the function asked for, else the first.
+    """
+    text = answer.rpartition("</think>")[2]
+    if len(text) > MAX_ANSWER_CHARS or "\0" in text or not text.strip() or not _is_text(text):
+        return None
+    defines = re.compile(rf"^\s*(?:async\s+)?def\s+{re.escape(problem.entry_point)}\b", re.MULTILINE)
+    code = text
+    if "```" in text:
+        blocks = [body for _, body in _BLOCK.findall(text)] or [text.replace("```", "")]
+        code = next((b for b in blocks if defines.search(b)), blocks[0])
+    if not problem.head:
+        return code
+    if defines.search(code):
+        start = re.search(rf"^(?:async\s+)?def\s+{re.escape(problem.entry_point)}\b", problem.head, re.MULTILINE)
+        return f"{problem.head[: start.start()] if start else ''}\n{textwrap.dedent(code)}"
+    return problem.head.rstrip("\n") + "\n" + _indented(code)
+
+
+def _indented(body: str) -> str:
+    """The body of a function, moved right where its answer lost the spaces in front."""
+    lines = body.strip("\n").split("\n")
+    if lines[0][:1].isspace():
+        return "\n".join(lines)
+    if len(lines) > 1 and all(not line.strip() or line[0].isspace() for line in lines[1:]):
+        return "\n".join(["    " + lines[0], *lines[1:]])
+    return textwrap.indent("\n".join(lines), "    ")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=8)
+def _problems(path: str, kind: str, tests_shown: int, *_changed: int) -> tuple[Problem, ...]:
+    raw = Path(path).read_bytes()
+    try:
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as e:
+        raise DataError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
+    problems = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                problems.append(_problem(json.loads(line), kind, tests_shown))
+            except (ValueError, RecursionError) as e:
+                raise DataError(f"{path}, line {number}: {e}") from None
+    if not problems:
+        raise DataError(f"{path} holds no problems")
+    return tuple(problems)
+
+
+def _problem(record: Any, kind: str, tests_shown: int) -> Problem:
+    if not isinstance(record, dict):
+        raise ValueError("is not an object")
+    if kind == "auto":
+        kind = "mbpp" if "test_list" in record else "humaneval"
+    return _humaneval(record) if kind == "humaneval" else _mbpp(record, tests_shown)
+
+
+def _humaneval(record: dict[str, Any]) -> Problem:
+    head, entry = _string(record, "prompt"), _string(record, "entry_point")
+    order = "Complete this function. Answer with the whole function in a ```python block."
+    question = f"{order}\n\n```python\n{head.rstrip()}\n```"
+    gold = head + _string(record, "canonical_solution")
+    _parses(gold, "prompt and canonical_solution")
+    _parses(_string(record, "test"), "test")
+    return Problem(str(record.get("task_id", "")), question, head, entry, (record["test"],), "", gold)
+
+
+def _mbpp(record: dict[str, Any], tests_shown: int) -> Problem:
+    text = _string(record, "text" if "text" in record else "prompt").strip()
+    tests = record.get("test_list")
+    if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
+        raise ValueError("test_list is not a list of asserts")
+    gold = _string(record, "code").replace("\r\n", "\n")
+    imports = record.get("test_imports") or []
+    setup = "\n".join([*imports, record.get("test_setup_code") or ""]).strip()
+    for key, source in (("code", gold), ("test_list", "\n".join(tests)), ("test_setup_code", setup)):
+        _parses(source, key)
+    shown = "\n".join(tests[:tests_shown])
+    question = f"{text}\nAnswer with Python code in a ```python block."
+    if shown:
+        question += f" It must pass this test:\n\n```python\n{shown}\n```"
+    return Problem(str(record.get("task_id", "")), question, "", _called(tests[0]), tuple(tests), setup, gold)
+
+
+def _called(test: str) -> str:
+    """The function that an assert is about: the first called that is no builtin."""
+    names = [n.func.id for n in ast.walk(ast.parse(test)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    return next((n for n in names if not hasattr(builtins, n)), "")
+
+
+def _string(record: dict[str, Any], key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"has no {key!r}")
+    return value
+
+
+def _parses(source: str, key: str) -> None:
+    try:
+        ast.parse(source)
+    except SyntaxError as e:
+        raise ValueError(f"{key} is not Python: {e.msg} (its line {e.lineno})") from None

@@ -1,0 +1,283 @@
+"""What a tool is, in the shape of the Model Context Protocol: a name, a JSON schema of its arguments, a text as result.
+
+`Tools` are settings (frozen, hashable, picklable). `Tools.open()` gives the `ToolSet` of one episode, which is called
+from worker threads. What a policy does wrong, and what goes wrong inside a tool, is a result that says so, never an
+exception; only a dead server or sandbox raises, an `InfraError`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rolljax.envs.tools.schema import problem_of
+from rolljax.errors import ConfigError, InfraError
+
+Kind = Literal["ok", "unknown_tool", "bad_arguments", "exception", "timeout", "limit", "unparsed"]
+
+
+class ToolError(Exception):
+    """What a tool raises to answer with an error text of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolLimits:
+    """calls_per_turn, calls_per_episode: further calls are not run. told_bytes: of a result, to the policy; of a longer
+    one the middle is left out. kept_bytes: of a result, on record. call_s: longest one call may take; all calls of an
+    answer must fit into `PoolConfig.step_timeout_s`. concurrency: most calls of one server at once, in this process.
+    """
+
+    calls_per_turn: int = 4
+    calls_per_episode: int = 5
+    told_bytes: int = 16 * 1024
+    kept_bytes: int = 1024 * 1024
+    call_s: float = 5.0
+    concurrency: int = 64
+
+    def __post_init__(self) -> None:
+        for name, least in {"calls_per_turn": 1, "calls_per_episode": 1, "told_bytes": 64, "concurrency": 1}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"must be at least {least}", setting=f"ToolLimits.{name}", value=getattr(self, name))
+        if self.kept_bytes < self.told_bytes:
+            raise ConfigError(
+                "is less than what the policy is told",
+                setting="ToolLimits.kept_bytes",
+                value=self.kept_bytes,
+                remedy=f"at least ToolLimits.told_bytes, {self.told_bytes}",
+            )
+        if not self.call_s > 0:
+            raise ConfigError("must be positive", setting="ToolLimits.call_s", value=self.call_s)
+
+
+DEFAULT_LIMITS = ToolLimits()
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolSpec:
+    """A tool as the policy is told about it.
+
+    input_schema: JSON schema of the object of its arguments. annotations: hints of MCP (`readOnlyHint`), not relied on.
+    """
+
+    name: str
+    description: str = ""
+    input_schema: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"type": "object", "properties": {}})
+    annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def parameters(self) -> Mapping[str, Mapping[str, Any]]:
+        """Schema of each argument, in order."""
+        return self.input_schema.get("properties") or {}
+
+    @property
+    def text_parameter(self) -> str | None:
+        """The one argument that a bare text stands for: the only required one, or the only one, if it is a string."""
+        required = list(self.input_schema.get("required") or ())
+        names = required if len(required) == 1 else list(self.parameters) if not required else []
+        if len(names) == 1 and self.parameters.get(names[0], {}).get("type") == "string":
+            return names[0]
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call that a policy wrote. problem: why it could not be read; then there are no arguments."""
+
+    name: str
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolResult:
+    """What a call gave.
+
+    text: at most `ToolLimits.kept_bytes` of it. structured: the JSON value behind the text, if the tool gave one.
+    kind: `ok`, or what went wrong. ms: time it took. bytes: size of the whole text. truncated: whether `text` is less.
+    """
+
+    text: str
+    structured: Any = None
+    is_error: bool = False
+    kind: Kind = "ok"
+    ms: float = 0.0
+    bytes: int = 0
+    truncated: bool = False
+
+    @staticmethod
+    def error(kind: Kind, text: str) -> ToolResult:
+        return ToolResult(text, is_error=True, kind=kind)
+
+    def told(self, limits: ToolLimits = DEFAULT_LIMITS) -> str:
+        """What the policy is told: its start and its end, where the whole is too long."""
+        return clip(self.text, limits.told_bytes)[0]
+
+
+class ToolSet(abc.ABC):
+    """The tools of one episode.
+
+    stateful: whether a call changes something that the environment's own snapshot does not hold.
+    """
+
+    stateful: bool = False
+
+    @abc.abstractmethod
+    def list(self) -> tuple[ToolSpec, ...]:
+        """The tools, always in the same order."""
+
+    def call(self, name: str, arguments: Mapping[str, Any], limits: ToolLimits = DEFAULT_LIMITS) -> ToolResult:
+        """Run a tool.
+
+        Raises:
+          InfraError: its server or sandbox is dead.
+        """
+        start = time.perf_counter()
+        result = self._answer(name, arguments, limits)
+        text, size = clip(result.text, limits.kept_bytes)
+        structured = result.structured if size <= limits.kept_bytes else None
+        ms = (time.perf_counter() - start) * 1000
+        return dataclasses.replace(
+            result, text=text, structured=structured, ms=ms, bytes=size, truncated=size > limits.kept_bytes
+        )
+
+    def _answer(self, name: str, arguments: Mapping[str, Any], limits: ToolLimits) -> ToolResult:
+        specs = {spec.name: spec for spec in self.list()}
+        if name not in specs:
+            return ToolResult.error("unknown_tool", f"unknown tool {name[:80]!r}; tools: {', '.join(specs)}")
+        try:
+            arguments = plain(arguments)
+        except ValueError as e:
+            return ToolResult.error("bad_arguments", f"{name}: {e}")
+        if problem := self.problem(specs[name], arguments):
+            return ToolResult.error("bad_arguments", f"{name}: {problem}")
+        try:
+            return self.run(specs[name], arguments, limits)
+        except InfraError:
+            raise
+        except ToolError as e:
+            return ToolResult.error("exception", str(e) or name + " failed")
+        except Exception as e:  # border: what a tool throws is told to the policy
+            return ToolResult.error("exception", f"{type(e).__name__}: {e}")
+
+    def problem(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
+        """What is wrong with the arguments, or nothing. Servers that check for themselves are left to it."""
+        return problem_of(spec.input_schema, arguments)
+
+    @abc.abstractmethod
+    def run(self, spec: ToolSpec, arguments: Mapping[str, Any], limits: ToolLimits) -> ToolResult:
+        """The call itself; it may raise whatever it likes."""
+
+    def close(self) -> None:  # noqa: B027  # most sets hold nothing
+        """Free what the episode holds."""
+
+
+class Tools(abc.ABC):
+    """Settings of tools; subclasses are frozen dataclasses.
+
+    waits: whether calls wait for something outside this process.
+    """
+
+    @property
+    @abc.abstractmethod
+    def waits(self) -> bool: ...
+
+    @abc.abstractmethod
+    def open(self) -> ToolSet:
+        """The tools for one episode.
+
+        Raises:
+          InfraError: the server or sandbox behind them does not start.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedTools(Tools):
+    """Several kinds of tools in one episode. No two may have the same name."""
+
+    parts: tuple[Tools, ...]
+
+    @property
+    def waits(self) -> bool:
+        return any(part.waits for part in self.parts)
+
+    def open(self) -> ToolSet:
+        opened: list[ToolSet] = []
+        try:
+            for part in self.parts:
+                opened.append(part.open())
+            return JoinedToolSet(opened)
+        except BaseException:
+            for part_set in opened:
+                part_set.close()
+            raise
+
+
+class JoinedToolSet(ToolSet):
+    """Several tool sets as one."""
+
+    def __init__(self, parts: Sequence[ToolSet]) -> None:
+        self.stateful = any(part.stateful for part in parts)
+        self._parts = tuple(parts)
+        self._of: dict[str, ToolSet] = {}
+        for part in parts:
+            for spec in part.list():
+                if spec.name in self._of:
+                    raise ConfigError("two tools have this name", setting="JoinedTools.parts", value=spec.name)
+                self._of[spec.name] = part
+
+    def list(self) -> tuple[ToolSpec, ...]:
+        return tuple(spec for part in self._parts for spec in part.list())
+
+    def problem(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
+        return self._of[spec.name].problem(spec, arguments)
+
+    def run(self, spec: ToolSpec, arguments: Mapping[str, Any], limits: ToolLimits) -> ToolResult:
+        return self._of[spec.name].run(spec, arguments, limits)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+
+MAX_DEPTH = 32
+"""Lists and objects within each other that the arguments of a call may have."""
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """A JSON value that every encoder takes: halves of surrogate pairs become question marks.
+
+    Raises:
+      ValueError: it is nested too deeply, or a number in it is not finite.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number is too large")
+    if isinstance(value, (Mapping, list)):
+        if depth == MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+        if isinstance(value, list):
+            return [plain(v, depth + 1) for v in value]
+        return {plain(k): plain(v, depth + 1) for k, v in value.items()}
+    return value
+
+
+def clip(text: str, max_bytes: int) -> tuple[str, int]:
+    """The text in at most `max_bytes` bytes of UTF-8, and its size in bytes before.
+
+    A longer text keeps its start and its end, with a line between them that says how much is missing. Halves of
+    surrogate pairs, which no tokenizer can encode, become question marks.
+    """
+    if len(text) <= max_bytes and text.isascii():
+        return text, len(text)
+    data = text.encode("utf-8", "replace")
+    if len(data) <= max_bytes:
+        return data.decode("utf-8"), len(data)
+    note = f"\n[... {len(data)} bytes, the middle is left out ...]\n"
+    room = max(0, max_bytes - len(note))
+    head, tail = data[: room - room // 2], data[len(data) - room // 2 :]
+    return head.decode("utf-8", "ignore") + note + tail.decode("utf-8", "ignore"), len(data)

@@ -1,0 +1,200 @@
+"""Arithmetic that is too long to do in the head, with and without a calculator."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rolljax.envs.base import Env, EnvSpec, PureEnv, Runs, StepResult
+from rolljax.envs.tools.base import ToolError, ToolLimits, ToolResult, Tools
+from rolljax.envs.tools.env import ToolEnv
+from rolljax.envs.tools.functions import PythonTools
+from rolljax.envs.tools.mcp_client import McpTools
+from rolljax.errors import ConfigError, EnvError
+from rolljax.types import Message, Task
+
+MAX_CHARS = 256
+MAX_DEPTH = 16
+
+
+def calc(expression: str) -> str:
+    """Work out whole numbers with + - * // and ( )."""
+    if len(expression) > MAX_CHARS:
+        raise ToolError(f"longer than {MAX_CHARS} characters")
+    tokens = re.findall(r"[0-9]+|//|[-+*()]|\S", expression)
+    value, at = _sum(tokens, 0, 0)
+    if at < len(tokens):
+        raise ToolError(f"cannot read {tokens[at]!r}")
+    return str(value)
+
+
+def _sum(tokens: list[str], at: int, depth: int) -> tuple[int, int]:
+    """Value of the sum that begins at token `at`, and where it ends."""
+    value, at = _product(tokens, at, depth)
+    while at < len(tokens) and tokens[at] in "+-":
+        term, after = _product(tokens, at + 1, depth)
+        value, at = (value + term if tokens[at] == "+" else value - term), after
+    return value, at
+
+
+def _product(tokens: list[str], at: int, depth: int) -> tuple[int, int]:
+    value, at = _factor(tokens, at, depth)
+    while at < len(tokens) and tokens[at] in ("*", "//"):
+        term, after = _factor(tokens, at + 1, depth)
+        if tokens[at] == "//" and term == 0:
+            raise ToolError("division by zero")
+        value, at = (value * term if tokens[at] == "*" else value // term), after
+    return value, at
+
+
+def _factor(tokens: list[str], at: int, depth: int) -> tuple[int, int]:
+    if at == len(tokens):
+        raise ToolError("a number is missing at the end")
+    if depth > MAX_DEPTH:
+        raise ToolError("nested too deeply")
+    if tokens[at] == "-":
+        value, at = _factor(tokens, at + 1, depth + 1)
+        return -value, at
+    if tokens[at] == "(":
+        value, at = _sum(tokens, at + 1, depth + 1)
+        if at == len(tokens) or tokens[at] != ")":
+            raise ToolError("a bracket is not closed")
+        return value, at + 1
+    if not re.fullmatch("[0-9]+", tokens[at]):
+        raise ToolError(f"cannot read {tokens[at]!r}")
+    return int(tokens[at]), at + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic(EnvSpec):
+    """Questions like `4817*93=`, to be answered in the head. Reward is 1 for the right number.
+
+    digits: most of each number; at least 2. terms: numbers in a question. operators: between them.
+    """
+
+    digits: int = 4
+    terms: int = 2
+    operators: str = "+-*"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("digits", 2, 12), ("terms", 2, 12)):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(
+                    f"must be {least} to {most}", setting=f"{type(self).__name__}.{name}", value=getattr(self, name)
+                )
+        if not self.operators or set(self.operators) - set("+-*"):
+            raise ConfigError("must be of + - *", setting=f"{type(self).__name__}.operators", value=self.operators)
+
+    @property
+    def name(self) -> str:
+        return "arithmetic"
+
+    def task(self, index: int) -> Task:
+        rng = random.Random(f"{self.seed}/{index}")
+        question = ""
+        for i in range(self.terms):
+            digits = rng.randint(2, self.digits)
+            question += (rng.choice(self.operators) if i else "") + str(rng.randrange(10 ** (digits - 1), 10**digits))
+        return Task(self.name, index, question)
+
+    def make(self) -> Env:
+        return ArithmeticEnv()
+
+
+class ArithmeticEnv(PureEnv):
+    """One question, one answer."""
+
+    def __init__(self) -> None:
+        self._question = ""
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        self._question = task.content
+        return (Message("user", f"{task.content}="),)
+
+    def step(self, action: str) -> StepResult:
+        if not self._question:
+            raise EnvError("step before reset, or after the episode's end")
+        right = action.strip() == self.gold()
+        self._question = ""
+        return StepResult((), float(right), terminated=True, success=right)
+
+    def gold(self) -> str:
+        return calc(self._question)
+
+    def gold_call(self, results: Sequence[ToolResult]) -> tuple[str, dict[str, Any]] | None:
+        """One use of the calculator, where there is one."""
+        return None if results else ("calc", {"expression": self._question})
+
+
+@dataclasses.dataclass(frozen=True)
+class CalculatorTask(EnvSpec):
+    """`Arithmetic` with a calculator: `calc(4817*93)` is a call, its result is told, and the next answer counts.
+
+    A model too small for arithmetic has only to learn to ask, and to copy. The policy is not told about the tool.
+
+    via: where the calculator is: a `python` function, an `mcp` server in this process, or one in its own (`mcp-stdio`).
+    """
+
+    digits: int = 4
+    terms: int = 2
+    operators: str = "+-*"
+    via: Literal["python", "mcp", "mcp-stdio"] = "python"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.via not in VIA:
+            raise ConfigError(
+                "is no place for a calculator",
+                setting="CalculatorTask.via",
+                value=self.via,
+                remedy=f"one of {', '.join(VIA)}",
+            )
+        _ = self._env
+
+    @functools.cached_property
+    def _env(self) -> ToolEnv:
+        questions = Arithmetic(self.digits, self.terms, self.operators, self.seed)
+        limits = ToolLimits(calls_per_turn=1, calls_per_episode=1)
+        return ToolEnv(questions, _tools(self.via), parser="compact", style="none", limits=limits, last_note="")
+
+    @property
+    def runs(self) -> Runs:  # type: ignore[override]  # it depends on the settings
+        return self._env.runs
+
+    @property
+    def name(self) -> str:
+        return "calculator"
+
+    @property
+    def max_turns(self) -> int:
+        return self._env.max_turns
+
+    def task(self, index: int) -> Task:
+        return dataclasses.replace(self._env.task(index), env=self.name)
+
+    def make(self) -> Env:
+        return self._env.make()
+
+    def bad_actions(self) -> Sequence[str]:
+        return (*super().bad_actions(), "calc(1)", "calc(", "calc(9**9**9)")
+
+
+VIA = ("python", "mcp", "mcp-stdio")
+
+
+def _tools(via: str) -> Tools:
+    if via == "python":
+        return TOOLS
+    if via == "mcp":
+        return McpTools(server="rolljax.envs.tools.calculator_server.server")
+    return McpTools(command=(sys.executable, "-m", "rolljax.envs.tools.calculator_server"), where="process")
+
+
+TOOLS = PythonTools((calc,))
+"""The calculator as a function of this process."""

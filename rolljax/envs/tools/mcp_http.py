@@ -1,0 +1,57 @@
+"""MCP over streamable HTTP, with a cap on what the server may send."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+TOO_LONG = ("the result has more than", "Server-sent event exceeded")
+"""What `http_transport`, and the SDK's reader of events, say of a body that is over the cap."""
+FAILED = "Server returned an error response"
+"""What the SDK says where a server answers with an error status instead of a message."""
+
+
+@contextlib.asynccontextmanager
+async def http_transport(url: str, max_bytes: int) -> AsyncIterator[Any]:
+    """The SDK's transport over streamable HTTP: a stream of messages from the server, and one to it."""
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.shared._httpx_utils import MCP_DEFAULT_SSE_READ_TIMEOUT, MCP_DEFAULT_TIMEOUT
+
+    class Capped(httpx2.AsyncByteStream):
+        """Breaks a body off once it is too long."""
+
+        def __init__(self, body: httpx2.AsyncByteStream) -> None:
+            self.body = body
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for chunk in self.body:
+                size += len(chunk)
+                if size > max_bytes:
+                    raise httpx2.StreamError(f"the result has more than {max_bytes} bytes")
+                yield chunk
+
+        async def aclose(self) -> None:
+            await self.body.aclose()
+
+    class Transport(httpx2.AsyncHTTPTransport):
+        """Caps what the SDK does not: it caps each event of a stream. Breaks off where a session is lost."""
+
+        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+            response = await super().handle_async_request(request)
+            if response.status_code == 404 and request.method == "POST" and "mcp-session-id" in request.headers:
+                await response.aclose()
+                raise httpx2.RemoteProtocolError("the server has forgotten this session")
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                assert isinstance(response.stream, httpx2.AsyncByteStream)
+                response.stream = Capped(response.stream)
+            return response
+
+    timeout = httpx2.Timeout(MCP_DEFAULT_TIMEOUT, read=MCP_DEFAULT_SSE_READ_TIMEOUT)
+    async with (
+        httpx2.AsyncClient(transport=Transport(), timeout=timeout) as client,
+        streamable_http_client(url, http_client=client, max_sse_event_size=max_bytes) as streams,
+    ):
+        yield streams

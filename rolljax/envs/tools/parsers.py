@@ -1,0 +1,321 @@
+"""Tool calls in the text of a policy, in the four ways that models are taught to write them.
+
+`PARSERS` holds one reader per format. All skip what stands in `<think>...</think>` and take time linear in the text.
+What was meant as a call but cannot be read is a `ToolCall` with a `problem`.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from rolljax.envs.tools.base import ToolCall, ToolSpec
+
+MAX_TEXT = 2**20
+"""Characters of an answer that are looked at."""
+MAX_CALL = 2**18
+"""Characters of one call; a longer one is refused."""
+MAX_LINE = 2**14
+"""Characters of one call of the compact format."""
+
+_THINK, _UNTHINK = "<think>", "</think>"
+_NEVER = "(?!)"
+
+
+class Parser(abc.ABC):
+    """Reads the calls of one format, and writes them.
+
+    style: how tools are told by default (`ToolEnv.style`). how: the sentence that says how a call is written.
+    """
+
+    style: ClassVar[str] = "lines"
+    how: ClassVar[str]
+
+    def parse(self, text: str, specs: Sequence[ToolSpec]) -> Iterator[ToolCall]:
+        """The calls in `text`, in order. A text without a call gives nothing.
+
+        Thoughts may have been opened by the chat template: what stands before a first `</think>` that nothing opened
+        is a thought too.
+        """
+        text = text[:MAX_TEXT]
+        opening = _opening(self.opening(specs))
+        at = text.find(_UNTHINK)
+        at = 0 if at < 0 or text.find(_THINK, 0, at) >= 0 else at + len(_UNTHINK)
+        while found := opening.search(text, at):
+            if found[0] == _THINK:
+                at = text.find(_UNTHINK, found.end())
+                if at < 0:
+                    return
+                at += len(_UNTHINK)
+            else:
+                call, at = self.read(text, found, specs)
+                yield call
+
+    @abc.abstractmethod
+    def opening(self, specs: Sequence[ToolSpec]) -> str:
+        """Regular expression of what a call begins with."""
+
+    @abc.abstractmethod
+    def read(self, text: str, found: re.Match[str], specs: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
+        """The call that begins at `found`, and where the text after it begins (past `found`)."""
+
+    @abc.abstractmethod
+    def write(self, name: str, arguments: Mapping[str, Any], specs: Sequence[ToolSpec]) -> str:
+        """A call as a policy would write it.
+
+        Raises:
+          ValueError: this format cannot say it.
+        """
+
+
+@functools.lru_cache(maxsize=256)
+def _opening(pattern: str) -> re.Pattern[str]:
+    return re.compile(f"{_THINK}|{pattern}", re.MULTILINE)
+
+
+class Hermes(Parser):
+    """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, as Hermes and Qwen models write it."""
+
+    style = "json"
+    how = (
+        "To call a tool, write a JSON object with its name and its arguments between tags, a pair of tags per call:\n"
+        '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
+    )
+
+    def opening(self, specs: Sequence[ToolSpec]) -> str:
+        return "</?tool_call>"
+
+    def read(self, text: str, found: re.Match[str], specs: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
+        start = found.end()
+        if found[0] != "<tool_call>":
+            return ToolCall("", problem="</tool_call> without <tool_call> before it"), start
+        window = text[start : start + MAX_CALL]
+        try:
+            value, end = _JSON.raw_decode(window, len(window) - len(window.lstrip()))
+        except (ValueError, RecursionError) as e:
+            end = text.find("</tool_call>", start)
+            end = len(text) if end < 0 else end + len("</tool_call>")
+            why = f"it is longer than {MAX_CALL} characters" if end - start > MAX_CALL else _why(e)
+            return ToolCall("", problem=f"what stands after <tool_call> is not a JSON object: {why}"), end
+        closed = _CLOSE.match(text, start + end)
+        if not closed:
+            end = text.find("</tool_call>", start + end)
+            end = len(text) if end < 0 else end + len("</tool_call>")
+            return ToolCall("", problem="after the JSON object there must be </tool_call>"), end
+        return _call_of(value), closed.end()
+
+    def write(self, name: str, arguments: Mapping[str, Any], specs: Sequence[ToolSpec]) -> str:
+        call = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+        return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")
+
+
+_JSON = json.JSONDecoder(strict=False, parse_constant=_refuse)
+_CLOSE = re.compile(r"\s*(</tool_call>|\Z)")
+
+
+def _why(e: Exception) -> str:
+    if isinstance(e, json.JSONDecodeError):
+        return f"{e.msg} at character {e.pos}"
+    return "it is nested too deeply" if isinstance(e, RecursionError) else "it holds a number that cannot be read"
+
+
+def _call_of(value: Any) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return ToolCall("", problem='a call is a JSON object like {"name": "...", "arguments": {...}}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = _JSON.decode(arguments)
+        except (ValueError, RecursionError) as e:
+            return ToolCall(value["name"], problem=f'"arguments" is not a JSON object: {_why(e)}')
+    if not isinstance(arguments, dict):
+        return ToolCall(value["name"], problem='"arguments" must be a JSON object')
+    return ToolCall(value["name"], arguments)
+
+
+class _Body(Parser):
+    """Formats whose call is one text: the tool's text argument."""
+
+    def opening(self, specs: Sequence[ToolSpec]) -> str:
+        names = [w for s in specs if s.text_parameter for w in self.words(s.name)]
+        return self.start("|".join(map(re.escape, names))) if names else _NEVER
+
+    def words(self, name: str) -> Sequence[str]:
+        return (name,)
+
+    @abc.abstractmethod
+    def start(self, words: str) -> str: ...
+
+    @abc.abstractmethod
+    def end(self, word: str) -> re.Pattern[str]: ...
+
+    def read(self, text: str, found: re.Match[str], specs: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
+        spec = next(s for s in specs if s.text_parameter and found["word"] in self.words(s.name))
+        closed = self.end(found["word"]).search(text, found.end())
+        if not closed:
+            return ToolCall(spec.name, problem=f"{found[0].strip()} is not closed"), len(text)
+        body = text[found.end() : closed.start()]
+        if len(body) > MAX_CALL:
+            return ToolCall(spec.name, problem=f"it is longer than {MAX_CALL} characters"), closed.end()
+        return ToolCall(spec.name, {str(spec.text_parameter): body.removesuffix("\n")}), closed.end()
+
+    def write(self, name: str, arguments: Mapping[str, Any], specs: Sequence[ToolSpec]) -> str:
+        spec = next(s for s in specs if s.name == name)
+        if list(arguments) != [spec.text_parameter]:
+            raise ValueError(f"{name} takes more than one text: this format cannot call it")
+        call = self.wrap(name, str(arguments[str(spec.text_parameter)]))
+        if [c.arguments for c in self.parse(call, specs)] != [arguments]:
+            raise ValueError(f"{name}: this format cannot write that text")
+        return call
+
+    @abc.abstractmethod
+    def wrap(self, name: str, body: str) -> str: ...
+
+
+class Fenced(_Body):
+    """A fenced block whose language is the tool: three backticks and `python`, the code, three backticks."""
+
+    how = "To call a tool, write a fenced block with its name and its input:\n```name\ninput\n```"
+    ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {
+        "python": ("python", "py", "python3"),
+        "bash": ("bash", "sh", "shell"),
+    }
+    _END = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
+
+    def words(self, name: str) -> Sequence[str]:
+        return self.ALIASES.get(name, (name,))
+
+    def start(self, words: str) -> str:
+        return rf"^[ \t]*```[ \t]*(?P<word>{words})[ \t]*\n"
+
+    def end(self, word: str) -> re.Pattern[str]:
+        return self._END
+
+    def wrap(self, name: str, body: str) -> str:
+        return f"```{name}\n{body}\n```"
+
+
+class Tags(_Body):
+    """`<python>...</python>`: the tag is the tool, as in GEM."""
+
+    how = "To call a tool, write its input between tags of its name: <name>input</name>"
+
+    def start(self, words: str) -> str:
+        return f"<(?P<word>{words})>\n?"
+
+    def end(self, word: str) -> re.Pattern[str]:
+        return re.compile(re.escape(f"</{word}>"))
+
+    def wrap(self, name: str, body: str) -> str:
+        return f"<{name}>{body}</{name}>"
+
+
+class Compact(Parser):
+    """`calc(17*3)` or `search("Rome", nights=2)` on a line of its own; for models that are too small for JSON.
+
+    A tool with one text argument takes what stands in the parentheses as it is. Names that are no tool's are no call.
+    """
+
+    how = "To call a tool, write its name and its arguments on a line of its own: name(argument, other=argument)"
+
+    def opening(self, specs: Sequence[ToolSpec]) -> str:
+        names = "|".join(re.escape(s.name) for s in specs)
+        return rf"^[ \t]*(?P<word>{names})[ \t]*\(" if names else _NEVER
+
+    def read(self, text: str, found: re.Match[str], specs: Sequence[ToolSpec]) -> tuple[ToolCall, int]:
+        spec = next(s for s in specs if s.name == found["word"])
+        end = text.find("\n", found.end())
+        end = len(text) if end < 0 else end
+        line = text[found.end() : end].rstrip()
+        if not line.endswith(")"):
+            return ToolCall(spec.name, problem=f"{spec.name}( is not closed on its line"), end
+        if len(line) > MAX_LINE:
+            return ToolCall(spec.name, problem=f"it is longer than {MAX_LINE} characters"), end
+        try:
+            return ToolCall(spec.name, _arguments(line[:-1].strip(), spec)), end
+        except (ValueError, RecursionError) as e:
+            return ToolCall(spec.name, problem=str(e) if type(e) is ValueError else _why(e)), end
+
+    def write(self, name: str, arguments: Mapping[str, Any], specs: Sequence[ToolSpec]) -> str:
+        spec = next(s for s in specs if s.name == name)
+        values = {k: json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
+        calls = [f"{name}({', '.join(f'{k}={v}' for k, v in values.items())})"]
+        if len(arguments) == 1 and spec.text_parameter in arguments:
+            calls.insert(0, f"{name}({arguments[str(spec.text_parameter)]})")
+        for call in calls:
+            if [c.arguments for c in self.parse(call, specs)] == [arguments]:
+                return call
+        raise ValueError(f"{name}: this format cannot write these arguments")
+
+
+def _arguments(text: str, spec: ToolSpec) -> dict[str, Any]:
+    """Arguments between the parentheses of a compact call."""
+    if spec.text_parameter and len(spec.parameters) == 1:
+        named = re.match(rf"{re.escape(spec.text_parameter)}\s*=(?!=)\s*", text)
+        text = text[named.end() :] if named else text
+        return {spec.text_parameter: _unquoted(text) if _QUOTED.fullmatch(text) else text} if text or named else {}
+    found: dict[str, Any] = {}
+    names, in_order = list(spec.parameters), True
+    for i, piece in enumerate(_pieces(text)):
+        named = re.match(r"([A-Za-z_]\w*)\s*=(?!=)\s*", piece)
+        if not named and i >= len(names):
+            raise ValueError(f"{spec.name} takes {len(names)} arguments: {', '.join(names) or 'none'}")
+        in_order = in_order and not named
+        if not named and not in_order:
+            raise ValueError("an argument without a name stands after one with a name")
+        key = named[1] if named else names[i]
+        if key in found:
+            raise ValueError(f"argument {key!r} is given twice")
+        found[key] = _value(piece[named.end() :] if named else piece, spec.parameters.get(key, {}))
+    return found
+
+
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*+"|\'(?:[^\'\\]|\\.)*+\'', re.DOTALL)
+_PIECE = re.compile(r'"(?:[^"\\]|\\.)*+"?|\'(?:[^\'\\]|\\.)*+\'?|[\[{(]|[\])}]|,|[^"\'\[\](){},]+', re.DOTALL)
+
+
+def _pieces(text: str) -> list[str]:
+    """Split at commas that stand outside of quotes and brackets."""
+    pieces, piece, depth = [], "", 0
+    for part in _PIECE.findall(text):
+        depth += (part in "[{(") - (part in "])}")
+        if part == "," and depth == 0:
+            pieces.append(piece.strip())
+            piece = ""
+        else:
+            piece += part
+    return [*pieces, piece.strip()] if pieces or piece.strip() else []
+
+
+def _unquoted(text: str) -> str:
+    if text[0] == "'":
+        inner = re.sub(r"\\.|\"", lambda m: {"\\'": "'", '"': '\\"'}.get(m[0], m[0]), text[1:-1], flags=re.DOTALL)
+        text = f'"{inner}"'
+    return str(_JSON.decode(text))
+
+
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+
+
+def _value(text: str, schema: Mapping[str, Any]) -> Any:
+    if _QUOTED.fullmatch(text):
+        return _unquoted(text)
+    if schema.get("type") == "string":
+        return text
+    if text in _WORDS:
+        return _WORDS[text]
+    if text[:1] in ("[", "{") or re.fullmatch(r"-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?", text):
+        return _JSON.decode(text)
+    return text
+
+
+PARSERS: Mapping[str, Parser] = {"hermes": Hermes(), "fenced": Fenced(), "tags": Tags(), "compact": Compact()}
+"""Format -> its parser."""

@@ -1,0 +1,1 @@
+"""Worlds: a shop, a travel desk, word problems from a file."""

@@ -1,0 +1,208 @@
+"""The shop's pages: where a visitor stands, what can be done there, and how it reads.
+
+index --search--> results --item--> item --attributes, description, features, reviews--> sub page
+                  <------back------      <------back------
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from rolljax.envs.worlds.catalogue import Catalogue, Category, Product, Sizes, catalogue, schema
+
+Style = Literal["short", "full"]
+Shown = Literal["row", "item", "page"]
+SUB_PAGES = ("attributes", "description", "features", "reviews")
+MAX_ACTION_CHARS = 4000
+_ACTION = re.compile(r"\b(search|click|ask)\[([^\[\]\n]{0,400})\]", re.IGNORECASE)
+
+
+def parse(text: str) -> tuple[str, str] | None:
+    """The last `search[..]`, `click[..]` or `ask[..]` in what the policy wrote, as (verb, argument)."""
+    found = _ACTION.findall(text[-MAX_ACTION_CHARS:])
+    return (found[-1][0].lower(), " ".join(found[-1][1].lower().split())) if found else None
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """Where a visitor stands. found: products (indices) by rank; at: first of them on this page; item: the product that
+    is open; chosen: option slot -> value, of that product."""
+
+    page: Literal["index", "results", "item", "sub"] = "index"
+    query: str = ""
+    found: tuple[int, ...] = ()
+    at: int = 0
+    item: int = -1
+    sub: str = ""
+    chosen: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """How a shop's pages work and read.
+
+    style: `short` numbers what can be clicked and says little else; `full` is prose with ids.
+    shown: where attributes that search does not know are shown: in the row of the results, on the item's page, or on
+    its attributes page.
+    """
+
+    sizes: Sizes
+    seed: int
+    style: Style
+    shown: Shown
+    page_size: int
+
+    @property
+    def goods(self) -> Catalogue:
+        return catalogue(self.sizes, self.seed)
+
+    def product(self, place: Place) -> Product:
+        return self.goods.products[place.item]
+
+    def schema(self, product: Product) -> Category:
+        return schema(self.sizes, product.category)
+
+    # ---- what can be done --------------------------------------------------------------------------------------------
+
+    def rows(self, place: Place) -> Sequence[int]:
+        """Products on this page of the results."""
+        return place.found[place.at : place.at + self.page_size]
+
+    def numbered(self, place: Place) -> list[str]:
+        """What `click[1]`, `click[2]`, ... mean here: ids of products, or values of options."""
+        if place.page == "results":
+            return [self.goods.products[i].id.lower() for i in self.rows(place)]
+        if place.page == "item":
+            return [v for values in self.schema(self.product(place)).options.values() for v in values]
+        return []
+
+    def buttons(self, place: Place) -> list[str]:
+        """What else can be clicked here."""
+        if place.page == "results":
+            more, less = place.at + self.page_size < len(place.found), place.at > 0
+            return ["next"] * more + ["prev"] * less + ["back"]
+        if place.page == "item":
+            return [*self.sub_pages, "buy", "back"]
+        return ["back"] if place.page == "sub" else []
+
+    @property
+    def sub_pages(self) -> tuple[str, ...]:
+        attributes = SUB_PAGES[:1] if self.shown == "page" else ()
+        return attributes + (SUB_PAGES[1:] if self.style == "full" else ())
+
+    def search(self, place: Place, query: str, order: Sequence[float]) -> bool:
+        """Look for `query`. Products of equal score come by `order[product]`. False: cannot be done here."""
+        if place.page not in ("index", "results") or not query.strip():
+            return False
+        scores = self.goods.index.scores(query)
+        place.page, place.query, place.at = "results", query, 0
+        place.found = tuple(sorted(scores, key=lambda i: (-scores[i], order[i])))
+        return True
+
+    def click(self, place: Place, name: str) -> bool:
+        """Click anything but `buy`. False: there is no such thing here."""
+        numbered, buttons = self.numbered(place), self.buttons(place)
+        if re.fullmatch("[0-9]{1,4}", name) and 1 <= int(name) <= len(numbered):
+            name = numbered[int(name) - 1]
+        if place.page == "results" and name in numbered:
+            place.page, place.item, place.chosen = "item", self.goods.by_id[name.upper()], {}
+        elif place.page == "item" and name in numbered:
+            options = self.schema(self.product(place)).options
+            place.chosen[next(slot for slot, values in options.items() if name in values)] = name
+        elif name not in buttons:
+            return False
+        elif name in ("next", "prev"):
+            place.at += self.page_size if name == "next" else -self.page_size
+        elif name == "back":
+            place.page = {"results": "index", "item": "results", "sub": "item"}[place.page]  # type: ignore[assignment]
+        else:
+            place.page, place.sub = "sub", name
+        return True
+
+    # ---- how it reads ------------------------------------------------------------------------------------------------
+
+    def on_row(self, product: Product) -> dict[str, str]:
+        """Attributes that the results show."""
+        n = self.sizes.num_attributes if self.shown == "row" else self.sizes.indexed_attributes
+        return dict(list(product.attributes.items())[:n])
+
+    def on_item(self, product: Product) -> dict[str, str]:
+        """Attributes that the item's own page shows."""
+        return self.on_row(product) if self.shown == "page" else dict(product.attributes)
+
+    def render(self, place: Place, prices: Sequence[int]) -> str:
+        """The page as text. prices: of every product."""
+        return (self._short if self.style == "short" else self._full)(place, prices)
+
+    def _short(self, place: Place, prices: Sequence[int]) -> str:
+        if place.page == "index":
+            return "search"
+        if place.page == "results":
+            goods = self.goods.products
+            rows = [
+                f"{n} {' '.join([goods[i].type, *self.on_row(goods[i]).values()])} {prices[i]}"
+                for n, i in enumerate(self.rows(place), 1)
+            ]
+            return "\n".join([*(rows or ["nothing"]), " ".join(self.buttons(place))])
+        product = self.product(place)
+        if place.page == "sub":
+            return " ".join(product.attributes.values()) + "\nback"
+        head = " ".join([product.type, *self.on_item(product).values(), str(prices[place.item])])
+        picked = place.chosen.values()
+        options = " ".join(f"{n} {'*' * (v in picked)}{v}" for n, v in enumerate(self.numbered(place), 1))
+        return "\n".join([head, *([options] if options else []), " ".join(self.buttons(place))])
+
+    def _full(self, place: Place, prices: Sequence[int]) -> str:
+        lines = {"index": self._index, "results": self._results, "item": self._item, "sub": self._sub}
+        return "\n".join([*lines[place.page](place, prices), self._can(place)])
+
+    def _can(self, place: Place) -> str:
+        can = [f"click[{b}]" for b in self.buttons(place)]
+        if place.page in ("index", "results"):
+            can.insert(0, "search[words]")
+        return "Here you can: " + ", ".join(can)
+
+    def _index(self, place: Place, prices: Sequence[int]) -> list[str]:
+        return ["You are on the shop's front page."]
+
+    def _results(self, place: Place, prices: Sequence[int]) -> list[str]:
+        lines = [f'{len(place.found)} results for "{place.query}", from {place.at + 1}; open one with click[its id].']
+        for i in self.rows(place):
+            product = self.goods.products[i]
+            extra = {k: v for k, v in self.on_row(product).items() if v not in product.title.split()}
+            lines.append(f"[{product.id}] {product.title}{_listed(extra)}, price {prices[i]}")
+        return lines
+
+    def _item(self, place: Place, prices: Sequence[int]) -> list[str]:
+        product = self.product(place)
+        lines = [f"[{product.id}] {product.title}, price {prices[place.item]}"]
+        if self.shown != "page":
+            lines.append("Attributes" + _listed(product.attributes).replace(" (", ": ").rstrip(")"))
+        for slot, values in self.schema(product).options.items():
+            picked = place.chosen.get(slot)
+            lines.append(f"Choose {slot}: " + ", ".join(f"click[{v}]{' (chosen)' * (v == picked)}" for v in values))
+        return lines
+
+    def _sub(self, place: Place, prices: Sequence[int]) -> list[str]:
+        product = self.product(place)
+        return [f"[{product.id}] {place.sub}: {_about(product, place.sub, self.schema(product).department)}"]
+
+
+def _listed(values: Mapping[str, str]) -> str:
+    return f" ({', '.join(f'{k} {v}' for k, v in values.items())})" if values else ""
+
+
+def _about(product: Product, sub: str, department: str) -> str:
+    """The text of a sub page; only the attributes tell products of a family apart."""
+    if sub == "attributes":
+        return ", ".join(f"{k} {v}" for k, v in product.attributes.items())
+    if sub == "description":
+        return f"A {product.type} by {product.title.split()[0]}, found in {department}."
+    if sub == "features":
+        return f"Everything one expects of a {product.type}."
+    rng = random.Random(f"reviews {product.id}")
+    return f"{rng.randint(30, 50) / 10} of 5 stars from {rng.randint(3, 900)} buyers."

@@ -1,0 +1,100 @@
+"""Play an environment yourself: `python -m rolljax.play ENV [--task N] [--gold]`.
+
+ENV is a short name with or without settings (`sokoban`, `'frozen_lake(size=5)'`), `rg:chain_sum`, or `module.Class`.
+You are shown what a policy is told and type what it would say, a line per turn; Ctrl-D ends. `--gold` watches the
+scripted player instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rolljax import cli
+from rolljax.errors import ConfigError, EnvError, boundary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rolljax.envs.base import Env
+    from rolljax.types import Message
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rolljax.play", description="Play an environment in the terminal.")
+    parser.add_argument("env", metavar="ENV", help="sokoban, 'frozen_lake(size=5)', rg:chain_sum#3, module.Class, ...")
+    parser.add_argument("--task", type=int, metavar="N", help="index of the task (default: the one behind #, or 0)")
+    parser.add_argument("--gold", action="store_true", help="let the scripted player play")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+
+    def run() -> int:
+        from rich.console import Console
+
+        from rolljax.envs.base import NUM_INDICES
+        from rolljax.envs.catalog import make_spec
+
+        spec = make_spec(args.env)
+        behind = re.search(r"#(\d+)$", args.env.strip())
+        index = args.task if args.task is not None else int(behind[1]) if behind else 0
+        if not 0 <= index < NUM_INDICES:
+            raise ConfigError("is no index of a task", setting="--task", value=index, remedy=f"0 to {NUM_INDICES - 1}")
+        console = Console(highlight=False, markup=False, emoji=False)
+        with boundary(EnvError, f"{spec.name}, task {index}"):
+            task, env = spec.task(index), spec.make()
+            try:
+                show(console, env.reset(task))
+                console.print(play(console, env, spec.max_turns, args.gold))
+            finally:
+                env.close()
+        return 0
+
+    return cli.run_verb(run)
+
+
+def play(console: Any, env: Env, max_turns: int, gold: bool) -> str:
+    """Turns until the episode or the input ends; returns how it ended."""
+    reward, solved = 0.0, False
+    for turn in range(1, max_turns + 1):
+        action = env.gold() if gold else ask(console)
+        if action is None:
+            return f"left after {turn - 1} turns, reward {reward:g}"
+        if gold:
+            console.print(f"> {action}", style="bold")
+        result = env.step(action)
+        reward, solved = reward + result.reward, solved or result.success
+        show(console, result.messages)
+        numbers = {"reward": result.reward, **result.metrics}
+        told = ", ".join(f"{name} {value:g}" for name, value in numbers.items() if value)
+        console.print(f"turn {turn} of {max_turns}" + (f": {told}" if told else ""), style="dim")
+        if result.terminated or result.truncated:
+            return f"{'solved' if solved else 'cut' if result.truncated else 'lost'}: {turn} turns, reward {reward:g}"
+    return f"cut: {max_turns} turns, reward {reward:g}"
+
+
+def ask(console: Any) -> str | None:
+    """A line from the player; None at the end of input."""
+    try:
+        return console.input("> ")
+    except EOFError:
+        console.print()
+        return None
+
+
+def show(console: Any, messages: Sequence[Message]) -> None:
+    """What the policy is told, one box per message."""
+    from rich.panel import Panel
+    from rich.text import Text
+
+    for m in messages:
+        printable = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in m.content)
+        console.print(Panel(Text(printable), title=m.role, title_align="left", expand=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Who answers in an environment: the model through the sampler, or the environment's own scripted player."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from rolljax.envs.pool import Episode
+from rolljax.errors import DataError
+from rolljax.model.tokenizer import Chat
+from rolljax.sampler.client import Sampler
+from rolljax.types import Completion, Key, Sampled, SamplingParams
+
+EXPERT = -1
+"""Policy version of tokens that no policy sampled."""
+
+
+class Policy(Protocol):
+    """Whoever answers."""
+
+    async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
+        """The tokens that follow `prompt_ids [P]`, the whole stream of the episode so far."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SamplerPolicy:
+    """The model, through the sampler; randomness is addressed by run seed, key and turn."""
+
+    sampler: Sampler
+    params: SamplingParams
+    seed: int
+
+    async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
+        address = (self.seed % 2**31, key.stream, key.step, key.group, key.sibling, turn)
+        return await self.sampler.generate(prompt_ids, self.params, address)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GoldPolicy:
+    """The environment's own answers, as tokens; their log-probs are 0 and their version is -1.
+
+    max_answer_tok: a longer answer is an error, and its trajectory lost. pairs: every second sibling gives the rejected
+    answer instead of the gold one.
+    """
+
+    chat: Chat
+    max_answer_tok: int
+    pairs: bool = False
+
+    async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
+        text = await (episode.rejected() if self.pairs and key.sibling % 2 else episode.gold())
+        return expert(self.chat.answer_ids(text), self.max_answer_tok)
+
+
+def expert(tokens: np.ndarray, max_answer_tok: int) -> Completion:
+    """An answer that was given, not sampled.
+
+    Raises:
+      DataError: it is longer than an answer may be.
+    """
+    if len(tokens) > max_answer_tok:
+        raise DataError(f"an answer of {len(tokens)} tokens, Recipe.max_answer_tok is {max_answer_tok}")
+    n = len(tokens)
+    return Completion(Sampled.of(tokens, np.zeros(n, np.float32), np.full(n, EXPERT, np.int32)), "stop")

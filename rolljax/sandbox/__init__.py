@@ -1,0 +1,39 @@
+"""Running untrusted code: isolated programs, live shells, streams and graders. Linux with bubblewrap.
+
+`profile.py` settings; `host.py` one-shot programs and streams; `session.py` live sandboxes; `grade.py` graders;
+`group.py` many live sandboxes by id. Below them: `recipe.py` (the bubblewrap command), `seccomp.py` (its filter),
+`launcher.py` and `keeper.py` (the process that starts and reaps), `inside/` (what runs in a sandbox). `doctor.py` is
+`python -m rolljax.sandbox`.
+"""
+
+from rolljax.sandbox.grade import Verdict, grade, grade_mbpp, grade_python
+from rolljax.sandbox.group import SandboxGroup
+from rolljax.sandbox.host import Result, SandboxGone, SandboxHost, Stream, available, popen, run, shared_host
+from rolljax.sandbox.profile import CODE, MCP, PROFILES, SCORE, TERMINAL, Profile, SandboxConfig
+from rolljax.sandbox.session import CommandResult, Sandbox, collect
+
+__all__ = [
+    "CODE",
+    "MCP",
+    "PROFILES",
+    "SCORE",
+    "TERMINAL",
+    "CommandResult",
+    "Profile",
+    "Result",
+    "Sandbox",
+    "SandboxConfig",
+    "SandboxGone",
+    "SandboxGroup",
+    "SandboxHost",
+    "Stream",
+    "Verdict",
+    "available",
+    "collect",
+    "grade",
+    "grade_mbpp",
+    "grade_python",
+    "popen",
+    "run",
+    "shared_host",
+]

@@ -1,0 +1,178 @@
+"""Graders: the candidate runs in one sandbox, the tests in another, and only plain data pass between them.
+
+Whatever a candidate does to its own interpreter (exits, patches modules, objects that equal everything, faked output)
+happens where no verdict is made. Tests and expected values are never in its sandbox.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolljax.errors import InfraError
+from rolljax.sandbox import recipe
+from rolljax.sandbox.host import END_S, SIGXCPU_CODE, SandboxHost, ended_with, shared_host
+from rolljax.sandbox.inside.wire import HeadTail
+from rolljax.sandbox.launcher import Cell
+from rolljax.sandbox.profile import CODE, SCORE, Profile
+
+MAX_VERDICT = 1 << 16
+EXTRA_S = 5.0
+"""What the tests' sandbox outlives the candidate's, to report what passed before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """passed: every test, and there was one. reason: passed, wrong (an assertion), error (an exception), exited (the
+    candidate's process ended or could not be loaded), timeout (wall clock or processor time), killed (memory), no tests
+    (nothing was tested), broken tests (they could not be loaded: the task's fault, not the candidate's).
+    detail: one line for the record (it may quote a test: not for the policy)."""
+
+    passed: bool
+    num_passed: int
+    num_tests: int
+    reason: str
+    detail: str = ""
+    ms: float = 0.0
+
+
+def grade_python(
+    candidate_source: str,
+    entry_point: str,
+    test_source: str,
+    *,
+    prompt: str = "",
+    profile: Profile = SCORE,
+    host: SandboxHost | None = None,
+) -> Verdict:
+    """Grade a program by a function `check(candidate)` full of assertions (the HumanEval format).
+
+    candidate_source: the whole program. entry_point: the function of it that is tested. prompt: trusted text that the
+    program began with; helpers defined in it are used from there, not from the program.
+
+    Raises:
+      InfraError: the machine failed, not the program.
+    """
+    task = {"kind": "check", "entry_point": entry_point, "test": test_source, "prompt": prompt}
+    return _grade_program(candidate_source, task, 1, profile, host or shared_host())
+
+
+def grade_mbpp(
+    candidate_source: str,
+    tests: Sequence[str],
+    *,
+    setup: str = "",
+    profile: Profile = SCORE,
+    host: SandboxHost | None = None,
+) -> Verdict:
+    """Grade a program by statements that call its functions by name (the MBPP format), one test each.
+
+    Raises:
+      InfraError: the machine failed, not the program.
+    """
+    task = {"kind": "asserts", "tests": list(tests), "setup": setup}
+    return _grade_program(candidate_source, task, len(tests), profile, host or shared_host())
+
+
+def grade(
+    artefacts: Mapping[str, bytes], test_source: str, *, profile: Profile = CODE, host: SandboxHost | None = None
+) -> Verdict:
+    """Grade files. `test_source` defines functions `test_*(box)`; `box.run(argv, stdin)` runs a program in a fresh
+    sandbox that holds nothing but the artefacts, `box.read(path)` reads a file there.
+
+    Raises:
+      InfraError: the machine failed, not the files.
+    """
+    task = {"kind": "box", "test": test_source}
+    return _grade(("agent.py", "wire.py"), artefacts, task, 1, profile, host or shared_host())
+
+
+def _grade_program(source: str, task: dict[str, Any], num_tests: int, profile: Profile, host: SandboxHost) -> Verdict:
+    files = ("candidate.py", "wire.py", "plain.py")
+    return _grade(files, {}, {**task, "source": source}, num_tests, profile, host)
+
+
+def _grade(
+    programs: Sequence[str],
+    artefacts: Mapping[str, bytes],
+    task: Mapping[str, Any],
+    num_tests: int,
+    profile: Profile,
+    host: SandboxHost,
+) -> Verdict:
+    """Start both sandboxes on the two ends of a socket and wait for the verdict of the tests' side."""
+    start = time.monotonic()
+    ours, theirs = socket.socketpair()
+    out_r, out_w = os.pipe()
+    err_r, err_w = os.pipe()
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    cells: list[Cell] = []
+    try:
+        private = {name: recipe.inside(name) for name in programs}
+        argv = [*recipe.isolated_python(), recipe.inside_path(programs[0])]
+        cells.append(host.start(argv, [theirs.fileno(), null, err_w], artefacts, private, profile, profile.wall_s))
+        private = {name: recipe.inside(name) for name in ("checker.py", "wire.py", "plain.py")}
+        private["task.json"] = json.dumps(task).encode()
+        argv = [*recipe.isolated_python(), recipe.inside_path("checker.py"), recipe.inside_path("task.json")]
+        wall_s = profile.wall_s + EXTRA_S
+        cells.append(host.start(argv, [ours.fileno(), out_w, err_w], {}, private, profile, wall_s))
+        for end in (ours, theirs):
+            end.close()
+        for fd in (out_w, err_w):
+            os.close(fd)
+        out_w = err_w = -1
+        said = _read_all(out_r)
+        cells[1].wait(wall_s + END_S)
+        candidate_over = cells[0].over
+    finally:
+        for cell in cells:
+            cell.kill()
+        for cell in cells:
+            cell.wait(END_S)
+        errors = _read_all(err_r) if err_w < 0 else b""
+        for fd in (out_r, out_w, err_r, err_w, null):
+            if fd >= 0:
+                os.close(fd)
+        ours.close()
+        theirs.close()
+    ms = (time.monotonic() - start) * 1e3
+    return _verdict(cells[0], cells[1], candidate_over, said, errors, num_tests, ms)
+
+
+def _verdict(
+    candidate: Cell, checker: Cell, over: bool, said: bytes, errors: bytes, num_tests: int, ms: float
+) -> Verdict:
+    """Combine what the tests' side said with how both sandboxes ended."""
+    for cell in (candidate, checker):
+        if not cell.exit:
+            raise InfraError("a grading sandbox did not end in time")
+        ended_with(cell, errors)
+    killed_by = str(candidate.exit["killed_by"])
+    reason = "timeout" if killed_by == "wall" else "killed" if killed_by == "memory" else ""
+    if over and not reason and candidate.exit["code"] == SIGXCPU_CODE:
+        reason = "timeout"
+    try:
+        found = json.loads(said)
+        passed, total = int(found["num_passed"]), int(found["num_tests"])
+    except (ValueError, KeyError, TypeError):
+        if not reason and checker.exit["killed_by"] == "memory":
+            reason = "killed"
+        if not reason and checker.exit["killed_by"] == "wall":
+            reason = "timeout"
+        if not reason and candidate.exit["killed_by"] == "host" and not checker.exit["killed_by"]:
+            raise InfraError(f"the tests gave no verdict: {errors[-500:].decode(errors='replace')}") from None
+        return Verdict(False, 0, num_tests, reason or "killed", "", ms)
+    right = passed == total > 0 and found["reason"] == "passed"
+    return Verdict(right, passed, total, "passed" if right else reason or found["reason"], found["detail"], ms)
+
+
+def _read_all(fd: int) -> bytes:
+    kept = HeadTail(MAX_VERDICT)
+    while part := os.read(fd, MAX_VERDICT):
+        kept.add(part)
+    return kept.value()

@@ -1,0 +1,411 @@
+"""A process's sandboxes: slots, one-shot programs, streams, and the shared host that everybody uses by default."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import io
+import os
+import selectors
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from rolljax.errors import ConfigError, EnvError, InfraError
+from rolljax.sandbox import recipe
+from rolljax.sandbox.inside.wire import CHUNK, HeadTail
+from rolljax.sandbox.launcher import Cell, Launcher
+from rolljax.sandbox.profile import CODE, MCP, Profile, SandboxConfig
+
+START_S, END_S = 60.0, 30.0
+"""Longest start and longest teardown before the machine is called broken."""
+SIGXCPU_CODE = 128 + 24
+
+
+class SandboxGone(EnvError):
+    """The sandbox ended because of what ran in it. killed_by: memory, wall (its time was up), or agent."""
+
+    def __init__(self, killed_by: str) -> None:
+        self.killed_by = killed_by
+        super().__init__(f"the sandbox is gone (killed by {killed_by})")
+
+    def __reduce__(self) -> tuple[type[SandboxGone], tuple[str]]:
+        return SandboxGone, (self.killed_by,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a program ended. returncode: as a shell says it (128 + signal). killed_by: empty, wall, cpu, memory or
+    output. truncated: output was cut in the middle."""
+
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool = False
+    killed_by: str = ""
+    ms: float = 0.0
+    truncated: bool = False
+
+    @property
+    def text(self) -> str:
+        return self.stdout.decode(errors="replace")
+
+
+class Stream:
+    """A program in a sandbox whose standard input and output are raw pipes of this process."""
+
+    def __init__(self, cell: Cell, stdin: int, stdout: int, stderr: int) -> None:
+        self._cell, self._stderr = cell, stderr
+        self.stdin: IO[bytes] = io.FileIO(stdin, "w")
+        self.stdout: IO[bytes] = io.FileIO(stdout, "r")
+        self._said = HeadTail(1 << 16)
+        self._closed = False
+        self._reader = threading.Thread(target=self._drain, name="rolljax-sandbox-stderr", daemon=True)
+        self._reader.start()
+
+    def _drain(self) -> None:
+        while part := os.read(self._stderr, CHUNK):
+            self._said.add(part)
+        os.close(self._stderr)
+
+    def stderr(self) -> bytes:
+        """What it said on standard error, middle cut out."""
+        return self._said.value()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Its return code, None while it runs.
+
+        Raises:
+          InfraError: it could not be started.
+        """
+        if not self._cell.wait(timeout_s):
+            return None
+        self._reader.join(END_S)
+        return ended_with(self._cell, self.stderr())
+
+    @property
+    def killed_by(self) -> str:
+        return str(self._cell.exit.get("killed_by", ""))
+
+    def kill(self) -> None:
+        self._cell.kill()
+
+    def close(self) -> None:
+        """Kill it if it still runs, and free everything."""
+        if self._closed:
+            return
+        self._closed = True
+        self.stdin.close()
+        self._cell.kill()
+        self._cell.wait(END_S)
+        self._reader.join(END_S)
+        self.stdout.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SandboxHost:
+    """Makes sandboxes for this process. Thread-safe; methods block, so call them from worker threads.
+
+    Raises:
+      ConfigError: this machine cannot isolate, with the cure.
+    """
+
+    def __init__(self, config: SandboxConfig | None = None, *, checked: bool = False) -> None:
+        """checked: the caller knows that the machine can isolate, or is about to find out."""
+        self.config = config or SandboxConfig()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(self.config.slots)
+        self._launcher: Launcher | None = None
+        self._closed = False
+        self.before_close: list[Callable[[], None]] = []
+        self.num_started = 0
+        self.num_alive = 0
+        if self.config.backend == "bwrap" and not checked:
+            check_machine()
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        files: Mapping[str, bytes] | None = None,
+        profile: Profile = CODE,
+    ) -> Result:
+        """Run one program in a fresh sandbox to its end."""
+        start = time.monotonic()
+        (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
+        ours, theirs = [in_w, out_r, err_r], [in_r, out_w, err_w]
+        try:
+            try:
+                cell = self.start(argv, theirs, files or {}, {}, profile, profile.wall_s)
+            finally:
+                for fd in theirs:
+                    os.close(fd)
+            try:
+                out, err, flooded = _exchange(cell, ours, stdin, profile)
+            finally:
+                cell.kill()
+                ended = cell.wait(END_S)
+        finally:
+            for fd in ours:
+                if fd >= 0:
+                    os.close(fd)
+        if not ended:
+            raise InfraError("a sandbox did not end in time")
+        code, killed_by = ended_with(cell, err.value()), str(cell.exit["killed_by"])
+        if flooded:
+            killed_by = "output"
+        elif code == SIGXCPU_CODE and not killed_by:
+            killed_by = "cpu"
+        ms = (time.monotonic() - start) * 1e3
+        cut = out.truncated or err.truncated
+        return Result(code, out.value(), err.value(), killed_by == "wall", killed_by, ms, cut)
+
+    def popen(self, argv: Sequence[str], *, files: Mapping[str, bytes] | None = None, profile: Profile = MCP) -> Stream:
+        """Start a program whose standard input and output are pipes for the caller."""
+        (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
+        try:
+            cell = self.start(argv, [in_r, out_w, err_w], files or {}, {}, profile, profile.wall_s)
+        except BaseException:
+            for fd in (in_w, out_r, err_r):
+                os.close(fd)
+            raise
+        finally:
+            for fd in (in_r, out_w, err_w):
+                os.close(fd)
+        return Stream(cell, in_w, out_r, err_r)
+
+    def start(
+        self,
+        argv: Sequence[str],
+        stdio: Sequence[int],
+        files: Mapping[str, bytes],
+        private: Mapping[str, bytes],
+        profile: Profile,
+        wall_s: float,
+    ) -> Cell:
+        """Take a slot and start a sandbox on three descriptors. The slot is free again when nothing of it is left, soon
+        after `wall_s` at the latest. `private`: files that lie read-only in `recipe.INSIDE`.
+
+        Raises:
+          InfraError: no slot was free for `slot_wait_s`, or the keeper is gone.
+        """
+        if not argv:
+            raise ConfigError("is empty", setting="argv")
+        if not self._slots.acquire(timeout=self.config.slot_wait_s):
+            raise InfraError(f"all {self.config.slots} sandbox slots were busy for {self.config.slot_wait_s:g} s")
+        folder, taken = "", threading.Lock()
+        with self._lock:
+            self.num_started += 1
+            self.num_alive += 1
+        try:
+            launcher = self._running()
+            if self.config.backend == "none":
+                folder = tempfile.mkdtemp(prefix="rolljax-")
+                for name, content in private.items():
+                    with open(os.path.join(folder, name), "wb") as f:
+                        f.write(content)
+                argv = [arg.replace(recipe.INSIDE, folder) for arg in argv]
+                plan = recipe.trusted(argv, files, folder, profile)
+            else:
+                plan = recipe.isolated(argv, files, private, profile, launcher.base, launcher.as_root)
+            cell = launcher.spawn(plan, stdio, profile, wall_s, functools.partial(self._ended, folder, taken))
+        except BaseException:
+            self._ended(folder, taken)
+            raise
+        return cell
+
+    def _ended(self, folder: str, taken: threading.Lock) -> None:
+        """Nothing of a sandbox is left: its slot is free, once. `folder` is its own with the `none` backend."""
+        if not taken.acquire(blocking=False):
+            return
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        with self._lock:
+            self.num_alive -= 1
+        self._slots.release()
+
+    def usage(self, cell: Cell) -> dict[str, int]:
+        """pss_bytes, processes, slot and generation of a sandbox that is alive."""
+        said = self._running().ask(op="stat", cell=cell.id)
+        return {k: v for k, v in said.items() if k != "id"}
+
+    def modes(self) -> dict[str, object]:
+        """How sandboxes of this host are limited, for the record."""
+        launcher = self._running()
+        return {
+            "backend": self.config.backend,
+            "own_uid": launcher.as_root,
+            "file_limits": "bytes and inodes" if launcher.base else "bytes",
+            "memory": f"control group {launcher.cgroup}" if launcher.cgroup else "watchdog",
+            "swept": launcher.swept,
+        }
+
+    def close(self) -> None:
+        """Kill every sandbox of this host."""
+        if os.getpid() == self._pid:
+            for free in self.before_close:
+                free()
+        with self._lock:
+            launcher, self._launcher, self._closed = self._launcher, None, True
+        if launcher is not None and os.getpid() == self._pid:
+            launcher.close()
+
+    def _running(self) -> Launcher:
+        """The keeper, started when first needed and again after it died."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                raise InfraError("this sandbox host is closed, or belongs to another process")
+            if self._launcher is not None and self._launcher.dead:
+                self._launcher.close()
+                self._launcher = None
+            if self._launcher is None:
+                self._launcher = Launcher(self.config)
+            return self._launcher
+
+    def __enter__(self) -> SandboxHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _exchange(cell: Cell, fds: list[int], stdin: bytes, profile: Profile) -> tuple[HeadTail, HeadTail, bool]:
+    """Feed standard input and take in both outputs until they are closed; closes what it finishes (sets -1 in `fds`).
+    The third value says whether output passed the flood limit."""
+    outputs = {1: HeadTail(profile.output_bytes), 2: HeadTail(profile.output_bytes)}
+    left = memoryview(stdin)
+    flooded = False
+    deadline = time.monotonic() + profile.wall_s + START_S
+    with selectors.DefaultSelector() as selector:
+        for i, fd in enumerate(fds):
+            os.set_blocking(fd, False)
+            selector.register(fd, selectors.EVENT_READ if i else selectors.EVENT_WRITE, i)
+
+        def done(i: int) -> None:
+            selector.unregister(fds[i])
+            os.close(fds[i])
+            fds[i] = -1
+
+        while fds[1] >= 0 or fds[2] >= 0:
+            for key, _ in selector.select(1.0):
+                i = key.data
+                try:
+                    if i == 0:
+                        left = left[os.write(fds[0], left[:CHUNK]) :] if left else left
+                        if not left:
+                            done(0)
+                        continue
+                    part = os.read(fds[i], CHUNK)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    part = b""
+                if not part:
+                    done(i)
+                    continue
+                outputs[i].add(part)
+            if not flooded and outputs[1].total + outputs[2].total > profile.flood_bytes:
+                flooded = True
+                cell.kill("output")
+            if time.monotonic() > deadline:
+                cell.kill()
+                break
+        # closed outputs do not end a program
+        cell.wait(max(0.0, deadline - time.monotonic()))
+    return outputs[1], outputs[2], flooded
+
+
+def ended_with(cell: Cell, said: bytes) -> int:
+    """The return code of a sandbox that is over; 127 when its program was not found.
+
+    Raises:
+      InfraError: the sandbox ended before its program began.
+    """
+    if cell.exit["started"]:
+        return int(cell.exit["code"])
+    if said.startswith(b"bwrap: execvp "):
+        return 127
+    reason = cell.exit["error"] or said[-500:].decode(errors="replace").strip() or "no reason given"
+    raise InfraError(f"a sandbox did not start: {reason}")
+
+
+INSTALL = "apt-get install bubblewrap (or your distribution's package of that name)"
+
+
+def check_machine() -> None:
+    """
+    Raises:
+      ConfigError: sandboxes cannot be made here.
+    """
+    reason = available()
+    if reason:
+        raise ConfigError(
+            f"cannot isolate on this machine: {reason}",
+            setting="SandboxConfig.backend",
+            value="bwrap",
+            remedy="python -m rolljax.sandbox says what is missing; for code that you trust, backend='none'",
+        )
+
+
+@functools.cache
+def available() -> str:
+    """Empty when untrusted code can be isolated here, else one sentence that says why not."""
+    if sys.platform != "linux":
+        return "sandboxes need Linux"
+    if not recipe.bwrap():
+        return f"bubblewrap is not installed: {INSTALL}"
+    try:
+        with SandboxHost(checked=True) as host:
+            result = host.run(["/bin/sh", "-c", "echo $((6*7))"])
+    except (InfraError, ConfigError) as e:
+        return str(e).replace("\n", "; ")
+    return "" if result.stdout == b"42\n" else f"a test program failed: {result.stderr[-300:]!r}"
+
+
+_shared: dict[tuple[int, SandboxConfig], SandboxHost] = {}
+_shared_lock = threading.Lock()
+
+
+def shared_host(config: SandboxConfig | None = None) -> SandboxHost:
+    """The host of this process for these settings, made when first asked for and closed when the process exits."""
+    key = os.getpid(), config or SandboxConfig()
+    with _shared_lock:
+        if key not in _shared:
+            _shared[key] = SandboxHost(key[1])
+            atexit.register(_shared[key].close)
+        return _shared[key]
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    files: Mapping[str, bytes] | None = None,
+    profile: Profile = CODE,
+    host: SandboxHost | None = None,
+) -> Result:
+    """`SandboxHost.run` on the shared host, or on `host`."""
+    return (host or shared_host()).run(argv, stdin=stdin, files=files, profile=profile)
+
+
+def popen(
+    argv: Sequence[str],
+    *,
+    files: Mapping[str, bytes] | None = None,
+    profile: Profile = MCP,
+    host: SandboxHost | None = None,
+) -> Stream:
+    """`SandboxHost.popen` on the shared host, or on `host`."""
+    return (host or shared_host()).popen(argv, files=files, profile=profile)

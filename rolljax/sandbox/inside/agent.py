@@ -1,0 +1,325 @@
+"""Serves a live sandbox from inside: shells that keep their state, programs, files. Channel: the socket on
+descriptor 0.
+
+One request, one answer, in order. A shell is an interactive bash without a terminal: SIGINT breaks a running command,
+even a loop of the shell itself, and keeps its variables, functions and directory. Commands come over its standard input
+as one quoted word, exit codes go over a pipe of their own, so that no output can be mistaken for either.
+"""
+
+import fcntl
+import os
+import select
+import signal
+import stat
+import sys
+import time
+
+from wire import CHUNK, HeadTail, Lost, receive, send  # type: ignore[import-not-found]
+
+SHELL = ["/bin/bash", "--norc", "--noprofile", "--noediting", "-i"]
+STATUS_FD = 9
+GRACE_S = 0.5
+START_S = 20.0
+DRAIN_MAX = 64
+MAX_COMMAND = 1 << 20
+SETUP = "set +H +o history +m; PS1= PS2= PS4='+ ' PROMPT_COMMAND=; unset HISTFILE"
+ESCAPES = {c: f"\\x{c:02x}" for c in [*range(1, 32), 127]} | {10: "\\n", 9: "\\t", 39: "\\'", 92: "\\\\"}
+
+
+def parents():
+    """Process -> parent."""
+    table = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as f:
+                    table[int(name)] = int(f.read().rpartition(b")")[2].split()[1])
+            except OSError:
+                pass
+    return table
+
+
+def descendants(root):
+    table, found, grew = parents(), {root}, True
+    while grew:
+        new = {pid for pid, parent in table.items() if parent in found} - found
+        found |= new
+        grew = bool(new)
+    return found - {root}
+
+
+def signal_all(processes, number):
+    for pid in processes:
+        try:
+            os.kill(pid, number)
+        except OSError:
+            pass
+
+
+def spawn(argv, fds, cwd):
+    """Start a program in a process group of its own, with `fds`: descriptor inside -> descriptor here."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setpgid(0, 0)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        high = {target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 20) for target, fd in fds.items()}
+        for target, fd in high.items():
+            os.dup2(fd, target)
+        os.chdir(cwd)
+        os.execvp(argv[0], argv)
+    except BaseException as e:
+        os.write(2, f"{argv[0]}: {getattr(e, 'strerror', e)}\n".encode(errors="replace"))
+    finally:
+        os._exit(127)
+
+
+def drain(fd, kept, lots=1):
+    """Take in what a descriptor has ready; False when it is closed."""
+    for _ in range(lots):
+        try:
+            part = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not part:
+            return False
+        kept.add(part)
+    return True
+
+
+def exit_code(status):
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+class Shell:
+    """A bash. `code` is None until it ended."""
+
+    def __init__(self, cwd):
+        self.number = 0
+        self.start(cwd)
+
+    def start(self, cwd):
+        commands_r, self.commands = os.pipe2(os.O_CLOEXEC)
+        self.output, output_w = os.pipe2(os.O_CLOEXEC)
+        self.status, status_w = os.pipe2(os.O_CLOEXEC)
+        self.pid = spawn(SHELL, {0: commands_r, 1: output_w, 2: output_w, STATUS_FD: status_w}, cwd)
+        for fd in (commands_r, output_w, status_w):
+            os.close(fd)
+        for fd in (self.output, self.status):
+            os.set_blocking(fd, False)
+        self.cwd, self.said, self.code = cwd, b"", None
+        self.write(SETUP + "; " + self.report("0"))
+        self.wait(time.monotonic() + START_S, HeadTail(0))  # what it says at its start is nobody's output
+
+    def report(self, code):
+        """A command that tells number, exit code and directory on the status pipe."""
+        self.number += 1
+        return f"builtin printf '%s %s %s\\0' {self.number} {code} \"$PWD\" >&{STATUS_FD}\n"
+
+    def write(self, line):
+        data = memoryview(line.encode("utf-8", "replace"))
+        try:
+            while data:
+                data = data[os.write(self.commands, data) :]
+        except OSError:
+            pass
+
+    def run(self, command, timeout_s, limit):
+        kept = HeadTail(limit)
+        before = descendants(self.pid)
+        word = "$'" + command.translate(ESCAPES) + "'"
+        self.write(f"builtin eval {word} </dev/null {STATUS_FD}>&-; " + self.report('"$?"'))
+        code = self.wait(time.monotonic() + timeout_s, kept)
+        timed_out = code is None and self.code is None
+        if timed_out:
+            code = self.interrupt(before, kept)
+        restarted = code is None
+        if restarted:
+            self.close(before if timed_out else None)
+            code = self.code
+            self.start(self.cwd if os.path.isdir(self.cwd) else "/")
+        return {"code": code, "timed_out": timed_out, "restarted": restarted, "cut": kept.truncated}, kept.value()
+
+    def interrupt(self, before, kept):
+        """End the running command but keep the shell: first ask, then kill what it started. None when the shell does
+        not come back."""
+        signal_all({self.pid} | (descendants(self.pid) - before), signal.SIGINT)
+        self.write(self.report("130"))
+        code = self.wait(time.monotonic() + GRACE_S, kept)
+        signal_all(descendants(self.pid) - before, signal.SIGKILL)
+        return self.wait(time.monotonic() + GRACE_S, kept) if code is None else code
+
+    def wait(self, deadline, kept):
+        """Collect output until the last report asked for comes: its exit code; None at the deadline, and when the
+        shell ended (`self.code` is set then)."""
+        poll = select.poll()
+        poll.register(self.output, select.POLLIN)
+        poll.register(self.status, select.POLLIN)
+        open_fds = {self.output, self.status}
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            for fd, _ in poll.poll(left * 1000 if len(open_fds) == 2 else min(left, 0.02) * 1000):
+                into = kept if fd == self.output else self
+                if not drain(fd, into):
+                    poll.unregister(fd)
+                    open_fds.discard(fd)
+            while b"\0" in self.said:
+                line, _, self.said = self.said.partition(b"\0")
+                number, code, cwd = line.split(b" ", 2)
+                if int(number) == self.number:
+                    self.cwd = os.fsdecode(cwd)
+                    drain(self.output, kept, DRAIN_MAX)
+                    return int(code)
+            if len(open_fds) < 2 and self.ended():
+                drain(self.output, kept, DRAIN_MAX)
+                return None
+
+    def add(self, part):
+        """Status text, a record ends with NUL."""
+        self.said = (self.said + part)[-CHUNK:]
+
+    def ended(self):
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = exit_code(status) if pid else None
+        return self.code is not None
+
+    def close(self, before=None):
+        """End it, and what it started that is not in `before`."""
+        if not self.ended():
+            signal_all({self.pid} | (descendants(self.pid) - (before or set())), signal.SIGKILL)
+            self.code = exit_code(os.waitpid(self.pid, 0)[1])
+        for fd in (self.commands, self.output, self.status):
+            os.close(fd)
+
+
+class Agent:
+    def __init__(self, channel):
+        self.channel, self.work = channel, os.getcwd()
+        self.shells = {}
+
+    def serve(self):
+        while True:
+            order, blob = receive(self.channel)
+            operation = getattr(self, "do_" + str(order.get("op")))
+            try:
+                answer, data = operation(order, blob)
+            except (OSError, ValueError) as e:  # of the path or the program that was asked for
+                answer, data = {"error": str(getattr(e, "strerror", None) or e)}, b""
+            send(self.channel, answer, data)
+
+    def do_hello(self, order, blob):
+        return {"ready": True, "work": self.work}, b""
+
+    def do_open_shell(self, order, blob):
+        if order["shell"] in self.shells:
+            return {"error": "there is a shell of that name"}, b""
+        self.shells[order["shell"]] = Shell(self.work)
+        return {}, b""
+
+    def do_close_shell(self, order, blob):
+        if order["shell"] not in self.shells:
+            return {"error": "there is no shell of that name"}, b""
+        self.shells.pop(order["shell"]).close()
+        return {}, b""
+
+    def do_run(self, order, blob):
+        if order["shell"] not in self.shells:
+            return {"error": "there is no shell of that name"}, b""
+        if b"\0" in blob or len(blob) > MAX_COMMAND:
+            return {"code": 2, "timed_out": False, "restarted": False, "cut": False}, b"bash: not a command\n"
+        command = blob.decode("utf-8", "replace")
+        return self.shells[order["shell"]].run(command, order["timeout_s"], order["limit"])
+
+    def do_execute(self, order, blob):
+        """Run a program beside the shells; `blob` is its standard input."""
+        (in_r, in_w), (out_r, out_w), (err_r, err_w) = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
+        pid = spawn(order["argv"], {0: in_r, 1: out_w, 2: err_w}, self.work)
+        for fd in (in_r, out_w, err_w):
+            os.close(fd)
+        kept = {out_r: HeadTail(order["limit"]), err_r: HeadTail(order["limit"])}
+        status, timed_out = exchange(pid, in_w, kept, blob, time.monotonic() + order["timeout_s"])
+        out, err = (k.value() for k in kept.values())
+        cut = any(k.truncated for k in kept.values())
+        return {"code": exit_code(status), "timed_out": timed_out, "cut": cut, "stdout_n": len(out)}, out + err
+
+    def do_put(self, order, blob):
+        path = os.path.join(self.work, order["path"])
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, order["mode"])
+        with os.fdopen(fd, "wb") as f:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return {"error": "is not a regular file"}, b""
+            f.write(blob)
+            os.fchmod(fd, order["mode"])
+        return {}, b""
+
+    def do_get(self, order, blob):
+        path = os.path.join(self.work, order["path"])
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as f:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                return {"error": "is not a regular file"}, b""
+            if found.st_size > order["limit"]:
+                return {"error": f"has {found.st_size} bytes, more than {order['limit']}"}, b""
+            return {}, f.read(order["limit"])
+
+
+def exchange(pid, stdin, kept, data, deadline):
+    """Feed a program and collect its output (`kept`: descriptor -> HeadTail) until it ended or its time is up; what it
+    left in the background is not waited for. Closes the descriptors."""
+    poll = select.poll()
+    for fd in (stdin, *kept):
+        os.set_blocking(fd, False)
+        poll.register(fd, select.POLLOUT if fd == stdin else select.POLLIN)
+    left, status, timed_out, still_open = memoryview(data), None, False, {stdin, *kept}
+    while status is None:
+        for fd, _ in poll.poll(20 if len(still_open) < 3 else 5):
+            done = False
+            if fd == stdin:
+                try:
+                    left = left[os.write(stdin, left[:CHUNK]) :]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    left = left[:0]
+                done = not left
+            else:
+                done = not drain(fd, kept[fd])
+            if done:
+                poll.unregister(fd)
+                still_open.discard(fd)
+                os.close(fd)
+        found, code = os.waitpid(pid, os.WNOHANG)
+        if found:
+            status = code
+        elif time.monotonic() > deadline:
+            timed_out = True
+            signal_all({pid} | descendants(pid), signal.SIGKILL)
+            status = os.waitpid(pid, 0)[1]
+    for fd in still_open:
+        if fd != stdin:
+            drain(fd, kept[fd], DRAIN_MAX)
+        os.close(fd)
+    return status, timed_out
+
+
+def main():
+    channel = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        Agent(channel).serve()
+    except Lost:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Runs a candidate's program and answers calls of its functions with plain data. It is not trusted: what it may do to
+itself, the other end must bear. Channel: the socket on descriptor 0."""
+
+import fcntl
+import os
+import sys
+import types
+
+from plain import Codec  # type: ignore[import-not-found]
+from wire import Lost, receive, send  # type: ignore[import-not-found]
+
+MAX_OBJECTS = 10_000
+
+
+def main():
+    channel = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    objects: list[object] = []
+
+    def handle(value):
+        if len(objects) >= MAX_OBJECTS:
+            raise ValueError("too many objects")
+        objects.append(value)
+        return len(objects) - 1, type(value).__name__
+
+    module = types.ModuleType("candidate")
+    sys.modules["candidate"] = module
+    while True:
+        try:
+            order, source = receive(channel)
+        except Lost:
+            return
+        answer: dict[str, object]
+        codec = Codec(handle, lambda number, _: objects[number])
+        try:
+            if order["op"] == "load":
+                exec(compile(source, "candidate.py", "exec"), module.__dict__)
+                names = [name for name, value in vars(module).items() if callable(value)]
+                answer = {"names": names}
+            else:
+                function = getattr(module, order["name"])
+                args, kwargs = codec.decode(order["args"]), codec.decode(order["kwargs"])
+                answer = {"value": codec.encode(function(*args, **kwargs))}
+        except BaseException as e:
+            answer = {"error": type(e).__name__, "text": describe(e), "fatal": not isinstance(e, Exception)}
+        try:
+            send(channel, answer)
+        except Lost:
+            return
+
+
+def describe(error):
+    try:
+        return str(error)[:500]
+    except BaseException:
+        return ""
+
+
+if __name__ == "__main__":
+    main()

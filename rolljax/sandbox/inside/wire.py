@@ -1,0 +1,96 @@
+"""Frames between the two ends of a sandbox: two lengths (32 bits each, big endian), a JSON object, and bytes that
+belong to it."""
+
+import json
+import os
+import select
+import struct
+import time
+
+HEAD = struct.Struct(">II")
+CHUNK = 1 << 16
+MAX_HEADER = 16 << 20
+
+
+class Lost(Exception):
+    """The other end is gone, or does not speak the protocol."""
+
+
+def send(fd, header, blob=b"", deadline=None):
+    """Write one frame. deadline: of `time.monotonic`, for all of it."""
+    text = json.dumps(header).encode()
+    left = memoryview(HEAD.pack(len(text), len(blob)) + text + blob)
+    try:
+        while left:
+            if deadline is not None:
+                wait(fd, select.POLLOUT, deadline)
+            try:
+                left = left[os.write(fd, left) :]
+            except BlockingIOError:
+                continue
+    except OSError as e:
+        raise Lost(str(e)) from None
+
+
+def receive(fd, max_blob=64 << 20, max_header=MAX_HEADER, deadline=None):
+    """The next frame: header and blob."""
+    header_n, blob_n = HEAD.unpack(read_exactly(fd, HEAD.size, deadline))
+    if header_n > max_header or blob_n > max_blob:
+        raise Lost("a frame is too large")
+    try:
+        header = json.loads(read_exactly(fd, header_n, deadline))
+    except (ValueError, RecursionError):
+        raise Lost("a frame is not JSON") from None
+    if type(header) is not dict:
+        raise Lost("a frame is not an object")
+    return header, read_exactly(fd, blob_n, deadline)
+
+
+def wait(fd, event, deadline):
+    poll = select.poll()
+    poll.register(fd, event)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise Lost("too late")
+
+
+def read_exactly(fd, n, deadline=None):
+    parts = bytearray()
+    while len(parts) < n:
+        if deadline is not None:
+            wait(fd, select.POLLIN, deadline)
+        try:
+            part = os.read(fd, min(n - len(parts), 1 << 20))
+        except BlockingIOError:
+            continue
+        except OSError as e:
+            raise Lost(str(e)) from None
+        if not part:
+            raise Lost("closed")
+        parts += part
+    return bytes(parts)
+
+
+class HeadTail:
+    """Keeps the first and the last half of `limit` bytes of a stream, and counts all."""
+
+    def __init__(self, limit):
+        self.half, self.total = limit // 2, 0
+        self.head, self.tail = bytearray(), bytearray()
+
+    def add(self, part):
+        self.total += len(part)
+        room = self.half - len(self.head)
+        self.head += part[:room]
+        self.tail += part[room:]
+        if len(self.tail) > 2 * self.half + CHUNK:
+            del self.tail[: len(self.tail) - self.half]
+
+    @property
+    def truncated(self):
+        return self.total > 2 * self.half
+
+    def value(self):
+        cut = self.total - 2 * self.half
+        if not self.truncated:
+            return bytes(self.head + self.tail)
+        return bytes(self.head + b"\n[... %d bytes cut ...]\n" % cut + self.tail[len(self.tail) - self.half :])

@@ -1,0 +1,107 @@
+"""Settings of sandboxes: what code inside may use up (`Profile`), and how this machine makes them (`SandboxConfig`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from rolljax.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Limits of one sandbox. Past any of them the sandbox (or the process, for per-process limits) is killed.
+
+    memory_bytes: proportional set size of all processes together, measured every quarter second (or the limit of a
+      control group, where one was delegated). address_bytes: address space of one process, 0 for no limit.
+    cpu_s: processor seconds of one process. wall_s: life of a one-shot sandbox; session_s: of a live one.
+    nproc: processes and threads. nofile: open files of one process. tmpfs_bytes, inodes: everything written, all
+      directories together. output_bytes: kept of each output stream, half from its start and half from its end.
+    flood_bytes: output after which a one-shot sandbox is killed.
+    writable_root: `/`, `/etc`, `/opt`, `/usr/local` and so on can be written (only inside, gone with the sandbox).
+    """
+
+    name: str
+    memory_bytes: int = 1 * GIB
+    address_bytes: int = 0
+    cpu_s: int = 15
+    wall_s: float = 15.0
+    session_s: float = 3600.0
+    nproc: int = 64
+    nofile: int = 256
+    tmpfs_bytes: int = 64 * MIB
+    inodes: int = 20_000
+    output_bytes: int = 128 * KIB
+    flood_bytes: int = 64 * MIB
+    writable_root: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "address_bytes" else 1e-3
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value < least:
+                raise ConfigError("must be positive", setting=f"Profile.{field.name}", value=value)
+        if self.nproc < 8:
+            raise ConfigError("is too few to start a sandbox", setting="Profile.nproc", value=self.nproc, remedy=">= 8")
+
+
+SCORE = Profile(
+    "score", memory_bytes=512 * MIB, address_bytes=1 * GIB, cpu_s=5, wall_s=10.0, nproc=32, tmpfs_bytes=16 * MIB
+)
+"""A grader's profile: Python for seconds, nothing kept."""
+CODE = Profile("code", address_bytes=2 * GIB)
+"""Programs of a policy: Python, a compiler, a shell."""
+TERMINAL = Profile(
+    "terminal",
+    memory_bytes=2 * GIB,
+    cpu_s=600,
+    wall_s=600.0,
+    nproc=256,
+    nofile=1024,
+    tmpfs_bytes=512 * MIB,
+    inodes=100_000,
+    writable_root=True,
+)
+"""A machine of one's own for minutes: live shells and a root directory that can be written."""
+MCP = Profile("mcp", cpu_s=600, wall_s=3600.0, nproc=128, nofile=1024)
+"""A tool server that speaks over its standard input and output."""
+PROFILES = {p.name: p for p in (SCORE, CODE, TERMINAL, MCP)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SandboxConfig:
+    """How sandboxes are made here.
+
+    backend: `bwrap` isolates with bubblewrap; `none` does not isolate at all and is for trusted code only.
+    slots: sandboxes alive at the same time. slot_wait_s: longest wait for a free one.
+    warm: idle live sandboxes kept started, of the profile that was opened last.
+    first_uid: a host that runs as root gives slot n the user id `first_uid + n`.
+    cgroup: a delegated control group (v2) to make one group per sandbox in; empty: the process's own, if it is marked
+      as delegated.
+    """
+
+    backend: Literal["bwrap", "none"] = "bwrap"
+    slots: int = 64
+    slot_wait_s: float = 60.0
+    warm: int = 0
+    first_uid: int = 300_000
+    cgroup: str = ""
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("bwrap", "none"):
+            raise ConfigError(
+                "is not a sandbox backend",
+                setting="SandboxConfig.backend",
+                value=self.backend,
+                remedy="bwrap, or none for code that you trust",
+            )
+        if not 1 <= self.slots <= 4096:
+            raise ConfigError("must be 1 to 4096", setting="SandboxConfig.slots", value=self.slots)
+        if not 0 <= self.warm < self.slots:
+            raise ConfigError("must be less than slots", setting="SandboxConfig.warm", value=self.warm)
+        if self.first_uid < 1000:
+            raise ConfigError(
+                "must not be a user of the system", setting="SandboxConfig.first_uid", value=self.first_uid
+            )

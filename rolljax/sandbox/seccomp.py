@@ -1,0 +1,148 @@
+"""The system call filter as a classic BPF program, written out in pure Python for x86-64 and aarch64.
+
+Default is allow. Refused with EPERM: everything that mounts, traces, loads, changes time or namespaces, reaches other
+processes' memory, or allocates memory that no limit of a sandbox counts (memfd, System V shared memory). Sockets are
+UNIX, INET or INET6. `clone3` does not exist (libraries fall back to `clone`, whose flags a filter can read). A foreign
+instruction set kills the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+from rolljax.errors import ConfigError
+
+ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+LD, JEQ, JGE, JSET, RET = 0x20, 0x15, 0x35, 0x45, 0x06
+NR, ARCH, ARG0, ARG1 = 0, 4, 16, 24
+"""Offsets in `struct seccomp_data` (arguments: low halves, little endian)."""
+
+NAMESPACE_FLAGS = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+FAMILIES = (1, 2, 10)  # UNIX, INET, INET6
+IOCTLS = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
+X32 = 0x40000000
+
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+SPECIAL = {
+    "x86_64": {"clone": 56, "clone3": 435, "socket": 41, "socketpair": 53, "ioctl": 16},
+    "aarch64": {"clone": 220, "clone3": 435, "socket": 198, "socketpair": 199, "ioctl": 29},
+}
+DENIED: dict[str, tuple[int, int]] = {
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount_setattr": (442, 442),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "open_tree": (428, 428),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "userfaultfd": (323, 282),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263),
+    "personality": (135, 92),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    "get_mempolicy": (239, 236),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "set_mempolicy_home_node": (450, 450),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "acct": (163, 89),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "lookup_dcookie": (212, 18),
+    "nfsservctl": (180, 42),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
+    "modify_ldt": (154, -1),
+    "uselib": (134, -1),
+    "iopl": (172, -1),
+    "ioperm": (173, -1),
+    "ustat": (136, -1),
+    "sysfs": (139, -1),
+    "_sysctl": (156, -1),
+}
+"""System call -> its number on x86-64 and on aarch64 (-1: not there)."""
+
+
+def program(machine: str = "") -> bytes:
+    """The filter for `machine` (this one's by default) as an array of `struct sock_filter`.
+
+    Raises:
+      ConfigError: there is no table for the machine.
+    """
+    machine = machine or platform.machine()
+    if machine not in AUDIT_ARCH:
+        raise ConfigError(
+            "has no system call table", setting="machine", value=machine, remedy="x86_64 or aarch64, with 64-bit Python"
+        )
+    special, column = SPECIAL[machine], ("x86_64", "aarch64").index(machine)
+    code = [_op(LD, ARCH), _op(JEQ, AUDIT_ARCH[machine], 1, 0), _op(RET, KILL_PROCESS), _op(LD, NR)]
+    if machine == "x86_64":
+        code += [_op(JGE, X32, 0, 1), _op(RET, KILL_PROCESS)]
+    code += _refuse(special["clone3"], errno.ENOSYS)
+    code += [_op(JEQ, special["clone"], 0, 4), _op(LD, ARG0), _op(JSET, NAMESPACE_FLAGS, 0, 1)]
+    code += [_op(RET, ERRNO | errno.EPERM), _op(RET, ALLOW)]
+    for call in ("socket", "socketpair"):
+        code += [_op(JEQ, special[call], 0, 3 + len(FAMILIES)), _op(LD, ARG0)]
+        code += [_op(JEQ, family, len(FAMILIES) - i, 0) for i, family in enumerate(FAMILIES)]
+        code += [_op(RET, ERRNO | errno.EAFNOSUPPORT), _op(RET, ALLOW)]
+    code += [_op(JEQ, special["ioctl"], 0, 3 + len(IOCTLS)), _op(LD, ARG1)]
+    code += [_op(JEQ, request, len(IOCTLS) - i, 0) for i, request in enumerate(IOCTLS)]
+    code += [_op(RET, ALLOW), _op(RET, ERRNO | errno.EPERM)]
+    for numbers in DENIED.values():
+        if numbers[column] >= 0:
+            code += _refuse(numbers[column], errno.EPERM)
+    return b"".join([*code, _op(RET, ALLOW)])
+
+
+def _op(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("<HBBI", code, if_true, if_false, k)
+
+
+def _refuse(number: int, error: int) -> list[bytes]:
+    return [_op(JEQ, number, 0, 1), _op(RET, ERRNO | error)]

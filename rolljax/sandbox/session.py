@@ -1,0 +1,317 @@
+"""A live sandbox: shells with state, programs and files, through the agent that runs inside."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import io
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolljax.errors import ConfigError, EnvError, InfraError
+from rolljax.sandbox import recipe
+from rolljax.sandbox.host import END_S, START_S, Result, SandboxGone, SandboxHost, ended_with, shared_host
+from rolljax.sandbox.inside import wire
+from rolljax.sandbox.launcher import Cell
+from rolljax.sandbox.profile import TERMINAL, Profile
+
+ANSWER_S = 20.0
+"""What an answer may take beyond the time that the request itself allows."""
+MAX_HEADER = 1 << 16
+AGENT_FILES = ("agent.py", "wire.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class CommandResult:
+    """How a command of a shell ended. output: both streams as a terminal shows them; `truncated`: cut in the middle.
+
+    timed_out: it was interrupted (130) or killed. restarted: its shell is gone and a fresh one stands in the same
+    directory. killed_by: not empty when the whole sandbox is gone: memory, wall, or agent (it killed its own sandbox).
+    """
+
+    returncode: int
+    output: str
+    timed_out: bool = False
+    restarted: bool = False
+    killed_by: str = ""
+    truncated: bool = False
+    ms: float = 0.0
+
+
+class Sandbox:
+    """A live sandbox. Thread-safe: requests are answered one after the other. Make it with `Sandbox.open`."""
+
+    def __init__(self, host: SandboxHost, profile: Profile) -> None:
+        self._host, self.profile = host, profile
+        self._lock = threading.Lock()
+        self._closed = False
+        self._killed_by = ""
+        self._started = time.monotonic()
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        errors_r, errors_w = os.pipe()
+        self._errors = io.FileIO(errors_r)  # closes itself, like the socket, when the sandbox is forgotten unclosed
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        argv = [*recipe.isolated_python(), f"{recipe.INSIDE}/agent.py"]
+        private = {name: recipe.inside(name) for name in AGENT_FILES}
+        self._cell: Cell | None = None
+        try:
+            with theirs:
+                stdio = [theirs.fileno(), null, errors_w]
+                self._cell = host.start(argv, stdio, {}, private, profile, profile.session_s)
+        finally:
+            os.close(null)
+            os.close(errors_w)
+            if self._cell is None:
+                self._socket.close()
+                self._errors.close()
+
+    @staticmethod
+    def open(
+        profile: Profile = TERMINAL, *, files: Mapping[str, bytes] | None = None, host: SandboxHost | None = None
+    ) -> Sandbox:
+        """Start a sandbox with one shell, `main`, in the directory of `files`.
+
+        Raises:
+          ConfigError: this machine cannot isolate, or a file cannot be placed.
+          InfraError: the start failed; try again.
+        """
+        host = host or shared_host()
+        box = _take_warm(host, profile) or Sandbox.fresh(host, profile)
+        try:
+            for path, data in (files or {}).items():
+                box.put(path, data, 0o755 if data[:2] == b"#!" else 0o644)
+        except BaseException:
+            box.close()
+            raise
+        return box
+
+    @staticmethod
+    def fresh(host: SandboxHost, profile: Profile) -> Sandbox:
+        """A started sandbox that answers."""
+        box = Sandbox(host, profile)
+        try:
+            box._ask({"op": "hello"}, limit_s=START_S)
+            box.open_shell("main")
+        except SandboxGone as e:
+            assert box._cell is not None
+            os.set_blocking(box._errors.fileno(), False)
+            said = box._errors.read(4096) or b""
+            box.close()
+            ended_with(box._cell, said)
+            raise InfraError(f"a live sandbox did not start: {said.decode(errors='replace').strip() or e}") from e
+        except BaseException:
+            box.close()
+            raise
+        return box
+
+    def run(self, cmd: str, timeout_s: float = 30.0, shell: str = "main") -> CommandResult:
+        """Run a command line in a shell. What the shell holds (directory, variables, functions) is kept."""
+        start = time.monotonic()
+        limit = self.profile.output_bytes
+        order = {"op": "run", "shell": shell, "timeout_s": timeout_s, "limit": limit}
+        try:
+            answer, blob = self._ask(order, cmd.encode("utf-8", "replace"), 2 * limit, timeout_s + ANSWER_S)
+        except SandboxGone as e:
+            if not self._fresh_loss:
+                raise
+            self._fresh_loss = False
+            return CommandResult(137, "", killed_by=e.killed_by, ms=(time.monotonic() - start) * 1e3)
+        _refuse(answer, f"shell {shell!r}")
+        return CommandResult(
+            _int(answer, "code"),
+            blob.decode(errors="replace"),
+            timed_out=answer.get("timed_out") is True,
+            restarted=answer.get("restarted") is True,
+            truncated=answer.get("cut") is True,
+            ms=(time.monotonic() - start) * 1e3,
+        )
+
+    def execute(self, argv: Sequence[str], stdin: bytes = b"", timeout_s: float = 30.0) -> Result:
+        """Run a program beside the shells."""
+        start = time.monotonic()
+        limit = self.profile.output_bytes
+        order = {"op": "execute", "argv": [*argv], "timeout_s": timeout_s, "limit": limit}
+        try:
+            answer, blob = self._ask(order, stdin, 4 * limit, timeout_s + ANSWER_S)
+        except SandboxGone as e:
+            if not self._fresh_loss:
+                raise
+            self._fresh_loss = False
+            return Result(137, b"", b"", killed_by=e.killed_by, ms=(time.monotonic() - start) * 1e3)
+        _refuse(answer, argv[0])
+        cut, timed_out = _int(answer, "stdout_n"), answer.get("timed_out") is True
+        ms = (time.monotonic() - start) * 1e3
+        killed_by = "wall" if timed_out else ""
+        return Result(_int(answer, "code"), blob[:cut], blob[cut:], timed_out, killed_by, ms, answer.get("cut") is True)
+
+    def put(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        """Write a file; folders on the way are made.
+
+        Raises:
+          EnvError: it cannot be written there.
+        """
+        answer, _ = self._ask({"op": "put", "path": path, "mode": mode}, data)
+        _refuse(answer, path)
+
+    def get(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+        """Read a regular file; links are not followed.
+
+        Raises:
+          EnvError: there is none, or it is larger than `max_bytes`.
+        """
+        answer, blob = self._ask({"op": "get", "path": path, "limit": max_bytes}, max_blob=max_bytes)
+        _refuse(answer, path)
+        return blob
+
+    def open_shell(self, name: str) -> None:
+        """Start another shell."""
+        _refuse(self._ask({"op": "open_shell", "shell": name})[0], f"shell {name!r}")
+
+    def close_shell(self, name: str) -> None:
+        """End a shell and what it started."""
+        _refuse(self._ask({"op": "close_shell", "shell": name})[0], f"shell {name!r}")
+
+    @property
+    def alive(self) -> bool:
+        return not (self._closed or self._killed_by) and self._cell is not None and not self._cell.over
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def stats(self) -> dict[str, Any]:
+        """pss_bytes, processes, slot, generation, age_s, alive."""
+        assert self._cell is not None
+        used = self._host.usage(self._cell) if self.alive else {}
+        return {**used, "alive": self.alive, "age_s": self.age_s}
+
+    def close(self) -> None:
+        """Kill everything in it. Returns when nothing is left, or after half a minute."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._socket.close()
+        assert self._cell is not None
+        self._cell.kill()
+        self._cell.wait(END_S)
+        self._errors.close()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    _fresh_loss = False
+    """Set when the sandbox was found gone by a request that then says so itself."""
+
+    def _ask(
+        self, order: Mapping[str, Any], blob: bytes = b"", max_blob: int = 1 << 16, limit_s: float = START_S
+    ) -> tuple[dict[str, Any], bytes]:
+        """One request, one answer. Whatever goes wrong with the channel is the end of the sandbox."""
+        with self._lock:
+            if self._closed:
+                raise EnvError("the sandbox is closed")
+            if self._killed_by:
+                raise SandboxGone(self._killed_by)
+            deadline = time.monotonic() + limit_s
+            try:
+                wire.send(self._socket.fileno(), order, blob, deadline)
+                header, data = wire.receive(self._socket.fileno(), max_blob, MAX_HEADER, deadline)
+                return header, data
+            except wire.Lost as e:
+                raise self._lost() from e
+
+    def _lost(self) -> SandboxGone:
+        assert self._cell is not None
+        self._cell.wait(1.0)
+        self._cell.kill("agent")
+        self._cell.wait(END_S)
+        self._killed_by = self._cell.exit.get("killed_by") or "agent"
+        if self._killed_by == "host":
+            raise InfraError("a live sandbox was lost with its keeper")
+        self._fresh_loss = True
+        return SandboxGone(self._killed_by)
+
+
+def collect(box: Sandbox, paths: Sequence[str], max_bytes: int = 1 << 20) -> dict[str, bytes]:
+    """What of `paths` is there as regular files of at most `max_bytes`; the rest is left out."""
+    found = {}
+    for path in paths:
+        with contextlib.suppress(EnvError):
+            if box.alive:
+                found[path] = box.get(path, max_bytes)
+    return found
+
+
+def _refuse(answer: Mapping[str, Any], what: str) -> None:
+    if "error" in answer:
+        raise EnvError(f"{what}: {str(answer['error'])[:200]}")
+
+
+def _int(answer: Mapping[str, Any], key: str) -> int:
+    value = answer.get(key)
+    if type(value) is not int:
+        raise EnvError(f"the sandbox's agent does not give {key!r}")
+    return value
+
+
+class _Idle:
+    """Started sandboxes of one profile that wait for an owner."""
+
+    def __init__(self, host: SandboxHost, profile: Profile) -> None:
+        self.host, self.profile = host, profile
+        self._boxes: collections.deque[Sandbox] = collections.deque()
+        self._lock = threading.Lock()
+        self._filling = False
+
+    def take(self) -> Sandbox | None:
+        """One of them, if there is one; others are started in the background."""
+        with self._lock:
+            if not self._filling:
+                self._filling = True
+                threading.Thread(target=self._fill, name="rolljax-sandbox-warm", daemon=True).start()
+        while self._boxes:
+            with contextlib.suppress(IndexError):
+                box = self._boxes.popleft()
+                if box.alive and box.age_s < self.profile.session_s / 2:
+                    return box
+                box.close()
+        return None
+
+    def _fill(self) -> None:
+        with contextlib.suppress(EnvError, ConfigError):  # whoever opens next meets the error itself
+            while len(self._boxes) < self.host.config.warm:
+                self._boxes.append(Sandbox.fresh(self.host, self.profile))
+        with self._lock:
+            self._filling = False
+
+    def close(self) -> None:
+        while self._boxes:
+            self._boxes.popleft().close()
+
+
+_idle: weakref.WeakKeyDictionary[SandboxHost, _Idle] = weakref.WeakKeyDictionary()
+_idle_lock = threading.Lock()
+
+
+def _take_warm(host: SandboxHost, profile: Profile) -> Sandbox | None:
+    """An idle sandbox of `profile`; those of another profile are let go."""
+    if not host.config.warm:
+        return None
+    with _idle_lock:
+        found = _idle.get(host)
+        if found is None or found.profile != profile:
+            if found is not None:
+                found.close()
+            found = _idle[host] = _Idle(host, profile)
+            host.before_close.append(found.close)
+    return found.take()

@@ -1,0 +1,444 @@
+"""Programs that bring their own loop: their calls become trajectories, and every way they fail is somebody's fault."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from rolljax import train
+from rolljax.agents.host import AgentHost, AgentRollouts
+from rolljax.agents.program import AgentProgram
+from rolljax.envs.base import EnvSpec, PureEnv, StepResult
+from rolljax.envs.pool import EnvPool, PoolConfig
+from rolljax.policies import SamplerPolicy
+from rolljax.sampler.client import Sampler
+from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
+from rolljax.trainer.publish import make_publish
+from rolljax.types import Message, SamplingParams, Task
+
+from .conftest import ROOT, rows
+
+CONTEXT = 200
+VERSION = 3
+ANSWER_TOK = 12
+LIMITS = {"max_calls": 3, "max_restarts": 1, "deadline_s": 60.0, "concurrency": 4}
+
+PROGRAM = '''
+"""An agent that does what its task's first message says. It speaks HTTP itself, which starts faster than a client."""
+import http.client, json, os, sys, time, urllib.parse
+
+
+class Refused(Exception):
+    pass
+
+
+def post(task, body, key=None, path="/chat/completions"):
+    url = urllib.parse.urlsplit(task["base_url"])
+    connection = http.client.HTTPConnection(url.hostname, url.port)
+    content = body if isinstance(body, str) else json.dumps(body)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key or task['api_key']}"}
+    connection.request("POST", url.path + path, content, headers)
+    return connection, connection.getresponse()
+
+
+def call(task, messages, **fields):
+    connection, reply = post(task, {"model": "gpt-9", "messages": messages, **fields})
+    body = json.loads(reply.read())
+    if reply.status != 200:
+        raise Refused(f"{reply.status} {body['error']['code']}")
+    return {"role": "assistant", "content": body["choices"][0]["message"]["content"]}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def plain(task, talk):
+    for _ in range(2):
+        talk += [call(task, talk, temperature=0), user("more")]
+    return "right"
+
+
+def compact(task, talk):
+    call(task, talk)
+    return "right" if call(task, [user("in short")]) else ""
+
+
+def crash(task, talk):
+    call(task, talk)
+    raise ValueError("no such door")
+
+
+def silent(task, talk):
+    return "right"
+
+
+def flood(task, talk):
+    call(task, talk)
+    print("x" * 3_000_000, flush=True)
+    time.sleep(600)
+
+
+def hang(task, talk):
+    call(task, talk)
+    time.sleep(600)
+
+
+def content_with_less(task, talk):
+
+    try:
+        while True:
+            talk += [call(task, talk), user("more")]
+    except Refused as e:
+        return f"right {e}"
+
+
+def too_many(task, talk):
+    while True:
+        talk += [call(task, talk), user("more")]
+
+
+def too_long(task, talk):
+    call(task, talk)
+    call(task, talk + [user("x" * 1000)])
+
+
+def go_on(task, talk):
+    call(task, talk)
+    return "go on"
+
+
+def stranger(task, talk):
+    call(task, talk)
+    seen = []
+    for key, body in (("session-guess", {}), (None, "{"), (None, {"messages": []}), (None, {"messages": talk, "n": 2})):
+        connection, reply = post(task, body, key)
+        seen.append(reply.status)
+        reply.read()
+    return f"right {seen}"
+
+
+def stream(task, talk):
+    connection, reply = post(task, {"messages": talk, "stream": True})
+    events = [line[6:] for line in reply.read().decode().splitlines() if line.startswith("data: ")]
+    text = "".join(json.loads(e)["choices"][0]["delta"].get("content", "") for e in events[:-1])
+    call(task, talk + [{"role": "assistant", "content": text}, user("more")])
+    return "right"
+
+
+def hang_up(task, talk):
+    url = urllib.parse.urlsplit(task["base_url"])
+    connection = http.client.HTTPConnection(url.hostname, url.port)
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + task["api_key"]}
+    connection.request("POST", url.path + "/chat/completions", json.dumps({"messages": talk}), headers)
+    connection.close()
+    call(task, talk)
+    return "right"
+
+
+def give_back_ids(task, talk):
+    ids = [65, 66, 67]
+    for _ in range(2):
+        connection, reply = post(task, {"prompt": ids, "max_tokens": 5, "return_token_ids": True}, path="/completions")
+        ids += json.loads(reply.read())["choices"][0]["token_ids"] + [70]
+    return "right"
+
+
+def process(task, talk):
+    call(task, talk)
+    return f"right {os.getpid()}"
+
+
+def keys(task, talk):
+    call(task, talk)
+    return f"right {os.environ['OPENAI_BASE_URL'] == task['base_url']} {os.environ['OPENAI_API_KEY'] == task['api_key']}"
+
+
+for line in sys.stdin:
+    task = json.loads(line)
+    with open(os.environ["KEYS"], "a") as f:
+        f.write(json.dumps({"pid": os.getpid(), **task}) + "\\n")
+    answer = globals()[task["messages"][0]["content"]](task, task["messages"])
+    print(json.dumps({"id": task["id"], "answer": answer}), flush=True)
+'''
+
+
+@dataclasses.dataclass(frozen=True)
+class Modes(EnvSpec):
+    """Tasks that tell the program what to do. An answer that begins with "right" is; what follows it is kept."""
+
+    @property
+    def name(self):
+        return "modes"
+
+    def task(self, index):
+        return Task(self.name, index, str(index))
+
+    def make(self):
+        return Mode()
+
+
+class Mode(PureEnv):
+    def reset(self, task):
+        return (Message("user", task.content),)
+
+    def step(self, action):
+        right = action.startswith("right")
+        parts = {action.removeprefix("right").strip() or "answer": float(right)}
+        more = (Message("user", "and then?"),) if action == "go on" else ()
+        return StepResult(more, float(right), not more, success=right, reward_parts=parts, metrics={"judged_n": 1})
+
+    def gold(self):
+        return "right"
+
+
+@pytest.fixture(scope="module")
+def start_sampler(quick_compiles, model, params, chat):
+    mesh = MeshSpec().build(jax.devices()[:1])
+    cfg = SamplerConfig(slots=8, max_context=CONTEXT, steps_per_dispatch=4, prefill_chunk=64)
+    engine, weights = Engine(model, cfg, mesh, BATCH_AXES), make_publish(mesh, model)(params)
+    return lambda: Sampler(engine, weights, VERSION, detokenize=chat.text, longest_prompt=0)
+
+
+@pytest.fixture
+def sampler(start_sampler):
+    """A sampler that remembers what was asked of it: `asked` holds address -> (prompt ids, pending)."""
+    sampler = start_sampler()
+    sampler.asked = {}
+    submit = sampler.submit
+
+    def remembering(prompt_ids, params, address, **options):
+        pending = submit(prompt_ids, params, address, **options)
+        sampler.asked[address] = (prompt_ids, params, pending)
+        return pending
+
+    sampler.submit = remembering
+    yield sampler
+    sampler.close()
+
+
+@pytest.fixture
+def play(sampler, chat, tmp_path):
+    """Play modes side by side; returns their trajectories and what the programs were told."""
+    source = tmp_path / "agent.py"
+    source.write_text(PROGRAM)
+    told = tmp_path / "told.jsonl"
+
+    def run(*modes, siblings=1, then=None, **settings):
+        command = (sys.executable, str(source))
+        program = AgentProgram(command, sandbox="none", env={"KEYS": str(told)}, **LIMITS | settings)
+
+        async def all_of_them():
+            host, pool = AgentHost(program, sampler, chat, CONTEXT), EnvPool(PoolConfig(), Modes())
+            policy = SamplerPolicy(sampler, SamplingParams(0.9, ANSWER_TOK, chat.stop_ids), 5)
+            rollouts = AgentRollouts(pool, chat, policy, 1, CONTEXT, ANSWER_TOK, host=host)
+            try:
+                work = [
+                    rollouts.group(Task("modes", i, mode), stream=0, step=2, index=i, group_size=siblings)
+                    for i, mode in enumerate(modes)
+                ]
+                groups = await asyncio.gather(*work) if then is None else await then(work)
+                return [t for g in groups for t in g.trajectories]
+            finally:
+                await host.close()
+                pool.close()
+
+        trajectories = asyncio.run(asyncio.wait_for(all_of_them(), 120))
+        return trajectories, [json.loads(line) for line in told.read_text().splitlines()]
+
+    return run
+
+
+def same_as_sampled(sampler, trajectory):
+    """Every call of the trajectory holds what the sampler gave, and its prompt is the stream before it."""
+    key = trajectory.key
+    address = (5, key.stream, key.step, key.group, key.sibling)
+    asked = [(prompt, p.completion.result()) for a, (prompt, _, p) in sampler.asked.items() if a[:-1] == address]
+    answered = [(prompt, completion) for prompt, completion in asked if completion.finish_reason != "abort"]
+    stream = np.zeros(0, np.int32)
+    for turn in trajectory.turns:
+        stream = turn.prompt_ids if turn.restart else np.concatenate([stream, turn.prompt_ids])
+        (completion,) = [c for prompt, c in answered if np.array_equal(prompt, stream)]
+        assert np.array_equal(turn.tokens, completion.tokens) and len(turn.tokens)
+        assert np.array_equal(turn.sampler_logp, completion.sampler_logp)
+        assert np.array_equal(turn.versions, completion.versions) and set(turn.versions) == {VERSION}
+        assert turn.finish_reason == completion.finish_reason
+        stream = np.concatenate([stream, turn.tokens])
+    assert len(answered) == len(trajectory.turns)
+    return len(answered)
+
+
+def test_calls_become_trajectories(play, sampler, chat):
+    (plain, compact, stream, ids), _ = play("plain", "compact", "stream", "give_back_ids")
+    for t, num_calls, restarts in ((plain, 2, 0), (compact, 2, 1), (stream, 2, 0), (ids, 2, 0)):
+        assert (t.reward, t.success, t.reward_parts) == (1.0, True, {"answer": 1.0}), t.fault
+        assert t.status == ("ok" if t.turns[-1].finish_reason == "stop" else "truncated")
+        assert same_as_sampled(sampler, t) == num_calls
+        assert [turn.reward for turn in t.turns] == [0.0] * (num_calls - 1) + [1.0]
+        assert [turn.restart for turn in t.turns] == [False] * (num_calls - restarts) + [True] * restarts
+        assert t.metrics["agent_calls_n"] == num_calls and t.metrics["agent_restarts_n"] == restarts
+        assert t.metrics["judged_n"] == 1 and t.sample_s > 0 and t.env_s > 0
+    assert all(a[1].temperature == 0.9 for a in sampler.asked.values())
+    assert plain.metrics["agent_overridden_n"] == 2 and compact.metrics["agent_overridden_n"] == 0
+    first, second = plain.turns
+    assert first.prompt_ids.tolist() == chat.prompt_ids([Message("user", "plain")]).tolist()
+    closed = first.tokens[-1] in chat.stop_ids
+    assert second.prompt_ids.tolist() == chat.delta_ids([Message("user", "more")], closed=closed).tolist()
+    assert compact.turns[1].prompt_ids.tolist() == chat.prompt_ids([Message("user", "in short")]).tolist()
+    assert len(ids.turns[0].tokens) <= 5
+
+
+def test_siblings_differ_and_come_out_the_same_again(play, sampler):
+    first, told = play("plain", siblings=4)
+    assert len({t["api_key"] for t in told}) == 4 and len({t["pid"] for t in told}) == 4
+    again, _ = play("plain", siblings=4)
+    streams = [[turn.tokens.tolist() for turn in t.turns] for t in first]
+    assert streams == [[turn.tokens.tolist() for turn in t.turns] for t in again]
+    assert len({str(s) for s in streams}) == 4
+
+
+def test_failures_have_an_owner(play, sampler):
+    modes = ["crash", "silent", "flood", "too_many", "content_with_less", "too_long", "go_on", "stranger", "hang_up"]
+    trajectories, told = play(*modes)
+    crash, silent, flood, many, less, long, go_on, stranger, hang_up = trajectories
+    for t, says in (
+        (crash, "(?s)ended with code 1 before it answered.*no such door"),
+        (silent, "made no call"),
+        (flood, "printed more than"),
+    ):
+        assert (t.status, t.fault.kind, t.fault.stage, t.fault.retryable) == ("failed", "env", "program", False)
+        assert re.search(says, t.fault.detail)
+        assert t.reward == 0 and not t.success
+    for t, num_calls, says in ((many, 3, "had had its 3 calls"), (long, 1, f"the context of {CONTEXT} tokens")):
+        assert (t.status, t.fault.kind) == ("truncated", "limit") and says in t.fault.detail
+        assert (t.reward, t.metrics["judged_n"]) == (0.0, 1) and same_as_sampled(sampler, t) == num_calls
+    assert less.success and less.reward_parts == {"403 max_calls": 1.0}, "what answers in spite of a limit has answered"
+    assert (go_on.status, go_on.fault.kind) == ("truncated", "agent"), go_on.fault
+    assert stranger.reward_parts == {"[401, 400, 400, 400]": 1.0} and stranger.metrics["agent_calls_n"] == 1
+    assert hang_up.success and same_as_sampled(sampler, hang_up) == 1
+    assert hang_up.metrics["agent_dropped_n"] + 1 == len([a for a in sampler.asked if a[3] == modes.index("hang_up")])
+    assert all(gone(t["pid"]) for t in told)
+
+
+def test_out_of_time(play, sampler):
+    (hang,), (told,) = play("hang", deadline_s=4.0)
+    assert (hang.status, hang.fault.kind, hang.fault.stage) == ("truncated", "limit", "time")
+    assert (hang.reward, hang.metrics["judged_n"]) == (0.0, 1) and same_as_sampled(sampler, hang) == 1
+    assert gone(told["pid"])
+
+
+def test_what_is_let_go_is_ended(play, sampler):
+    async def cancel(work):
+        running = [asyncio.ensure_future(w) for w in work]
+        while not sampler.asked:
+            await asyncio.sleep(0.01)
+        for r in running:
+            r.cancel()
+        await asyncio.wait(running)
+        return []
+
+    trajectories, told = play("hang", then=cancel)
+    assert not trajectories and all(gone(t["pid"]) for t in told)
+
+
+def test_programs_get_their_endpoint_by_environment_variables(play):
+    (t,), _ = play("keys")
+    assert t.reward_parts == {"True True": 1.0}
+
+
+def test_one_process_plays_many_episodes(play, sampler):
+    trajectories, told = play("process", siblings=6, reuse=True, concurrency=2)
+    pids = {p for t in trajectories for p in t.reward_parts}
+    assert len(pids) <= 2 and len({t["api_key"] for t in told}) == 6
+    assert all(same_as_sampled(sampler, t) == 1 for t in trajectories)
+    assert all(gone(t["pid"]) for t in told)
+
+
+def test_a_process_that_failed_is_replaced(play):
+    (crash, process), told = play("crash", "process", reuse=True, concurrency=1)
+    assert crash.status == "failed" and process.success
+    assert len({t["pid"] for t in told}) == 2
+
+
+def test_a_sampler_that_stops_is_not_the_programs_fault(play, sampler):
+    async def close(work):
+        running = [asyncio.ensure_future(w) for w in work]
+        while not sampler.asked:
+            await asyncio.sleep(0.01)
+        await asyncio.get_running_loop().run_in_executor(None, sampler.close)
+        return await asyncio.gather(*running)
+
+    (t,), _ = play("too_many", then=close, max_calls=1000)
+    assert (t.status, t.fault.kind, t.fault.stage) == ("failed", "infra", "sampler")
+
+
+def gone(pid):
+    """Whether a process has ended, or does so soon."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+SETTINGS = {
+    "MeshSpec.data": 1,
+    "AgentProgram.concurrency": 2,
+    "Evaluation.tasks": 8,
+    "warm_start/Phase.steps": 50,
+    "warm_start/Phase.eval_every": 0,
+    "warm_start/Phase.stop_at_reward": None,
+    "rl/Phase.steps": 3,
+    "rl/Phase.eval_every": 0,
+    "rl/Phase.prompts_per_step": 4,
+    "rl/Phase.group_size": 4,
+}
+
+
+def test_an_unmodified_client_is_trained(monkeypatch, tmp_path):
+    """The example agent, in processes of its own: what is stored and trained is what was sampled, call by call."""
+    asked, submit = {}, Sampler.submit
+
+    def remembering(sampler, prompt_ids, params, address, **options):
+        pending = submit(sampler, prompt_ids, params, address, **options)
+        asked[address] = (prompt_ids, pending)
+        return pending
+
+    monkeypatch.setattr(Sampler, "submit", remembering)
+    monkeypatch.chdir(ROOT)
+    argv = ["--gin", "configs/agent_program.gin", "--run_dir", str(tmp_path / "run")]
+    assert train.main(argv + [a for k, v in SETTINGS.items() for a in ("--set", f"{k} = {v}")]) == 0
+    steps = [r for r in rows(tmp_path / "run") if r["phase"] == "rl"]
+    assert len(steps) == 3 and all(r["rollout/fail_frac"] == 0 for r in steps)
+    assert any(r["groups/trained_n"] for r in steps)
+    assert all(r["mismatch/abs_max_nat"] <= 5e-5 for r in steps if r["groups/trained_n"])
+    calls = {}
+    for r in steps:
+        for line in (tmp_path / "run" / "rollouts" / f"step_{r['step']}.jsonl").read_text().splitlines():
+            trajectory = json.loads(line)
+            key, stream = trajectory["key"], []
+            assert 1 <= len(trajectory["turns"]) <= 2
+            for i, turn in enumerate(trajectory["turns"]):
+                assert not turn["restart"]
+                stream += turn["prompt_ids"]
+                calls[key["stream"], key["step"], key["group"], key["sibling"], i] = [*stream], turn
+                stream += turn["tokens"]
+    assert calls.keys() == {a[1:] for a in asked if a[1] == 1}, "every call is stored, and nothing else"
+    assert len(calls) > 3 * 4 * 4, "the tool was used"
+    for (_, *address), (prompt_ids, pending) in asked.items():
+        if address[0] == 1:
+            sampled, (prompt, turn) = pending.completion.result(), calls[tuple(address)]
+            assert prompt == prompt_ids.tolist() and turn["tokens"] == sampled.tokens.tolist()
+            assert np.array_equal(np.float32(turn["sampler_logp"]), sampled.sampler_logp)
+            assert turn["versions"] == sampled.versions.tolist() == [50 + address[1]] * len(sampled.tokens)

@@ -1,0 +1,119 @@
+"""Training while environments fail: every step completes, every failure is counted under its kind, and none is a wrong
+answer."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rolljax import train
+from rolljax.metrics import check_row
+
+from .conftest import QUICKSTART, rows, summary
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+STEPS, PROMPTS, GROUP = 4, 8, 4
+KINDS = {"reset_raise": "env", "reset_infra": "infra", "reset_hang": "env"}
+
+
+def start(run_dir, faults, folder, *, spec="Faulty", **changes):
+    settings = {
+        "Recipe.env": f"@tests.faulty.{spec}()",
+        f"{spec}.faults": repr(tuple(faults)),
+        f"{spec}.folder": repr(str(folder)),
+        "Recipe.phases": "[@rl/recipe.Phase()]",
+        "Recipe.max_answer_tok": 4,
+        "Recipe.save_every": 100,
+        "rl/Phase.algorithm": "@rolljax.trainer.algorithms.reinforce.Reinforce()",
+        "rl/Phase.steps": STEPS,
+        "rl/Phase.prompts_per_step": PROMPTS,
+        "rl/Phase.group_size": GROUP,
+        "rl/Phase.updates_per_step": 1,
+        "rl/Phase.eval_every": 0,
+        "Evaluation.tasks": 4,
+        "SamplerConfig.slots": 32,
+        "SamplerConfig.prefill_chunk": 256,
+        "MeshSpec.data": 1,
+        **{k.replace("_dot_", "."): v for k, v in changes.items()},
+    }
+    argv = ["--gin", QUICKSTART, "--run_dir", str(run_dir)]
+    return train.main(argv + [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")])
+
+
+def faults_of(share, names):
+    """`share` of a hundred tasks fail, spread out."""
+    bad = set(np.linspace(0, 99, round(100 * share), dtype=int).tolist())
+    return [names[i % len(names)] if i in bad else "" for i in range(100)]
+
+
+def trajectories(run_dir, step):
+    return [json.loads(x) for x in (run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_steps_complete_and_counts_are_exact(tmp_path, share):
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    faults = faults_of(share, ["reset_raise", "reset_once_infra", "reset_infra"])
+    changes = {"FilterConfig_dot_max_failed_frac": 1.0, "PoolConfig_dot_max_fault_frac": 1.0}
+    assert start(tmp_path / "run", faults, folder, **changes) == 0
+    written = rows(tmp_path / "run")
+    assert len(written) == STEPS and all(check_row(row) == [] for row in written)
+    seen = 0
+    for step, row in enumerate(written, 1):
+        every = trajectories(tmp_path / "run", step)
+        assert len(every) == PROMPTS * GROUP
+        retried = 0
+        for t in every:
+            fault = t["task"]["content"].partition(" ")[2]
+            kind = KINDS.get(fault)
+            assert (t["status"] == "failed") == (kind is not None), t
+            if kind:
+                assert t["fault"]["kind"] == kind and t["attempts"] == (3 if kind == "infra" else 1)
+            retried += t["attempts"] - 1
+            seen += bool(fault)
+        for kind in ("env", "infra"):
+            assert row[f"faults/{kind}_n"] == sum(bool(t["fault"]) and t["fault"]["kind"] == kind for t in every)
+        assert row["faults/retried_n"] == retried
+        lost = sum(t["status"] == "failed" for t in every) // GROUP
+        assert row["groups/started_n"] == PROMPTS and row["groups/dropped_failed_n"] == lost
+        assert row["groups/trained_n"] == PROMPTS - lost
+    assert seen or share == 0.01
+    assert summary(tmp_path / "run")["stop_reason"] == "all phases done"
+
+
+def test_a_step_of_which_too_much_was_lost_is_skipped(tmp_path):
+    """Half is borne; more is not: nothing is trained on, and the counts still add up."""
+    faults = ["reset_raise", "", "reset_raise", "", ""]
+    changes = {"FilterConfig_dot_max_failed_frac": 0.4, "rl/Phase.steps": 8}
+    assert start(tmp_path / "run", faults, tmp_path, **changes) == 0
+    shares = []
+    for row in rows(tmp_path / "run"):
+        shares.append(row["faults/env_n"] / (PROMPTS * GROUP))
+        assert row["groups/trained_n"] == (0 if shares[-1] > 0.4 else PROMPTS * (1 - shares[-1]))
+        assert row["groups/dropped_failed_n"] == PROMPTS - row["groups/trained_n"]
+    assert min(shares) <= 0.4 < max(shares)
+
+
+def test_workers_that_hang_and_die_do_not_end_a_run(tmp_path):
+    """The same in worker processes, which are killed and replaced."""
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    faults = faults_of(0.1, ["reset_once_kill", "reset_hang"])
+    changes = {
+        "PoolConfig_dot_reset_s": 1.0,
+        "PoolConfig_dot_max_fault_frac": 1.0,
+        "PoolConfig_dot_episodes_per_worker": 4,
+        "RolloutConfig_dot_retries": 8,
+    }
+    assert start(tmp_path / "run", faults, folder, spec="FaultyProcess", **changes) == 0
+    for step in range(1, STEPS + 1):
+        for t in trajectories(tmp_path / "run", step):
+            fault = t["task"]["content"].partition(" ")[2]
+            assert (t["status"] == "failed") == (fault == "reset_hang"), t["fault"]
+
+
+def test_when_nothing_survives_the_run_ends_with_the_reason(tmp_path, capfd):
+    assert start(tmp_path / "run", ["reset_raise"], tmp_path) == 3
+    err = capfd.readouterr().err
+    assert "KeyError: 'hole'" in err and "Traceback" not in err

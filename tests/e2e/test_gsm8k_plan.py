@@ -1,0 +1,73 @@
+"""The shipped plan for GSM8K and Qwen3-0.6B, with a folder of the same form that is a thousand times smaller."""
+
+import json
+import random
+
+import pytest
+
+from rolljax import train
+
+from .conftest import ROOT
+
+CONFIG = str(ROOT / "configs" / "gsm8k_qwen3_0p6b.gin")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Random weights as transformers saves Qwen3, in bfloat16, beside a tokenizer with a chat template."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rolljax.model.tokenizer import byte_tokenizer
+
+    path = tmp_path_factory.mktemp("qwen3")
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(
+        **shape,
+        head_dim=16,
+        intermediate_size=192,
+        vocab_size=512,
+        tie_word_embeddings=True,
+        rope_theta=1e6,
+        max_position_embeddings=40_960,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def problems(path, num):
+    rng = random.Random(0)
+    lines = []
+    for i in range(num):
+        a, b = rng.randint(2, 99), rng.randint(2, 99)
+        question = f"Box {i} holds {a} rows of {b} eggs. How many eggs is that?"
+        lines.append(json.dumps({"question": question, "answer": f"{a}*{b}=<<{a}*{b}={a * b}>>{a * b}\n#### {a * b}"}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def dry_run(model, path):
+    settings = [f'Recipe.model="{model}"', f'WordProblems.path="{path}"']
+    return train.main(["--gin", CONFIG, *(a for s in settings for a in ("--set", s)), "--dry_run"])
+
+
+def test_dry_run(folder, tmp_path, capsys):
+    assert dry_run(folder, problems(tmp_path / "train.jsonl", 1500)) == 0
+    out = capsys.readouterr().out
+    for part in ("2 layers", "bfloat16", "128 slots", "word_problems, up to 1 turn(s)", "100 held out", "rl: Grpo"):
+        assert part in out
+    assert "<|user|>Box 0 holds" in out and "\\boxed{}. /no_think<|assistant|>" in out
+
+
+def test_what_is_missing_is_named(folder, tmp_path, capsys):
+    path = problems(tmp_path / "few.jsonl", 20)
+    assert dry_run(tmp_path / "none", path) == 2
+    assert "Recipe.model is not a Hugging Face model folder" in capsys.readouterr().err
+    assert dry_run(folder, tmp_path / "none.jsonl") == 2
+    err = capsys.readouterr().err
+    assert "WordProblems.path" in err and "is not a file" in err
+    with open(path, "a") as f:
+        f.write('{"question": "1+1?", "answer": "2"}\n')
+    assert dry_run(folder, path) == 3
+    assert f"{path}, line 21: the answer has no line '#### number'" in capsys.readouterr().err

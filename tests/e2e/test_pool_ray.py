@@ -1,0 +1,74 @@
+"""Episodes in Ray actors on a cluster of two nodes."""
+
+import asyncio
+
+from rolljax.envs.catalog import make_spec
+from rolljax.envs.pool import EnvPool, PoolConfig
+from rolljax.errors import EnvError
+from tests.faulty import FaultyProcess, play_again
+
+TASKS = 12
+
+
+def pool_on_ray(spec, **settings):
+    return EnvPool(PoolConfig(where="ray", max_fault_frac=1.0, ray_cpus_per_worker=1.0, **settings), spec)
+
+
+def gather(coroutines, seconds=240):
+    async def go():
+        return await asyncio.gather(*coroutines, return_exceptions=True)
+
+    return asyncio.run(asyncio.wait_for(go(), seconds))
+
+
+async def record(pool):
+    """Everything that episodes say, open side by side, to a policy that is right in its first turn and wrong after."""
+    episodes = await asyncio.gather(*(pool.open(pool.spec.task(i)) for i in range(TASKS)))
+
+    async def play(episode):
+        said, result = [episode.opening], None
+        while result is None or not (result.terminated or result.truncated):
+            gold = await episode.gold()
+            result = await episode.step(gold if result is None else f"not {gold}")
+            said += [gold, result]
+        await episode.close()
+        return said
+
+    return await asyncio.gather(*(play(e) for e in episodes))
+
+
+def test_the_same_episodes_in_threads_processes_and_on_two_nodes(ray_cluster):
+    told = {}
+    for where in ("thread", "process", "ray"):
+        # four actors of three episodes: all of both nodes is needed
+        pool = EnvPool(PoolConfig(where=where, workers=4, episodes_per_worker=3), make_spec("frozen_lake(seed=4)"))
+        told[where] = asyncio.run(asyncio.wait_for(record(pool), 240))
+        assert pool.stats.opened == pool.stats.closed == TASKS and pool.stats.faults == {}
+        if where == "ray":
+            assert len(ray_cluster()) == 2
+        pool.close()
+    assert told["thread"] == told["process"] == told["ray"]
+    assert len({str(said) for said in told["ray"]}) == TASKS
+
+
+def test_faults_in_actors_have_owners(ray_cluster, tmp_path):
+    faults = ("step_raise", "step_nan", "step_data", "step_once_infra", "step_surrogate")
+    pool = pool_on_ray(FaultyProcess(faults + ("",) * 15, str(tmp_path)), workers=2)
+    raised, nan, data, again, _, *fine = gather(play_again(pool, pool.spec.task(i)) for i in range(20))
+    assert type(raised) is EnvError and "KeyError" in str(raised) and type(nan) is EnvError and "nan" in str(nan)
+    assert type(data).__name__ == "DataError" and again == 3.0 and fine == [3.0] * 15
+    assert pool.stats.faults == {"env": 2, "infra": 1} and pool.stats.restarts == 0
+    pool.close()
+
+
+def test_hanging_and_dying_actors_are_replaced(ray_cluster, tmp_path):
+    faults = ("step_hold", "", "step_hang", "", "step_once_kill", "", "step_once_exit", "")
+    pool = pool_on_ray(FaultyProcess(faults, str(tmp_path)), workers=2, step_s=2.0, episodes_per_worker=2)
+    held, *fine = gather(play_again(pool, pool.spec.task(i)) for i in range(8))
+    hung = fine.pop(1)
+    for culprit in (held, hung):
+        assert type(culprit) is EnvError and str(culprit) == "step of faulty: no answer within 2 s"
+    assert fine == [3.0] * 6 and pool.stats.timeouts == {"step": 2} and pool.stats.restarts == 4
+    assert pool.stats.faults["env"] == 2
+    pool.close()
+    assert pool.stats.opened == pool.stats.closed

@@ -1,0 +1,365 @@
+"""Graders: right programs pass, and nothing that a program does to itself makes it pass."""
+
+import dataclasses
+import gzip
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rolljax.errors import InfraError
+from rolljax.sandbox import SCORE, SandboxConfig, SandboxHost, grade, grade_mbpp, grade_python
+from rolljax.sandbox.profile import MIB
+from tests.e2e.sandbox_support import needs_sandbox
+
+pytestmark = needs_sandbox
+DATA = Path(__file__).parents[1] / "data"
+PROBLEMS = [json.loads(line) for line in (DATA / "code_problems.jsonl").read_text().splitlines()]
+MBPP = [json.loads(line) for line in (DATA / "code_problems_mbpp.jsonl").read_text().splitlines()]
+HUMAN_EVAL = os.environ.get("ROLLJAX_HUMAN_EVAL", "")
+SHORT = dataclasses.replace(SCORE, wall_s=2.0)
+
+
+@pytest.fixture(scope="module")
+def host():
+    with SandboxHost() as host:
+        yield host
+
+
+def right(problem, host):
+    source = problem["prompt"] + problem["canonical_solution"]
+    return grade_python(source, problem["entry_point"], problem["test"], prompt=problem["prompt"], host=host)
+
+
+def many(function, rows):
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(function, rows))
+
+
+def test_right_solutions_pass(host):
+    verdicts = many(lambda p: right(p, host), PROBLEMS)
+    assert [(p["task_id"], v.detail) for p, v in zip(PROBLEMS, verdicts, strict=True) if not v.passed] == []
+    assert {v.num_tests for v in verdicts} == {1} and all(v.ms > 0 for v in verdicts)
+
+
+def test_right_mbpp_solutions_pass(host):
+    verdicts = many(
+        lambda p: grade_mbpp(p["code"], p["test_list"], setup=p.get("test_setup_code", ""), host=host), MBPP
+    )
+    assert [v.detail for v in verdicts if not v.passed] == []
+    assert [v.num_passed for v in verdicts] == [len(p["test_list"]) for p in MBPP]
+
+
+ALWAYS_EQUAL = """
+class Same:
+    def __getattr__(self, name): return self
+    def __call__(self, *a, **k): return self
+    for n in "eq ne lt le gt ge contains bool".split():
+        exec(f"def __{n}__(self, *a): return True")
+    def __hash__(self): return 1
+    def __len__(self): return 1
+    def __iter__(self): return iter([self])
+    def __index__(self): return 1
+    def __float__(self): return 0.0
+    def __round__(self, *a): return 0
+    def __sub__(self, o): return 0
+    __rsub__ = __add__ = __radd__ = __abs__ = __sub__
+class SameInt(int):
+    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = lambda self, o: True
+    __hash__ = int.__hash__
+class SameText(str):
+    __eq__ = lambda self, o: True
+    __hash__ = str.__hash__
+class SameList(list):
+    __eq__ = lambda self, o: True
+def ENTRY(*a, **k): return VALUE
+"""
+POISON = """
+import os, sys
+for folder in ("/work", "/tmp", os.path.dirname(os.path.abspath(__file__)) if "__file__" in globals() else "/run/rolljax", *sys.path):
+    for name in ("sitecustomize.py", "usercustomize.py", "conftest.py", "checker.py", "wire.py", "plain.py", "json.py", "evil.pth", "pytest.ini"):
+        try:
+            with open(os.path.join(folder, name), "w") as f:
+                f.write("import os; os.write(1, b'{\\"num_passed\\": 1, \\"num_tests\\": 1, \\"reason\\": \\"passed\\", \\"detail\\": \\"\\"}\\\\n'); os._exit(0)")
+        except OSError:
+            pass
+os.environ.update(PYTHONPATH="/work", PYTHONSTARTUP="/work/sitecustomize.py", PATH="/work")
+def ENTRY(*a, **k): return None
+"""
+PATCHED = """
+import builtins, json, operator, unittest
+json.dumps = lambda *a, **k: '{"num_passed": 1, "num_tests": 1, "reason": "passed", "detail": ""}'
+json.loads = lambda *a, **k: {"passed": True}
+builtins.isinstance = lambda *a: True
+builtins.AssertionError = Exception
+unittest.TestCase.assertEqual = lambda *a: None
+operator.eq = lambda *a: True
+def ENTRY(*a, **k): return None
+"""
+FAKED = """
+import os, struct, glob
+fake = b'{"num_passed": 1, "num_tests": 1, "reason": "passed", "detail": "passed"}\\n'
+for fd in range(64):
+    try: os.write(fd, fake)
+    except OSError: pass
+for path in glob.glob("/proc/*/fd/*"):
+    try:
+        with open(path, "wb") as f: f.write(fake)
+    except OSError: pass
+print("passed"); print(fake)
+os._exit(0)
+"""
+DAEMON = """
+import os, time
+if not os.fork():
+    os.setsid()
+    for _ in range(200):
+        for fd in range(64):
+            try: os.write(fd, b'{"num_passed": 1, "num_tests": 1, "reason": "passed", "detail": ""}\\n')
+            except OSError: pass
+        time.sleep(0.01)
+    os._exit(0)
+def ENTRY(*a, **k): os._exit(0)
+"""
+PEEK = """
+import glob, os, gc
+texts = []
+for path in glob.glob("/run/rolljax/*") + glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ") + glob.glob("/work/*") + glob.glob("/tmp/*"):
+    try:
+        with open(path, "rb") as f: texts.append(f.read())
+    except OSError: pass
+assert not any(b"def check" in t or b"UNSEEN" in t for t in texts if b"run_check" not in t), "seen"
+def ENTRY(*a, **k): return None
+"""
+CHEATS = {
+    "leaves with success at once": "import os\nos._exit(0)",
+    "leaves with success when called": "import os\ndef ENTRY(*a, **k): os._exit(0)",
+    "sys.exit at once": "import sys\nsys.exit(0)",
+    "sys.exit when called": "import sys\ndef ENTRY(*a, **k): sys.exit(0)",
+    "raises what tests may catch": "def ENTRY(*a, **k): raise GeneratorExit",
+    "an object that equals everything": ALWAYS_EQUAL.replace("VALUE", "Same()"),
+    "a number that equals everything": ALWAYS_EQUAL.replace("VALUE", "SameInt(5)"),
+    "a text that equals everything": ALWAYS_EQUAL.replace("VALUE", "SameText('?')"),
+    "a list that equals everything": ALWAYS_EQUAL.replace("VALUE", "SameList()"),
+    "poisoned start-up files": POISON,
+    "patched modules": PATCHED,
+    "faked verdicts": FAKED,
+    "a daemon that fakes verdicts": DAEMON,
+    "reads what it can find": PEEK,
+    "redefines the helper that tests use": "def encode_shift(*a): return 'x'\ndef ENTRY(*a, **k): return 'x'",
+    "nothing": "",
+    "a syntax error": "def ENTRY(:",
+    "not a function": "ENTRY = 5",
+    "not unicode": "x = '\ud800'\ndef ENTRY(*a): return x",
+    "NUL": "\0",
+    "deep brackets": "(" * 20_000,
+    "a huge answer": "def ENTRY(*a, **k): return 'x' * (200 << 20)",
+    "an endless answer": "import itertools\ndef ENTRY(*a, **k): return (x for x in itertools.count())",
+    "a deep answer": "def ENTRY(*a, **k):\n    x = []\n    for _ in range(100_000): x = [x]\n    return x",
+    "a number that is costly to print": "def ENTRY(*a, **k): return 10 ** 400_000",
+    "a crash": "import ctypes\ndef ENTRY(*a, **k): ctypes.string_at(0)",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_cheats_do_not_pass(host, name):
+    problems = [PROBLEMS[0], PROBLEMS[9]] if "helper" in name else [PROBLEMS[0]]
+    for problem in problems:
+        source = CHEATS[name].replace("ENTRY", problem["entry_point"])
+        verdict = grade_python(source, problem["entry_point"], problem["test"], prompt=problem["prompt"], host=host)
+        assert not verdict.passed and verdict.num_passed == 0 and verdict.reason != "passed", verdict
+        assert len(verdict.detail) < 1000
+
+
+@pytest.mark.parametrize(
+    "name", ["an object that equals everything", "poisoned start-up files", "leaves with success at once"]
+)
+def test_cheats_pass_no_problem_at_all(host, name):
+    verdicts = many(
+        lambda p: grade_python(CHEATS[name].replace("ENTRY", p["entry_point"]), p["entry_point"], p["test"], host=host),
+        PROBLEMS,
+    )
+    assert sum(v.passed for v in verdicts) == 0
+
+
+def test_the_same_cheat_passes_tests_that_run_in_its_own_process():
+    """So the cheats above are real: the always-equal object does pass an assertion beside it."""
+    space = {}
+    problem = PROBLEMS[0]
+    exec(ALWAYS_EQUAL.replace("VALUE", "Same()").replace("ENTRY", problem["entry_point"]) + problem["test"], space)
+    space["check"](space[problem["entry_point"]])
+
+
+REASONS = {
+    "wrong": ("def f(x): return x + 1", "def check(candidate): assert candidate(1) == 1"),
+    "error": ("def f(x): return 1 / 0", "def check(candidate): assert candidate(1) == 1"),
+    "exited": (
+        "import os\ndef f(x): os._exit(3)",
+        "def check(candidate):\n    try: candidate(1)\n    except BaseException: pass",
+    ),
+    "timeout": ("def f(x):\n    while True: pass", "def check(candidate): assert candidate(1) == 1"),
+    "no tests": ("def f(x): return 1", "def check(candidate): pass"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_reasons(host, reason):
+    source, test = REASONS[reason]
+    verdict = grade_python(source, "f", test, profile=SHORT, host=host)
+    assert (verdict.passed, verdict.reason) == (False, reason), verdict
+
+
+def test_a_test_source_without_check_or_with_an_error_passes_nothing(host):
+    for test in ("", "x = 1", "check = 5", "raise ValueError('broken')", "def check(:"):
+        verdict = grade_python("def f(): return 1", "f", test, profile=SHORT, host=host)
+        assert not verdict.passed and verdict.reason in ("no tests", "broken tests"), verdict
+    assert grade_mbpp("def f(): return 1", ["assert ("], host=host).reason == "broken tests"
+    assert (
+        grade_mbpp("def f(): return 1", ["assert f()"], setup="import nothing_like_it", host=host).reason
+        == "broken tests"
+    )
+
+
+def test_memory_kills_the_candidate(host):
+    small = dataclasses.replace(SCORE, memory_bytes=96 * MIB)
+    source = "def f():\n    x = [bytes(1 << 20) + b'1' for _ in range(600)]\n    while True: pass"
+    assert grade_python(source, "f", "def check(c): c()", profile=small, host=host).reason in (
+        "killed",
+        "timeout",
+        "error",
+    )
+
+
+def test_types_are_part_of_the_answer(host):
+    test = "def check(candidate):\n    assert type(candidate({V})) is {T} and candidate({V}) == {V}"
+    rows = [
+        ("True", "bool"),
+        ("(1, 2)", "tuple"),
+        ("1.0", "float"),
+        ("{1, 2}", "set"),
+        ("b'x'", "bytes"),
+        ("[None]", "list"),
+        ("{1: (2,)}", "dict"),
+        ("10**30", "int"),
+    ]
+    for value, kind in rows:
+        text = test.replace("{V}", value).replace("{T}", kind)
+        assert grade_python("def f(x): return x", "f", text, host=host).passed, value
+
+
+def test_exceptions_and_objects_come_back(host):
+    test = """
+def check(candidate):
+    try:
+        candidate(0)
+        assert False
+    except ZeroDivisionError as e:
+        assert "zero" in str(e)
+    try:
+        candidate("own")
+        assert False
+    except Exception as e:
+        assert "Own" in str(e)
+    thing = candidate("thing")
+    assert thing != candidate("thing") and candidate(thing) == 5
+"""
+    source = """
+class Own(Exception): pass
+class Thing:
+    def __eq__(self, other): return True
+def f(x):
+    if x == "own" and type(x) is str: raise Own("Own problem")
+    if type(x) is Thing: return 5
+    return Thing() if x == "thing" else 1 / x
+"""
+    verdict = grade_python(source, "f", test, host=host)
+    assert verdict.passed, verdict
+
+
+def test_mbpp_counts_each_statement_and_gives_classes_of_the_candidate(host):
+    source = "class Pair:\n    def __init__(self, a): self.a = a\ndef total(pairs): return sum(p.a for p in pairs)\ndef half(x): return x / 2"
+    tests = ["assert total([Pair(2), Pair(3)]) == 5", "assert math.isclose(half(3), 1.5)", "assert half(2) == 2"]
+    verdict = grade_mbpp(source, tests, host=host)
+    assert (verdict.num_passed, verdict.num_tests, verdict.passed, verdict.reason) == (2, 3, False, "wrong")
+    assert grade_mbpp(source, tests[:2], host=host).passed
+    assert not grade_mbpp(source, [], host=host).passed
+    late = grade_mbpp(
+        source + "\ndef spin():\n    while True: pass", [*tests[:2], "assert spin()"], profile=SHORT, host=host
+    )
+    assert (late.num_passed, late.reason) == (2, "timeout")
+
+
+FILES_TEST = """
+import json
+def test_sorts(box):
+    for numbers in ([3, 1, 2], [], [5]):
+        done = box.run(["python3", "sort.py"], stdin=json.dumps(numbers))
+        assert done.returncode == 0 and json.loads(done.stdout) == sorted(numbers)
+def test_report(box):
+    assert box.read("report.txt") == b"UNSEEN"
+"""
+
+
+def test_files_are_graded_in_a_fresh_sandbox(host):
+    program = b"import json, sys\nprint(json.dumps(sorted(json.load(sys.stdin))))"
+    good = {"sort.py": program, "report.txt": b"UNSEEN"}
+    assert grade(good, FILES_TEST, host=host).num_passed == 2 and grade(good, FILES_TEST, host=host).passed
+    poisoned = {
+        "sort.py": b"import os; os._exit(0)",
+        "report.txt": b"x",
+        "sitecustomize.py": b"import os; os._exit(0)",
+        "conftest.py": b"import os; os._exit(0)",
+        "json.py": b"def loads(*a): return None",
+        "evil.pth": b"import os; os._exit(0)",
+        "python3": b"#!/bin/sh\necho '[]'",
+    }
+    for files in (
+        {},
+        poisoned,
+        {**good, "report.txt": b"x"},
+        {**good, "sort.py": b"import os; os.kill(os.getppid(), 9)"},
+    ):
+        verdict = grade(files, FILES_TEST, host=host)
+        assert not verdict.passed and verdict.num_tests in (1, 2), files
+    find = b"import subprocess, sys\nprint(subprocess.run(['grep', '-rl', 'UNSEEN', '/run', '/work', '/tmp'], capture_output=True, text=True).stdout.count('report'))"
+    hidden = grade(
+        {"sort.py": find, "report.txt": b""},
+        "def test_x(box): assert box.run(['python3', 'sort.py']).stdout == '0\\n'",
+        host=host,
+    )
+    assert hidden.passed, hidden
+    assert not grade(good, "x = 1", host=host).passed
+    assert not grade(good, "def test_nothing(box): pass", host=host).passed
+
+
+def test_a_machine_failure_is_no_verdict(host):
+    with SandboxHost(SandboxConfig(slots=1, slot_wait_s=0.05)) as narrow, pytest.raises(InfraError):
+        grade_python("def f(): return 1", "f", "def check(c): assert c() == 1", host=narrow)
+
+
+@pytest.mark.skipif(not HUMAN_EVAL, reason="ROLLJAX_HUMAN_EVAL does not name the HumanEval file")
+def test_human_eval(host):
+    opener = gzip.open if HUMAN_EVAL.endswith(".gz") else open
+    with opener(HUMAN_EVAL, "rt") as f:
+        rows = [json.loads(line) for line in f]
+    verdicts = many(lambda p: right(p, host), rows)
+    assert [(p["task_id"], v) for p, v in zip(rows, verdicts, strict=True) if not v.passed] == []
+    for name in (
+        "an object that equals everything",
+        "leaves with success at once",
+        "leaves with success when called",
+        "poisoned start-up files",
+    ):
+        cheats = many(
+            lambda p, name=name: grade_python(
+                p["prompt"] + "    pass\n" + CHEATS[name].replace("ENTRY", p["entry_point"]),
+                p["entry_point"],
+                p["test"],
+                prompt=p["prompt"],
+                host=host,
+            ),
+            rows,
+        )
+        assert [p["task_id"] for p, v in zip(rows, cheats, strict=True) if v.passed] == [], name

@@ -1,0 +1,264 @@
+"""The parts of a sandbox that are plain functions: the system call filter, the data between two sandboxes, settings."""
+
+import collections
+import errno
+import json
+import math
+import os
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolljax.errors import ConfigError
+from rolljax.sandbox import CODE, PROFILES, Profile, SandboxConfig, SandboxGone, recipe, seccomp
+from rolljax.sandbox.inside.plain import Codec
+from rolljax.sandbox.inside.wire import HeadTail, Lost, receive, send
+from rolljax.sandbox.launcher import delegated_group
+
+HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
+KILL, ALLOW = "kill", "allow"
+MACHINES = ("x86_64", "aarch64")
+
+
+def decide(machine, number, args=(0, 0), arch=None):
+    """What the filter does with a call: a small BPF machine."""
+    data = struct.pack("<iIQ", number, arch or seccomp.AUDIT_ARCH[machine], 0)
+    data += b"".join(struct.pack("<Q", a) for a in (*args, 0, 0, 0, 0, 0, 0))
+    code = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
+    at = accumulator = 0
+    while True:
+        op, yes, no, k = code[at]
+        at += 1
+        if op == seccomp.LD:
+            accumulator = struct.unpack_from("<I", data, k)[0]
+        elif op == seccomp.RET:
+            kinds = {seccomp.KILL_PROCESS: KILL, seccomp.ALLOW: ALLOW}
+            return kinds.get(k) or errno.errorcode[k & 0xFFFF]
+        else:
+            true = {seccomp.JEQ: accumulator == k, seccomp.JGE: accumulator >= k, seccomp.JSET: bool(accumulator & k)}[
+                op
+            ]
+            at += yes if true else no
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_filter_decisions(machine):
+    special = seccomp.SPECIAL[machine]
+    assert decide(machine, 0, arch=0x40000003) == KILL
+    assert decide(machine, special["clone3"]) == "ENOSYS"
+    assert decide(machine, special["clone"], (17, 0)) == ALLOW
+    for bit in (17, 25, 26, 27, 28, 29, 30):
+        assert decide(machine, special["clone"], (17 | 1 << bit, 0)) == "EPERM"
+    for call in ("socket", "socketpair"):
+        allowed = [family for family in range(64) if decide(machine, special[call], (family, 1)) == ALLOW]
+        assert allowed == [1, 2, 10]
+        assert decide(machine, special[call], (40, 1)) == "EAFNOSUPPORT"
+    assert decide(machine, special["ioctl"], (0, 0x5401)) == ALLOW
+    assert decide(machine, special["ioctl"], (0, 0x5412)) == "EPERM"
+    assert decide(machine, special["ioctl"], (0, 1 << 32 | 0x5412)) == "EPERM"
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_number_is_refused_exactly_when_it_is_listed(machine):
+    column = MACHINES.index(machine)
+    listed = {pair[column] for pair in seccomp.DENIED.values() if pair[column] >= 0}
+    special = set(seccomp.SPECIAL[machine].values())
+    assert not listed & special
+    for number in set(range(500)) - special:
+        assert decide(machine, number) == ("EPERM" if number in listed else ALLOW), number
+    assert machine != "x86_64" or decide(machine, seccomp.X32 | 39) == KILL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_numbers_are_those_of_the_kernel_headers(machine):
+    header = Path(HEADERS[machine])
+    if not header.exists():
+        pytest.skip(f"no {header}")
+    real = dict(re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", header.read_text()))
+    ours = {name: pair[MACHINES.index(machine)] for name, pair in seccomp.DENIED.items()} | seccomp.SPECIAL[machine]
+    checked = {name: number for name, number in ours.items() if name in real}
+    assert len(checked) > 50
+    assert checked == {name: int(real[name]) for name in checked}
+
+
+def test_an_unknown_machine_is_refused():
+    with pytest.raises(ConfigError, match="x86_64 or aarch64"):
+        seccomp.program("riscv64")
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.integers() | st.text() | st.tuples(st.integers()), inner)
+        | st.sets(st.integers() | st.text())
+        | st.frozensets(st.text())
+    ),
+    max_leaves=12,
+)
+
+
+def through(value):
+    return Codec().decode(json.loads(json.dumps(Codec().encode(value))))
+
+
+def exact(value):
+    """The value with every type spelled out."""
+    if isinstance(value, dict):
+        return dict, [(exact(k), exact(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple, collections.deque)):
+        return type(value), [exact(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return type(value), sorted(map(repr, value))
+    return type(value), repr(value)
+
+
+@given(plain)
+def test_plain_data_keep_values_and_types(value):
+    assert exact(through(value)) == exact(value)
+
+
+def test_odd_data():
+    assert math.isnan(through(float("nan"))) and through(float("-inf")) == -math.inf
+    assert math.copysign(1, through(-0.0)) == -1 and through(10**5000) == 10**5000
+    assert through(range(1, 9, 2)) == range(1, 9, 2) and list(through(iter([1, 2]))) == [1, 2]
+    assert list(through({1: 2}.items())) == [(1, 2)] and through("\ud800") == "\ud800"
+    assert through(collections.deque([1])) == collections.deque([1])
+    assert type(through(collections.Counter("aab"))) is dict
+
+
+class Sly(int):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = int.__hash__
+
+    def __index__(self):
+        return 7
+
+    __int__ = __index__
+
+
+class SlyText(str):
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        return True
+
+    def __str__(self):
+        return self
+
+
+def test_what_arrives_has_no_behaviour_of_its_own():
+    assert exact(through([Sly(3), SlyText("x"), collections.OrderedDict(a=1)])) == exact([3, "x", {"a": 1}])
+
+
+def test_data_that_cannot_be_sent():
+    deep = []
+    for _ in range(2000):
+        deep = [deep]
+    loop = []
+    loop.append(loop)
+    for value in (deep, loop, itertools_forever()):
+        with pytest.raises(ValueError):
+            through(value)
+    with pytest.raises(TypeError):
+        through(object())
+
+
+def itertools_forever():
+    while True:
+        yield 1
+
+
+def test_objects_go_by_number():
+    thing = object()
+    sender = Codec(lambda value: (5, type(value).__name__))
+    assert sender.encode([thing]) == ["list", ["object", 5, "object"]]
+    assert Codec(resolve=lambda number, kind: (number, kind)).decode(["object", 5, "object"]) == (5, "object")
+
+
+def test_frames_and_their_limits():
+    r, w = os.pipe()
+    try:
+        send(w, {"a": 1}, b"blob")
+        assert receive(r) == ({"a": 1}, b"blob")
+        send(w, {}, bytes(100))
+        with pytest.raises(Lost):
+            receive(r, max_blob=99)
+    finally:
+        os.close(r)
+        os.close(w)
+    for text in (b"[]", b"nonsense", b"[" * 100_000, b"\xff"):
+        r, w = os.pipe()
+        os.set_blocking(w, False)
+        os.write(w, struct.pack(">II", len(text), 0))
+        os.write(w, text[:60_000])
+        os.close(w)
+        with pytest.raises(Lost):
+            receive(r)
+        os.close(r)
+
+
+@given(st.lists(st.binary(max_size=40)), st.integers(2, 60))
+def test_head_and_tail(parts, limit):
+    kept, whole = HeadTail(limit), b"".join(parts)
+    for part in parts:
+        kept.add(part)
+    half = limit // 2
+    if len(whole) <= 2 * half:
+        assert kept.value() == whole and not kept.truncated
+    else:
+        assert kept.truncated and kept.value().startswith(whole[:half]) and kept.value().endswith(whole[-half:])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"memory_bytes": 0}, {"wall_s": -1.0}, {"nproc": 2}, {"cpu_s": 0}, {"output_bytes": 0}, {"address_bytes": -1}],
+)
+def test_profiles_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ConfigError, match=f"Profile.{next(iter(wrong))}"):
+        Profile("mine", **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"backend": "docker"}, {"slots": 0}, {"warm": 64}, {"warm": -1}, {"first_uid": 0}, {"cgroup": "/nowhere"}]
+)
+def test_hosts_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        delegated_group(SandboxConfig(**wrong).cgroup)
+
+
+def test_presets():
+    assert set(PROFILES) == {"score", "code", "terminal", "mcp"}
+    assert CODE.address_bytes and not PROFILES["mcp"].address_bytes and PROFILES["terminal"].writable_root
+
+
+def test_own_user_decides_where_processes_are_counted():
+    assert "RLIMIT_NPROC" in recipe.limits(CODE, own_uid=True)
+    assert "RLIMIT_NPROC" not in recipe.limits(CODE, own_uid=False)
+
+
+def test_a_delegated_group_is_used_when_it_limits_its_children(tmp_path):
+    (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids\n")
+    assert delegated_group(str(tmp_path)) == str(tmp_path)
+    (tmp_path / "cgroup.subtree_control").write_text("cpu\n")
+    with pytest.raises(ConfigError, match="subtree_control"):
+        delegated_group(str(tmp_path))
+
+
+def test_a_lost_sandbox_can_be_pickled():
+    import pickle
+
+    assert pickle.loads(pickle.dumps(SandboxGone("memory"))).killed_by == "memory"

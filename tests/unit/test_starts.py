@@ -1,0 +1,200 @@
+"""Where episodes start: behind a piece of an expert's episode (IPA, arXiv 2512.24873)."""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from rolljax.envs.games.key_door_chain import KeyDoorChain
+from rolljax.envs.pool import EnvPool, PoolConfig
+from rolljax.errors import ConfigError, EnvError
+from rolljax.starts import ExpertStarts, Starts, crucial_fork
+from rolljax.types import Fault, Group, Key, Trajectory, Turn
+
+CHAIN = KeyDoorChain(length=5, max_turns=6)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = EnvPool(PoolConfig(), CHAIN)
+    yield pool
+    pool.close()
+
+
+def starts(pool, chat, **settings):
+    return Starts(ExpertStarts(**settings), pool, chat, seed=3, max_turns=CHAIN.max_turns)
+
+
+def choose(s, task, count=1, step=0):
+    async def every():
+        return [await s.choose(task, step, i) for i in range(count)]
+
+    return asyncio.run(every())
+
+
+def turn(text, chat, version=0):
+    tokens = chat.answer_ids(text)
+    n = len(tokens)
+    return Turn(np.zeros(1, np.int32), tokens, np.zeros(n, np.float32), np.full(n, version), "stop", 0.0, text)
+
+
+def went(chat, task, replayed, successes, *, turns="abcde", heard=None, status="ok"):
+    """A group whose trajectories began with so many replayed turns and ended like this."""
+
+    def one(i, success):
+        made = tuple(turn(x, chat, -1 if k < replayed else 0) for k, x in enumerate(turns))
+        fault = Fault("infra", "step", "gone") if status == "failed" else None
+        return Trajectory(Key(0, 0, 0, i), task, made, float(success), {}, success, status, fault, heard=heard)
+
+    return Group(task, 0, 0, tuple(one(i, s) for i, s in enumerate(successes)))
+
+
+# ---- the crucial fork -----------------------------------------------------------------------------------------------
+
+
+def test_the_crucial_chunk_is_where_the_rate_jumps():
+    assert crucial_fork([(0, 16), (1, 16), (12, 16), (13, 16)]) == 1
+    assert crucial_fork([(0, 16), (5, 16), (16, 16)]) == 1  # the larger of two jumps
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        [],
+        [(3, 8)],
+        [(0, 7), (7, 7)],  # too few
+        [(4, 16), (8, 16)],  # a gap of .25
+        [(3, 8), (6, 8)],  # .375, but p = .16
+        [(12, 16), (1, 16)],  # it falls
+    ],
+)
+def test_no_chunk_stands_out(rates):
+    assert crucial_fork(rates) is None
+
+
+def test_the_test_behind_it_is_fishers():
+    """The number of equally likely ways to deal out the successes, counted one by one."""
+    for s0, n0, s1, n1 in [(1, 8, 5, 8), (2, 9, 6, 8), (0, 8, 4, 8), (1, 8, 4, 8)]:
+        deals = list(itertools.combinations(range(n0 + n1), s0 + s1))
+        p = sum(sum(i >= n0 for i in deal) >= s1 for deal in deals) / len(deals)
+        assert (crucial_fork([(s0, n0), (s1, n1)], 0.01) == 0) == (p < 0.05), (s0, n0, s1, n1, p)
+
+
+# ---- rollback -------------------------------------------------------------------------------------------------------
+
+
+def test_rollback_starts_behind_all_but_the_last_chunk(pool, chat):
+    s, task = starts(pool, chat), CHAIN.task(2)
+    (start,) = choose(s, task)
+    keys = task.content.split()[2]
+    assert "".join(c.text for c in start.chunks) == keys[:-1] and start.imitate == 4
+    for chunk in start.chunks:
+        np.testing.assert_array_equal(chunk.tokens, chat.answer_ids(chunk.text))
+
+
+def test_the_start_moves_back_one_chunk_when_enough_succeed(pool, chat):
+    s, task = starts(pool, chat, window=4, threshold=0.75), CHAIN.task(0)
+    distances = []
+    for successes in ([1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]):
+        (start,) = choose(s, task)
+        s.learn([went(chat, task, len(start.chunks), map(bool, successes))], 0)
+        distances.append(s.distance)
+    assert distances == [1, 2, 2, 3]
+
+
+def test_it_ends_at_the_beginning(pool, chat):
+    s, task = starts(pool, chat, window=1), CHAIN.task(0)
+    for _ in range(9):
+        (start,) = choose(s, task)
+        s.learn([went(chat, task, len(start.chunks) if start else 0, [True])], 0)
+    assert s.distance == 5 and choose(s, task) == [None]
+
+
+def test_failures_of_the_machine_say_nothing(pool, chat):
+    s, task = starts(pool, chat, window=2), CHAIN.task(0)
+    choose(s, task)
+    s.learn([went(chat, task, 4, [True, True], status="failed")], 0)
+    assert s.distance == 1 and s.row()["starts/distance_n"] == 1
+
+
+def test_behind_the_crucial_chunk_nothing_is_imitated(pool, chat):
+    s, task = starts(pool, chat, window=1000), CHAIN.task(0)
+    choose(s, task)
+    s.learn([went(chat, task, 1, [False] * 16), went(chat, task, 2, [True] * 16)], 0)
+    assert s.fork == 1 and s.row()["starts/fork_n"] == 1
+    (start,) = choose(s, task)
+    assert (len(start.chunks), start.imitate) == (4, 2)
+
+
+# ---- parallel -------------------------------------------------------------------------------------------------------
+
+
+def test_parallel_starts_are_spread_over_all_chunks_and_belong_to_their_address(pool, chat):
+    s, task = starts(pool, chat, mode="parallel"), CHAIN.task(1)
+    lengths = [len(x.chunks) if x else 0 for x in choose(s, task, 200)]
+    counts = np.bincount(lengths, minlength=5)
+    assert len(counts) == 5 and counts.min() >= 200 / 5 - 4 * math.sqrt(200 * 0.16)
+    again = starts(pool, chat, mode="parallel")
+    assert [len(x.chunks) if x else 0 for x in choose(again, task, 200)] == lengths
+    assert [len(x.chunks) if x else 0 for x in choose(again, task, 200, step=1)] != lengths
+
+
+# ---- experts of one's own -------------------------------------------------------------------------------------------
+
+
+def test_own_successes_are_replayed_and_refreshed(pool, chat):
+    s, task = starts(pool, chat, expert="success", refresh_every=3), CHAIN.task(0)
+    assert choose(s, task) == [None]
+    s.learn([went(chat, task, 0, [False, True], turns="abc", heard=("o", "1", "2", "3"))], 0)
+    (start,) = choose(s, task)
+    assert [(c.text, c.digest) for c in start.chunks] == [("a", "1"), ("b", "2")] and start.opening == "o"
+    s.learn([went(chat, task, 0, [True], turns="xyz", heard=("o", "4", "5", "6"))], 1)
+    assert [c.text for c in choose(s, task)[0].chunks][0] == "a"
+    s.learn([], 2)
+    assert [c.text for c in choose(s, task)[0].chunks][0] == "x"
+    assert choose(s, CHAIN.task(1)) == [None]
+
+
+def test_all_of_its_state_survives_a_stop(pool, chat):
+    task = CHAIN.task(0)
+    settings = {"expert": "success", "window": 3}
+    s = starts(pool, chat, **settings)
+    s.learn([went(chat, task, 0, [True, False, True, True], turns="abc", heard=("o", "1", "2", "3"))], 0)
+    choose(s, task)
+    s.learn([went(chat, task, 2, [True, True, True])], 1)
+    again = starts(pool, chat, **settings)
+    again.restore(json.loads(json.dumps(s.state())))
+    assert again.state() == s.state() and again.row() == s.row() and again.distance == 2
+    left, right = choose(s, task)[0], choose(again, task)[0]
+    assert [c.text for c in left.chunks] == [c.text for c in right.chunks] == ["a"]
+    np.testing.assert_array_equal(left.chunks[0].tokens, right.chunks[0].tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsolved(KeyDoorChain):
+    """Its scripted answers do not solve it."""
+
+    def make(self):
+        env = super().make()
+        env.gold = lambda: "a"
+        return env
+
+
+def test_an_expert_that_fails_is_an_error(chat):
+    spec = Unsolved(length=5)
+    pool = EnvPool(PoolConfig(), spec)
+    try:
+        with pytest.raises(EnvError, match="do not solve"):
+            choose(Starts(ExpertStarts(), pool, chat, 0, spec.max_turns), spec.task(0))
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("settings", [{"threshold": 0.0}, {"threshold": 1.5}, {"window": 0}, {"refresh_every": 0}])
+def test_settings_that_cannot_work_are_refused(settings):
+    with pytest.raises(ConfigError):
+        ExpertStarts(**settings)
