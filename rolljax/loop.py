@@ -79,9 +79,7 @@ def make_learner(plan: Plan, index: int, frozen: Frozen) -> Learner:
         plan.model,
         phase.algorithm,
         phase.optimizer,
-        phase.pack_shape(
-            recipe.sampler.max_context, recipe.max_answer_tok, recipe.env.max_turns, recipe.rollout.max_restarts
-        ),
+        phase.pack_shape(recipe.sampler.max_context, recipe.max_answer_tok, recipe.max_turns, recipe.max_restarts),
         steps=phase.steps,
         groups_per_step=phase.prompts_per_step,
         updates_per_step=phase.updates_per_step,

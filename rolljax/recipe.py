@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rolljax.agents.program import AgentProgram
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
 from rolljax.errors import ConfigError
@@ -172,6 +173,7 @@ class Recipe:
 
     model: shape of a decoder that starts from random weights with a byte tokenizer, or the path of a local Hugging Face
       folder whose config, weights, tokenizer and chat template are used.
+    agent: a program that plays the episodes with the model behind an OpenAI-compatible server (docs/agents.md).
     max_answer_tok: most tokens of one answer (one turn).
     seed: of the weights, of the order of tasks and of everything sampled.
     save_every: steps between checkpoints (one is always kept at the end of a phase and when the run is told to stop).
@@ -180,6 +182,7 @@ class Recipe:
 
     env: EnvSpec
     phases: tuple[Phase, ...]
+    agent: AgentProgram | None = None
     model: DecoderConfig | str = DecoderConfig()
     dtype: Dtype = "float32"
     remat: Remat = "none"
@@ -222,18 +225,66 @@ class Recipe:
                     remedy=f"set it to {self.sampler.max_context} or more",
                 )
 
+        for phase in self.phases:
+            if phase.starts and self.max_turns == 1:
+                raise ConfigError(
+                    "can have no effect: episodes of this environment have one turn",
+                    setting="Phase.starts",
+                    value=phase.starts,
+                    remedy="leave it out, or choose an environment with several turns",
+                )
+            if phase.algorithm.whole_groups and self.rollout.max_restarts:
+                raise ConfigError(
+                    f"is not possible: {type(phase.algorithm).__name__} compares whole trajectories of one sequence",
+                    setting="RolloutConfig.context",
+                    value=self.rollout.context,
+                    remedy="set 'truncate'",
+                )
+        if self.agent:
+            self._check_agent(self.agent)
         self.warnings()
         for before, phase in zip((None, *self.phases), self.phases, strict=False):
-            phase.pack_shape(self.sampler.max_context, self.max_answer_tok, self.env.max_turns)
+            phase.pack_shape(self.sampler.max_context, self.max_answer_tok, self.max_turns, self.max_restarts)
             _check_overlong(phase.algorithm, self.max_answer_tok)
             _check_previous(before.algorithm.needs().critics if before else None, phase.algorithm.needs().critics)
+
+    def _check_agent(self, agent: AgentProgram) -> None:
+        """What an agent program leaves without effect, or cannot work with it."""
+        if dataclasses.replace(self.rollout, retries=RolloutConfig.retries) != RolloutConfig():
+            raise ConfigError(
+                "can have no effect but for `retries`: the agent program conducts its episodes",
+                setting="Recipe.rollout",
+                value=self.rollout,
+                remedy="leave it out; AgentProgram has max_calls, max_restarts and deadline_s",
+            )
+        for phase in self.phases:
+            if phase.starts and phase.algorithm.source == "sampler":
+                raise ConfigError(
+                    "cannot replay turns to an agent program", setting="Phase.starts", remedy="leave it out"
+                )
+            if phase.algorithm.whole_groups and agent.max_restarts:
+                raise ConfigError(
+                    f"must be 0: {type(phase.algorithm).__name__} compares whole trajectories of one sequence",
+                    setting="AgentProgram.max_restarts",
+                    value=agent.max_restarts,
+                )
+
+    @property
+    def max_turns(self) -> int:
+        """Most answers of the model in one episode."""
+        return max(self.env.max_turns, self.agent.max_calls if self.agent else 1)
+
+    @property
+    def max_restarts(self) -> int:
+        """How often the stream of a trajectory may start anew."""
+        return self.agent.max_restarts if self.agent else self.rollout.max_restarts
 
     def warnings(self) -> list[str]:
         """What is legitimate but may not be meant; raises `ConfigError` for what cannot work."""
         return [
             f"phase {p.name}: {text}"
             for i, p in enumerate(self.phases)
-            for text in p.algorithm.check(p.setup(self.env.max_turns, first=i == 0))
+            for text in p.algorithm.check(p.setup(self.max_turns, first=i == 0))
         ]
 
     def check_mesh(self, num_batch_shards: int) -> None:
@@ -286,5 +337,5 @@ def _check_previous(before: Critic | None, critic: Critic | None) -> None:
         )
 
 
-RESUMABLE = ("save_every", "rollouts_every", "wait_s", "pool.")
+RESUMABLE = ("save_every", "rollouts_every", "wait_s", "pool.", "agent.concurrency", "agent.output_bytes")
 """Settings (path prefixes) that may differ when a run is continued: they change no number."""

@@ -127,12 +127,12 @@ class Rollouts:
     async def trajectory(self, task: Task, key: Key, start: Start | None = None) -> Trajectory:
         """One episode. Whatever fails comes back as its status and fault; nothing is raised."""
         for attempt in range(1, self.cfg.retries + 2):
-            record = _Record(task, key, attempt)
+            record = Record(task, key, attempt)
             try:
                 with record.waiting_for_env():
                     episode = await self.pool.open(task)
                 try:
-                    await self._play(episode, record, start)
+                    await self.play_out(episode, record, start)
                 finally:
                     await episode.close()
             except RolljaxError as e:
@@ -141,7 +141,7 @@ class Rollouts:
                 break
         return record.trajectory()
 
-    async def _play(self, episode: Episode, record: _Record, start: Start | None) -> None:
+    async def play_out(self, episode: Episode, record: Record, start: Start | None) -> None:
         talk = _Talk(self.chat.prompt_ids(episode.opening))
         replay = start.chunks if start else ()
         if self.listen:
@@ -187,7 +187,7 @@ class Rollouts:
         parts = {**result.reward_parts, "format": penalty}
         return dataclasses.replace(result, reward=result.reward + penalty, reward_parts=parts)
 
-    def _ended(self, record: _Record, answer: Completion, result: StepResult) -> bool:
+    def _ended(self, record: Record, answer: Completion, result: StepResult) -> bool:
         if answer.finish_reason != "stop":
             record.cut("answer", f"an answer was cut: {answer.finish_reason}")
         elif result.truncated:
@@ -215,7 +215,7 @@ def fault_of(error: RolljaxError) -> Fault:
     if isinstance(error, EnvError):
         infra = isinstance(error, InfraError)
         kind: FaultKind = "infra" if infra else "limit" if error.stage == "episode" else "env"
-        return Fault(kind, error.stage, str(error), retryable=infra)
+        return Fault(kind, error.stage, str(error), retryable=infra and error.stage != "pool")
     return Fault("env" if isinstance(error, DataError) else "infra", error.owner, str(error))
 
 
@@ -250,7 +250,7 @@ class _Talk:
 
 
 @dataclasses.dataclass(eq=False)
-class _Record:
+class Record:
     """A trajectory in the making."""
 
     task: Task

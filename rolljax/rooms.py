@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from rolljax.agents.worker import check_machine
 from rolljax.buffer import Background
 from rolljax.envs.pool import EnvPool, Episode
 from rolljax.envs.tasks import held_out
@@ -76,6 +77,8 @@ def plan(recipe: Recipe) -> Plan:
         cfg, chat = hf.read_config(recipe.model), Chat(load_tokenizer(recipe.model))
     model = Model(cfg, recipe.dtype, recipe.remat)
     param_shardings(mesh, model.axes(), model.abstract())
+    if recipe.agent:
+        check_machine(recipe.agent)
     if recipe.sampler.max_context > cfg.max_position:
         raise ConfigError(
             f"is more than the model's {cfg.max_position} positions",
@@ -171,10 +174,16 @@ class Rooms:
             self._publish(params),
             version,
             longest_prompt=plan.longest_prompt_tok,
-            multi_turn=plan.recipe.env.max_turns > 1,
+            detokenize=plan.chat.text if plan.recipe.agent else None,
+            multi_turn=plan.recipe.max_turns > 1,
         )
         self.pool = EnvPool(plan.recipe.pool, plan.recipe.env)
         self.background = Background(should_stop)
+        self.agents = None
+        if plan.recipe.agent:
+            from rolljax.agents.host import AgentHost  # which needs the packages of a server
+
+            self.agents = AgentHost(plan.recipe.agent, self.sampler, plan.chat, plan.recipe.sampler.max_context)
 
     def __enter__(self) -> Rooms:
         # what is loaded and compiled by now stays: full collections need not look at it again (0.3 s each, measured)
@@ -184,6 +193,9 @@ class Rooms:
 
     def __exit__(self, *_: object) -> None:
         gc.unfreeze()
+        if self.agents:
+            ending = self.background.start(self.agents.close())
+            self.background.wait(ending, "the agent programs to end", 60.0, interruptible=False)
         self.background.close()
         self.sampler.close()
         self.pool.close()
@@ -209,6 +221,10 @@ class Rooms:
     def rollouts(self, policy: Policy, *, listen: bool = False) -> Rollouts:
         r = self.recipe
         limits = (r.env.max_turns, r.sampler.max_context, r.max_answer_tok)
+        if self.agents and isinstance(policy, SamplerPolicy):
+            from rolljax.agents.host import AgentRollouts
+
+            return AgentRollouts(self.pool, self.plan.chat, policy, *limits, r.rollout, listen, host=self.agents)
         return Rollouts(self.pool, self.plan.chat, policy, *limits, r.rollout, listen)
 
     def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:

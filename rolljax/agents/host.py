@@ -25,7 +25,7 @@ from rolljax.envs.pool import Episode
 from rolljax.errors import EnvError, InfraError, SamplerError
 from rolljax.model.tokenizer import Chat
 from rolljax.policies import SamplerPolicy
-from rolljax.rollout import Rollouts, _Record
+from rolljax.rollout import Record, Rollouts
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.openai_session import Call, Session, SessionRules, Sessions
 from rolljax.sampler.openai_types import Served
@@ -161,7 +161,7 @@ class AgentRollouts(Rollouts):
 
     host: AgentHost
 
-    async def _play(self, episode: Episode, record: _Record, start: Start | None) -> None:
+    async def play_out(self, episode: Episode, record: Record, start: Start | None) -> None:
         assert isinstance(self.policy, SamplerPolicy) and start is None
         await self.host.open()
         program, key, sessions = self.host.program, record.key, self.host.sessions
@@ -195,7 +195,7 @@ class AgentRollouts(Rollouts):
             record.cut("calls", f"the program failed when it had had its {session.limit}: {failure}")
         await self._judge(episode, answer, record, calls)
 
-    async def _judge(self, episode: Episode, answer: str, record: _Record, calls: list[Call]) -> None:
+    async def _judge(self, episode: Episode, answer: str, record: Record, calls: list[Call]) -> None:
         """Give the answer to the environment; its reward belongs to the call that was made last."""
         with record.waiting_for_env():
             result = await episode.step(answer)
@@ -213,7 +213,7 @@ class AgentRollouts(Rollouts):
         elif record.turns[last].finish_reason != "stop":
             record.cut("answer", f"the model's last answer was cut: {record.turns[last].finish_reason}")
 
-    def _take_down(self, session: Session, record: _Record) -> list[Call]:
+    def _take_down(self, session: Session, record: Record) -> list[Call]:
         """Put the calls that were answered on record, a turn for each; returns them in the same order."""
         streams = session.streams()
         calls = [call for stream in streams for call in stream]

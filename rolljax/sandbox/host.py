@@ -359,9 +359,14 @@ def check_machine() -> None:
         )
 
 
-@functools.cache
+_works = threading.Event()
+
+
 def available() -> str:
-    """Empty when untrusted code can be isolated here, else one sentence that says why not."""
+    """Empty when untrusted code can be isolated here, else one sentence that says why not. Tried once; a failure, which
+    may pass, is tried again."""
+    if _works.is_set():
+        return ""
     if sys.platform != "linux":
         return "sandboxes need Linux"
     if not recipe.bwrap():
@@ -371,7 +376,10 @@ def available() -> str:
             result = host.run(["/bin/sh", "-c", "echo $((6*7))"])
     except (InfraError, ConfigError) as e:
         return str(e).replace("\n", "; ")
-    return "" if result.stdout == b"42\n" else f"a test program failed: {result.stderr[-300:]!r}"
+    if result.stdout != b"42\n":
+        return f"a test program failed: {result.stderr[-300:]!r}"
+    _works.set()
+    return ""
 
 
 _shared: dict[tuple[int, SandboxConfig], SandboxHost] = {}

@@ -363,7 +363,10 @@ def test_one_process_plays_many_episodes(play, sampler):
 
 
 def test_a_process_that_failed_is_replaced(play):
-    (crash, process), told = play("crash", "process", reuse=True, concurrency=1)
+    async def one_after_the_other(work):
+        return [await w for w in work]
+
+    (crash, process), told = play("crash", "process", then=one_after_the_other, reuse=True, concurrency=1)
     assert crash.status == "failed" and process.success
     assert len({t["pid"] for t in told}) == 2
 

@@ -221,7 +221,11 @@ def test_second_ctrl_c_interrupts(monkeypatch):
             threading.Event().wait(1)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.gin")), ids=lambda p: p.stem)
+NEEDS_FILES = {"gsm8k_qwen3_0p6b"}  # planned in test_gsm8k_plan.py
+SHIPPED = sorted(p for p in ROOT.glob("configs/**/*.gin") if p.stem not in NEEDS_FILES)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_every_shipped_config_passes_a_dry_run(path, capsys):
     assert train.main(["--gin", str(path), "--dry_run"]) == 0
     out = capsys.readouterr().out

@@ -168,9 +168,7 @@ def test_a_stream_that_starts_anew_is_read_from_its_new_start(model, params, gro
     assert any(len(t.starts) == 2 for g in cut for t in g)
     e = Episodes.of(cut, limit_tok=16)
     got = one.read(one.init(params), samples_of(cut), e)
-    parts = [
-        [dataclasses.replace(t, turns=p) for p in (t.turns[:1], t.turns[1:]) if p] for group in cut for t in group
-    ]
+    parts = [[dataclasses.replace(t, turns=p) for p in (t.turns[:1], t.turns[1:]) if p] for group in cut for t in group]
     logp = iter(direct_logp(model, params, parts))
     assert_rows(got.trainer_logp, [np.concatenate([next(logp) for _ in p]) for p in parts], e.mask)
     kept = one.credited(samples_of(cut), got, one.algorithm.credit(got, {}))

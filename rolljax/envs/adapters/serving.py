@@ -221,7 +221,10 @@ def parser(prog: str, what: str) -> argparse.ArgumentParser:
     parser.add_argument("--sessions", type=int, default=Limits.sessions, help="open at a time (default: %(default)s)")
     parser.add_argument("--idle_s", type=float, default=Limits.idle_s, help="of a session (default: %(default)s)")
     parser.add_argument(
-        "--workers", type=int, default=PoolConfig.workers, help="per environment (default: %(default)s)"
+        "--workers",
+        type=int,
+        default=PoolConfig.workers,
+        help="per environment; 0: chosen by its kind (default: %(default)s)",
     )
     parser.add_argument("--step_s", type=float, default=PoolConfig.step_s, help="of one step (default: %(default)s)")
     return parser

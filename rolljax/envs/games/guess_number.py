@@ -18,8 +18,8 @@ class GuessNumber(EnvSpec):
     max_turns=4`, its hard form the default).
 
     Observation: `1-50?` at first, then `higher` or `lower`: where the secret lies from the guess. Actions: a number.
-    Reward: 1 for the secret. Games with the same secret are different tasks: what is learned is how to ask, and a secret
-    that training never saw would only teach that it never is one.
+    Reward: 1 for the secret. Games with the same secret are different tasks: what is learned is how to ask, and a
+    secret that training never saw would only teach that it never is one.
 
     boxed: read the number from `\boxed{}`. shaped: an episode that is cut is worth 1 - |guess - secret| / (largest - 1)
     by its last guess. format_reward: for an answer without a number; format_ends: such an answer ends the episode

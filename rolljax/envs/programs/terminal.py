@@ -40,7 +40,7 @@ class TerminalTasks(EnvSpec):
     only: names of the tasks to use; empty: all. max_turns: commands before the episode is cut.
     command_timeout_s: longest run of one command; the policy is told, and the episode goes on. test_timeout_s: longest
       run of the tests, where the task does not set less. Both together, and the second it takes to start a sandbox,
-      must stay below `PoolConfig.step_timeout_s`.
+      must stay below `PoolConfig.step_s`.
     max_output_chars: characters of a command's output that are shown, from its start and its end.
     max_answer_chars: longest answer that is taken for a command.
     max_repeats: the episode is cut when one command gave one result so many times in a row; 0: never.

@@ -28,7 +28,7 @@ class ToolError(Exception):
 class ToolLimits:
     """calls_per_turn, calls_per_episode: further calls are not run. told_bytes: of a result, to the policy; of a longer
     one the middle is left out. kept_bytes: of a result, on record. call_s: longest one call may take; all calls of an
-    answer must fit into `PoolConfig.step_timeout_s`. concurrency: most calls of one server at once, in this process.
+    answer must fit into `PoolConfig.step_s`. concurrency: most calls of one server at once, in this process.
     """
 
     calls_per_turn: int = 4
