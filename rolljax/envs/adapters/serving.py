@@ -224,7 +224,7 @@ def parser(prog: str, what: str) -> argparse.ArgumentParser:
         "--workers",
         type=int,
         default=PoolConfig.workers,
-        help="per environment; 0: chosen by its kind (default: %(default)s)",
+        help="per environment; 0: by its kind (default: %(default)s)",
     )
     parser.add_argument("--step_s", type=float, default=PoolConfig.step_s, help="of one step (default: %(default)s)")
     return parser
