@@ -1,7 +1,11 @@
-# Each target does the set-up it needs. Needs python3 (>= 3.11), pip and make, nothing else.
+# Each target does the set-up it needs. Needs python3 (>= 3.11), pip and make, nothing else; tests of the sandbox also
+# bubblewrap, which is installed for root on Debian and its kin.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# the sandbox; only where this is root's machine and Debian's
+INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \
+	{ apt-get install -qq -y bubblewrap > /dev/null || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }; }; }
 
 .PHONY: setup setup-test quickstart test check bench clean
 
@@ -16,6 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps google-jetstream==0.2.2
+	@command -v bwrap > /dev/null || $(INSTALL_BWRAP) || echo "no bubblewrap here: the tests of the sandbox will be skipped"
 	@touch $@
 
 quickstart: setup

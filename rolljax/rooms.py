@@ -102,12 +102,12 @@ def plan(recipe: Recipe) -> Plan:
 
 
 async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
-    """The opening messages of those `tasks` that start, through a pool of the recipe's own kind.
+    """The opening messages of those `tasks` that start. Nothing of a policy's is run yet: threads will do.
 
     Raises:
       EnvError: none of them starts. ConfigError: pairs are asked of an environment that has none.
     """
-    pool = EnvPool(recipe.pool, recipe.env)
+    pool = EnvPool(dataclasses.replace(recipe.pool, where="thread"), recipe.env)
     pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
 
     async def opening(task: Task) -> tuple[Message, ...] | EnvError:

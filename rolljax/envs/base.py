@@ -115,6 +115,9 @@ class EnvSpec(abc.ABC):
     def make(self) -> Env:
         """A fresh environment."""
 
+    def warm(self) -> None:  # noqa: B027  # most need nothing
+        """Import and load what every episode needs. Called once, in the process that workers are forked from."""
+
     def bad_actions(self) -> Sequence[str]:
         """Actions that must not solve a task, for the contract tests."""
         return ("", "\x00", "nonsense " * 50)

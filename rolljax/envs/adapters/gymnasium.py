@@ -83,6 +83,9 @@ class Gymnasium(EnvSpec):
             opening = _show(self.id, shape.env, state)
         return Task(self.name, index, opening if shape.certain else f"{opening}\nseed {self._seed(index)}")
 
+    def warm(self) -> None:
+        self.make().reset(self.task(0))
+
     def make(self) -> Env:
         return GymnasiumEnv(self)
 

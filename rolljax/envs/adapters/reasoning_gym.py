@@ -102,6 +102,9 @@ class ReasoningGym(EnvSpec):
     def task(self, index: int) -> Task:
         return Task(self.family, index, self.item(index)["question"])
 
+    def warm(self) -> None:
+        self.task(0)
+
     def make(self) -> Env:
         return ReasoningGymEnv(self)
 

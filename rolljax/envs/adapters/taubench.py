@@ -79,6 +79,9 @@ class TauBench(EnvSpec):
         number = index % len(tasks)
         return Task(self.name, index, f"{self.split} {number}: {tasks[number].instruction}")
 
+    def warm(self) -> None:
+        self.make().reset(self.task(0))
+
     def make(self) -> Env:
         return TauBenchEnv(self)
 

@@ -63,6 +63,9 @@ class TextArena(EnvSpec):
         """The game's seed is its identity: the opening does not show what is hidden."""
         return Task(self.name, index, f"{self.id} with seed {self._seed(index)}")
 
+    def warm(self) -> None:
+        self.make().reset(self.task(0))
+
     def make(self) -> Env:
         return TextArenaEnv(self)
 

@@ -24,7 +24,7 @@ from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.worker import END_S, ORDER, OUTPUT_BYTES
 from rolljax.errors import ConfigError
 
-NUM_PROCESSES = 64
+NUM_PROCESSES = max(8, min(64, 2 * (os.cpu_count() or 1)))
 READ_BYTES = 262_144
 LINGER_S = 0.2
 """A worker that closed its connection and lives on is killed after this time."""

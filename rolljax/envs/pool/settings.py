@@ -16,8 +16,8 @@ class PoolConfig:
 
     where: auto: as the environment says (`EnvSpec.runs`). thread: in this process, whatever it says; a hang then costs
       a thread for good and a crash the run. process: in worker processes. ray: in Ray actors, on this and other hosts.
-    workers: threads for inline environments; worker processes; Ray actors. 0: 2 threads, 64 processes, or as many
-      actors as the cluster has processors for.
+    workers: threads for inline environments; worker processes; Ray actors. 0: 2 threads, two processes for each
+      processor (8 to 64), or as many actors as the cluster has processors for.
     io_threads: most threads for environments that wait for something outside (`runs = "thread"`).
     episodes_per_worker: most open episodes of a worker process or actor; further ones wait until one is closed. They
       share the worker's fate: a hang or crash of one costs the others a restart.
@@ -39,7 +39,7 @@ class PoolConfig:
     where: Where = "auto"
     workers: int = 0
     io_threads: int = 1024
-    episodes_per_worker: int = 16
+    episodes_per_worker: int = 64
     worker_lifetime: int = 1000
     start_s: float = 120.0
     reset_s: float = 60.0

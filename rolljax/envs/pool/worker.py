@@ -1,8 +1,8 @@
 """The processes that environments run in: `python -m rolljax.envs.pool.worker FD`, started by `processes.py`.
 
-The process that is started is the nursery. It imports the environment's module, once, and forks workers from that state
-when the pool asks: a worker costs milliseconds, and nothing was ever forked from a process that holds a device. The
-nursery keeps the last output of each worker, says how each ended, and when the pool is gone it ends them all.
+The process that is started is the nursery. It loads the environment (`EnvSpec.warm`), once, and forks workers from that
+state when the pool asks: a worker costs milliseconds, and nothing was ever forked from a process that holds a device.
+The nursery keeps the last output of each worker, says how each ended, and when the pool is gone it ends them all.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Nursery:
         assert first is not None, "the pool ended before it said what to run"
         spec, self._max_bytes, self._memory_bytes = pickle.loads(first)
         self._spec = pickle.loads(spec)
+        with contextlib.suppress(Exception):  # what cannot be loaded will say so in its resets
+            self._spec.warm()
         self._children: dict[int, _Child] = {}  # by process id
         self._selector = selectors.DefaultSelector()
         self._wake, self._alarm = socket.socketpair()

@@ -72,6 +72,9 @@ class ToolEnv(EnvSpec):
     def task(self, index: int) -> Task:
         return self.inner.task(index)
 
+    def warm(self) -> None:
+        self.inner.warm()
+
     def make(self) -> Env:
         return ToolEpisode(self)
 
