@@ -102,12 +102,13 @@ def plan(recipe: Recipe) -> Plan:
 
 
 async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
-    """The opening messages of those `tasks` that start. Nothing of a policy's is run yet: threads will do.
+    """The opening messages of those `tasks` that start, through a pool of the recipe's own kind: whatever an
+    environment does when it starts, it does not do it to this process.
 
     Raises:
       EnvError: none of them starts. ConfigError: pairs are asked of an environment that has none.
     """
-    pool = EnvPool(dataclasses.replace(recipe.pool, where="thread"), recipe.env)
+    pool = EnvPool(recipe.pool, recipe.env)
     pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
 
     async def opening(task: Task) -> tuple[Message, ...] | EnvError:
