@@ -27,7 +27,6 @@ DOORS = {
     "IPA, rollback": [],
     "IPA, rollback, no imitation": ["Ipa.imitation = 0.0"],
     "IPA, parallel": ["ExpertStarts.mode = 'parallel'"],
-    "IPA, parallel, no imitation": ["ExpertStarts.mode = 'parallel'", "Ipa.imitation = 0.0"],
 }
 FORM = [
     "KeyDoorChain.num_tasks = 100000",
@@ -36,6 +35,7 @@ FORM = [
     "ipa/Phase.starts = None",
     "ipa/Phase.steps = 40",
     "ipa/Phase.group_size = 1",
+    "ipa/Phase.updates_per_step = 1",
     "ipa/Phase.eval_every = 0",
 ]
 """Answers of the right form about other doors: what the runs that are compared start from."""

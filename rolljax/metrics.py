@@ -166,7 +166,7 @@ def reduce_parts(name: str, values: Sequence[float]) -> float:
 
 def check_row(row: Mapping[str, float]) -> list[str]:
     """What is wrong with a row of metrics: unknown names and values outside their range. Empty when all is well."""
-    wrong = [f"{name} is not in metrics.NAMES" for name in row if "/" in name and name not in NAMES]
+    wrong = [f"{name} is not in metrics.NAMES" for name in row if "/" in name and not is_known(name)]
     for name, value in row.items():
         if (m := NAMES.get(name)) and not m.low <= value <= m.high:
             wrong.append(f"{name} = {value} is outside [{m.low}, {m.high}]")

@@ -1,0 +1,119 @@
+"""Whole runs of what only several turns have: starts behind an expert, contexts that are cut, spare episodes."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rolljax import loop, train
+from rolljax.buffer import Stopped
+from rolljax.metrics import check_row
+from rolljax.progress import Console
+from rolljax.rooms import plan as make_plan
+from rolljax.runfolder import RunFolder
+from rolljax.trainer.state import fingerprint
+
+from .conftest import ROOT, rows, summary
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+IPA = {
+    "MeshSpec.data": 1,
+    "SamplerConfig.slots": 32,
+    "SamplerConfig.prefill_chunk": 256,
+    "Evaluation.tasks": 8,
+    "KeyDoorChain.length": 4,
+    "ExpertStarts.window": 8,
+    "ExpertStarts.threshold": 0.01,
+    "Recipe.save_every": 100,
+    "ipa/Phase.steps": 6,
+    "ipa/Phase.prompts_per_step": 4,
+    "ipa/Phase.group_size": 4,
+    "ipa/Phase.eval_every": 0,
+    "optimizer.AdamW.lr": 0.02,
+}
+
+
+def arguments(name, run_dir, settings):
+    argv = ["--gin", str(ROOT / "configs" / f"{name}.gin"), "--run_dir", str(run_dir)]
+    return argv + [a for key, value in settings.items() for a in ("--set", f"{key} = {value!r}")]
+
+
+def trajectories(run_dir, step):
+    return [json.loads(x) for x in (run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mode", ["rollback", "parallel"])
+def test_episodes_start_behind_the_experts_turns(tmp_path, mode):
+    settings = IPA | {"ExpertStarts.mode": mode, "ExpertStarts.threshold": 0.9}
+    assert train.main(arguments("agent_ipa", tmp_path / "run", settings)) == 0
+    written = rows(tmp_path / "run")
+    assert [check_row(row) for row in written] == [[]] * 6
+    replayed = set()
+    for step, row in enumerate(written, 1):
+        for t in trajectories(tmp_path / "run", step):
+            keys = t["task"]["content"].split()[2]
+            own = [turn for turn in t["turns"] if turn["versions"][0] >= 0]
+            expert = t["turns"][: len(t["turns"]) - len(own)]
+            assert t["status"] != "failed" and "".join(turn["text"] for turn in expert) == keys[: len(expert)]
+            replayed.add(len(expert))
+        assert row["starts/distance_n"] == 1 and row["mismatch/abs_max_nat"] < 1e-4
+    assert replayed == ({3} if mode == "rollback" else {0, 1, 2, 3})
+
+
+class StopAt(Console):
+    """Says so at one step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.last, self.stopped = step, False
+
+    def step(self, row):
+        self.stopped = row["step"] == self.last
+
+
+def test_where_episodes_start_survives_a_stop(tmp_path):
+    """Stopped and continued is the run that never was, to the bit, with the starts that were learned."""
+    from rolljax import cli
+
+    argv = arguments("agent_ipa", "", IPA)
+    config = cli.load_recipe([argv[1]], argv[5::2])
+    plan = make_plan(config.value)
+
+    def run(folder, console):
+        folder.prepare(config, fresh=False)
+        return loop.train(plan, folder, console, lambda: getattr(console, "stopped", False))
+
+    state, progress = run(RunFolder(tmp_path / "whole"), Console())
+    assert progress.starts["rates"] and progress.starts["longest"] == 4
+    half = RunFolder(tmp_path / "half")
+    with pytest.raises(Stopped):
+        run(half, StopAt(3))
+    again, later = run(half, Console())
+    assert later.starts == progress.starts and fingerprint(again) == fingerprint(state)
+
+
+def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
+    settings = IPA | {
+        "KeyDoorChain.length": 8,
+        "SamplerConfig.max_context": 48,
+        "Recipe.max_answer_tok": 2,
+        "ipa/Phase.starts": None,
+        "ipa/Phase.spare_groups": 2,
+        "ipa/Phase.spare_siblings": 1,
+        "ipa/Phase.steps": 2,
+        "ipa/Phase.row_len": 64,
+        "RolloutConfig.context": "drop_oldest",
+    }
+    settings = {k: v for k, v in settings.items() if not k.startswith("ExpertStarts")}
+    argv = arguments("agent_ipa", tmp_path / "run", settings)
+    argv += ["--set", "Recipe.rollout = @rolljax.rollout.RolloutConfig()"]
+    assert train.main(argv) == 0
+    for row in rows(tmp_path / "run"):
+        assert check_row(row) == []
+        assert row["groups/started_n"] == 6 and row["groups/cancelled_n"] == 2 and row["rollout/cancelled_n"] == 4
+        kept = row["groups/trained_n"] + row["groups/dropped_credit_n"] + row["groups/dropped_failed_n"]
+        assert row["groups/started_n"] == kept + row["groups/cancelled_n"]
+        if row["groups/trained_n"]:
+            assert row["mismatch/abs_max_nat"] < 1e-4
+    assert summary(tmp_path / "run")["stop_reason"] == "all phases done"
+    assert np.isfinite([row["loss/total"] for row in rows(tmp_path / "run")]).all()
