@@ -23,7 +23,11 @@ TASKS = {
     "calculator (MCP)": "agents/calculator",
 }
 DOORS = {
-    "GRPO": ["ipa/Phase.algorithm = @rolljax.trainer.algorithms.grpo.Grpo()", "ipa/Phase.starts = None"],
+    "GRPO": [
+        "ipa/Phase.algorithm = @rolljax.trainer.algorithms.grpo.Grpo()",
+        "ipa/Phase.starts = None",
+        "Grpo.entropy_coef = 0.02",
+    ],
     "IPA, rollback": [],
     "IPA, rollback, no imitation": ["Ipa.imitation = 0.0"],
     "IPA, parallel": ["ExpertStarts.mode = 'parallel'"],
