@@ -3,7 +3,8 @@
     python benchmarks/agents.py --figure docs/agents.png               # five tasks, 2 seeds each
     python benchmarks/agents.py --ipa --figure docs/agent_ipa.png      # eight doors: GRPO, rollback, parallel
 
-Each run is a process of its own, one after the other. `--out DIR` keeps the run folders.
+Each run is a process of its own, one after the other. `--out DIR` keeps the run folders; what is finished there is not
+run again.
 """
 
 import argparse
@@ -45,6 +46,13 @@ FORM = [
 """Answers of the right form about other doors: what the runs that are compared start from."""
 
 
+def finished(config: str, folder: Path, settings: list[str]) -> dict:
+    """The summary of a run, which is made unless it is there."""
+    summary = folder / "summary.json"
+    s = json.loads(summary.read_text()) if summary.exists() else {}
+    return s if s.get("stop_reason") == "all phases done" else run(config, folder, settings)
+
+
 def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -62,16 +70,16 @@ def tasks(out: Path, names: list[str], seeds: int, figure: Path | None) -> None:
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(1, len(names), figsize=(3.2 * len(names), 3), sharey=True, constrained_layout=True)
-    print("| task | seed | warm start | end | turns at the end | whole process |\n|---|---|---|---|---|---|")
+    print("| task | seed | warm start | end | turns at the end |\n|---|---|---|---|---|")
     for axis, name in zip(axes if len(names) > 1 else [axes], names, strict=True):
         for seed in range(seeds):
             folder = out / f"{TASKS[name].replace('/', '_')}_{seed}"
-            s = run(TASKS[name], folder, [f"Recipe.seed = {seed}"])
+            s = finished(TASKS[name], folder, [f"Recipe.seed = {seed}"])
             warm, end = (e["mean"] for e in s["heldout_reward"][-2:])
             first = s["phase_steps"]["warm_start"]
             turns = [r["rollout/turns_n"] for r in rows(folder)[-10:]]
             seen = f"{warm:.3f} | {end:.3f} | {sum(turns) / len(turns):.2f}"
-            print(f"| {name} | {seed} | {seen} | {s['process_s']:.0f} s |", flush=True)
+            print(f"| {name} | {seed} | {seen} |", flush=True)
             points = [(0, warm), *heldout(folder, first)]
             axis.plot(*zip(*points, strict=True), "o-", markersize=4, label=f"seed {seed}")
         axis.set(title=name, xlabel="GRPO step", ylim=(-0.02, 1.02))
@@ -88,20 +96,21 @@ def doors(out: Path, seeds: int, figure: Path | None) -> None:
     import matplotlib.pyplot as plt
 
     fig, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
-    print("| run | seed | step 40 | step 80 | end | whole process |\n|---|---|---|---|---|---|")
+    print("| run | seed | step 40 | step 80 | end |\n|---|---|---|---|---|")
     for seed in range(seeds):
         form = out / f"form_{seed}"
-        run("agent_ipa", form, [f"Recipe.seed = {seed}", *FORM])
+        finished("agent_ipa", form, [f"Recipe.seed = {seed}", *FORM])
         folder = out / f"form_{seed}_hf"
         command = [sys.executable, "-m", "rolljax.export", "--run", str(form), "--to", str(folder)]
-        subprocess.run(command, check=True, cwd=ROOT)
+        if not folder.exists():
+            subprocess.run(command, check=True, cwd=ROOT)
         for i, (name, settings) in enumerate(DOORS.items()):
             home = out / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
-            s = run("agent_ipa", home, [f"Recipe.seed = {seed}", f"Recipe.model = '{folder}'", *settings])
+            s = finished("agent_ipa", home, [f"Recipe.seed = {seed}", f"Recipe.model = '{folder}'", *settings])
             points = [(0, s["heldout_reward"][0]["mean"]), *heldout(home)]
             at = dict(points)
             end = s["heldout_reward"][-1]["mean"]
-            print(f"| {name} | {seed} | {at[40]:.3f} | {at[80]:.3f} | {end:.3f} | {s['process_s']:.0f} s |", flush=True)
+            print(f"| {name} | {seed} | {at[40]:.3f} | {at[80]:.3f} | {end:.3f} |", flush=True)
             axis.plot(
                 *zip(*points, strict=True), color=f"C{i}", ls="-" if not seed else "--", label="" if seed else name
             )
