@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -82,6 +82,39 @@ class RolloutConfig:
         return self.restarts if self.context == "drop_oldest" else 0
 
 
+class Gate:
+    """Lets episodes begin together, in the order of their keys, when all of them are open.
+
+    What a dispatch computes depends in its last bits on which requests share it. Where opening an episode takes
+    microseconds, a step's prompts go through a gate, and a run that is repeated is the same to the bit.
+    """
+
+    def __init__(self, episodes: int, hold: Callable[[], Callable[[], None]] | None = None) -> None:
+        self._expected, self._hold = episodes, hold
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    async def arrive(self, key: Key) -> None:
+        """Wait for the others."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((key.group, key.sibling, future))
+        self._open()
+        await future
+
+    def leave(self, episodes: int = 1) -> None:
+        """So many will not come."""
+        self._expected -= episodes
+        self._open()
+
+    def _open(self) -> None:
+        if len(self._waiting) >= self._expected:
+            release = self._hold() if self._hold else None
+            for *_, future in sorted(self._waiting, key=lambda w: w[:2]):
+                if not future.done():
+                    future.set_result(None)
+            if release:  # behind the episodes, which submit their first prompts now
+                asyncio.get_running_loop().call_soon(release)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollouts:
     """Everything a rollout needs beside its task.
@@ -109,13 +142,14 @@ class Rollouts:
         group_size: int,
         spare: int = 0,
         start: Start | None = None,
+        gate: Gate | None = None,
     ) -> Group:
         """`group_size` trajectories of the same start, side by side.
 
         With `spare` more are begun; the first `group_size` that are complete make the group and the rest is cancelled.
         """
         keys = [Key(stream, step, index, sibling) for sibling in range(group_size + spare)]
-        running = [asyncio.ensure_future(self.trajectory(task, key, start)) for key in keys]
+        running = [asyncio.ensure_future(self.trajectory(task, key, start, gate)) for key in keys]
         try:
             if not spare:
                 return Group(task, step, index, tuple(await asyncio.gather(*running)))
@@ -124,13 +158,14 @@ class Rollouts:
             for future in running:
                 future.cancel()
 
-    async def trajectory(self, task: Task, key: Key, start: Start | None = None) -> Trajectory:
+    async def trajectory(
+        self, task: Task, key: Key, start: Start | None = None, gate: Gate | None = None
+    ) -> Trajectory:
         """One episode. Whatever fails comes back as its status and fault; nothing is raised."""
         for attempt in range(1, self.cfg.retries + 2):
             record = Record(task, key, attempt)
             try:
-                with record.waiting_for_env():
-                    episode = await self.pool.open(task)
+                episode = await self._open(task, record, gate if attempt == 1 else None)
                 try:
                     await self.play_out(episode, record, start)
                 finally:
@@ -140,6 +175,18 @@ class Rollouts:
             if record.fault is None or not record.fault.retryable:
                 break
         return record.trajectory()
+
+    async def _open(self, task: Task, record: Record, gate: Gate | None) -> Episode:
+        try:
+            with record.waiting_for_env():
+                episode = await self.pool.open(task)
+        except BaseException:
+            if gate:
+                gate.leave()
+            raise
+        if gate:
+            await gate.arrive(record.key)
+        return episode
 
     async def play_out(self, episode: Episode, record: Record, start: Start | None) -> None:
         talk = _Talk(self.chat.prompt_ids(episode.opening))

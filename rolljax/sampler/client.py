@@ -25,6 +25,10 @@ LINGER_S = 0.002
 """An idle scheduler waits this long for the next request before it starts with those it has."""
 
 
+HOLD_S = 5.0
+"""Longest that requests are held back to begin together."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pending:
     """A request under way. `abort` ends it (from any thread); its completion then holds what was sampled so far."""
@@ -152,6 +156,17 @@ class Sampler:
         )
         self._send(lambda: self._scheduler.add(request))
         return Pending(future, lambda: self._abort(request))
+
+    def hold(self) -> Callable[[], None]:
+        """Begin nothing until the function that is returned is called (at most `HOLD_S`): what is submitted in between
+        is begun together."""
+        done = threading.Event()
+
+        def wait() -> None:
+            done.wait(HOLD_S)
+
+        self._send(wait)
+        return done.set
 
     async def score(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Model log-prob of every token of `prompt_ids [P]` given those before it; the first is NaN."""

@@ -98,6 +98,15 @@ class EnvPool:
         return Episode(self, seat, opening)
 
     @property
+    def opens_at_once(self) -> bool:
+        """Whether opening an episode takes microseconds: it happens in this process and waits for nothing."""
+        return self.spec.runs != "thread" and (self.cfg.where == "thread" or self._is_inline)
+
+    @property
+    def _is_inline(self) -> bool:
+        return self.cfg.where == "auto" and self.spec.runs == "inline"
+
+    @property
     def stats(self) -> PoolStats:
         counts = {name: self._counts[name] for name in ("opened", "closed", "failed", "steps")}
         timeouts = self._runner.timeouts + collections.Counter({"episode": self._late})
