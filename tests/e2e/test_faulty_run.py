@@ -101,6 +101,7 @@ def test_workers_that_hang_and_die_do_not_end_a_run(tmp_path):
     folder.mkdir()
     faults = faults_of(0.1, ["reset_once_kill", "reset_hang"])
     changes = {
+        "PoolConfig_dot_where": "'process'",
         "PoolConfig_dot_reset_s": 1.0,
         "PoolConfig_dot_max_fault_frac": 1.0,
         "PoolConfig_dot_episodes_per_worker": 4,
