@@ -450,7 +450,7 @@ def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 
     floats: dict[str, np.ndarray | None] = {
         "scale": scale,
         "advantages": credit.advantages,
-        "sampler_logp": e.sampler_logp,
+        "sampler_logp": e.behaviour_logp,
         "trainer_logp": e.trainer_logp,
         "ref_logp": e.ref_logp,
         "weights": credit.weights,

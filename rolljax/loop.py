@@ -37,7 +37,7 @@ from rolljax.metrics import ENV_PREFIX
 from rolljax.model.decoder import Params
 from rolljax.progress import Console
 from rolljax.recipe import Phase, Recipe
-from rolljax.rollout import Gate, Rollouts, fault_of
+from rolljax.rollout import Barrier, Rollouts, fault_of
 from rolljax.rooms import Plan, Rooms, mean_reward, start_params
 from rolljax.runfolder import RunFolder
 from rolljax.sampler.client import SamplerStats
@@ -191,9 +191,9 @@ def steps(
     async def start(step: int, tasks: list[Task], first: int) -> list[Group]:
         episodes = len(tasks) * (phase.group_size + phase.spare_siblings)
         hold = rooms.sampler.hold if sampled and rooms.agents is None else None
-        gate = Gate(episodes, hold) if rooms.pool.opens_at_once else None
+        barrier = Barrier(episodes, hold) if rooms.pool.opens_at_once else None
         groups = [
-            start_group(rollouts, starts, t, phase, Key(progress.phase, step, first + i, 0), gate)
+            start_group(rollouts, starts, t, phase, Key(progress.phase, step, first + i, 0), barrier)
             for i, t in enumerate(tasks)
         ]
         return await first_complete(groups, min(phase.prompts_per_step, len(tasks)))
@@ -271,14 +271,14 @@ def open_starts(rooms: Rooms, phase: Phase, progress: Progress) -> Starts | None
 
 
 async def start_group(
-    rollouts: Rollouts, starts: Starts | None, task: Task, phase: Phase, key: Key, gate: Gate | None
+    rollouts: Rollouts, starts: Starts | None, task: Task, phase: Phase, key: Key, barrier: Barrier | None
 ) -> Group:
     """One group, from where it is to start. `key`: of its first trajectory."""
     try:
         begin = await starts.choose(task, key.step, key.group) if starts else None
     except RolljaxError as e:  # the expert's episode failed, and with it the group
-        if gate:
-            gate.leave(phase.group_size + phase.spare_siblings)
+        if barrier:
+            barrier.leave(phase.group_size + phase.spare_siblings)
         keys = [dataclasses.replace(key, sibling=s) for s in range(phase.group_size)]
         lost = tuple(Trajectory(k, task, (), 0.0, {}, False, "failed", fault_of(e)) for k in keys)
         return Group(task, key.step, key.group, lost)
@@ -290,7 +290,7 @@ async def start_group(
         group_size=phase.group_size,
         spare=phase.spare_siblings,
         start=begin,
-        gate=gate,
+        barrier=barrier,
     )
 
 

@@ -82,11 +82,13 @@ class RolloutConfig:
         return self.restarts if self.context == "drop_oldest" else 0
 
 
-class Gate:
+class Barrier:
     """Lets episodes begin together, in the order of their keys, when all of them are open.
 
     What a dispatch computes depends in its last bits on which requests share it. Where opening an episode takes
-    microseconds, a step's prompts go through a gate, and a run that is repeated is the same to the bit.
+    microseconds, a step's prompts wait for each other, and a run that is repeated is the same to the bit.
+
+    episodes: how many there will be. hold: keeps the sampler from beginning until what it returns is called.
     """
 
     def __init__(self, episodes: int, hold: Callable[[], Callable[[], None]] | None = None) -> None:
@@ -142,14 +144,14 @@ class Rollouts:
         group_size: int,
         spare: int = 0,
         start: Start | None = None,
-        gate: Gate | None = None,
+        barrier: Barrier | None = None,
     ) -> Group:
         """`group_size` trajectories of the same start, side by side.
 
         With `spare` more are begun; the first `group_size` that are complete make the group and the rest is cancelled.
         """
         keys = [Key(stream, step, index, sibling) for sibling in range(group_size + spare)]
-        running = [asyncio.ensure_future(self.trajectory(task, key, start, gate)) for key in keys]
+        running = [asyncio.ensure_future(self.trajectory(task, key, start, barrier)) for key in keys]
         try:
             if not spare:
                 return Group(task, step, index, tuple(await asyncio.gather(*running)))
@@ -159,13 +161,13 @@ class Rollouts:
                 future.cancel()
 
     async def trajectory(
-        self, task: Task, key: Key, start: Start | None = None, gate: Gate | None = None
+        self, task: Task, key: Key, start: Start | None = None, barrier: Barrier | None = None
     ) -> Trajectory:
         """One episode. Whatever fails comes back as its status and fault; nothing is raised."""
         for attempt in range(1, self.cfg.retries + 2):
             record = Record(task, key, attempt)
             try:
-                episode = await self._open(task, record, gate if attempt == 1 else None)
+                episode = await self._open(task, record, barrier if attempt == 1 else None)
                 try:
                     await self.play_out(episode, record, start)
                 finally:
@@ -176,16 +178,16 @@ class Rollouts:
                 break
         return record.trajectory()
 
-    async def _open(self, task: Task, record: Record, gate: Gate | None) -> Episode:
+    async def _open(self, task: Task, record: Record, barrier: Barrier | None) -> Episode:
         try:
             with record.waiting_for_env():
                 episode = await self.pool.open(task)
         except BaseException:
-            if gate:
-                gate.leave()
+            if barrier:
+                barrier.leave()
             raise
-        if gate:
-            await gate.arrive(record.key)
+        if barrier:
+            await barrier.arrive(record.key)
         return episode
 
     async def play_out(self, episode: Episode, record: Record, start: Start | None) -> None:

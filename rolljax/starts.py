@@ -15,7 +15,6 @@ import asyncio
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -25,6 +24,9 @@ from rolljax.envs.pool import EnvPool
 from rolljax.errors import ConfigError, EnvError
 from rolljax.model.tokenizer import Chat
 from rolljax.types import Group, Message, Task, Trajectory
+
+MAX_GOLD = 4096
+"""Scripted episodes that are remembered."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -106,9 +108,9 @@ def crucial_fork(rates: Sequence[tuple[int, int]], gap: float = 0.3) -> int | No
 
 def _fisher(s0: int, n0: int, s1: int, n1: int) -> float:
     """P(at least s1 of the s0 + s1 successes fall on the n1 side) if the side does not matter."""
-    total, wins = n0 + n1, s0 + s1
-    ways = math.comb(total, wins)
-    return sum(math.comb(n1, k) * math.comb(n0, wins - k) for k in range(s1, min(n1, wins) + 1)) / ways
+    from scipy.stats import hypergeom
+
+    return float(hypergeom.sf(s1 - 1, n0 + n1, s0 + s1, n1))
 
 
 class Starts:
@@ -126,12 +128,12 @@ class Starts:
         """Task id -> texts, token ids and hashes of the success that is replayed."""
         self._newer: dict[str, dict[str, Any]] = {}
         self._gold: dict[str, asyncio.Future[Start]] = {}
-
-    @property
-    def fork(self) -> int | None:
+        self.fork: int | None = None
         """The crucial chunk, if one stands out."""
+
+    def _find_fork(self) -> None:
         rates = [self._rates.get(j, [0, 0]) for j in range(max(self._rates, default=-1) + 1)]
-        return crucial_fork([(s, n) for s, n in rates], self.settings.fork_gap)
+        self.fork = crucial_fork([(s, n) for s, n in rates], self.settings.fork_gap)
 
     async def choose(self, task: Task, step: int, index: int) -> Start | None:
         """Where group `index` of `step` starts; None: at the beginning."""
@@ -144,8 +146,7 @@ class Starts:
             keep = max(0, length - self.distance)
         else:
             keep = int(np.random.default_rng([self._seed, step, index]).integers(length))
-        fork = self.fork
-        imitate = keep if fork is None else min(keep, fork + 1)
+        imitate = keep if self.fork is None else min(keep, self.fork + 1)
         return dataclasses.replace(expert, chunks=expert.chunks[:keep], imitate=imitate) if keep else None
 
     def learn(self, groups: Sequence[Group], step: int) -> None:
@@ -154,6 +155,7 @@ class Starts:
             for t in group.trajectories:
                 if t.status != "failed":
                     self._count(t)
+        self._find_fork()
         settings = self.settings
         recent = self._recent[-settings.window :]
         if len(recent) == settings.window and np.mean(recent) >= settings.threshold and self.distance < self._longest:
@@ -180,10 +182,9 @@ class Starts:
 
     def row(self) -> dict[str, float]:
         """Metrics."""
-        fork = self.fork
         return {
             "starts/distance_n": float(min(self.distance, max(self._longest, 1))),
-            "starts/fork_n": float(-1 if fork is None else fork),
+            "starts/fork_n": float(-1 if self.fork is None else self.fork),
             "starts/experts_n": float(len(self._experts) if self.settings.expert == "success" else len(self._gold)),
         }
 
@@ -203,6 +204,7 @@ class Starts:
         self.distance, self._recent, self._longest = state["distance"], list(state["recent"]), state["longest"]
         self._rates = {int(k): list(v) for k, v in state["rates"].items()}
         self._experts, self._newer = dict(state["experts"]), dict(state["newer"])
+        self._find_fork()
 
     async def _expert(self, task: Task) -> Start | None:
         if self.settings.expert == "success":
@@ -212,6 +214,8 @@ class Starts:
             chunks = (Chunk(c["text"], np.array(c["tokens"], np.int32), c["digest"]) for c in found["chunks"])
             return Start(found["opening"], tuple(chunks), 0)
         if task.id not in self._gold:
+            while len(self._gold) >= MAX_GOLD:
+                self._gold.pop(next(iter(self._gold)))
             self._gold[task.id] = asyncio.ensure_future(self._play_gold(task))
         return await self._gold[task.id]
 

@@ -74,6 +74,15 @@ class Episodes:
         """Tokens of each trajectory's longest turn, `[N]`."""
         return np.max([(self.turns == k).sum(1) for k in range(self.turn_rewards.shape[1])], axis=0)
 
+    @property
+    def behaviour_logp(self) -> np.ndarray:
+        """`sampler_logp`; an expert's tokens, which no sampler drew, have `trainer_logp` if it is there."""
+        return (
+            self.sampler_logp
+            if self.trainer_logp is None
+            else np.where(self.expert, self.trainer_logp, self.sampler_logp)
+        )
+
     def given(self, name: str) -> np.ndarray:
         """An array that was asked for; it is a bug of the caller if it is not there."""
         value = getattr(self, name)

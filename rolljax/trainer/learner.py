@@ -374,9 +374,7 @@ class Learner:
         columns: dict[str, np.ndarray] = {"advantages": result.advantages, "mask": mask}
         optional = {"weights": result.weights, "entropy_weights": result.entropy_weights}
         if needs.trainer_logp:
-            optional["trainer_logp"] = logp = episodes.given("trainer_logp")
-            # no sampler drew an expert's tokens, so none can disagree with the trainer about them
-            optional["sampler_logp"] = np.where(episodes.expert, logp, episodes.sampler_logp)
+            optional |= {"trainer_logp": episodes.given("trainer_logp"), "sampler_logp": episodes.behaviour_logp}
         if needs.ref:
             optional["ref_logp"] = episodes.ref_logp
         if needs.critics:

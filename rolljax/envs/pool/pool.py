@@ -100,11 +100,8 @@ class EnvPool:
     @property
     def opens_at_once(self) -> bool:
         """Whether opening an episode takes microseconds: it happens in this process and waits for nothing."""
-        return self.spec.runs != "thread" and (self.cfg.where == "thread" or self._is_inline)
-
-    @property
-    def _is_inline(self) -> bool:
-        return self.cfg.where == "auto" and self.spec.runs == "inline"
+        here = self.cfg.where == "thread" or (self.cfg.where == "auto" and self.spec.runs == "inline")
+        return here and self.spec.runs != "thread"
 
     @property
     def stats(self) -> PoolStats:
