@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -162,7 +163,7 @@ class FaultyEnv(Env):
 
     def close(self):
         if self._spec.folder:
-            Path(self._spec.folder, f"closed-{self._index}-{os.getpid()}-{id(self)}").touch()
+            Path(self._spec.folder, f"closed-{self._index}-{os.getpid()}-{uuid.uuid4().hex}").touch()
         self._stage = "close"
         self._commit()
 
