@@ -16,7 +16,8 @@ from pathlib import Path
 import jax
 
 from rolljax.errors import ConfigError
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler import aot
 from rolljax.sampler.engine import SamplerConfig
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
@@ -25,7 +26,7 @@ from rolljax.trainer.publish import make_publish
 LAYOUTS = {"v5e:2x4": (1, 11008), "v5p:2x2x2": (1, 75776), "v6e:2x4": (1, 23552)}
 """Per slice of 8: batch shards (the other devices are the tensor axis), and KV pages of 64 tokens that fill the chips
 to a little under 90 % beside Qwen3-8B."""
-QWEN3_8B = DecoderConfig(
+QWEN3_8B = Qwen3Config(
     vocab_size=151936,
     num_layers=36,
     hidden_size=4096,

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rolljax.model.attention import packed
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.trainer.attention_stats import AttentionMaps, Tokens, make_attention_stats, packed_in_blocks
 
 SIZES = {"layers": 12, "dim": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 768, "vocab": 512}
@@ -45,11 +46,11 @@ def programs(model: Model, cfg: AttentionMaps) -> dict[str, Any]:
 
     def plain(params, tokens, positions, segments, branches, mask):
         del mask
-        return model.bind(params)(tokens, positions, packed(segments, branches))[0]
+        return model.bind(params)(tokens, positions, packed(segments, branches, positions)).hidden
 
     def blocks(params, tokens, positions, segments, branches, mask):
         attend = packed_in_blocks(Tokens.of(positions, segments, branches, mask), cfg.block_rows)
-        return model.bind(params)(tokens, positions, attend)[0]
+        return model.bind(params)(tokens, positions, attend).hidden
 
     return {"plain": jax.jit(plain), "blocks": jax.jit(blocks), "stats": make_attention_stats(model, cfg=cfg)}
 
@@ -60,7 +61,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     a = parser.parse_args()
-    shape = DecoderConfig(a.vocab, a.layers, a.dim, a.heads, a.kv_heads, a.head_dim, a.ffn)
+    shape = Qwen3Config(a.vocab, a.layers, a.dim, a.heads, a.kv_heads, a.head_dim, a.ffn)
     model, cfg = Model(shape, a.dtype), AttentionMaps(block_rows=a.block_rows)
     inputs = [jax.jit(lambda: model.init(0))(), *packed_rows(a.row_len, a.rows, a.vocab)]
     compiled, out = {}, {}

@@ -41,7 +41,8 @@ def ours(args: argparse.Namespace) -> None:
     import jax
     import numpy as np
 
-    from rolljax.model.decoder import DecoderConfig, Model
+    from rolljax.model.decoder import Model
+    from rolljax.model.families.qwen3 import Qwen3Config
     from rolljax.sampler.client import Sampler
     from rolljax.sampler.engine import Engine, SamplerConfig
     from rolljax.trainer.algorithms.grpo import Grpo
@@ -53,7 +54,7 @@ def ours(args: argparse.Namespace) -> None:
     from rolljax.types import Key, SamplingParams, Task, Trajectory, Turn
 
     a, total = args, args.warmup + args.steps + 1
-    shape = DecoderConfig(
+    shape = Qwen3Config(
         a.vocab, a.layers, a.dim, a.heads, a.kv_heads, a.head_dim, a.ffn, 1_000_000.0, 1e-6, init_std=0.02
     )
     model, mesh = Model(shape), MeshSpec().build(jax.devices()[:1])

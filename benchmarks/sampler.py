@@ -47,7 +47,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
     import jax
 
-    from rolljax.model.decoder import DecoderConfig, Model
+    from rolljax.model.decoder import Model
+    from rolljax.model.families.qwen3 import Qwen3Config
     from rolljax.sampler.client import Sampler
     from rolljax.sampler.engine import Engine, SamplerConfig
     from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
@@ -57,7 +58,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     shape, work, weights = wl.setup(args)
     s = shape
     model = Model(
-        DecoderConfig(
+        Qwen3Config(
             s.vocab, s.layers, s.dim, s.heads, s.kv_heads, s.head_dim, s.ffn, s.rope_theta, s.eps, tie_embeddings=False
         ),
         args.dtype,

@@ -22,7 +22,8 @@ import optax
 from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.tasks import TaskStream
 from rolljax.model.attention import packed
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.sampler.engine import ADDRESS_LEN, Engine, Inserts, Pieces, SamplerConfig
 from rolljax.trainer.batch import PackShape, Sample, pack
@@ -33,7 +34,7 @@ from rolljax.trainer.mesh import MeshSpec
 SEED = 0
 ENV = ReasoningGym("spell_backward", {"min_word_len": 4, "max_word_len": 4})
 HELD_OUT_FRAC = 0.1
-MODEL = Model(DecoderConfig(init_std=0.1))
+MODEL = Model(Qwen3Config(init_std=0.1))
 SAMPLER = SamplerConfig(slots=512, max_context=80, prefill_chunk=4096)
 ROW_LEN, MICRO_ROWS = 128, 8
 MAX_ANSWER_TOK = 6
@@ -107,7 +108,7 @@ class Row(NamedTuple):
 def log_probs(params, row, temperature=1.0):
     """Log-prob of each token of packed rows `[B, T]`, scored by the hidden state of the token before it."""
     decoder = MODEL.bind(params)
-    hidden, _ = decoder(row.tokens, row.positions, packed(row.segment_ids, row.branch_ids))
+    hidden = decoder(row.tokens, row.positions, packed(row.segment_ids, row.branch_ids, row.positions)).hidden
     before = jnp.take_along_axis(hidden, row.prev[..., None], axis=1)
     logits = jax.nn.log_softmax(decoder.logits(before) / temperature)
     return jnp.take_along_axis(logits, row.tokens[..., None], axis=-1)[..., 0]

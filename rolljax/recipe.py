@@ -10,6 +10,7 @@ from rolljax.envs.pool import PoolConfig
 from rolljax.errors import ConfigError
 from rolljax.filters import FilterConfig
 from rolljax.model.decoder import DecoderConfig, Dtype, Remat
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.rollout import RolloutConfig
 from rolljax.sampler.engine import SamplerConfig
 from rolljax.starts import ExpertStarts
@@ -183,7 +184,7 @@ class Recipe:
     env: EnvSpec
     phases: tuple[Phase, ...]
     agent: AgentProgram | None = None
-    model: DecoderConfig | str = DecoderConfig()
+    model: DecoderConfig | str = Qwen3Config()
     dtype: Dtype = "float32"
     remat: Remat = "none"
     max_answer_tok: int = 16

@@ -62,7 +62,7 @@ def plan(recipe: Recipe) -> Plan:
         if cfg.vocab_size < len(chat.tokenizer):
             raise ConfigError(
                 f"is smaller than the byte tokenizer's {len(chat.tokenizer)} tokens",
-                setting="DecoderConfig.vocab_size",
+                setting=f"{type(cfg).__name__}.vocab_size",
                 value=cfg.vocab_size,
                 remedy=f"at least {len(chat.tokenizer)}; 264 divides well",
             )

@@ -32,9 +32,10 @@ def chat():
 @pytest.fixture(scope="session")
 def model():
     """A float32 model whose random weights are large enough for attention and logits to matter."""
-    from rolljax.model.decoder import DecoderConfig, Model
+    from rolljax.model.decoder import Model
+    from rolljax.model.families.qwen3 import Qwen3Config
 
-    return Model(DecoderConfig(init_std=0.1))
+    return Model(Qwen3Config(init_std=0.1))
 
 
 @pytest.fixture(scope="session")

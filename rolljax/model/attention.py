@@ -6,7 +6,7 @@ packed training row or from a page of a running request: that is how sampler and
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,37 @@ MIN_BLOCK, MAX_BLOCKS = 64, 6
 """Of queries in `causal_attention`: more blocks save more work, and take longer to compile."""
 
 
+class Window(NamedTuple):
+    """A layer that looks back only so far: at its own position and the `size - 1` before it, where `on` is True.
+
+    `on` may be traced: layers of both kinds run in one scan. No size: no layer has a window.
+    """
+
+    size: int | None
+    on: jax.Array | bool
+
+
 class Attend(Protocol):
-    """Attention of one layer.
+    """Attention of one layer; queries are scaled by `head_dim ** -0.5`.
 
     Args:
       q_BTHC: rotated queries.  k_BTKC, v_BTKC: rotated keys, and values, of the same tokens.
       cache: pytree carried from layer to layer (None where there is none).
       layer: index of the layer: an int32 scalar (traced) under `lax.scan`, an int where the layers are written out.
+      window: how far back the layer looks, None: to the beginning.
 
     Returns:
       The mixed values `[B, T, H, C]` and the cache.
     """
 
     def __call__(
-        self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, cache: Any, layer: jax.Array | int
+        self,
+        q_BTHC: jax.Array,
+        k_BTKC: jax.Array,
+        v_BTKC: jax.Array,
+        cache: Any,
+        layer: jax.Array | int,
+        window: Window | None = None,
     ) -> tuple[jax.Array, Any]: ...
 
 
@@ -76,12 +93,20 @@ def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Arra
     return causal & same_segment & visible
 
 
-def packed(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> Attend:
-    """Attention inside packed training rows."""
+def inside(window: Window | None, query_BT: jax.Array, key_BS: jax.Array) -> jax.Array | bool:
+    """Which keys are near enough, by position: `[B, T, S]`."""
+    if window is None or window.size is None:
+        return True
+    near = query_BT[:, :, None] - key_BS[:, None, :] < window.size
+    return near | ~jnp.asarray(window.on)
+
+
+def packed(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array, positions_BT: jax.Array) -> Attend:
+    """Attention inside packed training rows. Positions count for layers that have a window."""
     mask_BTS = packed_mask(segment_ids_BT, branch_ids_BT)
 
-    def attend(q, k, v, cache, layer):
+    def attend(q, k, v, cache, layer, window=None):
         del layer
-        return causal_attention(q, k, v, mask_BTS), cache
+        return causal_attention(q, k, v, mask_BTS & inside(window, positions_BT, positions_BT)), cache
 
     return attend

@@ -1,13 +1,15 @@
-"""Hugging Face folders in and out (Qwen3 dense): config.json, safetensors with or without an index, tokenizer.
+"""Hugging Face folders in and out: config.json, safetensors with or without an index, tokenizer.
 
-Reading names every missing, extra or misshaped tensor in one error before anything is used. Writing gives a folder
-that `transformers` loads and that computes the same logits.
+What the tensors of a family are called stands in its file (`families/`). Reading names every missing, extra or
+misshaped tensor in one error before anything is used. Writing gives a folder that `transformers` loads and that
+computes the same logits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,17 @@ import numpy as np
 
 from rolljax.errors import CheckpointError
 from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.model.families import known
+from rolljax.model.folder import Folder, Transform, same
 
-ARCHITECTURE = "Qwen3ForCausalLM"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-Transform = Callable[[np.ndarray], np.ndarray]
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
     """The decoder's shape from `config.json`.
 
     Raises:
-      CheckpointError: no such file, another architecture, or a feature this decoder does not compute.
+      CheckpointError: no such file, an unknown architecture, or a feature its family does not compute.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -36,61 +38,20 @@ def read_config(folder: str | Path) -> DecoderConfig:
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as e:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
+    families = known()
     found = (raw.get("architectures") or [raw.get("model_type", "nothing")])[0]
-    if found not in (ARCHITECTURE, "qwen3"):
-        raise CheckpointError(f"{path}: architecture {found} is not known; known: {ARCHITECTURE}")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    for what, bad in {
-        f"rope type {rope.get('rope_type')}": rope.get("rope_type", "default") != "default",
-        "attention_bias": raw.get("attention_bias", False),
-        "use_sliding_window": raw.get("use_sliding_window", False),
-        f"hidden_act {raw.get('hidden_act')}": raw.get("hidden_act", "silu") != "silu",
-        "quantization_config": "quantization_config" in raw,
-    }.items():
-        if bad:
-            raise CheckpointError(f"{path}: {what} is not supported")
-    try:
-        heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-        return DecoderConfig(
-            vocab_size=raw["vocab_size"],
-            num_layers=raw["num_hidden_layers"],
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads", heads),
-            head_dim=raw.get("head_dim") or hidden // heads,
-            ffn_size=raw["intermediate_size"],
-            rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
-            rms_norm_eps=raw["rms_norm_eps"],
-            tie_embeddings=raw.get("tie_word_embeddings", False),
-            max_position=raw.get("max_position_embeddings", 4096),
-            init_std=raw.get("initializer_range", 0.02),
-        )
-    except KeyError as e:
-        raise CheckpointError(f"{path} has no {e.args[0]}") from e
+    if found not in families:
+        names = ", ".join(sorted({c.architecture for c in families.values()}))
+        raise CheckpointError(f"{path}: architecture {found} is not known; known: {names}")
+    return families[found].from_folder(Folder(str(path), raw))
 
 
 def write_config(cfg: DecoderConfig, eos_token_id: int | None, pad_token_id: int | None) -> dict[str, Any]:
     """`config.json` for `transformers`, as it reads in versions 4 and 5."""
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
-        "vocab_size": cfg.vocab_size,
-        "num_hidden_layers": cfg.num_layers,
-        "hidden_size": cfg.hidden_size,
-        "num_attention_heads": cfg.num_heads,
-        "num_key_value_heads": cfg.num_kv_heads,
-        "head_dim": cfg.head_dim,
-        "intermediate_size": cfg.ffn_size,
-        "rope_theta": cfg.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
-        "rms_norm_eps": cfg.rms_norm_eps,
-        "tie_word_embeddings": cfg.tie_embeddings,
-        "max_position_embeddings": cfg.max_position,
-        "initializer_range": cfg.init_std,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
+        "architectures": [cfg.architecture],
+        "model_type": cfg.model_type,
+        **cfg.to_folder(),
         "bos_token_id": None,
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
@@ -98,40 +59,28 @@ def write_config(cfg: DecoderConfig, eos_token_id: int | None, pad_token_id: int
     }
 
 
-def _layer_tensors(cfg: DecoderConfig) -> dict[str, tuple[str, Transform, Transform]]:
-    """Our name -> (name in the folder, folder to ours, ours to folder), for one layer's slice."""
-    D, H, K, C = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor of the folder: its name, the parameter's path in our tree, and where in that parameter it stands."""
 
-    def heads(n: int) -> tuple[Transform, Transform]:
-        return lambda w: w.T.reshape(D, n, C), lambda w: w.reshape(D, n * C).T
-
-    transposed: tuple[Transform, Transform] = (lambda w: w.T, lambda w: w.T)
-    same: tuple[Transform, Transform] = (lambda w: w, lambda w: w)
-    return {
-        "attn_norm": ("input_layernorm", *same),
-        "q": ("self_attn.q_proj", *heads(H)),
-        "k": ("self_attn.k_proj", *heads(K)),
-        "v": ("self_attn.v_proj", *heads(K)),
-        "o": ("self_attn.o_proj", lambda w: w.T.reshape(H, C, D), lambda w: w.reshape(H * C, D).T),
-        "q_norm": ("self_attn.q_norm", *same),
-        "k_norm": ("self_attn.k_norm", *same),
-        "ffn_norm": ("post_attention_layernorm", *same),
-        "gate": ("mlp.gate_proj", *transposed),
-        "up": ("mlp.up_proj", *transposed),
-        "down": ("mlp.down_proj", *transposed),
-    }
+    name: str
+    path: tuple[str, ...]
+    at: tuple[int, ...]
+    to_ours: Transform
+    to_theirs: Transform
 
 
-def _tensors(cfg: DecoderConfig) -> Iterator[tuple[str, tuple[str, ...], int | None, Transform, Transform]]:
-    """Every tensor of the folder: name, path in our tree, layer (None: not stacked), folder to ours, ours to folder."""
-    same: Transform = lambda w: w  # noqa: E731
-    yield "model.embed_tokens.weight", ("embed",), None, same, same
-    yield "model.norm.weight", ("norm",), None, same, same
+def entries(cfg: DecoderConfig) -> Iterator[Entry]:
+    """Every tensor of the folder."""
+    yield Entry("model.embed_tokens.weight", ("embed",), (), same, same)
+    yield Entry("model.norm.weight", ("norm",), (), same, same)
     if not cfg.tie_embeddings:
-        yield "lm_head.weight", ("head",), None, same, same
-    for ours, (theirs, to_ours, to_theirs) in _layer_tensors(cfg).items():
+        yield Entry("lm_head.weight", ("head",), (), same, same)
+    for tensor in cfg.layer_tensors():
         for i in range(cfg.num_layers):
-            yield f"model.layers.{i}.{theirs}.weight", ("layers", ours), i, to_ours, to_theirs
+            at = (i,) if tensor.expert is None else (i, tensor.expert)
+            name = f"model.layers.{i}.{tensor.theirs}"
+            yield Entry(name, ("layers", tensor.ours), at, tensor.to_ours, tensor.to_theirs)
 
 
 def load(folder: str | Path, model: Model, shardings: Params) -> Params:
@@ -142,18 +91,16 @@ def load(folder: str | Path, model: Model, shardings: Params) -> Params:
     """
     folder = Path(folder)
     where = _weight_files(folder)
-    expected = {
-        name: (path, layer, to_ours, to_theirs) for name, path, layer, to_ours, to_theirs in _tensors(model.cfg)
-    }
+    expected = {entry.name: entry for entry in entries(model.cfg)}
     abstract = model.abstract()
     wrong = [f"missing: {name}" for name in expected if name not in where]
     ignored = {"lm_head.weight"} if model.cfg.tie_embeddings else set()
     wrong += [f"unknown: {name}" for name in where if name not in expected and name not in ignored]
     with _Shards(folder) as shards:
         for name in (n for n in expected if n in where):
-            path, layer, _, to_theirs = expected[name]
-            shape = _at(abstract, path).shape[layer is not None :]
-            want = to_theirs(np.empty(shape, np.int8)).shape
+            entry = expected[name]
+            shape = _at(abstract, entry.path).shape[len(entry.at) :]
+            want = entry.to_theirs(np.empty(shape, np.int8)).shape
             have = shards.shape(where[name], name)
             if have != want:
                 wrong.append(f"shape: {name} is {list(have)}, config.json says {list(want)}")
@@ -163,10 +110,10 @@ def load(folder: str | Path, model: Model, shardings: Params) -> Params:
                 f"{folder} does not hold the model its config.json describes:\n  " + "\n  ".join(wrong[:20]) + more
             )
         params: dict[str, Any] = {}
-        for path in dict.fromkeys(path for path, *_ in expected.values()):
-            names = [n for n, (p, *_) in expected.items() if p == path]
-            parts = [expected[n][2](shards.read(where[n], n).astype(np.float32)) for n in names]
-            value = np.stack(parts) if expected[names[0]][1] is not None else parts[0]
+        for path in dict.fromkeys(entry.path for entry in expected.values()):
+            value = np.empty(_at(abstract, path).shape, np.float32)
+            for entry in (e for e in expected.values() if e.path == path):
+                value[entry.at] = entry.to_ours(shards.read(where[entry.name], entry.name).astype(np.float32))
             node = params
             for key in path[:-1]:
                 node = node.setdefault(key, {})
@@ -181,9 +128,9 @@ def save(folder: str | Path, model: Model, params: Params, tokenizer: Any) -> No
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for name, path, layer, _, to_theirs in _tensors(model.cfg):
-        value = np.asarray(_at(params, path))
-        tensors[name] = np.ascontiguousarray(to_theirs(value if layer is None else value[layer]))
+    for entry in entries(model.cfg):
+        value = np.asarray(_at(params, entry.path))[entry.at]
+        tensors[entry.name] = np.ascontiguousarray(entry.to_theirs(value))
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     tokenizer.save_pretrained(str(folder))
     (folder / "config.json").write_text(json.dumps(write_config(model.cfg, eos, pad), indent=2) + "\n")

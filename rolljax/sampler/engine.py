@@ -389,7 +389,7 @@ class Engine:
         pool = path.copy_pages(state.pool, pieces.copy_from, pieces.copy_to)
         reading, cache = path.open(pool, pieces.table, pieces.start, T, read)
         positions = pieces.start[:, None] + jnp.arange(T)
-        hidden_RTD, cache = decoder(pieces.tokens, positions, path.attend(reading, 0, pieces.count), cache)
+        hidden_RTD, cache, _ = decoder(pieces.tokens, positions, path.attend(reading, 0, pieces.count), cache)
         pool = path.close(pool, reading, cache, pieces.count)
         last_R = jnp.maximum(pieces.count - 1, 0)
         hidden_RD = jnp.take_along_axis(hidden_RTD, last_R[:, None, None], axis=1)[:, 0]
@@ -438,7 +438,7 @@ class Engine:
             i, state, cache, out = carry
             active = state.remaining > 0
             attend = path.attend(reading, i, active.astype(jnp.int32))
-            hidden, cache = decoder(state.token[:, None], state.position[:, None], attend, cache, unroll=self.unroll)
+            hidden, cache, _ = decoder(state.token[:, None], state.position[:, None], attend, cache, unroll=self.unroll)
             new = draw(decoder.logits(hidden[:, 0]), state.law, state.key, state.position + 1, truncate, top)
             remaining = jnp.where(active & ~_stopped(new.token, state.stop), state.remaining - 1, 0)
             out = ResultTokens(
@@ -469,7 +469,7 @@ class Engine:
         B, T = tokens_BT.shape
         same = jnp.ones((B, T), jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        hidden, _ = decoder(tokens_BT, positions, packed(same, same))
+        hidden = decoder(tokens_BT, positions, packed(same, same, positions)).hidden
         logp = jax.nn.log_softmax(decoder.logits(hidden[:, :-1]))
         return jnp.pad(jnp.take_along_axis(logp, tokens_BT[:, 1:, None], axis=2)[..., 0], ((0, 0), (1, 0)))
 

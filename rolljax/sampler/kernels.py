@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from rolljax.errors import ConfigError
-from rolljax.model.attention import Attend
+from rolljax.model.attention import Attend, Window
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.sampler.kv import DensePath, Path, copy_pages
 
@@ -65,7 +65,7 @@ def paths_for(
             f"is not there for {platform}, pages of {page_size} tokens and heads of {cfg.head_dim}",
             setting="SamplerConfig.attention",
             value=attention,
-            remedy="'auto'; on a GPU the kernel takes pages and heads that are powers of two",
+            remedy="'auto'; on a GPU the kernel takes pages and heads that are powers of two, and no sliding windows",
         )
     return dense, PagedPath(cfg, dtype, page_size, num_pages, False, mesh)
 
@@ -137,7 +137,7 @@ class RaggedPath:
         # for the padding, too. What those hold does not matter: no query that counts sees them.
         start_B = jnp.where(count_B > 0, reading.length + first, 0)
 
-        def local(q_BTHC, k_BTKC, v_BTKC, pool, table_BW, start_B, count_B, layer):
+        def local(q_BTHC, k_BTKC, v_BTKC, pool, table_BW, start_B, count_B, layer, on, *, size):
             B, T, H, C = q_BTHC.shape
             pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, pool.shape[3] - C)))  # noqa: E731
             new = jnp.stack([pad(k_BTKC), pad(v_BTKC)], axis=3).reshape(B * T, *pool.shape[2:])
@@ -147,12 +147,17 @@ class RaggedPath:
             flat = flat.at[at].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
             pool = flat.reshape(pool.shape)
             table = jnp.maximum(table_BW, 0) + layer * self.num_pages
-            mixed = self._kernel(pad(q_BTHC).reshape(B * T, H, -1), pool, table, start_B + T, T)
+            args = pad(q_BTHC).reshape(B * T, H, -1), pool, table, start_B + T
+            near = lambda *args: self._kernel(*args, tokens=T, window=size)  # noqa: E731
+            whole = lambda *args: self._kernel(*args, tokens=T, window=None)  # noqa: E731
+            mixed = whole(*args) if size is None else jax.lax.cond(on, near, whole, *args)
             return mixed.reshape(B, T, H, -1)[..., :C], pool
 
-        def attend(q_BTHC, k_BTKC, v_BTKC, pool, layer):
-            run = _over_heads(self.mesh, local, pool_axis=self.head_axis)
-            return run(q_BTHC, k_BTKC, v_BTKC, pool, reading.table, start_B, count_B, jnp.int32(layer))
+        def attend(q_BTHC, k_BTKC, v_BTKC, pool, layer, window=None):
+            size, on = window or Window(None, False)
+            run = _over_heads(self.mesh, functools.partial(local, size=size), pool_axis=self.head_axis)
+            whole = reading.table, start_B, count_B, jnp.int32(layer), jnp.asarray(on)
+            return run(q_BTHC, k_BTKC, v_BTKC, pool, *whole)
 
         return attend
 
@@ -161,9 +166,17 @@ class RaggedPath:
         return cache
 
     def _kernel(
-        self, q_NHC: jax.Array, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, tokens: int
+        self,
+        q_NHC: jax.Array,
+        pool: jax.Array,
+        table_BW: jax.Array,
+        length_B: jax.Array,
+        *,
+        tokens: int,
+        window: int | None,
     ) -> jax.Array:
-        """`tokens` queries of each row over its first `length` keys; the last query stands at the last key."""
+        """`tokens` queries of each row over its first `length` keys, or those of its last `window` tokens; the last
+        query stands at the last key."""
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
         B, W = table_BW.shape
@@ -175,6 +188,7 @@ class RaggedPath:
             jnp.arange(B + 1, dtype=jnp.int32) * tokens,
             jnp.full(1, B, jnp.int32),
             sm_scale=self.cfg.head_dim**-0.5,
+            sliding_window=window,
             num_kv_pages_per_block=max(1, min(W, PAGES_PER_BLOCK, TOKENS_PER_BLOCK // self.page_size)),
             num_queries_per_block=min(B * tokens, QUERIES_PER_BLOCK),
             vmem_limit_bytes=VMEM_BYTES,
@@ -196,7 +210,7 @@ class PagedPath(DensePath):
     def suits(cfg: DecoderConfig, page_size: int) -> bool:
         """Whether Triton takes these sizes: powers of two, and 16 or more in a matrix product."""
         powers = all(n & (n - 1) == 0 for n in (page_size, cfg.head_dim))
-        return powers and cfg.head_dim >= 16
+        return powers and cfg.head_dim >= 16 and cfg.window is None
 
     def open(
         self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
@@ -215,7 +229,9 @@ class PagedPath(DensePath):
             table = jnp.maximum(table_BW, 0) + layer * self.num_pages
             return self._kernel(q_B1HC[:, 0], pool, table, start_B + 1)[:, None], pool
 
-        def attend(q_B1HC, k_B1KC, v_B1KC, pool, layer):
+        def attend(q_B1HC, k_B1KC, v_B1KC, pool, layer, window=None):
+            if window is not None:
+                raise NotImplementedError("the GPU kernel has no windows")  # `suits` has refused the model
             run = _over_heads(self.mesh, local, pool_axis=self.head_axis)
             return run(q_B1HC, k_B1KC, v_B1KC, pool, reading.table, start_B, count_B, jnp.int32(layer))
 

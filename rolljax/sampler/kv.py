@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from rolljax.model.attention import NEG, Attend
+from rolljax.model.attention import NEG, Attend, inside
 from rolljax.model.decoder import DecoderConfig
 
 
@@ -106,7 +106,7 @@ class DensePath:
         del count_B  # `close` writes only what holds
         S = reading.context
 
-        def attend(q_BTHC, k_BTKC, v_BTKC, cache, layer):
+        def attend(q_BTHC, k_BTKC, v_BTKC, cache, layer, window=None):
             B, T, H, C = q_BTHC.shape
             keys, all_keys = _write(cache[0], k_BTKC.transpose(0, 2, 3, 1), layer, S + first, 3)
             values, all_values = _write(cache[1], v_BTKC.swapaxes(1, 2), layer, S + first, 2)
@@ -117,7 +117,10 @@ class DensePath:
             q = q_BTHC.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4)  # heads of one key head, then time
             scores = jnp.einsum("bkxc,bkcs->bkxs", q.reshape(B, K, -1, C), keys, preferred_element_type=jnp.float32)
             scores = scores.reshape(B, K, H // K, T, -1) * C**-0.5
-            scores = jnp.where((old_BS | new_TS)[:, None, None], scores, NEG).reshape(B, K, (H // K) * T, -1)
+            position_BS = jnp.where(place < S, place, reading.length[:, None] + place - S)
+            query_BT = reading.length[:, None] + first + jnp.arange(T)
+            seen_BTS = (old_BS | new_TS) & inside(window, query_BT, position_BS)
+            scores = jnp.where(seen_BTS[:, None, None], scores, NEG).reshape(B, K, (H // K) * T, -1)
             weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
             mixed = jnp.einsum("bkxs,bksc->bkxc", weights, values).reshape(B, K, H // K, T, C)
             return mixed.transpose(0, 3, 1, 2, 4).reshape(B, T, H, C), (all_keys, all_values)

@@ -25,7 +25,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rolljax.errors import ConfigError
-from rolljax.model.attention import NEG, Attend, attention
+from rolljax.model.attention import NEG, Attend, Window, attention, inside
+from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Model, Params
 from rolljax.trainer.mesh import param_shardings, replicated, rows
 
@@ -128,12 +129,13 @@ class HeadStats:
         )
 
 
-def visible(query: Tokens, key: Tokens) -> jax.Array:
-    """Rows of `model.attention.packed_mask`: `[B, T, S]` for the T query tokens given, which may be part of a row."""
+def visible(query: Tokens, key: Tokens, window: Window | None) -> jax.Array:
+    """Who sees whom in `model.attention.packed`: `[B, T, S]` for the T query tokens given, perhaps part of a row."""
     before = query.places[:, :, None] >= key.places[:, None]
     same_segment = query.segment_ids[:, :, None] == key.segment_ids[:, None]
     shared = key.branch_ids[:, None] == 0
-    return before & same_segment & (shared | (query.branch_ids[:, :, None] == key.branch_ids[:, None]))
+    near = inside(window, query.positions, key.positions)
+    return before & near & same_segment & (shared | (query.branch_ids[:, :, None] == key.branch_ids[:, None]))
 
 
 def attention_weights(q_BTHC: jax.Array, k_BSKC: jax.Array, mask_BTS: jax.Array) -> jax.Array:
@@ -183,14 +185,14 @@ def in_blocks(x: Any, size: int) -> Any:
 
 
 def layer_stats(
-    q_BTHC: jax.Array, k_BTKC: jax.Array, tokens: Tokens, cfg: AttentionMaps
+    q_BTHC: jax.Array, k_BTKC: jax.Array, tokens: Tokens, cfg: AttentionMaps, window: Window | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Span sums `[H]`, WAAD and FAI `[B, H, T]` of one layer; largest temporary `[B, H, block_rows, T]`."""
     B, T, H, _ = q_BTHC.shape
 
     def body(sums, block):
         q, query = block
-        weights_BHTS = attention_weights(q, k_BTKC, visible(query, tokens))
+        weights_BHTS = attention_weights(q, k_BTKC, visible(query, tokens, window))
         span_H, waad_BHT, fai_BHS, count_BS = block_stats(weights_BHTS, query, tokens, cfg)
         return (sums[0] + span_H, sums[1] + fai_BHS, sums[2] + count_BS), waad_BHT
 
@@ -204,10 +206,10 @@ def layer_stats(
 def packed_in_blocks(tokens: Tokens, block_rows: int) -> Attend:
     """What `model.attention.packed` computes, a block of query rows at a time: memory is linear in the row's length."""
 
-    def attend(q, k, v, cache, layer):
+    def attend(q, k, v, cache, layer, window=None):
         del layer
         B, T, H, C = q.shape
-        mix = lambda block: attention(block[0], k, v, visible(block[1], tokens))  # noqa: E731
+        mix = lambda block: attention(block[0], k, v, visible(block[1], tokens, window))  # noqa: E731
         mixed = jax.lax.map(mix, in_blocks((q, tokens), min(block_rows, T)))
         return jnp.moveaxis(mixed, 0, 1).reshape(B, -1, H, C)[:, :T], cache
 
@@ -223,11 +225,11 @@ def measured(mix: Attend, tokens: Tokens, depth: int, cfg: AttentionMaps) -> Att
     place_of = np.full(depth, -1)
     place_of[list(layers)] = np.arange(len(layers))
 
-    def attend(q, k, v, cache, layer):
-        mixed, _ = mix(q, k, v, None, layer)
+    def attend(q, k, v, cache, layer, window=None):
+        mixed, _ = mix(q, k, v, None, layer, window)
 
         def fill(place: jax.Array | int) -> HeadStats:
-            return cache.put(place, *layer_stats(q, k, tokens, cfg))
+            return cache.put(place, *layer_stats(q, k, tokens, cfg, window))
 
         if isinstance(layer, int):
             return mixed, fill(place_of[layer]) if layer in layers else cache
@@ -259,7 +261,8 @@ def make_attention_stats(
         mix = attend_for(segment_ids_BT, branch_ids_BT) if attend_for else packed_in_blocks(tokens, cfg.block_rows)
         depth = model.cfg.num_layers
         empty = HeadStats.empty(len(cfg.layers(depth)), model.cfg.num_heads, tokens)
-        return model.bind(params)(tokens_BT, positions_BT, measured(mix, tokens, depth, cfg), empty)[1]
+        with on_mesh(mesh):
+            return model.bind(params)(tokens_BT, positions_BT, measured(mix, tokens, depth, cfg), empty).cache
 
     if mesh is None:
         return jax.jit(stats)

@@ -39,7 +39,8 @@ ONE_PART = Split()
 def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Decoder, jax.Array]:
     """The bound decoder, and for every token the final hidden state of its predecessor `batch.prev`, `[B, T, D]`."""
     decoder = model.bind(params)
-    hidden, _ = decoder(batch.tokens, batch.positions, packed(batch.segment_ids, batch.branch_ids))
+    attend = packed(batch.segment_ids, batch.branch_ids, batch.positions)
+    hidden = decoder(batch.tokens, batch.positions, attend).hidden
     return decoder, jnp.take_along_axis(hidden, batch.prev[..., None], axis=1)
 
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from rolljax.errors import TrainerError
 from rolljax.metrics import NAMES, reduce_parts
+from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.value import ValueModel
 from rolljax.trainer import attention_stats, credit
@@ -305,15 +306,20 @@ class Learner:
     def _logp(self, model: Model) -> Any:
         split = Split.of(self.mesh)
         if model not in self._programs:
-            one = lambda params, b: read_policy(model, params, b, split=split).logp  # noqa: E731
-            self._programs[model] = jax.jit(functools.partial(_over_micro, one), out_shardings=replicated(self.mesh))
+
+            def logp(params: Params, batch: TokenBatch) -> jax.Array:
+                with on_mesh(self.mesh):
+                    return _over_micro(lambda p, b: read_policy(model, p, b, split=split).logp, params, batch)
+
+            self._programs[model] = jax.jit(logp, out_shardings=replicated(self.mesh))
         return self._programs[model]
 
     @functools.cached_property
     def _values(self) -> Any:
         def all_critics(params: Params, batch: TokenBatch) -> jax.Array:
             one = lambda p, b: read_values(self.value_model, p, b)  # noqa: E731
-            return jax.vmap(functools.partial(_over_micro, one), in_axes=(0, None))(params, batch)
+            with on_mesh(self.mesh):
+                return jax.vmap(functools.partial(_over_micro, one), in_axes=(0, None))(params, batch)
 
         return jax.jit(all_critics, out_shardings=replicated(self.mesh))
 

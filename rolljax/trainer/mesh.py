@@ -1,9 +1,9 @@
-"""The mesh, and the one table that maps logical axis names to mesh axes."""
+"""The mesh, and where parameters and batches lie on it; the table of logical axes is `model.axes`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,21 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError
-
-MESH_AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
-"""Mesh axes that rows of a batch, and slots of the sampler, are split over."""
-
-RULES: Mapping[str, str | None] = {
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "ffn": "tensor",
-    "embed": "fsdp",
-    "layers": None,
-    "head_dim": None,
-    "critics": None,
-}
+from rolljax.model.axes import BATCH_AXES, MESH_AXES, PARAM_RULES, spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +20,14 @@ class MeshSpec:
 
     With none at -1, the first devices of the machine are used.
 
-    data: rows of the batch. fsdp: rows of the batch, and parameters with their optimizer state.
-    tensor: heads, feed-forward and vocabulary of each layer.
+    data: rows of the batch. fsdp: rows of the batch, and parameters with their optimizer state. expert: as fsdp, and
+    the experts of each layer. context: the tokens of each row. tensor: heads, feed-forward and vocabulary.
     """
 
     data: int = -1
     fsdp: int = 1
+    expert: int = 1
+    context: int = 1
     tensor: int = 1
 
     def __post_init__(self) -> None:
@@ -103,20 +91,23 @@ def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True) ->
       ConfigError: a dimension does not divide by the mesh axis it is mapped to.
     """
 
+    rules = PARAM_RULES if fsdp else {**PARAM_RULES, "embed": (), "experts": (), "expert_embed": ()}
+
     def one(names: tuple[str, ...], like: Any) -> NamedSharding:
-        spec = []
-        for name, size in zip(names, like.shape, strict=True):
-            axis = RULES[name]
-            if axis == "fsdp" and not fsdp:
-                axis = None
-            if axis is not None and size % mesh.shape[axis]:
+        where = spec(names, rules, mesh)
+        for name, size, entry in zip(names, like.shape, where, strict=True):
+            axes = (entry,) if isinstance(entry, str) else entry or ()
+            parts = int(np.prod([mesh.shape[a] for a in axes]))
+            if size % parts:
+                axis = max(axes, key=lambda a: mesh.shape[a])
                 raise ConfigError(
-                    f"= {mesh.shape[axis]} does not divide the model's {name} dimension of {size}",
+                    f"= {mesh.shape[axis]} does not divide the model's {name} dimension of {size}"
+                    if parts == mesh.shape[axis]
+                    else f"and {' x '.join(axes)} = {parts} do not divide the model's {name} dimension of {size}",
                     setting=f"MeshSpec.{axis}",
                     value=mesh.shape[axis],
                     remedy=f"choose a divisor of {size}",
                 )
-            spec.append(axis)
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        return NamedSharding(mesh, where)
 
     return jax.tree.map(one, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Model, Params
 from rolljax.model.value import ValueModel
 from rolljax.trainer import masked, objectives
@@ -204,7 +205,8 @@ def make_policy_update(
 
     def update(state: Learned, batch: TokenBatch, frozen: Mapping[str, Params]) -> tuple[Learned, Stats]:
         models = {name: (frozen_models[name], params) for name, params in frozen.items()}
-        grads, stats = gradients(model, algorithm, state.params, batch, models, Split.of(mesh))
+        with on_mesh(mesh):
+            grads, stats = gradients(model, algorithm, state.params, batch, models, Split.of(mesh))
         stats["optim/lr"] = jnp.asarray(rate(state.num_updates), jnp.float32)
         stats |= {f"optim/grad_norm_{part}": norm for part, norm in grad_norm_parts(grads).items()}
         new, applied = apply(tx, state, grads, stats["loss/total"], batch.num_tokens)
@@ -233,7 +235,8 @@ def make_critic_update(
 
     def update(state: Learned, batch: TokenBatch) -> tuple[Learned, Stats]:
         split = jax.vmap(one, in_axes=(0, -1, -1, None))
-        state, stats = split(state, batch.given("old_values_C"), batch.given("critic_weights_C"), batch)
+        with on_mesh(mesh):
+            state, stats = split(state, batch.given("old_values_C"), batch.given("critic_weights_C"), batch)
         return state, {k: v.min() if k == "critic/finite" else v.mean() for k, v in stats.items()}
 
     return jax.jit(update, out_shardings=(shardings, replicated(mesh)), donate_argnums=0)

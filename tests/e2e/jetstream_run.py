@@ -20,13 +20,14 @@ from pathlib import Path
 
 import jax
 
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.sampler.engine import Engine, SamplerConfig
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 
-MODEL = Model(DecoderConfig(num_layers=3, init_std=0.15))
+MODEL = Model(Qwen3Config(num_layers=3, init_std=0.15))
 CONFIG = SamplerConfig(slots=4, max_context=96, prefill_chunk=32)
 LONGEST_PROMPT = 64
 TIMEOUT_S = 60

@@ -51,7 +51,8 @@ def load(folder):
 def our_logits(model, params, tokens, positions, segments, branches=None):
     decoder = model.bind(params)
     branches = np.zeros_like(segments) if branches is None else branches
-    hidden, _ = decoder(jnp.array(tokens), jnp.array(positions), packed(jnp.array(segments), jnp.array(branches)))
+    tokens, positions, segments, branches = map(jnp.array, (tokens, positions, segments, branches))
+    hidden = decoder(tokens, positions, packed(segments, branches, positions)).hidden
     return np.asarray(decoder.logits(hidden))
 
 

@@ -53,13 +53,14 @@ def compile_both():
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from rolljax.model.decoder import DecoderConfig, Model
+    from rolljax.model.decoder import Model
+    from rolljax.model.families.qwen3 import Qwen3Config
     from rolljax.sampler import aot
     from rolljax.trainer.mesh import MeshSpec, param_shardings
     from rolljax.trainer.optimizer import AdamW, opt_state_shardings
 
     mesh = MeshSpec(data=1, fsdp=2, tensor=4).build(aot.devices("v5e:2x4"))
-    shape = DecoderConfig(8192, 4, 1024, 8, 4, 128, 3072)
+    shape = Qwen3Config(8192, 4, 1024, 8, 4, 128, 3072)
     model = Model(shape)
     abstract = model.abstract()
     params_sh = param_shardings(mesh, model.axes(), abstract)

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, SamplerConfig
 from rolljax.trainer.batch import PackShape, Sample, pack
@@ -17,7 +18,7 @@ from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import SamplingParams
 
-MODEL = Model(DecoderConfig(num_layers=3, init_std=0.15))
+MODEL = Model(Qwen3Config(num_layers=3, init_std=0.15))
 PARAMS = MODEL.init(1)
 STOP = tuple(range(60, 64))
 
@@ -177,7 +178,7 @@ def test_greedy_is_the_largest_logit():
     from rolljax.model.attention import packed
 
     decoder = MODEL.bind(PARAMS)
-    hidden, _ = decoder(row.tokens, row.positions, packed(row.segment_ids, row.branch_ids))
+    hidden = decoder(row.tokens, row.positions, packed(row.segment_ids, row.branch_ids, row.positions)).hidden
     best = np.asarray(decoder.logits(hidden)[0].argmax(-1))
     np.testing.assert_array_equal(best[19:31], c.tokens)
 

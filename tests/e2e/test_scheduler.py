@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from rolljax.errors import SamplerError
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, SamplerConfig
 from rolljax.sampler.scheduler import Request, Scheduler
@@ -22,7 +23,7 @@ from .test_sampler import MODEL, PARAMS, close, open_sampler
 
 NEW_PARAMS = MODEL.init(2)
 TINY = Model(
-    DecoderConfig(vocab_size=40, num_layers=1, hidden_size=16, num_heads=2, head_dim=8, ffn_size=16, init_std=0.3)
+    Qwen3Config(vocab_size=40, num_layers=1, hidden_size=16, num_heads=2, head_dim=8, ffn_size=16, init_std=0.3)
 )
 
 
@@ -520,7 +521,8 @@ def test_samples_and_log_probs_follow_the_law():
     from rolljax.model.attention import packed
 
     decoder, one = TINY.bind(TINY.init(0)), np.ones((1, 7), np.int32)
-    hidden, _ = decoder(prompt[None], np.arange(7)[None], packed(one, one))
+    positions = np.arange(7)[None]
+    hidden = decoder(prompt[None], positions, packed(one, one, positions)).hidden
     logits = np.asarray(decoder.logits(hidden[0, -1]))
     model = law_of(logits, SamplingParams())
     for p, done in zip(LAWS, run(sampler, everything()), strict=True):

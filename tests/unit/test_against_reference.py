@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rolljax.model.decoder import Out
 from rolljax.trainer.algorithms.asyppo import AsyPpo
 from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
 from rolljax.trainer.algorithms.cispo import Cispo
@@ -653,7 +654,7 @@ class Table:
         return Table(params)
 
     def __call__(self, tokens, positions, mask):
-        return self.hidden, None
+        return Out(self.hidden, None, None)
 
     @property
     def head_matrix(self):

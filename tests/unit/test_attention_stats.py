@@ -10,7 +10,8 @@ import pytest
 
 from rolljax.errors import ConfigError
 from rolljax.model.attention import packed, packed_mask
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.trainer.attention_stats import (
     AttentionMaps,
     HeadStats,
@@ -101,14 +102,14 @@ def naive(packed_rows, alone_rows):
     @functools.cache
     def queries_and_keys(model):
         def run(params, rows):
-            plain = packed(rows["segment_ids"], rows["branch_ids"])
+            plain = packed(rows["segment_ids"], rows["branch_ids"], rows["positions"])
 
-            def attend(q, k, v, seen, layer):
+            def attend(q, k, v, seen, layer, window=None):
                 return plain(q, k, v, None, layer)[0], (seen[0].at[layer].set(q), seen[1].at[layer].set(k))
 
             c, shape = model.cfg, rows["tokens"].shape
             empty = [jnp.zeros((c.num_layers, *shape, heads, c.head_dim)) for heads in (c.num_heads, c.num_kv_heads)]
-            return model.bind(params)(rows["tokens"], rows["positions"], attend, tuple(empty))[1]
+            return model.bind(params)(rows["tokens"], rows["positions"], attend, tuple(empty)).cache
 
         return jax.jit(run)
 
@@ -168,7 +169,7 @@ def test_statistics_of_packed_rows_are_those_of_whole_matrices(model, params, pa
 
 
 def test_only_chosen_layers_are_measured(packed_rows, naive):
-    deep = Model(DecoderConfig(num_layers=7, init_std=0.1))
+    deep = Model(Qwen3Config(num_layers=7, init_std=0.1))
     weights = jax.jit(lambda: deep.init(1))()
     assert CFG.layers(7) == (2, 4)
     check_packed(run(deep, weights, packed_rows[0]), *packed_rows, naive(deep, weights, (2, 4)))
@@ -200,12 +201,12 @@ def test_hidden_states_are_those_of_the_plain_forward(model, params, packed_rows
     @functools.partial(jax.jit, static_argnums=1)
     def forward(rows, measure):
         decoder, tokens = model.bind(params), Tokens.of(*(rows[f] for f in FIELDS[1:]))
-        attend, cache = packed(rows["segment_ids"], rows["branch_ids"]), None
+        attend, cache = packed(rows["segment_ids"], rows["branch_ids"], rows["positions"]), None
         if measure:
             mix = packed_in_blocks(tokens, 7) if blocks else attend
             attend = measured(mix, tokens, 2, CFG)
             cache = HeadStats.empty(2, model.cfg.num_heads, tokens)
-        return decoder(rows["tokens"], rows["positions"], attend, cache, unroll=unroll)
+        return decoder(rows["tokens"], rows["positions"], attend, cache, unroll=unroll)[:2]
 
     hidden, stats = forward(arrays, True)
     real = arrays["segment_ids"] > 0

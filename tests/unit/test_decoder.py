@@ -9,7 +9,8 @@ import pytest
 
 from rolljax.errors import ConfigError
 from rolljax.model.attention import attention, packed, packed_mask
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 B, T = 2, 12
@@ -24,7 +25,7 @@ def logits(model, params):
     @jax.jit
     def run(tokens, positions, segments, branches):
         decoder = model.bind(params)
-        return decoder.logits(decoder(tokens, positions, packed(segments, branches))[0])
+        return decoder.logits(decoder(tokens, positions, packed(segments, branches, positions)).hidden)
 
     return lambda tokens, positions=POSITIONS, segments=ONES, branches=ONES: np.asarray(
         run(tokens, positions, segments, branches)
@@ -101,7 +102,7 @@ def test_grouped_query_attention_against_a_float64_loop():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_and_untied_heads(tied):
-    small = Model(DecoderConfig(vocab_size=20, num_layers=1, hidden_size=8, ffn_size=8, tie_embeddings=tied))
+    small = Model(Qwen3Config(vocab_size=20, num_layers=1, hidden_size=8, ffn_size=8, tie_embeddings=tied))
     params = jax.jit(lambda: small.init(0))()
     assert ("head" in params) is not tied
     assert small.num_params() == sum(x.size for x in jax.tree.leaves(params))
@@ -122,14 +123,14 @@ def test_parameters_axes_and_shapes_are_one_tree(model, params):
 
 
 def test_seeds_make_the_weights():
-    small = Model(DecoderConfig(vocab_size=20, num_layers=1, hidden_size=8, ffn_size=8))
+    small = Model(Qwen3Config(vocab_size=20, num_layers=1, hidden_size=8, ffn_size=8))
     init = jax.jit(small.init, static_argnums=0)
     assert (init(0)["embed"] == init(0)["embed"]).all() and (init(0)["embed"] != init(1)["embed"]).any()
 
 
 @pytest.mark.parametrize(
-    "wrong, name", [({"num_heads": 3}, "num_kv_heads"), ({"head_dim": 15}, "DecoderConfig.head_dim")]
+    "wrong, name", [({"num_heads": 3}, "num_kv_heads"), ({"head_dim": 15}, "Qwen3Config.head_dim")]
 )
 def test_impossible_shapes_are_refused(wrong, name):
     with pytest.raises(ConfigError, match=name):
-        DecoderConfig(**wrong)
+        Qwen3Config(**wrong)

@@ -10,13 +10,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
 
 from rolljax.errors import ConfigError
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler.engine import Engine, Inserts, Pieces, SamplerConfig
 from rolljax.sampler.kernels import PagedPath, RaggedPath, paths_for
 from rolljax.sampler.kv import DensePath
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 
-MODEL = Model(DecoderConfig(init_std=0.1))
+MODEL = Model(Qwen3Config(init_std=0.1))
 CFG = SamplerConfig(slots=4, max_context=96, page_size=16, prefill_chunk=64, steps_per_dispatch=4)
 WIDTH = CFG.pages_per_sequence
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -12,7 +12,8 @@ import pytest
 from rolljax import metrics
 from rolljax.errors import DataError, TrainerError
 from rolljax.model.attention import packed
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.trainer import attention_stats
 from rolljax.trainer.algorithms.base import Needs
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
@@ -41,7 +42,7 @@ def on_devices(n=1, **axes):
     return MeshSpec(**axes).build(jax.devices()[:n])
 
 
-SMALL = DecoderConfig(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, init_std=0.1)
+SMALL = Qwen3Config(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, init_std=0.1)
 """A shape unlike the policy's, with the same vocabulary."""
 PROXIMAL = DecoupledPpo(drop_degenerate=True)
 
@@ -110,7 +111,7 @@ def forward(model):
     def both(params, tokens_NT):
         decoder, one = model.bind(params), jnp.ones(tokens_NT.shape, jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(ROW_LEN), tokens_NT.shape)
-        hidden, _ = decoder(tokens_NT, positions, packed(one, one))
+        hidden = decoder(tokens_NT, positions, packed(one, one, positions)).hidden
         return hidden, decoder.logits(hidden)
 
     return both

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError
 from rolljax.model.attention import packed
-from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.trainer.mesh import MeshSpec, param_shardings
 from rolljax.trainer.optimizer import (
     HOST,
@@ -29,7 +30,7 @@ from rolljax.trainer.optimizer import (
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-MODEL = Model(DecoderConfig(num_heads=8, num_kv_heads=4, tie_embeddings=False, init_std=0.1))
+MODEL = Model(Qwen3Config(num_heads=8, num_kv_heads=4, tie_embeddings=False, init_std=0.1))
 OPTIMIZERS = {
     "AdamW": AdamW(lr=3e-3, weight_decay=0.1),
     "Muon": Muon(lr=3e-3, weight_decay=0.1),
@@ -204,7 +205,8 @@ def loss_fn(whole):
 
     def loss(params):
         decoder = MODEL.bind(whole | params | {"layers": whole["layers"] | params["layers"]})
-        hidden, _ = decoder(tokens, jnp.cumsum(ones, 1) - 1, packed(ones, 0 * ones))
+        positions = jnp.cumsum(ones, 1) - 1
+        hidden = decoder(tokens, positions, packed(ones, 0 * ones, positions)).hidden
         return optax.softmax_cross_entropy_with_integer_labels(decoder.logits(hidden[:, :-1]), tokens[:, 1:]).mean()
 
     return jax.jit(jax.value_and_grad(loss))

@@ -13,7 +13,7 @@ from rolljax import train
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.records import Records
 from rolljax.errors import ConfigError
-from rolljax.model.decoder import DecoderConfig
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.recipe import Phase, Recipe
 from rolljax.sampler.engine import SamplerConfig
 from rolljax.trainer.algorithms.asyppo import AsyPpo
@@ -518,7 +518,7 @@ TABLE = {
         "previous",
         ("shape of their own", "leave out the shape"),
         lambda build: build(
-            Ppo(critic=Critic(model="previous")), before=[RewardModel(critic=Critic(model=DecoderConfig()))]
+            Ppo(critic=Critic(model="previous")), before=[RewardModel(critic=Critic(model=Qwen3Config()))]
         ),
         lambda build: build(Ppo(critic=Critic(model="previous")), before=[RewardModel(critic=Critic(model=None))]),
     ),

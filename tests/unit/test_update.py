@@ -255,7 +255,8 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(model, params, groups
     def by_itself(tokens_T):
         decoder = model.bind(params)
         one = jnp.ones((1, ROW_LEN), jnp.int32)
-        hidden, _ = decoder(tokens_T[None], jnp.arange(ROW_LEN)[None], packed(one, one))
+        positions = jnp.arange(ROW_LEN)[None]
+        hidden = decoder(tokens_T[None], positions, packed(one, one, positions)).hidden
         logp_TV = jax.nn.log_softmax(decoder.logits(hidden)[0] / TEMPERATURE)
         entropy_T = -jnp.sum(jnp.exp(logp_TV) * logp_TV, axis=-1)
         return logp_TV[jnp.arange(ROW_LEN - 1), tokens_T[1:]], entropy_T[:-1]
@@ -450,7 +451,8 @@ def test_distillation_reads_the_frozen_policy_it_is_given(model, params, start, 
 
     def law(m, p):
         decoder = m.bind(p)
-        hidden, _ = decoder(rows.tokens[0], rows.positions[0], packed(rows.segment_ids[0], rows.branch_ids[0]))
+        attend = packed(rows.segment_ids[0], rows.branch_ids[0], rows.positions[0])
+        hidden = decoder(rows.tokens[0], rows.positions[0], attend).hidden
         logits = np.asarray(decoder.logits(hidden), np.float64)
         before = np.take_along_axis(logits, rows.prev[0][..., None], axis=1) / 1.3
         return before - np.log(np.exp(before).sum(-1, keepdims=True))

@@ -1,0 +1,103 @@
+"""The one table from logical axis names to mesh axes: of parameters, and of what is computed from them.
+
+A model names the axes of its arrays and knows no mesh. Whoever compiles it for one says so (`on_mesh`); without that
+`constrain` does nothing, and compilers place arrays as they like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rolljax.errors import ConfigError
+
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Mesh axes that rows of a batch, and slots of the sampler, are split over."""
+
+Rules = Mapping[str, tuple[str, ...]]
+
+PARAM_RULES: Rules = {
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "ffn": ("tensor",),
+    "embed": ("fsdp", "expert"),
+    "experts": ("expert",),
+    "expert_embed": ("fsdp",),
+    "expert_ffn": ("tensor",),
+    "router": (),
+    "rank": (),
+    "layers": (),
+    "head_dim": (),
+    "critics": (),
+}
+"""Axes of parameters. `expert_*`: of the weights of experts, which the expert axis spreads over devices already."""
+
+ACTIVATION_RULES: Rules = {
+    "batch": BATCH_AXES,
+    "length": ("context",),
+    "keys": (),
+    "hidden": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "ffn": ("tensor",),
+    "head_dim": (),
+}
+"""Axes of activations. `keys`: tokens that are looked at, which every part of a long row wants whole."""
+
+_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
+
+
+def spec(names: Sequence[str | None], rules: Rules, mesh: Mesh) -> PartitionSpec:
+    """Where an array with these axes lies.
+
+    Raises:
+      ConfigError: a name that is in no table, or two names of one array on the same mesh axis.
+    """
+    used: dict[str, str] = {}
+    entries: list[tuple[str, ...] | str | None] = []
+    for name in names:
+        if name is not None and name not in rules:
+            raise ConfigError(
+                "is no logical axis", setting="axes", value=name, remedy=f"one of {', '.join(sorted(rules))}"
+            )
+        axes = tuple(a for a in (rules[name] if name else ()) if a in mesh.shape)
+        for axis in axes:
+            if mesh.shape[axis] > 1 and axis in used:
+                raise ConfigError(
+                    f"and {used[axis]} of one array are both split over the mesh axis {axis}",
+                    setting="axes",
+                    value=name,
+                    remedy="give one of them another logical name",
+                )
+            used[axis] = str(name)
+        entries.append(axes[0] if len(axes) == 1 else axes or None)
+    return PartitionSpec(*entries)
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Mesh | None) -> Iterator[None]:
+    """While this is open, what is traced is meant for `mesh` (None: for one device)."""
+    token = _mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _mesh.reset(token)
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of `on_mesh`."""
+    return _mesh.get()
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """`x`, its axes placed by their names (None: whole)."""
+    mesh = current_mesh()
+    if mesh is None or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(names, ACTIVATION_RULES, mesh)))

@@ -1,0 +1,21 @@
+"""Families of decoders, one file each. What stands in this folder is known: to configs by its path, to Hugging Face
+folders by its `architecture`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+from rolljax.model.decoder import DecoderConfig
+
+
+def known() -> dict[str, type[DecoderConfig]]:
+    """Architecture and model type, as in `config.json`, to the family's config."""
+    found: dict[str, type[DecoderConfig]] = {}
+    for module in pkgutil.iter_modules(__path__):
+        members = vars(importlib.import_module(f"{__name__}.{module.name}"))
+        for cls in members.values():
+            if inspect.isclass(cls) and issubclass(cls, DecoderConfig) and not inspect.isabstract(cls):
+                found |= {cls.architecture: cls, cls.model_type: cls}
+    return found

@@ -1,0 +1,119 @@
+"""Llama 3: no biases, no norms of heads, rotary frequencies stretched for long contexts (arXiv:2407.21783)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rolljax.model.attention import Attend
+from rolljax.model.decoder import DecoderConfig
+from rolljax.model.folder import Folder, Tensor, attention_tensors, ffn_tensors, written_shape
+from rolljax.model.layers import Layers, Mixture, rms_norm, rope, rope_frequencies
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretch of rotary embeddings beyond the `original_max_position` tokens of pre-training.
+
+    Waves shorter than `original / high_freq_factor` stay, those longer than `original / low_freq_factor` are made
+    `factor` times as long, and those between in between.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def stretch(self, frequencies: jax.Array) -> jax.Array:
+        waves = self.original_max_position * frequencies / (2 * math.pi)  # in the original context
+        keep = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        keep = jnp.clip(keep, 0, 1)
+        return keep * frequencies + (1 - keep) * frequencies / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Config(DecoderConfig):
+    """Shape of a Llama 3."""
+
+    rope_scaling: RopeScaling | None = None
+
+    architecture = "LlamaForCausalLM"
+    model_type = "llama"
+
+    def layers(self, rngs: nnx.Rngs) -> Layers:
+        return Llama3Layers(self, rngs=rngs)
+
+    @classmethod
+    def from_folder(cls, raw: Folder) -> Self:
+        rotary = raw.rope()
+        raw.refuse(
+            rope_parameters=rotary["rope_type"] not in ("default", "llama3"),
+            attention_bias=raw.get("attention_bias", False),
+            mlp_bias=raw.get("mlp_bias", False),
+            hidden_act=raw.get("hidden_act", "silu") != "silu",
+        )
+        scaling = None
+        if rotary["rope_type"] == "llama3":
+            original = rotary.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
+            factors = {name: float(rotary[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+            scaling = RopeScaling(**factors, original_max_position=original)
+        return cls(
+            **raw.shape(),
+            rope_theta=float(rotary["rope_theta"]),
+            tie_embeddings=raw.get("tie_word_embeddings", False),
+            rope_scaling=scaling,
+        )
+
+    def to_folder(self) -> Mapping[str, Any]:
+        rotary: dict[str, Any] = {"rope_type": "default"}
+        if s := self.rope_scaling:
+            rotary = {
+                "rope_type": "llama3",
+                "factor": s.factor,
+                "low_freq_factor": s.low_freq_factor,
+                "high_freq_factor": s.high_freq_factor,
+                "original_max_position_embeddings": s.original_max_position,
+            }
+        return written_shape(self) | {
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {**rotary, "rope_theta": self.rope_theta},
+            "rope_scaling": rotary if self.rope_scaling else None,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+
+    def layer_tensors(self) -> Iterator[Tensor]:
+        yield from attention_tensors(self)
+        yield from ffn_tensors()
+
+
+class Llama3Layers(Layers):
+    def declare(self, rngs: nnx.Rngs) -> None:
+        self.declare_attention(rngs)
+        self.declare_ffn(rngs)
+
+    def layer(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        attend: Attend,
+        cache: Any,
+        index: jax.Array | int,
+        chosen_BTk: jax.Array | None,
+    ) -> tuple[jax.Array, Any, Mixture | None]:
+        cfg = self.cfg
+        q, k, v = self.heads(rms_norm(x_BTD, self.attn_norm[...], cfg.rms_norm_eps))
+        frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta)
+        if cfg.rope_scaling:
+            frequencies = cfg.rope_scaling.stretch(frequencies)
+        q, k = rope(q, positions_BT, frequencies), rope(k, positions_BT, frequencies)
+        mixed, cache = attend(q, k, v, cache, index)
+        x_BTD = x_BTD + self.mixed_out(mixed)
+        return x_BTD + self.gated(rms_norm(x_BTD, self.ffn_norm[...], cfg.rms_norm_eps)), cache, None

@@ -1,0 +1,150 @@
+"""What families say of Hugging Face folders: fields of `config.json`; how a tensor there becomes a parameter here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rolljax.errors import CheckpointError
+
+Transform = Callable[[np.ndarray], np.ndarray]
+_NEEDED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """`config.json` as it was read. path: the file, for errors."""
+
+    path: str
+    fields: Mapping[str, Any]
+
+    def get(self, name: str, default: Any = _NEEDED) -> Any:
+        """A field; null counts as absent.
+
+        Raises:
+          CheckpointError: it is absent and has no default.
+        """
+        value = self.fields.get(name)
+        if value is None:
+            if default is _NEEDED:
+                raise CheckpointError(f"{self.path} has no {name}")
+            return default
+        return value
+
+    def refuse(self, **bad: bool) -> None:
+        """Raise `CheckpointError` for the first of these fields that asks for what is not computed."""
+        for name, is_bad in bad.items():
+            if is_bad:
+                raise CheckpointError(f"{self.path}: {name} = {self.fields.get(name)!r} is not supported")
+
+    def rope(self) -> Mapping[str, Any]:
+        """Rotary settings, as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) write them."""
+        found = dict(self.get("rope_parameters", None) or self.get("rope_scaling", None) or {})
+        found.setdefault("rope_type", found.get("type", "default"))
+        found.setdefault("rope_theta", self.get("rope_theta", 10_000.0))
+        return found
+
+    def shape(self) -> dict[str, Any]:
+        """The fields of `DecoderConfig` that are called the same everywhere.
+
+        Raises:
+          CheckpointError: a field is missing, or the weights are quantised.
+        """
+        if "quantization_config" in self.fields:
+            raise CheckpointError(f"{self.path}: quantization_config is not supported")
+        heads, hidden = self.get("num_attention_heads"), self.get("hidden_size")
+        return {
+            "vocab_size": self.get("vocab_size"),
+            "num_layers": self.get("num_hidden_layers"),
+            "hidden_size": hidden,
+            "num_heads": heads,
+            "num_kv_heads": self.get("num_key_value_heads", heads),
+            "head_dim": self.get("head_dim", hidden // heads),
+            "ffn_size": self.get("intermediate_size"),
+            "rms_norm_eps": self.get("rms_norm_eps"),
+            "max_position": self.get("max_position_embeddings", 4096),
+            "init_std": self.get("initializer_range", 0.02),
+        }
+
+
+def written_shape(cfg: Any) -> dict[str, Any]:
+    """The inverse of `Folder.shape`."""
+    return {
+        "vocab_size": cfg.vocab_size,
+        "num_hidden_layers": cfg.num_layers,
+        "hidden_size": cfg.hidden_size,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "intermediate_size": cfg.ffn_size,
+        "rms_norm_eps": cfg.rms_norm_eps,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        "max_position_embeddings": cfg.max_position,
+        "initializer_range": cfg.init_std,
+        "attention_dropout": 0.0,
+    }
+
+
+def same(w: np.ndarray) -> np.ndarray:
+    return w
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a folder and the parameter of one layer that it becomes, or a part of it.
+
+    ours: name in the layer. theirs: name behind `model.layers.N.`. to_ours, to_theirs: transpose and reshape.
+    expert: which slice of the parameter's first axis it is, where that counts experts.
+    """
+
+    ours: str
+    theirs: str
+    to_ours: Transform = same
+    to_theirs: Transform = same
+    expert: int | None = None
+
+
+def transposed(ours: str, theirs: str, expert: int | None = None) -> Tensor:
+    """A linear map `[out, in]` that is `[in, out]` here."""
+    return Tensor(ours, f"{theirs}.weight", lambda w: w.T, lambda w: w.T, expert)
+
+
+def attention_tensors(cfg: Any, *, bias: bool = False, head_norms: bool = False) -> list[Tensor]:
+    """Of `Layers.declare_attention`, by the names that all families here give them."""
+    D, H, K, C = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+
+    def into_heads(name: str, n: int) -> list[Tensor]:
+        theirs = f"self_attn.{name}_proj"
+        found = [
+            Tensor(name, f"{theirs}.weight", lambda w: w.T.reshape(D, n, C), lambda w: w.reshape(D, n * C).T),
+        ]
+        if bias:
+            found.append(
+                Tensor(f"{name}_bias", f"{theirs}.bias", lambda w: w.reshape(n, C), lambda w: w.reshape(n * C))
+            )
+        return found
+
+    return [
+        Tensor("attn_norm", "input_layernorm.weight"),
+        *into_heads("q", H),
+        *into_heads("k", K),
+        *into_heads("v", K),
+        Tensor(
+            "o",
+            "self_attn.o_proj.weight",
+            lambda w: w.T.reshape(H, C, D),
+            lambda w: w.reshape(H * C, D).T,
+        ),
+        *([Tensor(f"{n}_norm", f"self_attn.{n}_norm.weight") for n in ("q", "k")] if head_norms else []),
+    ]
+
+
+def ffn_tensors(norm: str = "post_attention_layernorm") -> list[Tensor]:
+    """Of `Layers.declare_ffn`."""
+    return [
+        Tensor("ffn_norm", f"{norm}.weight"),
+        *(transposed(name, f"mlp.{name}_proj") for name in ("gate", "up", "down")),
+    ]

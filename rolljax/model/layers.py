@@ -1,0 +1,148 @@
+"""What the layers of several families share: parameters, norms, rotary embedding, projections, the gated feed-forward.
+
+Parameters of all layers are stacked: each has a leading L, and a family's `layer` sees one slice.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rolljax.model.attention import Attend
+from rolljax.model.axes import constrain
+
+
+def param(key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None) -> nnx.Param:
+    """A float32 parameter with its logical axis names (`model.axes`): normal of `std`; ones if that is None."""
+    value = jnp.ones(shape) if std is None else std * jax.random.truncated_normal(key, -3, 3, shape)
+    return nnx.Param(value, axes=axes)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, computed in float32."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float) -> jax.Array:
+    """Radians per position of each pair of a head's numbers, `[C / 2]`."""
+    half = head_dim // 2
+    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+
+
+def rope(x_BTHC: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -> jax.Array:
+    """Rotary position embedding, halves convention (as in `transformers`)."""
+    angle = positions_BT[..., None].astype(jnp.float32) * frequencies
+    sin, cos = jnp.sin(angle)[:, :, None, :], jnp.cos(angle)[:, :, None, :]
+    a, b = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHC.dtype)
+
+
+class Mixture(NamedTuple):
+    """What a layer of experts says of its routing."""
+
+    chosen_BTk: jax.Array
+    """Experts of each token, int32."""
+    probs_BTE: jax.Array
+    """The router's law, float32."""
+
+
+class Layers(nnx.Module):
+    """All layers of a decoder, stacked. A family's subclass declares its parameters and computes `layer`."""
+
+    def __init__(self, cfg: Any, *, rngs: nnx.Rngs) -> None:
+        self.cfg = cfg
+        self.declare(rngs)
+
+    @abc.abstractmethod
+    def declare(self, rngs: nnx.Rngs) -> None:
+        """Make the parameters, with `stacked`."""
+
+    @abc.abstractmethod
+    def layer(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        attend: Attend,
+        cache: Any,
+        index: jax.Array | int,
+        chosen_BTk: jax.Array | None,
+    ) -> tuple[jax.Array, Any, Mixture | None]:
+        """One layer; `self` holds that layer's slice of the parameters (no leading L).
+
+        chosen_BTk: experts to take in place of the router's choice, -1 where the router chooses (None: everywhere).
+        """
+
+    # ---- parameters -------------------------------------------------------------------------------------------------
+
+    def stacked(self, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None) -> nnx.Param:
+        """A parameter of every layer."""
+        return param(rngs.params(), (self.cfg.num_layers, *shape), ("layers", *axes), std)
+
+    def declare_attention(self, rngs: nnx.Rngs, *, bias: bool = False, head_norms: bool = False) -> None:
+        """Projections to and from heads, the norm before them; biases of queries, keys and values; norms of heads."""
+        cfg, p = self.cfg, self.stacked
+        D, H, K, C = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        self.attn_norm = p(rngs, (D,), ("embed",), cfg.norm_std)
+        self.q = p(rngs, (D, H, C), ("embed", "heads", "head_dim"), cfg.init_std)
+        self.k = p(rngs, (D, K, C), ("embed", "kv_heads", "head_dim"), cfg.init_std)
+        self.v = p(rngs, (D, K, C), ("embed", "kv_heads", "head_dim"), cfg.init_std)
+        self.o = p(rngs, (H, C, D), ("heads", "head_dim", "embed"), self.out_std)
+        if bias:
+            self.q_bias = p(rngs, (H, C), ("heads", "head_dim"), 0.0)
+            self.k_bias = p(rngs, (K, C), ("kv_heads", "head_dim"), 0.0)
+            self.v_bias = p(rngs, (K, C), ("kv_heads", "head_dim"), 0.0)
+        if head_norms:
+            self.q_norm = p(rngs, (C,), ("head_dim",), cfg.norm_std)
+            self.k_norm = p(rngs, (C,), ("head_dim",), cfg.norm_std)
+
+    def declare_ffn(self, rngs: nnx.Rngs) -> None:
+        """The gated feed-forward, and the norm before it."""
+        D, F, p = self.cfg.hidden_size, self.cfg.ffn_size, self.stacked
+        self.ffn_norm = p(rngs, (D,), ("embed",), self.cfg.norm_std)
+        self.gate = p(rngs, (D, F), ("embed", "ffn"), self.cfg.init_std)
+        self.up = p(rngs, (D, F), ("embed", "ffn"), self.cfg.init_std)
+        self.down = p(rngs, (F, D), ("ffn", "embed"), self.out_std)
+
+    @property
+    def out_std(self) -> float:
+        """Of projections back to the hidden state: the sum over layers keeps its size."""
+        return self.cfg.init_std / (2 * self.cfg.num_layers) ** 0.5
+
+    # ---- computation ------------------------------------------------------------------------------------------------
+
+    def project(self, x: jax.Array, name: str, ins: int = 1) -> jax.Array:
+        """`x [..., in]` through a linear map whose parameter has `ins` axes of input; `[..., out]`, flat."""
+        w = getattr(self, name)[...].astype(x.dtype)
+        return x @ w.reshape(x.shape[-1], -1) if ins > 1 or w.ndim > 2 else x @ w
+
+    def heads(self, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values `[B, T, heads, C]` of normed hidden states, with their biases if there are any."""
+        B, T, _ = h_BTD.shape
+        # without the barrier TPU compilers split the heads in the weights, and copy all layers' weights to do so
+        flat = [jax.lax.optimization_barrier(self.project(h_BTD, "q")), *(self.project(h_BTD, n) for n in ("k", "v"))]
+        q, k, v = (x.reshape(B, T, -1, self.cfg.head_dim) for x in flat)
+        if hasattr(self, "q_bias"):
+            q, k, v = (
+                x + bias[...].astype(x.dtype) for x, bias in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias))
+            )
+        q = constrain(q, "batch", "length", "heads", "head_dim")
+        k, v = (constrain(x, "batch", "length", "kv_heads", "head_dim") for x in (k, v))
+        return q, k, v
+
+    def mixed_out(self, mixed_BTHC: jax.Array) -> jax.Array:
+        """What attention mixed, back to `[B, T, D]`."""
+        B, T, H, C = mixed_BTHC.shape
+        out = self.project(mixed_BTHC.reshape(B, T, H * C), "o", ins=2)
+        return constrain(out, "batch", "length", "hidden")
+
+    def gated(self, h_BTD: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu) -> jax.Array:
+        """The gated feed-forward."""
+        h = activation(self.project(h_BTD, "gate")) * self.project(h_BTD, "up")
+        return constrain(self.project(constrain(h, "batch", "length", "ffn"), "down"), "batch", "length", "hidden")
