@@ -28,10 +28,10 @@ from rolljax.errors import ConfigError
 from rolljax.model.attention import NEG, Attend, Window, attention, inside
 from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Model, Params
-from rolljax.trainer.mesh import param_shardings, replicated, rows
+from rolljax.trainer.mesh import replicated, rows
 
-AttendFor = Callable[[jax.Array, jax.Array], Attend]
-"""From segment ids and branch ids `[B, T]` to the attention of such rows, like `model.attention.packed`."""
+AttendFor = Callable[[jax.Array, jax.Array, jax.Array], Attend]
+"""From segment ids, branch ids and positions `[B, T]` to the attention of such rows, like `model.attention.packed`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +258,7 @@ def make_attention_stats(
 
     def stats(params, tokens_BT, positions_BT, segment_ids_BT, branch_ids_BT, mask_BT):
         tokens = Tokens.of(positions_BT, segment_ids_BT, branch_ids_BT, mask_BT)
-        mix = attend_for(segment_ids_BT, branch_ids_BT) if attend_for else packed_in_blocks(tokens, cfg.block_rows)
+        mix = attend_for(segment_ids_BT, branch_ids_BT, positions_BT) if attend_for else packed_in_blocks(tokens, cfg.block_rows)
         depth = model.cfg.num_layers
         empty = HeadStats.empty(len(cfg.layers(depth)), model.cfg.num_heads, tokens)
         with on_mesh(mesh):
@@ -266,8 +266,7 @@ def make_attention_stats(
 
     if mesh is None:
         return jax.jit(stats)
-    shardings = (param_shardings(mesh, model.axes(), model.abstract()), *[rows(mesh)] * 5)
-    return jax.jit(stats, in_shardings=shardings, out_shardings=replicated(mesh))
+    return jax.jit(stats, in_shardings=(None, *[rows(mesh)] * 5), out_shardings=replicated(mesh))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

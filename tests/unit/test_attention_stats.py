@@ -226,7 +226,7 @@ def test_visible_rows_are_those_of_the_packed_mask(packed_rows):
     tokens = Tokens.of(*(arrays[f] for f in FIELDS[1:]))
     some = np.array([3, 11, 12, 30, 47])
     mask = np.asarray(packed_mask(arrays["segment_ids"], arrays["branch_ids"]))
-    np.testing.assert_array_equal(visible(jax.tree.map(lambda x: x[:, some], tokens), tokens), mask[:, some])
+    np.testing.assert_array_equal(visible(jax.tree.map(lambda x: x[:, some], tokens), tokens, None), mask[:, some])
     assert 0 < mask[:, some].mean() < 1
 
 

@@ -107,7 +107,7 @@ def test_what_does_not_hold_is_written_nowhere():
     """A path's `attend` with a kernel that does nothing: which tokens of the pool change."""
 
     class Write(RaggedPath):
-        def _kernel(self, q, pool, *_):
+        def _kernel(self, q, pool, *_, **__):
             return q
 
     path = Write(MODEL.cfg, "float32", 4, 10, MeshSpec().build(jax.devices()[:1]))
