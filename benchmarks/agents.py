@@ -33,7 +33,7 @@ DOORS = {
     "IPA, rollback, no imitation": ["Ipa.imitation = 0.0"],
     "IPA, parallel": ["ExpertStarts.mode = 'parallel'", "Ipa.failure = 0.0", "Ipa.entropy_coef = 0.0"],
 }
-"""Most of the parallel starts fail for long; what is pushed away there, and an entropy bonus, would unlearn the form."""
+"""Most parallel starts fail for long; what is pushed away there, and an entropy bonus, would unlearn the form."""
 
 FORM = [
     "KeyDoorChain.num_tasks = 100000",

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rolljax.sampler import aot
+from rolljax.aot import chips
 from rolljax.trainer import vocab
 
 TOPOLOGIES = {"cpu": "", "v5e": "v5e:2x4", "v5p": "v5p:2x2x1"}
@@ -80,7 +80,7 @@ def measure(device: str, head: str, way: str) -> Figure | None:
     """Compile for a device; None if the compiler refuses the program for its size."""
     sharding = None
     if TOPOLOGIES[device]:
-        sharding = NamedSharding(Mesh(np.array(aot.devices(TOPOLOGIES[device])[:1]), "x"), PartitionSpec())
+        sharding = NamedSharding(Mesh(np.array(chips.devices(TOPOLOGIES[device])[:1]), "x"), PartitionSpec())
     args = arguments(TOKENS, HIDDEN, VOCAB, head, sharding)
     start = time.perf_counter()
     try:

@@ -82,21 +82,21 @@ def read_config(args: argparse.Namespace) -> Loaded[Recipe]:
 
 
 def read_params(plan: Plan, run: str | None) -> tuple[Params, int]:
-    """Weights and policy version: a run's latest checkpoint, or the recipe's own start."""
+    """What `Model.bind` takes, and its policy version: a run's latest checkpoint, or the recipe's own start."""
     from rolljax.loop import make_learner
-    from rolljax.rooms import start_params
+    from rolljax.rooms import frozen_base, start_params
     from rolljax.runfolder import RunFolder
 
     if run is None:
-        return start_params(plan), 0
+        return plan.model.whole(start_params(plan), frozen_base(plan)), 0
     checkpoints = RunFolder(run).checkpoints()
     progress = checkpoints.progress()
     if progress is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
-    learner = make_learner(plan, progress.phase, {})
+    learner = make_learner(plan, progress.phase, {}, frozen_base(plan))
     state = checkpoints.state(learner.abstract(), learner.shardings)
     checkpoints.close()
-    return state.params, progress.version
+    return learner.whole(state.params), progress.version
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Export: `python -m rolljax.export --run RUN | --model HF_DIR  --to DIR` writes a Hugging Face folder.
 
-`transformers` loads it and computes the same logits. `--model` reads a folder and writes it again (float32, one file).
+`transformers` loads it and computes the same logits. Adapters that a run trained are added to its weights; `--adapter`
+writes them alone, as a folder for PEFT. `--model` reads a folder and writes it again.
+Folders of a model with images are read for their text part.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from rolljax import cli
 from rolljax.errors import ConfigError
@@ -19,6 +22,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--run", help="run folder: its latest checkpoint")
     what.add_argument("--model", help="local Hugging Face folder")
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be new or empty")
+    parser.add_argument("--adapter", action="store_true", help="of a run with adapters: these alone, for PEFT")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
+    parser.add_argument("--max_shard_gb", type=float, default=5.0, help="10^9 bytes of a file of weights, at most")
     return parser.parse_args(argv)
 
 
@@ -32,32 +38,52 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(
                 "is not a new or empty folder", setting="--to", value=args.to, remedy="name another folder"
             )
-        export(args.run, args.model, to)
+        if args.max_shard_gb <= 0:
+            raise ConfigError("must be above 0", setting="--max_shard_gb", value=args.max_shard_gb)
+        how = {"dtype": args.dtype, "max_shard_bytes": int(args.max_shard_gb * 10**9)}
+        export(args.run, args.model, to, adapter=args.adapter, **how)
         print(to)
         return 0
 
     return cli.run_verb(run)
 
 
-def export(run: str | None, folder: str | None, to: Path) -> None:
-    """Write the folder."""
+def export(run: str | None, folder: str | None, to: Path, *, adapter: bool = False, **how: Any) -> None:
+    """Write the folder. how: as `hf.save` takes it."""
     import jax
+    from jax.sharding import SingleDeviceSharding
 
     from rolljax.eval import read_params
-    from rolljax.model import hf
+    from rolljax.model import hf, lora
     from rolljax.model.decoder import Model
     from rolljax.model.tokenizer import load_tokenizer
+    from rolljax.rooms import plain_params
     from rolljax.rooms import plan as make_plan
     from rolljax.runfolder import stored_config
 
     if run is not None:
         plan = make_plan(cli.load_recipe([stored_config(run)], []).value)
-        hf.save(to, plan.model, read_params(plan, run)[0], plan.chat.tokenizer)
+        model, base, tokenizer = plan.model, plan.recipe.model, plan.chat.tokenizer
+        if not adapter:
+            source = base if isinstance(base, str) else None
+            hf.save(to, model.plain, plain_params(plan, read_params(plan, run)[0]), tokenizer, source=source, **how)
+            return
+        if model.lora is None or not isinstance(base, str):
+            raise ConfigError(
+                "asks for adapters beside the weights of a folder; this run has "
+                + ("none" if model.lora is None else "random base weights, which nobody else can make"),
+                setting="--adapter",
+                remedy="leave it out: the folder then holds all weights",
+            )
+        lora.save_adapter(to, model.lora, model.cfg, read_params(plan, run)[0].adapters, base, tokenizer)
         return
+    if adapter:
+        raise ConfigError("is for runs", setting="--adapter", remedy="leave it out, or name the --run")
     assert folder is not None
     model, tokenizer = Model(hf.read_config(folder)), load_tokenizer(folder)
-    device = jax.tree.map(lambda _: jax.devices()[0], model.abstract())
-    hf.save(to, model, hf.load(folder, model, device), tokenizer)
+    here = SingleDeviceSharding(jax.devices()[0])
+    params = hf.load(folder, model, jax.tree.map(lambda _: here, model.abstract()))
+    hf.save(to, model, params, tokenizer, source=folder, **how)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 A source is `run_start` (the weights the run began with: made again), `phase_start` (the weights this phase began with:
 saved beside the checkpoints when it begins) or a local Hugging Face folder with the same vocabulary.
+
+Where adapters are trained, the weights the run began with are the base itself, adapters off; of later phases' starts
+only the adapters are saved and kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -15,7 +17,9 @@ import jax.numpy as jnp
 from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.model import hf
 from rolljax.model.decoder import Model, Params
+from rolljax.model.lora import Adapted, Base
 from rolljax.rooms import Plan, start_params
+from rolljax.runfolder import RunFolder
 from rolljax.trainer.mesh import param_shardings
 from rolljax.trainer.update import Frozen
 
@@ -30,29 +34,33 @@ def check(plan: Plan) -> None:
                 _model(plan, source, type(phase.algorithm).__name__)
 
 
-def load(plan: Plan, sources: Iterable[str], saved: Path, params: Params, *, starts: bool) -> Frozen:
-    """The frozen policies by source, on the mesh.
+def load(plan: Plan, phase: int, folder: RunFolder, params: Params, base: Base | None, *, starts: bool) -> Frozen:
+    """The frozen policies of a phase by source, on the mesh.
 
     Args:
-      saved: folder of this phase's starting weights. params: the policy's weights now.
+      phase: its index. params: what is trained of the policy, as it is now. base: the frozen weights beside it.
       starts: the phase begins now, so that these are its starting weights; otherwise they are read back.
     """
-    shardings = param_shardings(plan.mesh, plan.model.axes(), plan.model.abstract())
+    model, settings = plan.model, plan.recipe.phases[phase]
+    shardings = param_shardings(plan.mesh, model.axes(), model.abstract())
     found: dict[str, tuple[Model, Params]] = {}
-    for source in sources:
-        if source == "run_start":
-            found[source] = (plan.model, start_params(plan))
+    for source in settings.algorithm.needs().frozen:
+        if base is not None and (source == "run_start" or source == "phase_start" and phase == 0):
+            found[source] = (model, Adapted(base, None))
+        elif source == "run_start":
+            found[source] = (model, start_params(plan))
         elif source == "phase_start":
+            saved = folder.phase_start(settings.name)
             if starts:
                 _save(saved, params)
-                copy = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings)
-                found[source] = (plan.model, copy(params))
+                kept = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings)(params)
             else:
-                found[source] = (plan.model, _read(saved, plan.model, shardings))
+                kept = _read(saved, model, shardings)
+            found[source] = (model, model.whole(kept, base))
         else:
-            model = _model(plan, source, "Needs")
-            where = param_shardings(plan.mesh, model.axes(), model.abstract())
-            found[source] = (model, hf.load(source, model, where))
+            other = _model(plan, source, "Needs")
+            where = param_shardings(plan.mesh, other.axes(), other.abstract())
+            found[source] = (other, hf.load(source, other, where))
     return found
 
 

@@ -35,10 +35,11 @@ from rolljax.errors import EnvError, RolljaxError, TrainerError
 from rolljax.filters import faults_row, surviving
 from rolljax.metrics import ENV_PREFIX
 from rolljax.model.decoder import Params
+from rolljax.model.lora import Base
 from rolljax.progress import Console
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout import Barrier, Rollouts, fault_of
-from rolljax.rooms import Plan, Rooms, mean_reward, start_params
+from rolljax.rooms import Geometry, Plan, Rooms, frozen_base, mean_reward, start_params
 from rolljax.runfolder import RunFolder
 from rolljax.sampler.client import SamplerStats
 from rolljax.starts import Starts
@@ -71,7 +72,7 @@ class Clock:
         return time.perf_counter() - self._start
 
 
-def make_learner(plan: Plan, index: int, frozen: Frozen) -> Learner:
+def make_learner(plan: Geometry, index: int, frozen: Frozen, base: Base | None = None) -> Learner:
     """The trainer of one phase."""
     recipe, phase = plan.recipe, plan.recipe.phases[index]
     return Learner(
@@ -88,29 +89,32 @@ def make_learner(plan: Plan, index: int, frozen: Frozen) -> Learner:
         limit_tok=recipe.max_answer_tok,
         seed=recipe.seed,
         frozen=frozen,
+        base=base,
+        replay_experts=recipe.sampler.record_experts and phase.algorithm.source == "sampler",
     )
 
 
 def open_phase(
-    plan: Plan, folder: RunFolder, progress: Progress, params: Params, previous: Learned | None = None
+    plan: Plan,
+    folder: RunFolder,
+    progress: Progress,
+    params: Params,
+    base: Base | None,
+    previous: Learned | None = None,
 ) -> tuple[Learner, TrainState]:
     """The learner and the fresh state of the phase that begins now."""
-    phase = plan.recipe.phases[progress.phase]
-    sources = phase.algorithm.needs().frozen
-    policies = frozen.load(plan, sources, folder.phase_start(phase.name), params, starts=True)
-    learner = make_learner(plan, progress.phase, policies)
+    policies = frozen.load(plan, progress.phase, folder, params, base, starts=True)
+    learner = make_learner(plan, progress.phase, policies, base)
     return learner, learner.init(params, previous)
 
 
 def reopen_phase(
-    plan: Plan, folder: RunFolder, progress: Progress, checkpoints: Checkpoints
+    plan: Plan, folder: RunFolder, progress: Progress, checkpoints: Checkpoints, base: Base | None
 ) -> tuple[Learner, TrainState]:
     """The learner and the saved state of the phase that goes on."""
-    phase = plan.recipe.phases[progress.phase]
-    empty = make_learner(plan, progress.phase, {})
+    empty = make_learner(plan, progress.phase, {}, base)
     state = checkpoints.state(empty.abstract(), empty.shardings)
-    sources = phase.algorithm.needs().frozen
-    policies = frozen.load(plan, sources, folder.phase_start(phase.name), state.params, starts=False)
+    policies = frozen.load(plan, progress.phase, folder, state.params, base, starts=False)
     return dataclasses.replace(empty, frozen=policies), state
 
 
@@ -125,12 +129,12 @@ def train(
       EnvError: no trajectory survived for `MAX_FAILED_STEPS` steps. HangError: a wait ran past its deadline.
     """
     recipe, checkpoints = plan.recipe, folder.checkpoints()
-    progress = checkpoints.progress()
+    progress, base = checkpoints.progress(), frozen_base(plan)
     if progress:
-        learner, state = reopen_phase(plan, folder, progress, checkpoints)
+        learner, state = reopen_phase(plan, folder, progress, checkpoints, base)
     else:
         progress = Progress()
-        learner, state = open_phase(plan, folder, progress, start_params(plan))
+        learner, state = open_phase(plan, folder, progress, start_params(plan), base)
     for text in recipe.warnings():
         console.say(f"warning: {text}")
     folder.forget_after(progress.total_steps)
@@ -138,7 +142,7 @@ def train(
     if progress.stream_position:
         stream.restore(progress.stream_position)
     console.say("compiling the sampler")
-    with Rooms(plan, state.params, progress.version, should_stop) as rooms:
+    with Rooms(plan, learner.whole(state.params), progress.version, should_stop) as rooms:
         try:
             if not progress.heldout_reward:
                 evaluate(rooms, progress, "start")
@@ -154,12 +158,12 @@ def train(
                         raise Stopped
                 console.wait("evaluating on held-out tasks")
                 with timed(progress, phase.name):
-                    rooms.publish(state.params, progress.version)
+                    rooms.publish(learner.whole(state.params), progress.version)
                     evaluate(rooms, progress, phase.name)
                 progress.finished = progress.phase + 1 == len(recipe.phases)
                 if not progress.finished:
                     progress.phase, progress.step, progress.memory, progress.starts = progress.phase + 1, 0, {}, {}
-                    learner, state = open_phase(plan, folder, progress, state.params, state.critics)
+                    learner, state = open_phase(plan, folder, progress, state.params, base, state.critics)
                 checkpoints.save(state, progress)
                 console.end_phase()
                 console.say(border_line(phase.name, progress))
@@ -241,7 +245,7 @@ def steps(
             evaluate_now = phase.eval_every and progress.step % phase.eval_every == 0
             if sampled or evaluate_now:
                 with clock.part("publish"):
-                    rooms.publish(state.params, progress.version)
+                    rooms.publish(learner.whole(state.params), progress.version)
             if evaluate_now:
                 with clock.part("eval"):
                     row["heldout/reward_mean"] = mean_reward(rooms.evaluate(progress.total_steps, interruptible=False))

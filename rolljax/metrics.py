@@ -62,6 +62,13 @@ NAMES: Mapping[str, Metric] = {
         "share", "mean", 0, 1.001, "effective sample size of the ratios, as a share of the tokens"
     ),
     "policy/ratio_max": Metric("ratio", "max", 0, INF, "largest ratio of the policy to its anchor"),
+    "router/balance": Metric(
+        "ratio", "mean", 0, INF, "load-balancing loss over its least value: 1 where all experts are used alike"
+    ),
+    "router/max_load_frac": Metric("share", "max", 0, 1, "choices of the busiest expert, of all in its layer"),
+    "router/entropy_nat": Metric("nats", "mean", 0, INF, "entropy of the router's law, mean over tokens and layers"),
+    "router/unused_n": Metric("experts", "mean", 0, INF, "experts that no token of an update chose, over all layers"),
+    "router/replayed_frac": Metric("share", "mean", 0, 1, "tokens whose experts are those they took in the sampler"),
     "mismatch/k3_nat": Metric(
         "nats", "first", -1e-6, INF, "KL(sampler || trainer), k3 estimate, before the first update"
     ),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 LINE_EVERY_S = 5.0
@@ -34,6 +35,23 @@ def bottleneck(row: Mapping[str, float]) -> str:
     names = {"rollout": "sampler", "update": "trainer", "eval": "evaluation", "save": "disk", "publish": "weights"}
     part = max(names, key=lambda n: row.get(f"time/{n}_s", 0.0))
     return f"{names[part]} {row.get(f'time/{part}_s', 0.0) / max(row['time/step_s'], 1e-9):.0%}"
+
+
+@contextlib.contextmanager
+def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr for work on `total` bytes, gone when it is done; nothing where there is no terminal.
+
+    Its value is called with the bytes that are done.
+    """
+    from rich.console import Console as Rich
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Rich(stderr=True, highlight=False)
+    text = TextColumn("{task.description}", markup=False)
+    with Progress(*columns, text, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
 
 
 class Console:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 
+from jax.sharding import Mesh
+
 from rolljax.agents.program import AgentProgram
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
 from rolljax.errors import ConfigError
 from rolljax.filters import FilterConfig
+from rolljax.model.attention import Implementation
 from rolljax.model.decoder import DecoderConfig, Dtype, Remat
 from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.model.lora import Lora
 from rolljax.rollout import RolloutConfig
 from rolljax.sampler.engine import SamplerConfig
 from rolljax.starts import ExpertStarts
 from rolljax.trainer.algorithms.base import Algorithm, Setup
 from rolljax.trainer.batch import PackShape, num_rows_bound
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.mesh import MeshSpec
+from rolljax.trainer.mesh import MeshSpec, num_batch_shards
 from rolljax.trainer.optimizer import AdamW, Optimizer
 
 
@@ -174,7 +178,10 @@ class Recipe:
 
     model: shape of a decoder that starts from random weights with a byte tokenizer, or the path of a local Hugging Face
       folder whose config, weights, tokenizer and chat template are used.
+    lora: train low-rank adapters beside that model's weights, which stay (docs/lora.md).
+    router_aux_coef: of the load-balancing loss, in place of what a folder's config.json says (docs/moe.md).
     agent: a program that plays the episodes with the model behind an OpenAI-compatible server (docs/agents.md).
+    attention: what computes attention while training (docs/sharding.md).
     max_answer_tok: most tokens of one answer (one turn).
     seed: of the weights, of the order of tasks and of everything sampled.
     save_every: steps between checkpoints (one is always kept at the end of a phase and when the run is told to stop).
@@ -187,6 +194,9 @@ class Recipe:
     model: DecoderConfig | str = Qwen3Config()
     dtype: Dtype = "float32"
     remat: Remat = "none"
+    attention: Implementation = "auto"
+    lora: Lora | None = None
+    router_aux_coef: float | None = None
     max_answer_tok: int = 16
     sampler: SamplerConfig = SamplerConfig()
     mesh: MeshSpec = MeshSpec()
@@ -288,15 +298,23 @@ class Recipe:
             for text in p.algorithm.check(p.setup(self.max_turns, first=i == 0))
         ]
 
-    def check_mesh(self, num_batch_shards: int) -> None:
-        """What only shows on a mesh: rows must divide over the batch shards."""
+    def check_mesh(self, mesh: Mesh) -> None:
+        """What only shows on a mesh: rows must divide over the batch shards, and their tokens over `context`."""
+        shards, parts = num_batch_shards(mesh), mesh.shape["context"]
         for phase in self.phases:
-            if phase.micro_rows % num_batch_shards:
+            if phase.micro_rows % shards:
                 raise ConfigError(
-                    f"does not divide over {num_batch_shards} batch shards of the mesh",
+                    f"does not divide over {shards} batch shards of the mesh",
                     setting="Phase.micro_rows",
                     value=phase.micro_rows,
-                    remedy=f"choose a multiple of {num_batch_shards}",
+                    remedy=f"choose a multiple of {shards}",
+                )
+            if phase.row_len % parts:
+                raise ConfigError(
+                    f"does not divide by MeshSpec.context = {parts}",
+                    setting="Phase.row_len",
+                    value=phase.row_len,
+                    remedy=f"choose a multiple of {parts}; on TPU of {128 * parts}, for the attention kernels",
                 )
 
 

@@ -336,6 +336,7 @@ class Record:
                 text,
                 result.weight * weight,
                 talk.restarted,
+                answer.experts,
             )
         )
         self.sample_s += answer.queue_s + answer.sample_s

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,14 +20,17 @@ from rolljax.envs.pool import EnvPool, Episode
 from rolljax.envs.tasks import held_out
 from rolljax.errors import ConfigError, EnvError
 from rolljax.model import hf
+from rolljax.model.attention import implementation
+from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.model.lora import Base
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.policies import GoldPolicy, Policy, SamplerPolicy
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout import Rollouts
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
-from rolljax.trainer.mesh import BATCH_AXES, num_batch_shards, param_shardings
+from rolljax.trainer.mesh import num_slot_shards, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import EVAL_STREAM, Message, SamplingParams, Task, Trajectory
 
@@ -35,16 +40,79 @@ PROBED_AT_ONCE = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A recipe checked against its model, its tokenizer, its tasks and the devices; nothing is allocated yet."""
+class Geometry:
+    """A recipe checked against its model's shape and the devices."""
 
     recipe: Recipe
     mesh: Mesh
     model: Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Geometry):
+    """And against its tokenizer and its tasks; nothing is allocated yet."""
+
     chat: Chat
     heldout: list[Task]
     first_prompt: tuple[Message, ...]
     longest_prompt_tok: int
+
+
+def geometry(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Geometry:
+    """Check what needs no weights, no tokenizer and no environment.
+
+    Args:
+      devices: default: those of this machine.
+
+    Raises:
+      ConfigError: a mesh that does not divide, a context that the model does not have. CheckpointError: an unreadable
+        `config.json`.
+    """
+    mesh = recipe.mesh.build(devices)
+    recipe.check_mesh(mesh)
+    recipe.sampler.check_shards(num_slot_shards(mesh))
+    cfg = recipe.model if isinstance(recipe.model, DecoderConfig) else _folder_config(recipe.model)
+    recipe.sampler.check_experts(cfg)
+    if recipe.router_aux_coef is not None:
+        cfg = _rebalanced(cfg, recipe)
+    model = Model(cfg, recipe.dtype, recipe.remat, recipe.attention, recipe.lora)
+    for each in (model.plain, model):
+        param_shardings(mesh, each.axes(), each.abstract())
+    for phase in recipe.phases:
+        rows = (phase.micro_rows, phase.row_len, cfg.num_heads, cfg.head_dim)
+        implementation(recipe.attention, mesh, rows, jnp.dtype(recipe.dtype))
+    if recipe.sampler.max_context > cfg.max_position:
+        raise ConfigError(
+            f"is more than the model's {cfg.max_position} positions",
+            setting="SamplerConfig.max_context",
+            value=recipe.sampler.max_context,
+            remedy=f"at most {cfg.max_position}",
+        )
+    return Geometry(recipe, mesh, model)
+
+
+def _rebalanced(cfg: DecoderConfig, recipe: Recipe) -> DecoderConfig:
+    problem = None
+    if not cfg.routing:
+        problem = (f"can have no effect: {type(cfg).__name__} has no experts", "leave it out")
+    elif not isinstance(recipe.model, str):
+        problem = ("is for the model of a folder", f"set {type(cfg).__name__}.router_aux_coef")
+    if problem:
+        message, remedy = problem
+        raise ConfigError(message, setting="Recipe.router_aux_coef", value=recipe.router_aux_coef, remedy=remedy)
+    changes: dict[str, Any] = {"router_aux_coef": recipe.router_aux_coef}
+    return dataclasses.replace(cfg, **changes)
+
+
+def _folder_config(folder: str) -> DecoderConfig:
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            "is not a Hugging Face model folder: it has no config.json",
+            setting="Recipe.model",
+            value=folder,
+            remedy="name a local folder with config.json, *.safetensors and a tokenizer",
+        )
+    return hf.read_config(folder)
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -54,38 +122,21 @@ def plan(recipe: Recipe) -> Plan:
       ConfigError: a vocabulary smaller than the tokenizer's, prompts that do not fit, a mesh that does not divide.
       DataError: too few held-out tasks. CheckpointError: an unreadable model folder.
     """
-    mesh = recipe.mesh.build()
-    recipe.check_mesh(num_batch_shards(mesh))
-    recipe.sampler.check_shards(num_batch_shards(mesh))
+    found = geometry(recipe)
+    mesh, model = found.mesh, found.model
     if isinstance(recipe.model, DecoderConfig):
-        cfg, chat = recipe.model, Chat(byte_tokenizer())
-        if cfg.vocab_size < len(chat.tokenizer):
+        chat = Chat(byte_tokenizer())
+        if model.cfg.vocab_size < len(chat.tokenizer):
             raise ConfigError(
                 f"is smaller than the byte tokenizer's {len(chat.tokenizer)} tokens",
-                setting=f"{type(cfg).__name__}.vocab_size",
-                value=cfg.vocab_size,
+                setting=f"{type(model.cfg).__name__}.vocab_size",
+                value=model.cfg.vocab_size,
                 remedy=f"at least {len(chat.tokenizer)}; 264 divides well",
             )
     else:
-        if not (Path(recipe.model) / "config.json").is_file():
-            raise ConfigError(
-                "is not a Hugging Face model folder: it has no config.json",
-                setting="Recipe.model",
-                value=recipe.model,
-                remedy="name a local folder with config.json, *.safetensors and a tokenizer",
-            )
-        cfg, chat = hf.read_config(recipe.model), Chat(load_tokenizer(recipe.model))
-    model = Model(cfg, recipe.dtype, recipe.remat)
-    param_shardings(mesh, model.axes(), model.abstract())
+        chat = Chat(load_tokenizer(recipe.model))
     if recipe.agent:
         check_machine(recipe.agent)
-    if recipe.sampler.max_context > cfg.max_position:
-        raise ConfigError(
-            f"is more than the model's {cfg.max_position} positions",
-            setting="SamplerConfig.max_context",
-            value=recipe.sampler.max_context,
-            remedy=f"at most {cfg.max_position}",
-        )
     if recipe.env.max_turns > 1:
         chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
@@ -148,19 +199,54 @@ async def check_pairs(episode: Episode, name: str) -> None:
 
 
 def start_params(plan: Plan) -> Params:
-    """The weights a run starts from: random, or the folder's, placed on the mesh."""
-    shardings = param_shardings(plan.mesh, plan.model.axes(), plan.model.abstract())
+    """What a run trains, as it starts: weights, random or the folder's, or fresh adapters; placed on the mesh."""
+    model, seed = plan.model, plan.recipe.seed
+    shardings = param_shardings(plan.mesh, model.axes(), model.abstract())
+    if isinstance(plan.recipe.model, str) and not model.lora:
+        return hf.load(plan.recipe.model, model, shardings)
+    return jax.jit(lambda: model.init(seed), out_shardings=shardings)()
+
+
+def base_shapes(plan: Geometry) -> Base | None:
+    """Shapes, dtypes and shardings of the weights that adapters stand beside; None where everything is trained."""
+    model, lora = plan.model, plan.model.lora
+    if lora is None:
+        return None
+    shapes = jax.eval_shape(model.base, model.plain.abstract())
+    shardings = param_shardings(plan.mesh, lora.base_axes(model.plain.axes()), shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def frozen_base(plan: Plan) -> Base | None:
+    """The weights that adapters stand beside, on the mesh; None where everything is trained."""
+    model = plan.model
+    placed = base_shapes(plan)
+    if placed is None:
+        return None
+    plain, shardings = model.plain, jax.tree.map(lambda x: x.sharding, placed)
     if isinstance(plan.recipe.model, str):
-        return hf.load(plan.recipe.model, plan.model, shardings)
+        where = param_shardings(plan.mesh, plain.axes(), plain.abstract())
+        weights = hf.load(plan.recipe.model, plain, where, computed=True)
+        return jax.jit(model.base, out_shardings=shardings, donate_argnums=0)(weights)
     seed = plan.recipe.seed
-    return jax.jit(lambda: plan.model.init(seed), out_shardings=shardings)()
+    return jax.jit(lambda: model.base(plain.init(seed)), out_shardings=shardings)()
+
+
+def plain_params(plan: Plan, whole: Params) -> Params:
+    """All weights in float32, adapters added, of what `Model.bind` takes."""
+    model = plan.model
+    if model.lora is None:
+        return whole
+    shardings = param_shardings(plan.mesh, model.plain.axes(), model.plain.abstract())
+    to_float32 = lambda p: jax.tree.map(lambda x: x.astype(jnp.float32), model.merged(p))  # noqa: E731
+    return jax.jit(to_float32, out_shardings=shardings)(whole)
 
 
 class Rooms:
     """Sampler, environments and the event loop they share. Use as a context manager.
 
     Args:
-      params: trainer weights that the sampler starts with, as policy version `version`.
+      params: what `Model.bind` takes: the weights that the sampler starts with, as policy version `version`.
       should_stop: asked while waiting; True ends the wait with `Stopped`.
     """
 
@@ -169,7 +255,7 @@ class Rooms:
     ) -> None:
         self.plan, self.recipe = plan, plan.recipe
         self._publish = make_publish(plan.mesh, plan.model)
-        engine = Engine(plan.model, plan.recipe.sampler, plan.mesh, BATCH_AXES)
+        engine = Engine(plan.model.plain, plan.recipe.sampler, plan.mesh, SLOT_AXES)
         self.sampler = Sampler(
             engine,
             self._publish(params),
@@ -202,7 +288,7 @@ class Rooms:
         self.pool.close()
 
     def publish(self, params: Params, version: int) -> None:
-        """Give the sampler new weights."""
+        """Give the sampler new weights, of what `Model.bind` takes."""
         if version != self.sampler.version:
             self.sampler.publish(self._publish(params), version)
 

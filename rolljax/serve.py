@@ -160,20 +160,21 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
     from rolljax.rooms import Plan
     from rolljax.sampler.engine import Engine, SamplerConfig
     from rolljax.sampler.openai_types import Served
-    from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
+    from rolljax.trainer.mesh import SLOT_AXES, MeshSpec, param_shardings
     from rolljax.trainer.publish import make_publish
 
     source: DecoderConfig | str = args.model
-    sizes, recipe = SamplerConfig(), None
+    sizes, recipe, lora = SamplerConfig(), None, None
     dtype: Dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.run:
         recipe = cli.load_recipe([str(Path(args.run) / "config.gin")], []).value
         source, sizes, dtype = recipe.model, recipe.sampler, args.dtype or recipe.dtype
+        lora = recipe.lora
     if isinstance(source, DecoderConfig):
         cfg, tokenizer = source, byte_tokenizer()
     else:
         cfg, tokenizer = hf.read_config(source), load_tokenizer(source)
-    model, mesh = Model(cfg, dtype), MeshSpec(tensor=args.tensor).build()
+    model, mesh = Model(cfg, dtype, lora=lora), MeshSpec(tensor=args.tensor).build()
     sizes = read_sizes(args, sizes, cfg)
     chat = Chat(tokenizer) if tokenizer.chat_template else None
     name = args.served_model_name or Path(args.run or args.model).resolve().name
@@ -183,7 +184,7 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
         params, version = hf.load(args.model, model, param_shardings(mesh, model.axes(), model.abstract())), 0
     else:
         params, version = read_params(Plan(recipe, mesh, model, Chat(tokenizer), [], (), 0), args.run)
-    return Engine(model, sizes, mesh, BATCH_AXES), make_publish(mesh, model)(params), version, served
+    return Engine(model.plain, sizes, mesh, SLOT_AXES), make_publish(mesh, model)(params), version, served
 
 
 def read_sizes(args: argparse.Namespace, sizes: SamplerConfig, cfg: DecoderConfig) -> SamplerConfig:

@@ -21,6 +21,7 @@ from rolljax.errors import EXIT_PREEMPTED, CheckpointError
 if TYPE_CHECKING:
     from rolljax.checkpoint import Progress
     from rolljax.config import Loaded
+    from rolljax.model.decoder import Model
     from rolljax.recipe import Recipe
     from rolljax.rooms import Plan
     from rolljax.runfolder import RunFolder
@@ -41,9 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     config: list[Loaded[Recipe]] = []
 
     def run() -> int:
-        from rolljax import frozen
+        from rolljax import distributed, frozen
         from rolljax.rooms import plan as make_plan
 
+        distributed.require_one(distributed.start())
         config.append(cli.load_recipe(args.gin, args.set))
         plan = make_plan(config[0].value)
         frozen.check(plan)
@@ -71,6 +73,7 @@ def _train(plan: Plan, folder: RunFolder) -> int:
     from rolljax.buffer import Stopped
     from rolljax.model import hf
     from rolljax.progress import Console
+    from rolljax.rooms import frozen_base, plain_params
     from rolljax.trainer.state import fingerprint
 
     console, start = Console(), time.perf_counter()
@@ -99,7 +102,9 @@ def _train(plan: Plan, folder: RunFolder) -> int:
             raise
     if not progress.finished:
         raise CheckpointError(f"the run ended after {progress.total_steps} steps without a reason: this is a bug")
-    hf.save(folder.path / "hf", plan.model, state.params, plan.chat.tokenizer)
+    whole = plan.model.whole(state.params, frozen_base(plan))
+    source = plan.recipe.model if isinstance(plan.recipe.model, str) else None
+    hf.save(folder.path / "hf", plan.model.plain, plain_params(plan, whole), plan.chat.tokenizer, source=source)
     finish(folder, progress, "all phases done", fingerprint(state))
     console.say(
         f"done in {time.perf_counter() - start:.0f} s: {folder.path}/  curves.png  summary.json  metrics.jsonl  "
@@ -139,6 +144,18 @@ class stop_on_signal:
         self._event.set()
 
 
+def describe_adapters(model: Model) -> str:
+    """One line: which maps have adapters, and how much that is."""
+    import jax
+
+    lora = model.lora
+    assert lora is not None
+    trained = sum(x.size for x in jax.tree.leaves(model.abstract()))
+    maps = ", ".join(lora.maps(model.plain.axes()))
+    base = "int8" if lora.int8_base else model.dtype
+    return f"adapters  {trained:,} parameters: rank {lora.rank} beside {maps}; base weights in {base}"
+
+
 def describe(plan: Plan) -> str:
     """What would run: mesh, model, batch geometry, and the first task as the model will see it."""
     from rolljax.trainer.mesh import MESH_AXES
@@ -149,6 +166,7 @@ def describe(plan: Plan) -> str:
         f"mesh      {axes} ({plan.mesh.devices.flat[0].device_kind})",
         f"model     {m.num_params():,} parameters, {m.cfg.num_layers} layers, {m.dtype}"
         + (f", from {r.model}" if isinstance(r.model, str) else ", random weights"),
+        *([describe_adapters(m)] if m.lora else []),
         f"sampler   {r.sampler.slots} slots, context {r.sampler.max_context}, "
         f"{r.sampler.num_pages} pages of {r.sampler.page_size} tokens",
         f"tasks     {r.env.name}, up to {r.env.max_turns} turn(s), prompts up to {plan.longest_prompt_tok} tokens, "

@@ -116,6 +116,8 @@ class Sampled:
     sampler_logp: log-prob under the law really sampled from. model_logp: under the model's own law (temperature 1,
     nothing cut). versions: policy version that sampled the token. The `top_` arrays `[T, n]` hold the most likely
     tokens of every position, largest first, and their log-probs under either law (-inf: cut from the sampled law).
+    experts `[T, L, k]`: those that the token before took when this one was sampled, in every layer (-1: it came from a
+    prefill; `[T, 0, 0]`: nobody asked, `SamplerConfig.record_experts`).
     """
 
     tokens: np.ndarray
@@ -125,6 +127,7 @@ class Sampled:
     top_ids: np.ndarray
     top_sampler_logp: np.ndarray
     top_model_logp: np.ndarray
+    experts: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -140,7 +143,7 @@ class Sampled:
     def of(tokens: np.ndarray, logp: np.ndarray, versions: np.ndarray) -> Sampled:
         """Tokens whose two laws are the same, without alternatives."""
         none = np.zeros((len(tokens), 0))
-        return Sampled(tokens, logp, logp, versions, none.astype(np.int32), none, none)
+        return Sampled(tokens, logp, logp, versions, none.astype(np.int32), none, none, none[..., None][:, :, :0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +171,15 @@ class Completion:
     def versions(self) -> np.ndarray:
         return self.sampled.versions
 
+    @property
+    def experts(self) -> np.ndarray | None:
+        """`[T, L, k]`: those that each token took itself, -1 where that is not known (the last one: it was never
+        computed). None: nobody asked."""
+        before = self.sampled.experts
+        if not before.size:
+            return None
+        return np.concatenate([before[1:], np.full_like(before[:1], -1)])
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Turn:
@@ -190,6 +202,8 @@ class Turn:
     weight: float = 1.0
     """Of its loss in supervised training: 0 leaves a turn of a recorded conversation out."""
     restart: bool = False
+    experts: np.ndarray | None = dataclasses.field(default=None, metadata={"written": False})
+    """See `Completion`. Too many numbers for a file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -265,7 +279,8 @@ class Group:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        written = (f.name for f in dataclasses.fields(value) if f.metadata.get("written", True))
+        return {name: _plain(getattr(value, name)) for name in written}
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):

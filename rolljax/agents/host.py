@@ -241,4 +241,5 @@ def _turn(call: Call) -> Turn:
         0.0,
         call.text,
         restart=restart,
+        experts=sampled.experts,
     )

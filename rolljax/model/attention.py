@@ -6,14 +6,25 @@ packed training row or from a page of a running request: that is how sampler and
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rolljax.errors import ConfigError
+from rolljax.model import splash
+from rolljax.model.axes import ACTIVATION_RULES, current_mesh, spec
+
+Implementation = Literal["auto", "xla", "splash", "cudnn"]
+"""'xla' runs anywhere; 'splash' are JAX's kernels for TPU (`model.splash`; on CPU they are interpreted, for tests);
+'cudnn' is NVIDIA's for GPU. 'auto': the kernels that the devices have, where the shapes suit them."""
 
 NEG = -1e30
 MIN_BLOCK, MAX_BLOCKS = 64, 6
-"""Of queries in `causal_attention`: more blocks save more work, and take longer to compile."""
+"""Of queries in `in_blocks`: more blocks save more work, and take longer to compile."""
 
 
 class Window(NamedTuple):
@@ -67,15 +78,21 @@ def attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS:
     return mixed.reshape(B, K, H // K, T, C).transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
 
 
-def causal_attention(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, mask_BTT: jax.Array) -> jax.Array:
-    """`attention` where no query sees a later key: a few blocks of queries, each with only the keys up to its end."""
+def in_blocks(
+    q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax.Array, *, whole: bool
+) -> jax.Array:
+    """`attention` of a few blocks of queries, one after the other.
+
+    whole: queries are all of their rows and see no later key, so that each block takes only the keys up to its end.
+    """
     T = q_BTHC.shape[1]
     size = max(MIN_BLOCK, -(-T // MAX_BLOCKS))
-    ends = [(start, min(start + size, T)) for start in range(0, T, size)]
-    mixed = [
-        attention(q_BTHC[:, start:end], k_BTKC[:, :end], v_BTKC[:, :end], mask_BTT[:, start:end, :end])
-        for start, end in ends
-    ]
+    mixed = []
+    for start in range(0, T, size):
+        end = min(start + size, T)
+        keys = end if whole else k_BSKC.shape[1]
+        block = q_BTHC[:, start:end], k_BSKC[:, :keys], v_BSKC[:, :keys], mask_BTS[:, start:end, :keys]
+        mixed.append(attention(*block))
     return jnp.concatenate(mixed, axis=1)
 
 
@@ -101,12 +118,103 @@ def inside(window: Window | None, query_BT: jax.Array, key_BS: jax.Array) -> jax
     return near | ~jnp.asarray(window.on)
 
 
-def packed(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array, positions_BT: jax.Array) -> Attend:
-    """Attention inside packed training rows. Positions count for layers that have a window."""
+def packed(
+    segment_ids_BT: jax.Array, branch_ids_BT: jax.Array, positions_BT: jax.Array, how: Implementation = "auto"
+) -> Attend:
+    """Attention inside packed training rows, on the mesh of `axes.on_mesh`. Positions count for layers with a window.
+
+    Raises, when it is called:
+      ConfigError: `how` cannot run there.
+    """
+    mesh = current_mesh()
     mask_BTS = packed_mask(segment_ids_BT, branch_ids_BT)
+    queries, keys = splash.rows(segment_ids_BT, branch_ids_BT, positions_BT)
 
     def attend(q, k, v, cache, layer, window=None):
         del layer
-        return causal_attention(q, k, v, mask_BTS & inside(window, positions_BT, positions_BT)), cache
+        size, on = (window.size, window.on) if window else (None, True)
+        chosen = implementation(how, mesh, q.shape, q.dtype)
+        if chosen == "splash":
+            kernels = functools.partial(splash.mix, size=size, interpret=_platform(mesh) == "cpu")
+            return _on_shards(mesh, kernels, (q, k, v), queries, keys, jnp.asarray(on)), cache
+        mask = mask_BTS & inside(window, positions_BT, positions_BT)
+        whole = _parts(mesh) == 1
+        local: Callable[..., jax.Array] = _cudnn if chosen == "cudnn" else functools.partial(in_blocks, whole=whole)
+        return _on_shards(mesh, local, (q, k, v), mask), cache
 
     return attend
+
+
+def implementation(
+    how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int, ...], dtype: Any
+) -> Literal["xla", "splash", "cudnn"]:
+    """What attends to rows of whole queries `[B, T, H, C]`: for "auto" the mesh's own kernels where they can. Without a
+    mesh it is XLA, because the compiler cannot split kernels, and nobody says whether it has to.
+
+    Raises:
+      ConfigError: what is asked for cannot run.
+    """
+    platform, length, head_dim = _platform(mesh), shape_BTHC[1], shape_BTHC[3]
+    part = length // _parts(mesh)
+    no_splash = no_cudnn = ""
+    if platform == "gpu":
+        no_splash = "needs a TPU"
+    elif part % splash.LANES:
+        no_splash = f"takes parts of rows in multiples of {splash.LANES} tokens, not {part}"
+    if platform != "gpu":
+        no_cudnn = "needs a GPU"
+    elif dtype != jnp.bfloat16:
+        no_cudnn = f"computes in bfloat16, not {dtype}"
+    elif part % 2 or head_dim % 8 or head_dim > 128:
+        no_cudnn = f"takes heads of 8, 16, ... 128 numbers and rows in even parts, not {head_dim} and {part}"
+    if how == "auto":
+        if mesh is None:
+            return "xla"
+        if platform == "tpu" and not no_splash:
+            return "splash"
+        return "cudnn" if not no_cudnn else "xla"
+    reason = {"splash": no_splash, "cudnn": no_cudnn}.get(how, "")
+    if reason:
+        raise ConfigError(reason, setting="Recipe.attention", value=how, remedy="'auto', or 'xla' which runs anywhere")
+    return how
+
+
+def _platform(mesh: Mesh | None) -> str:
+    return mesh.devices.flat[0].platform if mesh else jax.default_backend()
+
+
+def _parts(mesh: Mesh | None) -> int:
+    """Into how many parts each row is split."""
+    return mesh.shape.get("context", 1) if mesh else 1
+
+
+def _cudnn(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q_BTHC, k_BSKC, v_BSKC, mask=mask_BTS[:, None], implementation="cudnn")
+
+
+def _on_shards(
+    mesh: Mesh | None,
+    local: Callable[..., jax.Array],
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
+    by_query: Any,
+    by_key: Any = None,
+    *others: jax.Array,
+) -> jax.Array:
+    """`local(q, k, v, by_query, by_key, *others)`: on every device its rows and heads, its part of the queries, and all
+    keys. Arrays of `by_query` are `[B, T, ...]`, of `by_key` `[B, S, ...]`; `None` is left out."""
+    rest = (by_query, *((by_key,) if by_key is not None else ()), *others)
+    if mesh is None or mesh.size == 1:
+        return local(*qkv, *rest)
+    place = lambda *names: spec(names, ACTIVATION_RULES, mesh)  # noqa: E731
+
+    def gathered(q, k, v, *rest):
+        if _parts(mesh) > 1:
+            k, v = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
+        return local(q, k, v, *rest)
+
+    heads, kv_heads = (place("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
+    specs = [place("batch", "length"), *((place("batch"),) if by_key is not None else ()), *(place() for _ in others)]
+    mapped = jax.shard_map(
+        gathered, mesh=mesh, in_specs=(heads, kv_heads, kv_heads, *specs), out_specs=heads, check_vma=False
+    )
+    return mapped(*qkv, *rest)

@@ -17,7 +17,9 @@ from rolljax.errors import ConfigError
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Mesh axes that rows of a batch, and slots of the sampler, are split over."""
+"""Mesh axes that rows of a batch are split over."""
+SLOT_AXES = (*BATCH_AXES, "context")
+"""Mesh axes that slots of the sampler are split over: it has no use for the parts of a row."""
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -31,12 +33,18 @@ PARAM_RULES: Rules = {
     "expert_embed": ("fsdp",),
     "expert_ffn": ("tensor",),
     "router": (),
+    "norm": (),
     "rank": (),
     "layers": (),
     "head_dim": (),
     "critics": (),
 }
 """Axes of parameters. `expert_*`: of the weights of experts, which the expert axis spreads over devices already."""
+
+COMPUTED_RULES: Rules = {**PARAM_RULES, "embed": ()}
+"""Axes of a weight while a layer computes with it: what is spread for its size alone is gathered."""
+GATHERED = "gathered"
+"""Name, for `jax.checkpoint`, of such a weight: the backward pass gathers it again."""
 
 ACTIVATION_RULES: Rules = {
     "batch": BATCH_AXES,
@@ -66,9 +74,9 @@ def spec(names: Sequence[str | None], rules: Rules, mesh: Mesh) -> PartitionSpec
             raise ConfigError(
                 "is no logical axis", setting="axes", value=name, remedy=f"one of {', '.join(sorted(rules))}"
             )
-        axes = tuple(a for a in (rules[name] if name else ()) if a in mesh.shape)
+        axes = tuple(a for a in (rules[name] if name else ()) if mesh.shape.get(a, 1) > 1)
         for axis in axes:
-            if mesh.shape[axis] > 1 and axis in used:
+            if axis in used:
                 raise ConfigError(
                     f"and {used[axis]} of one array are both split over the mesh axis {axis}",
                     setting="axes",
@@ -95,9 +103,15 @@ def current_mesh() -> Mesh | None:
     return _mesh.get()
 
 
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+def constrain(x: jax.Array, *names: str | None, rules: Rules = ACTIVATION_RULES) -> jax.Array:
     """`x`, its axes placed by their names (None: whole)."""
     mesh = current_mesh()
     if mesh is None or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(names, ACTIVATION_RULES, mesh)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(names, rules, mesh)))
+
+
+def is_gathered() -> bool:
+    """Whether layers gather the weights they compute with."""
+    mesh = current_mesh()
+    return mesh is not None and any(mesh.shape.get(axis, 1) > 1 for axis in PARAM_RULES["embed"])

@@ -20,10 +20,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rolljax.errors import ConfigError
-from rolljax.model.attention import Attend
-from rolljax.model.axes import constrain
-from rolljax.model.folder import Folder, Tensor
+from rolljax.model.attention import Attend, Implementation
+from rolljax.model.axes import GATHERED, constrain, is_gathered
+from rolljax.model.folder import Folder, Multimodal, Tensor
+from rolljax.model.gather import embedded
 from rolljax.model.layers import Layers, Mixture, param, rms_norm
+from rolljax.model.lora import Adapted, Base, Lora, merged
+from rolljax.model.moe import Routing
 
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "full", "dots", "attention"]
@@ -57,6 +60,8 @@ class DecoderConfig(abc.ABC):
     architecture: ClassVar[str]
     """In `config.json`. Likewise the next."""
     model_type: ClassVar[str]
+    multimodal: ClassVar[Multimodal | None] = None
+    """An architecture whose folders are read for their text part."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -71,9 +76,9 @@ class DecoderConfig(abc.ABC):
             raise ConfigError("must be even (rotary embedding)", setting=f"{name}.head_dim", value=self.head_dim)
 
     @property
-    def experts(self) -> int:
-        """Experts of a layer; 0: the feed-forward is dense."""
-        return 0
+    def routing(self) -> Routing | None:
+        """How tokens choose experts; None: the feed-forward is dense."""
+        return None
 
     @property
     def window(self) -> int | None:
@@ -139,7 +144,7 @@ class Decoder(nnx.Module):
         shape = (cfg.vocab_size, cfg.hidden_size)
         self.embed = param(rngs.params(), shape, ("vocab", "embed"), cfg.init_std)
         self.layers = cfg.layers(rngs)
-        self.norm = param(rngs.params(), (cfg.hidden_size,), ("embed",), cfg.norm_std)
+        self.norm = param(rngs.params(), (cfg.hidden_size,), ("norm",), cfg.norm_std)
         if not cfg.tie_embeddings:
             self.head = param(rngs.params(), shape, ("vocab", "embed"), cfg.init_std)
 
@@ -177,13 +182,13 @@ class Decoder(nnx.Module):
             x, cache, mixture = nnx.merge(graph, params).layer(x, positions_BT, attend, cache, index, chosen)
             return (constrain(x, "batch", "length", "hidden"), cache), mixture
 
-        if self.remat != "none":
+        if self.remat != "none" or is_gathered():
             body = jax.checkpoint(body, prevent_cse=False, policy=_POLICIES[self.remat])
         (x, cache), mixtures = jax.lax.scan(body, (x, cache), (stacked, jnp.arange(cfg.num_layers), chosen_LBTk))
         return Out(self._normed(x), cache, mixtures)
 
     def _rows(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.embed[...].astype(self.dtype)[tokens_BT]
+        return embedded(self.embed[...], tokens_BT, self.dtype)
 
     def _normed(self, x_BTD: jax.Array) -> jax.Array:
         return self.cfg.final_norm(x_BTD, self.norm[...])
@@ -201,6 +206,7 @@ class Decoder(nnx.Module):
 
 
 _POLICIES: Mapping[str, Any] = {
+    "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
     "full": None,
     "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
     "attention": jax.checkpoint_policies.save_only_these_names("mixed"),
@@ -223,14 +229,21 @@ class Model:
     dtype: compute type; parameters are kept in float32 and cast where they are used.
     remat: what the backward pass recomputes: nothing; everything inside a layer; all but the matmul outputs; all but
       what attention mixed.
+    attention: what computes attention in packed rows (`attention.Implementation`).
+    lora: adapters. They are then what `init`, `abstract` and `axes` speak of, and `bind` takes them with the frozen
+      weights beside which they stand (`whole`).
     """
 
     cfg: DecoderConfig
     dtype: Dtype = "float32"
     remat: Remat = "none"
+    attention: Implementation = "auto"
+    lora: Lora | None = None
 
     def init(self, seed: int) -> Params:
         """Random parameters, a nested dict of float32 arrays."""
+        if self.lora:
+            return self.lora.init(seed, self.plain.axes(), self.plain.abstract())
         return nnx.to_pure_dict(nnx.state(self._module(seed), nnx.Param))
 
     def abstract(self) -> Params:
@@ -239,6 +252,8 @@ class Model:
 
     def axes(self) -> Params:
         """Logical axis names of every parameter, same tree."""
+        if self.lora:
+            return self.lora.axes(self.plain.axes())
         state = nnx.state(nnx.eval_shape(lambda: self._module(0)), nnx.Param)
         names = jax.tree.map(
             lambda v: v.replace(v.get_metadata()["axes"]), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
@@ -247,12 +262,55 @@ class Model:
 
     def bind(self, params: Params) -> Decoder:
         """The module with these parameters; use it inside a jitted function."""
+        beside: dict[str, jax.Array] = {}
+        if isinstance(params, Adapted):
+            params, beside = params.parts()
         graph, state = nnx.split(nnx.eval_shape(lambda: self._module(0)))
         nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)
+        decoder = nnx.merge(graph, state)
+        if self.lora:
+            decoder.layers.extend(beside, self.lora.factor)
+        return decoder
 
     def num_params(self) -> int:
-        return sum(x.size for x in jax.tree.leaves(self.abstract()))
+        """Of the decoder, without adapters."""
+        return sum(x.size for x in jax.tree.leaves(self.plain.abstract()))
+
+    def computed(self, params: Params) -> Params:
+        """Matrices of a plain decoder in the compute dtype. Norm scales stay float32, int8 stays int8.
+
+        Matrices are cast where they are used, so casting them here changes nothing.
+        """
+
+        def one(names: tuple[str, ...], value: jax.Array) -> jax.Array:
+            is_matrix = sum(name != "layers" for name in names) > 1
+            return value.astype(self.dtype) if is_matrix and value.dtype != jnp.int8 else value
+
+        return jax.tree.map(one, self.plain.axes(), params, is_leaf=lambda x: isinstance(x, tuple))
+
+    # ---- adapters ---------------------------------------------------------------------------------------------------
+
+    @property
+    def plain(self) -> Model:
+        """The decoder without adapters."""
+        return dataclasses.replace(self, lora=None)
+
+    def base(self, params: Params) -> Base:
+        """Frozen weights for the adapters, of a plain decoder's parameters."""
+        assert self.lora
+        base = self.lora.base(self.plain.axes(), params)
+        return dataclasses.replace(base, params=self.computed(base.params))
+
+    def whole(self, params: Params, base: Base | None) -> Params:
+        """What `bind` takes, of what is trained and, with adapters, what is frozen."""
+        if self.lora is None:
+            return params
+        assert base is not None
+        return Adapted(base, params)
+
+    def merged(self, whole: Params, dtype: Dtype = "float32") -> Params:
+        """Parameters of the plain decoder that computes the same; maps with adapters, or of int8, become `dtype`."""
+        return merged(self.lora, whole, dtype) if self.lora else whole
 
     def _module(self, seed: int) -> Decoder:
         return Decoder(self.cfg, self.dtype, self.remat, rngs=nnx.Rngs(seed))

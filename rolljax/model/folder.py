@@ -10,7 +10,8 @@ import numpy as np
 
 from rolljax.errors import CheckpointError
 
-Transform = Callable[[np.ndarray], np.ndarray]
+Transform = Callable[[Any], Any]
+"""Of an array of the host, or one that is traced."""
 _NEEDED = object()
 
 
@@ -34,6 +35,17 @@ class Folder:
             return default
         return value
 
+    def count(self, name: str, default: Any = _NEEDED) -> int:
+        """A field that counts something.
+
+        Raises:
+          CheckpointError: as `get`, or it is no whole number above 0.
+        """
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{self.path}: {name} = {value!r} is no whole number above 0")
+        return value
+
     def refuse(self, **bad: bool) -> None:
         """Raise `CheckpointError` for the first of these fields that asks for what is not computed."""
         for name, is_bad in bad.items():
@@ -51,23 +63,44 @@ class Folder:
         """The fields of `DecoderConfig` that are called the same everywhere.
 
         Raises:
-          CheckpointError: a field is missing, or the weights are quantised.
+          CheckpointError: a field is missing or counts nothing, or the weights are quantised.
         """
-        if "quantization_config" in self.fields:
-            raise CheckpointError(f"{self.path}: quantization_config is not supported")
-        heads, hidden = self.get("num_attention_heads"), self.get("hidden_size")
+        self.refuse(quantization_config="quantization_config" in self.fields)
+        heads, hidden = self.count("num_attention_heads"), self.count("hidden_size")
         return {
-            "vocab_size": self.get("vocab_size"),
-            "num_layers": self.get("num_hidden_layers"),
+            "vocab_size": self.count("vocab_size"),
+            "num_layers": self.count("num_hidden_layers"),
             "hidden_size": hidden,
             "num_heads": heads,
-            "num_kv_heads": self.get("num_key_value_heads", heads),
-            "head_dim": self.get("head_dim", hidden // heads),
-            "ffn_size": self.get("intermediate_size"),
+            "num_kv_heads": self.count("num_key_value_heads", heads),
+            "head_dim": self.count("head_dim", hidden // heads),
+            "ffn_size": self.count("intermediate_size"),
             "rms_norm_eps": self.get("rms_norm_eps"),
-            "max_position": self.get("max_position_embeddings", 4096),
+            "max_position": self.count("max_position_embeddings", 4096),
             "init_std": self.get("initializer_range", 0.02),
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Multimodal:
+    """An architecture of which a family is the text part; the other parts are left where they are.
+
+    prefix: of the text part's tensors. others: prefixes of the rest. defaults: what `text_config` may leave out.
+    """
+
+    architecture: str
+    prefix: str
+    others: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+    def text(self, raw: Folder) -> Folder:
+        """`config.json` of the text part."""
+        outside = {k: raw.fields[k] for k in ("tie_word_embeddings", "quantization_config") if k in raw.fields}
+        return Folder(raw.path, {**self.defaults, **outside, **raw.get("text_config")})
+
+    def name(self, name: str) -> str | None:
+        """What a tensor is called in a folder of text only; None if it belongs to another part."""
+        return None if name.startswith(self.others) else name.removeprefix(self.prefix)
 
 
 def written_shape(cfg: Any) -> dict[str, Any]:
@@ -96,7 +129,8 @@ def same(w: np.ndarray) -> np.ndarray:
 class Tensor:
     """A tensor of a folder and the parameter of one layer that it becomes, or a part of it.
 
-    ours: name in the layer. theirs: name behind `model.layers.N.`. to_ours, to_theirs: transpose and reshape.
+    ours: name in the layer. theirs: name behind `model.layers.N.`. to_ours, to_theirs: transpose and reshape, nothing
+    else: a view of an array of the host stays one.
     expert: which slice of the parameter's first axis it is, where that counts experts.
     """
 
@@ -107,9 +141,13 @@ class Tensor:
     expert: int | None = None
 
 
+def turned(w: np.ndarray) -> np.ndarray:
+    return w.T
+
+
 def transposed(ours: str, theirs: str, expert: int | None = None) -> Tensor:
     """A linear map `[out, in]` that is `[in, out]` here."""
-    return Tensor(ours, f"{theirs}.weight", lambda w: w.T, lambda w: w.T, expert)
+    return Tensor(ours, f"{theirs}.weight", turned, turned, expert)
 
 
 def attention_tensors(cfg: Any, *, bias: bool = False, head_norms: bool = False) -> list[Tensor]:

@@ -1,67 +1,92 @@
 """Hugging Face folders in and out: config.json, safetensors with or without an index, tokenizer.
 
 What the tensors of a family are called stands in its file (`families/`). Reading names every missing, extra or
-misshaped tensor in one error before anything is used. Writing gives a folder that `transformers` loads and that
-computes the same logits.
+misshaped tensor in one error before anything is used; then one layer of one parameter at a time goes to the devices
+that want it, each of which gets its part. Writing gives a folder that `transformers` loads and that computes the same
+logits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16, which safetensors needs to read such folders
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from rolljax.errors import CheckpointError
-from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.errors import CheckpointError, ConfigError
+from rolljax.model import shards
+from rolljax.model.decoder import DecoderConfig, Dtype, Model, Params
 from rolljax.model.families import known
-from rolljax.model.folder import Folder, Transform, same
+from rolljax.model.folder import Folder, Multimodal, Transform, same
+from rolljax.model.shards import DTYPES, Planned, Shards, listed
+from rolljax.progress import byte_bar
 
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+INDEX, WEIGHTS = shards.INDEX.format("model"), shards.WEIGHTS.format("model")
+GENERATION = "generation_config.json"
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of a file of weights that is written."""
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
-    """The decoder's shape from `config.json`.
+    """The decoder's shape from `config.json`; of a multimodal folder, that of its text part.
 
     Raises:
       CheckpointError: no such file, an unknown architecture, or a feature its family does not compute.
     """
-    path = Path(folder) / "config.json"
+    family, raw, multimodal = _described(Path(folder))
+    try:
+        return family.from_folder(multimodal.text(raw) if multimodal else raw)
+    except ConfigError as e:  # a shape that cannot be
+        raise CheckpointError(f"{raw.path} describes no model: {e}") from e
+
+
+def _described(folder: Path) -> tuple[type[DecoderConfig], Folder, Multimodal | None]:
+    """The family that reads a folder, its whole `config.json`, and how it is wrapped."""
+    path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     try:
         raw = json.loads(path.read_text())
-    except json.JSONDecodeError as e:
+    except ValueError as e:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
     families = known()
     found = (raw.get("architectures") or [raw.get("model_type", "nothing")])[0]
     if found not in families:
-        names = ", ".join(sorted({c.architecture for c in families.values()}))
-        raise CheckpointError(f"{path}: architecture {found} is not known; known: {names}")
-    return families[found].from_folder(Folder(str(path), raw))
+        names = sorted(name for name in families if name[0].isupper())
+        raise CheckpointError(f"{path}: architecture {found} is not known; known: {', '.join(names)}")
+    multimodal = families[found].multimodal
+    wrapped = multimodal is not None and found == multimodal.architecture
+    return families[found], Folder(str(path), raw), multimodal if wrapped else None
 
 
-def write_config(cfg: DecoderConfig, eos_token_id: int | None, pad_token_id: int | None) -> dict[str, Any]:
+def write_config(cfg: DecoderConfig, tokenizer: Any, dtype: Dtype = "float32") -> dict[str, Any]:
     """`config.json` for `transformers`, as it reads in versions 4 and 5."""
     return {
         "architectures": [cfg.architecture],
         "model_type": cfg.model_type,
         **cfg.to_folder(),
-        "bos_token_id": None,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": pad_token_id,
-        "dtype": "float32",
+        **{f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")},
+        "dtype": dtype,
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor of the folder: its name, the parameter's path in our tree, and where in that parameter it stands."""
+    """A tensor of the folder: its name, the parameter's path in our tree, and where in that parameter it stands.
+
+    at: nothing, the layer, or layer and expert.
+    """
 
     name: str
     path: tuple[str, ...]
@@ -83,115 +108,214 @@ def entries(cfg: DecoderConfig) -> Iterator[Entry]:
             yield Entry(name, ("layers", tensor.ours), at, tensor.to_ours, tensor.to_theirs)
 
 
-def load(folder: str | Path, model: Model, shardings: Params) -> Params:
-    """Parameters of a folder as float32 device arrays in their shardings, one parameter at a time.
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def load(folder: str | Path, model: Model, shardings: Params, *, computed: bool = False) -> Params:
+    """Parameters of a folder as device arrays in their shardings; those of the plain decoder, whatever its adapters.
+
+    On the host there is no more at a time than a layer's part of a parameter (or an embedding) that one device wants,
+    in the dtype of the file; device arrays are filled in place. Processes of a cluster read what their devices want.
+
+    Args:
+      computed: matrices in the model's compute dtype, as `Model.computed` makes them; else all is float32.
 
     Raises:
-      CheckpointError: names every tensor that is missing, unknown, or of another shape than `config.json` says.
+      CheckpointError: unreadable files, or the names of all tensors that are missing, unknown, no floats, or of another
+        shape than `config.json` says.
     """
-    folder = Path(folder)
-    where = _weight_files(folder)
-    expected = {entry.name: entry for entry in entries(model.cfg)}
-    abstract = model.abstract()
-    wrong = [f"missing: {name}" for name in expected if name not in where]
-    ignored = {"lm_head.weight"} if model.cfg.tie_embeddings else set()
-    wrong += [f"unknown: {name}" for name in where if name not in expected and name not in ignored]
-    with _Shards(folder) as shards:
-        for name in (n for n in expected if n in where):
-            entry = expected[name]
-            shape = _at(abstract, entry.path).shape[len(entry.at) :]
-            want = entry.to_theirs(np.empty(shape, np.int8)).shape
-            have = shards.shape(where[name], name)
-            if have != want:
-                wrong.append(f"shape: {name} is {list(have)}, config.json says {list(want)}")
-        if wrong:
-            more = f"\n  ... and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-            raise CheckpointError(
-                f"{folder} does not hold the model its config.json describes:\n  " + "\n  ".join(wrong[:20]) + more
-            )
-        params: dict[str, Any] = {}
-        for path in dict.fromkeys(entry.path for entry in expected.values()):
-            value = np.empty(_at(abstract, path).shape, np.float32)
-            for entry in (e for e in expected.values() if e.path == path):
-                value[entry.at] = entry.to_ours(shards.read(where[entry.name], entry.name).astype(np.float32))
+    stored, model = Shards(folder), model.plain
+    if multimodal := _described(stored.folder)[2]:
+        names = {multimodal.name(theirs): theirs for theirs in stored.tensors}
+        stored.tensors = {name: stored.tensors[theirs] for name, theirs in names.items() if name is not None}
+    expected, like = list(entries(model.cfg)), model.abstract()
+    _audit(stored, expected, like, model.cfg.tie_embeddings)
+    if computed:
+        like = jax.eval_shape(model.computed, like)
+    total = sum(stored.tensors[entry.name].nbytes for entry in expected)
+    params: dict[str, Any] = {}
+    with byte_bar(f"reading {stored.folder.name}", total) as advance:
+        for path in dict.fromkeys(entry.path for entry in expected):
+            of_path = [entry for entry in expected if entry.path == path]
             node = params
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            node[path[-1]] = jax.device_put(value, _at(shardings, path))
+            node[path[-1]] = _parameter(stored, of_path, _at(like, path), _at(shardings, path), advance)
     return params
 
 
-def save(folder: str | Path, model: Model, params: Params, tokenizer: Any) -> None:
-    """Write config, float32 weights, tokenizer with chat template and generation config into a new or empty folder."""
-    from safetensors.numpy import save_file
+def _audit(stored: Shards, expected: list[Entry], like: Params, tied: bool) -> None:
+    names = {entry.name for entry in expected}
+    wrong = [f"missing: {entry.name}" for entry in expected if entry.name not in stored.tensors]
+    head, embed = "lm_head.weight", "model.embed_tokens.weight"
+    twice = tied and {head, embed} <= stored.tensors.keys()  # some folders hold a tied head as well
+    wrong += [f"unknown: {name}" for name in stored.tensors if name not in names and not (twice and name == head)]
+    for entry in (entry for entry in expected if entry.name in stored.tensors):
+        have = stored.tensors[entry.name]
+        shape = _at(like, entry.path).shape[len(entry.at) :]
+        want = entry.to_theirs(np.broadcast_to(np.int8(0), shape)).shape
+        if have.shape != want:
+            wrong.append(f"shape: {entry.name} is {list(have.shape)}, config.json says {list(want)}")
+        if have.dtype not in DTYPES:
+            wrong.append(f"dtype: {entry.name} is {have.dtype}, not one of {', '.join(DTYPES)}")
+    if not wrong and twice and not stored.equal(head, embed):
+        wrong.append(f"unknown: {head} differs from {embed}, although config.json says tie_word_embeddings")
+    if wrong:
+        raise CheckpointError(f"{stored.folder} does not hold the model its config.json describes:\n  {listed(wrong)}")
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for entry in entries(model.cfg):
-        value = np.asarray(_at(params, entry.path))[entry.at]
-        tensors[entry.name] = np.ascontiguousarray(entry.to_theirs(value))
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    tokenizer.save_pretrained(str(folder))
-    (folder / "config.json").write_text(json.dumps(write_config(model.cfg, eos, pad), indent=2) + "\n")
-    generation = {"eos_token_id": eos, "pad_token_id": pad, "do_sample": True, "temperature": 1.0}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+
+def _parameter(
+    stored: Shards,
+    of_path: list[Entry],
+    like: jax.ShapeDtypeStruct,
+    sharding: Sharding,
+    advance: Callable[[int], None],
+) -> jax.Array:
+    """One parameter, filled layer by layer."""
+    is_stacked = bool(of_path[0].at)
+    value = jnp.zeros(like.shape, like.dtype, device=sharding) if is_stacked else None
+    for layer, group in itertools.groupby(sorted(of_path, key=lambda e: e.at), key=lambda e: e.at[:1]):
+        here = list(group)
+        order, piece = _piece(stored, here, like.shape[is_stacked:], sharding, is_stacked)
+        value = _placer(order, like.dtype, sharding)(value, piece, *layer)
+        jax.block_until_ready(value)  # or the host would run ahead, and hold what devices have not taken yet
+        advance(sum(stored.tensors[entry.name].nbytes for entry in here))
+    assert value is not None
+    return value
+
+
+def _piece(
+    stored: Shards, here: list[Entry], shape: tuple[int, ...], sharding: Sharding, is_stacked: bool
+) -> tuple[tuple[int, ...], jax.Array]:
+    """A layer's part of a parameter on the devices, in the file's dtype and with the file's order of axes.
+
+    Where its axes stand in the order of the file, the host copies whole rows; devices are better at turning them.
+
+    Returns:
+      `(order, piece)`: axis i of the piece is axis `order[i]` of the parameter.
+    """
+    dtypes = {DTYPES[stored.tensors[entry.name].dtype] for entry in here}
+    dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
+    strides = here[0].to_ours(stored.view(here[0].name)).strides
+    lead = len(shape) - len(strides)  # 1 if the parameter's first axis counts experts, each a tensor of its own
+    turned = tuple(int(i) for i in np.argsort([-s for s in strides], kind="stable"))
+    order = (*range(lead), *(lead + i for i in turned))
+
+    def one(entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
+        view = entry.to_ours(stored.view(entry.name)).transpose(turned)[index]
+        return stored.copy(view, entry.name).astype(dtype, copy=False)
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        return np.stack([one(entry, index[1:]) for entry in here[index[0]]]) if lead else one(here[0], index)
+
+    if isinstance(sharding, NamedSharding):
+        whole = (*sharding.spec, *[None] * (is_stacked + len(shape) - len(sharding.spec)))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*(whole[is_stacked + i] for i in order)))
+    return order, _on_devices(tuple(shape[i] for i in order), sharding, read)
+
+
+def _on_devices(
+    shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
+    """An array whose parts are read one after the other, each once."""
+    wanted = {
+        device: tuple(slice(*s.indices(size)) for s, size in zip(index, shape, strict=True))
+        for device, index in sharding.addressable_devices_indices_map(shape).items()
+        if index is not None
+    }
+    parts = []
+    bounds = lambda index: [(s.start, s.stop) for s in index]  # noqa: E731
+    for _, alike in itertools.groupby(sorted(wanted, key=lambda d: bounds(wanted[d])), lambda d: bounds(wanted[d])):
+        devices = list(alike)
+        value = read(wanted[devices[0]])
+        parts += [jax.block_until_ready(jax.device_put(value, device)) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _placer(order: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Callable[..., jax.Array]:
+    """`(parameter, piece, layer)` to the parameter with that layer written in place; `(None, piece)` to all of it."""
+    back = tuple(order.index(i) for i in range(len(order)))
+
+    def place(value: jax.Array | None, piece: jax.Array, layer: int | None = None) -> jax.Array:
+        ours = jnp.copy(piece.transpose(back)).astype(dtype)
+        return ours if value is None else jax.lax.dynamic_update_index_in_dim(value, ours, layer, 0)
+
+    return jax.jit(place, donate_argnums=0, out_shardings=sharding)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def save(
+    folder: str | Path,
+    model: Model,
+    params: Params,
+    tokenizer: Any,
+    *,
+    dtype: Dtype = "float32",
+    source: str | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write config, weights, tokenizer with chat template and generation config into a new or empty folder.
+
+    All processes of a cluster call it, the first one writes. On the host there is one file's content at a time.
+
+    Args:
+      params: of the plain decoder (`Model.merged`).
+      dtype: of the weights that are written.
+      source: the folder the model came from, whose generation config goes along.
+      max_shard_bytes: of a file of weights; a tensor that is larger gets a file of its own.
+    """
+    folder, writes = Path(folder), jax.process_index() == 0
+    planned = [_planned(entry, _at(params, entry.path), dtype) for entry in _by_layer(model.cfg)]
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(str(folder))
+        _write_json(folder / "config.json", write_config(model.cfg, tokenizer, dtype))
+        _write_json(folder / GENERATION, _generation(tokenizer, source))
+    with byte_bar(f"writing {folder.name}", sum(tensor.nbytes for tensor in planned)) as advance:
+        for done in shards.write(folder, planned, max_shard_bytes, writes=writes):
+            advance(done)
+
+
+def _by_layer(cfg: DecoderConfig) -> list[Entry]:
+    return sorted(entries(cfg), key=lambda entry: entry.at)
+
+
+def _planned(entry: Entry, param: jax.Array, dtype: Dtype) -> Planned:
+    nbytes = math.prod(param.shape[len(entry.at) :]) * jnp.dtype(dtype).itemsize
+    whole = None
+    if not param.is_fully_addressable:  # then it lies on a mesh of several processes
+        assert isinstance(param.sharding, NamedSharding)
+        whole = NamedSharding(param.sharding.mesh, PartitionSpec())
+    return Planned(entry.name, nbytes, lambda: np.asarray(_taker(entry.to_theirs, dtype, whole)(param, *entry.at)))
+
+
+@functools.lru_cache(maxsize=64)
+def _taker(to_theirs: Transform, dtype: Dtype, whole: Sharding | None) -> Callable[..., jax.Array]:
+    """`(parameter, layer, expert)` to a tensor of the folder, on every device if others do not see all of it."""
+
+    def take(value: jax.Array, *at: int) -> jax.Array:
+        for i in at:
+            value = jax.lax.dynamic_index_in_dim(value, i, keepdims=False)
+        return to_theirs(value.astype(dtype))
+
+    return jax.jit(take, out_shardings=whole)
+
+
+def _generation(tokenizer: Any, source: str | Path | None) -> dict[str, Any]:
+    if source is not None and (path := Path(source) / GENERATION).is_file():
+        return json.loads(path.read_text())
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {**ids, "do_sample": True, "temperature": 1.0}
+
+
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _at(tree: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def _weight_files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file, from the index or from the single file."""
-    from safetensors import SafetensorError, safe_open
-
-    if (folder / INDEX).is_file():
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        absent = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
-        if absent:
-            raise CheckpointError(f"{folder / INDEX} names files that are not there: {', '.join(absent)}")
-        return weight_map
-    if not (folder / WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
-    try:
-        with safe_open(folder / WEIGHTS, framework="numpy") as f:
-            return dict.fromkeys(f.keys(), WEIGHTS)
-    except SafetensorError as e:
-        raise CheckpointError(f"{folder / WEIGHTS} cannot be read: {e}") from e
-
-
-class _Shards:
-    """Open safetensors files of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: dict[str, Any] = {}
-
-    def __enter__(self) -> _Shards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-
-    def _file(self, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        if name not in self._open:
-            try:
-                self._open[name] = safe_open(self._folder / name, framework="numpy")
-            except SafetensorError as e:
-                raise CheckpointError(f"{self._folder / name} cannot be read: {e}") from e
-        return self._open[name]
-
-    def shape(self, file: str, name: str) -> tuple[int, ...]:
-        f = self._file(file)
-        if name not in set(f.keys()):
-            raise CheckpointError(f"{self._folder / file} does not hold {name}, which the index says it does")
-        return tuple(f.get_slice(name).get_shape())
-
-    def read(self, file: str, name: str) -> np.ndarray:
-        return self._file(file).get_tensor(name)

@@ -6,15 +6,20 @@ Parameters of all layers are stacked: each has a leading L, and a family's `laye
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from rolljax.model.attention import Attend
-from rolljax.model.axes import constrain
+from rolljax.model.axes import COMPUTED_RULES, GATHERED, PARAM_RULES, constrain
+
+LINEAR = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
+"""The linear maps of layers, where they are not experts', and how many axes of each are inputs."""
 
 
 def param(key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None) -> nnx.Param:
@@ -42,6 +47,40 @@ def rope(x_BTHC: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -> 
     sin, cos = jnp.sin(angle)[:, :, None, :], jnp.cos(angle)[:, :, None, :]
     a, b = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHC.dtype)
+
+
+def matmul(x: jax.Array, w: jax.Array, names: tuple[str, str]) -> jax.Array:
+    """`x [..., in]` times `w [in, out]`, cast to x's dtype.
+
+    On a mesh `w`, whose axes have these names, is gathered from where its parts lie, once forward and once backward;
+    its gradient leaves the matrix unit in w's dtype and is summed over devices in it: float32, because in bfloat16
+    every addition on the way round a ring would round.
+    """
+    return _matmul(x, w, (names, w.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x: jax.Array, w: jax.Array, kind: tuple[tuple[str, str], Any]) -> jax.Array:
+    return _matmul_forward(x, w, kind)[0]
+
+
+def _matmul_forward(
+    x: jax.Array, w: jax.Array, kind: tuple[tuple[str, str], Any]
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    whole = checkpoint_name(constrain(w.astype(x.dtype), *kind[0], rules=COMPUTED_RULES), GATHERED)
+    return x @ whole, (x, whole)
+
+
+def _matmul_backward(
+    kind: tuple[tuple[str, str], Any], saved: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    (names, dtype), (x, whole) = kind, saved
+    tokens = tuple(range(x.ndim - 1))
+    of_w = jax.lax.dot_general(x, grad, ((tokens, tokens), ((), ())), preferred_element_type=dtype)
+    return grad @ whole.T, constrain(of_w, *names, rules=PARAM_RULES)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 class Mixture(NamedTuple):
@@ -89,7 +128,7 @@ class Layers(nnx.Module):
         """Projections to and from heads, the norm before them; biases of queries, keys and values; norms of heads."""
         cfg, p = self.cfg, self.stacked
         D, H, K, C = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        self.attn_norm = p(rngs, (D,), ("embed",), cfg.norm_std)
+        self.attn_norm = p(rngs, (D,), ("norm",), cfg.norm_std)
         self.q = p(rngs, (D, H, C), ("embed", "heads", "head_dim"), cfg.init_std)
         self.k = p(rngs, (D, K, C), ("embed", "kv_heads", "head_dim"), cfg.init_std)
         self.v = p(rngs, (D, K, C), ("embed", "kv_heads", "head_dim"), cfg.init_std)
@@ -105,7 +144,7 @@ class Layers(nnx.Module):
     def declare_ffn(self, rngs: nnx.Rngs) -> None:
         """The gated feed-forward, and the norm before it."""
         D, F, p = self.cfg.hidden_size, self.cfg.ffn_size, self.stacked
-        self.ffn_norm = p(rngs, (D,), ("embed",), self.cfg.norm_std)
+        self.ffn_norm = p(rngs, (D,), ("norm",), self.cfg.norm_std)
         self.gate = p(rngs, (D, F), ("embed", "ffn"), self.cfg.init_std)
         self.up = p(rngs, (D, F), ("embed", "ffn"), self.cfg.init_std)
         self.down = p(rngs, (F, D), ("ffn", "embed"), self.out_std)
@@ -117,10 +156,30 @@ class Layers(nnx.Module):
 
     # ---- computation ------------------------------------------------------------------------------------------------
 
-    def project(self, x: jax.Array, name: str, ins: int = 1) -> jax.Array:
-        """`x [..., in]` through a linear map whose parameter has `ins` axes of input; `[..., out]`, flat."""
-        w = getattr(self, name)[...].astype(x.dtype)
-        return x @ w.reshape(x.shape[-1], -1) if ins > 1 or w.ndim > 2 else x @ w
+    def extend(self, parts: Mapping[str, jax.Array], factor: float) -> None:
+        """Set further arrays beside the parameters: `project` says which it knows. factor: of what adapters add."""
+        self.factor = factor
+        for name, value in parts.items():
+            setattr(self, name, nnx.Param(value))
+
+    def project(self, x: jax.Array, name: str) -> jax.Array:
+        """`x [..., in]` through a linear map, `[..., out]`, flat.
+
+        A map of int8 is multiplied by its `{name}_scale [out]`. Adapters `{name}_a [in, r]`, `{name}_b [r, out]` add
+        theirs (`model.lora`).
+        """
+        p, ins = getattr(self, name), LINEAR.get(name, 1)
+        w, axes = p[...].reshape(x.shape[-1], -1), p.get_metadata()["axes"][1:]
+        if hasattr(self, f"{name}_scale"):
+            scale = getattr(self, f"{name}_scale")[...]
+            w = constrain(w, axes[0], axes[ins], rules=COMPUTED_RULES)
+            out = (jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32) * scale).astype(x.dtype)
+        else:
+            out = matmul(x, w, (axes[0], axes[ins]))
+        if hasattr(self, f"{name}_a"):
+            a, b = (getattr(self, f"{name}_{part}")[...].astype(x.dtype) for part in "ab")
+            out += (x @ a) @ b * self.factor
+        return out
 
     def heads(self, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values `[B, T, heads, C]` of normed hidden states, with their biases if there are any."""
@@ -139,7 +198,7 @@ class Layers(nnx.Module):
     def mixed_out(self, mixed_BTHC: jax.Array) -> jax.Array:
         """What attention mixed, back to `[B, T, D]`."""
         B, T, H, C = mixed_BTHC.shape
-        out = self.project(mixed_BTHC.reshape(B, T, H * C), "o", ins=2)
+        out = self.project(mixed_BTHC.reshape(B, T, H * C), "o")
         return constrain(out, "batch", "length", "hidden")
 
     def gated(self, h_BTD: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rolljax.model.decoder import Model, Params
+from rolljax.model.lora import Base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,10 @@ class ValueModel:
     def axes(self) -> Params:
         """Logical axis names of every parameter, same tree."""
         return {"trunk": self.trunk.axes(), "value": {"w": ("embed",), "b": ()}}
+
+    def whole(self, params: Params, base: Base | None) -> Params:
+        """What `read_values` takes, of what is trained and the trunk's frozen weights (`Model.whole`)."""
+        return {**params, "trunk": self.trunk.whole(params["trunk"], base)}
 
     def head(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Values `[...]` float32 of hidden states `[..., D]`."""

@@ -310,4 +310,4 @@ def _settle(future: asyncio.Future, result: object) -> None:
 def _nothing(top: int) -> Sampled:
     none = np.zeros(0, np.float32)
     ids, logp = np.zeros((0, top), np.int32), np.zeros((0, top), np.float32)
-    return Sampled(none.astype(np.int32), none, none, none.astype(np.int32), ids, logp, logp)
+    return Sampled(none.astype(np.int32), none, none, none.astype(np.int32), ids, logp, logp, ids[..., None])

@@ -25,11 +25,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError
 from rolljax.model.attention import packed
-from rolljax.model.decoder import Model, Params
+from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.model.layers import Mixture
 from rolljax.sampler.kernels import paths_for
 from rolljax.sampler.kv import Path
 from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS, Law, draw, fold_address
 
+EXPERT_AXIS = "expert"
+"""The mesh axis over which experts are split."""
 MAX_STOP_IDS = 4
 MIN_PIECE = 32
 """Fewest tokens a prefill program is made for; pieces are padded to this, or to a doubling of it."""
@@ -58,6 +61,8 @@ class SamplerConfig:
     reuse_stale: let new requests start from keys and values that older weights made.
     attention: 'kernel' reads pages where they are (Pallas: TPU, GPU), 'dense' copies the context out of them (XLA, any
     device). 'auto': the kernel on TPU, dense elsewhere.
+    record_experts: of models with experts, hand out which ones each decoded token took; the trainer then takes the same
+    (router replay, arXiv:2510.11370).
     """
 
     slots: int = 64
@@ -70,6 +75,7 @@ class SamplerConfig:
     on_publish: Literal["recompute", "keep"] = "recompute"
     reuse_stale: bool = False
     attention: Literal["auto", "dense", "kernel"] = "auto"
+    record_experts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("slots", "max_context", "page_size", "steps_per_dispatch"):
@@ -120,6 +126,16 @@ class SamplerConfig:
                 setting="SamplerConfig.pages",
                 value=self.num_pages,
                 remedy=f"at least {(self.pages_per_sequence + 1) * num_shards}",
+            )
+
+    def check_experts(self, model: DecoderConfig) -> None:
+        """Raise `ConfigError` if experts are to be recorded of a model that has none."""
+        if self.record_experts and not model.routing:
+            raise ConfigError(
+                f"can have no effect: {type(model).__name__} has no experts",
+                setting="SamplerConfig.record_experts",
+                value=True,
+                remedy="leave it out",
             )
 
     @property
@@ -243,14 +259,17 @@ class ResultTokens:
     """`[S, K, n]`; n is 0 unless asked for. Likewise the two below."""
     top_sampler_logp: jax.Array
     top_model_logp: jax.Array
+    experts: jax.Array
+    """`[S, K, L, k]`, as in `types.Sampled`; L and k are 0 unless they are recorded."""
     valid: jax.Array
     done: jax.Array
 
     @staticmethod
-    def empty(slots: int, steps: int, top: int, done: jax.Array) -> ResultTokens:
+    def empty(experts: jax.Array, top: int, done: jax.Array) -> ResultTokens:
+        slots, steps = experts.shape[:2]
         ids, logp = jnp.zeros((slots, steps), jnp.int32), jnp.zeros((slots, steps))
         top_ids, top_logp = jnp.zeros((slots, steps, top), jnp.int32), jnp.zeros((slots, steps, top))
-        return ResultTokens(ids, logp, logp, top_ids, top_logp, top_logp, jnp.zeros(slots, jnp.int32), done)
+        return ResultTokens(ids, logp, logp, top_ids, top_logp, top_logp, experts, jnp.zeros(slots, jnp.int32), done)
 
 
 class Engine:
@@ -266,6 +285,7 @@ class Engine:
     ) -> None:
         self.model, self.cfg, self.mesh, self.batch_axes = model, cfg, mesh, batch_axes
         cfg.check_shards(self.num_shards)
+        cfg.check_experts(model.cfg)
         platform = mesh.devices.flat[0].platform
         self.unroll = platform == "cpu" and model.cfg.num_layers <= MAX_UNROLLED_LAYERS
         if path is not None:
@@ -285,7 +305,7 @@ class Engine:
         self._prefill = self._jit(self._prefill_local, donate=(1,), num_row_args=2, static=1)
         self._insert = self._jit(self._insert_local, donate=(0,), num_row_args=3, params=False, static=2)
         self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=3, static=2)
-        self._score = jax.jit(self._score_all)
+        self._score = self._jit(self._score_all, donate=(), num_row_args=1, whole=True)
 
     @property
     def num_shards(self) -> int:
@@ -417,6 +437,7 @@ class Engine:
         return dataclasses.replace(merged, pool=fresh.pool), ResultTokens(
             tokens=result.token,
             **{f: getattr(result, f) for f in _SHARED},
+            experts=self._no_experts(len(here_S), 1),
             valid=here_S.astype(jnp.int32),
             done=merged.remaining == 0,
         )
@@ -432,18 +453,24 @@ class Engine:
 
         def more(carry):
             i, state, _, _ = carry
-            return (i < K) & jnp.any(state.remaining > 0)
+            some = jnp.any(state.remaining > 0)
+            if self.experts_split:  # a step is taken by all shards that share experts, or by none
+                some = jax.lax.pmax(some.astype(jnp.int32), EXPERT_AXIS) > 0
+            return (i < K) & some
 
         def step(carry):
             i, state, cache, out = carry
             active = state.remaining > 0
             attend = path.attend(reading, i, active.astype(jnp.int32))
-            hidden, cache, _ = decoder(state.token[:, None], state.position[:, None], attend, cache, unroll=self.unroll)
+            hidden, cache, mixtures = decoder(
+                state.token[:, None], state.position[:, None], attend, cache, unroll=self.unroll
+            )
             new = draw(decoder.logits(hidden[:, 0]), state.law, state.key, state.position + 1, truncate, top)
             remaining = jnp.where(active & ~_stopped(new.token, state.stop), state.remaining - 1, 0)
             out = ResultTokens(
                 tokens=out.tokens.at[:, i].set(new.token),
                 **{f: getattr(out, f).at[:, i].set(getattr(new, f)) for f in _SHARED},
+                experts=self._with_experts(out.experts, i, mixtures),
                 valid=out.valid + active,
                 done=remaining == 0,
             )
@@ -456,13 +483,26 @@ class Engine:
             return i + 1, state, cache, out
 
         n = min(MAX_TOP_LOGPROBS, self.model.cfg.vocab_size) if top else 0
-        out = ResultTokens.empty(S, K, n, state.remaining == 0)
+        out = ResultTokens.empty(self._no_experts(S, K), n, state.remaining == 0)
         _, state, cache, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, cache, out))
         to_S = jnp.where(slot_S >= 0, slot_S, len(whole.token))
         back = lambda name: getattr(whole, name).at[to_S].set(getattr(state, name), mode="drop")  # noqa: E731
         pool = path.close(whole.pool, reading, cache, state.position - start_S)
         moved = {name: back(name) for name in ("token", "position", "remaining")}
         return dataclasses.replace(whole, pool=pool, **moved), out
+
+    def _no_experts(self, slots: int, steps: int) -> jax.Array:
+        """None known, in the shape of `ResultTokens.experts`."""
+        routing = self.model.cfg.routing
+        if routing is None or not self.cfg.record_experts:
+            return jnp.zeros((slots, steps, 0, 0), jnp.int8)
+        return jnp.full((slots, steps, self.model.cfg.num_layers, routing.per_token), -1, routing.dtype)
+
+    def _with_experts(self, experts: jax.Array, step: jax.Array, mixtures: Mixture | None) -> jax.Array:
+        """What the tokens of this step took, if that is recorded."""
+        if mixtures is None or not self.cfg.record_experts:
+            return experts
+        return experts.at[:, step].set(mixtures.chosen_BTk[:, :, 0].swapaxes(0, 1).astype(experts.dtype))
 
     def _score_all(self, params, tokens_BT):
         decoder = self.model.bind(params)
@@ -473,16 +513,43 @@ class Engine:
         logp = jax.nn.log_softmax(decoder.logits(hidden[:, :-1]))
         return jnp.pad(jnp.take_along_axis(logp, tokens_BT[:, 1:, None], axis=2)[..., 0], ((0, 0), (1, 0)))
 
-    def _jit(self, fn: Any, *, donate: tuple[int, ...], num_row_args: int, params: bool = True, static: int = 0) -> Any:
-        """Jit `fn`, run per batch shard. Its arguments: (params,), `num_row_args` trees split over axis 0, statics."""
-        rows, whole = PartitionSpec(self.batch_axes), PartitionSpec()
+    @property
+    def experts_split(self) -> bool:
+        """Whether shards have a part of the experts each, and compute each other's tokens (`model.moe`)."""
+        return bool(self.model.cfg.routing) and EXPERT_AXIS in self.batch_axes and self.mesh.shape[EXPERT_AXIS] > 1
+
+    def _param_specs(self) -> Any:
+        """What every shard has of the parameters: all of them, or of experts its part."""
+        if not self.experts_split:
+            return PartitionSpec()
+        one = lambda names: PartitionSpec(*(EXPERT_AXIS if n == "experts" else None for n in names))  # noqa: E731
+        return jax.tree.map(one, self.model.axes(), is_leaf=lambda x: isinstance(x, tuple))
+
+    def _jit(
+        self,
+        fn: Any,
+        *,
+        donate: tuple[int, ...],
+        num_row_args: int,
+        params: bool = True,
+        static: int = 0,
+        whole: bool = False,
+    ) -> Any:
+        """Jit `fn`, run per batch shard. Its arguments: (params,), `num_row_args` trees split over axis 0, statics.
+
+        whole: nothing is split, every shard computes the same.
+        """
+        everywhere = PartitionSpec()
+        rows = everywhere if whole else PartitionSpec(self.batch_axes)
+        # experts want to know which mesh axes are left to split them over
+        plain = self.num_shards == 1 and (self.mesh.size == 1 or not self.model.cfg.routing)
         num_args = params + num_row_args
 
         def run(*args):
             traced, statics = args[:num_args], args[num_args:]
-            if self.num_shards == 1:
+            if plain:
                 return fn(*traced, *statics)
-            specs = (whole,) * params + (rows,) * num_row_args
+            specs = (self._param_specs(),) * params + (rows,) * num_row_args
             return jax.shard_map(
                 lambda *a: fn(*a, *statics),
                 mesh=self.mesh,

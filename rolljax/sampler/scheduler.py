@@ -612,6 +612,7 @@ class Scheduler:
             new(out.top_ids)[:, :asked],
             new(out.top_sampler_logp)[:, :asked],
             new(out.top_model_logp)[:, :asked],
+            new(out.experts),
         )
         kept = self._until_stop_text(request, part.tokens)
         if kept is not None:

@@ -258,7 +258,9 @@ def make_attention_stats(
 
     def stats(params, tokens_BT, positions_BT, segment_ids_BT, branch_ids_BT, mask_BT):
         tokens = Tokens.of(positions_BT, segment_ids_BT, branch_ids_BT, mask_BT)
-        mix = attend_for(segment_ids_BT, branch_ids_BT, positions_BT) if attend_for else packed_in_blocks(tokens, cfg.block_rows)
+        mix = packed_in_blocks(tokens, cfg.block_rows)
+        if attend_for:
+            mix = attend_for(segment_ids_BT, branch_ids_BT, positions_BT)
         depth = model.cfg.num_layers
         empty = HeadStats.empty(len(cfg.layers(depth)), model.cfg.num_heads, tokens)
         with on_mesh(mesh):

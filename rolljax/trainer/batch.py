@@ -52,6 +52,8 @@ class TokenBatch:
     num_micro: jax.Array
     num_tokens: jax.Array
     """Tokens with a scale in the whole update: the denominator of statistics."""
+    num_computed: jax.Array
+    """Tokens in the whole update that are no padding."""
     num_sequences: jax.Array
     temperature: jax.Array
     """Of the sampled law: trainer log-probs are taken at it."""
@@ -64,6 +66,8 @@ class TokenBatch:
     returns: jax.Array | None = None
     old_values_C: jax.Array | None = None
     critic_weights_C: jax.Array | None = None
+    chosen_Lk: jax.Array | None = None
+    """`[..., L, k]` experts that the policy's forward pass takes instead of its routers' choice, -1: that choice."""
 
     def anchor(self, name: Literal["behaviour", "proximal"]) -> jax.Array:
         """The log-probs that ratios are taken to."""
@@ -82,7 +86,7 @@ class TokenBatch:
         return {n: a for n, a in found.items() if a is not None}
 
 
-SCALARS = ("num_micro", "num_tokens", "num_sequences", "temperature", "kl_coef")
+SCALARS = ("num_micro", "num_tokens", "num_computed", "num_sequences", "temperature", "kl_coef")
 ARRAYS = tuple(f.name for f in dataclasses.fields(TokenBatch) if f.name not in SCALARS)
 _INTS = ("tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "chunk_ids")
 
@@ -102,8 +106,8 @@ class Sample:
 
     tokens [T]: the whole stream. at [n]: where its n sampled tokens stand in it. turns [n]: the turn of each.
     starts: where in `tokens` its sequences begin (0 first).
-    columns: what is said about each sampled token, `[n]` or `[n, C]`, by the name it has in `TokenBatch`; `mask` (bool)
-    tells which of them count.
+    columns: what is said about each sampled token, `[n]` or with further axes, by the name it has in `TokenBatch`;
+    `mask` (bool) tells which of them count.
     """
 
     tokens: np.ndarray
@@ -117,12 +121,20 @@ class Sample:
         return self.columns["mask"]
 
     @staticmethod
-    def of(trajectory: Trajectory) -> Sample:
-        """A trajectory whose tokens all count, without credit."""
+    def of(trajectory: Trajectory, replay: np.ndarray | None = None) -> Sample:
+        """A trajectory whose tokens all count, without credit.
+
+        Args:
+          replay: `[L, k]` of -1, to replay the experts that its tokens took; None: not to.
+        """
         tokens, sampled, logp = trajectory.stream()
         at = np.flatnonzero(sampled)
         turns = np.repeat(np.arange(len(trajectory.turns)), [len(t.tokens) for t in trajectory.turns])
         columns = {"mask": np.ones(len(at), bool), "sampler_logp": logp[at]}
+        if replay is not None:
+            unknown = lambda t: np.broadcast_to(replay, (len(t.tokens), *replay.shape))  # noqa: E731
+            taken = [unknown(t) if t.experts is None else t.experts for t in trajectory.turns]
+            columns["chosen_Lk"] = np.concatenate(taken) if taken else replay[None][:0]
         return Sample(tokens, at, turns, columns, trajectory.starts)
 
     def with_columns(self, **columns: np.ndarray) -> Sample:
@@ -196,7 +208,8 @@ def pack(
     arrays["prev"][:] = np.arange(shape.row_len)
     for name in {"scale", "advantages", *names} - {"mask"}:
         tail = np.shape(names[name])[1:] if name in names else ()
-        arrays[name] = np.zeros((num_rows, shape.row_len, *tail), np.float32)
+        kind, empty = (names[name].dtype, -1) if name == "chosen_Lk" else (np.float32, 0)
+        arrays[name] = np.full((num_rows, shape.row_len, *tail), empty, kind)
     places = [[np.zeros(len(s.at), np.int64) for s in g] for g in groups]
     masks = [[s.mask for s in g] for g in groups]
     scales = token_scales(masks, aggregation, limit_tok)
@@ -207,6 +220,7 @@ def pack(
     scalars = {
         "num_micro": np.int32(-(-len(rows) // shape.micro_rows)),
         "num_tokens": np.float32(sum(int(m.sum()) for g in masks for m in g)),
+        "num_computed": np.float32((arrays["segment_ids"] > 0).sum()),
         "num_sequences": np.float32(sum(bool(m.any()) for g in masks for m in g)),
         "temperature": np.float32(temperature),
         "kl_coef": np.float32(kl_coef),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from jax.sharding import Mesh
 
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Decoder, Model, Params
+from rolljax.model.gather import before
+from rolljax.model.moe import Load
 from rolljax.model.value import ValueModel
 from rolljax.trainer import vocab
 from rolljax.trainer.algorithms.base import Law, Policy
@@ -36,12 +39,22 @@ class Split:
 ONE_PART = Split()
 
 
-def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Decoder, jax.Array]:
-    """The bound decoder, and for every token the final hidden state of its predecessor `batch.prev`, `[B, T, D]`."""
+def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Decoder, jax.Array, Load | None]:
+    """The bound decoder; for every token the final hidden state of its predecessor `batch.prev`, `[B, T, D]`; and how
+    the experts were used, if there are any. Those that `batch.chosen_Lk` names are used."""
     decoder = model.bind(params)
-    attend = packed(batch.segment_ids, batch.branch_ids, batch.positions)
-    hidden = decoder(batch.tokens, batch.positions, attend).hidden
-    return decoder, jnp.take_along_axis(hidden, batch.prev[..., None], axis=1)
+    attend = packed(batch.segment_ids, batch.branch_ids, batch.positions, model.attention)
+    given: dict[str, Any] = {}
+    if batch.chosen_Lk is not None:
+        given["chosen_LBTk"] = jnp.moveaxis(batch.chosen_Lk, 2, 0)
+    out = decoder(batch.tokens, batch.positions, attend, **given)
+    load = out.mixtures and Load.of(out.mixtures, batch.segment_ids > 0, **given)
+    return decoder, before(out.hidden, batch.prev), load
+
+
+def unchosen(batch: TokenBatch) -> TokenBatch:
+    """The batch for another model than the policy: it chooses its experts itself."""
+    return dataclasses.replace(batch, chosen_Lk=None)
 
 
 def read_policy(
@@ -58,14 +71,16 @@ def read_policy(
     Tokens without a predecessor, and those of scale 0, get whatever stands there; mask before use. The logits `[B, T,
     V]` of a large vocabulary never exist (`trainer.vocab`).
     """
-    decoder, hidden = hidden_before(model, params, batch)
-    head, how = decoder.head_matrix, split.blocks()
-    logp, entropy = vocab.token_logp(hidden, head, batch.tokens, batch.temperature, entropy_grad=entropy_grad, **how)
+    decoder, hidden, load = hidden_before(model, params, batch)
+    head, cap, how = decoder.head_matrix, model.cfg.final_softcap, split.blocks()
+    logp, entropy = vocab.token_logp(
+        hidden, head, batch.tokens, batch.temperature, softcap=cap, entropy_grad=entropy_grad, **how
+    )
     if law is None:
-        return Policy(logp, entropy)
+        return Policy(logp, entropy, load=load)
     settings, frozen_model, frozen_params = law
-    teacher, teacher_hidden = hidden_before(frozen_model, jax.lax.stop_gradient(frozen_params), batch)
-    tau = settings.tau
+    teacher, teacher_hidden, _ = hidden_before(frozen_model, jax.lax.stop_gradient(frozen_params), unchosen(batch))
+    tau, teacher_cap = settings.tau, frozen_model.cfg.final_softcap
     if not settings.top_k:
         divergence = vocab.divergence(
             hidden,
@@ -75,16 +90,18 @@ def read_policy(
             settings.kind,
             tau,
             alpha=settings.alpha,
+            softcap=cap,
+            teacher_softcap=teacher_cap,
             **how,
         )
-        return Policy(logp, entropy, divergence)
-    ids, teacher_logp = vocab.topk(teacher_hidden, teacher.head_matrix, settings.top_k, tau, **how)
-    student_logp = vocab.logp_at(hidden, head, ids, tau, **how)
+        return Policy(logp, entropy, divergence, load)
+    ids, teacher_logp = vocab.topk(teacher_hidden, teacher.head_matrix, settings.top_k, tau, softcap=teacher_cap, **how)
+    student_logp = vocab.logp_at(hidden, head, ids, tau, softcap=cap, **how)
     divergence = tau**2 * vocab.topk_divergence(student_logp, jax.lax.stop_gradient(teacher_logp), settings.remainder)
-    return Policy(logp, entropy, divergence)
+    return Policy(logp, entropy, divergence, load)
 
 
 def read_values(model: ValueModel, params: Params, batch: TokenBatch) -> jax.Array:
     """Value of the state before every token, `[B, T]` float32."""
-    _, hidden = hidden_before(model.trunk, params["trunk"], batch)
+    _, hidden, _ = hidden_before(model.trunk, params["trunk"], unchosen(batch))
     return model.head(params, hidden)

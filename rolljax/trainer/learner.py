@@ -21,13 +21,14 @@ from rolljax.errors import TrainerError
 from rolljax.metrics import NAMES, reduce_parts
 from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
 from rolljax.trainer import attention_stats, credit
 from rolljax.trainer.algorithms.base import Algorithm, Memory
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.episodes import Credit, Episodes
-from rolljax.trainer.forward import Split, read_policy, read_values
+from rolljax.trainer.forward import Split, read_policy, read_values, unchosen
 from rolljax.trainer.mesh import param_shardings, replicated
 from rolljax.trainer.optimizer import Optimizer, opt_state_shardings
 from rolljax.trainer.state import Learned, TrainState
@@ -62,7 +63,8 @@ class Learner:
 
     steps, updates_per_step, epochs: how many updates there will be, for the schedule and for dealing out groups.
     groups_per_step, shape: groups of a full step, and the fixed shape that holds one update's share of them.
-    frozen: the policies that `algorithm.needs().frozen` names.
+    frozen: the policies that `algorithm.needs().frozen` names. base: the frozen weights of a model with adapters; the
+      policy's parameters are then its adapters. replay_experts: tokens take the experts that they took in the sampler.
     """
 
     mesh: Mesh
@@ -78,6 +80,16 @@ class Learner:
     limit_tok: int = 1
     seed: int = 0
     frozen: Frozen = dataclasses.field(default_factory=dict)
+    base: Base | None = None
+    replay_experts: bool = False
+
+    @property
+    def _unknown_experts(self) -> np.ndarray | None:
+        """What `Sample.of` takes for tokens whose experts nobody recorded; None: none are replayed."""
+        routing = self.model.cfg.routing
+        if routing is None or not self.replay_experts:
+            return None
+        return np.full((self.model.cfg.num_layers, routing.per_token), -1, routing.dtype)
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -87,12 +99,13 @@ class Learner:
 
     @functools.cached_property
     def value_model(self) -> ValueModel:
-        """What every critic is."""
+        """What every critic is: of a shape of its own, all of its weights are trained; of the policy's, what is trained
+        of the policy."""
         assert self.critic is not None
         shape = self.critic.model
-        return ValueModel(
-            dataclasses.replace(self.model, cfg=shape) if isinstance(shape, DecoderConfig) else self.model
-        )
+        if isinstance(shape, DecoderConfig):
+            return ValueModel(dataclasses.replace(self.model.plain, cfg=shape))
+        return ValueModel(self.model)
 
     @functools.cached_property
     def shardings(self) -> TrainState:
@@ -117,6 +130,10 @@ class Learner:
             ),
             replicated(self.mesh),  # type: ignore[arg-type]
         )
+
+    def whole(self, params: Params) -> Params:
+        """The policy's parameters as `Model.bind` takes them: beside the frozen weights, if there are any."""
+        return self.model.whole(params, self.base)
 
     @property
     def num_updates(self) -> int:
@@ -187,7 +204,7 @@ class Learner:
         """
         if not groups:  # not one trajectory survived
             return Step(state, memory, self.train(state, [], 0.0, step)[1], 0)
-        samples = [[Sample.of(t) for t in group] for group in groups]
+        samples = [[Sample.of(t, self._unknown_experts) for t in group] for group in groups]
         episodes = self.read(state, samples, Episodes.of(groups, limit_tok=self.limit_tok, step=step))
         result = self.algorithm.credit(episodes, memory)
         kept = self.credited(samples, episodes, result)
@@ -207,14 +224,14 @@ class Learner:
         if self.critic:
             for _ in range(self.critic.epochs):
                 for batch in on_device:
-                    critics, stats = self._update_critics(state.critics, batch)
+                    critics, stats = self._update_critics(state.critics, batch, self.base)
                     state = dataclasses.replace(state, critics=critics)
                     parts.append(self._checked(stats, "critic", batch, step))
         if self.algorithm.trains_policy and not (self.critic and step < self.critic.warmup_steps):
             frozen = {name: params for name, (_, params) in self.frozen.items()}
             for _ in range(self.epochs):
                 for batch in on_device:
-                    policy, stats = self._update_policy(state.policy, batch, frozen)
+                    policy, stats = self._update_policy(state.policy, batch, frozen, self.base)
                     state = dataclasses.replace(state, policy=policy)
                     parts.append(self._checked(stats, "optim", batch, step))
         row = {name: reduce_parts(name, [p[name] for p in parts if name in p]) for name in set().union(*parts)}
@@ -259,7 +276,7 @@ class Learner:
         needs = self.algorithm.needs()
         policies: dict[str, tuple[Model, Params]] = {}
         if needs.trainer_logp:
-            policies["trainer_logp"] = (self.model, state.params)
+            policies["trainer_logp"] = (self.model, self.whole(state.params))
         if needs.ref:
             policies["ref_logp"] = self.frozen[needs.ref]
         if needs.scorer:
@@ -268,7 +285,7 @@ class Learner:
         if not (policies or needs.critics or needs.attention) or not samples:
             return episodes
         lots = self._lots(samples)
-        found = self._read_attention(state.params, lots) if needs.attention else {}
+        found = self._read_attention(self.whole(state.params), lots) if needs.attention else {}
         for packed in lots:
             for name, rows in self._read_lot(state, packed, policies).items():
                 found.setdefault(name, []).extend(rows)
@@ -292,10 +309,13 @@ class Learner:
         self, state: TrainState, packed: Packed, policies: Mapping[str, tuple[Model, Params]]
     ) -> dict[str, list[np.ndarray]]:
         batch, needs = put_batch(self.mesh, packed.batch), self.algorithm.needs()
-        found = {name: packed.read(self._logp(model)(params, batch)) for name, (model, params) in policies.items()}
+        found = {}
+        for name, (model, params) in policies.items():
+            of_policy = batch if name == "trainer_logp" else unchosen(batch)
+            found[name] = packed.read(self._logp(model)(params, of_policy))
         if needs.critics:
             assert state.critics is not None
-            values = np.asarray(self._values(state.critics.params, batch))
+            values = np.asarray(self._values(state.critics.params, batch, self.base))
             found |= {f"value{i}": packed.read(v) for i, v in enumerate(values)}
         return found
 
@@ -316,8 +336,8 @@ class Learner:
 
     @functools.cached_property
     def _values(self) -> Any:
-        def all_critics(params: Params, batch: TokenBatch) -> jax.Array:
-            one = lambda p, b: read_values(self.value_model, p, b)  # noqa: E731
+        def all_critics(params: Params, batch: TokenBatch, base: Base | None) -> jax.Array:
+            one = lambda p, b: read_values(self.value_model, self.value_model.whole(p, base), b)  # noqa: E731
             with on_mesh(self.mesh):
                 return jax.vmap(functools.partial(_over_micro, one), in_axes=(0, None))(params, batch)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError
-from rolljax.model.axes import BATCH_AXES, MESH_AXES, PARAM_RULES, spec
+from rolljax.model.axes import BATCH_AXES, MESH_AXES, PARAM_RULES, SLOT_AXES, spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +71,18 @@ def num_batch_shards(mesh: Mesh) -> int:
     return int(np.prod([mesh.shape[a] for a in BATCH_AXES]))
 
 
+def num_slot_shards(mesh: Mesh) -> int:
+    """Into how many parts the slots of the sampler are split."""
+    return int(np.prod([mesh.shape[a] for a in SLOT_AXES]))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def rows(mesh: Mesh, axis: int = 0) -> NamedSharding:
-    """Sharding of an array whose dimension `axis` counts rows."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES))
+def rows(mesh: Mesh, axis: int = 0, *, tokens: bool = False) -> NamedSharding:
+    """Sharding of an array whose dimension `axis` counts rows; `tokens`: and the next their tokens."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES, *["context"] * tokens))
 
 
 def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True) -> Any:
@@ -85,13 +90,13 @@ def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True) ->
 
     Args:
       axes: logical axis names per parameter (`Model.axes`). shapes: the same tree of things with a shape.
-      fsdp: False leaves the fsdp axis out (the sampler's copy: whole on every batch shard).
+      fsdp: False leaves the fsdp axis out (the sampler's copy: whole on every batch shard, but for experts).
 
     Raises:
       ConfigError: a dimension does not divide by the mesh axis it is mapped to.
     """
 
-    rules = PARAM_RULES if fsdp else {**PARAM_RULES, "embed": (), "experts": (), "expert_embed": ()}
+    rules = PARAM_RULES if fsdp else {**PARAM_RULES, "embed": (), "expert_embed": ()}
 
     def one(names: tuple[str, ...], like: Any) -> NamedSharding:
         where = spec(names, rules, mesh)

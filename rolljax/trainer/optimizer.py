@@ -283,7 +283,11 @@ def _labels(label: Callable[[tuple[str, ...]], str]) -> Callable[[Params], Any]:
 
 def _matrix(names: tuple[str, ...]) -> Any:
     """Rows and columns of a layer's weight matrix, None for any other parameter."""
-    return MATRICES.get(names[-1]) if "layers" in names else None
+    if "layers" not in names:
+        return None
+    if names[-1].endswith(("_a", "_b")):  # of adapters, with their inputs and outputs flat
+        return optax.contrib.MuonDimensionNumbers(-2, -1)
+    return MATRICES.get(names[-1])
 
 
 def _matrices(params: Params) -> Any:
@@ -296,7 +300,7 @@ def _part(names: tuple[str, ...]) -> str:
         return "norm"
     if "layers" not in names:
         return "embed" if name == "embed" else "head"
-    return "attention" if name in ("q", "k", "v", "o") else "ffn"
+    return "attention" if name.partition("_")[0] in ("q", "k", "v", "o") else "ffn"
 
 
 def grad_norm_parts(grads: Params) -> dict[str, jax.Array]:

@@ -13,22 +13,19 @@ from rolljax.trainer.mesh import param_shardings
 
 
 def make_publish(mesh: Mesh, model: Model, to: Mesh | None = None) -> Callable[[Params], Params]:
-    """A jitted copy of the parameters, whole on every batch shard, matrices in the model's compute dtype.
+    """A jitted copy of what `model.bind` takes, whole on every batch shard, matrices in the model's compute dtype.
 
     Args:
       mesh: the trainer's. to: the sampler's, if it is another one; weights then travel between devices.
 
-    Norm scales stay float32 in both rooms; matrices are cast where they are used, so casting them here changes nothing.
+    Adapters are added to their maps, so that the sampler's is the plain decoder; in bfloat16 the sum is rounded, which
+    the trainer's adapters are not.
     """
-    axes = model.axes()
-    shardings = param_shardings(to or mesh, axes, model.abstract(), fsdp=False)
-
-    def one(names: tuple[str, ...], value: jax.Array) -> jax.Array:
-        is_matrix = sum(name != "layers" for name in names) > 1
-        return jnp.copy(value).astype(model.dtype if is_matrix else value.dtype)
+    plain = model.plain
+    shardings = param_shardings(to or mesh, plain.axes(), plain.abstract(), fsdp=False)
 
     def copy(params: Params) -> Params:
-        return jax.tree.map(one, axes, params, is_leaf=lambda x: isinstance(x, tuple))
+        return plain.computed(jax.tree.map(jnp.copy, model.merged(params, model.dtype)))
 
     if to is None or to == mesh:
         return jax.jit(copy, out_shardings=shardings)

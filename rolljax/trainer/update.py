@@ -14,11 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
 from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Model, Params
+from rolljax.model.lora import Base
+from rolljax.model.moe import Load
 from rolljax.model.value import ValueModel
 from rolljax.trainer import masked, objectives
 from rolljax.trainer.algorithms.base import Algorithm
@@ -29,7 +32,8 @@ from rolljax.trainer.mesh import replicated, rows
 from rolljax.trainer.optimizer import Optimizer, Transformation, grad_norm_parts
 from rolljax.trainer.state import Learned
 
-Stats = dict[str, jax.Array]
+Stats = dict[str, Any]
+"""Arrays; and of a model with experts its `Load`, until the update has added it up."""
 LossFn = Callable[[Params, TokenBatch], tuple[jax.Array, tuple[Stats, Stats]]]
 Frozen = Mapping[str, tuple[Model, Params]]
 """Frozen policies by where they come from."""
@@ -55,6 +59,7 @@ def policy_loss(model: Model, algorithm: Algorithm, frozen: Frozen, split: Split
     def loss_fn(params: Params, batch: TokenBatch) -> tuple[jax.Array, tuple[Stats, Stats]]:
         with_law = (law, *frozen[law.policy]) if law else None
         policy = read_policy(model, params, batch, entropy_grad=algorithm.entropy_grad, law=with_law, split=split)
+        load, policy = policy.load, dataclasses.replace(policy, load=None)
         policy = jax.tree.map(lambda x: masked.clean(x, batch.scale), policy)
         batch = clean_batch(batch, policy.logp)
         out = algorithm.objective(policy, batch)
@@ -63,9 +68,25 @@ def policy_loss(model: Model, algorithm: Algorithm, frozen: Frozen, split: Split
         if algorithm.source == "sampler":
             for into, found in zip((mean, largest), mismatch_stats(policy.logp, batch), strict=True):
                 into |= found
-        return _share(out.loss, mean, largest, batch)
+        total, (sums, maxima) = _share(out.loss, mean, largest, batch)
+        if load is None:
+            return total, (sums, maxima)
+        balance = _balance(model, load, batch)
+        sums |= {"loss/total": sums["loss/total"] + jax.lax.stop_gradient(balance), "load": jax.lax.stop_gradient(load)}
+        return total + balance, (sums, maxima)
 
     return loss_fn
+
+
+def _balance(model: Model, load: Load, batch: TokenBatch) -> jax.Array:
+    """The micro-batch's part of the load-balancing loss: its own, by its share of the update's tokens.
+
+    The loss is a product of two means, so that the parts of several micro-batches are not that of all of them together:
+    each is balanced by itself. The mesh makes no difference: a micro-batch is counted over all of its devices.
+    """
+    assert model.cfg.routing
+    share = load.tokens / jnp.maximum(batch.num_computed, 1)
+    return model.cfg.routing.aux_coef * load.balance_loss() * share
 
 
 def critic_loss(model: ValueModel, algorithm: Algorithm) -> Callable[..., Any]:
@@ -143,13 +164,20 @@ def gradients(
     batch: TokenBatch,
     frozen: Frozen | None = None,
     split: Split = ONE_PART,
+    base: Base | None = None,
 ) -> tuple[Params, Stats]:
-    """Gradient of the update's loss with respect to the policy's parameters, and the statistics of the update."""
-    grad_fn = jax.grad(policy_loss(model, algorithm, frozen or {}, split), has_aux=True)
+    """Gradient of the update's loss with respect to the policy's parameters, and the statistics of the update.
+
+    base: frozen weights of a model with adapters, whose parameters these are.
+    """
+    loss_fn = policy_loss(model, algorithm, frozen or {}, split)
+    grad_fn = jax.grad(lambda p, b: loss_fn(model.whole(p, base), b), has_aux=True)
     grads, stats = accumulate(lambda b: grad_fn(params, b), batch)
     if "policy/ratio_sq" in stats:
         square = stats.pop("policy/ratio_sq")
         stats["policy/ess_frac"] = stats["policy/ratio_mean"] ** 2 / jnp.maximum(square, 1e-30)
+    if "load" in stats:
+        stats |= stats.pop("load").metrics(model.cfg.routing)
     return grads, stats
 
 
@@ -172,20 +200,24 @@ def apply(
     }
 
 
-PolicyUpdate = Callable[[Learned, TokenBatch, Mapping[str, Params]], tuple[Learned, Stats]]
-CriticUpdate = Callable[[Learned, TokenBatch], tuple[Learned, Stats]]
+PolicyUpdate = Callable[..., tuple[Learned, Stats]]
+CriticUpdate = Callable[..., tuple[Learned, Stats]]
 
 
 def batch_shardings(mesh: Mesh, like: TokenBatch) -> TokenBatch:
-    """Rows split over the batch axes, scalars everywhere, for the arrays that `like` has."""
+    """For the arrays that `like` has: rows split over the batch axes, tokens over `context`, scalars everywhere."""
     scalars: dict[str, NamedSharding] = {n: replicated(mesh) for n in SCALARS}
-    arrays = {n: rows(mesh, 1) for n in ARRAYS if getattr(like, n) is not None}
+    arrays = {n: rows(mesh, 1, tokens=True) for n in ARRAYS if getattr(like, n) is not None}
     return TokenBatch(**{**dict.fromkeys(ARRAYS), **arrays}, **scalars)  # type: ignore[arg-type]
 
 
 def put_batch(mesh: Mesh, batch: TokenBatch) -> TokenBatch:
-    """The packed batch on its devices."""
-    return jax.device_put(batch, batch_shardings(mesh, batch))
+    """The packed batch on its devices. Of several processes each has the whole batch on its host, and puts its part."""
+    shardings = batch_shardings(mesh, batch)
+    if mesh.is_multi_process:
+        place = lambda x, s: jax.make_array_from_callback(np.shape(x), s, np.asarray(x).__getitem__)  # noqa: E731
+        return jax.tree.map(place, batch, shardings)
+    return jax.device_put(batch, shardings)
 
 
 def make_policy_update(
@@ -197,16 +229,19 @@ def make_policy_update(
     shardings: Learned,
     frozen_models: Mapping[str, Model],
 ) -> PolicyUpdate:
-    """Jit the policy's update for this mesh: `(state, batch, frozen parameters) -> (state, statistics)`.
+    """Jit the policy's update for this mesh: `(state, batch, frozen parameters, base) -> (state, statistics)`.
 
-    The state is donated; the batch must be where `put_batch` puts it; statistics come back replicated.
+    The state is donated; the batch must be where `put_batch` puts it; statistics come back replicated. base: the frozen
+    weights of a model with adapters, else left out.
     """
     tx, rate = optimizer.build(num_updates), optimizer.rate(num_updates)
 
-    def update(state: Learned, batch: TokenBatch, frozen: Mapping[str, Params]) -> tuple[Learned, Stats]:
+    def update(
+        state: Learned, batch: TokenBatch, frozen: Mapping[str, Params], base: Base | None = None
+    ) -> tuple[Learned, Stats]:
         models = {name: (frozen_models[name], params) for name, params in frozen.items()}
         with on_mesh(mesh):
-            grads, stats = gradients(model, algorithm, state.params, batch, models, Split.of(mesh))
+            grads, stats = gradients(model, algorithm, state.params, batch, models, Split.of(mesh), base)
         stats["optim/lr"] = jnp.asarray(rate(state.num_updates), jnp.float32)
         stats |= {f"optim/grad_norm_{part}": norm for part, norm in grad_norm_parts(grads).items()}
         new, applied = apply(tx, state, grads, stats["loss/total"], batch.num_tokens)
@@ -218,25 +253,30 @@ def make_policy_update(
 def make_critic_update(
     mesh: Mesh, model: ValueModel, algorithm: Algorithm, settings: Critic, num_updates: int, shardings: Learned
 ) -> CriticUpdate:
-    """Jit one update of all critics, each on its own share of the batch. The state is donated."""
+    """Jit one update of all critics, each on its own share of the batch: `(state, batch, base) -> (state, statistics)`.
+
+    The state is donated. base: the frozen weights of a trunk with adapters, else left out.
+    """
     tx = settings.optimizer.build(num_updates)
     loss_fn = critic_loss(model, algorithm)
 
-    def one(state: Learned, old_values: jax.Array, weights: jax.Array, batch: TokenBatch) -> tuple[Learned, Stats]:
+    def one(
+        state: Learned, old_values: jax.Array, weights: jax.Array, batch: TokenBatch, base: Base | None
+    ) -> tuple[Learned, Stats]:
         batch = dataclasses.replace(batch, old_values_C=old_values, critic_weights_C=weights)
 
         def grad_fn(b: TokenBatch):
             old, w = b.given("old_values_C"), b.given("critic_weights_C")
-            return jax.grad(lambda p: loss_fn(p, old, w, b), has_aux=True)(state.params)
+            return jax.grad(lambda p: loss_fn(model.whole(p, base), old, w, b), has_aux=True)(state.params)
 
         grads, stats = accumulate(grad_fn, batch)
         new, applied = apply(tx, state, grads, stats["critic/loss"], batch.num_tokens)
         return new, {**stats, **{f"critic/{k}": v for k, v in applied.items()}}
 
-    def update(state: Learned, batch: TokenBatch) -> tuple[Learned, Stats]:
-        split = jax.vmap(one, in_axes=(0, -1, -1, None))
+    def update(state: Learned, batch: TokenBatch, base: Base | None = None) -> tuple[Learned, Stats]:
+        split = jax.vmap(one, in_axes=(0, -1, -1, None, None))
         with on_mesh(mesh):
-            state, stats = split(state, batch.given("old_values_C"), batch.given("critic_weights_C"), batch)
+            state, stats = split(state, batch.given("old_values_C"), batch.given("critic_weights_C"), batch, base)
         return state, {k: v.min() if k == "critic/finite" else v.mean() for k, v in stats.items()}
 
     return jax.jit(update, out_shardings=(shardings, replicated(mesh)), donate_argnums=0)

@@ -9,6 +9,8 @@ Heads are walked as `[S, V/S, D]`, S parts that a mesh may split, all parts at o
 running figure is one per part, and the parts meet in the end. Blocks are cut inside a part, the last one shorter. A
 gradient row of the head is complete after its block, so that it is rounded once and written once, in place.
 
+Soft-capped logits (`softcap`) are `cap * tanh(logits / cap)`, before the temperature.
+
 Shapes: `hidden [..., D]` in the computing dtype, with any leading axes (`...` is N, or B, T); `head [V, D]` in any
 floating dtype, cast to the hidden states' dtype block by block; logits and all results float32, natural logs.
 """
@@ -46,6 +48,7 @@ def token_logp(
     targets: jax.Array,
     temperature: jax.Array | float = 1.0,
     *,
+    softcap: float | None = None,
     entropy_grad: bool = False,
     shards: int = 1,
     block_bytes: int = BLOCK_BYTES,
@@ -57,6 +60,7 @@ def token_logp(
     Args:
       hidden: `[..., D]`. targets: `[...]` int, 0 to V - 1.
       temperature: scalar, above 0.
+      softcap: what no logit passes, above 0; None: they stay as they are.
       entropy_grad: whether gradients flow through the entropy, too.
       shards: parts the head is walked in; a multiple of the mesh axis the vocabulary is split over.
       block_bytes: most bytes of a block of logits, over all devices.
@@ -65,11 +69,10 @@ def token_logp(
       `(logp [...], entropy [...])`, float32, nats.
 
     Raises:
-      ConfigError: `shards` does not divide V.
+      ConfigError: `shards` does not divide V; a `softcap` of 0 or less.
     """
-    logp, entropy = _law(
-        _Cut(shards, block_bytes, entropy_grad), hidden, head_VD, targets[..., None], jnp.float32(temperature)
-    )
+    cut, law = _Cut(shards, block_bytes, entropy_grad), _Logits.of(temperature, softcap)
+    logp, entropy = _law(cut, hidden, head_VD, targets[..., None], law)
     return logp[..., 0], entropy if entropy_grad else lax.stop_gradient(entropy)
 
 
@@ -79,11 +82,12 @@ def logp_at(
     ids: jax.Array,
     temperature: jax.Array | float = 1.0,
     *,
+    softcap: float | None = None,
     shards: int = 1,
     block_bytes: int = BLOCK_BYTES,
 ) -> jax.Array:
     """Log-probs of several tokens per position; `ids [..., k]` in, `[..., k]` float32 out. As `token_logp`."""
-    return _law(_Cut(shards, block_bytes, False), hidden, head_VD, ids, jnp.float32(temperature))[0]
+    return _law(_Cut(shards, block_bytes, False), hidden, head_VD, ids, _Logits.of(temperature, softcap))[0]
 
 
 def topk(
@@ -92,6 +96,7 @@ def topk(
     k: int,
     temperature: jax.Array | float = 1.0,
     *,
+    softcap: float | None = None,
     shards: int = 1,
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[jax.Array, jax.Array]:
@@ -107,8 +112,8 @@ def topk(
     """
     if not 1 <= k <= len(head_VD):
         raise ConfigError(f"must be 1 to {len(head_VD)}, the size of the vocabulary", setting="k", value=k)
-    cut, scale = _Cut(shards, block_bytes), jnp.float32(temperature)
-    norms, best = _norms(cut, [_Reader(lax.stop_gradient(hidden), lax.stop_gradient(head_VD), scale)], k)
+    cut, law = _Cut(shards, block_bytes), _Logits.of(temperature, softcap)
+    norms, best = _norms(cut, [_Reader(lax.stop_gradient(hidden), lax.stop_gradient(head_VD), law)], k)
     return best.ids, norms[0].logp(best.z)
 
 
@@ -120,6 +125,8 @@ def divergence(
     kind: Kind = "forward",
     tau: jax.Array | float = 1.0,
     *,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
     alpha: float = 0.1,
     shards: int = 1,
     block_bytes: int = BLOCK_BYTES,
@@ -137,7 +144,8 @@ def divergence(
 
     Args:
       hidden: `[..., D]`. teacher_hidden: `[..., E]`, with a head `[V, E]` over the same vocabulary.
-      tau: scalar temperature of both, above 0. alpha: share of the teacher in the skewed mean.
+      tau: scalar temperature of both, above 0. softcap, teacher_softcap: as in `token_logp`.
+      alpha: share of the teacher in the skewed mean.
       shards, block_bytes: as in `token_logp`; two blocks of logits share the bytes.
 
     Returns:
@@ -157,7 +165,8 @@ def divergence(
             remedy="a teacher of the same tokenizer, its head cut to the student's rows",
         )
     law = _Divergence(_Cut(shards, block_bytes), kind, alpha)
-    return _divergence(law, hidden, head_VD, teacher_hidden, teacher_head_VE, jnp.float32(tau))
+    student, teacher = _Logits.of(tau, softcap), _Logits.of(tau, teacher_softcap)
+    return _divergence(law, hidden, head_VD, student, teacher_hidden, teacher_head_VE, teacher)
 
 
 def topk_divergence(
@@ -242,6 +251,31 @@ def _walk(width: int, size: int, step: Callable[[Carry, Any, int], Carry], carry
     return step(carry, full * size, width - full * size) if width > full * size else carry
 
 
+class _Logits(NamedTuple):
+    """What becomes of `hidden @ head.T`. Nothing here is differentiable."""
+
+    temperature: jax.Array
+    cap: jax.Array | None
+
+    @classmethod
+    def of(cls, temperature: jax.Array | float, softcap: float | None) -> _Logits:
+        if softcap is not None and softcap <= 0:
+            raise ConfigError("must be above 0, or None", setting="softcap", value=softcap)
+        return cls(jnp.float32(temperature), None if softcap is None else jnp.float32(softcap))
+
+    def scores(self, hidden: jax.Array, block_VD: jax.Array) -> jax.Array:
+        """Logits over the temperature, `[..., V]`."""
+        logits = jnp.einsum("...d,vd->...v", hidden, block_VD, preferred_element_type=jnp.float32)
+        if self.cap is not None:
+            logits = self.cap * jnp.tanh(logits / self.cap)
+        return logits * (1 / self.temperature)
+
+    def slope(self, z: jax.Array) -> jax.Array:
+        """Derivative of scores `z` in the matrix product."""
+        slope = 1 / self.temperature
+        return slope if self.cap is None else slope * (1 - jnp.square(z * (self.temperature / self.cap)))
+
+
 def _block(head_VD: jax.Array, start: Any, size: int, dtype: Any, temperature: jax.Array) -> jax.Array:
     """Rows of a head, cast; NaN for temperatures that are not positive.
 
@@ -254,12 +288,6 @@ def _block(head_VD: jax.Array, start: Any, size: int, dtype: Any, temperature: j
     if block_VD.dtype == dtype:
         return block_VD
     return (block_VD * jnp.where((start + 1) * temperature > 0, 1, jnp.nan).astype(block_VD.dtype)).astype(dtype)
-
-
-def _scores(hidden: jax.Array, block_VD: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Logits over the temperature, `[..., V]`."""
-    logits = jnp.einsum("...d,vd->...v", hidden, block_VD, preferred_element_type=jnp.float32)
-    return logits * (1 / temperature)
 
 
 class _Norm(NamedTuple):
@@ -374,11 +402,11 @@ class _Reader(NamedTuple):
 
     hidden: jax.Array
     head_VD: jax.Array
-    temperature: jax.Array
+    logits: _Logits
 
     def scores(self, start: Any, size: int) -> jax.Array:
-        block_VD = _block(self.head_VD, start, size, self.hidden.dtype, self.temperature)
-        return _scores(self.hidden, block_VD, self.temperature)
+        block_VD = _block(self.head_VD, start, size, self.hidden.dtype, self.logits.temperature)
+        return self.logits.scores(self.hidden, block_VD)
 
 
 def _norms(cut: _Cut, readers: Sequence[_Reader], k: int) -> tuple[tuple[_Norm, ...], _Best]:
@@ -403,21 +431,21 @@ def _norms(cut: _Cut, readers: Sequence[_Reader], k: int) -> tuple[tuple[_Norm, 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _law(
-    cut: _Cut, hidden: jax.Array, head_VD: jax.Array, ids: jax.Array, temperature: jax.Array
+    cut: _Cut, hidden: jax.Array, head_VD: jax.Array, ids: jax.Array, logits: _Logits
 ) -> tuple[jax.Array, jax.Array]:
     """`(log-probs at ids [..., k], entropy [...])`."""
-    return _law_forward(cut, hidden, head_VD, ids, temperature)[0]
+    return _law_forward(cut, hidden, head_VD, ids, logits)[0]
 
 
 def _law_forward(
-    cut: _Cut, hidden: jax.Array, head_VD: jax.Array, ids: jax.Array, temperature: jax.Array
+    cut: _Cut, hidden: jax.Array, head_VD: jax.Array, ids: jax.Array, logits: _Logits
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     cut.check(len(head_VD))
 
     def part(first: Any, head_VD: jax.Array) -> tuple[_Norm, jax.Array]:
         def step(carry: tuple[_Norm, jax.Array], start: Any, size: int) -> tuple[_Norm, jax.Array]:
             norm, picked = carry
-            z = _scores(hidden, _block(head_VD, start, size, hidden.dtype, temperature), temperature)
+            z = _Reader(hidden, head_VD, logits).scores(start, size)
             return norm.add(z), picked + _pick(z, first + start, ids)
 
         start = _Norm.start(ids.shape[:-1]), jnp.zeros(ids.shape, jnp.float32)
@@ -425,18 +453,20 @@ def _law_forward(
 
     kept = None
     if cut.shards == 1 and cut.size(hidden, len(head_VD)) == len(head_VD):
-        kept = _scores(hidden, head_VD.astype(hidden.dtype), temperature)
-        kept -= kept.max(-1, keepdims=True)
-        norm, picked = _Norm.below_zero(kept), jnp.take_along_axis(kept, ids, -1)
+        z = logits.scores(hidden, head_VD.astype(hidden.dtype))
+        peak = z.max(-1, keepdims=True)
+        below = z - peak
+        kept = _Kept(below, None if logits.cap is None else peak)
+        norm, picked = _Norm.below_zero(below), jnp.take_along_axis(below, ids, -1)
     else:
         norm, picked = cut.each(part, cut.parts(head_VD))
         norm = norm.meet(cut)
     out = norm.logp(cut.total(picked)), norm.entropy()
-    return out, (hidden, head_VD, ids, temperature, norm, kept)
+    return out, (hidden, head_VD, ids, logits, norm, kept)
 
 
 def _law_backward(cut: _Cut, saved: tuple[Any, ...], grads: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    hidden, head_VD, ids, temperature, norm, kept = saved
+    hidden, head_VD, ids, logits, norm, kept = saved
     of_logp, of_entropy = grads
     entropy, total = norm.entropy()[..., None], of_logp.sum(-1, keepdims=True)
 
@@ -445,44 +475,54 @@ def _law_backward(cut: _Cut, saved: tuple[Any, ...], grads: tuple[jax.Array, jax
         weight = total + of_entropy[..., None] * (logp + entropy) if cut.entropy_grad else total
         return _place(of_logp, first + start, z.shape[-1], ids) - jnp.exp(logp) * weight
 
-    return *_pull(cut, hidden, head_VD, temperature, slope, kept), None, None
+    return *_pull(cut, _Reader(hidden, head_VD, logits), slope, kept), None, None
 
 
 _law.defvjp(_law_forward, _law_backward)
 
 
+class _Kept(NamedTuple):
+    """All scores of one part, where the forward pass kept them."""
+
+    below: jax.Array
+    """Less the peak, `[..., V]`."""
+    peak: jax.Array | None
+    """`[..., 1]`; None where no slope asks for it."""
+
+
 def _pull(
     cut: _Cut,
-    hidden: jax.Array,
-    head_VD: jax.Array,
-    temperature: jax.Array,
+    reader: _Reader,
     slope: Callable[..., jax.Array],
-    kept: jax.Array | None,
+    kept: _Kept | None,
     *others: Any,
-    logits: int = 1,
+    blocks: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of hidden states and head.
 
     Args:
-      slope: `(z, first column, first token id of the part, *others of the part)` to the loss's gradient in z.
-      kept: all scores, if the forward pass kept them. others, logits: as in `_Cut.each` and `_Cut.size`.
+      slope: `(z, first column, first token id of the part, *others of the part)` to the loss's gradient in z; z is
+        less its peak where scores were kept.
+      others: as in `_Cut.each`. blocks: of logits, held at a time.
     """
+    hidden, head_VD, logits = reader
 
-    def part(first: Any, head_VD: jax.Array, kept: jax.Array | None, *others: Any) -> tuple[jax.Array, jax.Array]:
+    def part(first: Any, head_VD: jax.Array, *others: Any) -> tuple[jax.Array, jax.Array]:
         def step(carry: tuple[jax.Array, jax.Array], start: Any, size: int) -> tuple[jax.Array, jax.Array]:
             of_hidden, of_head = carry
-            block = _block(head_VD, start, size, hidden.dtype, temperature)
-            z = _scores(hidden, block, temperature) if kept is None else kept
-            dz = (slope(z, start, first, *others) * (1 / temperature)).astype(hidden.dtype)
+            block = _block(head_VD, start, size, hidden.dtype, logits.temperature)
+            z = logits.scores(hidden, block) if kept is None else kept.below
+            whole = z if kept is None or kept.peak is None else z + kept.peak
+            dz = (slope(z, start, first, *others) * logits.slope(whole)).astype(hidden.dtype)
             of_hidden += jnp.einsum("...v,vd->...d", dz, block, preferred_element_type=jnp.float32)
             over = tuple(range(hidden.ndim - 1))
             rows = lax.dot_general(dz, hidden, ((over, over), ((), ())), preferred_element_type=jnp.float32)
             return of_hidden, lax.dynamic_update_slice_in_dim(of_head, rows.astype(head_VD.dtype), start, axis=0)
 
         start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head_VD)
-        return _walk(len(head_VD), cut.size(hidden, len(head_VD), logits), step, start)
+        return _walk(len(head_VD), cut.size(hidden, len(head_VD), blocks), step, start)
 
-    of_hidden, of_head = cut.each(part, cut.parts(head_VD), kept, *others)
+    of_hidden, of_head = cut.each(part, cut.parts(head_VD), *others)
     return cut.total(of_hidden).astype(hidden.dtype), of_head.reshape(head_VD.shape)
 
 
@@ -527,24 +567,26 @@ def _divergence(
     law: _Divergence,
     hidden: jax.Array,
     head_VD: jax.Array,
+    logits: _Logits,
     teacher_hidden: jax.Array,
     teacher_head_VE: jax.Array,
-    tau: jax.Array,
+    teacher_logits: _Logits,
 ) -> jax.Array:
-    return _divergence_forward(law, hidden, head_VD, teacher_hidden, teacher_head_VE, tau)[0]
+    return _divergence_forward(law, hidden, head_VD, logits, teacher_hidden, teacher_head_VE, teacher_logits)[0]
 
 
 def _divergence_forward(
     law: _Divergence,
     hidden: jax.Array,
     head_VD: jax.Array,
+    logits: _Logits,
     teacher_hidden: jax.Array,
     teacher_head_VE: jax.Array,
-    tau: jax.Array,
+    teacher_logits: _Logits,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Two walks: what makes scores log-probs, then the terms."""
     cut, adaptive, terms = law.cut, law.kind == "adaptive", law.terms()
-    student, teacher = _Reader(hidden, head_VD, tau), _Reader(teacher_hidden, teacher_head_VE, tau)
+    student, teacher = _Reader(hidden, head_VD, logits), _Reader(teacher_hidden, teacher_head_VE, teacher_logits)
     norms, best = _norms(cut, [student, teacher], min(_HEAD_K, len(head_VD)) if adaptive else 0)
     lowest = _lowest_of_head(norms[1].logp(best.z)) if adaptive else None
 
@@ -570,12 +612,12 @@ def _divergence_forward(
         shares = share, 1 - share
     value = sum(share * x for share, x in zip(shares, sums[::2], strict=True))
     total = sum(share * x for share, x in zip(shares, sums[1::2], strict=True))
-    return jnp.square(tau) * value, (student, teacher, norms, shares, total)
+    return jnp.square(logits.temperature) * value, (student, teacher, norms, shares, total)
 
 
 def _divergence_backward(law: _Divergence, saved: tuple[Any, ...], grad: jax.Array) -> tuple[Any, ...]:
     student, teacher, norms, shares, total = saved
-    grad = (jnp.square(student.temperature) * grad)[..., None]
+    grad = (jnp.square(student.logits.temperature) * grad)[..., None]
 
     def slope(z: jax.Array, start: Any, first: Any, teacher_head_VE: jax.Array) -> jax.Array:
         s = norms[0].logp(z)
@@ -585,7 +627,7 @@ def _divergence_backward(law: _Divergence, saved: tuple[Any, ...], grad: jax.Arr
         return grad * (direct - jnp.exp(s) * total[..., None])
 
     others = law.cut.parts(teacher.head_VD)
-    return *_pull(law.cut, *student, slope, None, others, logits=2), None, None, None
+    return *_pull(law.cut, student, slope, None, others, blocks=2), None, None, None, None
 
 
 _divergence.defvjp(_divergence_forward, _divergence_backward)

@@ -53,13 +53,13 @@ def compile_both():
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
+    from rolljax.aot import chips
     from rolljax.model.decoder import Model
     from rolljax.model.families.qwen3 import Qwen3Config
-    from rolljax.sampler import aot
     from rolljax.trainer.mesh import MeshSpec, param_shardings
     from rolljax.trainer.optimizer import AdamW, opt_state_shardings
 
-    mesh = MeshSpec(data=1, fsdp=2, tensor=4).build(aot.devices("v5e:2x4"))
+    mesh = MeshSpec(data=1, fsdp=2, tensor=4).build(chips.devices("v5e:2x4"))
     shape = Qwen3Config(8192, 4, 1024, 8, 4, 128, 3072)
     model = Model(shape)
     abstract = model.abstract()

@@ -18,7 +18,7 @@ from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Sampled, SamplingParams
 
-from .test_hf import load, make_folder
+from ..families import load, make_folder
 from .test_sampler import MODEL, PARAMS, close, open_sampler
 
 NEW_PARAMS = MODEL.init(2)
@@ -53,7 +53,7 @@ def hf_pair(request, tmp_path_factory):
     import torch
 
     folder = tmp_path_factory.mktemp("qwen3")
-    reference = make_folder(folder, tied=request.param)
+    reference = make_folder(folder, tie_word_embeddings=request.param)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 256, 40)
     prompts = [

@@ -4,63 +4,64 @@ In a process of their own: libtpu is loaded there and nowhere else.
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from rolljax.aot import chips
 from rolljax.errors import ConfigError
-from rolljax.sampler import aot
 
-ROOT = Path(__file__).parents[2]
+from .plan_run import needs_libtpu, plan
+
 TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'rolljax[tpu]'"
-)
+SMALL = {
+    "Qwen3Config.num_layers": 2,
+    "Qwen3Config.vocab_size": 8192,
+    "Qwen3Config.hidden_size": 512,
+    "Qwen3Config.ffn_size": 1024,
+    "SamplerConfig.slots": 32,
+    "SamplerConfig.prefill_chunk": 256,
+}
+FILLS = {"v5e:2x4": 11008, "v5p:2x2x2": 75776, "v6e:2x4": 23552}
+"""Pages of 64 tokens: with 36 layers they fill the chips."""
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """(topology, program) -> what the compiler says."""
-    out = tmp_path_factory.mktemp("aot") / "programs.json"
-    command = [sys.executable, ROOT / "benchmarks" / "aot_sampler.py", "--small", "--json", out]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def compiled(request, tmp_path_factory):
+    """Program -> what the compiler says."""
+    settings = SMALL | {"SamplerConfig.pages": FILLS[request.param]}
+    only = ("decode", "prefill", "insert", "publish")
+    done, found = plan("qwen3_8b_grpo_v5e_8", request.param, settings, only, tmp_path_factory.mktemp("plan"))
     assert done.returncode == 0, done.stderr
-    return {(p["topology"], p["program"]): aot.Program(**p) for p in json.loads(out.read_text())}
+    return {p["program"]: p for p in found["programs"]}
 
 
 @needs_libtpu
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_the_programs_fit_a_tpu_and_update_the_pool_in_place(compiled, topology):
-    decode, prefill, insert, sync = (compiled[topology, p] for p in ("decode", "prefill", "insert", "sync"))
-    assert decode.kernels and prefill.kernels, "attention by the Pallas kernel"
-    for program in (decode, prefill, insert):
-        assert program.pool_aliased and program.temp_share < 0.01, program
-    for program in (decode, prefill, insert, sync):
-        assert program.peak_share < 0.9, program
+def test_the_programs_fit_a_tpu_and_update_the_pool_in_place(compiled):
+    assert compiled["decode"]["kernels"] and compiled["prefill"]["kernels"], "attention by the Pallas kernel"
+    for name in ("decode", "prefill", "insert"):
+        memory = compiled[name]["memory"]
+        pool = memory["own"]["KV pool"]
+        assert memory["aliased"] > 0.999 * pool and memory["temporaries"] < 0.01 * pool, name
+    for program in compiled.values():
+        assert program["memory"]["total"] < 0.9 * program["memory"]["usable"], program["program"]
 
 
 @needs_libtpu
-def test_what_does_not_fit_is_refused_with_the_remedy():
-    command = [sys.executable, ROOT / "benchmarks" / "aot_sampler.py", "--small", "--topology", "v5e:2x4"]
-    command += ["--pages", "1000000"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path):
+    settings = SMALL | {"SamplerConfig.pages": 1_000_000}
+    done, found = plan("qwen3_8b_grpo_v5e_8", "v5e:2x4", settings, ("decode",), tmp_path)
     assert done.returncode == 1
-    assert "too large for v5e:2x4" in done.stderr and "fewer pages" in done.stderr
+    assert "decode does not fit" in done.stdout and "try SamplerConfig.pages = 500000" in done.stdout
+    assert found["programs"][0]["refused"] and not found["fits"]
 
 
 def test_a_machine_without_libtpu_is_told_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
-        aot.devices("v5e:2x4")
+        chips.devices("v5e:2x4")
     assert "pip install 'rolljax[tpu]'" in error.value.remedy
 
 
 def test_an_unknown_topology_is_refused():
     with pytest.raises(ConfigError, match="names no TPU known here"):
-        aot.devices("v9:2x2")
+        chips.devices("v9:2x2")

@@ -12,7 +12,7 @@ import rolljax
 
 ROOT = Path(rolljax.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-VERBS = {"cli.py", "train.py", "eval.py", "export.py", "play.py", "validate.py"}
+VERBS = {"cli.py", "train.py", "eval.py", "export.py", "plan.py", "play.py", "validate.py"}
 
 
 def name_of(path):
@@ -49,6 +49,7 @@ ROOMS = {
     "model": {"rolljax.envs", "rolljax.sampler", "rolljax.trainer"},
     "sampler": {"rolljax.trainer", "rolljax.envs"},
     "trainer": {"rolljax.envs", "rolljax.sampler"},
+    "aot": {"rolljax.envs"},
 }
 
 

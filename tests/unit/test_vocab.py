@@ -27,14 +27,15 @@ CUTS = {  # leading shape, V, D, shards, block_bytes
 }
 
 
-def law_of(hidden, head, temperature):
+def law_of(hidden, head, temperature, cap=None):
     """Log-probs of the whole vocabulary."""
     logits = jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     return jax.nn.log_softmax(logits / temperature)
 
 
-def naive(hidden, head, ids, temperature):
-    logp = law_of(hidden, head, temperature)
+def naive(hidden, head, ids, temperature, cap=None):
+    logp = law_of(hidden, head, temperature, cap)
     return jnp.take_along_axis(logp, ids, -1), -jnp.sum(jnp.exp(logp) * logp, -1)
 
 
@@ -177,8 +178,8 @@ def test_divergences_by_hand():
     np.testing.assert_allclose(divergence(*twice, kind="forward", tau=2.0), [4 * 0.115611], atol=4e-6)
 
 
-def naive_divergence(hidden, head, teacher_hidden, teacher_head, kind, tau, alpha):
-    s, t = law_of(hidden, head, tau), law_of(teacher_hidden, teacher_head, tau)
+def naive_divergence(hidden, head, teacher_hidden, teacher_head, kind, tau, alpha, caps=(None, None)):
+    s, t = law_of(hidden, head, tau, caps[0]), law_of(teacher_hidden, teacher_head, tau, caps[1])
     p_s, p_t = jnp.exp(s), jnp.exp(t)
     kl = lambda p, q: jnp.sum(p * (jnp.log(p) - jnp.log(q)), -1)  # noqa: E731
     if kind == "js":
@@ -207,6 +208,45 @@ def test_divergences_equal_those_of_whole_logits(kind, name):
     cut = {"shards": shards, "block_bytes": block_bytes}
     got = value_and_grads(lambda h, w, *t: vocab.divergence(h, w, *t, kind, 1.7, alpha=0.3, **cut), weights)
     want = value_and_grads(lambda h, w, *t: naive_divergence(h, w, *t, kind, 1.7, 0.3), weights)
+    got, want = (f(hidden, head, teacher_hidden, teacher_head) for f in (got, want))
+    assert jnp.abs(want[1]).min() > 0.01
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize(("name", "cap"), [("one block", 3.0), ("one block", 30.0), ("parts with rests", 3.0)])
+def test_soft_capped_laws_equal_those_of_whole_logits(name, cap):
+    """Of logits that go to 15: a cap of 3 bends most of them, one of 30 few."""
+    lead, V, D, shards, block_bytes = CUTS[name]
+    hidden, head, rng = inputs(lead, V, D)
+    ids = jnp.asarray(rng.integers(0, V, (*lead, 3)))
+    weights = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (lead, lead, ids.shape, (*lead, 5))]
+    cut = {"shards": shards, "block_bytes": block_bytes, "softcap": cap}
+
+    def blocked(hidden, head, temperature):
+        logp, entropy = vocab.token_logp(hidden, head, ids[..., 0], temperature, entropy_grad=True, **cut)
+        likeliest = vocab.topk(hidden, head, 5, temperature, **cut)[1]
+        return logp, entropy, vocab.logp_at(hidden, head, ids, temperature, **cut), likeliest
+
+    def whole(hidden, head, temperature):
+        logp, entropy = naive(hidden, head, ids, temperature, cap)
+        likeliest = jax.lax.top_k(law_of(hidden, head, temperature, cap), 5)[0]
+        return logp[..., 0], entropy, logp, jax.lax.stop_gradient(likeliest)
+
+    got, want = (value_and_grads(f, weights)(hidden, head, jnp.float32(1.4)) for f in (blocked, whole))
+    assert_close(got, want)
+    without = naive(hidden, head, ids, 1.4)[0]
+    assert jnp.abs(want[1][2] - without).max() > 0.1  # the cap is felt
+
+
+@pytest.mark.parametrize(("kind", "caps"), [("adaptive", (2.0, 5.0)), ("js", (2.0, None)), ("js", (None, 5.0))])
+def test_student_and_teacher_may_differ_in_their_cap(kind, caps):
+    lead, V, D, shards, _ = CUTS["parts with rests"]
+    hidden, head, rng = inputs(lead, V, D)
+    teacher_hidden, teacher_head, _ = inputs(lead, V, D + 8, seed=1)
+    weights = [jnp.asarray(rng.normal(size=lead), jnp.float32)]
+    how = {"softcap": caps[0], "teacher_softcap": caps[1], "shards": shards, "block_bytes": TINY}
+    got = value_and_grads(lambda h, w, *t: vocab.divergence(h, w, *t, kind, 1.7, **how), weights)
+    want = value_and_grads(lambda h, w, *t: naive_divergence(h, w, *t, kind, 1.7, 0.1, caps), weights)
     got, want = (f(hidden, head, teacher_hidden, teacher_head) for f in (got, want))
     assert jnp.abs(want[1]).min() > 0.01
     assert_close(got, want)
@@ -337,6 +377,7 @@ def test_what_cannot_be_is_refused():
         (lambda: vocab.token_logp(hidden, head, ids, shards=3), "shards"),
         (lambda: vocab.divergence(hidden, head, hidden, head, shards=4), "shards"),
         (lambda: vocab.topk(hidden, head, 11), "k"),
+        (lambda: vocab.token_logp(hidden, head, ids, softcap=0.0), "softcap"),
         (lambda: vocab.divergence(hidden, head, hidden, head[:9]), "teacher_head"),
         (lambda: vocab.divergence(hidden, head, hidden, head, "kl"), "kind"),
         (lambda: vocab.divergence(hidden, head, hidden, head, "skewed", alpha=1.0), "alpha"),

@@ -18,4 +18,6 @@ def known() -> dict[str, type[DecoderConfig]]:
         for cls in members.values():
             if inspect.isclass(cls) and issubclass(cls, DecoderConfig) and not inspect.isabstract(cls):
                 found |= {cls.architecture: cls, cls.model_type: cls}
+                if cls.multimodal:
+                    found[cls.multimodal.architecture] = cls
     return found

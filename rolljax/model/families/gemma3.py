@@ -18,7 +18,7 @@ from flax import nnx
 
 from rolljax.model.attention import Attend, Window
 from rolljax.model.decoder import DecoderConfig
-from rolljax.model.folder import Folder, Tensor, attention_tensors, ffn_tensors, written_shape
+from rolljax.model.folder import Folder, Multimodal, Tensor, attention_tensors, ffn_tensors, written_shape
 from rolljax.model.layers import Layers, Mixture, rope, rope_frequencies
 
 
@@ -50,6 +50,19 @@ class Gemma3Config(DecoderConfig):
     architecture = "Gemma3ForCausalLM"
     model_type = "gemma3_text"
     norm_std = 0.0
+    multimodal = Multimodal(
+        "Gemma3ForConditionalGeneration",
+        "language_model.",
+        ("vision_tower.", "multi_modal_projector."),
+        {  # folders of Google's leave out what is so in `transformers`
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 131_072,
+        },
+    )
 
     @property
     def window(self) -> int | None:
@@ -139,8 +152,8 @@ class Gemma3Layers(Layers):
         self.declare_attention(rngs, head_norms=True)
         self.declare_ffn(rngs)
         D = self.cfg.hidden_size
-        self.attn_out_norm = self.stacked(rngs, (D,), ("embed",), 0.0)
-        self.ffn_out_norm = self.stacked(rngs, (D,), ("embed",), 0.0)
+        self.attn_out_norm = self.stacked(rngs, (D,), ("norm",), 0.0)
+        self.ffn_out_norm = self.stacked(rngs, (D,), ("norm",), 0.0)
 
     def layer(
         self,

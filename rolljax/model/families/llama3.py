@@ -60,9 +60,9 @@ class Llama3Config(DecoderConfig):
         )
         scaling = None
         if rotary["rope_type"] == "llama3":
-            original = rotary.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
-            factors = {name: float(rotary[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-            scaling = RopeScaling(**factors, original_max_position=original)
+            stretch = Folder(raw.path, rotary)
+            factor, low, high = (float(stretch.get(n)) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+            scaling = RopeScaling(factor, low, high, stretch.count("original_max_position_embeddings"))
         return cls(
             **raw.shape(),
             rope_theta=float(rotary["rope_theta"]),

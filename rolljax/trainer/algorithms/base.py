@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rolljax.errors import ConfigError
+from rolljax.model.moe import Load
 from rolljax.trainer import credit as credits
 from rolljax.trainer import objectives, shaping
 from rolljax.trainer.aggregation import Aggregation
@@ -102,12 +103,13 @@ class Policy:
     describe.
 
     logp: of the token. entropy: of the distribution it was drawn from. divergence: of that distribution from the frozen
-    `law`, if there is one.
+    `law`, if there is one. load: how a model's experts were used, sums over the micro-batch; objectives do not see it.
     """
 
     logp: jax.Array
     entropy: jax.Array
     divergence: jax.Array | None = None
+    load: Load | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""TPU chips: what is assumed of each, and their topologies without one at hand.
+
+libtpu compiles for a topology ("v5e:2x4") on any x86 Linux machine: `pip install 'rolljax[tpu]'`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rolljax.errors import ConfigError
+
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
+    "TPU_ACCELERATOR_TYPE": "v5p-8",  # these two only keep libtpu from complaining; the topology is named in the call
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process on this machine is refused
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What is assumed of one JAX device: a chip, or half of one where `cores` is 2.
+
+    bf16_flops, hbm_bytes_s: peaks per second. link_bytes_s: one link of the interconnect, one way.
+    usable_hbm_gib: what libtpu 0.0.42 lets a program use, measured by programs that it refuses.
+    ring: a dimension of the torus closes into a ring where its length is a multiple of this; else it is a line.
+    """
+
+    name: str
+    bf16_flops: float
+    hbm_bytes_s: float
+    link_bytes_s: float
+    usable_hbm_gib: float
+    ring: int
+    source: str
+    cores: int = 1
+
+    @property
+    def usable_hbm_bytes(self) -> float:
+        return self.usable_hbm_gib * 2**30
+
+
+_DOCS = "docs.cloud.google.com/tpu/docs"
+CHIPS = {
+    c.name: c
+    for c in (
+        # 2400 Gbps over 6 links
+        Chip("v4", 275e12 / 2, 1228e9 / 2, 50e9 / 2, 15.25, 4, f"{_DOCS}/v4", cores=2),
+        # 1600 Gbps over 4 links
+        Chip("v5e", 197e12, 819e9, 50e9, 15.75, 16, f"{_DOCS}/v5e"),
+        # 1200 GB/s both ways over 6 links
+        Chip("v5p", 459e12, 2765e9, 100e9, 95.74, 4, f"{_DOCS}/v5p"),
+        # 3200 Gbps over 4 links
+        Chip("v6e", 918e12, 1600e9, 100e9, 31.25, 16, f"{_DOCS}/v6e"),
+        # 1200 GB/s both ways over 6 links
+        Chip("tpu7x", 2307e12 / 2, 7380e9 / 2, 100e9 / 2, 94.75, 4, f"{_DOCS}/tpu7x", cores=2),
+    )
+}
+
+
+def chip(topology: str) -> Chip:
+    """The chip that a topology is made of.
+
+    Raises:
+      ConfigError: none that is known here.
+    """
+    name = topology.partition(":")[0]
+    if name not in CHIPS:
+        raise ConfigError(
+            "names no TPU known here",
+            setting="topology",
+            value=topology,
+            remedy=f"one of {', '.join(CHIPS)}, then its shape: v5e:2x4, v5p:2x2x2",
+        )
+    return CHIPS[name]
+
+
+def devices(topology: str) -> list[jax.Device]:
+    """The devices of a TPU topology, to compile for. This process itself computes on CPU.
+
+    Raises:
+      ConfigError: libtpu is not installed, the name is unknown, or this process holds an accelerator already.
+    """
+    chip(topology)
+    bad = lambda message, remedy: ConfigError(message, setting="topology", value=topology, remedy=remedy)  # noqa: E731
+    if importlib.util.find_spec("libtpu") is None:
+        raise bad("needs the TPU compiler, libtpu is not installed", "pip install 'rolljax[tpu]'")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not getattr(jax.config, "jax_platforms", None):
+        jax.config.update("jax_platforms", "cpu")
+    if jax.default_backend() != "cpu":
+        raise bad("is compiled for on CPU, but this process runs on an accelerator", "set JAX_PLATFORMS=cpu")
+    from jax.experimental import topologies
+
+    # a single chip is not a whole host, which libtpu asks for
+    name, _, shape = topology.partition(":")
+    sides = [s for s in shape.split("x") if s]
+    single = {"chips_per_host_bounds": (1, 1, 1)} if sides and all(s == "1" for s in sides) else {}
+    try:
+        return list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **single).devices)
+    except Exception as error:  # libtpu's own errors have no common class
+        first = str(error).strip().splitlines()[0]
+        raise bad(f"is refused by libtpu: {first}", "a shape in whole hosts, such as v5e:2x4") from error
+
+
+def links(chip: Chip, every: Sequence[Any], group: Sequence[int]) -> float:
+    """Links of each device that a collective over a group of devices can use at once.
+
+    A dimension of the torus that the group spans gives two links where it closes into a ring, else one. Groups that
+    skip devices share their links with the groups in between. A group inside one chip counts as one link.
+
+    Args:
+      every: the devices of the mesh, in its order. group: places of the group's devices among them.
+    """
+    place = np.array([tuple(d.coords) for d in every])
+    sides = place.max(0) - place.min(0) + 1
+    mine = place[list(group)]
+    total = 0.0
+    for axis, side in enumerate(sides):
+        values = sorted(set(mine[:, axis].tolist()))
+        if len(values) < 2:
+            continue
+        stride = math.gcd(*np.diff(values).tolist())
+        whole = len(values) * stride >= side
+        total += (2 if whole and side % chip.ring == 0 else 1) / stride
+    return total or 1.0

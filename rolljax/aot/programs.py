@@ -1,0 +1,352 @@
+"""A run's real programs, compiled for devices that are not there.
+
+    update, critics, read    of each phase, as its `Learner` makes them
+    decode, prefill, insert  of the sampler's `Engine`
+    publish                  from the trainer's weights to the sampler's
+
+Trainer and sampler share their chips. Whatever is in HBM while a program runs and is no argument of it is added to
+what the compiler says that the program needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rolljax.aot import hlo
+from rolljax.aot.chips import Chip
+from rolljax.aot.report import GIB, Memory, Report, time_of
+from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.model.hf import read_config
+from rolljax.model.lora import Adapted, Base
+from rolljax.model.moe import SLACK
+from rolljax.sampler.engine import Engine, Inserts, Pieces, SamplerConfig
+from rolljax.trainer.algorithms.base import Algorithm
+from rolljax.trainer.batch import ARRAYS, SCALARS, TokenBatch
+from rolljax.trainer.learner import Learner
+from rolljax.trainer.mesh import SLOT_AXES, param_shardings
+from rolljax.trainer.publish import make_publish
+from rolljax.trainer.update import batch_shardings
+
+Sizes = Mapping[str, float]
+"""Bytes of one device by what they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program, ready to be compiled.
+
+    own: its arguments and results. beside: what else is in HBM. trips: of its outermost loop whose length only the run
+    knows. model_flops, tokens: see `Report`.
+    """
+
+    name: str
+    lower: Callable[[], Any]
+    mesh: Mesh
+    own: Sizes
+    beside: Sizes
+    host: float = 0.0
+    trips: int = 1
+    model_flops: float = 0.0
+    tokens: int = 0
+
+    def compile(self, chip: Chip, folder: Path | None = None) -> Report:
+        """Compile, and read what came out. A program that the compiler refuses is a report, not an error.
+
+        folder: where to write the compiled text.
+        """
+        start = time.perf_counter()
+        try:
+            compiled = self.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            needed, text = _needed(str(error))
+            memory = self._memory(max(needed, sum(self.own.values())), chip)
+            return Report(self.name, time.perf_counter() - start, memory, refused=text)
+        seconds = time.perf_counter() - start
+        text = compiled.as_text()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{self.name.replace('/', '_')}.hlo").write_text(text)
+        work = hlo.read(text, dict(self.mesh.shape), self.trips)
+        # experts that are split keep room for an uneven choice; an even one is assumed
+        used = 1 / SLACK if self.mesh.shape["expert"] > 1 else 1.0
+        timing, collectives, (in_kernels, kernel_bytes) = time_of(work, chip, list(self.mesh.devices.flat), used)
+        full_speed = chip.bf16_flops * self.mesh.size * timing.step_s
+        memory = compiled.memory_analysis()
+        return Report(
+            self.name,
+            seconds,
+            self._memory(memory.peak_memory_in_bytes, chip, memory.alias_size_in_bytes),
+            time=timing,
+            flops=work.matmul_flops + in_kernels,
+            kernel_flops=in_kernels,
+            hbm_gib=(work.hbm_bytes + kernel_bytes) / GIB,
+            collectives=collectives,
+            model_flops=self.model_flops,
+            tokens=self.tokens,
+            mfu=self.model_flops / full_speed if self.model_flops and full_speed else None,
+            kernels=len(work.kernels),
+        )
+
+    def _memory(self, peak: float, chip: Chip, aliased: float = 0.0) -> Memory:
+        own = {k: v / GIB for k, v in self.own.items()}
+        beside = {k: v / GIB for k, v in self.beside.items()}
+        temporaries = peak / GIB - sum(own.values())
+        return Memory(own, temporaries, beside, self.host / GIB, peak / GIB, chip.usable_hbm_gib, aliased / GIB)
+
+
+def _needed(text: str) -> tuple[float, str]:
+    """Bytes that a refused program would need, and why it was refused."""
+    units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    found = re.search(r"[Uu]sed ([\d.]+)([KMGT]?) of", text)
+    first = next((line for line in text.splitlines() if "memory" in line or "hbm" in line), text.splitlines()[0])
+    return (float(found[1]) * units[found[2]] if found else 0.0), first.strip()
+
+
+# ---- shapes ---------------------------------------------------------------------------------------------------------
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """Shapes with the shardings of the same tree."""
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+    return jax.tree.map(place, shapes, shardings)
+
+
+def device_bytes(tree: Any, *, host: bool = False) -> float:
+    """Of one device, in its own memory or (host) in that of its host."""
+    total = 0
+    for x in jax.tree.leaves(tree):
+        if (x.sharding.memory_kind == "pinned_host") == host:
+            total += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return float(total)
+
+
+def trained_params(mesh: Mesh, model: Model) -> Params:
+    """A model's parameters where the trainer has them."""
+    return placed(model.abstract(), param_shardings(mesh, model.axes(), model.abstract()))
+
+
+def frozen_shapes(mesh: Mesh, model: Model, algorithm: Algorithm, base: Base | None) -> dict[str, tuple[Model, Params]]:
+    """Shapes of the policies that stay as they are while an algorithm trains, by source (`rolljax.frozen`).
+
+    With adapters all of the run's own are the base, adapters off; a later phase's start adds adapters, which are small.
+    """
+    found: dict[str, tuple[Model, Params]] = {}
+    for source in algorithm.needs().frozen:
+        if source not in ("run_start", "phase_start"):
+            other = Model(read_config(source), model.dtype)
+            found[source] = (other, trained_params(mesh, other))
+        elif base is not None:
+            found[source] = (model, Adapted(base, None))
+        else:
+            found[source] = (model, trained_params(mesh, model))
+    return found
+
+
+# ---- what a model asks for ------------------------------------------------------------------------------------------
+
+
+def matmul_params(model: Model) -> float:
+    """Parameters that a token is multiplied with: without the embedding's rows and norms; of experts, those chosen."""
+    cfg, total = model.cfg, 0.0
+    plain = model.plain
+    shapes, axes = plain.abstract(), plain.axes()
+    for names, x in zip(
+        jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, tuple)), jax.tree.leaves(shapes), strict=True
+    ):
+        if sum(n != "layers" for n in names) < 2 or "head_dim" in names and "embed" not in names:
+            continue
+        share = cfg.routing.per_token / cfg.routing.num_experts if cfg.routing and "experts" in names else 1.0
+        total += x.size * share
+    if not cfg.tie_embeddings:
+        total -= cfg.vocab_size * cfg.hidden_size
+    return total
+
+
+def attention_flops(cfg: DecoderConfig, tokens: int, context: float) -> float:
+    """Forward pass over so many tokens that look at `context` keys each."""
+    return 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * tokens * context
+
+
+# ---- the trainer ----------------------------------------------------------------------------------------------------
+
+
+def batch_shapes(learner: Learner) -> TokenBatch:
+    """What `Learner.train` hands to the updates. Optional weights are taken to be there."""
+    shape, needs = learner.shape, learner.algorithm.needs()
+    critics = needs.critics.num if needs.critics else 0
+    ints = ("tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "chunk_ids")
+    names = {*ints, "scale", "advantages", "sampler_logp", "weights"}
+    names |= {"trainer_logp"} if needs.trainer_logp else set()
+    names |= {"ref_logp"} if needs.ref else set()
+    names |= {"returns", "old_values_C", "critic_weights_C"} if critics else set()
+    rows = (shape.num_micro, shape.micro_rows, shape.row_len)
+    arrays: dict[str, Any] = dict.fromkeys(ARRAYS)
+    for name in names:
+        tail: tuple[int, ...] = (critics,) if name.endswith("_C") else ()
+        arrays[name] = jax.ShapeDtypeStruct((*rows, *tail), jnp.int32 if name in ints else jnp.float32)
+    routing = learner.model.cfg.routing
+    if routing and learner.replay_experts:
+        tail = (learner.model.cfg.num_layers, routing.per_token)
+        arrays["chosen_Lk"] = jax.ShapeDtypeStruct((*rows, *tail), routing.dtype)
+    if learner.replay_experts and (routing := learner.model.cfg.routing):
+        kept = (learner.model.cfg.num_layers, routing.per_token)
+        arrays["chosen_Lk"] = jax.ShapeDtypeStruct((*rows, *kept), routing.dtype)
+    scalars = {n: jax.ShapeDtypeStruct((), jnp.int32 if n == "num_micro" else jnp.float32) for n in SCALARS}
+    batch = TokenBatch(**arrays, **scalars)  # type: ignore[arg-type]
+    return placed(batch, batch_shardings(learner.mesh, batch))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """Shapes of all that a phase's trainer keeps on its devices."""
+
+    learner: Learner
+    state: Any
+    batch: Any
+    frozen: Mapping[str, Any]
+
+    @staticmethod
+    def of(learner: Learner) -> Trainer:
+        state = placed(learner.abstract(), learner.shardings)
+        frozen = {name: params for name, (_, params) in learner.frozen.items()}
+        return Trainer(learner, state, batch_shapes(learner), frozen)
+
+    def resident(self) -> dict[str, float]:
+        """Bytes of one device between updates."""
+        policy, critics = self.state.policy, self.state.critics
+        sizes = {"parameters": device_bytes(policy.params), "optimizer": device_bytes(policy.opt_state)}
+        if self.learner.base is not None:
+            sizes["frozen base"] = device_bytes(self.learner.base)
+        frozen = {n: p for n, p in self.frozen.items() if not isinstance(p, Adapted)}  # those are the base itself
+        if frozen:
+            sizes["frozen policies"] = device_bytes(frozen)
+        if critics is not None:
+            sizes["critics"] = device_bytes(critics)
+        return sizes
+
+    def programs(self, phase: str, beside: Sizes) -> Iterator[Program]:
+        """Of this phase. beside: the sampler's share of HBM."""
+        learner, batch = self.learner, self.batch
+        shape, model, needs = learner.shape, learner.model, learner.algorithm.needs()
+        tokens = shape.num_micro * shape.micro_rows * shape.row_len
+        forward = 2 * matmul_params(model) * tokens + attention_flops(model.cfg, tokens, shape.row_len / 2)
+        rest = self.resident()
+        base = () if learner.base is None else (learner.base,)
+
+        def program(name: str, jitted: Any, args: tuple, own: tuple[str, ...], flops: float, grads: Any) -> Program:
+            sizes = {k: rest[k] for k in own if k in rest} | {"batch": device_bytes(batch)}
+            if grads is not None:
+                sizes["gradients"] = device_bytes(grads)
+            others = {k: v for k, v in rest.items() if k not in own}
+            host = device_bytes(args, host=True)
+            lower = lambda: jitted.lower(*args)  # noqa: E731
+            return Program(
+                f"{phase}/{name}",
+                lower,
+                learner.mesh,
+                sizes,
+                {**others, **beside},
+                host,
+                shape.num_micro,
+                flops,
+                tokens,
+            )
+
+        policy = self.state.policy
+        if learner.algorithm.trains_policy:
+            args: tuple[Any, ...] = (policy, batch, dict(self.frozen), *base)
+            own: tuple[str, ...] = ("parameters", "optimizer", "frozen base", "frozen policies")
+            factor = 2 if model.lora else 3  # frozen weights have no gradients
+            yield program("update", learner._update_policy, args, own, factor * forward, policy.params)
+        if self.state.critics is not None:
+            critics = self.state.critics
+            own = ("critics", "frozen base")
+            yield program("critics", learner._update_critics, (critics, batch, *base), own, 0.0, critics.params)
+        if needs.trainer_logp:
+            own = ("parameters", "frozen base")
+            args = (learner.whole(policy.params), batch)
+            yield program("read", learner._logp(model), args, own, forward, None)
+
+
+# ---- the sampler ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerShapes:
+    """Shapes of all that a sampler keeps on its devices."""
+
+    engine: Engine
+    params: Any
+    state: Any
+
+    @staticmethod
+    def of(model: Model, cfg: SamplerConfig, mesh: Mesh) -> SamplerShapes:
+        plain = model.plain
+        engine = Engine(plain, cfg, mesh, SLOT_AXES)
+        shapes = jax.eval_shape(plain.computed, plain.abstract())
+        params = placed(shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=False))
+        state = placed(jax.eval_shape(engine.init_decode_state), engine.state_shardings())
+        return SamplerShapes(engine, params, state)
+
+    def resident(self) -> dict[str, float]:
+        """Bytes of one device."""
+        return {"sampler weights": device_bytes(self.params), "KV pool": device_bytes(self.state)}
+
+    def programs(self, beside: Sizes) -> Iterator[Program]:
+        """Decode, prefill of the longest pieces, insert. beside: the trainer's share of HBM."""
+        engine, state, params = self.engine, self.state, self.params
+        cfg, mesh, model = engine.cfg, engine.mesh, engine.model
+        like = lambda tree: jax.tree.map(  # noqa: E731
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state.token.sharding), tree
+        )
+        piece, width = cfg.pieces[-1], cfg.pages_per_sequence
+        pieces = like(Pieces.empty(cfg.rows(piece, engine.num_shards) * engine.num_shards, piece, width))
+        table, slots = like(np.zeros((cfg.slots, width), np.int32)), like(np.zeros(cfg.slots, np.int32))
+        vocab = NamedSharding(mesh, PartitionSpec(SLOT_AXES, "tensor"))
+        logits = jax.ShapeDtypeStruct((len(pieces.count), model.cfg.vocab_size), jnp.float32, sharding=vocab)
+        per_token = 2 * matmul_params(model)
+        steps, prompt = cfg.slots * cfg.steps_per_dispatch, pieces.tokens.size
+        both, rest = self.resident(), {"sampler weights": self.resident()["sampler weights"]}
+        pool = {"KV pool": both["KV pool"]}
+        decode = per_token * steps + attention_flops(model.cfg, steps, cfg.max_context / 2)
+        prefill = per_token * prompt + attention_flops(model.cfg, prompt, cfg.max_context / 2)
+
+        def program(name: str, lower: Any, own: Sizes, others: Sizes, *rest: Any) -> Program:
+            return Program(name, lower, mesh, own, {**others, **beside}, 0.0, *rest)
+
+        yield program(
+            "decode",
+            lambda: engine._generate.lower(params, state, table, slots, False, False),
+            both,
+            {},
+            cfg.steps_per_dispatch,
+            decode,
+            steps,
+        )
+        first = lambda: engine._prefill.lower(params, state, pieces, width)  # noqa: E731
+        yield program("prefill", first, both, {}, 1, prefill, prompt)
+        inserts = like(Inserts.empty(cfg.slots))
+        yield program("insert", lambda: engine._insert.lower(state, logits, inserts, False, False), pool, rest)
+
+
+def publish_program(mesh: Mesh, model: Model, trained: Any, own: Sizes, beside: Sizes, new: float) -> Program:
+    """The copy from the trainer's weights to the sampler's. New weights are made while the old ones are still used.
+
+    Args:
+      trained: what `Model.bind` takes, with shardings. own: its bytes. beside: all else. new: bytes of the copy.
+    """
+    publish: Any = make_publish(mesh, model)
+    return Program("publish", lambda: publish.lower(trained), mesh, {**own, "new sampler weights": new}, beside)

@@ -1,0 +1,117 @@
+"""Qwen3 with a mixture of experts in every layer (arXiv:2505.09388)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import jax
+from flax import nnx
+
+from rolljax.model import moe
+from rolljax.model.attention import Attend
+from rolljax.model.decoder import DecoderConfig
+from rolljax.model.folder import Folder, Tensor, attention_tensors, transposed, written_shape
+from rolljax.model.layers import Layers, Mixture, rms_norm, rope, rope_frequencies
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3MoeConfig(DecoderConfig):
+    """Shape of a Qwen3 with experts. `ffn_size` is that of dense layers, which there are none of.
+
+    normalise: the weights of a token's experts sum to 1. router_aux_coef: of the load-balancing loss in the loss.
+    """
+
+    num_experts: int = 8
+    experts_per_token: int = 2
+    expert_ffn_size: int = 64
+    normalise: bool = True
+    router_aux_coef: float = 0.001
+
+    architecture = "Qwen3MoeForCausalLM"
+    model_type = "qwen3_moe"
+
+    @property
+    def routing(self) -> moe.Routing:
+        return moe.Routing(self.num_experts, self.experts_per_token, self.normalise, self.router_aux_coef)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.routing  # which checks itself
+
+    def layers(self, rngs: nnx.Rngs) -> Layers:
+        return Qwen3MoeLayers(self, rngs=rngs)
+
+    @classmethod
+    def from_folder(cls, raw: Folder) -> Self:
+        rotary = raw.rope()
+        raw.refuse(
+            rope_parameters=rotary["rope_type"] != "default",
+            attention_bias=raw.get("attention_bias", False),
+            use_sliding_window=raw.get("use_sliding_window", False),
+            hidden_act=raw.get("hidden_act", "silu") != "silu",
+            mlp_only_layers=bool(raw.get("mlp_only_layers", [])),
+            decoder_sparse_step=raw.get("decoder_sparse_step", 1) != 1,
+        )
+        return cls(
+            **raw.shape(),
+            rope_theta=float(rotary["rope_theta"]),
+            tie_embeddings=raw.get("tie_word_embeddings", False),
+            num_experts=raw.get("num_experts", None) or raw.get("num_local_experts"),
+            experts_per_token=raw.get("num_experts_per_tok"),
+            expert_ffn_size=raw.get("moe_intermediate_size"),
+            normalise=raw.get("norm_topk_prob", False),
+            router_aux_coef=raw.get("router_aux_loss_coef", 0.001),
+        )
+
+    def to_folder(self) -> Mapping[str, Any]:
+        return written_shape(self) | {
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.expert_ffn_size,
+            "norm_topk_prob": self.normalise,
+            "router_aux_loss_coef": self.router_aux_coef,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+        }
+
+    def layer_tensors(self) -> Iterator[Tensor]:
+        yield from attention_tensors(self, head_norms=True)
+        yield Tensor("ffn_norm", "post_attention_layernorm.weight")
+        yield transposed("router", "mlp.gate")
+        for name in ("gate", "up", "down"):
+            for e in range(self.num_experts):
+                yield transposed(name, f"mlp.experts.{e}.{name}_proj", expert=e)
+
+
+class Qwen3MoeLayers(Layers):
+    def declare(self, rngs: nnx.Rngs) -> None:
+        self.declare_attention(rngs, head_norms=True)
+        moe.declare(self, rngs, self.cfg.num_experts, self.cfg.expert_ffn_size)
+
+    def layer(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        attend: Attend,
+        cache: Any,
+        index: jax.Array | int,
+        chosen_BTk: jax.Array | None,
+    ) -> tuple[jax.Array, Any, Mixture | None]:
+        cfg = self.cfg
+        q, k, v = self.heads(rms_norm(x_BTD, self.attn_norm[...], cfg.rms_norm_eps))
+        frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta)
+        q = rope(rms_norm(q, self.q_norm[...], cfg.rms_norm_eps), positions_BT, frequencies)
+        k = rope(rms_norm(k, self.k_norm[...], cfg.rms_norm_eps), positions_BT, frequencies)
+        attended, cache = attend(q, k, v, cache, index)
+        x_BTD = x_BTD + self.mixed_out(attended)
+        h = rms_norm(x_BTD, self.ffn_norm[...], cfg.rms_norm_eps)
+        mixture, weights = cfg.routing.choose(self.project(h, "router"), chosen_BTk)
+        experts = moe.Weights(self.gate[...], self.up[...], self.down[...])
+        return x_BTD + moe.mixed(h, mixture.chosen_BTk, weights, experts), cache, mixture

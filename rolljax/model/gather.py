@@ -1,0 +1,79 @@
+"""Two look-ups on a mesh, which compilers may otherwise do by copying what is looked up to every device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rolljax.model.axes import ACTIVATION_RULES, PARAM_RULES, current_mesh, spec
+
+
+def embedded(table_VD: jax.Array, ids_BT: jax.Array, dtype: str) -> jax.Array:
+    """Rows of the embedding, `[B, T, D]` of `dtype`; their gradient is added up in the table's own dtype.
+
+    On a mesh the ids travel to the columns of the table, and the columns of the rows that they name travel back: the
+    table stays where it is.
+    """
+    mesh = current_mesh()
+    if mesh is None or mesh.size == 1:
+        return table_VD[ids_BT].astype(dtype)
+    columns = _split(mesh, *PARAM_RULES["embed"])
+
+    parts = _split(mesh, *PARAM_RULES["vocab"])
+
+    def local(table, ids):
+        if columns:
+            ids = jax.lax.all_gather(ids, columns, axis=0, tiled=True)
+        at = ids - jax.lax.axis_index(parts) * len(table) if parts else ids
+        rows = table[jnp.clip(at, 0, len(table) - 1)].astype(dtype)
+        if parts:
+            rows = jnp.where(((at >= 0) & (at < len(table)))[..., None], rows, 0)
+        if columns:
+            rows = jax.lax.all_to_all(rows, columns, split_axis=0, concat_axis=2, tiled=True)
+        return jax.lax.psum(rows, parts) if parts else rows
+
+    table_spec = spec(("vocab", "embed"), PARAM_RULES, mesh)
+    ids_spec, rows_spec = (
+        spec(names, ACTIVATION_RULES, mesh) for names in (("batch", "length"), ("batch", "length", "hidden"))
+    )
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(table_spec, ids_spec), out_specs=rows_spec)
+    return mapped(table_VD, ids_BT)
+
+
+def before(hidden_BTD: jax.Array, prev_BT: jax.Array) -> jax.Array:
+    """For every token of a packed row the hidden state of its predecessor, `[B, T, D]`.
+
+    Args:
+      prev_BT: where it stands in the row: one token before, at the end of the prompt that the token's group shares, or
+        (where there is none) at the token itself.
+
+    Where rows are split, a part of a row needs at most two hidden states of others: that of the token before its first,
+    and that of one prompt's end, because groups are not mixed and so only one of them began before the part.
+    """
+    mesh = current_mesh()
+    if mesh is None or not _split(mesh, "context"):
+        return jnp.take_along_axis(hidden_BTD, prev_BT[..., None], axis=1)
+
+    def local(hidden, prev):
+        length = prev.shape[1]
+        first = jax.lax.axis_index("context") * length
+        at, far = prev - first, prev < first - 1
+        own = jnp.take_along_axis(hidden, jnp.clip(at, 0, length - 1)[..., None], axis=1)
+        wanted = jnp.stack([jnp.full(len(prev), first - 1), jnp.where(far, prev, -1).max(1)], 1)
+        wanted = jax.lax.all_gather(wanted, "context") - first
+        found = jnp.take_along_axis(hidden[None], jnp.clip(wanted, 0, length - 1)[..., None], axis=2)
+        found = jnp.where(((wanted >= 0) & (wanted < length))[..., None], found, 0)
+        neighbour, prompt_end = jnp.moveaxis(jax.lax.psum_scatter(found, "context"), 1, 0)[:, :, None]
+        return jnp.where((at >= 0)[..., None], own, jnp.where(far[..., None], prompt_end, neighbour))
+
+    rows, tokens = (
+        spec(names, ACTIVATION_RULES, mesh) for names in (("batch", "length", "hidden"), ("batch", "length"))
+    )
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(rows, tokens), out_specs=rows)
+    return mapped(hidden_BTD, prev_BT)
+
+
+def _split(mesh: Mesh, *axes: str) -> tuple[str, ...]:
+    """Those of the axes that split anything."""
+    return tuple(a for a in axes if mesh.shape.get(a, 1) > 1)

@@ -1,0 +1,246 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): a linear map W stays, and `x W + (x A) B alpha / rank` is computed.
+
+What is trained is A and B alone. The base weights are an argument of their own in every program: kept in the model's
+compute dtype or as int8, never written. The policy without its adapters is the base itself. B starts at 0.
+
+Adapters are a parameter tree like any other, `{"layers": {"q_a": [L, in, rank], "q_b": [L, rank, out], ...}}` with the
+heads of a map flattened; the sampler gets the sum of both (`merged`), and knows nothing of all this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rolljax.errors import ConfigError
+from rolljax.model.layers import LINEAR, param
+
+if TYPE_CHECKING:
+    from rolljax.model.decoder import DecoderConfig, Params
+
+INT8_MAX = 127
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """Frozen weights of a decoder."""
+
+    params: Params
+    """The decoder's tree; int8 where `scales` has an entry."""
+    scales: Mapping[str, jax.Array]
+    """Of int8 maps by name, float32 `[L, out]`: a weight is its int8 times the scale of its output."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """What a model with adapters computes with."""
+
+    base: Base
+    adapters: Params | None
+    """None: adapters off."""
+
+    def parts(self) -> tuple[Params, dict[str, jax.Array]]:
+        """The decoder's tree, and what stands beside the parameters of its layers (`Layers.extend`)."""
+        beside = {f"{name}_scale": scale for name, scale in self.base.scales.items()}
+        return self.base.params, beside | (self.adapters["layers"] if self.adapters else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Adapters beside linear maps of every layer.
+
+    rank: columns of A. alpha: what they add is scaled by `alpha / rank`.
+    targets: patterns of names of maps (`fnmatch`): `q`, `k`, `v`, `o`, `gate`, `up`, `down`. Weights of experts have no
+      adapters.
+    int8_base: keep the base weights of all these maps as int8, one scale for each output: a quarter of float32.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("*",)
+    int8_base: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError("must be at least 1", setting="Lora.rank", value=self.rank)
+        if not 0 < self.alpha < math.inf:
+            raise ConfigError("must be positive", setting="Lora.alpha", value=self.alpha)
+        if not self.targets:
+            raise ConfigError(
+                "names no linear map", setting="Lora.targets", value=self.targets, remedy="('*',) names all of them"
+            )
+
+    @property
+    def factor(self) -> float:
+        """What `(x A) B` is multiplied by."""
+        return self.alpha / self.rank
+
+    def maps(self, axes: Params) -> tuple[str, ...]:
+        """The maps that have adapters.
+
+        Args:
+          axes: of the decoder without adapters (`Model.axes`).
+
+        Raises:
+          ConfigError: a pattern that fits none.
+        """
+        known = linear_maps(axes)
+        for pattern in self.targets:
+            if not fnmatch.filter(known, pattern):
+                raise ConfigError(
+                    f"fits no linear map of this model: {pattern!r}",
+                    setting="Lora.targets",
+                    value=self.targets,
+                    remedy=f"patterns of {', '.join(known)}",
+                )
+        return tuple(name for name in known if any(fnmatch.fnmatchcase(name, p) for p in self.targets))
+
+    # ---- of a decoder's tree: `axes` and `shapes` are its own, without adapters -------------------------------------
+
+    def init(self, seed: int, axes: Params, shapes: Params) -> Params:
+        """Fresh adapters: A as PEFT draws it in size, B 0."""
+        layers: dict[str, jax.Array] = {}
+        for key, name in zip(jax.random.split(jax.random.key(seed), len(LINEAR)), LINEAR, strict=True):
+            if name in self.maps(axes):
+                depth, ins, out = flat(name, shapes["layers"][name].shape)
+                layers[f"{name}_a"] = param(key, (depth, ins, self.rank), (), (3 * ins) ** -0.5)[...]
+                layers[f"{name}_b"] = jnp.zeros((depth, self.rank, out))
+        return {"layers": layers}
+
+    def axes(self, axes: Params) -> Params:
+        """Logical axis names of adapters: each lies where its map does."""
+        layers: dict[str, tuple[str, ...]] = {}
+        for name in self.maps(axes):
+            ins, out = ends(name, axes)
+            layers |= {f"{name}_a": ("layers", ins, "rank"), f"{name}_b": ("layers", "rank", out)}
+        return {"layers": layers}
+
+    def base(self, axes: Params, params: Params) -> Base:
+        """Frozen weights: maps that become int8, the rest as it is."""
+        scales, layers = {}, dict(params["layers"])
+        for name in linear_maps(axes) if self.int8_base else ():
+            layers[name], scales[name] = to_int8(name, layers[name])
+        return Base({**params, "layers": layers}, scales)
+
+    def base_axes(self, axes: Params) -> Base:
+        """Logical axis names of `base`."""
+        names = linear_maps(axes) if self.int8_base else ()
+        scales: Any = {name: ("layers", ends(name, axes)[1]) for name in names}
+        return Base(axes, scales)
+
+
+def linear_maps(axes: Params) -> tuple[str, ...]:
+    """Linear maps of a decoder's layers: what `Layers.project` computes."""
+    return tuple(name for name in LINEAR if name in axes["layers"] and "experts" not in axes["layers"][name])
+
+
+def flat(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Layers, inputs and outputs of a stacked map."""
+    ins = LINEAR[name]
+    return shape[0], math.prod(shape[1 : 1 + ins]), math.prod(shape[1 + ins :])
+
+
+def ends(name: str, axes: Params) -> tuple[str, str]:
+    """Logical names of a map's inputs and outputs; a flattened axis is split as the first of its parts."""
+    names = axes["layers"][name]
+    return names[1], names[1 + LINEAR[name]]
+
+
+def to_int8(name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A stacked map as int8, and the scales `[L, out]` of its outputs. Rounding moves no weight by more than half of
+    its output's scale, which is the largest weight there over 127."""
+
+    def one(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = w.astype(jnp.float32).reshape(math.prod(w.shape[: LINEAR[name]]), -1)
+        largest = jnp.abs(rows).max(0)
+        scale = jnp.where(largest > 0, largest / INT8_MAX, 1.0)
+        return jnp.round(rows / scale).astype(jnp.int8).reshape(w.shape), scale
+
+    return jax.lax.map(one, w)
+
+
+def merged(lora: Lora, whole: Adapted, dtype: Any) -> Params:
+    """The decoder that computes the same without adapters: base and adapters added in float32, rounded once to `dtype`.
+
+    One layer after the other: no float32 copy of all layers of a map exists. What has neither adapter nor int8 stays as
+    it is.
+    """
+    base, adapters = whole.base, whole.adapters
+    extra = adapters["layers"] if adapters else {}
+    layers = dict(base.params["layers"])
+    for name, ins in LINEAR.items():
+        parts = base.scales.get(name), extra.get(f"{name}_a"), extra.get(f"{name}_b")
+        if all(part is None for part in parts):
+            continue
+
+        def one(xs: tuple[Any, ...], ins: int = ins) -> jax.Array:
+            w, scale, a, b = xs
+            rows = w.astype(jnp.float32).reshape(math.prod(w.shape[:ins]), -1)
+            if scale is not None:
+                rows *= scale
+            if a is not None:
+                rows += lora.factor * jnp.matmul(a, b, precision="highest")
+            return rows.astype(dtype).reshape(w.shape)
+
+        layers[name] = jax.lax.map(one, (layers[name], *parts))
+    return {**base.params, "layers": layers}
+
+
+# ---- PEFT -----------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(
+    folder: str | Path, lora: Lora, cfg: DecoderConfig, adapters: Params, base: str, tokenizer: Any
+) -> None:
+    """Write adapters as the folder that PEFT reads, with the tokenizer, into a new or empty folder.
+
+    Args:
+      base: the folder of the base weights, as `adapter_config.json` names it.
+    """
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(str(folder))
+    tensors, modules = {}, set()
+    for name, theirs in modules_of(cfg):
+        if f"{name}_a" not in adapters["layers"]:
+            continue
+        modules.add(theirs.rpartition(".")[2])
+        for part, letter in (("a", "A"), ("b", "B")):
+            for i, matrix in enumerate(np.asarray(adapters["layers"][f"{name}_{part}"])):
+                key = f"base_model.model.model.layers.{i}.{theirs}.lora_{letter}.weight"
+                tensors[key] = np.ascontiguousarray(matrix.T)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+
+
+def modules_of(cfg: DecoderConfig) -> Iterator[tuple[str, str]]:
+    """Linear maps with what `transformers` calls them in a layer. Both flatten heads in one order."""
+    for tensor in cfg.layer_tensors():
+        if tensor.ours in LINEAR and tensor.expert is None:
+            yield tensor.ours, tensor.theirs.removesuffix(".weight")

@@ -1,0 +1,364 @@
+"""Mixtures of experts: which experts a token takes, what they compute, and how evenly they are used.
+
+Nothing is dropped and nothing has a capacity: tokens are sorted by expert and multiplied group by group. On a mesh the
+experts lie over its `expert` axis. The devices of that axis share their tokens (`all_gather`: with several experts to a
+token hardly more than sending each only where it goes), every one runs its own experts on those that chose them, and
+the sums go back to where the tokens came from (`psum_scatter`).
+
+Shape letters beside the model's: N tokens, A = N * k assignments of a token to an expert, R rows computed at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import megablox
+from jax.sharding import PartitionSpec
+
+from rolljax.errors import ConfigError
+from rolljax.model.axes import ACTIVATION_RULES, PARAM_RULES, current_mesh, spec
+from rolljax.model.layers import Mixture
+
+SLACK = 1.25
+"""Rows that a device with a part of the experts computes at once, over its even share of them. What does not fit is
+computed in further rounds: an uneven choice costs time, never memory and never a token."""
+ROW_TILES, TILE = (128, 512), 1024
+"""Of the TPU kernel: rows of a tile where experts have few tokens, or many; most columns of one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts: the `per_token` likeliest of `num_experts` by the router's law.
+
+    normalise: the weights of the chosen sum to 1. aux_coef: of the load-balancing loss in the loss (0: it has none).
+    """
+
+    num_experts: int
+    per_token: int
+    normalise: bool
+    aux_coef: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.num_experts:
+            raise ConfigError(
+                f"must be between 1 and the number of experts, {self.num_experts}",
+                setting="experts_per_token",
+                value=self.per_token,
+            )
+        if self.aux_coef < 0:
+            raise ConfigError("must not be negative", setting="router_aux_coef", value=self.aux_coef)
+
+    @property
+    def dtype(self) -> type[np.signedinteger]:
+        """The smallest NumPy integers that hold an expert's number, and -1."""
+        return np.int8 if self.num_experts <= 128 else np.int16
+
+    def choose(self, logits_BTE: jax.Array, chosen_BTk: jax.Array | None) -> tuple[Mixture, jax.Array]:
+        """Choice and law, and the weights `[B, T, k]` of the chosen.
+
+        chosen_BTk: experts to take instead of the likeliest, -1: those. They have the weights that the law gives them.
+        """
+        probs = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(probs, self.per_token)
+        if chosen_BTk is not None:
+            chosen = jnp.where(chosen_BTk < 0, chosen, chosen_BTk.astype(chosen.dtype))
+            weights = jnp.take_along_axis(probs, chosen, axis=-1)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdims=True)
+        return Mixture(chosen, probs), weights.astype(logits_BTE.dtype)
+
+
+# ---- what experts compute -------------------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """Of the experts of a layer: gate and up `[E, D, F]`, down `[E, F, D]`."""
+
+    gate: Any
+    up: Any
+    down: Any
+
+
+_AXES = Weights(
+    ("experts", "expert_embed", "expert_ffn"),
+    ("experts", "expert_embed", "expert_ffn"),
+    ("experts", "expert_ffn", "expert_embed"),
+)
+"""Logical axes of these parameters."""
+
+
+def declare(layers: Any, rngs: Any, num_experts: int, ffn_size: int) -> None:
+    """Give `layers` (`layers.Layers`) a norm, a router `[D, E]` and experts in place of the feed-forward."""
+    cfg, p = layers.cfg, layers.stacked
+    D, E, F = cfg.hidden_size, num_experts, ffn_size
+    layers.ffn_norm = p(rngs, (D,), ("norm",), cfg.norm_std)
+    layers.router = p(rngs, (D, E), ("embed", "router"), cfg.init_std)
+    layers.gate = p(rngs, (E, D, F), _AXES.gate, cfg.init_std)
+    layers.up = p(rngs, (E, D, F), _AXES.up, cfg.init_std)
+    layers.down = p(rngs, (E, F, D), _AXES.down, layers.out_std)
+
+
+def mixed(x_BTD: jax.Array, chosen_BTk: jax.Array, weights_BTk: jax.Array, experts: Weights) -> jax.Array:
+    """The weighted sum of what its chosen experts make of each token, `[B, T, D]`.
+
+    Where it is traced for a mesh (`axes.on_mesh`) the experts lie as `axes.PARAM_RULES` says. Inside a `shard_map` (the
+    sampler's) a device has its part of them if `expert` is manual, and the feed-forward's if `tensor` is not.
+    """
+    outer, mesh = jax.sharding.get_abstract_mesh(), current_mesh()
+    experts = Weights(*(w.astype(x_BTD.dtype) for w in experts))
+    if outer.manual_axes:
+        axes = set(outer.axis_names) - set(outer.manual_axes)
+        split = _Split(
+            expert=tuple(a for a in ("expert",) if a not in axes and outer.shape.get(a, 1) > 1),
+            tensor=tuple(a for a in ("tensor",) if a in axes and outer.shape[a] > 1),
+        )
+        mesh, tokens = None, PartitionSpec()  # also where nothing is split: kernels want every axis to be manual
+        each = [[split.tensor if name == "expert_ffn" else None for name in names] for names in _AXES]
+        where = Weights(*(PartitionSpec(*names) for names in each))
+    elif mesh is not None and mesh.size > 1:
+        axes, tokens = set(mesh.axis_names), spec(("batch", "length", None), ACTIVATION_RULES, mesh)
+        split = _Split(*((a,) if mesh.shape[a] > 1 else () for a in _Split._fields))
+        where = Weights(*(spec(names, PARAM_RULES, mesh) for names in _AXES))
+    else:
+        axes, split = set(), _Split()
+    if not axes:
+        return _on_device(x_BTD, chosen_BTk, weights_BTk, experts, split)
+    run = jax.shard_map(
+        functools.partial(_on_device, split=split),
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, where),
+        out_specs=tokens,
+        axis_names=axes,
+        check_vma=False,
+    )
+    return run(x_BTD, chosen_BTk, weights_BTk, experts)
+
+
+class _Split(NamedTuple):
+    """Mesh axes over which experts, their hidden and their feed-forward sizes are split; empty: they are whole."""
+
+    expert: tuple[str, ...] = ()
+    fsdp: tuple[str, ...] = ()
+    tensor: tuple[str, ...] = ()
+
+
+def _on_device(
+    x_BTD: jax.Array, chosen_BTk: jax.Array, weights_BTk: jax.Array, experts: Weights, split: _Split
+) -> jax.Array:
+    """`mixed` of a device's tokens, by its part of the experts."""
+    gather = functools.partial(jax.lax.all_gather, tiled=True)
+    k = chosen_BTk.shape[-1]
+    x, chosen, weights = x_BTD.reshape(-1, x_BTD.shape[-1]), chosen_BTk.reshape(-1, k), weights_BTk.reshape(-1, k)
+    if split.fsdp:
+        experts = Weights(*(gather(w, split.fsdp, axis=a) for w, a in zip(experts, (1, 1, 2), strict=True)))
+    parts = 1
+    if split.expert:
+        x, chosen, weights = (gather(a, split.expert) for a in (x, chosen, weights))
+        parts = jax.lax.axis_size(split.expert)
+        chosen -= jax.lax.axis_index(split.expert) * len(experts.gate)
+    out = _sum_over_experts(parts, x, weights, experts, chosen)
+    if split.expert:
+        out = jax.lax.psum_scatter(out, split.expert, tiled=True)
+    if split.tensor:
+        out = jax.lax.psum(out, split.tensor)
+    return out.reshape(x_BTD.shape)
+
+
+class _Rounds(NamedTuple):
+    """A device's assignments in the order of its experts, in rounds of `rows` of them."""
+
+    order_A: jax.Array
+    """Assignments, those of this device's experts first; as many as all rounds have."""
+    ends_E: jax.Array
+    """Where in that order each expert's end."""
+    rows: int
+    needed: jax.Array | int
+    """Rounds that hold anything."""
+
+    @staticmethod
+    def of(chosen_Nk: jax.Array, num_experts: int, parts: int) -> _Rounds:
+        """chosen_Nk: counted from the device's first expert; others are not its own."""
+        A = chosen_Nk.size
+        rows = math.ceil(min(A, A / parts * SLACK))
+        rows += -rows % _row_tile(rows, num_experts)
+        flat = chosen_Nk.reshape(-1)
+        key = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+        order = _order(key, num_experts + 1)
+        ends = jnp.cumsum(jnp.bincount(key, length=num_experts + 1)[:num_experts]).astype(jnp.int32)
+        rounds = -(-A // rows)
+        needed = rounds if rounds == 1 else -(-ends[-1] // rows)
+        return _Rounds(jnp.pad(order, (0, rounds * rows - A)), ends, rows, needed)
+
+    def __call__(self, i: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of round `i`: assignments `[R]`, which of them hold anything `[R]`, and how many each expert has `[E]`."""
+        start = i * self.rows
+        order = jax.lax.dynamic_slice_in_dim(self.order_A, start, self.rows)
+        ends = jnp.clip(self.ends_E - start, 0, self.rows)
+        return order, jnp.arange(self.rows) < ends[-1], jnp.diff(ends, prepend=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_over_experts(
+    parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: Weights, chosen_Nk: jax.Array
+) -> jax.Array:
+    """`[N, D]`: the part of a device that has one of `parts` equal shares of the experts; `chosen_Nk` is counted from
+    the first of them.
+
+    What experts compute is computed again in the backward pass: `k` rows to a token would be by far the most that a
+    layer has to keep.
+    """
+    rounds, k = _Rounds.of(chosen_Nk, len(experts.gate), parts), chosen_Nk.shape[-1]
+
+    def one(i: jax.Array, out_ND: jax.Array) -> jax.Array:
+        order, holds, sizes = rounds(i)
+        rows = _rows(x_ND, order // k, holds)
+        y_RD = _gated(rows, weights_Nk.reshape(-1)[order], experts, holds, sizes)
+        return _add_rows(out_ND, order // k, y_RD)
+
+    return jax.lax.fori_loop(0, rounds.needed, one, jnp.zeros(x_ND.shape, jnp.float32)).astype(x_ND.dtype)
+
+
+def _forward(parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: Weights, chosen_Nk: jax.Array) -> Any:
+    return _sum_over_experts(parts, x_ND, weights_Nk, experts, chosen_Nk), (x_ND, weights_Nk, experts, chosen_Nk)
+
+
+def _backward(parts: int, kept: Any, d_out_ND: jax.Array) -> Any:
+    x_ND, weights_Nk, experts, chosen_Nk = kept
+    rounds, k = _Rounds.of(chosen_Nk, len(experts.gate), parts), chosen_Nk.shape[-1]
+
+    def one(i: jax.Array, sums: Any) -> Any:
+        d_x, d_weights, d_experts = sums
+        order, holds, sizes = rounds(i)
+        rows = _rows(x_ND, order // k, holds)
+        weight = weights_Nk.reshape(-1)[order]
+        _, pull = jax.vjp(functools.partial(_gated, holds_R=holds, sizes_E=sizes), rows, weight, experts)
+        d_rows, d_weight, d_round = pull(_rows(d_out_ND, order // k, holds))
+        return (
+            _add_rows(d_x, order // k, jnp.where(holds[:, None], d_rows, 0)),
+            d_weights.at[order].add(jnp.where(holds, d_weight, 0).astype(jnp.float32)),
+            jax.tree.map(jnp.add, d_experts, d_round),
+        )
+
+    zeros = (jnp.zeros(x_ND.shape, jnp.float32), jnp.zeros(weights_Nk.size, jnp.float32))
+    d_x, d_weights, d_experts = jax.lax.fori_loop(
+        0, rounds.needed, one, (*zeros, jax.tree.map(jnp.zeros_like, experts))
+    )
+    return d_x.astype(x_ND.dtype), d_weights.reshape(weights_Nk.shape).astype(weights_Nk.dtype), d_experts, None
+
+
+_sum_over_experts.defvjp(_forward, _backward)
+
+
+def _rows(x_ND: jax.Array, token_R: jax.Array, holds_R: jax.Array) -> jax.Array:
+    return jnp.where(holds_R[:, None], x_ND[token_R], 0)
+
+
+def _add_rows(out_ND: jax.Array, token_R: jax.Array, rows_RD: jax.Array) -> jax.Array:
+    """Each row added to its token's, by token: TPU compilers would sort them anyway, and take far longer over it."""
+    order = _order(token_R, len(out_ND))
+    return out_ND.at[token_R[order]].add(rows_RD[order].astype(jnp.float32), indices_are_sorted=True)
+
+
+def _order(key_A: jax.Array, bound: int) -> jax.Array:
+    """Indices that sort `key_A`, integers below `bound`; equal ones keep their order where all fits into 32 bits."""
+    A = len(key_A)
+    if A * bound < 2**32:  # one array to sort: a third of the compiler's time on TPU
+        packed = jnp.sort(key_A.astype(jnp.uint32) * A + jnp.arange(A, dtype=jnp.uint32), stable=False)
+        return (packed % A).astype(jnp.int32)
+    return jnp.argsort(key_A)
+
+
+def _gated(x_RD: jax.Array, weight_R: jax.Array, experts: Weights, holds_R: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """What each row's expert makes of it, times the row's weight; rows are sorted by expert, `sizes_E` to each, and
+    those after them become 0."""
+
+    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+        # the kernels leave what belongs to no expert unwritten
+        return jnp.where(holds_R[:, None], grouped_matmul(x, w, sizes_E), 0)
+
+    h_RF = jax.nn.silu(matmul(x_RD, experts.gate)) * matmul(x_RD, experts.up)
+    return matmul(h_RF * weight_R[:, None], experts.down)  # weighted here, its gradient needs no product again
+
+
+def grouped_matmul(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Rows sorted by expert, each times its expert's matrix, `[R, O]`; rows after the last expert's are anything.
+
+    On TPU by megablox: `lax.ragged_dot` computes the gradient of the weights there as one dense product per expert.
+    """
+    return jax.lax.platform_dependent(x_RI, w_EIO, sizes_E, tpu=_megablox, default=jax.lax.ragged_dot)
+
+
+def _megablox(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    rows = _row_tile(len(x_RI), len(w_EIO))
+    return megablox.gmm(x_RI, w_EIO, sizes_E, x_RI.dtype, functools.partial(_tiling, rows))
+
+
+def _row_tile(rows: int, num_experts: int) -> int:
+    few, many = ROW_TILES
+    return many if rows >= many * num_experts else few
+
+
+def _tiling(rows: int, m: int, k: int, n: int) -> tuple[int, int, int]:
+    return rows, min(k, TILE), min(n, TILE)
+
+
+# ---- how evenly they are used ---------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Sums over tokens, float32; those of several batches add up.
+
+    chosen_LE: tokens that chose each expert. probs_LE: of the router's law. entropy: of that law, over all layers.
+    tokens: how many there are. replayed: those whose choice was given.
+    """
+
+    chosen_LE: jax.Array
+    probs_LE: jax.Array
+    entropy: jax.Array
+    tokens: jax.Array
+    replayed: jax.Array
+
+    @staticmethod
+    def of(mixtures: Mixture, counted_BT: jax.Array, chosen_LBTk: jax.Array | None = None) -> Load:
+        """Of all layers, over the tokens that are `counted_BT` (bool). chosen_LBTk: the choices that were given."""
+        probs, counted = mixtures.probs_BTE, counted_BT.astype(jnp.float32)
+        num_experts = probs.shape[-1]
+        hits = jax.nn.one_hot(mixtures.chosen_BTk, num_experts, dtype=jnp.float32) * counted[..., None, None]
+        entropy = -jnp.sum(jax.scipy.special.xlogy(probs, probs), axis=-1)
+        given = jnp.zeros(()) if chosen_LBTk is None else jnp.sum(counted * (chosen_LBTk[0, ..., 0] >= 0))
+        load = Load(
+            hits.sum((1, 2, 3)),
+            jnp.sum(probs * counted[..., None], axis=(1, 2)),
+            jax.lax.stop_gradient(jnp.sum(entropy * counted)),
+            counted.sum(),
+            given,
+        )
+        return load
+
+    def balance_loss(self) -> jax.Array:
+        """Switch Transformer's load-balancing loss (arXiv:2101.03961, equations 4 to 6) as `transformers` computes it,
+        over the tokens of all layers together: E * sum over experts of (share of tokens that chose it, k in all) *
+        (its mean probability). Its least value is `k`, at even use."""
+        total = jnp.maximum(self.tokens * len(self.chosen_LE), 1)
+        share = self.chosen_LE.sum(0) / total
+        return self.chosen_LE.shape[1] * jnp.sum(share * (self.probs_LE.sum(0) / total))
+
+    def metrics(self, routing: Routing) -> dict[str, jax.Array]:
+        """By their names in `rolljax.metrics`."""
+        tokens = jnp.maximum(self.tokens, 1)
+        L = len(self.chosen_LE)
+        return {
+            "router/balance": self.balance_loss() / routing.per_token,
+            "router/max_load_frac": jnp.max(self.chosen_LE) / tokens / routing.per_token,
+            "router/entropy_nat": self.entropy / (tokens * L),
+            "router/unused_n": jnp.sum(self.chosen_LE == 0).astype(jnp.float32),
+            "router/replayed_frac": self.replayed / tokens,
+        }

@@ -1,0 +1,276 @@
+"""Plan: `python -m rolljax.plan --gin FILE --topology v5p:4x4x4 [--json OUT]` compiles a run's real programs for a TPU
+that is not there, and tells whether they fit and how long they take at best. docs/plan.md explains the figures.
+
+Exit codes: 0 everything fits, 1 something does not, 2 a wrong setting or no TPU compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rolljax import cli
+
+if TYPE_CHECKING:
+    from rolljax.aot.chips import Chip
+    from rolljax.aot.programs import Program
+    from rolljax.aot.report import Report
+    from rolljax.config import Loaded
+    from rolljax.recipe import Recipe
+    from rolljax.rooms import Geometry
+
+EXIT_TOO_LARGE = 1
+WIDTH = 200
+"""Columns of the tables where stdout is no terminal."""
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m rolljax.plan", description="Compile a recipe's programs for a TPU."
+    )
+    cli.add_config_arguments(parser, required=True)
+    parser.add_argument("--topology", required=True, help="chip and shape of the slice: v5e:2x4, v5p:4x4x4, v6e:16x16")
+    parser.add_argument("--json", type=Path, help="write all figures here, too")
+    parser.add_argument("--hlo", type=Path, help="write the compiled text of each program into this folder")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PROGRAM", help="update, decode, prefill, ...; repeatable"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    cli.quiet()
+    config: list[Loaded[Recipe]] = []
+
+    def run() -> int:
+        from rolljax.aot import chips
+
+        config.append(cli.load_recipe(args.gin, args.set))
+        chip = chips.chip(args.topology)
+        from rolljax.rooms import geometry
+
+        plan = geometry(config[0].value, chips.devices(args.topology))
+        reports = list(compile_all(plan, chip, args.only, args.hlo))
+        show(plan, chip, args.topology, reports)
+        if args.json:
+            args.json.write_text(json.dumps(to_json(plan, chip, args.topology, reports), indent=1) + "\n")
+        return 0 if all(r.fits for r in reports) else EXIT_TOO_LARGE
+
+    return cli.run_verb(run, lambda: config[0] if config else None)
+
+
+def compile_all(plan: Geometry, chip: Chip, only: list[str], hlo: Path | None) -> Iterator[Report]:
+    """Compile one program after the other, and say which on stderr."""
+    from rich.console import Console
+
+    from rolljax.errors import ConfigError
+
+    console = Console(stderr=True, highlight=False)
+    every = list(programs(plan))
+    chosen = [p for p in every if not only or p.name.rpartition("/")[2] in only]
+    if not chosen:
+        names = sorted({p.name.rpartition("/")[2] for p in every})
+        raise ConfigError("names no program of this run", setting="--only", value=only, remedy=f"of {', '.join(names)}")
+    for i, program in enumerate(chosen):
+        with console.status(f"compiling {program.name} ({i + 1} of {len(chosen)})"):
+            report = program.compile(chip, hlo)
+        verdict = "fits" if report.fits else "does not fit"
+        console.print(f"{program.name}: compiled in {report.compile_s:.0f} s, {verdict}")
+        yield report
+
+
+def programs(plan: Geometry) -> Iterator[Program]:
+    """All programs of a run: of each phase that differs from those before it, of the sampler, and between them."""
+    from rolljax.aot import programs as aot
+    from rolljax.loop import make_learner
+    from rolljax.rooms import base_shapes
+
+    mesh, model, recipe = plan.mesh, plan.model, plan.recipe
+    base = base_shapes(plan)
+    sampler = aot.SamplerShapes.of(model, recipe.sampler, mesh)
+    trainers, seen = [], set()
+    for index, phase in enumerate(recipe.phases):
+        learner = make_learner(plan, index, aot.frozen_shapes(mesh, model, phase.algorithm, base), base)
+        trainers.append(aot.Trainer.of(learner))
+        key = (phase.algorithm, phase.optimizer, learner.shape)
+        if key not in seen:
+            yield from trainers[-1].programs(phase.name, sampler.resident())
+        seen.add(key)
+    largest = max((t.resident() for t in trainers), key=lambda sizes: sum(sizes.values()))
+    yield from sampler.programs(largest)
+    learner = trainers[0].learner
+    own: dict[str, float] = {k: v for k, v in largest.items() if k in ("parameters", "frozen base")}
+    beside = {k: v for k, v in largest.items() if k not in own} | sampler.resident()
+    trained = learner.whole(trainers[0].state.policy.params)
+    yield aot.publish_program(mesh, model, trained, own, beside, sampler.resident()["sampler weights"])
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+
+def to_json(plan: Geometry, chip: Chip, topology: str, reports: list[Report]) -> dict[str, Any]:
+    """Everything that was found, and what it rests on."""
+    import dataclasses
+
+    import jax
+
+    return {
+        "topology": topology,
+        "mesh": {k: v for k, v in plan.mesh.shape.items() if v > 1},
+        "parameters": plan.model.num_params(),
+        "jax": jax.__version__,
+        "chip": dataclasses.asdict(chip),
+        "fits": all(r.fits for r in reports),
+        "programs": [r.to_json() for r in reports],
+        "next": {r.program: next_settings(plan, r) for r in reports if not r.fits},
+    }
+
+
+def show(plan: Geometry, chip: Chip, topology: str, reports: list[Report]) -> None:
+    """The report, on stdout."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(highlight=False, soft_wrap=True, width=WIDTH)
+    axes = ", ".join(f"{a} {n}" for a, n in plan.mesh.shape.items() if n > 1) or "one device"
+    console.print(
+        f"{topology}: {plan.mesh.size} devices ({axes}); {plan.model.num_params() / 1e9:.2f} B parameters, "
+        f"{plan.model.dtype}, remat {plan.model.remat}"
+    )
+    console.print(
+        f"assumed of a device: {chip.bf16_flops / 1e12:.0f} TFLOP/s bf16, {chip.hbm_bytes_s / 1e9:.0f} GB/s HBM, "
+        f"{chip.usable_hbm_gib} GiB usable, {chip.link_bytes_s / 1e9:.0f} GB/s per link and way ({chip.source})"
+    )
+    console.print(_overview(reports))
+    console.print(_memory(reports))
+    for report in reports:
+        if report.collectives and report.mfu is not None and report.program.endswith("update"):
+            console.print(_collectives(report))
+    for report in reports:
+        if not report.fits:
+            over = report.memory.total - report.memory.usable
+            why = report.refused or f"{over:.2f} GiB more than a device has"
+            console.print(f"[bold red]{report.program} does not fit[/]: {why}", markup=True)
+            for setting in next_settings(plan, report):
+                console.print(f"  try {setting}", markup=False)
+
+
+def _table(title: str, first: str, *columns: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table.add_column(first)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _overview(reports: list[Report]) -> Any:
+    table = _table(
+        "time of one execution, at best",
+        "program",
+        *("compile s", "TFLOP", "HBM GiB", "sent GiB", "compute ms", "HBM ms", "chip ms", "ICI hidden", "exposed"),
+        *("step ms", "tokens/s", "MFU"),
+    )
+    for r in reports:
+        if r.time is None:
+            table.add_row(r.program, f"{r.compile_s:.0f}", "refused")
+            continue
+        t, sent = r.time, sum(c.sent_gib for c in r.collectives)
+        each = (t.compute_s, t.hbm_s, t.chip_s, t.hidden_ici_s, t.exposed_ici_s, t.step_s)
+        table.add_row(
+            r.program,
+            f"{r.compile_s:.0f}",
+            f"{r.flops / 1e12:.2f}",
+            f"{r.hbm_gib:.1f}",
+            f"{sent:.2f}",
+            *(f"{1e3 * s:.1f}" for s in each),
+            f"{r.tokens / t.step_s:,.0f}" if r.tokens else "",
+            "" if r.mfu is None else f"{r.mfu:.1%}",
+        )
+    return table
+
+
+def _memory(reports: list[Report]) -> Any:
+    parts = list(dict.fromkeys(k for r in reports for k in (*r.memory.own, *r.memory.beside)))
+    table = _table("GiB of one device (in brackets: beside the program)", "program", *parts, "temporaries")
+    for name in ("host", "in all", "usable", "fits"):
+        table.add_column(name, justify="right")
+    for r in reports:
+        m = r.memory
+        cells = [f"{m.own[p]:.2f}" if p in m.own else f"({m.beside[p]:.2f})" if p in m.beside else "" for p in parts]
+        host = f"{m.host:.2f}" if m.host else ""
+        verdict = "yes" if r.fits else "NO"
+        table.add_row(
+            r.program, *cells, f"{m.temporaries:.2f}", host, f"{m.total:.2f} = {m.total / m.usable:.0%}",
+            f"{m.usable:.2f}", verdict
+        )  # fmt: skip
+    return table
+
+
+def _collectives(report: Report, most: int = 12) -> Any:
+    table = _table(
+        f"collectives of {report.program}, of one device",
+        "kind",
+        "axes",
+        "type",
+        "times",
+        "payload GiB",
+        "sent GiB",
+        "ms",
+    )
+    for c in report.collectives[:most]:
+        kind = c.kind + (" (hidden)" if c.hidden else "")
+        table.add_row(
+            kind, " x ".join(c.axes), c.dtype, f"{c.times:,.0f}", f"{c.payload_gib:.3f}", f"{c.sent_gib:.3f}",
+            f"{1e3 * c.seconds:.2f}"
+        )  # fmt: skip
+    return table
+
+
+def next_settings(plan: Geometry, report: Report) -> list[str]:
+    """What to change so that a program fits, the likeliest first."""
+    from rolljax.trainer.mesh import num_batch_shards
+
+    recipe, shape, memory = plan.recipe, plan.mesh.shape, report.memory
+    sizes = {**memory.beside, **memory.own, "temporaries": memory.temporaries}
+    tried: dict[str, list[str]] = {}
+    phase = next((p for p in recipe.phases if report.program.startswith(f"{p.name}/")), None)
+    shards = num_batch_shards(plan.mesh)
+    if phase is not None:
+        work = []
+        if recipe.remat != "full":
+            work.append("Recipe.remat = 'full': the backward pass computes again instead of keeping")
+        if phase.micro_rows > shards:
+            work.append(f"Phase.micro_rows = {max(shards, phase.micro_rows // 2)}: fewer rows at once")
+        else:
+            work.append(f"MeshSpec.context = {2 * shape['context']}: each row over more devices")
+        work.append("a shorter Phase.row_len (and SamplerConfig.max_context)")
+        tried["temporaries"] = work
+        state = []
+        if shape["data"] > 1:
+            state.append(f"MeshSpec.fsdp = {shape['fsdp'] * shape['data']}, MeshSpec.data = 1: split over all devices")
+        if phase.optimizer.mu_dtype == "float32" and hasattr(phase.optimizer, "b1"):
+            state.append(f"{type(phase.optimizer).__name__}.mu_dtype = 'bfloat16': half the momentum")
+        if not phase.optimizer.offload:
+            state.append(f"{type(phase.optimizer).__name__}.offload = True: the optimizer's state in host memory")
+        tried["optimizer"] = state
+        lora = [] if recipe.lora else ["Recipe.lora = @lora.Lora(): train adapters only"]
+        tried["parameters"] = tried["gradients"] = [*state[:1], *lora]
+    tried["sampler weights"] = tried["new sampler weights"] = [f"MeshSpec.tensor = {2 * shape['tensor']}: split them"]
+    pages = recipe.sampler.num_pages
+    tried["KV pool"] = [f"SamplerConfig.pages = {pages // 2}: half the pages", "fewer SamplerConfig.slots"]
+    order = sorted(tried, key=lambda part: -sizes.get(part, 0.0))
+    found = [text for part in order if sizes.get(part, 0.0) > 0.02 * memory.usable for text in tried[part]]
+    return list(dict.fromkeys([*found, "a larger slice"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

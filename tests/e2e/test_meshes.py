@@ -1,0 +1,164 @@
+"""The update of the trainer gives the same loss and the same gradients on every mesh, in one process and in two.
+
+Run as a script it is one of the two processes: `test_meshes.py OUT`, found by `rolljax.distributed`.
+"""
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rolljax.trainer.mesh import MeshSpec
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+ROOT = Path(__file__).parents[2]
+MESHES = {
+    "data": MeshSpec(data=8),
+    "fsdp": MeshSpec(data=1, fsdp=8),
+    "fsdp x tensor": MeshSpec(data=1, fsdp=2, tensor=4),
+    "fsdp x expert x tensor": MeshSpec(data=1, fsdp=2, expert=2, tensor=2),
+    "fsdp x context": MeshSpec(data=1, fsdp=2, context=4),
+}
+
+
+def groups():
+    """Four groups of ragged siblings. In rows of 64 tokens, cut in four, answers stand apart from their prompts."""
+    from rolljax.trainer.batch import Sample
+
+    rng = np.random.default_rng(0)
+
+    def sample(prompt):
+        n = int(rng.integers(1, 20))
+        columns = {
+            "mask": rng.random(n) < 0.9,
+            "sampler_logp": rng.normal(-5.6, 0.3, n).astype(np.float32),
+            "advantages": np.full(n, rng.normal(), np.float32),
+        }
+        tokens = np.concatenate([prompt, rng.integers(0, 264, n)])
+        return Sample(tokens, np.arange(len(prompt), len(tokens)), np.zeros(n, int), columns)
+
+    prompts = [rng.integers(0, 264, n) for n in (5, 30, 40, 12)]
+    return [[sample(prompt) for _ in range(5)] for prompt in prompts]
+
+
+def one_update(mesh):
+    """Loss and gradients of one GRPO update, as its optimizer saw them."""
+    import jax
+    from jax.experimental.multihost_utils import process_allgather
+
+    from rolljax.trainer.algorithms.grpo import Grpo
+    from rolljax.trainer.batch import PackShape
+    from rolljax.trainer.learner import Learner
+    from rolljax.trainer.optimizer import AdamW
+
+    optimizer = AdamW(b1=0.0, clip_norm=1e9)  # its first moment is then the gradient
+    learner = Learner(mesh, model(), Grpo(clip_high=0.2), optimizer, PackShape(2, 8, 64), 10, 4)
+    state, row = learner.train(learner.init(weights()), groups(), 0.0, 0)
+    is_adam = lambda x: hasattr(x, "mu")  # noqa: E731
+    gradients = next(x.mu for x in jax.tree.leaves(state.policy.opt_state, is_leaf=is_adam) if is_adam(x))
+    whole = process_allgather(gradients, tiled=True) if mesh.is_multi_process else jax.device_get(gradients)
+    return row["loss/total"], {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(whole)}
+
+
+@functools.cache
+def weights():
+    """On the host."""
+    import jax
+
+    return jax.tree.map(np.asarray, jax.jit(lambda: model().init(0))())
+
+
+def model():
+    from rolljax.model.decoder import Model
+    from rolljax.model.families.qwen3 import Qwen3Config
+
+    return Model(Qwen3Config(264, 2, 32, 8, 4, 8, 64))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    import jax
+
+    return one_update(MeshSpec().build(jax.devices()[:1]))
+
+
+def assert_same(found, expected):
+    assert abs(found[0] - expected[0]) < 1e-5
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        assert np.abs(found[1][name] - value).max() <= 1e-4 * np.abs(value).max(), name
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_the_mesh_changes_neither_loss_nor_gradients(name, alone):
+    assert all(np.abs(g).max() > 0 for g in alone[1].values())
+    assert_same(one_update(MESHES[name].build()), alone)
+
+
+def test_nor_do_two_processes(alone, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    both = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / f"{i}.npz")],
+            env={**env, "JAX_PROCESS_ID": str(i)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        errors = [p.communicate(timeout=240)[1] for p in both]
+    finally:
+        for p in both:
+            p.kill()
+    assert [p.returncode for p in both] == [0, 0], errors
+    for i in range(2):
+        arrays = dict(np.load(tmp_path / f"{i}.npz"))
+        assert_same((float(arrays.pop("loss")), arrays), alone)
+
+
+def test_a_run_refuses_to_be_several_processes(monkeypatch):
+    from rolljax import distributed
+    from rolljax.errors import ConfigError
+
+    for name in ("JAX_COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS", "TPU_PROCESS_ADDRESSES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    assert distributed.start() == 1
+    distributed.require_one(1)
+    with pytest.raises(ConfigError, match="joins 4 processes"):
+        distributed.require_one(4)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    assert distributed.is_asked_for()
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES"):
+        distributed.start()
+
+
+def main(out):
+    from rolljax import distributed
+
+    assert distributed.start() == 2
+    mesh = MESHES["fsdp x tensor"].build()
+    assert mesh.is_multi_process
+    loss, gradients = one_update(mesh)
+    np.savez(out, loss=loss, **gradients)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

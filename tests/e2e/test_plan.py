@@ -1,0 +1,151 @@
+"""`python -m rolljax.plan` on shipped configs, by the real TPU compiler, each in a process of its own.
+
+The sampler's programs at full size; the update with its real rows and micro-batches and a narrow model of 2 layers: a
+layer scan compiles alike for any depth, and the kernels and loops are those of the shipped config.
+"""
+
+import json
+
+import pytest
+
+from rolljax import cli, config
+from rolljax.recipe import Recipe
+
+from .plan_run import ROOT, needs_libtpu, plan
+
+CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*_grpo_v*.gin"))
+NARROW = {
+    "Qwen3Config.num_layers": 2,
+    "Qwen3Config.hidden_size": 256,
+    "Qwen3Config.ffn_size": 512,
+    "Qwen3Config.vocab_size": 4096,
+    "Qwen3Config.num_heads": 2,
+    "Qwen3Config.num_kv_heads": 1,
+}
+
+
+def test_every_config_is_short_and_says_its_command():
+    assert len(CONFIGS) >= 9
+    for name in CONFIGS:
+        text = (ROOT / "configs" / f"{name}.gin").read_text()
+        assert len(text.splitlines()) <= 30
+        assert f"#   python -m rolljax.plan --gin {name} --topology v" in text
+        recipe = config.load([cli.find_config(name)], [], root=Recipe).value
+        assert recipe.phases[0].row_len >= 4096
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory):
+    done, found = plan("llama3p1_8b_grpo_v6e_8", "v6e:2x4", {}, ("decode", "publish"), tmp_path_factory.mktemp("plan"))
+    assert done.returncode == 0, done.stderr
+    return done, found, {p["program"]: p for p in found["programs"]}
+
+
+@needs_libtpu
+def test_the_sampler_fits_beside_the_trainer(sampler):
+    _, found, by_name = sampler
+    assert found["fits"] and found["mesh"] == {"fsdp": 2, "tensor": 4}
+    decode = by_name["decode"]["memory"]
+    params = found["parameters"]
+    # float32 masters, momentum in bfloat16, second moments in float32, over 8 chips; the sampler's copy over 4
+    gib = 2**30
+    assert decode["beside"]["parameters"] == pytest.approx(4 * params / 8 / gib, rel=0.01)
+    assert decode["beside"]["optimizer"] == pytest.approx(6 * params / 8 / gib, rel=0.01)
+    assert decode["own"]["sampler weights"] == pytest.approx(2 * params / 4 / gib, rel=0.01)
+    # 32 layers, keys and values of 2 heads a chip, 128 numbers of bfloat16; half the pages of 64 tokens to each part
+    assert decode["own"]["KV pool"] == pytest.approx(32 * 2 * 2 * 128 * 2 * 2048 * 64 / gib, rel=0.01)
+    assert decode["total"] == pytest.approx(decode["peak"] + sum(decode["beside"].values()))
+
+
+@needs_libtpu
+def test_a_decode_step_is_bound_by_memory_and_publishing_by_links(sampler):
+    _, found, by_name = sampler
+    decode, publish = by_name["decode"]["time"], by_name["publish"]["time"]
+    weights = by_name["decode"]["memory"]["own"]["sampler weights"] * 2**30
+    steps = 8
+    assert decode["hbm_s"] > 10 * decode["compute_s"]
+    assert decode["hbm_s"] * found["chip"]["hbm_bytes_s"] > 0.9 * steps * weights, "weights are read at every step"
+    gathered = sum(c["sent_gib"] for c in by_name["publish"]["collectives"] if c["axes"] == ["fsdp"])
+    # each chip has half of its quarter, and is sent the other half
+    assert gathered * 2**30 == pytest.approx(weights / 2, rel=0.1)
+    assert publish["step_s"] > 0
+
+
+@needs_libtpu
+def test_the_report_says_what_it_assumes(sampler):
+    done, _, _ = sampler
+    assert "assumed of a device: 918 TFLOP/s bf16, 1600 GB/s HBM" in done.stdout
+    assert "docs.cloud.google.com/tpu/docs/v6e" in done.stdout
+    assert "decode: compiled in" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def update(tmp_path_factory):
+    done, found = plan("qwen3_0p6b_grpo_v5e_1", "v5e:1x1", NARROW, ("update",), tmp_path_factory.mktemp("plan"))
+    assert done.returncode == 0, done.stderr
+    (program,) = found["programs"]
+    return found, program
+
+
+@needs_libtpu
+def test_an_updates_flops_are_the_formulas(update):
+    """256 micro-batches of a row of 4096. Layers run forward, again, and twice that backward; the last matmul of a layer
+    is not run again. The head's logits are computed twice. Attention by kernels, counted by their own formula."""
+    _, program = update
+    tokens = 256 * 4096
+    layer = 256 * 128 * (2 * 2 + 2 * 1) + 3 * 256 * 512
+    head = 4096 * 256
+    assert program["tokens"] == tokens
+    expected = 2 * tokens * (2 * (4 * layer - 256 * 512) + 4 * head)
+    assert program["flops"] - program["kernel_flops"] == pytest.approx(expected, rel=0.02)
+    # scores and mixture forward, twice; 7 products backward; blocks of 512 up to the diagonal
+    pairs = 4096 * 4096 * (8 + 1) / (2 * 8)
+    assert program["kernel_flops"] == pytest.approx(256 * 2 * (2 + 2 + 7) * 2 * pairs * 2 * 128, rel=0.02)
+
+
+@needs_libtpu
+def test_an_updates_model_flops_are_six_per_parameter_and_token(update):
+    _, program = update
+    weights = 2 * (256 * 128 * 6 + 3 * 256 * 512) + 4096 * 256
+    attention = 3 * 4 * 2 * 2 * 128 * 2048
+    assert program["model_flops"] == 256 * 4096 * (6 * weights + attention)
+    assert program["mfu"] == pytest.approx(program["model_flops"] / 197e12 / program["time"]["step_s"])
+
+
+def test_of_a_folder_only_its_config_is_read(tmp_path):
+    """Memory from shapes alone, on devices of this machine: no weights, no tokenizer, nothing compiled."""
+    import jax
+
+    from rolljax.plan import programs
+    from rolljax.rooms import geometry
+
+    shape = {
+        "vocab_size": 512,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 192,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **shape}))
+    settings = [f'Recipe.model = "{tmp_path}"']
+    recipe = config.load([cli.find_config("qwen3_0p6b_grpo_v5e_1")], settings, root=Recipe).value
+    found = {p.name: p for p in programs(geometry(recipe, jax.devices()[:1]))}
+    assert list(found) == ["rl/update", "decode", "prefill", "insert", "publish"]
+    layer = 64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 192 + 2 * 64 + 2 * 16
+    assert found["publish"].own["parameters"] == 4 * (2 * layer + 512 * 64 + 64)
+    assert found["rl/update"].trips == 256 and found["rl/update"].tokens == 256 * 4096
+
+
+def test_without_the_compiler_the_error_names_the_extra(monkeypatch, capsys):
+    import importlib.util
+
+    from rolljax import plan as verb
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert verb.main(["--gin", "qwen3_0p6b_grpo_v5e_1", "--topology", "v5e:1x1"]) == 2
+    assert "pip install 'rolljax[tpu]'" in capsys.readouterr().err
