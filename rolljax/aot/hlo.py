@@ -564,17 +564,22 @@ def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
         ids = np.arange(num_devices).reshape(_numbers(iota[3]))
         ids = ids.transpose(_numbers(iota[4])) if iota[4] else ids
         return tuple(ids.reshape(int(iota[1]), int(iota[2]))[0].tolist())
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes)
+    mesh = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}", attributes
+    )
     if mesh:
+        ids = np.arange(num_devices)
+        ids = ids.reshape(_numbers(mesh[2])) if mesh[2] else ids
+        ids = ids.transpose(_numbers(mesh[3])) if mesh[3] else ids
         sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        return _mesh_group(sizes, re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[2]), num_devices)
+        return _mesh_group(ids, sizes, re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[4]))
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
     return tuple(_numbers(listed[1])) if listed and listed[1] else tuple(range(num_devices))
 
 
-def _mesh_group(sizes: Mapping[str, int], parts: Sequence[tuple[str, str, str]], num_devices: int) -> tuple[int, ...]:
-    """parts: an axis, or `(before, size)` of a part of it that groups lie along."""
-    ids = np.arange(num_devices).reshape(tuple(sizes.values()))
+def _mesh_group(ids: np.ndarray, sizes: Mapping[str, int], parts: Sequence[tuple[str, str, str]]) -> tuple[int, ...]:
+    """ids: of the devices, in the mesh's order. parts: an axis, or `(before, size)` of a part that groups lie along."""
+    ids = ids.reshape(tuple(sizes.values()))
     index: list[slice] = []
     for name, size in sizes.items():
         found = next((p for p in parts if p[0] == name), None)

@@ -205,3 +205,36 @@ class Layers(nnx.Module):
         """The gated feed-forward."""
         h = activation(self.project(h_BTD, "gate")) * self.project(h_BTD, "up")
         return constrain(self.project(constrain(h, "batch", "length", "ffn"), "down"), "batch", "length", "hidden")
+
+
+class PreNormLayers(Layers):
+    """Layers of most families: norm, attention, sum; norm, feed-forward, sum. Heads are normed if that is declared."""
+
+    @property
+    def frequencies(self) -> jax.Array:
+        """Of the rotary embedding, `[C / 2]`."""
+        return rope_frequencies(self.cfg.head_dim, self.cfg.rope_theta)
+
+    def feed(self, h_BTD: jax.Array, chosen_BTk: jax.Array | None) -> tuple[jax.Array, Mixture | None]:
+        """The feed-forward of normed hidden states."""
+        del chosen_BTk
+        return self.gated(h_BTD), None
+
+    def layer(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        attend: Attend,
+        cache: Any,
+        index: jax.Array | int,
+        chosen_BTk: jax.Array | None,
+    ) -> tuple[jax.Array, Any, Mixture | None]:
+        norm = functools.partial(rms_norm, eps=self.cfg.rms_norm_eps)
+        q, k, v = self.heads(norm(x_BTD, self.attn_norm[...]))
+        if hasattr(self, "q_norm"):
+            q, k = norm(q, self.q_norm[...]), norm(k, self.k_norm[...])
+        q, k = (rope(x, positions_BT, self.frequencies) for x in (q, k))
+        mixed, cache = attend(q, k, v, cache, index)
+        x_BTD = x_BTD + self.mixed_out(mixed)
+        out, mixture = self.feed(norm(x_BTD, self.ffn_norm[...]), chosen_BTk)
+        return x_BTD + out, cache, mixture

@@ -93,6 +93,7 @@ def test_collectives_are_what_was_written(mesh):
         "replica_groups=[2,4]<=[4,2]T(1,0), x",
         "replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}, x",
         "replica_groups=mesh['a'=8] {'a':(1)4}, x",
+        "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, x",
     ],
 )
 def test_groups_are_read_however_they_are_written(written):

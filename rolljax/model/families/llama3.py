@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rolljax.model.attention import Attend
 from rolljax.model.decoder import DecoderConfig
 from rolljax.model.folder import Folder, Tensor, attention_tensors, ffn_tensors, written_shape
-from rolljax.model.layers import Layers, Mixture, rms_norm, rope, rope_frequencies
+from rolljax.model.layers import Layers, PreNormLayers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,26 +93,12 @@ class Llama3Config(DecoderConfig):
         yield from ffn_tensors()
 
 
-class Llama3Layers(Layers):
+class Llama3Layers(PreNormLayers):
     def declare(self, rngs: nnx.Rngs) -> None:
         self.declare_attention(rngs)
         self.declare_ffn(rngs)
 
-    def layer(
-        self,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        attend: Attend,
-        cache: Any,
-        index: jax.Array | int,
-        chosen_BTk: jax.Array | None,
-    ) -> tuple[jax.Array, Any, Mixture | None]:
-        cfg = self.cfg
-        q, k, v = self.heads(rms_norm(x_BTD, self.attn_norm[...], cfg.rms_norm_eps))
-        frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta)
-        if cfg.rope_scaling:
-            frequencies = cfg.rope_scaling.stretch(frequencies)
-        q, k = rope(q, positions_BT, frequencies), rope(k, positions_BT, frequencies)
-        mixed, cache = attend(q, k, v, cache, index)
-        x_BTD = x_BTD + self.mixed_out(mixed)
-        return x_BTD + self.gated(rms_norm(x_BTD, self.ffn_norm[...], cfg.rms_norm_eps)), cache, None
+    @property
+    def frequencies(self) -> jax.Array:
+        scaling = self.cfg.rope_scaling
+        return scaling.stretch(super().frequencies) if scaling else super().frequencies

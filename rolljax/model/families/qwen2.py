@@ -6,13 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-import jax
 from flax import nnx
 
-from rolljax.model.attention import Attend
 from rolljax.model.decoder import DecoderConfig
 from rolljax.model.folder import Folder, Tensor, attention_tensors, ffn_tensors, written_shape
-from rolljax.model.layers import Layers, Mixture, rms_norm, rope, rope_frequencies
+from rolljax.model.layers import Layers, PreNormLayers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,24 +47,7 @@ class Qwen2Config(DecoderConfig):
         yield from ffn_tensors()
 
 
-class Qwen2Layers(Layers):
+class Qwen2Layers(PreNormLayers):
     def declare(self, rngs: nnx.Rngs) -> None:
         self.declare_attention(rngs, bias=True)
         self.declare_ffn(rngs)
-
-    def layer(
-        self,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        attend: Attend,
-        cache: Any,
-        index: jax.Array | int,
-        chosen_BTk: jax.Array | None,
-    ) -> tuple[jax.Array, Any, Mixture | None]:
-        cfg = self.cfg
-        q, k, v = self.heads(rms_norm(x_BTD, self.attn_norm[...], cfg.rms_norm_eps))
-        frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta)
-        q, k = rope(q, positions_BT, frequencies), rope(k, positions_BT, frequencies)
-        mixed, cache = attend(q, k, v, cache, index)
-        x_BTD = x_BTD + self.mixed_out(mixed)
-        return x_BTD + self.gated(rms_norm(x_BTD, self.ffn_norm[...], cfg.rms_norm_eps)), cache, None

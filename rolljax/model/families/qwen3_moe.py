@@ -10,10 +10,9 @@ import jax
 from flax import nnx
 
 from rolljax.model import moe
-from rolljax.model.attention import Attend
 from rolljax.model.decoder import DecoderConfig
 from rolljax.model.folder import Folder, Tensor, attention_tensors, transposed, written_shape
-from rolljax.model.layers import Layers, Mixture, rms_norm, rope, rope_frequencies
+from rolljax.model.layers import Layers, Mixture, PreNormLayers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,28 +89,12 @@ class Qwen3MoeConfig(DecoderConfig):
                 yield transposed(name, f"mlp.experts.{e}.{name}_proj", expert=e)
 
 
-class Qwen3MoeLayers(Layers):
+class Qwen3MoeLayers(PreNormLayers):
     def declare(self, rngs: nnx.Rngs) -> None:
         self.declare_attention(rngs, head_norms=True)
         moe.declare(self, rngs, self.cfg.num_experts, self.cfg.expert_ffn_size)
 
-    def layer(
-        self,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        attend: Attend,
-        cache: Any,
-        index: jax.Array | int,
-        chosen_BTk: jax.Array | None,
-    ) -> tuple[jax.Array, Any, Mixture | None]:
-        cfg = self.cfg
-        q, k, v = self.heads(rms_norm(x_BTD, self.attn_norm[...], cfg.rms_norm_eps))
-        frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta)
-        q = rope(rms_norm(q, self.q_norm[...], cfg.rms_norm_eps), positions_BT, frequencies)
-        k = rope(rms_norm(k, self.k_norm[...], cfg.rms_norm_eps), positions_BT, frequencies)
-        attended, cache = attend(q, k, v, cache, index)
-        x_BTD = x_BTD + self.mixed_out(attended)
-        h = rms_norm(x_BTD, self.ffn_norm[...], cfg.rms_norm_eps)
-        mixture, weights = cfg.routing.choose(self.project(h, "router"), chosen_BTk)
+    def feed(self, h_BTD: jax.Array, chosen_BTk: jax.Array | None) -> tuple[jax.Array, Mixture | None]:
+        mixture, weights = self.cfg.routing.choose(self.project(h_BTD, "router"), chosen_BTk)
         experts = moe.Weights(self.gate[...], self.up[...], self.down[...])
-        return x_BTD + moe.mixed(h, mixture.chosen_BTk, weights, experts), cache, mixture
+        return moe.mixed(h_BTD, mixture.chosen_BTk, weights, experts), mixture
