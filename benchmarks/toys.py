@@ -471,6 +471,7 @@ def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 
         **{n: None if x is None else into_rows(x).astype(np.float32) for n, x in floats.items()},  # type: ignore[arg-type]
         num_micro=np.int32(1),  # type: ignore[arg-type]
         num_tokens=np.float32(mask.sum()),  # type: ignore[arg-type]
+        num_computed=np.float32(e.mask.sum()),  # type: ignore[arg-type]
         num_sequences=np.float32(mask.any(1).sum()),  # type: ignore[arg-type]
         temperature=np.float32(1),  # type: ignore[arg-type]
         kl_coef=np.float32(kl_coef),  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ HEAD = f"include '{QUICKSTART}'\n"
 IMPORTS = """from __gin__ import dynamic_registration
 from rolljax import recipe
 from rolljax.envs.adapters import reasoning_gym
-from rolljax.model import decoder
+from rolljax.model.families import qwen3
 from rolljax.sampler import engine
 from rolljax.trainer import mesh
 from rolljax.trainer import optimizer

@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rolljax.model.decoder import Out
+from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.trainer.algorithms.asyppo import AsyPpo
 from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
 from rolljax.trainer.algorithms.cispo import Cispo
@@ -649,6 +650,8 @@ class Table:
     As a critic's trunk: they are values."""
 
     hidden: jax.Array | None = None
+    attention = "xla"
+    cfg = Qwen3Config()
 
     def bind(self, params):
         return Table(params)

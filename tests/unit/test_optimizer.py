@@ -427,15 +427,14 @@ def test_rows_and_columns_keep_the_axes_that_are_left(mesh, placed):
         (spec,) = [s.spec for key, s in found.items() if key.endswith(end)]
         return tuple(spec)
 
-    embed = ("fsdp", "expert")
-    # [V 264 tensor, D 64 embed]: rows are means over V, columns over D
-    assert of("v_row", "embed") == (embed,) and of("v_col", "embed") == ("tensor",)
-    # [L, D 64 embed, F 192 tensor]
-    assert of("v_row", "layers", "gate") == (None, embed) and of("v_col", "layers", "gate") == (None, "tensor")
-    # [L, D 64 embed, H 8 tensor, C 16]
+    # [V 264 tensor, D 64 fsdp]: rows are means over V, columns over D
+    assert of("v_row", "embed") == ("fsdp",) and of("v_col", "embed") == ("tensor",)
+    # [L, D 64 fsdp, F 192 tensor]
+    assert of("v_row", "layers", "gate") == (None, "fsdp") and of("v_col", "layers", "gate") == (None, "tensor")
+    # [L, D 64 fsdp, H 8 tensor, C 16]
     assert of("v_row", "layers", "q") == (None, "tensor", None)
-    assert of("v_col", "layers", "q") == (None, embed, "tensor")
-    assert of("v", "norm") == (embed,) and not any(of("v", "embed"))
+    assert of("v_col", "layers", "q") == (None, "fsdp", "tensor")
+    assert not any(of("v", "norm")) and not any(of("v", "embed"))
 
 
 def test_offload_without_host_memory_is_refused():
