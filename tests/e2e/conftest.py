@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rolljax.progress import Console
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.gin")
 SMALL = {
@@ -96,3 +98,14 @@ def ray_cluster():
     yield nodes_of_actors
     ray.shutdown()
     cluster.shutdown()
+
+
+class StopAt(Console):
+    """Says so at one step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.last, self.stopped = step, False
+
+    def step(self, row):
+        self.stopped = row["step"] == self.last

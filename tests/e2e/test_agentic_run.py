@@ -13,7 +13,7 @@ from rolljax.rooms import plan as make_plan
 from rolljax.runfolder import RunFolder
 from rolljax.trainer.state import fingerprint
 
-from .conftest import ROOT, rows, summary
+from .conftest import ROOT, StopAt, rows, summary
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 IPA = {
@@ -58,17 +58,6 @@ def test_episodes_start_behind_the_experts_turns(tmp_path, mode):
             replayed.add(len(expert))
         assert row["starts/distance_n"] == 1 and row["mismatch/abs_max_nat"] < 1e-4
     assert replayed == ({3} if mode == "rollback" else {0, 1, 2, 3})
-
-
-class StopAt(Console):
-    """Says so at one step."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.last, self.stopped = step, False
-
-    def step(self, row):
-        self.stopped = row["step"] == self.last
 
 
 def test_where_episodes_start_survives_a_stop(tmp_path):

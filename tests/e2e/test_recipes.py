@@ -6,12 +6,11 @@ import pytest
 from rolljax import loop, train
 from rolljax.buffer import Stopped
 from rolljax.metrics import check_row
-from rolljax.progress import Console
 from rolljax.rooms import plan as make_plan
 from rolljax.runfolder import RunFolder
 from rolljax.trainer.state import fingerprint
 
-from .conftest import ROOT, rows, summary
+from .conftest import ROOT, StopAt, rows, summary
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 TINY = {
@@ -66,17 +65,6 @@ def test_a_recipe_trains_to_its_end(name, tmp_path):
             == row["groups/trained_n"] + row["groups/dropped_credit_n"] + row["groups/dropped_failed_n"]
         )
     assert summary(tmp_path / "run")["stop_reason"] == "all phases done"
-
-
-class StopAt(Console):
-    """Says so at one step."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.last, self.stopped = step, False
-
-    def step(self, row):
-        self.stopped = row["step"] == self.last
 
 
 def test_critics_references_and_memory_survive_a_stop(tmp_path):
