@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import statistics
@@ -97,7 +98,7 @@ def ours(args: argparse.Namespace) -> None:
         if sampler is None:
             sampler = Sampler(engine, publish(state.params), 0, longest_prompt=0)
         else:
-            sampler.publish(publish(state.params), i)
+            sampler.publish(functools.partial(publish, state.params), i)
         start = bc.now()
         prompts = [np.array(tok(p)["input_ids"], np.int32) for p in batch]
         answers = asyncio.run(sample(sampler, prompts, i))

@@ -90,7 +90,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         return await asyncio.gather(*(sequence(i, seed) for i in range(len(work.lengths))))
 
     def rollout(seed: int) -> list[list[np.ndarray]]:
-        sampler.publish(params, sampler.version + 1)
+        sampler.publish(lambda params: params, sampler.version + 1)
         done = asyncio.run(everything(seed))
         waits[:] = [c.queue_s for turns in done for c in turns]
         last[:] = done
@@ -137,7 +137,7 @@ def time_prefill(sampler: Any, params: Any, work: wl.Workload, law: Any) -> tupl
 
     best = float("inf")
     for _ in range(3):
-        sampler.publish(params, sampler.version + 1)
+        sampler.publish(lambda params: params, sampler.version + 1)
         before, start = sampler.stats.prefill_tok, time.perf_counter()
         asyncio.run(firsts())
         best = min(best, time.perf_counter() - start)

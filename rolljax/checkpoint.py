@@ -47,15 +47,26 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder."""
+    """The checkpoints of one run folder. Where a run is several processes all of them do everything together.
 
-    def __init__(self, folder: str | Path) -> None:
+    Args:
+      alone: this process reads the folder, which is there, and waits for no other.
+    """
+
+    def __init__(self, folder: str | Path, *, alone: bool = False) -> None:
         import orbax.checkpoint as ocp
 
         self.folder = Path(folder).absolute()
+        own = jax.process_index()
+        among = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own}) if alone else None
         self._manager: ocp.CheckpointManager = ocp.CheckpointManager(
             self.folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=KEEP, enable_async_checkpointing=False),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=KEEP,
+                enable_async_checkpointing=False,
+                create=not alone,
+                multiprocessing_options=among or ocp.options.MultiprocessingOptions(),
+            ),
         )
 
     def save(self, state: TrainState, progress: Progress) -> None:

@@ -55,11 +55,11 @@ def _number(name: str) -> int | None:
 
 
 def require_one(processes: int) -> None:
-    """Raise `ConfigError` if there are more: the loop's sampler and environments live in one process."""
+    """Raise `ConfigError` if there are more."""
     if processes > 1:
         raise ConfigError(
-            f"joins {processes} processes, but the sampler, the environments and the run folder work in one",
+            f"joins {processes} processes, but this works in one",
             setting="JAX_COORDINATOR_ADDRESS",
             value=os.environ.get("JAX_COORDINATOR_ADDRESS"),
-            remedy="train on the devices of one host; docs/sharding.md says what runs on several",
+            remedy="leave it out here; several processes are for training (docs/sharding.md)",
         )

@@ -23,8 +23,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--model", help="local Hugging Face folder")
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be new or empty")
     parser.add_argument("--adapter", action="store_true", help="of a run with adapters: these alone, for PEFT")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
-    parser.add_argument("--max_shard_gb", type=float, default=5.0, help="10^9 bytes of a file of weights, at most")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights (default: float32)")
+    parser.add_argument("--max_shard_gb", type=float, help="10^9 bytes of a file of weights, at most (default: 5)")
     return parser.parse_args(argv)
 
 
@@ -38,9 +38,17 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(
                 "is not a new or empty folder", setting="--to", value=args.to, remedy="name another folder"
             )
-        if args.max_shard_gb <= 0:
-            raise ConfigError("must be above 0", setting="--max_shard_gb", value=args.max_shard_gb)
-        how = {"dtype": args.dtype, "max_shard_bytes": int(args.max_shard_gb * 10**9)}
+        how: dict[str, Any] = {}
+        if args.max_shard_gb is not None:
+            if args.max_shard_gb <= 0:
+                raise ConfigError("must be above 0", setting="--max_shard_gb", value=args.max_shard_gb)
+            how["max_shard_bytes"] = int(args.max_shard_gb * 10**9)
+        if args.dtype is not None:
+            how["dtype"] = args.dtype
+        if args.adapter and how:
+            raise ConfigError(
+                "is written in float32, as one file", setting="--adapter", remedy="leave out --dtype and --max_shard_gb"
+            )
         export(args.run, args.model, to, adapter=args.adapter, **how)
         print(to)
         return 0
@@ -75,7 +83,8 @@ def export(run: str | None, folder: str | None, to: Path, *, adapter: bool = Fal
                 setting="--adapter",
                 remedy="leave it out: the folder then holds all weights",
             )
-        lora.save_adapter(to, model.lora, model.cfg, read_params(plan, run)[0].adapters, base, tokenizer)
+        adapters, inside = read_params(plan, run)[0].adapters, hf.decoder_module(base)
+        lora.save_adapter(to, model.lora, model.cfg, adapters, base, tokenizer, inside)
         return
     if adapter:
         raise ConfigError("is for runs", setting="--adapter", remedy="leave it out, or name the --run")

@@ -18,7 +18,7 @@ from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.model import hf
 from rolljax.model.decoder import Model, Params
 from rolljax.model.lora import Adapted, Base
-from rolljax.rooms import Plan, start_params
+from rolljax.rooms import Geometry, start_params
 from rolljax.runfolder import RunFolder
 from rolljax.trainer.mesh import param_shardings
 from rolljax.trainer.update import Frozen
@@ -26,7 +26,7 @@ from rolljax.trainer.update import Frozen
 OWN = ("run_start", "phase_start")
 
 
-def check(plan: Plan) -> None:
+def check(plan: Geometry) -> None:
     """Raise `ConfigError` for a source that is no policy this run could use."""
     for phase in plan.recipe.phases:
         for source in phase.algorithm.needs().frozen:
@@ -34,8 +34,8 @@ def check(plan: Plan) -> None:
                 _model(plan, source, type(phase.algorithm).__name__)
 
 
-def load(plan: Plan, phase: int, folder: RunFolder, params: Params, base: Base | None, *, starts: bool) -> Frozen:
-    """The frozen policies of a phase by source, on the mesh.
+def load(plan: Geometry, phase: int, folder: RunFolder, params: Params, base: Base | None, *, starts: bool) -> Frozen:
+    """The frozen policies of a phase by source, on the mesh; matrices in the compute dtype.
 
     Args:
       phase: its index. params: what is trained of the policy, as it is now. base: the frozen weights beside it.
@@ -43,28 +43,29 @@ def load(plan: Plan, phase: int, folder: RunFolder, params: Params, base: Base |
     """
     model, settings = plan.model, plan.recipe.phases[phase]
     shardings = param_shardings(plan.mesh, model.axes(), model.abstract())
+    computed = model.computed if base is None else lambda adapters: adapters
     found: dict[str, tuple[Model, Params]] = {}
     for source in settings.algorithm.needs().frozen:
         if base is not None and (source == "run_start" or source == "phase_start" and phase == 0):
             found[source] = (model, Adapted(base, None))
         elif source == "run_start":
-            found[source] = (model, start_params(plan))
+            found[source] = (model, jax.jit(computed, out_shardings=shardings, donate_argnums=0)(start_params(plan)))
         elif source == "phase_start":
             saved = folder.phase_start(settings.name)
             if starts:
                 _save(saved, params)
-                kept = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings)(params)
+                kept = jax.jit(lambda p: computed(jax.tree.map(jnp.copy, p)), out_shardings=shardings)(params)
             else:
-                kept = _read(saved, model, shardings)
+                kept = jax.jit(computed, donate_argnums=0)(_read(saved, model, shardings))
             found[source] = (model, model.whole(kept, base))
         else:
             other = _model(plan, source, "Needs")
             where = param_shardings(plan.mesh, other.axes(), other.abstract())
-            found[source] = (other, hf.load(source, other, where))
+            found[source] = (other, hf.load(source, other, where, computed=True))
     return found
 
 
-def _model(plan: Plan, folder: str, owner: str) -> Model:
+def _model(plan: Geometry, folder: str, owner: str) -> Model:
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(
             "names a frozen policy that is not there",

@@ -24,28 +24,31 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from rolljax import frozen
 from rolljax.buffer import Buffer, Stopped
 from rolljax.checkpoint import Checkpoints, Progress
+from rolljax.cluster import ALONE, Alone, Leader
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import EnvError, RolljaxError, TrainerError
 from rolljax.filters import faults_row, surviving
 from rolljax.metrics import ENV_PREFIX
+from rolljax.model import hf
 from rolljax.model.decoder import Params
 from rolljax.model.lora import Base
 from rolljax.progress import Console
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout import Barrier, Rollouts, fault_of
-from rolljax.rooms import Geometry, Plan, Rooms, frozen_base, mean_reward, start_params
+from rolljax.rooms import Geometry, Plan, Rooms, frozen_base, mean_reward, plain_params, start_params
 from rolljax.runfolder import RunFolder
 from rolljax.sampler.client import SamplerStats
 from rolljax.starts import Starts
 from rolljax.trainer.episodes import Episodes
 from rolljax.trainer.learner import Learner, NotFinite, Step
-from rolljax.trainer.state import Learned, TrainState
+from rolljax.trainer.state import Learned, TrainState, fingerprint
 from rolljax.trainer.update import Frozen
 from rolljax.types import Group, Key, Task, Trajectory
 
@@ -94,8 +97,18 @@ def make_learner(plan: Geometry, index: int, frozen: Frozen, base: Base | None =
     )
 
 
+def begin(
+    plan: Geometry, folder: RunFolder, progress: Progress | None
+) -> tuple[Checkpoints, Base | None, Learner, TrainState]:
+    """What a run starts with, or goes on with from `progress`."""
+    checkpoints, base = folder.checkpoints(), frozen_base(plan)
+    if progress:
+        return checkpoints, base, *reopen_phase(plan, folder, progress, checkpoints, base)
+    return checkpoints, base, *open_phase(plan, folder, Progress(), start_params(plan), base)
+
+
 def open_phase(
-    plan: Plan,
+    plan: Geometry,
     folder: RunFolder,
     progress: Progress,
     params: Params,
@@ -109,7 +122,7 @@ def open_phase(
 
 
 def reopen_phase(
-    plan: Plan, folder: RunFolder, progress: Progress, checkpoints: Checkpoints, base: Base | None
+    plan: Geometry, folder: RunFolder, progress: Progress, checkpoints: Checkpoints, base: Base | None
 ) -> tuple[Learner, TrainState]:
     """The learner and the saved state of the phase that goes on."""
     empty = make_learner(plan, progress.phase, {}, base)
@@ -118,23 +131,44 @@ def reopen_phase(
     return dataclasses.replace(empty, frozen=policies), state
 
 
+def result(plan: Geometry, folder: RunFolder, state: TrainState, tokenizer: Any) -> str:
+    """Write the trained policy as a Hugging Face folder; returns the fingerprint of the whole state.
+
+    Args:
+      tokenizer: goes along; only the first process needs it.
+    """
+    whole = plan.model.whole(state.params, frozen_base(plan))
+    source = plan.recipe.model if isinstance(plan.recipe.model, str) else None
+    hf.save(folder.path / "hf", plan.model.plain, plain_params(plan, whole), tokenizer, source=source)
+    return fingerprint(state)
+
+
 def train(
-    plan: Plan, folder: RunFolder, console: Console, should_stop: Callable[[], bool] = lambda: False
+    plan: Plan,
+    folder: RunFolder,
+    console: Console,
+    should_stop: Callable[[], bool] = lambda: False,
+    team: Alone | Leader = ALONE,
 ) -> tuple[TrainState, Progress]:
     """Run every phase from where the folder's last checkpoint stands; returns the final state.
+
+    Where the run is several processes this is the first of them, and `follow.follow` what the others do: whatever
+    touches the mesh here stands in a turn of `team`.
 
     Raises:
       Stopped: `should_stop` said so; everything up to the last whole step is saved.
       TrainerError: a loss or gradient was not finite; nothing of that step was published or saved.
       EnvError: no trajectory survived for `MAX_FAILED_STEPS` steps. HangError: a wait ran past its deadline.
     """
-    recipe, checkpoints = plan.recipe, folder.checkpoints()
-    progress, base = checkpoints.progress(), frozen_base(plan)
-    if progress:
-        learner, state = reopen_phase(plan, folder, progress, checkpoints, base)
-    else:
-        progress = Progress()
-        learner, state = open_phase(plan, folder, progress, start_params(plan), base)
+    recipe, saved = plan.recipe, folder.progress()
+    with team.turn("begin", saved):
+        checkpoints, base, learner, state = begin(plan, folder, saved)
+    progress = saved or Progress()
+
+    def save() -> None:
+        with team.turn("save", progress):
+            checkpoints.save(state, progress)
+
     for text in recipe.warnings():
         console.say(f"warning: {text}")
     folder.forget_after(progress.total_steps)
@@ -142,18 +176,18 @@ def train(
     if progress.stream_position:
         stream.restore(progress.stream_position)
     console.say("compiling the sampler")
-    with Rooms(plan, learner.whole(state.params), progress.version, should_stop) as rooms:
+    with Rooms(plan, learner.whole(state.params), progress.version, should_stop, team) as rooms:
         try:
             if not progress.heldout_reward:
                 evaluate(rooms, progress, "start")
-                checkpoints.save(state, progress)
+                save()
             while not progress.finished:
                 phase = recipe.phases[progress.phase]
                 console.start_phase(phase.name, phase.steps, progress.step)
                 for after_step in steps(learner, state, progress, stream, rooms, folder, console):
                     state = after_step
                     if progress.total_steps % recipe.save_every == 0:
-                        checkpoints.save(state, progress)
+                        save()
                     if should_stop():
                         raise Stopped
                 console.wait("evaluating on held-out tasks")
@@ -163,12 +197,13 @@ def train(
                 progress.finished = progress.phase + 1 == len(recipe.phases)
                 if not progress.finished:
                     progress.phase, progress.step, progress.memory, progress.starts = progress.phase + 1, 0, {}, {}
-                    learner, state = open_phase(plan, folder, progress, state.params, base, state.critics)
-                checkpoints.save(state, progress)
+                    with team.turn("open_phase", progress):
+                        learner, state = open_phase(plan, folder, progress, state.params, base, state.critics)
+                save()
                 console.end_phase()
                 console.say(border_line(phase.name, progress))
         except Stopped:
-            checkpoints.save(state, progress)
+            save()
             raise
         finally:
             console.end_phase()
@@ -218,15 +253,16 @@ def steps(
                 groups = collect(buffer, learner, phase, progress.step, recipe)
             with clock.part("update"):
                 whole = surviving(groups, recipe.filters)
-                result = update(learner, state, whole, folder, progress)
-            state, progress.memory = result.state, dict(result.memory)
-            row = result.row | describe(groups, progress.version) | faults_row(groups)
+                with rooms.team.turn("step", (whole, progress.memory, progress.step)):
+                    made = update(learner, state, whole, folder, progress)
+            state, progress.memory = made.state, dict(made.memory)
+            row = made.row | describe(groups, progress.version) | faults_row(groups)
             row |= {
                 "groups/started_n": len(groups) + phase.spare_groups,
                 "groups/cancelled_n": phase.spare_groups,
-                "groups/trained_n": result.num_trained,
+                "groups/trained_n": made.num_trained,
                 "groups/dropped_failed_n": len(groups) - len(whole),
-                "groups/dropped_credit_n": len(whole) - result.num_trained,
+                "groups/dropped_credit_n": len(whole) - made.num_trained,
             }
             if sampled:
                 row |= sampler_work(before, rooms.sampler.stats)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +93,7 @@ def programs(plan: Geometry) -> Iterator[Program]:
 
     mesh, model, recipe = plan.mesh, plan.model, plan.recipe
     base = base_shapes(plan)
-    sampler = aot.SamplerShapes.of(model, recipe.sampler, mesh)
+    sampler = aot.SamplerShapes.of(model, recipe.sampler, plan.sampler_mesh)
     trainers, seen = [], set()
     for index, phase in enumerate(recipe.phases):
         learner = make_learner(plan, index, aot.frozen_shapes(mesh, model, phase.algorithm, base), base)
@@ -104,10 +105,11 @@ def programs(plan: Geometry) -> Iterator[Program]:
     largest = max((t.resident() for t in trainers), key=lambda sizes: sum(sizes.values()))
     yield from sampler.programs(largest)
     learner = trainers[0].learner
-    own: dict[str, float] = {k: v for k, v in largest.items() if k in ("parameters", "frozen base")}
-    beside = {k: v for k, v in largest.items() if k not in own} | sampler.resident()
     trained = learner.whole(trainers[0].state.policy.params)
-    yield aot.publish_program(mesh, model, trained, own, beside, sampler.resident()["sampler weights"])
+    resident = largest | sampler.resident()
+    own = {k: v for k, v in resident.items() if k in ("parameters", "frozen base", "sampler weights")}
+    beside = {k: v for k, v in resident.items() if k not in own}
+    yield aot.publish_program(mesh, plan.sampler_mesh, model, trained, sampler.params, own, beside)
 
 
 # ---- what is said ---------------------------------------------------------------------------------------------------
@@ -122,13 +124,43 @@ def to_json(plan: Geometry, chip: Chip, topology: str, reports: list[Report]) ->
     return {
         "topology": topology,
         "mesh": {k: v for k, v in plan.mesh.shape.items() if v > 1},
+        "sampler_mesh": {k: v for k, v in plan.sampler_mesh.shape.items() if v > 1},
         "parameters": plan.model.num_params(),
         "jax": jax.__version__,
         "chip": dataclasses.asdict(chip),
         "fits": all(r.fits for r in reports),
         "programs": [r.to_json() for r in reports],
+        "steps": step_times(plan, reports),
         "next": {r.program: next_settings(plan, r) for r in reports if not r.fits},
     }
+
+
+def step_times(plan: Geometry, reports: list[Report]) -> dict[str, dict[str, float]]:
+    """Seconds of a whole step at best, by phase: rollout, training, publish, one after the other.
+
+    Every answer is taken to be of full length; prefill is not counted, as nothing is known of prompts. Phases that do
+    not sample, and those of which a program is not among the reports, are left out.
+    """
+    seconds = {r.program: r.time.step_s for r in reports if r.time}
+    recipe, found = plan.recipe, {}
+    for phase in recipe.phases:
+        critics = phase.algorithm.needs().critics
+        times = {"update": phase.updates_per_step * phase.epochs} if phase.algorithm.trains_policy else {}
+        if phase.algorithm.needs().trainer_logp:
+            times["read"] = phase.updates_per_step
+        if critics:
+            times["critics"] = phase.updates_per_step * critics.epochs
+        wanted = {"decode", "publish", *(f"{phase.name}/{name}" for name in times)}
+        if phase.algorithm.source != "sampler" or not wanted <= seconds.keys():
+            continue
+        waves = math.ceil(phase.prompts_per_step * phase.group_size / recipe.sampler.slots)
+        answer = min(recipe.max_answer_tok * recipe.env.max_turns, recipe.sampler.max_context)
+        found[phase.name] = {
+            "rollout_s": waves * math.ceil(answer / recipe.sampler.steps_per_dispatch) * seconds["decode"],
+            "train_s": sum(n * seconds[f"{phase.name}/{name}"] for name, n in times.items()),
+            "publish_s": seconds["publish"],
+        }
+    return found
 
 
 def show(plan: Geometry, chip: Chip, topology: str, reports: list[Report]) -> None:
@@ -138,7 +170,10 @@ def show(plan: Geometry, chip: Chip, topology: str, reports: list[Report]) -> No
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console = Console(highlight=False, soft_wrap=True, width=WIDTH)
-    axes = ", ".join(f"{a} {n}" for a, n in plan.mesh.shape.items() if n > 1) or "one device"
+    split = lambda mesh: ", ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"  # noqa: E731
+    axes = split(plan.mesh)
+    if plan.sampler_mesh is not plan.mesh:
+        axes += f"; sampler {split(plan.sampler_mesh)}"
     console.print(
         f"{topology}: {plan.mesh.size} devices ({axes}); {plan.model.num_params() / 1e9:.2f} B parameters, "
         f"{plan.model.dtype}, remat {plan.model.remat}"
@@ -148,6 +183,11 @@ def show(plan: Geometry, chip: Chip, topology: str, reports: list[Report]) -> No
         f"{chip.usable_hbm_gib} GiB usable, {chip.link_bytes_s / 1e9:.0f} GB/s per link and way ({chip.source})"
     )
     console.print(_overview(reports))
+    for phase, t in step_times(plan, reports).items():
+        console.print(
+            f"a step of {phase} at best, every answer of full length: {sum(t.values()):.1f} s (rollout "
+            f"{t['rollout_s']:.1f}, training {t['train_s']:.1f}, publish {t['publish_s']:.1f})\n"
+        )
     console.print(_memory(reports))
     for report in reports:
         if report.collectives and report.mfu is not None and report.program.endswith("update"):
@@ -264,7 +304,8 @@ def next_settings(plan: Geometry, report: Report) -> list[str]:
         tried["optimizer"] = state
         lora = [] if recipe.lora else ["Recipe.lora = @lora.Lora(): train adapters only"]
         tried["parameters"] = tried["gradients"] = [*state[:1], *lora]
-    tried["sampler weights"] = tried["new sampler weights"] = [f"MeshSpec.tensor = {2 * shape['tensor']}: split them"]
+    tensor = plan.sampler_mesh.shape["tensor"]
+    tried["sampler weights"] = [f"SamplerConfig.tensor = {2 * tensor}: split them"]
     pages = recipe.sampler.num_pages
     tried["KV pool"] = [f"SamplerConfig.pages = {pages // 2}: half the pages", "fewer SamplerConfig.slots"]
     order = sorted(tried, key=lambda part: -sizes.get(part, 0.0))

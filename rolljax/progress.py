@@ -38,10 +38,10 @@ def bottleneck(row: Mapping[str, float]) -> str:
 
 
 @contextlib.contextmanager
-def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def byte_bar(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """A bar on stderr for work on `total` bytes, gone when it is done; nothing where there is no terminal.
 
-    Its value is called with the bytes that are done.
+    Its value is called with the bytes that are done. shown: False shows nothing.
     """
     from rich.console import Console as Rich
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -49,7 +49,7 @@ def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     columns = (BarColumn(20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Rich(stderr=True, highlight=False)
     text = TextColumn("{task.description}", markup=False)
-    with Progress(*columns, text, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, text, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 
 from rolljax.agents.worker import check_machine
 from rolljax.buffer import Background
+from rolljax.cluster import ALONE, Alone, Leader
 from rolljax.envs.pool import EnvPool, Episode
 from rolljax.envs.tasks import held_out
 from rolljax.errors import ConfigError, EnvError
@@ -30,6 +32,7 @@ from rolljax.recipe import Phase, Recipe
 from rolljax.rollout import Rollouts
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
+from rolljax.sampler.led import LeadingEngine
 from rolljax.trainer.mesh import num_slot_shards, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import EVAL_STREAM, Message, SamplingParams, Task, Trajectory
@@ -47,6 +50,11 @@ class Geometry:
     mesh: Mesh
     model: Model
 
+    @property
+    def sampler_mesh(self) -> Mesh:
+        """Of the sampler, over the same devices."""
+        return self.recipe.sampler.mesh(self.mesh)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Geometry):
@@ -62,15 +70,23 @@ def geometry(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Geo
     """Check what needs no weights, no tokenizer and no environment.
 
     Args:
-      devices: default: those of this machine.
+      devices: default: all there are.
 
     Raises:
-      ConfigError: a mesh that does not divide, a context that the model does not have. CheckpointError: an unreadable
-        `config.json`.
+      ConfigError: a mesh that does not divide or leaves a process out, a context that the model does not have.
+      CheckpointError: an unreadable `config.json`.
     """
     mesh = recipe.mesh.build(devices)
+    if devices is None and jax.process_count() > 1 and mesh.size < jax.device_count():
+        raise ConfigError(
+            f"takes {mesh.size} of {jax.device_count()} devices, but {jax.process_count()} processes share all of them",
+            setting="Recipe.mesh",
+            value=recipe.mesh,
+            remedy="let one axis be -1, or the product of the axes the number of devices",
+        )
     recipe.check_mesh(mesh)
-    recipe.sampler.check_shards(num_slot_shards(mesh))
+    sampler_mesh = recipe.sampler.mesh(mesh)
+    recipe.sampler.check_shards(num_slot_shards(sampler_mesh))
     cfg = recipe.model if isinstance(recipe.model, DecoderConfig) else _folder_config(recipe.model)
     recipe.sampler.check_experts(cfg)
     if recipe.router_aux_coef is not None:
@@ -78,6 +94,8 @@ def geometry(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Geo
     model = Model(cfg, recipe.dtype, recipe.remat, recipe.attention, recipe.lora)
     for each in (model.plain, model):
         param_shardings(mesh, each.axes(), each.abstract())
+    owner = "MeshSpec" if sampler_mesh is mesh else "SamplerConfig"
+    param_shardings(sampler_mesh, model.plain.axes(), model.plain.abstract(), fsdp=False, owner=owner)
     for phase in recipe.phases:
         rows = (phase.micro_rows, phase.row_len, cfg.num_heads, cfg.head_dim)
         implementation(recipe.attention, mesh, rows, jnp.dtype(recipe.dtype))
@@ -198,7 +216,7 @@ async def check_pairs(episode: Episode, name: str) -> None:
         ) from e
 
 
-def start_params(plan: Plan) -> Params:
+def start_params(plan: Geometry) -> Params:
     """What a run trains, as it starts: weights, random or the folder's, or fresh adapters; placed on the mesh."""
     model, seed = plan.model, plan.recipe.seed
     shardings = param_shardings(plan.mesh, model.axes(), model.abstract())
@@ -217,7 +235,7 @@ def base_shapes(plan: Geometry) -> Base | None:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def frozen_base(plan: Plan) -> Base | None:
+def frozen_base(plan: Geometry) -> Base | None:
     """The weights that adapters stand beside, on the mesh; None where everything is trained."""
     model = plan.model
     placed = base_shapes(plan)
@@ -232,7 +250,7 @@ def frozen_base(plan: Plan) -> Base | None:
     return jax.jit(lambda: model.base(plain.init(seed)), out_shardings=shardings)()
 
 
-def plain_params(plan: Plan, whole: Params) -> Params:
+def plain_params(plan: Geometry, whole: Params) -> Params:
     """All weights in float32, adapters added, of what `Model.bind` takes."""
     model = plan.model
     if model.lora is None:
@@ -247,18 +265,23 @@ class Rooms:
 
     Args:
       params: what `Model.bind` takes: the weights that the sampler starts with, as policy version `version`.
-      should_stop: asked while waiting; True ends the wait with `Stopped`.
+      should_stop: asked while waiting; True ends the wait with `Stopped`. team: the processes of the run.
     """
 
     def __init__(
-        self, plan: Plan, params: Params, version: int, should_stop: Callable[[], bool] = lambda: False
+        self,
+        plan: Plan,
+        params: Params,
+        version: int,
+        should_stop: Callable[[], bool] = lambda: False,
+        team: Alone | Leader = ALONE,
     ) -> None:
-        self.plan, self.recipe = plan, plan.recipe
-        self._publish = make_publish(plan.mesh, plan.model)
-        engine = Engine(plan.model.plain, plan.recipe.sampler, plan.mesh, SLOT_AXES)
+        self.plan, self.recipe, self.team = plan, plan.recipe, team
+        self._write = make_publish(plan.mesh, plan.model, plan.sampler_mesh)
+        make = functools.partial(LeadingEngine, turn=team.turn) if plan.mesh.is_multi_process else Engine
         self.sampler = Sampler(
-            engine,
-            self._publish(params),
+            make(plan.model.plain, plan.recipe.sampler, plan.sampler_mesh, SLOT_AXES),
+            self._weights(params),
             version,
             longest_prompt=plan.longest_prompt_tok,
             detokenize=plan.chat.text if plan.recipe.agent else None,
@@ -290,7 +313,12 @@ class Rooms:
     def publish(self, params: Params, version: int) -> None:
         """Give the sampler new weights, of what `Model.bind` takes."""
         if version != self.sampler.version:
-            self.sampler.publish(self._publish(params), version)
+            self.sampler.publish(lambda old: self._weights(params, old), version)
+
+    def _weights(self, params: Params, over: Params | None = None) -> Params:
+        """The sampler's weights (`trainer.publish`)."""
+        with self.team.turn("publish"):
+            return self._write(params, over)
 
     def policy(self, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Policy:
         """The model as a policy."""

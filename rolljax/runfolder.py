@@ -20,6 +20,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -43,6 +44,8 @@ PACKAGES = (
 )
 
 RESOLVED, LOCK = "config.resolved.json", ".lock"
+FOUND_S = 30.0
+"""Longest that a shared file system takes to show one process what another wrote."""
 
 
 class RunFolder:
@@ -73,6 +76,35 @@ class RunFolder:
                     remedy="wait for it to end, or name another folder",
                 ) from None
             yield
+
+    def mark(self, text: str) -> None:
+        """Leave a mark for other processes of the run; the folder is locked by this one."""
+        (self.path / LOCK).write_text(text)
+
+    def check_shared(self, config: Any, mark: str) -> None:
+        """Check that this is the folder of the process that left `mark`, and that its settings are those of `config`.
+
+        Raises:
+          ConfigError: one of them is not.
+        """
+        from rolljax.config import diff
+
+        deadline = time.monotonic() + FOUND_S
+        while not _holds(self.path / LOCK, mark):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    "is not the folder that the first process writes to",
+                    setting="--run_dir",
+                    value=str(self.path.absolute()),
+                    remedy="name a folder on a file system that all processes share",
+                )
+            time.sleep(0.1)
+        for path, theirs, own in diff(json.loads((self.path / RESOLVED).read_text()), config.resolved):
+            raise ConfigError(
+                f"is {own!r} here, but {theirs!r} in the first process",
+                setting=path,
+                remedy="start all processes with the same configs and settings",
+            )
 
     @property
     def checkpoints_path(self) -> Path:
@@ -131,6 +163,13 @@ class RunFolder:
 
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.checkpoints_path)
+
+    def progress(self) -> Progress | None:
+        """The latest committed position, or None; no other process is asked."""
+        if not self.checkpoints_path.is_dir():
+            return None
+        with contextlib.closing(Checkpoints(self.checkpoints_path, alone=True)) as checkpoints:
+            return checkpoints.progress()
 
     # ---- metrics and rollouts
 
@@ -199,6 +238,10 @@ def stored_config(run: str | Path) -> str:
     if not path.is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.gin")
     return str(path)
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text() == text
 
 
 def _complete(line: str) -> bool:

@@ -181,7 +181,8 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
     served = Served(name, tokenizer, chat, cfg.vocab_size, sizes.max_context)
     print(f"loading {name} and compiling", file=sys.stderr, flush=True)
     if recipe is None:
-        params, version = hf.load(args.model, model, param_shardings(mesh, model.axes(), model.abstract())), 0
+        where = param_shardings(mesh, model.axes(), model.abstract())
+        params, version = hf.load(args.model, model, where, computed=True), 0
     else:
         params, version = read_params(Plan(recipe, mesh, model, Chat(tokenizer), [], (), 0), args.run)
     return Engine(model.plain, sizes, mesh, SLOT_AXES), make_publish(mesh, model)(params), version, served
@@ -200,7 +201,7 @@ def read_sizes(args: argparse.Namespace, sizes: SamplerConfig, cfg: DecoderConfi
             value=args.max_context,
             remedy=f"at most {cfg.max_position}",
         )
-    return dataclasses.replace(sizes, prefix_match="any", **given)
+    return dataclasses.replace(sizes, prefix_match="any", tensor=None, expert=None, **given)
 
 
 # ---- the server

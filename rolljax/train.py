@@ -1,12 +1,14 @@
 """Train: `python -m rolljax.train --gin FILE [--set 'name = value'] [--run_dir DIR] [--fresh] [--dry_run]`.
 
-The same command continues a run that was stopped. Exit codes: 0 done, 2 config, 3 data or environment, 4 sampler,
-5 trainer (not finite), 6 checkpoint, 7 a wait past its deadline, 75 stopped and saved: run it again to go on.
+The same command continues a run that was stopped; on several hosts it is started on each of them (docs/sharding.md).
+Exit codes: 0 done, 2 config, 3 data, environment or a lost process, 4 sampler, 5 trainer (not finite), 6 checkpoint,
+7 a wait past its deadline, 75 stopped and saved: run it again to go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import signal
 import sys
 import threading
@@ -20,6 +22,7 @@ from rolljax.errors import EXIT_PREEMPTED, CheckpointError
 
 if TYPE_CHECKING:
     from rolljax.checkpoint import Progress
+    from rolljax.cluster import Alone, Follower, Leader
     from rolljax.config import Loaded
     from rolljax.model.decoder import Model
     from rolljax.recipe import Recipe
@@ -40,72 +43,92 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     cli.quiet()
     config: list[Loaded[Recipe]] = []
+    joined: list[Alone | Leader | Follower] = []
 
     def run() -> int:
-        from rolljax import distributed, frozen
-        from rolljax.rooms import plan as make_plan
+        from rolljax import cluster, distributed
 
-        distributed.require_one(distributed.start())
-        config.append(cli.load_recipe(args.gin, args.set))
-        plan = make_plan(config[0].value)
-        frozen.check(plan)
+        processes = distributed.start()
         if args.dry_run:
-            print(describe(plan))
-            return 0
-        folder = args.run_dir or Path("runs") / Path(args.gin[-1]).stem
-        return train(plan, config[0], folder, fresh=args.fresh)
+            distributed.require_one(processes)
+        joined.append(cluster.join(processes))
+        with joined[0].guard():
+            config.append(cli.load_recipe(args.gin, args.set))
+            return one_process(args, config[0], joined[0])
 
-    return cli.run_verb(run, lambda: config[0] if config else None)
+    code = 1
+    try:
+        code = cli.run_verb(run, lambda: config[0] if config else None)
+    finally:
+        for team in joined:
+            team.end(code)
+    return code
 
 
-def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool) -> int:
+def one_process(args: argparse.Namespace, config: Loaded[Recipe], team: Alone | Leader | Follower) -> int:
+    """What this process does of a run, or all there is to do; returns the exit code."""
+    from rolljax import frozen, rooms
+    from rolljax.cluster import Follower
+
+    folder = args.run_dir or Path("runs") / Path(args.gin[-1]).stem
+    if isinstance(team, Follower):
+        from rolljax.follow import follow
+
+        geometry = rooms.geometry(config.value)
+        frozen.check(geometry)
+        with stop_on_signal(team.ask_to_stop):
+            return follow(geometry, config, folder, team)
+    plan = rooms.plan(config.value)
+    frozen.check(plan)
+    if args.dry_run:
+        print(describe(plan))
+        return 0
+    return train(plan, config, folder, fresh=args.fresh, team=team)
+
+
+def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool, team: Alone | Leader) -> int:
     """Run, continue or decline to repeat the run in folder `path`; returns the exit code."""
     from rolljax.runfolder import RunFolder
 
     folder = RunFolder(path)
     with folder.lock():
         folder.prepare(config, fresh=fresh)
-        return _train(plan, folder)
+        mark = secrets.token_hex()
+        folder.mark(mark)
+        team.greet(mark)
+        return _train(plan, folder, team)
 
 
-def _train(plan: Plan, folder: RunFolder) -> int:
+def _train(plan: Plan, folder: RunFolder, team: Alone | Leader) -> int:
     from rolljax import loop
     from rolljax.buffer import Stopped
-    from rolljax.model import hf
     from rolljax.progress import Console
-    from rolljax.rooms import frozen_base, plain_params
-    from rolljax.trainer.state import fingerprint
 
     console, start = Console(), time.perf_counter()
-    checkpoints = folder.checkpoints()
-    progress = checkpoints.progress()
-    checkpoints.close()
+    progress = folder.progress()
     if progress and progress.finished:
         console.say(f"{folder.path} is complete already ({progress.total_steps} steps); --fresh starts over")
         return 0
     if progress:
         console.say(f"continuing {folder.path} after step {progress.total_steps}")
-    with stop_on_signal() as should_stop:
+    with stop_on_signal() as is_told:
         try:
-            state, progress = loop.train(plan, folder, console, should_stop)
+            with team.guard():
+                state, progress = loop.train(plan, folder, console, lambda: is_told() or team.asked_to_stop(), team)
         except Stopped:
-            checkpoints = folder.checkpoints()
-            progress = checkpoints.progress()
-            checkpoints.close()
+            progress = folder.progress()
             assert progress is not None
             finish(folder, progress, "stopped by signal")
             console.say("stopped and saved; the same command goes on from here")
             return EXIT_PREEMPTED
         except Exception as e:
-            checkpoints = folder.checkpoints()
-            folder.write_summary(checkpoints.progress() or loop.Progress(), f"{type(e).__name__}: {e}")
+            folder.write_summary(folder.progress() or loop.Progress(), f"{type(e).__name__}: {e}")
             raise
     if not progress.finished:
         raise CheckpointError(f"the run ended after {progress.total_steps} steps without a reason: this is a bug")
-    whole = plan.model.whole(state.params, frozen_base(plan))
-    source = plan.recipe.model if isinstance(plan.recipe.model, str) else None
-    hf.save(folder.path / "hf", plan.model.plain, plain_params(plan, whole), plan.chat.tokenizer, source=source)
-    finish(folder, progress, "all phases done", fingerprint(state))
+    with team.turn("result"):
+        state_sha256 = loop.result(plan, folder, state, plan.chat.tokenizer)
+    finish(folder, progress, "all phases done", state_sha256)
     console.say(
         f"done in {time.perf_counter() - start:.0f} s: {folder.path}/  curves.png  summary.json  metrics.jsonl  "
         "rollouts/  hf/ (Hugging Face)  ckpt/ (Orbax)"
@@ -122,10 +145,14 @@ def finish(folder: RunFolder, progress: Progress, reason: str, state_sha256: str
 
 
 class stop_on_signal:
-    """While inside, SIGTERM and a first Ctrl-C ask the run to stop; a second Ctrl-C interrupts at once."""
+    """While inside, SIGTERM and a first Ctrl-C ask the run to stop; a second Ctrl-C interrupts at once.
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
+    Args:
+      tell: is called when they do.
+    """
+
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+        self._event, self._tell = threading.Event(), tell
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Callable[[], bool]:
@@ -136,12 +163,14 @@ class stop_on_signal:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that Python did not set: `jax.distributed` has its own
+                signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
         if self._event.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._event.set()
+        self._tell()
 
 
 def describe_adapters(model: Model) -> str:
@@ -161,9 +190,10 @@ def describe(plan: Plan) -> str:
     from rolljax.trainer.mesh import MESH_AXES
 
     r, m = plan.recipe, plan.model
-    axes = ", ".join(f"{a}={plan.mesh.shape[a]}" for a in MESH_AXES)
+    split = lambda mesh: ", ".join(f"{a}={mesh.shape[a]}" for a in MESH_AXES)  # noqa: E731
     lines = [
-        f"mesh      {axes} ({plan.mesh.devices.flat[0].device_kind})",
+        f"mesh      {split(plan.mesh)} ({plan.mesh.devices.flat[0].device_kind})",
+        *([f"sampler's {split(plan.sampler_mesh)}"] if plan.sampler_mesh is not plan.mesh else []),
         f"model     {m.num_params():,} parameters, {m.cfg.num_layers} layers, {m.dtype}"
         + (f", from {r.model}" if isinstance(r.model, str) else ", random weights"),
         *([describe_adapters(m)] if m.lora else []),

@@ -3,9 +3,14 @@ built in process (`MeshSpec().build(jax.devices()[:1])` is the mesh of one devic
 
 import os
 import tempfile
+from importlib import metadata
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# XLA's older emitters compile programs in half of the time, and tests run few programs often; flags that are unknown to
+# another version would end it
+EMITTERS = "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else ""
+FLAGS = f"--xla_force_host_platform_device_count=8 {EMITTERS}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # programs that several tests compile, in this process or in their own, are compiled once
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -19,6 +24,23 @@ import pytest
 
 hypothesis.settings.register_profile("repo", deadline=None, derandomize=True, database=None, max_examples=60)
 hypothesis.settings.load_profile("repo")
+
+# Files that take longest, so that no worker is left with one of them when the others are done.
+LONGEST = [
+    "test_resume", "test_run", "test_plan", "test_scheduler", "test_learner", "test_moe", "test_hlo", "test_meshes",
+    "test_jetstream", "test_agent", "test_families", "test_trl", "test_recipes", "test_twin", "test_update", "test_serve",
+    "test_lora", "test_vocab", "test_algorithms", "test_sampler", "test_optimizer", "test_agentic_run",
+    "test_faulty_run", "test_expert_sampler",
+]  # fmt: skip
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # pytest-xdist would hand out files with many tests first
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +76,14 @@ def quick_compiles():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread():
+    """Models as small as those of tests lose time with more."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

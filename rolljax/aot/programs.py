@@ -35,7 +35,7 @@ from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import ARRAYS, SCALARS, TokenBatch
 from rolljax.trainer.learner import Learner
 from rolljax.trainer.mesh import SLOT_AXES, param_shardings
-from rolljax.trainer.publish import make_publish
+from rolljax.trainer.publish import make_write
 from rolljax.trainer.update import batch_shardings
 
 Sizes = Mapping[str, float]
@@ -138,6 +138,13 @@ def trained_params(mesh: Mesh, model: Model) -> Params:
     return placed(model.abstract(), param_shardings(mesh, model.axes(), model.abstract()))
 
 
+def computed_params(mesh: Mesh, model: Model, *, fsdp: bool = True) -> Params:
+    """A plain decoder's parameters, matrices in the compute dtype; fsdp: see `param_shardings`."""
+    plain = model.plain
+    shapes = jax.eval_shape(plain.computed, plain.abstract())
+    return placed(shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=fsdp))
+
+
 def frozen_shapes(mesh: Mesh, model: Model, algorithm: Algorithm, base: Base | None) -> dict[str, tuple[Model, Params]]:
     """Shapes of the policies that stay as they are while an algorithm trains, by source (`rolljax.frozen`).
 
@@ -147,11 +154,11 @@ def frozen_shapes(mesh: Mesh, model: Model, algorithm: Algorithm, base: Base | N
     for source in algorithm.needs().frozen:
         if source not in ("run_start", "phase_start"):
             other = Model(read_config(source), model.dtype)
-            found[source] = (other, trained_params(mesh, other))
+            found[source] = (other, computed_params(mesh, other))
         elif base is not None:
             found[source] = (model, Adapted(base, None))
         else:
-            found[source] = (model, trained_params(mesh, model))
+            found[source] = (model, computed_params(mesh, model))
     return found
 
 
@@ -201,9 +208,6 @@ def batch_shapes(learner: Learner) -> TokenBatch:
     if routing and learner.replay_experts:
         tail = (learner.model.cfg.num_layers, routing.per_token)
         arrays["chosen_Lk"] = jax.ShapeDtypeStruct((*rows, *tail), routing.dtype)
-    if learner.replay_experts and (routing := learner.model.cfg.routing):
-        kept = (learner.model.cfg.num_layers, routing.per_token)
-        arrays["chosen_Lk"] = jax.ShapeDtypeStruct((*rows, *kept), routing.dtype)
     scalars = {n: jax.ShapeDtypeStruct((), jnp.int32 if n == "num_micro" else jnp.float32) for n in SCALARS}
     batch = TokenBatch(**arrays, **scalars)  # type: ignore[arg-type]
     return placed(batch, batch_shardings(learner.mesh, batch))
@@ -294,12 +298,9 @@ class SamplerShapes:
 
     @staticmethod
     def of(model: Model, cfg: SamplerConfig, mesh: Mesh) -> SamplerShapes:
-        plain = model.plain
-        engine = Engine(plain, cfg, mesh, SLOT_AXES)
-        shapes = jax.eval_shape(plain.computed, plain.abstract())
-        params = placed(shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=False))
+        engine = Engine(model.plain, cfg, mesh, SLOT_AXES)
         state = placed(jax.eval_shape(engine.init_decode_state), engine.state_shardings())
-        return SamplerShapes(engine, params, state)
+        return SamplerShapes(engine, computed_params(mesh, model, fsdp=False), state)
 
     def resident(self) -> dict[str, float]:
         """Bytes of one device."""
@@ -332,7 +333,7 @@ class SamplerShapes:
             lambda: engine._generate.lower(params, state, table, slots, False, False),
             both,
             {},
-            cfg.steps_per_dispatch,
+            1,
             decode,
             steps,
         )
@@ -342,11 +343,13 @@ class SamplerShapes:
         yield program("insert", lambda: engine._insert.lower(state, logits, inserts, False, False), pool, rest)
 
 
-def publish_program(mesh: Mesh, model: Model, trained: Any, own: Sizes, beside: Sizes, new: float) -> Program:
-    """The copy from the trainer's weights to the sampler's. New weights are made while the old ones are still used.
+def publish_program(mesh: Mesh, to: Mesh, model: Model, trained: Any, old: Any, own: Sizes, beside: Sizes) -> Program:
+    """The copy from the trainer's weights to the sampler's.
 
     Args:
-      trained: what `Model.bind` takes, with shardings. own: its bytes. beside: all else. new: bytes of the copy.
+      mesh, to: of the trainer, and of the sampler.
+      trained: what `Model.bind` takes. old: the sampler's weights; both with shardings. own: their bytes. beside: all
+        else.
     """
-    publish: Any = make_publish(mesh, model)
-    return Program("publish", lambda: publish.lower(trained), mesh, {**own, "new sampler weights": new}, beside)
+    write = make_write(mesh, model, to)
+    return Program("publish", lambda: write.lower(trained, old), mesh, own, beside)

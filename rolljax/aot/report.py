@@ -114,8 +114,9 @@ def kernel_work(kernel: Kernel, rows_used: float = 1.0) -> tuple[float, float]:
 
     Splash attention: a row of full length without siblings, of which the blocks up to the diagonal are computed;
     `model.splash` makes two calls for it, and each counts as half. Its forward kernel has 2 products, those for dq 3,
-    for dkv 4. Grouped matmuls: the share `rows_used` of their rows; they skip the others. Attention over pages: every
-    row at half of its longest context, bound by the pages that it reads. Others: their arrays, and no flops.
+    for dkv 4. Grouped matmuls: the share `rows_used` of their rows; they skip the others, and read the
+    experts of one layer. Attention over pages: every row at half of its longest context, bound by the pages that it
+    reads. Others: their arrays, and no flops.
     """
     name, nbytes = kernel.name, float(kernel.nbytes)
     tables = [a.dims for a in kernel.operands if a.dtype == "s32"]
@@ -127,6 +128,10 @@ def kernel_work(kernel: Kernel, rows_used: float = 1.0) -> tuple[float, float]:
         return products * 2.0 * math.prod(q) * keys * (blocks + 1) / (2 * blocks) / 2, nbytes
     if "gmm" in name:
         rows = [a.dims for a in (*kernel.operands, *kernel.results) if len(a.dims) == 2 and a.dtype != "s32"]
+        experts = next((d[0] - 1 for d in tables if len(d) == 1 and d[0] > 1), 0)
+        weights = next((a for a in kernel.operands if len(a.dims) == 3 and a.dtype != "s32"), None)
+        if weights and experts < weights.dims[0]:  # those of all layers: one layer's are read
+            nbytes -= weights.nbytes * (1 - experts / weights.dims[0])
         if len(rows) > 1:
             return 2.0 * math.prod(rows[0]) * rows[1][1] * rows_used, nbytes
     if "paged_attention" in name:

@@ -157,20 +157,25 @@ class Decoder(nnx.Module):
         *,
         chosen_LBTk: jax.Array | None = None,
         unroll: bool = False,
+        in_place: bool = False,
     ) -> Out:
         """Run all layers.
 
         Args:
           chosen_LBTk: experts to take instead of those the routers choose, -1 where they do choose (router replay).
           unroll: write the layers out instead of scanning over them; `attend` then gets a plain int as its layer.
+          in_place: give layers their experts in those of all layers (`Layers.indexed`), for programs without gradients:
+            a kernel reads them where they lie, instead of a copy for each layer and step.
         """
         cfg = self.cfg
-        graph, stacked = nnx.split(self.layers)
+        names = self.layers.indexed if in_place and not unroll else ()
+        graph, *states = nnx.split(self.layers, lambda path, _: path[0] in names, ...)
+        whole, stacked = states
         x = constrain(cfg.embedded(self._rows(tokens_BT)), "batch", "length", "hidden")
         if unroll:
             each = []
             for i in range(cfg.num_layers):
-                layer = nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], stacked))
+                layer = nnx.merge(graph, whole, jax.tree.map(lambda a, i=i: a[i], stacked))
                 chosen = None if chosen_LBTk is None else chosen_LBTk[i]
                 x, cache, mixture = layer.layer(x, positions_BT, attend, cache, i, chosen)
                 each.append(mixture)
@@ -179,7 +184,7 @@ class Decoder(nnx.Module):
         def body(carry, xs):
             x, cache = carry
             params, index, chosen = xs
-            x, cache, mixture = nnx.merge(graph, params).layer(x, positions_BT, attend, cache, index, chosen)
+            x, cache, mixture = nnx.merge(graph, whole, params).layer(x, positions_BT, attend, cache, index, chosen)
             return (constrain(x, "batch", "length", "hidden"), cache), mixture
 
         if self.remat != "none" or is_gathered():

@@ -80,16 +80,33 @@ class Folder:
             "init_std": self.get("initializer_range", 0.02),
         }
 
+    def plain(self) -> dict[str, Any]:
+        """`shape`, for families with SwiGLU and unstretched rotary embeddings, and nothing beside them.
+
+        Raises:
+          CheckpointError: as `shape`, or the folder asks for more than that.
+        """
+        rotary = self.rope()
+        self.refuse(
+            rope_parameters=rotary["rope_type"] != "default",
+            use_sliding_window=self.get("use_sliding_window", False),
+            hidden_act=self.get("hidden_act", "silu") != "silu",
+        )
+        tied = self.get("tie_word_embeddings", False)
+        return {**self.shape(), "rope_theta": float(rotary["rope_theta"]), "tie_embeddings": tied}
+
 
 @dataclasses.dataclass(frozen=True)
 class Multimodal:
     """An architecture of which a family is the text part; the other parts are left where they are.
 
-    prefix: of the text part's tensors. others: prefixes of the rest. defaults: what `text_config` may leave out.
+    prefix: of the text part's tensors. module: what `transformers` calls that part. others: prefixes of the rest.
+    defaults: what `text_config` may leave out.
     """
 
     architecture: str
     prefix: str
+    module: str
     others: tuple[str, ...]
     defaults: Mapping[str, Any]
 
@@ -118,6 +135,16 @@ def written_shape(cfg: Any) -> dict[str, Any]:
         "max_position_embeddings": cfg.max_position,
         "initializer_range": cfg.init_std,
         "attention_dropout": 0.0,
+    }
+
+
+def written_plain(cfg: Any) -> dict[str, Any]:
+    """The inverse of `Folder.plain`."""
+    return written_shape(cfg) | {
+        "rope_theta": cfg.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
+        "hidden_act": "silu",
+        "use_sliding_window": False,
     }
 
 

@@ -70,6 +70,12 @@ def _described(folder: Path) -> tuple[type[DecoderConfig], Folder, Multimodal | 
     return families[found], Folder(str(path), raw), multimodal if wrapped else None
 
 
+def decoder_module(folder: str | Path) -> str:
+    """What `transformers` calls the decoder inside the model that it makes of a folder."""
+    multimodal = _described(Path(folder))[2]
+    return multimodal.module if multimodal else "model"
+
+
 def write_config(cfg: DecoderConfig, tokenizer: Any, dtype: Dtype = "float32") -> dict[str, Any]:
     """`config.json` for `transformers`, as it reads in versions 4 and 5."""
     return {
@@ -134,7 +140,7 @@ def load(folder: str | Path, model: Model, shardings: Params, *, computed: bool 
         like = jax.eval_shape(model.computed, like)
     total = sum(stored.tensors[entry.name].nbytes for entry in expected)
     params: dict[str, Any] = {}
-    with byte_bar(f"reading {stored.folder.name}", total) as advance:
+    with byte_bar(f"reading {stored.folder.name}", total, shown=jax.process_index() == 0) as advance:
         for path in dict.fromkeys(entry.path for entry in expected):
             of_path = [entry for entry in expected if entry.path == path]
             node = params
@@ -274,7 +280,7 @@ def save(
         tokenizer.save_pretrained(str(folder))
         _write_json(folder / "config.json", write_config(model.cfg, tokenizer, dtype))
         _write_json(folder / GENERATION, _generation(tokenizer, source))
-    with byte_bar(f"writing {folder.name}", sum(tensor.nbytes for tensor in planned)) as advance:
+    with byte_bar(f"writing {folder.name}", sum(tensor.nbytes for tensor in planned), shown=writes) as advance:
         for done in shards.write(folder, planned, max_shard_bytes, writes=writes):
             advance(done)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,12 @@ class Mixture(NamedTuple):
 
 
 class Layers(nnx.Module):
-    """All layers of a decoder, stacked. A family's subclass declares its parameters and computes `layer`."""
+    """All layers of a decoder, stacked. A family's subclass declares its parameters and computes `layer`.
+
+    indexed: names of parameters that `layer` takes of all layers at once as well.
+    """
+
+    indexed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, cfg: Any, *, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
@@ -113,7 +118,7 @@ class Layers(nnx.Module):
         index: jax.Array | int,
         chosen_BTk: jax.Array | None,
     ) -> tuple[jax.Array, Any, Mixture | None]:
-        """One layer; `self` holds that layer's slice of the parameters (no leading L).
+        """One layer; `self` holds that layer's slice of the parameters (no leading L; but see `indexed`).
 
         chosen_BTk: experts to take in place of the router's choice, -1 where the router chooses (None: everywhere).
         """
@@ -177,8 +182,8 @@ class Layers(nnx.Module):
         else:
             out = matmul(x, w, (axes[0], axes[ins]))
         if hasattr(self, f"{name}_a"):
-            a, b = (getattr(self, f"{name}_{part}")[...].astype(x.dtype) for part in "ab")
-            out += (x @ a) @ b * self.factor
+            a, b = (getattr(self, f"{name}_{part}")[...] for part in "ab")
+            out += matmul(matmul(x, a, (axes[0], "rank")), b, ("rank", axes[ins])) * self.factor
         return out
 
     def heads(self, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -215,9 +220,11 @@ class PreNormLayers(Layers):
         """Of the rotary embedding, `[C / 2]`."""
         return rope_frequencies(self.cfg.head_dim, self.cfg.rope_theta)
 
-    def feed(self, h_BTD: jax.Array, chosen_BTk: jax.Array | None) -> tuple[jax.Array, Mixture | None]:
+    def feed(
+        self, h_BTD: jax.Array, index: jax.Array | int, chosen_BTk: jax.Array | None
+    ) -> tuple[jax.Array, Mixture | None]:
         """The feed-forward of normed hidden states."""
-        del chosen_BTk
+        del index, chosen_BTk
         return self.gated(h_BTD), None
 
     def layer(
@@ -236,5 +243,5 @@ class PreNormLayers(Layers):
         q, k = (rope(x, positions_BT, self.frequencies) for x in (q, k))
         mixed, cache = attend(q, k, v, cache, index)
         x_BTD = x_BTD + self.mixed_out(mixed)
-        out, mixture = self.feed(norm(x_BTD, self.ffn_norm[...]), chosen_BTk)
+        out, mixture = self.feed(norm(x_BTD, self.ffn_norm[...]), index, chosen_BTk)
         return x_BTD + out, cache, mixture

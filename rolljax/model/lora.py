@@ -201,12 +201,19 @@ def merged(lora: Lora, whole: Adapted, dtype: Any) -> Params:
 
 
 def save_adapter(
-    folder: str | Path, lora: Lora, cfg: DecoderConfig, adapters: Params, base: str, tokenizer: Any
+    folder: str | Path,
+    lora: Lora,
+    cfg: DecoderConfig,
+    adapters: Params,
+    base: str,
+    tokenizer: Any,
+    inside: str = "model",
 ) -> None:
     """Write adapters as the folder that PEFT reads, with the tokenizer, into a new or empty folder.
 
     Args:
-      base: the folder of the base weights, as `adapter_config.json` names it.
+      base: the folder of the base weights, as `adapter_config.json` names it. inside: what `transformers` calls the
+        decoder in the model that it makes of that folder (`hf.decoder_module`).
     """
     from safetensors.numpy import save_file
 
@@ -220,7 +227,7 @@ def save_adapter(
         modules.add(theirs.rpartition(".")[2])
         for part, letter in (("a", "A"), ("b", "B")):
             for i, matrix in enumerate(np.asarray(adapters["layers"][f"{name}_{part}"])):
-                key = f"base_model.model.model.layers.{i}.{theirs}.lora_{letter}.weight"
+                key = f"base_model.model.{inside}.layers.{i}.{theirs}.lora_{letter}.weight"
                 tensors[key] = np.ascontiguousarray(matrix.T)
     config = {
         "peft_type": "LORA",
@@ -229,7 +236,8 @@ def save_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(modules),
+        # other parts have modules of these names, too: a pattern, where there are others
+        "target_modules": sorted(modules) if inside == "model" else rf"{inside}\..*\.({'|'.join(sorted(modules))})",
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,

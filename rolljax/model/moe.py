@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +84,18 @@ class Weights(NamedTuple):
     gate: Any
     up: Any
     down: Any
+    layer: Any = None
+    """Whose they are, where the others have all layers in front: kernels then read them where they lie."""
+
+    def each(self, change: Callable[..., Any], *others: Any) -> Weights:
+        """With `change(weights, *others of these weights)` in place of each."""
+        gate, up, down = map(change, self[:3], *others)
+        return Weights(gate, up, down, self.layer)
+
+    @property
+    def num(self) -> int:
+        """E."""
+        return self.gate.shape[-3]
 
 
 _AXES = Weights(
@@ -90,7 +103,7 @@ _AXES = Weights(
     ("experts", "expert_embed", "expert_ffn"),
     ("experts", "expert_ffn", "expert_embed"),
 )
-"""Logical axes of these parameters."""
+"""Logical axes of the parameters of a layer."""
 
 
 def declare(layers: Any, rngs: Any, num_experts: int, ffn_size: int) -> None:
@@ -111,7 +124,7 @@ def mixed(x_BTD: jax.Array, chosen_BTk: jax.Array, weights_BTk: jax.Array, exper
     sampler's) a device has its part of them if `expert` is manual, and the feed-forward's if `tensor` is not.
     """
     outer, mesh = jax.sharding.get_abstract_mesh(), current_mesh()
-    experts = Weights(*(w.astype(x_BTD.dtype) for w in experts))
+    experts = experts.each(lambda w: w.astype(x_BTD.dtype))
     if outer.manual_axes:
         axes = set(outer.axis_names) - set(outer.manual_axes)
         split = _Split(
@@ -119,16 +132,17 @@ def mixed(x_BTD: jax.Array, chosen_BTk: jax.Array, weights_BTk: jax.Array, exper
             tensor=tuple(a for a in ("tensor",) if a in axes and outer.shape[a] > 1),
         )
         mesh, tokens = None, PartitionSpec()  # also where nothing is split: kernels want every axis to be manual
-        each = [[split.tensor if name == "expert_ffn" else None for name in names] for names in _AXES]
-        where = Weights(*(PartitionSpec(*names) for names in each))
+        where = _AXES.each(lambda names: PartitionSpec(*(split.tensor if n == "expert_ffn" else None for n in names)))
     elif mesh is not None and mesh.size > 1:
         axes, tokens = set(mesh.axis_names), spec(("batch", "length", None), ACTIVATION_RULES, mesh)
         split = _Split(*((a,) if mesh.shape[a] > 1 else () for a in _Split._fields))
-        where = Weights(*(spec(names, PARAM_RULES, mesh) for names in _AXES))
+        where = _AXES.each(lambda names: spec(names, PARAM_RULES, mesh))
     else:
-        axes, split = set(), _Split()
+        axes, split, where = set(), _Split(), _AXES
     if not axes:
         return _on_device(x_BTD, chosen_BTk, weights_BTk, experts, split)
+    if experts.layer is not None:
+        where = where.each(lambda names: PartitionSpec(None, *names))._replace(layer=PartitionSpec())
     run = jax.shard_map(
         functools.partial(_on_device, split=split),
         mesh=mesh,
@@ -156,12 +170,12 @@ def _on_device(
     k = chosen_BTk.shape[-1]
     x, chosen, weights = x_BTD.reshape(-1, x_BTD.shape[-1]), chosen_BTk.reshape(-1, k), weights_BTk.reshape(-1, k)
     if split.fsdp:
-        experts = Weights(*(gather(w, split.fsdp, axis=a) for w, a in zip(experts, (1, 1, 2), strict=True)))
+        experts = experts.each(lambda w, axis: gather(w, split.fsdp, axis=w.ndim + axis), (-2, -2, -1))
     parts = 1
     if split.expert:
         x, chosen, weights = (gather(a, split.expert) for a in (x, chosen, weights))
         parts = jax.lax.axis_size(split.expert)
-        chosen -= jax.lax.axis_index(split.expert) * len(experts.gate)
+        chosen -= jax.lax.axis_index(split.expert) * experts.num
     out = _sum_over_experts(parts, x, weights, experts, chosen)
     if split.expert:
         out = jax.lax.psum_scatter(out, split.expert, tiled=True)
@@ -213,13 +227,12 @@ def _sum_over_experts(
     What experts compute is computed again in the backward pass: `k` rows to a token would be by far the most that a
     layer has to keep.
     """
-    rounds, k = _Rounds.of(chosen_Nk, len(experts.gate), parts), chosen_Nk.shape[-1]
+    rounds, k = _Rounds.of(chosen_Nk, experts.num, parts), chosen_Nk.shape[-1]
 
     def one(i: jax.Array, out_ND: jax.Array) -> jax.Array:
         order, holds, sizes = rounds(i)
-        rows = _rows(x_ND, order // k, holds)
-        y_RD = _gated(rows, weights_Nk.reshape(-1)[order], experts, holds, sizes)
-        return _add_rows(out_ND, order // k, y_RD)
+        y_RD = _gated(x_ND[order // k], weights_Nk.reshape(-1)[order], experts, sizes)
+        return _add_rows(out_ND, order // k, holds, y_RD)
 
     return jax.lax.fori_loop(0, rounds.needed, one, jnp.zeros(x_ND.shape, jnp.float32)).astype(x_ND.dtype)
 
@@ -230,17 +243,16 @@ def _forward(parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: Weight
 
 def _backward(parts: int, kept: Any, d_out_ND: jax.Array) -> Any:
     x_ND, weights_Nk, experts, chosen_Nk = kept
-    rounds, k = _Rounds.of(chosen_Nk, len(experts.gate), parts), chosen_Nk.shape[-1]
+    rounds, k = _Rounds.of(chosen_Nk, experts.num, parts), chosen_Nk.shape[-1]
 
     def one(i: jax.Array, sums: Any) -> Any:
         d_x, d_weights, d_experts = sums
         order, holds, sizes = rounds(i)
-        rows = _rows(x_ND, order // k, holds)
         weight = weights_Nk.reshape(-1)[order]
-        _, pull = jax.vjp(functools.partial(_gated, holds_R=holds, sizes_E=sizes), rows, weight, experts)
-        d_rows, d_weight, d_round = pull(_rows(d_out_ND, order // k, holds))
+        _, pull = jax.vjp(functools.partial(_gated, sizes_E=sizes), x_ND[order // k], weight, experts)
+        d_rows, d_weight, d_round = pull(d_out_ND[order // k])
         return (
-            _add_rows(d_x, order // k, jnp.where(holds[:, None], d_rows, 0)),
+            _add_rows(d_x, order // k, holds, d_rows),
             d_weights.at[order].add(jnp.where(holds, d_weight, 0).astype(jnp.float32)),
             jax.tree.map(jnp.add, d_experts, d_round),
         )
@@ -255,14 +267,17 @@ def _backward(parts: int, kept: Any, d_out_ND: jax.Array) -> Any:
 _sum_over_experts.defvjp(_forward, _backward)
 
 
-def _rows(x_ND: jax.Array, token_R: jax.Array, holds_R: jax.Array) -> jax.Array:
-    return jnp.where(holds_R[:, None], x_ND[token_R], 0)
+def _add_rows(out_ND: jax.Array, token_R: jax.Array, holds_R: jax.Array, rows_RD: jax.Array) -> jax.Array:
+    """Each row that holds anything added to its token's.
 
-
-def _add_rows(out_ND: jax.Array, token_R: jax.Array, rows_RD: jax.Array) -> jax.Array:
-    """Each row added to its token's, by token: TPU compilers would sort them anyway, and take far longer over it."""
-    order = _order(token_R, len(out_ND))
-    return out_ND.at[token_R[order]].add(rows_RD[order].astype(jnp.float32), indices_are_sorted=True)
+    By token: TPU compilers would sort them anyway, and take far longer over it. Rows of no expert, which kernels leave
+    unwritten, go nowhere.
+    """
+    nowhere = len(out_ND)
+    token_R = jnp.where(holds_R, token_R, nowhere)
+    order = _order(token_R, nowhere + 1)
+    rows_RD = rows_RD[order].astype(jnp.float32)
+    return out_ND.at[token_R[order]].add(rows_RD, indices_are_sorted=True, mode="drop")
 
 
 def _order(key_A: jax.Array, bound: int) -> jax.Array:
@@ -274,29 +289,36 @@ def _order(key_A: jax.Array, bound: int) -> jax.Array:
     return jnp.argsort(key_A)
 
 
-def _gated(x_RD: jax.Array, weight_R: jax.Array, experts: Weights, holds_R: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _gated(x_RD: jax.Array, weight_R: jax.Array, experts: Weights, sizes_E: jax.Array) -> jax.Array:
     """What each row's expert makes of it, times the row's weight; rows are sorted by expert, `sizes_E` to each, and
-    those after them become 0."""
-
-    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-        # the kernels leave what belongs to no expert unwritten
-        return jnp.where(holds_R[:, None], grouped_matmul(x, w, sizes_E), 0)
-
+    those after them become anything."""
+    matmul = functools.partial(grouped_matmul, sizes_E=sizes_E, layer=experts.layer)
     h_RF = jax.nn.silu(matmul(x_RD, experts.gate)) * matmul(x_RD, experts.up)
     return matmul(h_RF * weight_R[:, None], experts.down)  # weighted here, its gradient needs no product again
 
 
-def grouped_matmul(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def grouped_matmul(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, layer: Any = None) -> jax.Array:
     """Rows sorted by expert, each times its expert's matrix, `[R, O]`; rows after the last expert's are anything.
 
     On TPU by megablox: `lax.ragged_dot` computes the gradient of the weights there as one dense product per expert.
+
+    Args:
+      layer: index of the layer, where the weights are those of all layers, `[L, E, I, O]`. Not differentiable then.
     """
-    return jax.lax.platform_dependent(x_RI, w_EIO, sizes_E, tpu=_megablox, default=jax.lax.ragged_dot)
+    args = (x_RI, w_EIO, sizes_E) if layer is None else (x_RI, w_EIO, sizes_E, layer)
+    return jax.lax.platform_dependent(*args, tpu=_megablox, default=_ragged)
 
 
-def _megablox(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    rows = _row_tile(len(x_RI), len(w_EIO))
-    return megablox.gmm(x_RI, w_EIO, sizes_E, x_RI.dtype, functools.partial(_tiling, rows))
+def _ragged(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, layer: Any = None) -> jax.Array:
+    w = w_EIO if layer is None else jax.lax.dynamic_index_in_dim(w_EIO, layer, keepdims=False)
+    return jax.lax.ragged_dot(x_RI, w, sizes_E)
+
+
+def _megablox(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, layer: Any = None) -> jax.Array:
+    tiling = functools.partial(_tiling, _row_tile(len(x_RI), len(sizes_E)))
+    # the kernel takes the matrix at (expert - offset): with all layers' experts in one row, those of this layer
+    offset = None if layer is None else -jnp.asarray(layer, jnp.int32) * len(sizes_E)
+    return megablox.gmm(x_RI, w_EIO.reshape(-1, *w_EIO.shape[-2:]), sizes_E, x_RI.dtype, tiling, offset)
 
 
 def _row_tile(rows: int, num_experts: int) -> int:

@@ -179,12 +179,26 @@ class Sampler:
         logp = await self._ask(lambda: np.array(self.engine.score(self._scheduler.params, tokens)))
         return np.concatenate([[np.nan], logp[0, 1 : len(prompt_ids)]]).astype(np.float32)
 
-    def publish(self, params: Params, version: int, timeout_s: float = 600.0) -> None:
-        """Swap the weights between two dispatches. Running requests go on; their next tokens carry the new version."""
+    def publish(self, make: Callable[[Params], Params], version: int, timeout_s: float = 600.0) -> None:
+        """Swap the weights between two dispatches. Running requests go on; their next tokens carry the new version.
+
+        Args:
+          make: the new weights, of those in use, which it may give up for them (`trainer.publish`). Called in the
+            sampler's thread; if it fails, so does the sampler.
+        """
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def swap() -> None:
-            self._scheduler.publish(params, version)
+            if self._error:
+                done.set_exception(self._error)
+                return
+            try:
+                self._scheduler.publish(make, version)
+            except Exception as e:  # the weights in use may be gone: the thread ends with it
+                done.set_exception(
+                    SamplerError(f"weights of version {version} could not be taken: {type(e).__name__}: {e}")
+                )
+                raise
             done.set_result(None)
 
         self._send(swap)

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError
 from rolljax.model.attention import packed
+from rolljax.model.axes import MESH_AXES
 from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.layers import Mixture
 from rolljax.sampler.kernels import paths_for
@@ -61,6 +62,9 @@ class SamplerConfig:
     reuse_stale: let new requests start from keys and values that older weights made.
     attention: 'kernel' reads pages where they are (Pallas: TPU, GPU), 'dense' copies the context out of them (XLA, any
     device). 'auto': the kernel on TPU, dense elsewhere.
+    tensor, expert: devices that the layers of the sampler's weights are split over, and their experts; the rest share
+    out the slots (default: as the trainer's mesh has them). Decoding reads all of a device's weights for every token of
+    its slots, so it wants them split further than training does.
     record_experts: of models with experts, hand out which ones each decoded token took; the trainer then takes the same
     (router replay, arXiv:2510.11370).
     """
@@ -75,11 +79,13 @@ class SamplerConfig:
     on_publish: Literal["recompute", "keep"] = "recompute"
     reuse_stale: bool = False
     attention: Literal["auto", "dense", "kernel"] = "auto"
+    tensor: int | None = None
+    expert: int | None = None
     record_experts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_context", "page_size", "steps_per_dispatch"):
-            if getattr(self, name) < 1:
+        for name in ("slots", "max_context", "page_size", "steps_per_dispatch", "tensor", "expert"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", setting=f"SamplerConfig.{name}", value=getattr(self, name))
         if self.prefill_chunk < MIN_PIECE or self.prefill_chunk & (self.prefill_chunk - 1):
             raise ConfigError(
@@ -109,6 +115,26 @@ class SamplerConfig:
     @property
     def num_pages(self) -> int:
         return self.pages or (self.slots + self.prefill_chunk // MIN_PIECE) * self.pages_per_sequence
+
+    def mesh(self, trainer: Mesh) -> Mesh:
+        """The sampler's mesh over the devices of the trainer's.
+
+        Raises:
+          ConfigError: the devices do not divide by what `tensor` and `expert` ask for.
+        """
+        if self.tensor is None and self.expert is None:
+            return trainer
+        tensor, expert = self.tensor or trainer.shape["tensor"], self.expert or trainer.shape["expert"]
+        if trainer.size % (tensor * expert):
+            name = "tensor" if self.tensor else "expert"
+            raise ConfigError(
+                f"{trainer.size} devices do not divide by tensor x expert = {tensor} x {expert}",
+                setting=f"SamplerConfig.{name}",
+                value=getattr(self, name),
+                remedy=f"choose a divisor of {trainer.size}",
+            )
+        sizes = {"data": trainer.size // (tensor * expert), "expert": expert, "tensor": tensor}
+        return Mesh(trainer.devices.reshape([sizes.get(axis, 1) for axis in MESH_AXES]), MESH_AXES)
 
     def check_shards(self, num_shards: int) -> None:
         """Raise `ConfigError` unless slots, prefill rows and pages can be split over so many batch shards."""
@@ -302,10 +328,13 @@ class Engine:
                 width=cfg.pages_per_sequence,
                 unroll=self.unroll,
             )
+        whole = NamedSharding(mesh, PartitionSpec()) if mesh.is_multi_process else None  # what one host is to read
         self._prefill = self._jit(self._prefill_local, donate=(1,), num_row_args=2, static=1)
-        self._insert = self._jit(self._insert_local, donate=(0,), num_row_args=3, params=False, static=2)
-        self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=3, static=2)
-        self._score = self._jit(self._score_all, donate=(), num_row_args=1, whole=True)
+        self._insert = self._jit(
+            self._insert_local, donate=(0,), num_row_args=3, params=False, static=2, out=(None, whole)
+        )
+        self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=3, static=2, out=(None, whole))
+        self._score = self._jit(self._score_all, donate=(), num_row_args=1, whole=True, out=whole)
 
     @property
     def num_shards(self) -> int:
@@ -409,7 +438,8 @@ class Engine:
         pool = path.copy_pages(state.pool, pieces.copy_from, pieces.copy_to)
         reading, cache = path.open(pool, pieces.table, pieces.start, T, read)
         positions = pieces.start[:, None] + jnp.arange(T)
-        hidden_RTD, cache, _ = decoder(pieces.tokens, positions, path.attend(reading, 0, pieces.count), cache)
+        attend = path.attend(reading, 0, pieces.count)
+        hidden_RTD, cache, _ = decoder(pieces.tokens, positions, attend, cache, in_place=True)
         pool = path.close(pool, reading, cache, pieces.count)
         last_R = jnp.maximum(pieces.count - 1, 0)
         hidden_RD = jnp.take_along_axis(hidden_RTD, last_R[:, None, None], axis=1)[:, 0]
@@ -463,7 +493,7 @@ class Engine:
             active = state.remaining > 0
             attend = path.attend(reading, i, active.astype(jnp.int32))
             hidden, cache, mixtures = decoder(
-                state.token[:, None], state.position[:, None], attend, cache, unroll=self.unroll
+                state.token[:, None], state.position[:, None], attend, cache, unroll=self.unroll, in_place=True
             )
             new = draw(decoder.logits(hidden[:, 0]), state.law, state.key, state.position + 1, truncate, top)
             remaining = jnp.where(active & ~_stopped(new.token, state.stop), state.remaining - 1, 0)
@@ -534,10 +564,11 @@ class Engine:
         params: bool = True,
         static: int = 0,
         whole: bool = False,
+        out: Any = None,
     ) -> Any:
         """Jit `fn`, run per batch shard. Its arguments: (params,), `num_row_args` trees split over axis 0, statics.
 
-        whole: nothing is split, every shard computes the same.
+        whole: nothing is split, every shard computes the same. out: shardings of the results (None: as they come).
         """
         everywhere = PartitionSpec()
         rows = everywhere if whole else PartitionSpec(self.batch_axes)
@@ -559,7 +590,8 @@ class Engine:
                 check_vma=False,
             )(*traced)
 
-        return jax.jit(run, donate_argnums=donate, static_argnums=tuple(range(num_args, num_args + static)))
+        statics = tuple(range(num_args, num_args + static))
+        return jax.jit(run, donate_argnums=donate, static_argnums=statics, out_shardings=out)
 
 
 _SHARED = ("sampler_logp", "model_logp", "top_ids", "top_sampler_logp", "top_model_logp")

@@ -230,10 +230,13 @@ class Scheduler:
         self.stats.aborted += 1
         self._deliver(request, "abort")
 
-    def publish(self, params: Params, version: int) -> None:
-        """Swap the weights. Running requests go on; their next tokens carry the new version."""
+    def publish(self, make: Callable[[Params], Params], version: int) -> None:
+        """Swap the weights. Running requests go on; their next tokens carry the new version.
+
+        make: the new weights, of those in use, which it may give up for them.
+        """
         self._look_at(self._take_fresh())
-        self.params, self.version = params, version
+        self.params, self.version = make(self.params), version
         if not self.cfg.reuse_stale:
             for prompt in list(self._started.values()):
                 self._unstart(prompt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +43,9 @@ def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Deco
     the experts were used, if there are any. Those that `batch.chosen_Lk` names are used."""
     decoder = model.bind(params)
     attend = packed(batch.segment_ids, batch.branch_ids, batch.positions, model.attention)
-    given: dict[str, Any] = {}
-    if batch.chosen_Lk is not None:
-        given["chosen_LBTk"] = jnp.moveaxis(batch.chosen_Lk, 2, 0)
-    out = decoder(batch.tokens, batch.positions, attend, **given)
-    load = out.mixtures and Load.of(out.mixtures, batch.segment_ids > 0, **given)
+    chosen = None if batch.chosen_Lk is None else jnp.moveaxis(batch.chosen_Lk, 2, 0)
+    out = decoder(batch.tokens, batch.positions, attend, chosen_LBTk=chosen)
+    load = out.mixtures and Load.of(out.mixtures, batch.segment_ids > 0, chosen)
     return decoder, before(out.hidden, batch.prev), load
 
 

@@ -29,7 +29,7 @@ from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.forward import Split, read_policy, read_values, unchosen
-from rolljax.trainer.mesh import param_shardings, replicated
+from rolljax.trainer.mesh import param_shardings, put, replicated, rows
 from rolljax.trainer.optimizer import Optimizer, opt_state_shardings
 from rolljax.trainer.state import Learned, TrainState
 from rolljax.trainer.update import Frozen, make_critic_update, make_policy_update, put_batch
@@ -223,15 +223,15 @@ class Learner:
         parts: list[Row] = []
         if self.critic:
             for _ in range(self.critic.epochs):
-                for batch in on_device:
-                    critics, stats = self._update_critics(state.critics, batch, self.base)
+                for batch, placed in zip(batches, on_device, strict=True):
+                    critics, stats = self._update_critics(state.critics, placed, self.base)
                     state = dataclasses.replace(state, critics=critics)
                     parts.append(self._checked(stats, "critic", batch, step))
         if self.algorithm.trains_policy and not (self.critic and step < self.critic.warmup_steps):
             frozen = {name: params for name, (_, params) in self.frozen.items()}
             for _ in range(self.epochs):
-                for batch in on_device:
-                    policy, stats = self._update_policy(state.policy, batch, frozen, self.base)
+                for batch, placed in zip(batches, on_device, strict=True):
+                    policy, stats = self._update_policy(state.policy, placed, frozen, self.base)
                     state = dataclasses.replace(state, policy=policy)
                     parts.append(self._checked(stats, "optim", batch, step))
         row = {name: reduce_parts(name, [p[name] for p in parts if name in p]) for name in set().union(*parts)}
@@ -287,9 +287,9 @@ class Learner:
         lots = self._lots(samples)
         found = self._read_attention(self.whole(state.params), lots) if needs.attention else {}
         for packed in lots:
-            for name, rows in self._read_lot(state, packed, policies).items():
-                found.setdefault(name, []).extend(rows)
-        arrays: dict[str, Any] = {name: _padded(rows, episodes.mask) for name, rows in found.items()}
+            for name, values in self._read_lot(state, packed, policies).items():
+                found.setdefault(name, []).extend(values)
+        arrays: dict[str, Any] = {name: _padded(values, episodes.mask) for name, values in found.items()}
         teachers = [arrays.pop(f"teacher{i}") for i in range(len(needs.teachers))]
         if teachers:
             arrays["teacher_logp"] = np.stack(teachers)
@@ -370,8 +370,9 @@ class Learner:
         for packed in lots:
             b = packed.batch
             for i in range(int(b.num_micro)):
-                rows = (b.tokens, b.positions, b.segment_ids, b.branch_ids, b.sequence_ids > 0)
-                parts.append(jax.device_get(self._attention(params, *(np.asarray(a)[i] for a in rows))))
+                columns = (b.tokens, b.positions, b.segment_ids, b.branch_ids, b.sequence_ids > 0)
+                micro = put(self.mesh, [np.asarray(a)[i] for a in columns], [rows(self.mesh)] * len(columns))
+                parts.append(jax.device_get(self._attention(params, *micro)))
         stats = attention_stats.reduce(parts, settings)
         found: dict[str, list[np.ndarray]] = {"waad": [], "fai": []}
         for packed in lots:

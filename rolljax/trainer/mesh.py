@@ -85,12 +85,21 @@ def rows(mesh: Mesh, axis: int = 0, *, tokens: bool = False) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES, *["context"] * tokens))
 
 
-def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True) -> Any:
+def put(mesh: Mesh, arrays: Any, shardings: Any) -> Any:
+    """A tree of the host's arrays on the mesh. Of several processes each has all of them, and puts its part."""
+    if mesh.is_multi_process:
+        place = lambda x, s: jax.make_array_from_callback(np.shape(x), s, np.asarray(x).__getitem__)  # noqa: E731
+        return jax.tree.map(place, arrays, shardings)
+    return jax.device_put(arrays, shardings)
+
+
+def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True, owner: str = "MeshSpec") -> Any:
     """Shardings of a parameter tree.
 
     Args:
       axes: logical axis names per parameter (`Model.axes`). shapes: the same tree of things with a shape.
       fsdp: False leaves the fsdp axis out (the sampler's copy: whole on every batch shard, but for experts).
+      owner: whose settings errors name.
 
     Raises:
       ConfigError: a dimension does not divide by the mesh axis it is mapped to.
@@ -109,7 +118,7 @@ def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True) ->
                     f"= {mesh.shape[axis]} does not divide the model's {name} dimension of {size}"
                     if parts == mesh.shape[axis]
                     else f"and {' x '.join(axes)} = {parts} do not divide the model's {name} dimension of {size}",
-                    setting=f"MeshSpec.{axis}",
+                    setting=f"{owner}.{axis}",
                     value=mesh.shape[axis],
                     remedy=f"choose a divisor of {size}",
                 )

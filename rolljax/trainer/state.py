@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from rolljax.model.decoder import Params
 
@@ -39,11 +40,21 @@ class TrainState:
         return self.policy.params
 
 
+def on_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
+    """The whole array, wherever its parts lie."""
+    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        return process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)
+
+
 def fingerprint(tree: Any) -> str:
-    """SHA-256 over the bytes of every leaf, in tree order: equal only if all leaves are bitwise equal."""
+    """SHA-256 over the bytes of every leaf, in tree order: equal only if all leaves are bitwise equal.
+
+    All processes that the leaves lie on call it.
+    """
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        array = np.asarray(leaf)
+        array = on_host(leaf)
         digest.update(f"{array.shape}{array.dtype}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

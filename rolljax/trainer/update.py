@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -28,7 +27,7 @@ from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import ARRAYS, SCALARS, TokenBatch
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import ONE_PART, Split, read_policy, read_values
-from rolljax.trainer.mesh import replicated, rows
+from rolljax.trainer.mesh import put, replicated, rows
 from rolljax.trainer.optimizer import Optimizer, Transformation, grad_norm_parts
 from rolljax.trainer.state import Learned
 
@@ -213,11 +212,7 @@ def batch_shardings(mesh: Mesh, like: TokenBatch) -> TokenBatch:
 
 def put_batch(mesh: Mesh, batch: TokenBatch) -> TokenBatch:
     """The packed batch on its devices. Of several processes each has the whole batch on its host, and puts its part."""
-    shardings = batch_shardings(mesh, batch)
-    if mesh.is_multi_process:
-        place = lambda x, s: jax.make_array_from_callback(np.shape(x), s, np.asarray(x).__getitem__)  # noqa: E731
-        return jax.tree.map(place, batch, shardings)
-    return jax.device_put(batch, shardings)
+    return put(mesh, batch, batch_shardings(mesh, batch))
 
 
 def make_policy_update(

@@ -27,10 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from rolljax.errors import ConfigError
+from rolljax.model.axes import COMPUTED_RULES, PARAM_RULES, constrain
 
 BLOCK_BYTES = 32 * 2**20
 """Most bytes of one block of float32 logits, over all devices together."""
 _LANES = 128
+_WHOLE = (None, "embed")
+"""Axes of a block of the head. It is computed with whole: TPU compilers would otherwise pass parts of hidden states, or
+of sums, around a ring of devices, which read far more memory than a block has."""
 _LOWEST = -1e30  # a maximum of nothing that can still be subtracted from
 _UNROLL = 8
 _HEAD_K, _HEAD_MASS, _TIE = 64, 0.5, 1e-4  # of adaptive divergences
@@ -284,10 +288,12 @@ def _block(head_VD: jax.Array, start: Any, size: int, dtype: Any, temperature: j
     same for every block keeps the cast in the loop.
     """
     head_VD, start = lax.optimization_barrier((head_VD, start))
-    block_VD = lax.dynamic_slice_in_dim(head_VD, start, size)
-    if block_VD.dtype == dtype:
-        return block_VD
-    return (block_VD * jnp.where((start + 1) * temperature > 0, 1, jnp.nan).astype(block_VD.dtype)).astype(dtype)
+    # first as it lies: or a head that needs no cast would be gathered, and then sliced
+    block_VD = constrain(lax.dynamic_slice_in_dim(head_VD, start, size), *_WHOLE, rules=PARAM_RULES)
+    if block_VD.dtype != dtype:
+        factor = jnp.where((start + 1) * temperature > 0, 1, jnp.nan).astype(block_VD.dtype)
+        block_VD = (block_VD * factor).astype(dtype)
+    return constrain(block_VD, *_WHOLE, rules=COMPUTED_RULES)
 
 
 class _Norm(NamedTuple):
@@ -517,7 +523,10 @@ def _pull(
             of_hidden += jnp.einsum("...v,vd->...d", dz, block, preferred_element_type=jnp.float32)
             over = tuple(range(hidden.ndim - 1))
             rows = lax.dot_general(dz, hidden, ((over, over), ((), ())), preferred_element_type=jnp.float32)
-            return of_hidden, lax.dynamic_update_slice_in_dim(of_head, rows.astype(head_VD.dtype), start, axis=0)
+            rows = constrain(
+                constrain(rows, *_WHOLE, rules=COMPUTED_RULES).astype(head_VD.dtype), *_WHOLE, rules=PARAM_RULES
+            )
+            return of_hidden, lax.dynamic_update_slice_in_dim(of_head, rows, start, axis=0)
 
         start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head_VD)
         return _walk(len(head_VD), cut.size(hidden, len(head_VD), blocks), step, start)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from rolljax.progress import Console
+
+from ..conftest import EMITTERS
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.gin")
@@ -38,6 +41,21 @@ def arguments(run_dir, **changes):
     return argv + [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
 
 
+def of_two_processes(devices):
+    """The environment of two processes that join, but for `JAX_PROCESS_ID`; each has so many CPU devices."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+
+
 def rows(run_dir):
     path = Path(run_dir) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -49,13 +67,14 @@ def summary(run_dir):
 
 @pytest.fixture(scope="session")
 def start():
-    """Start `python -m rolljax.train` in a process of its own, on so many CPU devices."""
+    """Start `python -m rolljax.train` in a process of its own, on so many CPU devices, with `quick_compiles`."""
 
     def run(argv, devices=1):
         env = os.environ | {
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {EMITTERS}",
         }
         command = [sys.executable, "-m", "rolljax.train", *argv]
         return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -63,14 +82,14 @@ def start():
     return run
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory):
+@pytest.fixture(scope="module")
+def trained(quick_compiles, tmp_path_factory):
     """A run folder of a short but real training, made in this process."""
     from rolljax import train
 
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     changes = {
-        "warm_start__Phase_dot_steps": 120,
+        "warm_start__Phase_dot_steps": 40,
         "warm_start__Phase_dot_prompts_per_step": 64,
         "rl__Phase_dot_steps": 10,
         "MeshSpec_dot_data": 1,

@@ -27,18 +27,9 @@ from rolljax.types import SamplingParams
 from ..families import FAMILIES, VOCAB, load, make_folder, our_logits, their_logits
 from .test_sampler import close
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+pytestmark = pytest.mark.usefixtures("quick_compiles", "one_torch_thread")
 
 LENGTH = 40
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread():
-    """Models this small lose time with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

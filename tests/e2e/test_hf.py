@@ -1,10 +1,12 @@
 """Hugging Face folders: what is broken in them, folders with images, sharded and streamed reading and writing."""
 
+import dataclasses
 import json
 import shutil
 import struct
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -12,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import SingleDeviceSharding
+from peft import PeftModel
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from rolljax import export
 from rolljax.errors import CheckpointError
-from rolljax.model import hf
+from rolljax.model import hf, lora
 from rolljax.model.families import known
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.trainer.mesh import MeshSpec, param_shardings
@@ -145,6 +148,20 @@ def test_of_a_folder_with_images_the_text_part_is_read(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(again).__name__ == "Gemma3ForCausalLM"
     np.testing.assert_allclose(their_logits(again, ids), want, atol=1e-5)
+    # adapters are put beside the text part's maps, although the other part has maps of these names, too
+    adapted = dataclasses.replace(model, lora=lora.Lora(rank=2))
+    adapters = jax.tree.map(lambda x: x + 0.1, jax.jit(lambda: adapted.init(0))())
+    inside = hf.decoder_module(tmp_path / "in")
+    lora.save_adapter(
+        tmp_path / "adapter", adapted.lora, model.cfg, adapters, str(tmp_path / "in"), byte_tokenizer(), inside
+    )
+    merged = adapted.merged(lora.Adapted(jax.jit(adapted.base)(params), adapters))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        reference = PeftModel.from_pretrained(reference, tmp_path / "adapter")
+    changed = our_logits(model, merged, ids[None], positions, segments)[0]
+    np.testing.assert_allclose(their_logits(reference, ids), changed, atol=1e-4 * np.abs(changed).max())
+    assert np.abs(changed - want).max() > 0.1
     (tmp_path / "in" / hf.WEIGHTS).unlink()
     save_file({"language_model.model.norm.weight": np.ones(48, np.float32)}, tmp_path / "in" / hf.WEIGHTS)
     with pytest.raises(CheckpointError, match=r"missing: model\.embed_tokens\.weight"):

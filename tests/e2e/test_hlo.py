@@ -71,7 +71,7 @@ class Compiled(NamedTuple):
         return sum(c.shapes.count(shape) for c in getattr(self, part) if c.kind == kind)
 
 
-def update(spec):
+def update(spec, lora=None):
     import jax
     import numpy as np
 
@@ -80,24 +80,31 @@ def update(spec):
     from rolljax.trainer.algorithms.grpo import Grpo
     from rolljax.trainer.batch import PackShape
     from rolljax.trainer.learner import Learner
+    from rolljax.trainer.mesh import param_shardings
     from rolljax.trainer.optimizer import AdamW
     from rolljax.trainer.update import batch_shardings
 
     mesh = spec.build()
-    model = Model(Qwen3Config(V, L, D, H, K, C, F, tie_embeddings=False), "bfloat16", "full")
-    learner = Learner(mesh, model, Grpo(), AdamW(), PackShape(1, B, T), 10, 4)
+    model = Model(Qwen3Config(V, L, D, H, K, C, F, tie_embeddings=False), "bfloat16", "full", lora=lora)
     like = lambda tree, sh: jax.tree.map(  # noqa: E731
         lambda x, s: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=s), tree, sh
     )
+    base = None
+    if lora:
+        shapes = jax.eval_shape(model.base, model.plain.abstract())
+        base = like(shapes, param_shardings(mesh, lora.base_axes(model.plain.axes()), shapes))
+    learner = Learner(mesh, model, Grpo(), AdamW(), PackShape(1, B, T), 10, 4, base=base)
     batch = learner.pack([]).batch
     state = like(learner.abstract().policy, learner.shardings.policy)
-    args = state, like(batch, batch_shardings(mesh, batch)), {}, None
+    args = state, like(batch, batch_shardings(mesh, batch)), {}, base
     text = learner._update_policy.lower(*args).compile().as_text()
     computations = read(text)
     (backward,) = (c for c in computations if any("rematted_computation" in x.name for x in c))
     ffn = [(D, F // n) for n in (1, mesh.shape["tensor"])]
     (forward,) = (
-        c for c in computations if c is not backward and any(x.kind == "all-gather" and x.shapes[0] in ffn for x in c)
+        c
+        for c in computations
+        if c is not backward and any(x.kind == "all-gather" and x.shapes[0][-2:] in ffn for x in c)
     )
     return Compiled(text, forward, backward, [c for each in computations for c in each])
 
@@ -120,6 +127,21 @@ def test_and_reduces_each_gradient_once(fsdp):
     assert {c.kind for c in reduced} == {"all-reduce"}
     shapes = collections.Counter(shape for c in reduced for shape in c.shapes)
     assert shapes == collections.Counter([*WEIGHTS.values(), *NORMS])
+
+
+def test_of_adapters_only_weights_travel():
+    """The frozen weights, those ends of adapters that lie over fsdp, and blocks of the head; no activations."""
+    from rolljax.model.lora import Lora
+
+    found = update(MeshSpec(data=1, fsdp=8), Lora(rank=4))
+    adapters = [(D, 4)] * 5 + [(4, D)] * 2
+    expected = collections.Counter(math.prod(shape) for shape in [*WEIGHTS.values(), *adapters])
+    for part in (found.forward, found.backward):
+        assert collections.Counter(math.prod(c.shapes[0]) for c in part if c.kind == "all-gather") == expected
+    assert {c.kind for c in found.forward} == {"all-gather"}
+    (reduced,) = (c for c in found.backward if c.kind != "all-gather")
+    assert reduced.kind == "all-reduce" and all(4 in shape for shape in reduced.shapes), "gradients of adapters"
+    assert all(math.prod(shape) < V * D for c in found.everywhere for shape in c.shapes)
 
 
 def test_neither_embedding_nor_head_nor_optimizer_state_is_ever_whole(fsdp):

@@ -49,7 +49,7 @@ def in_process(asked, *params):
     out = []
     try:
         for version, each in enumerate(params):
-            sampler.publish(each, version)
+            sampler.publish(lambda _, each=each: each, version)
             out.append([c.tokens.tolist() for c in asyncio.run(everything())])
     finally:
         sampler.close()

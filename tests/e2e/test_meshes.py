@@ -1,14 +1,12 @@
 """The update of the trainer gives the same loss and the same gradients on every mesh, in one process and in two.
 
-Run as a script it is one of the two processes: `test_meshes.py OUT`, found by `rolljax.distributed`.
+Run as a script it is one of the two processes: `test_meshes.py OUT FOLDER COPY`, found by `rolljax.distributed`. It also
+reads a Hugging Face folder onto the mesh of both, and writes it again.
 """
 
 import functools
-import os
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ import pytest
 from rolljax.trainer.mesh import MeshSpec
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
-ROOT = Path(__file__).parents[2]
+SHARD_BYTES = 50_000
 MESHES = {
     "data": MeshSpec(data=8),
     "fsdp": MeshSpec(data=1, fsdp=8),
@@ -100,21 +98,22 @@ def test_the_mesh_changes_neither_loss_nor_gradients(name, alone):
     assert_same(one_update(MESHES[name].build()), alone)
 
 
-def test_nor_do_two_processes(alone, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-        "JAX_NUM_PROCESSES": "2",
-    }
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """What two processes have left: a folder."""
+    import jax
+
+    from rolljax.model import hf
+    from rolljax.model.tokenizer import byte_tokenizer
+
+    from .conftest import of_two_processes  # this file is a script, too
+
+    out = tmp_path_factory.mktemp("processes")
+    hf.save(out / "folder", model(), jax.device_put(weights()), byte_tokenizer(), max_shard_bytes=SHARD_BYTES)
+    env = of_two_processes(4)
     both = [
         subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path / f"{i}.npz")],
+            [sys.executable, __file__, *(str(out / name) for name in (f"{i}.npz", "folder", "copy"))],
             env={**env, "JAX_PROCESS_ID": str(i)},
             stderr=subprocess.PIPE,
             text=True,
@@ -127,9 +126,19 @@ def test_nor_do_two_processes(alone, tmp_path):
         for p in both:
             p.kill()
     assert [p.returncode for p in both] == [0, 0], errors
+    return out
+
+
+def test_nor_do_two_processes(alone, processes):
     for i in range(2):
-        arrays = dict(np.load(tmp_path / f"{i}.npz"))
+        arrays = dict(np.load(processes / f"{i}.npz"))
         assert_same((float(arrays.pop("loss")), arrays), alone)
+
+
+def test_two_processes_read_a_folder_and_write_it(processes):
+    files = {path.name: path.read_bytes() for path in (processes / "folder").iterdir()}
+    assert sum(name.endswith(".safetensors") for name in files) > 2
+    assert {path.name: path.read_bytes() for path in (processes / "copy").iterdir()} == files
 
 
 def test_a_run_refuses_to_be_several_processes(monkeypatch):
@@ -150,15 +159,20 @@ def test_a_run_refuses_to_be_several_processes(monkeypatch):
         distributed.start()
 
 
-def main(out):
+def main(out, folder, copy):
     from rolljax import distributed
+    from rolljax.model import hf
+    from rolljax.model.tokenizer import byte_tokenizer
+    from rolljax.trainer.mesh import param_shardings
 
     assert distributed.start() == 2
     mesh = MESHES["fsdp x tensor"].build()
     assert mesh.is_multi_process
     loss, gradients = one_update(mesh)
     np.savez(out, loss=loss, **gradients)
+    params = hf.load(folder, model(), param_shardings(mesh, model().axes(), model().abstract()))
+    hf.save(copy, model(), params, byte_tokenizer(), max_shard_bytes=SHARD_BYTES)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

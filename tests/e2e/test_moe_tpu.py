@@ -49,8 +49,8 @@ def compile_experts():
     rows = PartitionSpec(BATCH_AXES)
     for E in (4, 32):
         shapes = moe.Weights((E, D, F), (E, D, F), (E, F, D))
-        where = moe.Weights(*(spec(names, PARAM_RULES, mesh) for names in moe._AXES))
-        experts = moe.Weights(*(like(s, w) for s, w in zip(shapes, where, strict=True)))
+        where = moe._AXES.each(lambda names: spec(names, PARAM_RULES, mesh))
+        experts = shapes.each(like, where)
         tokens = (TOKENS // 256, 256)
 
         def loss(x, weights, experts, chosen):

@@ -11,6 +11,7 @@ from rolljax.types import Message
 
 from .conftest import ROOT, rows
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 SETTINGS = {
     "MeshSpec.data": 1,
     "FrozenLake.max_turns": 6,
@@ -31,7 +32,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def lake(tmp_path_factory):
+def lake(quick_compiles, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("lake") / "run"
     argv = ["--gin", str(ROOT / "configs" / "frozen_lake.gin"), "--run_dir", str(run_dir)]
     assert train.main(argv + [a for k, v in SETTINGS.items() for a in ("--set", f"{k} = {v}")]) == 0

@@ -1,5 +1,6 @@
 """A run that was killed and continued equals the run that never was, to the last bit."""
 
+import shutil
 import signal
 import time
 
@@ -39,15 +40,30 @@ def straight(start, tmp_path_factory):
     return run
 
 
+@pytest.fixture(scope="module")
+def killed(start, tmp_path_factory):
+    """Copies the folder of a run that was killed in its middle, by device count."""
+    done = {}
+
+    def copy(devices, to):
+        if devices not in done:
+            run_dir = tmp_path_factory.mktemp("killed") / "run"
+            process = start(arguments(run_dir), devices)
+            wait_for_step(process, run_dir, 10)
+            process.kill()  # SIGKILL: nothing can be saved now
+            process.communicate()
+            assert len(rows(run_dir)) < 20
+            done[devices] = run_dir
+        shutil.copytree(done[devices], to, symlinks=True)
+
+    return copy
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
-def test_kill_and_continue_is_bitwise(start, straight, tmp_path, devices):
+def test_kill_and_continue_is_bitwise(start, straight, killed, tmp_path, devices):
     run_dir = tmp_path / "run"
-    process = start(arguments(run_dir), devices)
-    wait_for_step(process, run_dir, 10)
-    process.kill()  # SIGKILL: nothing can be saved now
-    process.wait()
-    assert len(rows(run_dir)) < 20
+    killed(devices, run_dir)
     process = start(arguments(run_dir), devices)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
@@ -96,15 +112,13 @@ def test_every_mesh_axis_computes_the_same(start, straight, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_devices(start, straight, tmp_path):
+def test_a_run_goes_on_with_fewer_devices(start, straight, killed, tmp_path):
     run_dir = tmp_path / "run"
-    process = start(arguments(run_dir), 8)
-    wait_for_step(process, run_dir, 8)
-    process.kill()
-    process.wait()
+    killed(8, run_dir)
     process = start(arguments(run_dir), 1)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
+    assert "continuing" in err
     assert [r["loss/total"] for r in rows(run_dir)] == pytest.approx(
         [r["loss/total"] for r in rows(straight(1))], abs=1e-4
     )

@@ -1,7 +1,9 @@
 """The sampler's laws: one model function, and samples that depend on nothing but their address."""
 
 import asyncio
+import copy
 import dataclasses
+import functools
 import random
 
 import jax
@@ -18,9 +20,32 @@ from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import SamplingParams
 
-MODEL = Model(Qwen3Config(num_layers=3, init_std=0.15))
-PARAMS = MODEL.init(1)
+MODEL = Model(Qwen3Config(num_layers=2, init_std=0.15))
 STOP = tuple(range(60, 64))
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@functools.cache
+def weights(seed=1):
+    return jax.jit(lambda: MODEL.init(seed))()
+
+
+@functools.cache
+def publisher(mesh):
+    return make_publish(mesh, MODEL)
+
+
+@functools.cache
+def _engine(cfg, mesh):
+    return Engine(MODEL, cfg, mesh, BATCH_AXES)
+
+
+def engine_of(cfg, mesh):
+    """Engines whose programs are the same share them: the scheduler alone reads the settings that are replaced."""
+    plain = dataclasses.replace(cfg, prefix_match="turns", on_publish="recompute", reuse_stale=False)
+    engine = copy.copy(_engine(plain, mesh))
+    engine.cfg = cfg
+    return engine
 
 
 def requests():
@@ -35,10 +60,10 @@ def requests():
     return out
 
 
-def open_sampler(*, num_devices=1, params=PARAMS, version=7, **sizes):
+def open_sampler(*, num_devices=1, version=7, **sizes):
     mesh = MeshSpec().build(jax.devices()[:num_devices])
     cfg = SamplerConfig(**({"max_context": 96, "prefill_chunk": 128, "slots": 16} | sizes))
-    return Sampler(Engine(MODEL, cfg, mesh, BATCH_AXES), make_publish(mesh, MODEL)(params), version, longest_prompt=0)
+    return Sampler(engine_of(cfg, mesh), publisher(mesh)(weights()), version, longest_prompt=0)
 
 
 def close(sampler):
@@ -135,7 +160,7 @@ def test_sampler_logp_equals_the_trainers(reference, temperature):
         groups.setdefault(address[3], []).append(sample_of(prompt, c.tokens, c.sampler_logp))
     batch = pack(list(groups.values()), PackShape(4, 8, 128), temperature).batch
     flat = dataclasses.replace(batch, **{n: a.reshape(-1, 128) for n, a in batch.arrays().items()})
-    logp = jax.jit(lambda p, b: read_policy(MODEL, p, b).logp)(PARAMS, flat)
+    logp = jax.jit(lambda p, b: read_policy(MODEL, p, b).logp)(weights(), flat)
     where = flat.scale > 0
     assert where.sum() == sum(len(c.tokens) for _, c in pairs)
     np.testing.assert_allclose(np.asarray(logp)[where], flat.sampler_logp[where], atol=1e-5)
@@ -145,8 +170,8 @@ def test_new_weights_are_taken_between_dispatches():
     """Requests that run while weights are swapped go on; each token carries the version that sampled it."""
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(slots=4, max_context=96, steps_per_dispatch=1)
-    publish = make_publish(mesh, MODEL)
-    sampler = Sampler(Engine(MODEL, cfg, mesh, BATCH_AXES), publish(PARAMS), 0)
+    publish = publisher(mesh)
+    sampler = Sampler(engine_of(cfg, mesh), publish(weights()), 0, longest_prompt=0)
     prompt = np.arange(5, dtype=np.int32)
 
     async def run():
@@ -154,7 +179,7 @@ def test_new_weights_are_taken_between_dispatches():
         running = [asyncio.ensure_future(sampler.generate(prompt, SamplingParams(1.0, 90), (i,))) for i in range(4)]
         while sampler.stats.dispatches < 5:
             await asyncio.sleep(0.001)
-        await loop.run_in_executor(None, sampler.publish, publish(MODEL.init(2)), 1)
+        await loop.run_in_executor(None, sampler.publish, lambda old: publish(weights(2), old), 1)
         first = await asyncio.gather(*running)
         fresh = await sampler.generate(prompt, SamplingParams(0.0, 8), (0,))
         return first, fresh
@@ -177,7 +202,7 @@ def test_greedy_is_the_largest_logit():
     row = dataclasses.replace(batch, **{n: a[0] for n, a in batch.arrays().items()})
     from rolljax.model.attention import packed
 
-    decoder = MODEL.bind(PARAMS)
+    decoder = MODEL.bind(weights())
     hidden = decoder(row.tokens, row.positions, packed(row.segment_ids, row.branch_ids, row.positions)).hidden
     best = np.asarray(decoder.logits(hidden)[0].argmax(-1))
     np.testing.assert_array_equal(best[19:31], c.tokens)

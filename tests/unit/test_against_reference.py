@@ -656,7 +656,7 @@ class Table:
     def bind(self, params):
         return Table(params)
 
-    def __call__(self, tokens, positions, mask):
+    def __call__(self, tokens, positions, mask, chosen_LBTk=None):
         return Out(self.hidden, None, None)
 
     @property

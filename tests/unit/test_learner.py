@@ -14,6 +14,7 @@ from rolljax.errors import DataError, TrainerError
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.model.families.qwen3_moe import Qwen3MoeConfig
 from rolljax.trainer import attention_stats
 from rolljax.trainer.algorithms.base import Needs
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
@@ -517,3 +518,19 @@ def test_what_is_promised_of_the_state_is_what_it_is(model, params, kind, device
     if devices == 8:
         q = state.critics.params["trunk"]["layers"]["q"]
         assert {s.data.size for s in q.addressable_shards} == {q.size // 4}
+
+
+def test_critics_may_have_experts(model, params, groups):
+    """Also where these lie over a mesh: one step gives the critics of one device."""
+    moe = Qwen3MoeConfig(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, num_experts=4, init_std=0.3)
+    algorithm = Ppo(critic=Critic(num=2, model=moe, epochs=1, warmup_steps=1, optimizer=AdamW(lr=1e-3)), lam=1.0)
+    shape = PackShape(1, 8, SHAPE.row_len)
+    made = []
+    for mesh in (on_devices(), on_devices(8, data=1, fsdp=2, expert=2, tensor=2)):
+        found = learner(model, algorithm, mesh=mesh, shape=shape)
+        state = found.init(params)
+        before = jax.device_get(state.critics.params)
+        made.append(jax.device_get(found.step(state, groups, {}, 0).state.critics.params))
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), made[0], before)
+    assert all(moved["trunk"]["layers"][name] > 1e-4 for name in ("router", "gate", "up", "down"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *made)

@@ -104,6 +104,23 @@ def test_the_kernel_of_tpus_gives_the_same(inputs, kind, monkeypatch):
     near(got, want)
 
 
+@each_choice
+def test_experts_are_read_among_those_of_all_layers(inputs, kind, monkeypatch):
+    """The sampler's way: by `ragged_dot`, and by the kernel of TPUs, interpreted."""
+    chosen, layers = jnp.asarray(choices(kind)), 3
+    for layer in range(layers):
+        one = jax.tree.map(lambda w: w[: E // 2], inputs[2])
+        stack = one.each(lambda w, layer=layer: jnp.full((layers, *w.shape), jnp.nan).at[layer].set(w))
+        stack = stack._replace(layer=jnp.int32(layer))
+        fn = jax.jit(lambda experts: moe._sum_over_experts(2, *inputs[:2], experts, chosen))
+        want = fn(one)
+        np.testing.assert_allclose(fn(stack), want, atol=1e-6)
+        with monkeypatch.context() as patch, pltpu.force_tpu_interpret_mode():
+            patch.setattr(moe, "grouped_matmul", moe._megablox)
+            fn = jax.jit(lambda experts: moe._sum_over_experts(2, *inputs[:2], experts, chosen))
+            np.testing.assert_allclose(fn(stack), want, atol=1e-5)
+
+
 def test_router_takes_the_likeliest_and_what_it_is_told():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, E)), jnp.float32)
     law = np.asarray(jax.nn.softmax(logits))

@@ -53,6 +53,7 @@ class Gemma3Config(DecoderConfig):
     multimodal = Multimodal(
         "Gemma3ForConditionalGeneration",
         "language_model.",
+        "model.language_model",
         ("vision_tower.", "multi_modal_projector."),
         {  # folders of Google's leave out what is so in `transformers`
             "vocab_size": 262_208,

@@ -9,7 +9,7 @@ from typing import Any, Self
 from flax import nnx
 
 from rolljax.model.decoder import DecoderConfig
-from rolljax.model.folder import Folder, Tensor, attention_tensors, ffn_tensors, written_shape
+from rolljax.model.folder import Folder, Tensor, attention_tensors, ffn_tensors, written_plain
 from rolljax.model.layers import Layers, PreNormLayers
 
 
@@ -25,22 +25,10 @@ class Qwen2Config(DecoderConfig):
 
     @classmethod
     def from_folder(cls, raw: Folder) -> Self:
-        rotary = raw.rope()
-        raw.refuse(
-            rope_parameters=rotary["rope_type"] != "default",
-            use_sliding_window=raw.get("use_sliding_window", False),
-            hidden_act=raw.get("hidden_act", "silu") != "silu",
-        )
-        tied = raw.get("tie_word_embeddings", False)
-        return cls(**raw.shape(), rope_theta=float(rotary["rope_theta"]), tie_embeddings=tied)
+        return cls(**raw.plain())
 
     def to_folder(self) -> Mapping[str, Any]:
-        return written_shape(self) | {
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "hidden_act": "silu",
-            "use_sliding_window": False,
-        }
+        return written_plain(self)
 
     def layer_tensors(self) -> Iterator[Tensor]:
         yield from attention_tensors(self, bias=True)

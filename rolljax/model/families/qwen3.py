@@ -9,7 +9,7 @@ from typing import Any, Self
 from flax import nnx
 
 from rolljax.model.decoder import DecoderConfig
-from rolljax.model.folder import Folder, Tensor, attention_tensors, ffn_tensors, written_shape
+from rolljax.model.folder import Folder, Tensor, attention_tensors, ffn_tensors, written_plain
 from rolljax.model.layers import Layers, PreNormLayers
 
 
@@ -25,24 +25,11 @@ class Qwen3Config(DecoderConfig):
 
     @classmethod
     def from_folder(cls, raw: Folder) -> Self:
-        rope_ = raw.rope()
-        raw.refuse(
-            rope_parameters=rope_["rope_type"] != "default",
-            attention_bias=raw.get("attention_bias", False),
-            use_sliding_window=raw.get("use_sliding_window", False),
-            hidden_act=raw.get("hidden_act", "silu") != "silu",
-        )
-        tied = raw.get("tie_word_embeddings", False)
-        return cls(**raw.shape(), rope_theta=float(rope_["rope_theta"]), tie_embeddings=tied)
+        raw.refuse(attention_bias=raw.get("attention_bias", False))
+        return cls(**raw.plain())
 
     def to_folder(self) -> Mapping[str, Any]:
-        return written_shape(self) | {
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "use_sliding_window": False,
-        }
+        return written_plain(self) | {"attention_bias": False}
 
     def layer_tensors(self) -> Iterator[Tensor]:
         yield from attention_tensors(self, head_norms=True)

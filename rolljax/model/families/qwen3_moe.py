@@ -11,7 +11,7 @@ from flax import nnx
 
 from rolljax.model import moe
 from rolljax.model.decoder import DecoderConfig
-from rolljax.model.folder import Folder, Tensor, attention_tensors, transposed, written_shape
+from rolljax.model.folder import Folder, Tensor, attention_tensors, transposed, written_plain
 from rolljax.model.layers import Layers, Mixture, PreNormLayers
 
 
@@ -44,19 +44,13 @@ class Qwen3MoeConfig(DecoderConfig):
 
     @classmethod
     def from_folder(cls, raw: Folder) -> Self:
-        rotary = raw.rope()
         raw.refuse(
-            rope_parameters=rotary["rope_type"] != "default",
             attention_bias=raw.get("attention_bias", False),
-            use_sliding_window=raw.get("use_sliding_window", False),
-            hidden_act=raw.get("hidden_act", "silu") != "silu",
             mlp_only_layers=bool(raw.get("mlp_only_layers", [])),
             decoder_sparse_step=raw.get("decoder_sparse_step", 1) != 1,
         )
         return cls(
-            **raw.shape(),
-            rope_theta=float(rotary["rope_theta"]),
-            tie_embeddings=raw.get("tie_word_embeddings", False),
+            **raw.plain(),
             num_experts=raw.get("num_experts", None) or raw.get("num_local_experts"),
             experts_per_token=raw.get("num_experts_per_tok"),
             expert_ffn_size=raw.get("moe_intermediate_size"),
@@ -65,12 +59,8 @@ class Qwen3MoeConfig(DecoderConfig):
         )
 
     def to_folder(self) -> Mapping[str, Any]:
-        return written_shape(self) | {
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "hidden_act": "silu",
+        return written_plain(self) | {
             "attention_bias": False,
-            "use_sliding_window": False,
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.experts_per_token,
             "moe_intermediate_size": self.expert_ffn_size,
@@ -90,11 +80,17 @@ class Qwen3MoeConfig(DecoderConfig):
 
 
 class Qwen3MoeLayers(PreNormLayers):
+    indexed = ("gate", "up", "down")
+
     def declare(self, rngs: nnx.Rngs) -> None:
         self.declare_attention(rngs, head_norms=True)
         moe.declare(self, rngs, self.cfg.num_experts, self.cfg.expert_ffn_size)
 
-    def feed(self, h_BTD: jax.Array, chosen_BTk: jax.Array | None) -> tuple[jax.Array, Mixture | None]:
+    def feed(
+        self, h_BTD: jax.Array, index: jax.Array | int, chosen_BTk: jax.Array | None
+    ) -> tuple[jax.Array, Mixture | None]:
         mixture, weights = self.cfg.routing.choose(self.project(h_BTD, "router"), chosen_BTk)
         experts = moe.Weights(self.gate[...], self.up[...], self.down[...])
+        if experts.gate.ndim > 3:
+            experts = experts._replace(layer=index)
         return moe.mixed(h_BTD, mixture.chosen_BTk, weights, experts), mixture

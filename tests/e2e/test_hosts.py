@@ -1,0 +1,121 @@
+"""A run on two processes of two devices is the run of one process of four; it stops, goes on and fails as one."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rolljax import train
+
+from .conftest import arguments, of_two_processes, rows, summary
+
+pytestmark = [pytest.mark.usefixtures("quick_compiles"), pytest.mark.slow]
+TIMEOUT_S = 240
+SMALL = {
+    "Qwen3Config_dot_num_layers": 1,
+    "MeshSpec_dot_data": 1,  # weights and slots then lie on both processes
+    "MeshSpec_dot_fsdp": 2,
+    "MeshSpec_dot_tensor": 2,
+    "SamplerConfig_dot_slots": 8,
+    "SamplerConfig_dot_prefill_chunk": 64,
+    "SamplerConfig_dot_max_context": 64,
+    "warm_start__Phase_dot_steps": 2,
+    "rl__Phase_dot_steps": 4,
+    "rl__Phase_dot_prompts_per_step": 4,
+    "Evaluation_dot_tasks": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Start the two processes of a run; what they compile is compiled once for all runs here."""
+    cache = tmp_path_factory.mktemp("compiled")
+    started = []
+
+    def run(argv):
+        env = of_two_processes(2) | {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        command = [sys.executable, "-m", "rolljax.train", *argv]
+        both = [
+            subprocess.Popen(command, env=env | {"JAX_PROCESS_ID": str(i)}, stderr=subprocess.PIPE, text=True)
+            for i in range(2)
+        ]
+        started.extend(both)
+        return both
+
+    yield run
+    for process in started:
+        process.kill()
+
+
+def ends(both):
+    """Their exit codes, and what they said; Gloo, which is theirs for collectives on CPU, says things of its own."""
+    texts = [p.communicate(timeout=TIMEOUT_S)[1] for p in both]
+    said = ["".join(line for line in t.splitlines(True) if not line.startswith("[Gloo]")) for t in texts]
+    return [p.returncode for p in both], said
+
+
+def wait_for_step(both, run_dir, step):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(r["step"] >= step for r in rows(run_dir)):
+        assert all(p.poll() is None for p in both), ends(both)
+        assert time.monotonic() < deadline, "the run never got that far"
+        time.sleep(0.02)
+
+
+def numbers(run_dir):
+    """Everything in the metrics that is no measurement."""
+    of_clock = ("time/", "tput/")
+    return [{k: v for k, v in row.items() if not k.startswith(of_clock)} for row in rows(run_dir)]
+
+
+def answers(run_dir, step):
+    lines = (Path(run_dir) / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+    return [[turn["tokens"] for turn in json.loads(line)["turns"]] for line in lines]
+
+
+def test_two_processes_stopped_and_continued_are_one(start, tmp_path):
+    run_dir, alone = tmp_path / "run", tmp_path / "alone"
+    both = start(arguments(run_dir, **SMALL))
+    wait_for_step(both, run_dir, 1)
+    for process in both:  # as when a whole slice is taken away
+        process.send_signal(signal.SIGTERM)
+    codes, said = ends(both)
+    assert codes == [75, 75], said
+    assert "stopped and saved" in said[0]
+    assert not said[1]
+    assert summary(run_dir)["stop_reason"] == "stopped by signal"
+    assert summary(run_dir)["steps"] == len(rows(run_dir)) < 6
+    codes, said = ends(start(arguments(run_dir, **SMALL)))
+    assert codes == [0, 0], said
+    assert "continuing" in said[0]
+    assert not said[1]
+    assert train.main(arguments(alone, **SMALL)) == 0
+    assert len(rows(run_dir)) == len(rows(alone)) == 6
+    for of_two, of_one in zip(numbers(run_dir), numbers(alone), strict=True):
+        assert of_two == pytest.approx(of_one, abs=1e-4)
+        assert of_two["loss/total"] == pytest.approx(of_one["loss/total"], abs=1e-5)
+        assert of_two["reward/mean"] == of_one["reward/mean"]
+        assert answers(run_dir, of_one["step"]) == answers(alone, of_one["step"])
+    assert sum(row["reward/std"] > 0 for row in rows(alone)[2:]) > 1  # there was something to learn
+    assert summary(run_dir)["heldout_reward"] == summary(alone)["heldout_reward"]
+    files = [{p.name: p.stat().st_size for p in (d / "hf").iterdir()} for d in (run_dir, alone)]
+    assert files[0] == files[1]
+
+
+def test_a_lost_process_ends_the_run(start, tmp_path):
+    run_dir = tmp_path / "run"
+    both = start(arguments(run_dir, **SMALL | {"rl__Phase_dot_steps": 1000, "rl__Phase_dot_staleness": 1}))
+    wait_for_step(both, run_dir, 5)
+    assert rows(run_dir)[4]["groups/waiting_n"] == 4  # while the policy is trained, the next answers are under way
+    assert max(r["stale/max_ver"] for r in rows(run_dir)) <= 1
+    both[1].kill()
+    codes, said = ends(both)
+    assert codes == [3, -signal.SIGKILL], said
+    assert "infra error: process 1 ended before the run did" in said[0]

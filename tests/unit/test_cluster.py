@@ -1,0 +1,168 @@
+"""The channel of a run's processes: turns in one order, and nobody waits for those that are gone."""
+
+import multiprocessing
+import os
+import socket
+import threading
+from multiprocessing.connection import Client, Listener
+from types import SimpleNamespace
+
+import pytest
+
+from rolljax import cluster
+from rolljax.cluster import ALONE, Follower, Leader
+from rolljax.errors import ConfigError, InfraError
+from rolljax.runfolder import RunFolder
+
+KEY = b"key"
+WAIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def exits(monkeypatch):
+    """The exit codes that processes would have ended with at once."""
+    codes = []
+    monkeypatch.setattr(cluster, "_exit", codes.append)
+    monkeypatch.setattr(cluster, "GRACE_S", 1e6)
+    monkeypatch.setattr(cluster, "NOTICE_S", 0.2)
+    return codes
+
+
+@pytest.fixture
+def pair():
+    """A leader and two followers of it, and the followers' connections."""
+    with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
+        made = []
+        joining = threading.Thread(target=lambda: made.append(Leader(cluster.accept(listener, 2))))
+        joining.start()
+        with pytest.raises(multiprocessing.AuthenticationError):
+            Client(listener.address, authkey=b"another")
+        connections = [cluster.connect(listener.address, KEY, i) for i in (1, 2)]
+        joining.join(WAIT_S)
+    (leader,) = made
+    followers = [Follower(c) for c in connections]
+    yield leader, followers, connections
+    for member in (leader, *followers):  # or their connections' end would be a loss, and end this process
+        member._has_ended = True
+
+
+def shut(connection):
+    """What the end of a process does to its connections."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as s:
+        s.shutdown(socket.SHUT_RDWR)
+
+
+def until_lost(member):
+    assert member._is_lost.wait(WAIT_S)
+
+
+def test_alone_every_turn_is_ones_own():
+    with ALONE.guard(), ALONE.turn("step", 1):
+        assert not ALONE.asked_to_stop()
+
+
+def test_everyone_takes_the_turns_of_all_threads_in_one_order(pair):
+    leader, followers, _ = pair
+    done = []
+
+    def work(name):
+        for i in range(50):
+            with leader.turn(name, i):
+                done.append((name, i))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    leader.end(75)
+    for follower in followers:
+        assert list(follower.turns()) == done
+        assert follower.code == 75
+    assert len(done) == 100
+
+
+def test_a_greeting_waits_for_all(pair):
+    leader, followers, _ = pair
+    greeting = threading.Thread(target=leader.greet, args=({"a": 1},))
+    greeting.start()
+    assert next(followers[0].turns()) == (cluster.GREET, {"a": 1})
+    followers[0].ready()
+    greeting.join(0.3)
+    assert greeting.is_alive()
+    followers[1].ready()
+    greeting.join(WAIT_S)
+    assert not greeting.is_alive()
+
+
+def test_whoever_is_told_to_stop_tells_the_leader(pair):
+    leader, followers, _ = pair
+    assert not leader.asked_to_stop()
+    followers[1].ask_to_stop()
+    assert leader._stop.wait(WAIT_S)
+    assert leader.asked_to_stop()
+
+
+def test_the_leader_notices_a_lost_follower(pair, exits):
+    leader, _, connections = pair
+    shut(connections[1])
+    with pytest.raises(InfraError, match="process 2 ended before the run did"), leader.guard():
+        until_lost(leader)
+        raise ValueError("what a collective says then")
+    for call in (leader.asked_to_stop, leader.turn("step").__enter__):
+        with pytest.raises(InfraError, match="process 2 ended"):
+            call()
+    leader.end(3)
+    assert exits == [3]  # at once: others are not waited for
+
+
+def test_a_failure_of_a_follower_is_the_leaders(pair):
+    leader, followers, _ = pair
+    with pytest.raises(ConfigError), followers[0].guard():
+        raise ConfigError("is odd", setting="A.b")
+    until_lost(leader)
+    with pytest.raises(InfraError, match="process 1 failed: A.b is odd"):
+        leader.asked_to_stop()
+
+
+def test_followers_notice_a_lost_leader(pair, exits):
+    leader, followers, _ = pair
+    for connection in leader._connections.values():
+        shut(connection)
+    for follower in followers:
+        with pytest.raises(InfraError, match="process 0 ended before the run did"), follower.guard():
+            list(follower.turns())
+        follower.end(3)
+    assert exits == [3, 3]
+
+
+def test_what_cannot_be_read_is_a_loss(pair):
+    leader, followers, _ = pair
+    leader._connections[1].send_bytes(b"no pickle")
+    with pytest.raises(InfraError, match="what process 0 said cannot be read"):
+        list(followers[0].turns())
+
+
+def test_a_process_that_cannot_end_in_order_is_cut_off(pair, exits, monkeypatch):
+    leader, followers, _ = pair
+    cut = threading.Event()
+    monkeypatch.setattr(cluster, "GRACE_S", 0.01)
+    monkeypatch.setattr(cluster, "_exit", lambda code: (exits.append(code), cut.set()))
+    leader.end(5)
+    assert cut.wait(WAIT_S)
+    assert exits == [5]
+
+
+def test_other_processes_share_folder_and_settings(tmp_path, monkeypatch):
+    config, another = (SimpleNamespace(operative="", resolved={"seed": seed}) for seed in (1, 2))
+    folder, elsewhere = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+    monkeypatch.setattr("rolljax.runfolder.FOUND_S", 0.2)
+    with folder.lock():
+        folder.prepare(config, fresh=False)
+        folder.mark("of this run")
+        folder.check_shared(config, "of this run")
+        with pytest.raises(ConfigError, match="seed is 2 here, but 1 in the first process"):
+            folder.check_shared(another, "of this run")
+        elsewhere.prepare(config, fresh=False)
+        with pytest.raises(ConfigError, match="--run_dir"):
+            elsewhere.check_shared(config, "of this run")
