@@ -208,6 +208,7 @@ def test_leftovers_of_a_dead_host_are_swept_and_those_of_a_live_one_are_not():
     with SandboxHost(config) as live, Sandbox.open(host=live) as box:
         slot = box.stats()["slot"]
         box.run("sleep 8765432.125 &")
+        assert eventually(lambda: running("8765432.125"))
         left = [
             subprocess.Popen(["sleep", "8765432.25"], user=config.first_uid + slot + n, extra_groups=[])
             for n in (0, 1000)

@@ -12,7 +12,7 @@ import pytest
 
 from rolljax.sandbox import CODE, Sandbox, SandboxHost, seccomp
 from tests.e2e.sandbox_probes import PRELUDE, PROBES, RUNNER
-from tests.e2e.sandbox_support import needs_root, needs_sandbox, running
+from tests.e2e.sandbox_support import eventually, needs_root, needs_sandbox, running
 
 pytestmark = needs_sandbox
 PYTHON = ["/usr/bin/python3", "-E", "-s", "-S", "-B", "-"]
@@ -112,6 +112,7 @@ def test_each_sandbox_has_a_user_of_its_own(host):
     with Sandbox.open(host=host) as a, Sandbox.open(host=host) as b:
         for box, mark in ((a, "1234567.25"), (b, "1234567.5")):
             box.run(f"sleep {mark} &")
+        assert eventually(lambda: uids("1234567.25") and uids("1234567.5"))  # the shell went on before they began
         first, second = uids("1234567.25"), uids("1234567.5")
         assert len(first) == len(second) == 1 and first != second
         assert min(first | second) >= host.config.first_uid
