@@ -6,8 +6,9 @@ import tempfile
 from importlib import metadata
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# XLA's older emitters compile programs in half of the time, and tests run few programs often; flags that are unknown to
-# another version would end it
+# tests compile many programs and run each of them a few times: without most optimizations, and with XLA's older emitters,
+# that takes half of the time (flags that are unknown to another version would end it)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 EMITTERS = "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else ""
 FLAGS = f"--xla_force_host_platform_device_count=8 {EMITTERS}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
@@ -66,16 +67,6 @@ def params(model):
     import jax
 
     return jax.jit(lambda: model.init(0))()
-
-
-@pytest.fixture(scope="module")
-def quick_compiles():
-    """Compile without most optimizations: for modules that compile many programs and run each of them a few times."""
-    import jax
-
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -253,15 +254,18 @@ class Model:
 
     def abstract(self) -> Params:
         """Shapes and dtypes of the parameters, nothing allocated."""
-        return jax.eval_shape(lambda: self.init(0))
+        if self.lora:
+            return jax.eval_shape(lambda: self.init(0))
+        return nnx.to_pure_dict(self._empty()[1])
 
     def axes(self) -> Params:
         """Logical axis names of every parameter, same tree."""
         if self.lora:
             return self.lora.axes(self.plain.axes())
-        state = nnx.state(nnx.eval_shape(lambda: self._module(0)), nnx.Param)
         names = jax.tree.map(
-            lambda v: v.replace(v.get_metadata()["axes"]), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+            lambda v: v.replace(v.get_metadata()["axes"]),
+            self._empty()[1],
+            is_leaf=lambda v: isinstance(v, nnx.Variable),
         )
         return nnx.to_pure_dict(names)
 
@@ -270,7 +274,7 @@ class Model:
         beside: dict[str, jax.Array] = {}
         if isinstance(params, Adapted):
             params, beside = params.parts()
-        graph, state = nnx.split(nnx.eval_shape(lambda: self._module(0)))
+        graph, state = self._empty()
         nnx.replace_by_pure_dict(state, params)
         decoder = nnx.merge(graph, state)
         if self.lora:
@@ -319,3 +323,14 @@ class Model:
 
     def _module(self, seed: int) -> Decoder:
         return Decoder(self.cfg, self.dtype, self.remat, rngs=nnx.Rngs(seed))
+
+    def _empty(self) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
+        """The module's structure, and its state of shapes, which is the caller's."""
+        graph, state = _traced(self.plain)
+        return graph, jax.tree.map(lambda x: x, state)
+
+
+@functools.lru_cache(maxsize=32)
+def _traced(model: Model) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
+    """`Model._empty` of a plain model. Every program that is traced asks for it."""
+    return nnx.split(nnx.eval_shape(lambda: model._module(0)))

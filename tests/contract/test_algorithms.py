@@ -24,8 +24,6 @@ from rolljax.trainer.update import mismatch_stats
 
 from ..synthetic import CLASSES, LIMIT_TOK, MODULES, SHAPE, Objective, credited, episodes_of, groups_of
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 REQUIRED = {
     Opd: {"teachers": (Teacher("run_start", 0.7), Teacher("phase_start", 0.5, ("toy",))), "reward_coef": 0.5},
     Distill: {"teacher": "run_start"},

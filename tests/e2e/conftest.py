@@ -67,13 +67,11 @@ def summary(run_dir):
 
 @pytest.fixture(scope="session")
 def start():
-    """Start `python -m rolljax.train` in a process of its own, on so many CPU devices, with `quick_compiles`."""
+    """Start `python -m rolljax.train` in a process of its own, on so many CPU devices."""
 
     def run(argv, devices=1):
         env = os.environ | {
             "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {EMITTERS}",
         }
         command = [sys.executable, "-m", "rolljax.train", *argv]
@@ -83,14 +81,14 @@ def start():
 
 
 @pytest.fixture(scope="module")
-def trained(quick_compiles, tmp_path_factory):
+def trained(tmp_path_factory):
     """A run folder of a short but real training, made in this process."""
     from rolljax import train
 
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     changes = {
         "warm_start__Phase_dot_steps": 40,
-        "warm_start__Phase_dot_prompts_per_step": 64,
+        "warm_start__Phase_dot_prompts_per_step": 32,
         "rl__Phase_dot_steps": 10,
         "MeshSpec_dot_data": 1,
     }

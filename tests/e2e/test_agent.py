@@ -201,7 +201,7 @@ class Mode(PureEnv):
 
 
 @pytest.fixture(scope="module")
-def start_sampler(quick_compiles, model, params, chat):
+def start_sampler(model, params, chat):
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(slots=8, max_context=CONTEXT, steps_per_dispatch=4, prefill_chunk=64)
     engine, weights = Engine(model, cfg, mesh, BATCH_AXES), make_publish(mesh, model)(params)

@@ -15,7 +15,6 @@ from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, StopAt, rows, summary
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 IPA = {
     "MeshSpec.data": 1,
     "SamplerConfig.slots": 32,

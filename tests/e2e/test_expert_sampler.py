@@ -4,7 +4,6 @@ import asyncio
 
 import jax
 import numpy as np
-import pytest
 
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Model
@@ -17,7 +16,6 @@ from rolljax.types import SamplingParams
 
 from .test_sampler import close
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 MODEL = Model(
     Qwen3MoeConfig(hidden_size=32, head_dim=8, num_experts=8, experts_per_token=2, expert_ffn_size=24, init_std=0.3)
 )

@@ -27,7 +27,7 @@ from rolljax.types import SamplingParams
 from ..families import FAMILIES, VOCAB, load, make_folder, our_logits, their_logits
 from .test_sampler import close
 
-pytestmark = pytest.mark.usefixtures("quick_compiles", "one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 LENGTH = 40
 

@@ -11,7 +11,6 @@ from rolljax.metrics import check_row
 
 from .conftest import QUICKSTART, rows, summary
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 STEPS, PROMPTS, GROUP = 4, 8, 4
 KINDS = {"reset_raise": "env", "reset_infra": "infra", "reset_hang": "env"}
 

@@ -20,7 +20,6 @@ import pytest
 from rolljax.aot import hlo
 from rolljax.trainer.mesh import MeshSpec
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 ROOT = Path(__file__).parents[2]
 V, L, D, H, K, C, F = 65536, 2, 64, 8, 4, 16, 192
 B, T = 8, 256

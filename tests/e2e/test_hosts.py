@@ -13,7 +13,7 @@ from rolljax import train
 
 from .conftest import arguments, of_two_processes, rows, summary
 
-pytestmark = [pytest.mark.usefixtures("quick_compiles"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
 SMALL = {
     "Qwen3Config_dot_num_layers": 1,

@@ -26,8 +26,6 @@ from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, rows, summary
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 RANK = 4
 SMALL = {
     "Lora.rank": RANK,

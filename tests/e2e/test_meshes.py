@@ -13,7 +13,6 @@ import pytest
 
 from rolljax.trainer.mesh import MeshSpec
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 SHARD_BYTES = 50_000
 MESHES = {
     "data": MeshSpec(data=8),

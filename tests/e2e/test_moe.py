@@ -28,8 +28,6 @@ from rolljax.types import Key, SamplingParams, Task, Trajectory, Turn
 from ..families import load, make_folder
 from .test_sampler import close
 
-quick = pytest.mark.usefixtures("quick_compiles")
-
 MODEL = Model(
     Qwen3MoeConfig(hidden_size=32, head_dim=8, num_experts=8, experts_per_token=2, expert_ffn_size=24, init_std=0.3)
 )
@@ -99,7 +97,6 @@ def same(chosen, rows):
     return (np.sort(chosen, axis=-1) == np.sort(rows.chosen_Lk, axis=-1)).all(-1)[known].mean()
 
 
-@quick
 def test_the_trainer_takes_the_experts_of_the_sampler(params, rows, read):
     """A router that is a little off chooses other experts; told which, it does not, and the log-probs come closer."""
     assert same(read(params, False)[0], rows) == 1  # what was recorded stands at its own token
@@ -112,7 +109,6 @@ def test_the_trainer_takes_the_experts_of_the_sampler(params, rows, read):
     assert 0 < gap(logp_told) < 0.6 * gap(logp_alone)
 
 
-@quick
 def test_a_step_replays_and_reports(params, trajectories):
     mesh = MeshSpec().build(jax.devices()[:1])
     learner = Learner(
@@ -138,7 +134,6 @@ def test_a_step_replays_and_reports(params, trajectories):
 # ---- balance --------------------------------------------------------------------------------------------------------
 
 
-@quick
 def test_the_balance_is_that_of_transformers(tmp_path):
     """Its value over padded rows, and its gradient in everything before the routers."""
     reference = make_folder(tmp_path, "qwen3_moe")

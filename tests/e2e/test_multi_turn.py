@@ -11,7 +11,6 @@ from rolljax.types import Message
 
 from .conftest import ROOT, rows
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 SETTINGS = {
     "MeshSpec.data": 1,
     "FrozenLake.max_turns": 6,
@@ -20,11 +19,11 @@ SETTINGS = {
     "SamplerConfig.prefill_chunk": 512,
     "Evaluation.tasks": 16,
     "warm_start/Phase.steps": 40,
-    "warm_start/Phase.prompts_per_step": 32,
+    "warm_start/Phase.prompts_per_step": 8,
     "warm_start/Phase.eval_every": 0,
     "warm_start/Phase.stop_at_reward": None,
     "rl/Phase.steps": 3,
-    "rl/Phase.prompts_per_step": 8,
+    "rl/Phase.prompts_per_step": 12,
     "rl/Phase.group_size": 4,
     "rl/Phase.updates_per_step": 2,
     "rl/Phase.eval_every": 0,
@@ -32,7 +31,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def lake(quick_compiles, tmp_path_factory):
+def lake(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("lake") / "run"
     argv = ["--gin", str(ROOT / "configs" / "frozen_lake.gin"), "--run_dir", str(run_dir)]
     assert train.main(argv + [a for k, v in SETTINGS.items() for a in ("--set", f"{k} = {v}")]) == 0

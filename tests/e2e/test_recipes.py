@@ -12,7 +12,6 @@ from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, StopAt, rows, summary
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 TINY = {
     "SamplerConfig.slots": 64,
     "SamplerConfig.prefill_chunk": 256,

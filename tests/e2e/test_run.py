@@ -22,8 +22,6 @@ from rolljax.types import SamplingParams
 
 from .conftest import ROOT, arguments, rows, summary
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def test_run_folder_holds_everything(trained):
     for name in ("config.gin", "config.resolved.json", "env.json", "metrics.jsonl", "summary.json", "curves.png"):

@@ -22,7 +22,6 @@ from rolljax.types import SamplingParams
 
 MODEL = Model(Qwen3Config(num_layers=2, init_std=0.15))
 STOP = tuple(range(60, 64))
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @functools.cache

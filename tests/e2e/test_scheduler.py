@@ -21,7 +21,6 @@ from rolljax.types import Sampled, SamplingParams
 from ..families import load, make_folder
 from .test_sampler import MODEL, close, engine_of, open_sampler, publisher, weights
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 TINY = Model(
     Qwen3Config(vocab_size=40, num_layers=1, hidden_size=16, num_heads=2, head_dim=8, ffn_size=16, init_std=0.3)
 )

@@ -72,7 +72,7 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def start_sampler(quick_compiles, model, params, chat):
+def start_sampler(model, params, chat):
     """Samplers on one engine, whose programs are compiled once."""
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(slots=32, max_context=CONTEXT, steps_per_dispatch=4, prefill_chunk=64, prefix_match="any")
@@ -694,7 +694,7 @@ def test_a_model_folder_is_loaded(folder, params, chat):
 
 
 def test_the_command_serves_and_drains(run_folder):
-    env = os.environ | {"PYTHONPATH": str(ROOT), "ROLLJAX_API_KEY": KEY, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "ROLLJAX_API_KEY": KEY}
     env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
     sizes = ["--slots", "8", "--max_context", "64", "--prefill_chunk", "32", "--steps_per_dispatch", "1"]
     command = [sys.executable, "-m", "rolljax.serve", "--run", str(run_folder), "--port", "0", *sizes]

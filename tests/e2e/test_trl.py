@@ -37,7 +37,6 @@ from rolljax.types import Key, Task, Trajectory, Turn
 from . import trl_oracle as trl
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compiles"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:transformers", "ignore::UserWarning:trl"),
 ]
 

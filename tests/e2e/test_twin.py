@@ -12,7 +12,7 @@ from rolljax import train
 ROOT = Path(__file__).parents[2]
 
 
-def test_twin_gives_the_same_losses(tmp_path, quick_compiles):
+def test_twin_gives_the_same_losses(tmp_path):
     spec = importlib.util.spec_from_file_location("rl_loop", ROOT / "examples" / "rl_loop.py")
     twin = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(twin)

@@ -55,8 +55,6 @@ from rolljax.types import Key, Task, Trajectory, Turn
 from tests.reference import algorithms as ref
 from tests.synthetic import CLASSES, LIMIT_TOK, Objective, learner, samples_of, trained
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROWS = PackShape(2, 4, 96)
 REWARDS = {
     "binary": (0.0, 1.0),

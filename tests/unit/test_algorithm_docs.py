@@ -181,7 +181,7 @@ def trajectory(rng, group, sibling, prompt, reward):
     return Trajectory(Key(0, 0, group, sibling), Task("t", group, "t"), (turn,), reward, {}, reward > 0, "ok")
 
 
-def test_the_example_learns(raft, model, params, quick_compiles):
+def test_the_example_learns(raft, model, params):
     """One update makes what was rewarded likelier, and the rest not much."""
     rng = np.random.default_rng(0)
     groups = []

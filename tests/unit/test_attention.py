@@ -17,7 +17,6 @@ from rolljax.model.layers import matmul
 from rolljax.recipe import Recipe
 from rolljax.trainer.mesh import MeshSpec, num_batch_shards, num_slot_shards, param_shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 T, H, K, C, SIZE = 384, 4, 2, 8, 37
 PARTS = [
     [[(70, [30, 50, 40]), (100, [20, 30])], [(10, [200]), (3, [1, 1, 1, 100])]],  # both padded at the end

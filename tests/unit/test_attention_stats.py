@@ -25,8 +25,6 @@ from rolljax.trainer.attention_stats import (
 )
 from rolljax.trainer.mesh import MeshSpec, param_shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROW_LEN = 48
 # 7 does not divide the row; the windows are short enough to matter in answers of ten tokens
 CFG = AttentionMaps(waad_window=4, fai_low=2, fai_high=6, num_layers=2, block_rows=7)

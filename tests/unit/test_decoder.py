@@ -12,7 +12,6 @@ from rolljax.model.attention import attention, packed, packed_mask
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 B, T = 2, 12
 ONES = jnp.ones((B, T), jnp.int32)
 POSITIONS = jnp.tile(jnp.arange(T), (B, 1))

@@ -42,8 +42,6 @@ from rolljax.trainer.critic import Critic
 from rolljax.trainer.mismatch import Correction
 from tests.synthetic import LIMIT_TOK, episodes_of, groups_of, trained
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 GRPO = Grpo(drop_degenerate=False)
 NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}
 GROUP: dict[str, Any] = {"mean": "group", "std": "group"}

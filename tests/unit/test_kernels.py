@@ -20,7 +20,6 @@ from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 MODEL = Model(Qwen3Config(init_std=0.1))
 CFG = SamplerConfig(slots=4, max_context=96, page_size=16, prefill_chunk=64, steps_per_dispatch=4)
 WIDTH = CFG.pages_per_sequence
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture

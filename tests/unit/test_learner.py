@@ -32,8 +32,6 @@ from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.state import Learned, fingerprint
 from tests.synthetic import VOCAB, groups_of, samples_of, trajectory
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROW_LEN, TEMPERATURE, STEPS = 64, 0.7, 5
 SHAPE = PackShape(3, 4, ROW_LEN)
 OPTIMIZER = AdamW(lr=1e-2, schedule="linear")

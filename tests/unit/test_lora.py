@@ -39,7 +39,6 @@ RANK, ALPHA = 3, 5.0
 LORA = Lora(rank=RANK, alpha=ALPHA)
 MAPS = ("q", "k", "v", "o", "gate", "up", "down")
 ROWS = PackShape(3, 8, 64)
-quick = pytest.mark.usefixtures("quick_compiles")
 
 
 def model_of(name="qwen3", dtype="float32", **lora):
@@ -82,7 +81,6 @@ def explicit(params, adapters, factor=ALPHA / RANK):
 # ---- the function and its gradient ----------------------------------------------------------------------------------
 
 
-@quick
 def test_gradients_are_those_of_the_explicit_sum():
     model, params = model_of(), weights()
     adapters = noisy(model.init(7))
@@ -104,7 +102,6 @@ def test_gradients_are_those_of_the_explicit_sum():
         np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.abs(want).max()), rtol=0, err_msg=key)
 
 
-@quick
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
 def test_fresh_adapters_change_nothing(name):
     model = model_of(name)
@@ -128,7 +125,6 @@ def test_fresh_adapters_change_nothing(name):
     assert (again["layers"]["q_a"] != fresh["layers"]["q_a"]).any()
 
 
-@quick
 @pytest.mark.parametrize(("dtype", "int8"), [("float32", True), ("bfloat16", False)])
 def test_the_sampler_gets_the_sum(dtype, int8):
     mesh = MeshSpec(data=2, fsdp=2, tensor=2).build(jax.devices())
@@ -157,7 +153,6 @@ def test_the_sampler_gets_the_sum(dtype, int8):
         np.testing.assert_allclose(jax.jit(functools.partial(logits_of, model.plain))(got), trainer, atol=2e-5)
 
 
-@quick
 def test_int8_weights_are_near_and_small():
     model, params = model_of(int8_base=True), weights()
     base = jax.jit(model.base)(params)
@@ -193,7 +188,6 @@ def groups():
     return groups_of(np.random.default_rng(3), num_groups=4, group_size=4)
 
 
-@quick
 def test_fifty_updates_leave_the_base_as_it_was(groups):
     """Nor int8, nor scales, nor what stays float32."""
     model = model_of(int8_base=True)
@@ -213,7 +207,6 @@ def test_fifty_updates_leave_the_base_as_it_was(groups):
     assert all(jax.tree.leaves(moved))
 
 
-@quick
 def test_losses_and_updates_are_the_same_on_every_mesh(groups):
     cfg = dataclasses.replace(FAMILIES["qwen3"], num_kv_heads=4, vocab_size=264)
     model = Model(cfg, lora=LORA)
@@ -282,7 +275,6 @@ def test_no_gradient_of_a_whole_weight_exists(groups):
         assert not [line for line in sums if f"= f32[{shape}]" in line], shape
 
 
-@quick
 def test_critics_stand_on_the_same_base(groups):
     model = model_of()
     trainer = learner(model, RewardModel(critic=Critic(num=2, shard="all", optimizer=AdamW(lr=1e-2))))

@@ -30,8 +30,6 @@ from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
 from rolljax.trainer.update import gradients, put_batch
 from rolljax.types import Key, Task, Trajectory, Turn
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 N, D, E, F, K = 40, 16, 8, 12, 2
 ROUTING = moe.Routing(E, K, normalise=True, aux_coef=0.01)
 

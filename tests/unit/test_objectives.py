@@ -16,8 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rolljax.errors import ConfigError
 from rolljax.trainer import objectives as o
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 B, T = 2, 8
 NONE = jnp.zeros((B, T), jnp.int32)
 

@@ -28,8 +28,6 @@ from rolljax.trainer.optimizer import (
     opt_state_shardings,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 MODEL = Model(Qwen3Config(num_heads=8, num_kv_heads=4, tie_embeddings=False, init_std=0.1))
 OPTIMIZERS = {
     "AdamW": AdamW(lr=3e-3, weight_decay=0.1),

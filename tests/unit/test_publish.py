@@ -22,7 +22,6 @@ from rolljax.trainer.mesh import MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish, make_write
 from rolljax.types import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 DENSE = Model(Qwen3Config(num_layers=3, tie_embeddings=False), "bfloat16")
 EXPERTS = Model(Qwen3MoeConfig(num_layers=3, num_experts=4), "bfloat16")
 TRAINER = MeshSpec(data=1, fsdp=4, tensor=2)

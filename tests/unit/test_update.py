@@ -28,8 +28,6 @@ from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.state import fingerprint
 from rolljax.trainer.update import make_critic_update, make_policy_update, policy_loss, put_batch
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROW_LEN, TEMPERATURE = 48, 0.8
 SHAPE = PackShape(3, 4, ROW_LEN)
 # eps this large makes a parameter's change a smooth function of its gradient

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from rolljax.errors import ConfigError
 from rolljax.trainer import vocab
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ONE = vocab.BLOCK_BYTES
 TINY = 1  # bytes: blocks get their least size, 128 columns
 CUTS = {  # leading shape, V, D, shards, block_bytes
