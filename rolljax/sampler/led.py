@@ -26,7 +26,7 @@ class LeadingEngine(Engine):
     """The engine of the process that decides.
 
     Args:
-      turn: around every program; tells the others its name and what `Follower.do` needs (`cluster.Leader.turn`).
+      turn: around every program; tells the others its name and what `FollowingEngine.do` needs (`cluster.Leader.turn`).
     """
 
     def __init__(self, model: Model, cfg: SamplerConfig, mesh: Mesh, batch_axes: tuple[str, ...], turn: Turn) -> None:
