@@ -417,6 +417,7 @@ def opt_state_shardings(mesh: Mesh, init: Any, abstract_params: Params, param_sh
     # JAX itself follows the axes through `init`, on a mesh whose axes are part of every array's type
     typed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(typed, s.spec))  # noqa: E731
-    state = jax.eval_shape(getattr(init, "init", init), jax.tree.map(place, abstract_params, param_shardings))
+    with jax.sharding.use_abstract_mesh(typed):
+        state = jax.eval_shape(getattr(init, "init", init), jax.tree.map(place, abstract_params, param_shardings))
     spec = lambda x: PartitionSpec() if x.sharding is None else x.sharding.spec  # noqa: E731
     return jax.tree.map(lambda x: NamedSharding(mesh, spec(x)), state)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from rolljax.errors import ConfigError
 from rolljax.model.decoder import Model
@@ -134,11 +135,14 @@ def test_pages_are_copied_in_every_layer(kind):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gpu_kernel_becomes_a_triton_kernel(dtype):
-    """No GPU is needed to lower for one."""
+    """No GPU is needed to lower for one; later versions of JAX want to know which."""
+    h100 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100", 132, "gpu"))
     path = PagedPath(dataclasses.replace(MODEL.cfg, head_dim=128), dtype, 16, 32, False, None)
     q, pool = jnp.zeros((3, 4, 128), dtype), jnp.zeros((64, 4, 16, 128), dtype)
     args = (q, pool, jnp.zeros((3, 6), jnp.int32), jnp.ones(3, jnp.int32))
-    assert "xla.gpu.triton" in jax.jit(path._kernel).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    with jax.sharding.use_abstract_mesh(h100):
+        lowered = jax.jit(path._kernel).trace(*args).lower(lowering_platforms=("cuda",))
+    assert "xla.gpu.triton" in lowered.as_text()
 
 
 def choose(platform, attention="auto", *, tensor=1, rows=64, width=64, page_size=16, **cfg):
