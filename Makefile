@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \
 	{ apt-get install -qq -y bubblewrap > /dev/null || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }; }; }
 
-.PHONY: setup setup-test quickstart test check bench clean
+.PHONY: setup setup-test quickstart test test-all check bench clean
 
 setup: $(VENV)/.installed
 setup-test: $(VENV)/.installed-test
@@ -28,6 +28,10 @@ quickstart: setup
 
 test: setup-test
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile
+
+# also the suites whose full size takes too long for every change
+test-all: setup-test
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m 'sweep or not sweep'
 
 check: setup-test
 	$(BIN)/ruff check .
