@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +18,10 @@ from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
 if TYPE_CHECKING:
     from rolljax.config import Loaded
     from rolljax.recipe import Recipe
+
+
+COMPILED_GIB = 4
+"""Most that the cache of compiled programs takes; those used longest ago go first."""
 
 
 def quiet() -> None:
@@ -34,6 +40,38 @@ def quiet() -> None:
     for name in ("absl", "jax._src.xla_bridge", "orbax", "grain"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module="orbax")
+    keep_compiled()
+
+
+def keep_compiled() -> None:
+    """Have JAX keep compiled programs for the next process, in the user's cache folder: up to `COMPILED_GIB`.
+
+    JAX's own settings go before: `JAX_COMPILATION_CACHE_DIR` moves the folder, `JAX_COMPILATION_CACHE_MAX_SIZE` (bytes)
+    bounds it, `JAX_ENABLE_COMPILATION_CACHE=false` switches it off. Where no folder can be written nothing is kept.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    folder = cache / "rolljax" / "compiled" / _machine()
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError):  # RuntimeError: there is no home
+            return
+        if not os.access(folder, os.W_OK):
+            return
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(COMPILED_GIB << 30))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def _machine() -> str:
+    """A name for this kind of processor: machine code for one may be illegal on another that shares the folder."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        flags = platform.processor()
+    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -51,25 +89,12 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> 
     )
 
 
-def find_config(name: str) -> str:
-    """A gin file as the user named it: a path, or the name of one that comes with rolljax (`quickstart`,
-    `algorithms/tis`)."""
-    if os.path.exists(name):
-        return name
-    inside = Path(name.removeprefix("configs/").removesuffix(".gin") + ".gin")
-    here = Path(__file__).parent
-    for folder in (here / "configs", here.parent / "configs"):
-        if not inside.is_absolute() and ".." not in inside.parts and (folder / inside).is_file():
-            return str(folder / inside)
-    return name
-
-
 def load_recipe(files: list[str], settings: list[str]) -> Loaded[Recipe]:
     """Read and check a recipe."""
     from rolljax import config
     from rolljax.recipe import Recipe
 
-    return config.load([find_config(f) for f in files], settings, root=Recipe)
+    return config.load(files, settings, root=Recipe)
 
 
 def run_verb(main: Callable[[], int], loaded: Callable[[], Loaded[Recipe] | None] = lambda: None) -> int:

@@ -26,7 +26,18 @@ import gin
 import gin.config
 
 from rolljax import config_check as check
-from rolljax.config_source import Binding, Macro, Ref, Source, default, fields, is_config, leaves, map_leaves
+from rolljax.config_source import (
+    Binding,
+    Macro,
+    Ref,
+    Source,
+    default,
+    fields,
+    find_config,
+    is_config,
+    leaves,
+    map_leaves,
+)
 from rolljax.errors import ConfigError, RolljaxError
 
 T = TypeVar("T")
@@ -59,7 +70,8 @@ def load(files: Sequence[str | Path], settings: Sequence[str] = (), *, root: typ
     """Build `root()` from gin files, later ones over earlier ones, and settings ('name = value') over all files.
 
     Args:
-      files: gin files. An `include` is looked up beside the file that has it, then in the working directory.
+      files: gin files: paths, or names of those that come with rolljax (`quickstart`, `algorithms/tis`). An `include`
+        is looked up beside the file that has it, then likewise.
       settings: a name is a macro, a selector as in the files, or any unambiguous shorter form (`Class.field`). The
         value is a gin value, or a bare word or path, which is taken as a string.
       root: the frozen dataclass the tree starts at.
@@ -72,7 +84,7 @@ def load(files: Sequence[str | Path], settings: Sequence[str] = (), *, root: typ
         raise RuntimeError("config.load must be called on the main thread: gin's scopes are thread-local")
     source = Source(root)
     for i, path in enumerate(files):
-        source.read_file(str(path), (i,))
+        source.read_file(find_config(str(path)), (i,))
     for setting in settings:
         source.read_setting(setting)
     source.check_macros()

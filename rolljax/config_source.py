@@ -453,6 +453,20 @@ def _check_class(cls: Any, selector: str, where: str) -> None:
 
 
 def _include_path(path: str, name: str) -> str:
-    """Beside the file that includes it; else as given, from the working directory."""
+    """Beside the file that includes it; else as `find_config` finds it."""
     beside = Path(path).parent / name
-    return name if Path(name).is_file() and not beside.is_file() else str(beside)
+    found = find_config(name)
+    return found if Path(found).is_file() and not beside.is_file() else str(beside)
+
+
+def find_config(name: str) -> str:
+    """A gin file as the user named it: a path, or the name of one that comes with rolljax (`quickstart`,
+    `algorithms/tis`)."""
+    if Path(name).exists() and not Path(name).is_dir():
+        return name
+    inside = Path(name.removeprefix("configs/").removesuffix(".gin") + ".gin")
+    here = Path(__file__).parent
+    for folder in (here / "configs", here.parent / "configs"):
+        if not inside.is_absolute() and ".." not in inside.parts and (folder / inside).is_file():
+            return str(folder / inside)
+    return name

@@ -9,7 +9,7 @@ import json
 import jax
 import pytest
 
-from rolljax import cli, config
+from rolljax import config
 from rolljax.recipe import Recipe
 
 from .plan_run import ROOT, needs_libtpu, plan
@@ -29,7 +29,7 @@ def test_every_config_is_short_and_says_its_command():
         text = (ROOT / "configs" / f"{name}.gin").read_text()
         assert len(text.splitlines()) <= 30
         assert f"#   python -m rolljax.plan --gin {name} --topology v" in text
-        recipe = config.load([cli.find_config(name)], [], root=Recipe).value
+        recipe = config.load([name], [], root=Recipe).value
         assert recipe.phases[0].row_len >= 4096
 
 
@@ -137,7 +137,7 @@ def test_a_step_is_its_programs_in_turn():
     from rolljax.plan import step_times
     from rolljax.rooms import geometry
 
-    recipe = config.load([cli.find_config("qwen3_0p6b_grpo_v5e_1")], [], root=Recipe).value
+    recipe = config.load(["qwen3_0p6b_grpo_v5e_1"], [], root=Recipe).value
     memory = Memory({}, 0.0, {}, 0.0, 0.0, 1.0)
     seconds = {"rl/update": 60.0, "decode": 0.5, "publish": 0.25}
     reports = [Report(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0)) for name, s in seconds.items()]
@@ -167,7 +167,7 @@ def test_of_a_folder_only_its_config_is_read(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **shape}))
     settings = [f'Recipe.model = "{tmp_path}"']
-    recipe = config.load([cli.find_config("qwen3_0p6b_grpo_v5e_1")], settings, root=Recipe).value
+    recipe = config.load(["qwen3_0p6b_grpo_v5e_1"], settings, root=Recipe).value
     found = {p.name: p for p in programs(geometry(recipe, jax.devices()[:1]))}
     assert list(found) == ["rl/update", "decode", "prefill", "insert", "publish"]
     layer = 64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 192 + 2 * 64 + 2 * 16

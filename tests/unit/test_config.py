@@ -101,6 +101,17 @@ fx.AdamW.clip = 1
     assert loaded.resolved["reward_fn"] == "config_fixture.reward"
 
 
+def test_include_finds_configs_that_come_with_rolljax(tmp_path, monkeypatch):
+    from rolljax.recipe import Recipe
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.gin").write_text(
+        "from __gin__ import dynamic_registration\nfrom rolljax import recipe\n"
+        "include 'quickstart.gin'\nrl/recipe.Phase.steps = 7\n"
+    )
+    assert config.load(["mine.gin"], root=Recipe).value.phases[1].steps == 7
+
+
 def test_include_is_beside_the_file_and_may_be_overridden(load, tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "base.gin").write_text(HEAD + "fx.Recipe.seed = 1\nfx.Recipe.name = 'base'\n")
