@@ -83,7 +83,7 @@ def make_learner(plan: Geometry, index: int, frozen: Frozen, base: Base | None =
         plan.model,
         phase.algorithm,
         phase.optimizer,
-        phase.pack_shape(recipe.sampler.max_context, recipe.max_answer_tok, recipe.max_turns, recipe.max_restarts),
+        recipe.pack_shape(phase),
         steps=phase.steps,
         groups_per_step=phase.prompts_per_step,
         updates_per_step=phase.updates_per_step,

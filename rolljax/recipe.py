@@ -24,6 +24,9 @@ from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import MeshSpec, num_batch_shards
 from rolljax.trainer.optimizer import AdamW, Optimizer
 
+ROW_MULTIPLE = 128
+"""Rows are so many tokens long, or twice as many, ...: what attention kernels of TPUs ask for."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -38,7 +41,8 @@ class Phase:
       complete are trained on and the others let go, so that stragglers hold nobody up. Which these are depends on time,
       so such a run cannot be repeated to the bit.
     starts: begin episodes behind an expert's first turns (`starts.ExpertStarts`).
-    row_len, micro_rows: packed rows of a micro-batch; `row_len` must hold one whole trajectory.
+    row_len, micro_rows: tokens of a packed row, which must hold one whole trajectory, and rows of a micro-batch. 0: the
+      shortest row that does, in whole 128s, and as many rows as the devices do well with. `--dry_run` shows them.
     eval_every: evaluate on held-out tasks every so many steps (0: only at the end of the phase).
     stop_at_reward: end the phase early once such an evaluation reaches this reward.
     """
@@ -59,16 +63,16 @@ class Phase:
     spare_siblings: int = 0
     starts: ExpertStarts | None = None
     optimizer: Optimizer = AdamW()
-    row_len: int = 512
-    micro_rows: int = 8
+    row_len: int = 0
+    micro_rows: int = 0
     eval_every: int = 0
     stop_at_reward: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "prompts_per_step", "group_size", "updates_per_step", "epochs", "row_len", "micro_rows"):
+        for name in ("steps", "prompts_per_step", "group_size", "updates_per_step", "epochs"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", setting=f"Phase.{name}", value=getattr(self, name))
-        for name in ("staleness", "eval_every", "top_k", "spare_groups", "spare_siblings"):
+        for name in ("staleness", "eval_every", "top_k", "spare_groups", "spare_siblings", "row_len", "micro_rows"):
             if getattr(self, name) < 0:
                 raise ConfigError("must not be negative", setting=f"Phase.{name}", value=getattr(self, name))
         if self.temperature <= 0:
@@ -128,23 +132,6 @@ class Phase:
             truncated_law=self.top_k > 0 or self.top_p < 1 or self.min_p > 0,
             first_phase=first,
         )
-
-    def pack_shape(self, max_context: int, max_answer_tok: int, max_turns: int, restarts: int = 0) -> PackShape:
-        """Fixed shape of this phase's batches: room for the worst case, whatever the lengths turn out to be."""
-        response = max_answer_tok if max_turns == 1 else max_context - 1
-        groups = self.prompts_per_step // self.updates_per_step
-        whole = self.algorithm.whole_groups
-        size = 2 if whole else self.group_size
-        prompt = max_context - response
-        if whole and prompt + size * response > self.row_len:
-            raise ConfigError(
-                f"is too short for pairs, which must stand in one row: up to {prompt + size * response} tokens",
-                setting="Phase.row_len",
-                value=self.row_len,
-                remedy=f"set it to {prompt + size * response} or more",
-            )
-        rows = num_rows_bound(groups, size, prompt, response, self.row_len, whole=whole, restarts=restarts)
-        return PackShape(-(-rows // self.micro_rows), self.micro_rows, self.row_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,14 +215,16 @@ class Recipe:
                 remedy="lower it, or raise SamplerConfig.max_context",
             )
         for phase in self.phases:
-            if phase.row_len < self.sampler.max_context:
+            shortest = self.shortest_row(phase)
+            if 0 < phase.row_len < shortest:
+                longest = f"trajectory (SamplerConfig.max_context = {self.sampler.max_context})"
+                pair = "pair of answers with its prompt, which must stand in one row"
                 raise ConfigError(
-                    f"is shorter than the longest trajectory (SamplerConfig.max_context = {self.sampler.max_context})",
+                    f"is shorter than the longest {pair if phase.algorithm.whole_groups else longest}",
                     setting="Phase.row_len",
                     value=phase.row_len,
-                    remedy=f"set it to {self.sampler.max_context} or more",
+                    remedy=f"set it to {shortest} or more, or leave it out",
                 )
-
         for phase in self.phases:
             if phase.starts and self.max_turns == 1:
                 raise ConfigError(
@@ -255,7 +244,6 @@ class Recipe:
             self._check_agent(self.agent)
         self.warnings()
         for before, phase in zip((None, *self.phases), self.phases, strict=False):
-            phase.pack_shape(self.sampler.max_context, self.max_answer_tok, self.max_turns, self.max_restarts)
             _check_overlong(phase.algorithm, self.max_answer_tok)
             _check_previous(before.algorithm.needs().critics if before else None, phase.algorithm.needs().critics)
 
@@ -297,6 +285,48 @@ class Recipe:
             for i, p in enumerate(self.phases)
             for text in p.algorithm.check(p.setup(self.max_turns, first=i == 0))
         ]
+
+    def _lengths(self, phase: Phase) -> tuple[int, int, int]:
+        """Siblings that must stand in one row; tokens of their prompt, and of what each says, in the worst case."""
+        context = self.sampler.max_context
+        response = self.max_answer_tok if self.max_turns == 1 else context - 1
+        return 2 if phase.algorithm.whole_groups else 1, context - response, response
+
+    def shortest_row(self, phase: Phase) -> int:
+        """Tokens of the longest thing that must stand in one row: a trajectory, or a pair with its prompt."""
+        size, prompt, response = self._lengths(phase)
+        return prompt + size * response
+
+    def pack_shape(self, phase: Phase) -> PackShape:
+        """Fixed shape of the batches of a phase that is `sized`: room for the worst case, whatever the lengths are."""
+        size, prompt, response = self._lengths(phase)
+        whole = phase.algorithm.whole_groups
+        rows = num_rows_bound(
+            phase.prompts_per_step // phase.updates_per_step,
+            size if whole else phase.group_size,
+            prompt,
+            response,
+            phase.row_len,
+            whole=whole,
+            restarts=self.max_restarts,
+        )
+        return PackShape(-(-rows // phase.micro_rows), phase.micro_rows, phase.row_len)
+
+    def sized(self, mesh: Mesh, micro_tok: int) -> Recipe:
+        """The recipe with `row_len` and `micro_rows` of every phase in numbers.
+
+        Args:
+          micro_tok: tokens of a micro-batch where a phase does not say.
+        """
+        shards, multiple = num_batch_shards(mesh), ROW_MULTIPLE * mesh.shape["context"]
+
+        def of(phase: Phase) -> Phase:
+            row_len = phase.row_len or -(-self.shortest_row(phase) // multiple) * multiple
+            least = dataclasses.replace(phase, row_len=row_len, micro_rows=shards)
+            fit, needed = micro_tok // row_len // shards, self.pack_shape(least).num_micro
+            return dataclasses.replace(least, micro_rows=phase.micro_rows or shards * max(1, min(fit, needed)))
+
+        return dataclasses.replace(self, phases=tuple(map(of, self.phases)))
 
     def check_mesh(self, mesh: Mesh) -> None:
         """What only shows on a mesh: rows must divide over the batch shards, and their tokens over `context`."""

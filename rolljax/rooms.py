@@ -33,13 +33,18 @@ from rolljax.rollout import Rollouts
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.led import LeadingEngine
-from rolljax.trainer.mesh import num_slot_shards, param_shardings
+from rolljax.trainer.mesh import num_batch_shards, num_slot_shards, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import EVAL_STREAM, Message, SamplingParams, Task, Trajectory
 
 PROBED_TASKS = 64
 """Training tasks whose prompts are measured before a run starts."""
 PROBED_AT_ONCE = 32
+CPU_MICRO_TOK, DEVICE_MICRO_TOK = 1024, 16_384
+"""Tokens of a micro-batch where the recipe does not say: of all CPU devices together; of each other device, at most."""
+ACTIVATIONS_FRAC = 0.25
+SMALL_MEMORY = 16 << 30
+"""Bytes of a device that does not say how much it has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +101,7 @@ def geometry(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Geo
         param_shardings(mesh, each.axes(), each.abstract())
     owner = "MeshSpec" if sampler_mesh is mesh else "SamplerConfig"
     param_shardings(sampler_mesh, model.plain.axes(), model.plain.abstract(), fsdp=False, owner=owner)
+    recipe = recipe.sized(mesh, micro_tok(mesh, model))
     for phase in recipe.phases:
         rows = (phase.micro_rows, phase.row_len, cfg.num_heads, cfg.head_dim)
         implementation(recipe.attention, mesh, rows, jnp.dtype(recipe.dtype))
@@ -107,6 +113,24 @@ def geometry(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Geo
             remedy=f"at most {cfg.max_position}",
         )
     return Geometry(recipe, mesh, model)
+
+
+def micro_tok(mesh: Mesh, model: Model) -> int:
+    """Tokens of a micro-batch that the mesh does well with, on all batch shards together.
+
+    On CPU few, whose activations stay in its caches; elsewhere enough to keep a device busy, if what the backward
+    pass keeps of them takes no more than `ACTIVATIONS_FRAC` of its memory.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return CPU_MICRO_TOK
+    try:
+        memory = device.memory_stats()["bytes_limit"]
+    except (jax.errors.JaxRuntimeError, NotImplementedError, KeyError, TypeError):  # a device that is not there
+        memory = SMALL_MEMORY
+    parts = mesh.shape["context"] * mesh.shape["tensor"]
+    fit = int(ACTIVATIONS_FRAC * memory * parts / model.saved_bytes)
+    return num_batch_shards(mesh) * min(fit, DEVICE_MICRO_TOK)
 
 
 def _rebalanced(cfg: DecoderConfig, recipe: Recipe) -> DecoderConfig:
@@ -141,7 +165,7 @@ def plan(recipe: Recipe) -> Plan:
       DataError: too few held-out tasks. CheckpointError: an unreadable model folder.
     """
     found = geometry(recipe)
-    mesh, model = found.mesh, found.model
+    recipe, mesh, model = found.recipe, found.mesh, found.model
     if isinstance(recipe.model, DecoderConfig):
         chat = Chat(byte_tokenizer())
         if model.cfg.vocab_size < len(chat.tokenizer):

@@ -203,7 +203,7 @@ def describe(plan: Plan) -> str:
         f"{len(plan.heldout)} held out",
     ]
     for p in r.phases:
-        shape = p.pack_shape(r.sampler.max_context, r.max_answer_tok, r.env.max_turns)
+        shape = r.pack_shape(p)
         lines.append(
             f"phase     {p.name}: {type(p.algorithm).__name__}, {p.steps} steps of {p.prompts_per_step} x "
             f"{p.group_size} trajectories, {p.updates_per_step * p.epochs} update(s) of up to {shape.num_micro} x "

@@ -77,6 +77,11 @@ class DecoderConfig(abc.ABC):
             raise ConfigError("must be even (rotary embedding)", setting=f"{name}.head_dim", value=self.head_dim)
 
     @property
+    def active_ffn_size(self) -> int:
+        """Width of the feed-forward that one token passes through."""
+        return self.ffn_size
+
+    @property
     def routing(self) -> Routing | None:
         """How tokens choose experts; None: the feed-forward is dense."""
         return None
@@ -320,6 +325,19 @@ class Model:
     def merged(self, whole: Params, dtype: Dtype = "float32") -> Params:
         """Parameters of the plain decoder that computes the same; maps with adapters, or of int8, become `dtype`."""
         return merged(self.lora, whole, dtype) if self.lora else whole
+
+    @property
+    def saved_bytes(self) -> int:
+        """About what the backward pass keeps of one token, in bytes: the widths of what a layer computes."""
+        cfg = self.cfg
+        mixed, heads = cfg.num_heads * cfg.head_dim, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
+        layer = 4 * cfg.hidden_size + mixed + 2 * heads + 4 * cfg.active_ffn_size
+        dots = cfg.hidden_size + mixed + heads + 2 * cfg.active_ffn_size
+        of_each = {"none": layer, "dots": dots, "attention": cfg.hidden_size + mixed, "full": cfg.hidden_size}[
+            self.remat
+        ]
+        again = 0 if self.remat == "none" else layer
+        return (cfg.num_layers * of_each + again) * jnp.dtype(self.dtype).itemsize
 
     def _module(self, seed: int) -> Decoder:
         return Decoder(self.cfg, self.dtype, self.remat, rngs=nnx.Rngs(seed))

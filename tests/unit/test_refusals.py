@@ -466,7 +466,7 @@ TABLE = {
     "a row too short for a pair": Refused(
         "Phase.row_len",
         MAX_CONTEXT,
-        ("pairs", f"set it to {MAX_CONTEXT + MAX_ANSWER}"),
+        ("pair of answers", f"set it to {MAX_CONTEXT + MAX_ANSWER}"),
         lambda build: build(Dpo(), row_len=MAX_CONTEXT),
         lambda build: build(Dpo(), row_len=MAX_CONTEXT + MAX_ANSWER),
     ),

@@ -35,6 +35,10 @@ class Qwen3MoeConfig(DecoderConfig):
     def routing(self) -> moe.Routing:
         return moe.Routing(self.num_experts, self.experts_per_token, self.normalise, self.router_aux_coef)
 
+    @property
+    def active_ffn_size(self) -> int:
+        return self.experts_per_token * self.expert_ffn_size
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.routing  # which checks itself
