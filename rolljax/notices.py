@@ -1,0 +1,120 @@
+"""What a person should hear about a run without asking: limits that cut most answers, environments that fail, a reward
+that never moves, and what the model says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rolljax.recipe import Phase, Recipe
+from rolljax.types import Group, Trajectory
+
+MOST = 0.5
+"""Share of a step's trajectories from which on something is worth a notice."""
+STILL_STEPS = 10
+"""Steps after which a reward that was the same for every trajectory is worth one."""
+SHOWN_CHARS = 60
+
+
+class Notices:
+    """Notices about the steps of a run, each given once."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._given: set[str] = set()
+        self._rewards: set[float] = set()
+        self._still = 0
+
+    def start_phase(self) -> None:
+        """Another phase begins: its rewards are its own."""
+        self._rewards, self._still = set(), 0
+
+    def step(self, phase: Phase, groups: Sequence[Group]) -> list[str]:
+        """What is worth saying about the trajectories of a step; a phase of gold answers says only what fails."""
+        every = [t for g in groups for t in g.trajectories]
+        texts = [self._failures(every)]
+        if phase.algorithm.source == "sampler":
+            texts += [self._cuts(every), self._first_answers(every), self._stillness(phase, every)]
+        return [text for text in texts if text]
+
+    @property
+    def _answer_limit(self) -> str:
+        return f"Recipe.max_answer_tok = {self._recipe.max_answer_tok}"
+
+    def _once(self, name: str) -> bool:
+        is_new = name not in self._given
+        self._given.add(name)
+        return is_new
+
+    def _failures(self, every: Sequence[Trajectory]) -> str:
+        failed = [t for t in every if t.status == "failed"]
+        if not failed or not self._once("failures"):
+            return ""
+        return (
+            f"{len(failed)} of {len(every)} episodes of this step failed and are left out; the first: {failed[0].fault}"
+        )
+
+    def _cuts(self, every: Sequence[Trajectory]) -> str:
+        """The limit that cut most of the trajectories."""
+        stages = Counter(t.fault.stage for t in every if t.status == "truncated" and t.fault)
+        stage, number = stages.most_common(1)[0] if stages else ("", 0)
+        if number < MOST * len(every) or not self._once(f"cut {stage}"):
+            return ""
+        r = self._recipe
+        limits = {
+            "answer": f"answers were cut at {self._answer_limit}: raise it, or ask for shorter answers",
+            "context": f"episodes filled SamplerConfig.max_context = {r.sampler.max_context}: raise it, or set "
+            "RolloutConfig.context = 'drop_oldest'",
+            "turns": f"episodes used up their {r.max_turns} turns: raise {type(r.env).__name__}.max_turns, or choose "
+            "easier tasks",
+        }
+        what = limits.get(stage, f"episodes were cut by a limit ({stage})")
+        return f"{number} of {len(every)} {what}"
+
+    def _first_answers(self, every: Sequence[Trajectory]) -> str:
+        """Episodes of several turns that a cut answer ended at once."""
+        if self._recipe.max_turns == 1:
+            return ""
+        ended = [t for t in every if len(t.turns) == 1 and t.fault and t.fault.stage == "answer"]
+        if len(ended) < MOST * len(every) or not self._once("first answers"):
+            return ""
+        return (
+            f"{len(ended)} of {len(every)} episodes of up to {self._recipe.max_turns} turns ended with their first "
+            f"answer, because it was cut at {self._answer_limit}: nothing is learned of the turns behind it"
+        )
+
+    def _stillness(self, phase: Phase, every: Sequence[Trajectory]) -> str:
+        self._rewards |= {t.reward for t in every if t.status != "failed"}
+        self._still += 1
+        if len(self._rewards) != 1 or self._still < STILL_STEPS or not self._once(f"still {phase.name}"):
+            return ""
+        [reward] = self._rewards
+        return (
+            f"every trajectory of the first {self._still} steps of {phase.name} has reward {reward:g}: there is nothing "
+            "to learn from. Look at rollouts/ for what the model says and at `python -m rolljax.validate` for what the "
+            "environment rewards; start from a model that succeeds now and then, or with easier tasks"
+        )
+
+
+def samples(trajectories: Sequence[Trajectory]) -> list[str]:
+    """A good and a bad answer, a line each: those of highest and of lowest reward, the first of equals."""
+    alive = [t for t in trajectories if t.status != "failed" and t.turns]
+    if not alive:
+        return []
+    good, bad = max(alive, key=lambda t: t.reward), min(alive, key=lambda t: t.reward)
+    return [sample_line(name, t) for name, t in (("good", good), ("bad", bad)) if name == "good" or t is not good]
+
+
+def sample_line(name: str, t: Trajectory) -> str:
+    """One line: reward, the end of the task, the last answer."""
+    turns = f" (turn {len(t.turns)})" if len(t.turns) > 1 else ""
+    question, answer = shortened(t.task.content, head=False), shortened(t.turns[-1].text)
+    return f"  {name:4} {t.reward:6.3f}  {question} -> {answer}{turns}"
+
+
+def shortened(text: str, *, head: bool = True) -> str:
+    """On one line, control characters written out; of a long text its beginning, or its end."""
+    cut = text[:SHOWN_CHARS] if head else text[-SHOWN_CHARS:]
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
+    dots = "..." if len(text) > SHOWN_CHARS else ""
+    return f"{line}{dots}" if head else f"{dots}{line}"

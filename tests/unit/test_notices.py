@@ -1,0 +1,87 @@
+"""Notices: each situation is told once, with the setting that mends it; nothing is said of a run that goes well."""
+
+import numpy as np
+import pytest
+
+from rolljax.envs.games.frozen_lake import FrozenLake
+from rolljax.notices import SHOWN_CHARS, STILL_STEPS, Notices, samples
+from rolljax.recipe import Phase, Recipe
+from rolljax.trainer.algorithms.reinforce import Reinforce
+from rolljax.trainer.algorithms.sft import Sft
+from rolljax.types import Fault, Group, Key, Task, Trajectory, Turn
+
+TASK = Task("lake", 0, "where now?")
+PHASE = Phase("rl", Reinforce(), steps=50, group_size=4)
+
+
+def trajectory(reward=0.0, status="ok", fault=None, turns=1, text="up"):
+    said = Turn(np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1), np.zeros(1, np.int32), "stop", reward, text)
+    return Trajectory(Key(0, 0, 0, 0), TASK, (said,) * turns, reward, {}, False, status, fault)
+
+
+def cut(stage, turns=1):
+    return trajectory(status="truncated", fault=Fault("limit", stage, "why"), turns=turns)
+
+
+@pytest.fixture
+def notices():
+    return Notices(Recipe(env=FrozenLake(max_turns=8), phases=(PHASE,), max_answer_tok=12))
+
+
+def step(notices, *trajectories, phase=PHASE):
+    return notices.step(phase, [Group(TASK, 0, 0, trajectories)])
+
+
+def test_nothing_is_said_of_a_run_that_goes_well(notices):
+    for _ in range(2 * STILL_STEPS):
+        assert not step(notices, trajectory(0.0), trajectory(1.0), cut("turns", 8))
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        ("answer", "Recipe.max_answer_tok = 12"),
+        ("context", "SamplerConfig.max_context"),
+        ("turns", "FrozenLake.max_turns"),
+        ("env", "a limit (env)"),
+    ],
+)
+def test_the_limit_that_cuts_most_answers_is_named_once(notices, stage, says):
+    [text] = step(notices, cut(stage, 2), cut(stage, 2), trajectory(1.0))
+    assert text.startswith("2 of 3") and says in text
+    assert not step(notices, cut(stage, 2), cut(stage, 2), trajectory(1.0))
+
+
+def test_a_cut_first_answer_that_ends_an_episode_of_many_turns_is_told(notices):
+    limit, first = step(notices, cut("answer"), cut("answer"), trajectory(1.0))
+    assert "max_answer_tok" in limit and "ended with their first answer" in first and "8 turns" in first
+
+
+def test_the_first_error_of_an_environment_is_told_even_when_gold_answers_play(notices):
+    failed = trajectory(status="failed", fault=Fault("env", "step", "KeyError: 'map'"))
+    [text] = step(notices, failed, trajectory(1.0), phase=Phase("sft", Sft(), steps=1))
+    assert "1 of 2" in text and "KeyError: 'map'" in text
+    assert not step(notices, failed, trajectory(1.0))
+
+
+def test_a_reward_that_never_moves_is_told_after_some_steps(notices):
+    said = [step(notices, trajectory(0.5), trajectory(0.5)) for _ in range(STILL_STEPS + 5)]
+    assert [len(texts) for texts in said] == [0] * (STILL_STEPS - 1) + [1] + [0] * 5
+    assert "has reward 0.5" in said[STILL_STEPS - 1][0]
+
+
+def test_the_rewards_of_a_phase_are_its_own(notices):
+    for _ in range(STILL_STEPS):
+        step(notices, trajectory(0.0), trajectory(1.0))
+    notices.start_phase()
+    said = [step(notices, trajectory(1.0), trajectory(1.0)) for _ in range(STILL_STEPS)]
+    assert len(said[-1]) == 1
+
+
+def test_a_good_and_a_bad_answer_are_shown_on_one_line_each():
+    good, bad = trajectory(1.0, text="down\x1b[31m\n" + "x" * 100), trajectory(-1.0, text="", turns=3)
+    lines = samples([trajectory(0.5), good, bad, trajectory(status="failed")])
+    assert [line.split()[:2] for line in lines] == [["good", "1.000"], ["bad", "-1.000"]]
+    assert all("\n" not in line and "\x1b" not in line for line in lines)
+    assert "\\x1b[31m\\n" in lines[0] and len(lines[0]) < 3 * SHOWN_CHARS and "(turn 3)" in lines[1]
+    assert samples([]) == [] and len(samples([good])) == 1
