@@ -90,9 +90,9 @@ class Notices:
             return ""
         [reward] = self._rewards
         return (
-            f"every trajectory of the first {self._still} steps of {phase.name} has reward {reward:g}: there is nothing "
-            "to learn from. Look at rollouts/ for what the model says and at `python -m rolljax.validate` for what the "
-            "environment rewards; start from a model that succeeds now and then, or with easier tasks"
+            f"all trajectories of the first {self._still} steps of {phase.name} have reward {reward:g}: nothing is "
+            "learned from that. Look at rollouts/ for what the model says and at `python -m rolljax.validate` for what "
+            "the environment rewards; start from a model that succeeds now and then, or with easier tasks"
         )
 
 

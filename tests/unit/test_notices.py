@@ -67,7 +67,7 @@ def test_the_first_error_of_an_environment_is_told_even_when_gold_answers_play(n
 def test_a_reward_that_never_moves_is_told_after_some_steps(notices):
     said = [step(notices, trajectory(0.5), trajectory(0.5)) for _ in range(STILL_STEPS + 5)]
     assert [len(texts) for texts in said] == [0] * (STILL_STEPS - 1) + [1] + [0] * 5
-    assert "has reward 0.5" in said[STILL_STEPS - 1][0]
+    assert "have reward 0.5" in said[STILL_STEPS - 1][0]
 
 
 def test_the_rewards_of_a_phase_are_its_own(notices):
