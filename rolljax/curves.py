@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 PANELS = (
@@ -14,10 +14,8 @@ PANELS = (
 )
 
 
-def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the panels; phases are separated by lines, held-out evaluations are dots."""
-    if not rows:
-        return
+def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]) -> bytes:
+    """A PNG of the panels; phases are separated by lines, held-out evaluations are dots."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,5 +51,7 @@ def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]
             axis.legend(fontsize=8, frameon=False)
     phases = list(dict.fromkeys(r["phase"] for r in rows))
     figure.suptitle("  |  ".join(phases), fontsize=10)
-    figure.savefig(path, dpi=110)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
     plt.close(figure)
+    return image.getvalue()

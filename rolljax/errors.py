@@ -109,6 +109,13 @@ class CheckpointError(RolljaxError, RuntimeError):
     exit_code = 6
 
 
+class StorageError(RolljaxError, RuntimeError):
+    """The run folder cannot be written: full, read-only, not allowed. What was committed there stays."""
+
+    owner = "storage"
+    exit_code = 74
+
+
 class HangError(RolljaxError, TimeoutError):
     """A named wait that ran past its deadline."""
 

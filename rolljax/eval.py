@@ -84,19 +84,19 @@ def read_config(args: argparse.Namespace) -> Loaded[Recipe]:
 def read_params(plan: Plan, run: str | None) -> tuple[Params, int]:
     """What `Model.bind` takes, and its policy version: a run's latest checkpoint, or the recipe's own start."""
     from rolljax.loop import make_learner
+    from rolljax.progress import Console
     from rolljax.rooms import frozen_base, start_params
     from rolljax.runfolder import RunFolder
 
     if run is None:
         return plan.model.whole(start_params(plan), frozen_base(plan)), 0
-    checkpoints = RunFolder(run).checkpoints()
-    progress = checkpoints.progress()
-    if progress is None:
+    folder = RunFolder(run)
+    saved = folder.latest(Console().say)
+    if saved is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
-    learner = make_learner(plan, progress.phase, {}, frozen_base(plan))
-    state = checkpoints.state(learner.abstract(), learner.shardings)
-    checkpoints.close()
-    return learner.whole(state.params), progress.version
+    learner = make_learner(plan, saved.progress.phase, {}, frozen_base(plan))
+    state = folder.checkpoints.state(saved.name, learner.abstract(), learner.shardings)
+    return learner.whole(state.params), saved.progress.version
 
 
 if __name__ == "__main__":

@@ -55,9 +55,7 @@ class Hands:
         """One turn of the leader."""
         match kind:
             case "begin":
-                self._checkpoints, self._base, self._learner, self._state = loop.begin(
-                    self._plan, self._folder, payload
-                )
+                self._base, self._learner, self._state = loop.begin(self._plan, self._folder, payload)
             case "open_phase":
                 self._open_phase(payload)
             case "step":
@@ -67,7 +65,8 @@ class Hands:
                 params = self._learner.whole(self._state.params)
                 self._sampler.params = self._write(params, self._sampler.params)
             case "save":
-                self._checkpoints.save(self._state, payload)
+                name, progress = payload
+                self._folder.checkpoints.save(name, self._state, progress)
             case "result":
                 loop.result(self._plan, self._folder, self._state, None)
             case _:

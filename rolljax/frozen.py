@@ -14,7 +14,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from rolljax.errors import CheckpointError, ConfigError, boundary
+from rolljax import checkpoint
+from rolljax.errors import CheckpointError, ConfigError
 from rolljax.model import hf
 from rolljax.model.decoder import Model, Params
 from rolljax.model.lora import Adapted, Base
@@ -53,10 +54,10 @@ def load(plan: Geometry, phase: int, folder: RunFolder, params: Params, base: Ba
         elif source == "phase_start":
             saved = folder.phase_start(settings.name)
             if starts:
-                _save(saved, params)
+                checkpoint.write(saved.absolute(), params, {})
                 kept = jax.jit(lambda p: computed(jax.tree.map(jnp.copy, p)), out_shardings=shardings)(params)
             else:
-                kept = jax.jit(computed, donate_argnums=0)(_read(saved, model, shardings))
+                kept = jax.jit(computed, donate_argnums=0)(_read(saved.absolute(), model, shardings))
             found[source] = (model, model.whole(kept, base))
         else:
             other = _model(plan, source, "Needs")
@@ -84,16 +85,9 @@ def _model(plan: Geometry, folder: str, owner: str) -> Model:
     return Model(cfg, plan.recipe.dtype)
 
 
-def _save(path: Path, params: Params) -> None:
-    import orbax.checkpoint as ocp
-
-    with boundary(CheckpointError, f"saving {path}"), ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), params, force=True)
-
-
 def _read(path: Path, model: Model, shardings: Params) -> Params:
-    import orbax.checkpoint as ocp
-
-    like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), model.abstract(), shardings)
-    with boundary(CheckpointError, f"reading {path}"), ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path.absolute(), like)
+    if jax.process_index() == 0 and (problem := checkpoint.damage(path)):
+        raise CheckpointError(
+            f"{path}, the weights that the phase began with, is damaged: {problem}; --fresh starts over"
+        )
+    return checkpoint.read(path, model.abstract(), shardings)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -28,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from rolljax import frozen
+from rolljax import durable, frozen
 from rolljax.buffer import Buffer, Stopped
-from rolljax.checkpoint import Checkpoints, Progress
+from rolljax.checkpoint import Progress, Saved
 from rolljax.cluster import ALONE, Alone, Leader
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import EnvError, RolljaxError, TrainerError
@@ -43,7 +44,7 @@ from rolljax.progress import Console
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout import Barrier, Rollouts, fault_of
 from rolljax.rooms import Geometry, Plan, Rooms, frozen_base, mean_reward, plain_params, start_params
-from rolljax.runfolder import RunFolder
+from rolljax.runfolder import RESULT, RunFolder
 from rolljax.sampler.client import SamplerStats
 from rolljax.starts import Starts
 from rolljax.trainer.episodes import Episodes
@@ -52,6 +53,8 @@ from rolljax.trainer.state import Learned, TrainState, fingerprint
 from rolljax.trainer.update import Frozen
 from rolljax.types import Group, Key, Task, Trajectory
 
+ALL_STEPS = "all steps done"
+"""Why a phase ended that did all of them."""
 MAX_FAILED_STEPS = 3
 """Steps in a row without one surviving trajectory after which the run stops."""
 Row = dict[str, float]
@@ -97,14 +100,12 @@ def make_learner(plan: Geometry, index: int, frozen: Frozen, base: Base | None =
     )
 
 
-def begin(
-    plan: Geometry, folder: RunFolder, progress: Progress | None
-) -> tuple[Checkpoints, Base | None, Learner, TrainState]:
-    """What a run starts with, or goes on with from `progress`."""
-    checkpoints, base = folder.checkpoints(), frozen_base(plan)
-    if progress:
-        return checkpoints, base, *reopen_phase(plan, folder, progress, checkpoints, base)
-    return checkpoints, base, *open_phase(plan, folder, Progress(), start_params(plan), base)
+def begin(plan: Geometry, folder: RunFolder, saved: Saved | None) -> tuple[Base | None, Learner, TrainState]:
+    """What a run starts with, or goes on with from a checkpoint."""
+    base = frozen_base(plan)
+    if saved:
+        return base, *reopen_phase(plan, folder, saved, base)
+    return base, *open_phase(plan, folder, Progress(), start_params(plan), base)
 
 
 def open_phase(
@@ -121,25 +122,43 @@ def open_phase(
     return learner, learner.init(params, previous)
 
 
-def reopen_phase(
-    plan: Geometry, folder: RunFolder, progress: Progress, checkpoints: Checkpoints, base: Base | None
-) -> tuple[Learner, TrainState]:
+def reopen_phase(plan: Geometry, folder: RunFolder, saved: Saved, base: Base | None) -> tuple[Learner, TrainState]:
     """The learner and the saved state of the phase that goes on."""
+    progress = saved.progress
     empty = make_learner(plan, progress.phase, {}, base)
-    state = checkpoints.state(empty.abstract(), empty.shardings)
-    policies = frozen.load(plan, progress.phase, folder, state.params, base, starts=False)
+    state = folder.checkpoints.state(saved.name, empty.abstract(), empty.shardings)
+    if progress.finished:  # it is only looked at
+        return empty, state
+    policies = frozen.load(plan, progress.phase, folder, state.params, base, starts=progress.step == 0)
     return dataclasses.replace(empty, frozen=policies), state
+
+
+def has_more(progress: Progress, phases: Sequence[Phase]) -> bool:
+    """Whether a finished run can go on: its last phase did all its steps and has more now, or another one follows."""
+    phase = phases[progress.phase]
+    more_steps = progress.step < phase.steps and progress.phase_end[phase.name] == ALL_STEPS
+    return more_steps or progress.phase + 1 < len(phases)
+
+
+def reopen(progress: Progress, phases: Sequence[Phase]) -> None:
+    """Let a finished run go on that has more to do."""
+    phase = phases[progress.phase]
+    progress.finished = False
+    if progress.phase_end[phase.name] == ALL_STEPS:
+        del progress.phase_end[phase.name]
 
 
 def result(plan: Geometry, folder: RunFolder, state: TrainState, tokenizer: Any) -> str:
     """Write the trained policy as a Hugging Face folder; returns the fingerprint of the whole state.
 
     Args:
-      tokenizer: goes along; only the first process needs it.
+      tokenizer: goes along; None in processes that do not lead, which write nothing.
     """
     whole = plan.model.whole(state.params, frozen_base(plan))
     source = plan.recipe.model if isinstance(plan.recipe.model, str) else None
-    hf.save(folder.path / "hf", plan.model.plain, plain_params(plan, whole), tokenizer, source=source)
+    path = folder.path / RESULT
+    with durable.folder(path) if tokenizer else contextlib.nullcontext(path) as place:
+        hf.save(place, plan.model.plain, plain_params(plan, whole), tokenizer, source=source)
     return fingerprint(state)
 
 
@@ -150,7 +169,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     team: Alone | Leader = ALONE,
 ) -> tuple[TrainState, Progress]:
-    """Run every phase from where the folder's last checkpoint stands; returns the final state.
+    """Run every phase from where the folder's last whole checkpoint stands; returns the final state.
 
     Where the run is several processes this is the first of them, and `follow.follow` what the others do: whatever
     touches the mesh here stands in a turn of `team`.
@@ -160,18 +179,28 @@ def train(
       TrainerError: a loss or gradient was not finite; nothing of that step was published or saved.
       EnvError: no trajectory survived for `MAX_FAILED_STEPS` steps. HangError: a wait ran past its deadline.
     """
-    recipe, saved = plan.recipe, folder.progress()
+    recipe, saved = plan.recipe, folder.latest(console.say)
+    on_disk = copy.deepcopy(saved.progress) if saved else None
+    if saved and saved.progress.finished and has_more(saved.progress, recipe.phases):
+        reopen(saved.progress, recipe.phases)
     with team.turn("begin", saved):
-        checkpoints, base, learner, state = begin(plan, folder, saved)
-    progress = saved or Progress()
+        base, learner, state = begin(plan, folder, saved)
+    progress = saved.progress if saved else Progress()
 
     def save() -> None:
-        with team.turn("save", progress):
-            checkpoints.save(state, progress)
+        nonlocal on_disk
+        if progress != on_disk:
+            name = folder.checkpoints.next_name(progress)
+            with team.turn("save", (name, progress)):
+                folder.checkpoints.save(name, state, progress)
+            on_disk = copy.deepcopy(progress)
+            folder.retain(recipe.keep_checkpoints, recipe.keep_rollouts)
 
     for text in recipe.warnings():
         console.say(f"warning: {text}")
-    folder.forget_after(progress.total_steps)
+    folder.forget_after(progress.total_steps, console.say)
+    if progress.finished:
+        return state, progress
     stream = TaskStream(recipe.env, recipe.seed, recipe.evaluation.held_out_frac)
     if progress.stream_position:
         stream.restore(progress.stream_position)
@@ -194,6 +223,7 @@ def train(
                 with timed(progress, phase.name):
                     rooms.publish(learner.whole(state.params), progress.version)
                     evaluate(rooms, progress, phase.name)
+                progress.phase_end.setdefault(phase.name, ALL_STEPS)
                 progress.finished = progress.phase + 1 == len(recipe.phases)
                 if not progress.finished:
                     progress.phase, progress.step, progress.memory, progress.starts = progress.phase + 1, 0, {}, {}
@@ -207,7 +237,6 @@ def train(
             raise
         finally:
             console.end_phase()
-            checkpoints.close()
     return state, progress
 
 
@@ -287,8 +316,6 @@ def steps(
                     row["heldout/reward_mean"] = mean_reward(rooms.evaluate(progress.total_steps, interruptible=False))
                 if phase.stop_at_reward is not None and row["heldout/reward_mean"] >= phase.stop_at_reward:
                     progress.phase_end[phase.name] = f"held-out reward reached {phase.stop_at_reward:g}"
-            if progress.step == phase.steps:
-                progress.phase_end.setdefault(phase.name, "all steps done")
             check_alive(groups, progress)
             with clock.part("save"):
                 if progress.total_steps % recipe.rollouts_every == 0:

@@ -172,7 +172,9 @@ class Recipe:
     max_answer_tok: most tokens of one answer (one turn).
     seed: of the weights, of the order of tasks and of everything sampled.
     save_every: steps between checkpoints (one is always kept at the end of a phase and when the run is told to stop).
-    rollouts_every: steps between files of rollouts. wait_s: longest wait for the groups of a step.
+    keep_checkpoints: how many of the newest stay; at least two, so that one that is damaged costs no run.
+    rollouts_every: steps between files of rollouts. keep_rollouts: how many of the newest files stay (None: all).
+    wait_s: longest wait for the groups of a step.
     """
 
     env: EnvSpec
@@ -193,7 +195,9 @@ class Recipe:
     evaluation: Evaluation = Evaluation()
     seed: int = 0
     save_every: int = 50
+    keep_checkpoints: int = 2
     rollouts_every: int = 1
+    keep_rollouts: int | None = None
     wait_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -207,6 +211,15 @@ class Recipe:
         for name in ("max_answer_tok", "save_every", "rollouts_every"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", setting=f"Recipe.{name}", value=getattr(self, name))
+        if self.keep_checkpoints < 2:
+            raise ConfigError("must be at least 2", setting="Recipe.keep_checkpoints", value=self.keep_checkpoints)
+        if self.keep_rollouts is not None and self.keep_rollouts < 1:
+            raise ConfigError(
+                "must be at least 1, or None for all",
+                setting="Recipe.keep_rollouts",
+                value=self.keep_rollouts,
+                remedy="to write few of them, raise Recipe.rollouts_every",
+            )
         if self.max_answer_tok >= self.sampler.max_context:
             raise ConfigError(
                 f"leaves no room for a prompt in a context of {self.sampler.max_context} tokens",
@@ -386,5 +399,14 @@ def _check_previous(before: Critic | None, critic: Critic | None) -> None:
         )
 
 
-RESUMABLE = ("save_every", "rollouts_every", "wait_s", "pool.", "agent.concurrency", "agent.output_bytes")
-"""Settings (path prefixes) that may differ when a run is continued: they change no number."""
+RESUMABLE = (
+    "save_every",
+    "keep_",
+    "rollouts_every",
+    "wait_s",
+    "pool.",
+    "agent.concurrency",
+    "agent.output_bytes",
+)
+"""Settings (path prefixes) that may differ when a run is continued: they change no number. So may those of phases that
+have not begun, and `steps` of the one that has (`RunFolder.prepare`)."""

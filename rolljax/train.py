@@ -2,12 +2,15 @@
 
 The same command continues a run that was stopped; on several hosts it is started on each of them (docs/sharding.md).
 Exit codes: 0 done, 2 config, 3 data, environment or a lost process, 4 sampler, 5 trainer (not finite), 6 checkpoint,
-7 a wait past its deadline, 75 stopped and saved: run it again to go on.
+7 a wait past its deadline, 74 the run folder cannot be written, 75 stopped and saved: run it again to go on,
+130 interrupted by a second Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import secrets
 import signal
 import sys
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolljax import cli
-from rolljax.errors import EXIT_PREEMPTED, CheckpointError
+from rolljax.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, CheckpointError, StorageError
 
 if TYPE_CHECKING:
     from rolljax.checkpoint import Progress
@@ -92,43 +95,49 @@ def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool, 
 
     folder = RunFolder(path)
     with folder.lock():
-        folder.prepare(config, fresh=fresh)
+        notes = folder.prepare(config, fresh=fresh)
         mark = secrets.token_hex()
         folder.mark(mark)
         team.greet(mark)
-        return _train(plan, folder, team)
+        return _train(plan, folder, team, notes)
 
 
-def _train(plan: Plan, folder: RunFolder, team: Alone | Leader) -> int:
+def _train(plan: Plan, folder: RunFolder, team: Alone | Leader, notes: list[str]) -> int:
     from rolljax import loop
     from rolljax.buffer import Stopped
     from rolljax.progress import Console
+    from rolljax.runfolder import DONE
 
     console, start = Console(), time.perf_counter()
-    progress = folder.progress()
-    if progress and progress.finished:
-        console.say(f"{folder.path} is complete already ({progress.total_steps} steps); --fresh starts over")
-        return 0
-    if progress:
-        console.say(f"continuing {folder.path} after step {progress.total_steps}")
+    for text in notes:
+        console.say(text)
+    saved = folder.latest(console.say)
+    if saved:
+        has_more = not saved.progress.finished or loop.has_more(saved.progress, plan.recipe.phases)
+        if not has_more and folder.is_complete(saved.progress):
+            console.say(complete_line(folder, saved.progress, plan.recipe))
+            return 0
+        console.say(continuing_line(folder, saved.progress, has_more))
     with stop_on_signal() as is_told:
         try:
             with team.guard():
                 state, progress = loop.train(plan, folder, console, lambda: is_told() or team.asked_to_stop(), team)
         except Stopped:
-            progress = folder.progress()
-            assert progress is not None
-            finish(folder, progress, "stopped by signal")
+            saved = folder.latest(console.say)
+            assert saved is not None
+            folder.finish(saved.progress, "stopped by signal")
             console.say("stopped and saved; the same command goes on from here")
             return EXIT_PREEMPTED
         except Exception as e:
-            folder.write_summary(folder.progress() or loop.Progress(), f"{type(e).__name__}: {e}")
+            with contextlib.suppress(StorageError, CheckpointError):  # which the error may come from
+                saved = folder.latest(console.say)
+                folder.write_summary(saved.progress if saved else loop.Progress(), f"{type(e).__name__}: {e}")
             raise
     if not progress.finished:
         raise CheckpointError(f"the run ended after {progress.total_steps} steps without a reason: this is a bug")
     with team.turn("result"):
         state_sha256 = loop.result(plan, folder, state, plan.chat.tokenizer)
-    finish(folder, progress, "all phases done", state_sha256)
+    folder.finish(progress, DONE, state_sha256, plan.recipe.keep_rollouts)
     console.say(
         f"done in {time.perf_counter() - start:.0f} s: {folder.path}/  curves.png  summary.json  metrics.jsonl  "
         "rollouts/  hf/ (Hugging Face)  ckpt/ (Orbax)"
@@ -136,16 +145,27 @@ def _train(plan: Plan, folder: RunFolder, team: Alone | Leader) -> int:
     return 0
 
 
-def finish(folder: RunFolder, progress: Progress, reason: str, state_sha256: str = "") -> None:
-    """Write the summary and draw the curves."""
-    from rolljax.curves import draw
+def complete_line(folder: RunFolder, progress: Progress, recipe: Recipe) -> str:
+    """One line for a run with nothing left to do."""
+    phase = recipe.phases[progress.phase]
+    line = f"{folder.path} is complete already ({progress.total_steps} steps); "
+    if progress.step < phase.steps:
+        line += f"{phase.name} ended early ({progress.phase_end[phase.name]}), so more steps have no effect; "
+    return line + "more steps or another phase go on, --fresh starts over"
 
-    folder.write_summary(progress, reason, state_sha256)
-    draw(folder.rows(), progress.heldout_reward, folder.path / "curves.png")
+
+def continuing_line(folder: RunFolder, progress: Progress, has_more: bool) -> str:
+    """One line for a run that goes on."""
+    line = f"continuing {folder.path} after step {progress.total_steps}"
+    if not has_more:
+        return f"{line}: training is done, its results are not all there"
+    again = sum(row["step"] > progress.total_steps for row in folder.rows())
+    return f"{line}; {again} step(s) that were done after it are made again" if again else line
 
 
 class stop_on_signal:
-    """While inside, SIGTERM and a first Ctrl-C ask the run to stop; a second Ctrl-C interrupts at once.
+    """While inside, SIGTERM and a first Ctrl-C ask the run to stop; a second Ctrl-C ends the process at once: whatever
+    it is doing, what was committed stays (`durable`).
 
     Args:
       tell: is called when they do.
@@ -168,7 +188,10 @@ class stop_on_signal:
 
     def _handle(self, number: int, frame: Any) -> None:
         if self._event.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # which a live line hides
+            print(f"{show_cursor}interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(EXIT_INTERRUPTED)
         self._event.set()
         self._tell()
 

@@ -679,9 +679,8 @@ def run_folder(tmp_path_factory, params):
     plan = make_plan(config.value)
     folder.prepare(config, fresh=False)
     state = make_learner(plan, 0, {}).init(params)
-    checkpoints = folder.checkpoints()
-    checkpoints.save(state, Progress(total_steps=5, step=5, version=5))
-    checkpoints.close()
+    progress = Progress(total_steps=5, step=5, version=5)
+    folder.checkpoints.save(folder.checkpoints.next_name(progress), state, progress)
     return folder.path
 
 

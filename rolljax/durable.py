@@ -1,0 +1,195 @@
+"""What a run writes to disk: each file and each folder whole or not at all, whatever ends the process or the machine.
+
+It is written beside its place, synced, and renamed; lines that are appended are synced. What a writer that was killed
+has left beside a place is for `sweep`. All that a run writes or takes away goes through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from rolljax.errors import StorageError
+
+_SPACE = "free some, or keep less (Recipe.keep_checkpoints, Recipe.keep_rollouts, Recipe.rollouts_every)"
+_RIGHTS = "make it writable, or name another folder"
+REMEDIES = {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EROFS: _RIGHTS,
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.ENOTDIR: _RIGHTS,
+    errno.EISDIR: _RIGHTS,
+    errno.EEXIST: _RIGHTS,
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EIO: "check the disk",
+}
+"""What to do, by the error of the operating system."""
+
+
+def reach(point: str, path: Path) -> None:
+    """Passed before and after everything that changes the disk; does nothing. Tests end a run here.
+
+    Args:
+      point: before, written (beside its place), aside (the old one is), after.
+    """
+
+
+@contextlib.contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Around work that writes to `path`: an error of the disk is a `StorageError` that says what to do.
+
+    Libraries have exceptions of their own for such errors; these are known by their text.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as e:  # border: whatever a library makes of an error of the disk
+        number = _number(e)
+        if number is None:
+            raise
+        raise StorageError(
+            f"{path} cannot be written: {os.strerror(number)}\n"
+            f"  fix:   {REMEDIES[number]}; the same command then goes on from the last checkpoint"
+        ) from e
+
+
+def _number(error: BaseException | None) -> int | None:
+    """The number of the disk's error behind an exception, if there is one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in REMEDIES:
+            return error.errno
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO):
+            if os.strerror(number) in str(error):
+                return number
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def beside(path: Path) -> Path:
+    """Where `path` is written before it is renamed."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write(path: Path, data: bytes | str) -> None:
+    """Write a file; at any time there is the old one or the new one.
+
+    Raises:
+      StorageError: it cannot be written; the old one is still there.
+    """
+    temporary = beside(path)
+    with storing(path):
+        reach("before", path)
+        with open(temporary, "wb") as f:
+            f.write(data.encode() if isinstance(data, str) else data)
+            f.flush()
+            os.fsync(f.fileno())
+        reach("written", path)
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    reach("after", path)
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line to a file. A writer that is killed meanwhile may leave a part of it.
+
+    Raises:
+      StorageError: it cannot be written.
+    """
+    with storing(path):
+        reach("before", path)
+        with open(path, "ab") as f:
+            f.write(line.encode() + b"\n")
+            f.flush()
+            os.fsync(f.fileno())
+    reach("after", path)
+
+
+@contextlib.contextmanager
+def folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which takes its place when the block ends in order; one that stands there gives way to it.
+
+    Raises:
+      StorageError: it cannot be written.
+    """
+    temporary = beside(path)
+    with storing(path):
+        reach("before", path)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            reach("written", path)
+            sync_tree(temporary)
+        except Exception:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if path.exists():
+            remove(path)
+        os.rename(temporary, path)
+        _sync_folder(path.parent)
+    reach("after", path)
+
+
+def remove(path: Path) -> None:
+    """Take a file or folder away; at no time is there a part of a folder.
+
+    Raises:
+      StorageError: it cannot be taken away.
+    """
+    with storing(path):
+        reach("before", path)
+        if path.is_dir():
+            aside = path.with_name(f".{path.name}.old.tmp")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
+            reach("aside", path)
+            shutil.rmtree(aside)
+        else:
+            path.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    reach("after", path)
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether it is something that a writer leaves only when it is killed."""
+    return path.name.startswith(".") and path.name.endswith(".tmp")
+
+
+def sweep(path: Path) -> None:
+    """Take away what killed writers have left in `path` and in the folders below it that are in their places."""
+    with storing(path):
+        for entry in path.iterdir():
+            if not is_temporary(entry):
+                if entry.is_dir():
+                    sweep(entry)
+            elif entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+
+def sync_tree(path: Path) -> None:
+    """Have the disk take every file below a folder."""
+    for parent, _, files in os.walk(path):
+        for name in files:
+            _sync(Path(parent, name), os.O_RDONLY)
+        _sync_folder(Path(parent))
+
+
+def _sync_folder(path: Path) -> None:
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,69 @@
+"""How tests end a run at any point of what it writes (`durable.reach`), and look at how it ends."""
+
+import contextlib
+import hashlib
+import json
+import math
+from pathlib import Path
+
+from rolljax import durable
+from rolljax.checkpoint import Checkpoints, damage
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: after it nothing more is written."""
+
+
+@contextlib.contextmanager
+def at_points(kill=math.inf, do=None):
+    """Inside, the points that are passed are listed as `(point, path)`: the value.
+
+    Args:
+      kill: the number of the point at which everything ends. do: called at every point, as `reach` is.
+    """
+    passed, before = [], durable.reach
+
+    def reach(point, path):
+        if len(passed) > kill:
+            raise Killed
+        passed.append((point, path))
+        if do:
+            do(point, path)
+        if len(passed) > kill:
+            raise Killed
+
+    durable.reach = reach
+    try:
+        yield passed
+    finally:
+        durable.reach = before
+
+
+def end(run_dir):
+    """All that a run leaves behind, but for what is a measurement: equal for runs that are the same to the last bit."""
+    run_dir, measured = Path(run_dir), ("time/", "tput/")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    said = json.loads((run_dir / "summary.json").read_text())
+    files = {str(p.relative_to(run_dir)): hashlib.sha256(p.read_bytes()).hexdigest() for p in run_dir.glob("hf/*")}
+    assert "hf/model.safetensors" in files
+    played = {
+        p.name: [_unmeasured(json.loads(t)) for t in p.read_text().splitlines()] for p in run_dir.glob("rollouts/*")
+    }
+    left = [p for p in run_dir.rglob("*") if durable.is_temporary(p)]
+    assert not left, left
+    checkpoints = Checkpoints(run_dir / "ckpt")
+    assert len(checkpoints.names()) >= 2 and not any(damage(run_dir / "ckpt" / name) for name in checkpoints.names())
+    return {
+        "rows": [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows],
+        "summary": {k: v for k, v in said.items() if not k.endswith("wall_s")},
+        "rollouts": played,
+        "files": files | {p.name: "" for p in run_dir.iterdir()},
+        "settings": json.loads((run_dir / "config.resolved.json").read_text()),
+    }
+
+
+def _unmeasured(value):
+    """A trajectory without its seconds."""
+    if isinstance(value, dict):
+        return {k: _unmeasured(v) for k, v in value.items() if k not in ("env_s", "sample_s")}
+    return [_unmeasured(v) for v in value] if isinstance(value, list) else value
