@@ -21,7 +21,7 @@ from tests.ends import Killed, at_points
 
 def state(value):
     """A small tree of arrays whose numbers depend on `value`."""
-    return {"a": jnp.arange(300.0).reshape(20, 15) + value, "b": [jnp.full((4,), value, jnp.int32)]}
+    return {"a": jax.random.normal(jax.random.key(value), (64, 100)), "b": [jnp.full((4,), value, jnp.int32)]}
 
 
 def restored(checkpoints, name):
