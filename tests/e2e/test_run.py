@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
-import threading
 
 import jax
 import numpy as np
@@ -207,16 +204,6 @@ def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path,
     assert summary(run_dir)["stop_reason"].startswith("TrainerError")
     bad = len(rows(run_dir)) + 1
     assert RunFolder(run_dir).latest(print).progress.total_steps < bad
-
-
-def test_second_ctrl_c_interrupts(monkeypatch):
-    with train.stop_on_signal() as should_stop:
-        assert not should_stop()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert should_stop()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait(1)
 
 
 NEEDS_FILES = {"gsm8k_qwen3_0p6b", "lora"}  # planned in test_gsm8k_plan.py and test_lora.py
