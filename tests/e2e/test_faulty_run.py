@@ -137,15 +137,15 @@ def test_a_run_that_hangs_says_where(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
     monkeypatch.setattr(watchdog, "QUIET_S", 0.5)
     changes = {"PoolConfig_dot_where": "'thread'", "PoolConfig_dot_close_s": 1.0, "Recipe_dot_wait_s": 8.0}
-    assert start(tmp_path / "run", ["reset_hang"], tmp_path, **changes) == 7
+    assert start(tmp_path / "run", [""], tmp_path, **changes, Faulty_dot_latency_s=1000.0) == 7
     err = capfd.readouterr().err
     assert "nothing has moved for" in err and "waiting for the held-out evaluation" in err
-    assert "4 under way" in err and "sampler idle" in err and "reset" in err
+    assert "4 under way" in err and "sampler idle" in err and " 4 step" in err
     (report,) = (tmp_path / "run" / "crash").iterdir()
     assert str(report) in err and "Traceback" not in err
     text = report.read_text()
     assert "waited 8 s for the held-out evaluation" in text
-    assert "thread rolljax-env" in text and "in _hang" in text and "thread rolljax-sampler" in text
+    assert "thread rolljax-env" in text and "in step" in text and "thread rolljax-sampler" in text
 
 
 def test_when_nothing_survives_the_run_ends_with_the_reason(tmp_path, capfd):
