@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import HangError
 from rolljax.types import Group, Task
+from rolljax.watchdog import Watchdog
 
 T = TypeVar("T")
 POLL_S = 0.2
@@ -28,10 +29,14 @@ class Stopped(Exception):
 
 
 class Background:
-    """An asyncio event loop in a thread: where environments and requests live while the main thread trains."""
+    """An asyncio event loop in a thread: where environments and requests live while the main thread trains.
 
-    def __init__(self, should_stop: Callable[[], bool]) -> None:
-        self._should_stop = should_stop
+    Args:
+      should_stop: asked while waiting. watchdog: is told the names of waits.
+    """
+
+    def __init__(self, should_stop: Callable[[], bool], watchdog: Watchdog | None = None) -> None:
+        self._should_stop, self._watchdog = should_stop, watchdog or Watchdog()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rolljax-rollouts", daemon=True)
         self._thread.start()
@@ -49,6 +54,10 @@ class Background:
           HangError: it took longer than `deadline_s`; the message names the wait.
           Stopped: the run was told to stop meanwhile.
         """
+        with self._watchdog.waiting_for(name):
+            return self._wait(future, name, deadline_s, interruptible)
+
+    def _wait(self, future: concurrent.futures.Future[T], name: str, deadline_s: float, interruptible: bool) -> T:
         start = time.monotonic()
         while True:
             try:
@@ -59,8 +68,10 @@ class Background:
             if interruptible and self._should_stop():
                 raise Stopped
             if time.monotonic() - start > deadline_s:
+                about = self._watchdog.about()
                 future.cancel()
-                raise HangError(f"waited {deadline_s:.0f} s for {name}; raise Recipe.wait_s if that can be normal")
+                text = f"waited {deadline_s:.0f} s for {name}" + (f" ({about})" if about else "")
+                raise HangError(f"{text}; raise Recipe.wait_s if that can be normal")
 
     def close(self) -> None:
         """Cancel what is left and end the thread."""

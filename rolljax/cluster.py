@@ -24,6 +24,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from rolljax.errors import InfraError, RolljaxError
+from rolljax.inbox import Inbox
 
 JOIN_S = 300.0
 """Longest wait for all processes to connect."""
@@ -137,7 +138,7 @@ class Leader(_Member):
         self._lock = threading.Lock()
         self._connections = connections
         self._stop = threading.Event()
-        self._ready: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._ready: Inbox[str] = Inbox("the leader")
         for number, connection in connections.items():
             self._start(connection, f"process {number}")
 
@@ -171,7 +172,7 @@ class Leader(_Member):
         while waiting:
             self._check()
             with contextlib.suppress(queue.Empty):
-                self._ready.get(timeout=0.1)
+                self._ready.take(0.1)
                 waiting -= 1
 
     def asked_to_stop(self) -> bool:
@@ -196,7 +197,7 @@ class Follower(_Member):
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self._connection = connection
-        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._inbox: Inbox[tuple[str, Any]] = Inbox("the main thread")
         self._start(connection, "process 0")
 
     def _take(self, other: str, kind: str, payload: Any) -> None:
@@ -222,7 +223,7 @@ class Follower(_Member):
           InfraError: the leader is lost.
         """
         while True:
-            kind, payload = self._inbox.get()
+            kind, payload = self._inbox.take()
             if kind == END:
                 self.code = payload
                 return

@@ -88,6 +88,11 @@ class InfraError(EnvError):
     owner = "infra"
 
 
+class NeighbourError(InfraError):
+    """An episode shared its worker with one that hung or crashed. It is begun again, however often that happens: this
+    says nothing about the machine."""
+
+
 class SamplerError(RolljaxError, RuntimeError):
     """The sampler refused a request or came to a stop."""
 

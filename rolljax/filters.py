@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
+from rolljax.envs.pool.blame import SET_ASIDE
 from rolljax.errors import ConfigError
 from rolljax.types import Group, Trajectory
 
@@ -81,6 +82,7 @@ def faults_row(groups: Sequence[Group]) -> Row:
     kinds = Counter(t.fault.kind for t in every if t.fault)
     return {
         **{f"faults/{kind}_n": float(kinds[kind]) for kind in ("infra", "env", "agent", "limit")},
+        "faults/set_aside_n": float(sum(t.fault is not None and t.fault.stage == SET_ASIDE for t in every)),
         "faults/retried_n": float(sum(t.attempts - 1 for t in every)),
         "faults/tampered_n": float(sum(map(tampered, every))),
         "rollout/cancelled_n": float(sum(g.cancelled for g in groups)),

@@ -52,25 +52,36 @@ from rolljax.trainer.learner import Learner, NotFinite, Step
 from rolljax.trainer.state import Learned, TrainState, fingerprint
 from rolljax.trainer.update import Frozen
 from rolljax.types import Group, Key, Task, Trajectory
+from rolljax.watchdog import Watchdog
 
 ALL_STEPS = "all steps done"
 """Why a phase ended that did all of them."""
 MAX_FAILED_STEPS = 3
 """Steps in a row without one surviving trajectory after which the run stops."""
+PARTS = {
+    "rollout": "rollouts",
+    "update": "the update (the first of a phase is compiled)",
+    "publish": "the sampler to take new weights",
+    "eval": "the held-out evaluation",
+    "save": "the rollouts to be written",
+}
+"""Parts of a step, and what is waited for in them."""
 Row = dict[str, float]
 
 
 class Clock:
-    """Seconds by part of the step."""
+    """Seconds by part of the step; the watchdog is told which one it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, watchdog: Watchdog) -> None:
         self.row: Row = {}
+        self._watchdog = watchdog
         self._start = time.perf_counter()
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self._watchdog.waiting_for(PARTS[name]):
+            yield
         key = f"time/{name}_s"
         self.row[key] = self.row.get(key, 0.0) + time.perf_counter() - start
 
@@ -187,14 +198,17 @@ def train(
         base, learner, state = begin(plan, folder, saved)
     progress = saved.progress if saved else Progress()
 
+    watchdog = Watchdog(console.say, console.waiting, folder.path / "crash")
+
     def save() -> None:
         nonlocal on_disk
-        if progress != on_disk:
-            name = folder.checkpoints.next_name(progress)
-            with team.turn("save", (name, progress)):
-                folder.checkpoints.save(name, state, progress)
-            on_disk = copy.deepcopy(progress)
-            folder.retain(recipe.keep_checkpoints, recipe.keep_rollouts)
+        if progress == on_disk:
+            return
+        name = folder.checkpoints.next_name(progress)
+        with watchdog.waiting_for("the checkpoint to be written"), team.turn("save", (name, progress)):
+            folder.checkpoints.save(name, state, progress)
+        on_disk = copy.deepcopy(progress)
+        folder.retain(recipe.keep_checkpoints, recipe.keep_rollouts)
 
     for text in recipe.warnings():
         console.say(f"warning: {text}")
@@ -205,7 +219,7 @@ def train(
     if progress.stream_position:
         stream.restore(progress.stream_position)
     console.say("compiling the sampler")
-    with Rooms(plan, learner.whole(state.params), progress.version, should_stop, team) as rooms:
+    with Rooms(plan, learner.whole(state.params), progress.version, should_stop, team, watchdog) as rooms:
         try:
             if not progress.heldout_reward:
                 evaluate(rooms, progress, "start")
@@ -276,7 +290,7 @@ def steps(
     )
     try:
         while progress.step < phase.steps and phase.name not in progress.phase_end:
-            clock, before = Clock(), rooms.sampler.stats
+            clock, before = Clock(rooms.watchdog), rooms.sampler.stats
             buffer.fill(progress.step)
             with clock.part("rollout"):
                 groups = collect(buffer, learner, phase, progress.step, recipe)

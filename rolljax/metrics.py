@@ -41,6 +41,9 @@ NAMES: Mapping[str, Metric] = {
     "faults/env_n": Metric("trajectories", "sum", 0, INF, "lost to a failure of the environment itself"),
     "faults/agent_n": Metric("trajectories", "sum", 0, INF, "ended early by what the policy did; they count"),
     "faults/limit_n": Metric("trajectories", "sum", 0, INF, "ended by a limit of tokens, turns or time; they count"),
+    "faults/set_aside_n": Metric(
+        "trajectories", "sum", 0, INF, "of tasks that crashed their worker too often; in faults/env_n as well"
+    ),
     "faults/retried_n": Metric("attempts", "sum", 0, INF, "episodes begun again after a fault of the infrastructure"),
     "faults/tampered_n": Metric("trajectories", "sum", 0, INF, "episodes in which the policy tampered with its task"),
     "starts/distance_n": Metric("turns", "last", 0, INF, "turns left to the policy behind an expert's"),

@@ -112,6 +112,13 @@ class Console:
         if self._live is not None:
             self._live.update(self._bar, description=f"{self._phase}: {what}")
 
+    def waiting(self, text: str) -> None:
+        """Nothing has moved for a while (`watchdog.Watchdog`); called from another thread."""
+        if (live := self._live) is not None:
+            live.update(self._bar, description=f"{self._phase}: {text}")
+        else:
+            self.say(text)
+
     def end_phase(self) -> None:
         """Take the live line away."""
         if self._live is not None:

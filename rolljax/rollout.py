@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +19,14 @@ import numpy as np
 
 from rolljax.envs.base import StepResult
 from rolljax.envs.pool import EnvPool, Episode
-from rolljax.errors import ConfigError, DataError, EnvError, InfraError, RolljaxError
+from rolljax.errors import ConfigError, DataError, EnvError, InfraError, NeighbourError, RolljaxError
 from rolljax.model.tokenizer import Chat
 from rolljax.policies import Policy, expert
 from rolljax.starts import Start, digest
-from rolljax.types import Completion, Fault, FaultKind, Group, Key, Message, Status, Task, Trajectory, Turn
+from rolljax.types import EVAL_STREAM, Completion, Fault, FaultKind, Group, Key, Message, Status, Task, Trajectory, Turn
+
+MAX_ATTEMPTS = 100
+"""At an episode that is lost to its neighbours again and again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,8 @@ class RolloutConfig:
       until it is full and ends there; drop_oldest: the oldest exchanges behind the opening are left out and the stream
       starts anew with the rest, at most `restarts` times in an episode. keep_frac: share of the context that the kept
       part may take then.
-    retries: how often an episode is begun again after a fault of the infrastructure, with the same randomness.
+    retries: how often an episode is begun again after a fault of the infrastructure, with the same randomness. Those
+      that another episode took with it are not counted.
     repeats: an answer that was given, and answered, in the same way this many times in a row ends the episode (0: off).
     answer_format: a regular expression that a whole answer must match; else `format_penalty` is added to the turn's
       reward, as the part `format`.
@@ -117,12 +122,41 @@ class Barrier:
                 asyncio.get_running_loop().call_soon(release)
 
 
+class Tally:
+    """Episodes done and under way, by stream and step, of the steps that have any under way."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int], tuple[int, int]] = {}
+
+    @contextlib.contextmanager
+    def counted(self, key: Key) -> Iterator[None]:
+        """Around one episode."""
+        place = (key.stream, key.step)
+        done, under_way = self._counts.get(place, (0, 0))
+        self._counts[place] = done, under_way + 1
+        try:
+            yield
+        finally:
+            done, under_way = self._counts[place]
+            self._counts[place] = done + 1, under_way - 1
+            if under_way == 1:
+                del self._counts[place]
+
+    def __str__(self) -> str:
+        """One clause for each step: `step 12: 448 episodes done, 64 under way`."""
+        return "; ".join(
+            f"{'evaluation' if stream == EVAL_STREAM else f'step {step + 1}'}: "
+            f"{done} episodes done, {under_way} under way"
+            for (stream, step), (done, under_way) in list(self._counts.items())
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollouts:
     """Everything a rollout needs beside its task.
 
     max_turns, max_context, max_answer_tok: most answers of an episode, tokens of a sequence, tokens of an answer.
-    listen: keep a hash of what the environment says (`Trajectory.heard`).
+    listen: keep a hash of what the environment says (`Trajectory.heard`). tally: where episodes are counted.
     """
 
     pool: EnvPool
@@ -133,6 +167,7 @@ class Rollouts:
     max_answer_tok: int
     cfg: RolloutConfig = RolloutConfig()
     listen: bool = False
+    tally: Tally = dataclasses.field(default_factory=Tally)
 
     async def group(
         self,
@@ -164,19 +199,30 @@ class Rollouts:
         self, task: Task, key: Key, start: Start | None = None, barrier: Barrier | None = None
     ) -> Trajectory:
         """One episode. Whatever fails comes back as its status and fault; nothing is raised."""
-        for attempt in range(1, self.cfg.retries + 2):
-            record = Record(task, key, attempt)
-            try:
-                episode = await self._open(task, record, barrier if attempt == 1 else None)
-                try:
-                    await self.play_out(episode, record, start)
-                finally:
-                    await episode.close()
-            except RolljaxError as e:
-                record.status, record.fault = "failed", fault_of(e)
-            if record.fault is None or not record.fault.retryable:
-                break
+        with self.tally.counted(key):
+            retries = self.cfg.retries
+            for attempt in itertools.count(1):
+                record = Record(task, key, attempt)
+                error = await self._attempt(record, start, barrier if attempt == 1 else None)
+                if record.fault is None or not record.fault.retryable or attempt == MAX_ATTEMPTS:
+                    break
+                retries -= not isinstance(error, NeighbourError)
+                if retries < 0:
+                    break
         return record.trajectory()
+
+    async def _attempt(self, record: Record, start: Start | None, barrier: Barrier | None) -> RolljaxError | None:
+        """Play an episode; returns what it failed with."""
+        try:
+            episode = await self._open(record.task, record, barrier)
+            try:
+                await self.play_out(episode, record, start)
+            finally:
+                await episode.close()
+        except RolljaxError as e:
+            record.status, record.fault = "failed", fault_of(e)
+            return e
+        return None
 
     async def _open(self, task: Task, record: Record, barrier: Barrier | None) -> Episode:
         try:

@@ -20,7 +20,7 @@ from rolljax.buffer import Background
 from rolljax.cluster import ALONE, Alone, Leader
 from rolljax.envs.pool import EnvPool, Episode
 from rolljax.envs.tasks import held_out
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, HangError
 from rolljax.model import hf
 from rolljax.model.attention import implementation
 from rolljax.model.axes import SLOT_AXES
@@ -29,13 +29,14 @@ from rolljax.model.lora import Base
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.policies import GoldPolicy, Policy, SamplerPolicy
 from rolljax.recipe import Phase, Recipe
-from rolljax.rollout import Rollouts
+from rolljax.rollout import Rollouts, Tally
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.led import LeadingEngine
 from rolljax.trainer.mesh import num_batch_shards, num_slot_shards, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import EVAL_STREAM, Message, SamplingParams, Task, Trajectory
+from rolljax.watchdog import Watchdog
 
 PROBED_TASKS = 64
 """Training tasks whose prompts are measured before a run starts."""
@@ -290,6 +291,7 @@ class Rooms:
     Args:
       params: what `Model.bind` takes: the weights that the sampler starts with, as policy version `version`.
       should_stop: asked while waiting; True ends the wait with `Stopped`. team: the processes of the run.
+      watchdog: looks after them while they are open, and reports what hung.
     """
 
     def __init__(
@@ -299,8 +301,10 @@ class Rooms:
         version: int,
         should_stop: Callable[[], bool] = lambda: False,
         team: Alone | Leader = ALONE,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.plan, self.recipe, self.team = plan, plan.recipe, team
+        self.watchdog, self._tally = watchdog or Watchdog(), Tally()
         self._write = make_publish(plan.mesh, plan.model, plan.sampler_mesh)
         make = functools.partial(LeadingEngine, turn=team.turn) if plan.mesh.is_multi_process else Engine
         self.sampler = Sampler(
@@ -312,7 +316,7 @@ class Rooms:
             multi_turn=plan.recipe.max_turns > 1,
         )
         self.pool = EnvPool(plan.recipe.pool, plan.recipe.env)
-        self.background = Background(should_stop)
+        self.background = Background(should_stop, self.watchdog)
         self.agents = None
         if plan.recipe.agent:
             from rolljax.agents.host import AgentHost  # which needs the packages of a server
@@ -320,12 +324,18 @@ class Rooms:
             self.agents = AgentHost(plan.recipe.agent, self.sampler, plan.chat, plan.recipe.sampler.max_context)
 
     def __enter__(self) -> Rooms:
+        self.watchdog.state = self._state
+        self.watchdog.watch(self.sampler.inbox, *self.pool.inboxes)
+        self.watchdog.start()
         # what is loaded and compiled by now stays: full collections need not look at it again (0.3 s each, measured)
         gc.collect()
         gc.freeze()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, HangError):
+            self.watchdog.hung(error)
+        self.watchdog.close()
         gc.unfreeze()
         if self.agents:
             ending = self.background.start(self.agents.close())
@@ -337,7 +347,8 @@ class Rooms:
     def publish(self, params: Params, version: int) -> None:
         """Give the sampler new weights, of what `Model.bind` takes."""
         if version != self.sampler.version:
-            self.sampler.publish(lambda old: self._weights(params, old), version)
+            with self.watchdog.waiting_for("the sampler to take new weights"):
+                self.sampler.publish(lambda old: self._weights(params, old), version)
 
     def _weights(self, params: Params, over: Params | None = None) -> Params:
         """The sampler's weights (`trainer.publish`)."""
@@ -363,8 +374,10 @@ class Rooms:
         if self.agents and isinstance(policy, SamplerPolicy):
             from rolljax.agents.host import AgentRollouts
 
-            return AgentRollouts(self.pool, self.plan.chat, policy, *limits, r.rollout, listen, host=self.agents)
-        return Rollouts(self.pool, self.plan.chat, policy, *limits, r.rollout, listen)
+            return AgentRollouts(
+                self.pool, self.plan.chat, policy, *limits, r.rollout, listen, self._tally, host=self.agents
+            )
+        return Rollouts(self.pool, self.plan.chat, policy, *limits, r.rollout, listen, self._tally)
 
     def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
         """One trajectory for each held-out task, with the weights that are published now.
@@ -386,6 +399,18 @@ class Rooms:
             self.recipe.wait_s,
             interruptible=interruptible,
         )
+
+    def _state(self) -> str:
+        """Where the work stands: episodes by step, the sampler, the environments."""
+        load, did, stats = self.sampler.load(), self.sampler.stats, self.pool.stats
+        sampler = f"{load.running} running, {load.waiting} waiting" if load.running or load.waiting else "idle"
+        calls = ", ".join(f"{count} {verb}" for verb, count in sorted(stats.under_way.items())) or "none"
+        parts = (
+            str(self._tally),
+            f"sampler {sampler}, {did.dispatches + did.prefills} dispatches done",
+            f"calls of environments under way: {calls}, {stats.steps} steps done, {stats.open} episodes open",
+        )
+        return "; ".join(filter(None, parts))
 
 
 def mean_reward(trajectories: list[Trajectory]) -> float:

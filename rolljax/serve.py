@@ -78,14 +78,19 @@ def main(argv: list[str] | None = None) -> int:
             engine, params, version, served = load(args)
             from rolljax.sampler.client import Sampler
             from rolljax.sampler.server import Limits, Service
+            from rolljax.watchdog import Watchdog
 
             # where there are programs for many sizes, each is compiled when it is needed first
             compiled = 0 if engine.path.sized else None
             sampler = Sampler(engine, params, version, detokenize=served.text, longest_prompt=compiled)
+            watchdog = Watchdog()
+            watchdog.watch(sampler.inbox)
+            watchdog.start()
             try:
                 limits = Limits(keys, args.max_concurrency, int(args.max_body_mib * 2**20))
                 run_server(Service(sampler, served, limits), listener, args.drain_s)
             finally:
+                watchdog.close()
                 sampler.close()
         return 0
 

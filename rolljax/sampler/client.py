@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rolljax.errors import SamplerError
+from rolljax.errors import HangError, SamplerError
+from rolljax.inbox import Inbox
 from rolljax.model.decoder import Params
 from rolljax.sampler.engine import MAX_STOP_IDS, MIN_PIECE, Engine
 from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS
@@ -62,7 +63,7 @@ class Sampler:
         self._scheduler = Scheduler(engine, params, version, detokenize)
         if longest_prompt != 0:
             self._scheduler.warm_up(longest_prompt or engine.cfg.max_context, multi_turn)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.inbox: Inbox[Callable[[], None] | None] = Inbox("the sampler's thread")
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._closing = threading.Lock()
         self._error: SamplerError | None = None
@@ -185,6 +186,9 @@ class Sampler:
         Args:
           make: the new weights, of those in use, which it may give up for them (`trainer.publish`). Called in the
             sampler's thread; if it fails, so does the sampler.
+
+        Raises:
+          SamplerError: the sampler has stopped, or does so now. HangError: no dispatch has ended in `timeout_s`.
         """
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -205,11 +209,13 @@ class Sampler:
         try:
             done.result(timeout_s)
         except concurrent.futures.TimeoutError:
-            raise SamplerError(f"weights of version {version} were not taken within {timeout_s:.0f} s") from self._error
+            raise self._error or HangError(
+                f"weights of version {version} were not taken within {timeout_s:.0f} s"
+            ) from None
 
     def close(self) -> None:
         """Stop the thread; requests that are still running fail."""
-        self._inbox.put(None)
+        self.inbox.put(None)
         self._thread.join(timeout=60)
 
     def _check(self, prompt_ids: np.ndarray, params: SamplingParams, address: tuple[int, ...]) -> None:
@@ -259,7 +265,7 @@ class Sampler:
         with self._closing:  # what is put in before the thread ends is looked at by the thread
             if self._error:
                 raise SamplerError(f"the sampler has stopped: {self._error}")
-            self._inbox.put(item)
+            self.inbox.put(item)
 
     def _post(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         """From the scheduler's thread: have `call` run on a loop, together with what else this step has for it."""
@@ -283,8 +289,8 @@ class Sampler:
             error.__cause__ = e
         with self._closing:
             self._error = error
-        while not self._inbox.empty():
-            if item := self._inbox.get_nowait():
+        while self.inbox:
+            if item := self.inbox.take():
                 item()
         for request in self._scheduler.open_requests():
             request.fail(error)
@@ -292,19 +298,19 @@ class Sampler:
 
     def _take_in(self) -> bool:
         """Run what came in; blocks while there is nothing to do. False: time to close."""
-        idle = not self._scheduler.busy
-        wait = None
-        while True:
+        idle, wait_s = not self._scheduler.busy, None
+        while idle or self.inbox:
             try:
-                item = self._inbox.get(timeout=wait) if idle else self._inbox.get_nowait()
+                item = self.inbox.take(wait_s)
             except queue.Empty:
-                return True
+                break
             if item is None:
                 return False
             item()
             if idle:
                 self._flush()
-                wait = LINGER_S if self._scheduler.busy else None
+                wait_s = LINGER_S if self._scheduler.busy else None
+        return True
 
 
 def _run_all(calls: list[Callable[[], None]]) -> None:

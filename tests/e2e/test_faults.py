@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rolljax.envs.pool import EnvPool, PoolConfig
-from rolljax.errors import ConfigError, DataError, EnvError, InfraError
+from rolljax.errors import ConfigError, DataError, EnvError, InfraError, NeighbourError
 from tests.faulty import (
     ENV,
     HARMLESS,
@@ -133,8 +133,81 @@ def test_the_neighbours_of_a_culprit_are_not_blamed(make_pool):
     for turn, fault in enumerate(faults):
         culprit, *others = asyncio.run(asyncio.wait_for(four(4 * turn), 60))
         assert type(culprit) is EnvError and culprit.stage == fault.partition("_")[0], (fault, culprit)
-        assert all(o == 3.0 or type(o) is InfraError for o in others), (fault, others)
+        assert all(o == 3.0 or type(o) is NeighbourError for o in others), (fault, others)
         assert pool.stats.restarts == pool.stats.faults["env"] == turn + 1, fault
+
+
+def siblings(pool, tasks, each):
+    """What became of `each` episodes of every task, all begun at once, and again while their neighbours took them
+    along or the machine did."""
+
+    async def go():
+        plays = [play_again(pool, pool.spec.task(i)) for i in range(tasks) for _ in range(each)]
+        return await asyncio.gather(*plays, return_exceptions=True)
+
+    got = asyncio.run(asyncio.wait_for(go(), 120))
+    return [got[i * each : (i + 1) * each] for i in range(tasks)]
+
+
+@pytest.mark.parametrize("fault", ["reset_segv", "step_segv", "step_exit", "step_kill"])
+def test_a_task_in_eight_that_ends_its_worker(make_pool, fault):
+    """With settings as they come the others are whole, and it is set aside."""
+    pool = make_pool([fault, *[""] * 7], workers=2, max_fault_frac=0.5)
+    bad, *healthy = siblings(pool, 8, 8)
+    assert healthy == [[3.0] * 8] * 7 and not pool.broken
+    assert {type(e) for e in bad} == {EnvError} and {e.stage for e in bad} <= {fault.partition("_")[0], "set_aside"}
+    stats = pool.stats
+    assert stats.set_aside == 1 and 3 <= stats.crashes <= 4  # two may be under way at once
+    # from now on it costs nobody anything
+    bad, *healthy = siblings(pool, 8, 8)
+    assert healthy == [[3.0] * 8] * 7 and {e.stage for e in bad} == {"set_aside"}
+    assert "task 0 of faulty: it is set aside after PoolConfig.max_crashes = 3 ends of its worker" in str(bad[0])
+    assert pool.stats.restarts == stats.restarts and pool.stats.faults.get("infra") == stats.faults.get("infra")
+
+
+def test_a_task_that_crashed_has_its_next_workers_to_itself(make_pool):
+    pool = make_pool(["step_segv", *[""] * 7], workers=2, max_crashes=0)
+    siblings(pool, 8, 1)
+    crashes, lost = pool.stats.crashes, pool.stats.faults.get("infra", 0)
+    assert crashes == 1
+    bad, *healthy = siblings(pool, 8, 4)
+    assert healthy == [[3.0] * 4] * 7 and pool.stats.crashes == 5 and pool.stats.set_aside == 0
+    assert pool.stats.faults.get("infra", 0) == lost, "a neighbour was lost"
+
+
+def test_a_worker_that_ends_between_two_calls(make_pool):
+    """All who were there are suspects; with a worker to itself the culprit is found."""
+    pool = make_pool(["step_later", "", "", ""], workers=1, step_s=20.0)
+
+    async def two_steps(index):
+        episode = await pool.open(pool.spec.task(index))
+        for n in range(2):
+            await episode.step(str(index + n + 1))
+        return episode
+
+    async def until_restarted(times):
+        while pool.stats.restarts < times:
+            await asyncio.sleep(0.01)
+
+    async def go():
+        episodes = await asyncio.gather(*(two_steps(i) for i in range(4)))
+        await until_restarted(1)
+        for episode in episodes:
+            with pytest.raises(NeighbourError, match="SIGABRT"):
+                await episode.step("")
+            await episode.close()
+        assert pool.stats.crashes == 0
+        assert await asyncio.gather(*(play(pool, pool.spec.task(i)) for i in (1, 2, 3))) == [3.0] * 3
+        episode = await two_steps(0)
+        await until_restarted(2)
+        with pytest.raises(EnvError, match="SIGABRT") as e:
+            await episode.step("")
+        assert type(e.value) is EnvError and pool.stats.crashes == 1
+        await episode.close()
+        # who was innocent shares a worker again
+        assert await asyncio.gather(*(play(pool, pool.spec.task(i)) for i in (1, 2, 3))) == [3.0] * 3
+
+    asyncio.run(asyncio.wait_for(go(), 60))
 
 
 def test_what_is_said_about_the_end_of_a_worker(make_pool):

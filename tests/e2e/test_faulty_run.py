@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from rolljax import train
+from rolljax import train, watchdog
 from rolljax.metrics import check_row
 
 from .conftest import QUICKSTART, rows, summary
@@ -111,6 +111,41 @@ def test_workers_that_hang_and_die_do_not_end_a_run(tmp_path):
         for t in trajectories(tmp_path / "run", step):
             fault = t["task"]["content"].partition(" ")[2]
             assert (t["status"] == "failed") == (fault == "reset_hang"), t["fault"]
+
+
+def test_a_task_in_eight_that_crashes_its_worker_does_not_end_a_run(tmp_path):
+    """With settings as they come, although all episodes share one worker."""
+    changes = {"PoolConfig_dot_where": "'process'", "PoolConfig_dot_workers": 1, "PoolConfig_dot_fault_window": 16}
+    assert start(tmp_path / "run", ["reset_segv", *[""] * 7], tmp_path, spec="FaultyProcess", **changes) == 0
+    written, aside = rows(tmp_path / "run"), 0
+    assert len(written) == STEPS
+    for step, row in enumerate(written, 1):
+        every = trajectories(tmp_path / "run", step)
+        for t in every:
+            fault = t["task"]["content"].partition(" ")[2]
+            assert (t["status"] == "failed") == bool(fault), t["fault"]
+            assert not fault or t["fault"]["kind"] == "env" and t["fault"]["stage"] in ("reset", "set_aside")
+        failed = [t for t in every if t["status"] == "failed"]
+        assert row["faults/env_n"] == len(failed) and row["faults/infra_n"] == 0
+        assert row["faults/set_aside_n"] == sum(t["fault"]["stage"] == "set_aside" for t in failed)
+        aside += row["faults/set_aside_n"]
+    assert aside, "no task of the test was set aside"
+
+
+def test_a_run_that_hangs_says_where(tmp_path, capfd, monkeypatch):
+    """A wait is named after a while, and at its end the stacks of all threads are kept."""
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
+    monkeypatch.setattr(watchdog, "QUIET_S", 0.5)
+    changes = {"PoolConfig_dot_where": "'thread'", "PoolConfig_dot_close_s": 1.0, "Recipe_dot_wait_s": 8.0}
+    assert start(tmp_path / "run", [""], tmp_path, **changes, Faulty_dot_latency_s=1000.0) == 7
+    err = capfd.readouterr().err
+    assert "nothing has moved for" in err and "waiting for the held-out evaluation" in err
+    assert "4 under way" in err and "sampler idle" in err and " 4 step" in err
+    (report,) = (tmp_path / "run" / "crash").iterdir()
+    assert str(report) in err and "Traceback" not in err
+    text = report.read_text()
+    assert "waited 8 s for the held-out evaluation" in text
+    assert "thread rolljax-env" in text and "in step" in text and "thread rolljax-sampler" in text
 
 
 def test_when_nothing_survives_the_run_ends_with_the_reason(tmp_path, capfd):

@@ -72,3 +72,12 @@ def test_hanging_and_dying_actors_are_replaced(ray_cluster, tmp_path):
     assert pool.stats.faults["env"] == 2
     pool.close()
     assert pool.stats.opened == pool.stats.closed
+
+
+def test_a_task_that_ends_its_actors_is_set_aside(ray_cluster, tmp_path):
+    """How an actor died is not known: the task is to blame when it was alone there."""
+    pool = EnvPool(PoolConfig(where="ray", workers=2), FaultyProcess(("step_segv", *[""] * 7), str(tmp_path)))
+    bad, *fine = gather(play_again(pool, pool.spec.task(i)) for i in range(8))
+    assert fine == [3.0] * 7 and type(bad) is EnvError and bad.stage == "set_aside"
+    assert pool.stats.crashes == 3 and pool.stats.set_aside == 1 and not pool.broken
+    pool.close()

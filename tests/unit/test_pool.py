@@ -197,6 +197,35 @@ def test_waiting_environments_get_a_thread_each(make_pool):
     assert len(run(go())) == 64
 
 
+@pytest.mark.parametrize("runs", ["inline", "process"])
+def test_scorers_that_compute_get_few_threads(make_pool, runs):
+    """However many calls there are at once: they would only wait for each other."""
+    cls = dataclasses.dataclass(frozen=True)(type("Computing", (Scripted,), {"runs": runs}))
+    pool = make_pool(cls, where="thread")
+
+    async def go():
+        return await asyncio.gather(*(one_step(pool, i) for i in range(512)))
+
+    assert len(run(go())) == 512
+    assert len(pool._runner._threads) == 2
+
+
+def test_waiting_environments_get_as_many_threads_as_they_hold_up(make_pool):
+    """300 calls that wait for each other get 300 threads; calls one after the other have one."""
+    pool = make_pool(Waiting, {"step": lambda i, a: together.wait(20) and None})
+
+    async def go():
+        return await asyncio.gather(*(one_step(pool, i) for i in range(together.parties)))
+
+    together = threading.Barrier(1)
+    for _ in range(20):
+        run(go())
+    assert len(pool._runner._threads) == 1
+    together = threading.Barrier(300)
+    assert len(run(go())) == 300
+    assert len(pool._runner._threads) == 300
+
+
 @pytest.mark.parametrize("stage", ["reset", "step", "close"])
 def test_a_cancelled_caller_leaves_nothing_open(make_pool, stage):
     started, release, closed = threading.Event(), threading.Event(), []
@@ -362,6 +391,7 @@ def test_where_decides_over_what_the_environment_says(make_pool):
     "wrong",
     [
         {"workers": -1},
+        {"max_crashes": -1},
         {"io_threads": 0},
         {"episodes_per_worker": 0},
         {"worker_lifetime": 0},

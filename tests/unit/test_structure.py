@@ -129,6 +129,47 @@ def test_no_function_is_longer_than_120_lines():
     assert {k: n for k, n in lengths.items() if n > 120} == {}
 
 
+TIMED_WAITS = {
+    "from queue import SimpleQueue as Q": True,
+    "import queue as q\nself.inbox = q.SimpleQueue()\nself.inbox.get(True, 0.1)": True,
+    "from _queue import SimpleQueue": True,
+    "make = getattr(queue, 'SimpleQueue')": True,
+    "from queue import *": True,
+    "import queue\nqueue.Queue().get(timeout=0.1)": False,
+    "from multiprocessing import SimpleQueue\nimport multiprocessing as m\nm.SimpleQueue()": False,
+}
+
+
+def simple_queues(tree):
+    """Lines that could make a `queue.SimpleQueue`, under whatever name: one that there is will be waited on some day."""
+    elsewhere = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            elsewhere |= {a.asname or a.name for a in node.names if under(a.name, "multiprocessing")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("queue", "_queue"):
+            found = {a.name for a in node.names} & {"SimpleQueue", "*"}
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            found = node.attr == "SimpleQueue" and owner not in elsewhere
+        else:
+            found = isinstance(node, ast.Constant) and node.value == "SimpleQueue"
+        if found:
+            yield node.lineno
+
+
+@pytest.mark.parametrize("code", TIMED_WAITS)
+def test_simple_queues_are_found(code):
+    assert bool(list(simple_queues(ast.parse(code)))) == TIMED_WAITS[code]
+
+
+def test_no_thread_waits_on_a_simple_queue():
+    """Before Python 3.13 its waits may outlast their time-out for good: see `rolljax.inbox`."""
+    files = [f for name in ("rolljax", "benchmarks", "examples") for f in sorted((ROOT.parent / name).rglob("*.py"))]
+    assert len(files) > len(FILES)
+    assert [f"{f}:{line}" for f in files for line in simple_queues(ast.parse(f.read_text()))] == []
+
+
 def test_every_package_travels_in_the_wheel():
     import tomllib
 

@@ -2,8 +2,9 @@
 
 One thread owns everything here; event loops put calls into its inbox. A `Link` carries requests to workers and tells
 what comes back. A worker answers its calls one after the other, so the first call without an answer is the one that
-runs: its limit counts from the moment it became the first, and when the worker hangs or dies, it is the one to blame.
-Its neighbours lose their episodes to an `InfraError`.
+runs: its limit counts from the moment it became the first, and when the worker hangs or dies, it is the one to blame
+(`blame.py`). Neighbours whose reset was not answered are placed anew and notice nothing; the others lose their episodes
+to a `NeighbourError`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rolljax.envs.pool import wire
+from rolljax.envs.pool.blame import SET_ASIDE, Blame
 from rolljax.envs.pool.checks import Verb, describe
 from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
-from rolljax.errors import EnvError, InfraError, RolljaxError
+from rolljax.errors import EnvError, InfraError, NeighbourError, RolljaxError
 from rolljax.types import Task
 
 MAX_START_FAILURES = 5
@@ -33,6 +35,10 @@ SOON_S = 2.0
 
 BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 """Pause after a start that failed; it doubles each time."""
+
+Cause = Literal["crash", "hang", "unknown", "machine"]
+"""What ended a worker: the code in it; a call past its limit; nobody can tell; something that no episode has to do
+with."""
 
 
 class Link(Protocol):
@@ -83,9 +89,14 @@ class _Worker:
     ready: bool = False
     lost: str = ""
     """Why it is no more."""
+    cause: Cause = "machine"
+    culprit: WorkerSeat | None = None
+    """Whose call ended it, as far as that is known."""
     answered: bool = False
     hosted: int = 0
-    episodes: set[int] = dataclasses.field(default_factory=set)
+    is_apart: bool = False
+    """Its episode is that of a suspect."""
+    episodes: dict[int, WorkerSeat] = dataclasses.field(default_factory=dict)
     calls: collections.deque[_Call] = dataclasses.field(default_factory=collections.deque)
     unsent: list[_Call] = dataclasses.field(default_factory=list)
 
@@ -105,19 +116,20 @@ class WorkerSeat:
     def __init__(self, dispatcher: Dispatcher, number: int) -> None:
         self.number = number
         self.started_s = 0.0
+        self.task = ""
         self.worker: _Worker | None = None
+        self.closing = False
         self._dispatcher = dispatcher
-        self._closing = False
 
     def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]:
-        self._closing = self._closing or verb == "close"
+        self.closing = self.closing or verb == "close"
         future = asyncio.get_running_loop().create_future()
         self._dispatcher.post(self, verb, argument, limit_s, future)
         return future
 
     def discard(self) -> None:
-        if not self._closing:
-            self._closing = True
+        if not self.closing:
+            self.closing = True
             self._dispatcher.post(self, "close", None, self._dispatcher.cfg.close_s, None)
 
 
@@ -128,11 +140,14 @@ class Dispatcher:
         self.cfg = cfg
         self.timeouts: collections.Counter[str] = collections.Counter()
         self.restarts = 0
+        self.blame = Blame(cfg.max_crashes)
         self._name, self._link, self._mailbox = name, link, mailbox
         self._numbers = itertools.count(1)
         self._generations = itertools.count(1)
         self._inbox: collections.deque[_Call] = collections.deque()
         self._backlog: collections.deque[_Call] = collections.deque()
+        self._apart: collections.deque[_Call] = collections.deque()
+        """Resets of suspects, who wait for a worker each."""
         self._slots = [_Slot() for _ in range(link.num_workers)]
         self._workers: dict[int, _Worker] = {}
         self._awake = False
@@ -186,11 +201,11 @@ class Dispatcher:
             number, outcome, plain = wire.parse(payload)
             call = worker.calls[0] if worker.calls else None
             if call is None or call.number != number:
-                self._lose(worker, "it answered a call that nobody waits for", own=False)
+                self._lose(worker, "it answered a call that nobody waits for", "unknown")
                 return
             value = wire.value_of(call.verb, outcome, plain, self.cfg.max_observation_bytes)
         except wire.ProtocolError as e:
-            self._lose(worker, f"it sent {e}", own=True)
+            self._lose(worker, f"it sent {e}", "crash")
             return
         worker.calls.popleft()
         worker.since_s, worker.answered, worker.slot.failures = time.monotonic(), True, 0
@@ -198,10 +213,10 @@ class Dispatcher:
         failed = isinstance(value, RolljaxError)
         self._report(call, None if failed else value, value if failed else None)
 
-    def ended(self, generation: int, why: str, own: bool, output: str = "") -> None:
-        """The worker is gone. own: the code that ran in it did it, as opposed to someone outside."""
+    def ended(self, generation: int, why: str, cause: Cause, output: str = "") -> None:
+        """The worker is gone."""
         if (worker := self._workers.get(generation)) is not None:
-            self._lose(worker, why, own, output)
+            self._lose(worker, why, cause, output)
 
     # the thread
 
@@ -234,8 +249,9 @@ class Dispatcher:
 
     def _settle(self) -> None:
         """Tell everyone who waits that it is over."""
-        calls = [*self._backlog, *(c for w in self._workers.values() for c in w.calls)]
+        calls = [*self._backlog, *self._apart, *(c for w in self._workers.values() for c in w.calls)]
         self._backlog.clear()
+        self._apart.clear()
         self._workers.clear()
         while self._inbox:
             calls.append(self._inbox.popleft())
@@ -266,7 +282,7 @@ class Dispatcher:
     def _start_workers(self) -> None:
         """As many as there are episodes, as far as there are slots: alone, an episode is nobody's neighbour."""
         now = time.monotonic()
-        episodes = len(self._backlog) + sum(len(w.episodes) for w in self._workers.values())
+        episodes = self._num_wanted()
         for slot in self._slots[: max(self._link.num_warm, episodes)]:
             if slot.worker is None and now >= slot.start_at_s and not self._closing.is_set():
                 worker = slot.worker = _Worker(next(self._generations), slot, now)
@@ -276,43 +292,77 @@ class Dispatcher:
     def _take(self, call: _Call) -> None:
         worker = call.seat.worker
         if call.verb == "reset":
+            assert isinstance(call.argument, Task)
+            call.seat.task = call.argument.id
             self._backlog.append(call)
         elif worker is None:  # discarded before it was placed
-            self._backlog = collections.deque(c for c in self._backlog if c.seat is not call.seat)
+            for waiting in (self._backlog, self._apart):
+                for other in [c for c in waiting if c.seat is call.seat]:
+                    waiting.remove(other)
             self._report(call, None, None)
         elif worker.lost:
-            error = InfraError(f"{call.verb} of {self._name}: its worker is gone: {worker.lost}", stage=call.verb)
-            self._report(call, None, None if call.verb == "close" else error)
+            self._report(call, None, None if call.verb == "close" else self._loss(call, worker))
         else:
             self._enqueue(call, worker)
 
     def _place(self) -> None:
-        """Give the episodes that wait to the workers with the most room."""
+        """Give the episodes that wait to the workers with the most room, and suspects a worker each."""
+        self._place_apart()
+        emptied = self._emptied()
         while self._backlog:
             most = self._most_per_worker()
-            room = [
-                w
-                for w in self._workers.values()
-                if w.ready and len(w.episodes) < most and w.hosted < self.cfg.worker_lifetime
-            ]
+            room = [w for w in self._open_workers() if not w.is_apart and w not in emptied and len(w.episodes) < most]
             if not room:
-                return
+                break
             call = self._backlog.popleft()
-            if call.future is not None and call.future.cancelled():
-                continue
-            worker = min(room, key=lambda w: len(w.episodes))
-            worker.episodes.add(call.seat.number)
-            worker.hosted += 1
-            call.seat.worker, call.seat.started_s = worker, time.monotonic()
-            self._enqueue(call, worker)
+            if self.blame.is_suspect(call.seat.task):
+                self._apart.append(call)
+            elif self._is_wanted(call):
+                self._put(call, min(room, key=lambda w: len(w.episodes)))
+        self._place_apart()
+
+    def _place_apart(self) -> None:
+        while self._apart and (empty := next((w for w in self._open_workers() if not w.episodes), None)):
+            call = self._apart.popleft()
+            if self._is_wanted(call):
+                empty.is_apart = self.blame.is_suspect(call.seat.task)
+                self._put(call, empty)
+
+    def _open_workers(self) -> list[_Worker]:
+        return [w for w in self._workers.values() if w.ready and w.hosted < self.cfg.worker_lifetime]
+
+    def _emptied(self) -> list[_Worker]:
+        """Workers that get no more episodes until suspects had them: those with the fewest, at most every second."""
+        shared = [w for w in self._open_workers() if not w.is_apart]
+        shared.sort(key=lambda w: (len(w.episodes), w.generation))
+        return shared[: min(len(self._apart), max(1, len(self._slots) // 2))]
+
+    def _is_wanted(self, call: _Call) -> bool:
+        """Whether a reset is to be carried out; whoever waits for it is told if its task is set aside."""
+        if call.future is not None and call.future.cancelled():
+            return False
+        if why := self.blame.set_aside(call.seat.task):
+            assert isinstance(call.argument, Task)
+            text = f"task {call.argument.index} of {self._name}: {why}"
+            self._report(call, None, EnvError(text, stage=SET_ASIDE))
+        return not why
+
+    def _put(self, call: _Call, worker: _Worker) -> None:
+        worker.episodes[call.seat.number] = call.seat
+        worker.hosted += 1
+        call.seat.worker, call.seat.started_s = worker, time.monotonic()
+        self._enqueue(call, worker)
+
+    def _num_wanted(self) -> int:
+        """Episodes that are open, or wait to be."""
+        return len(self._backlog) + len(self._apart) + sum(len(w.episodes) for w in self._workers.values())
 
     def _most_per_worker(self) -> int:
         """Episodes a worker may hold: its share only, while others are about to be ready."""
         soon = time.monotonic() - SOON_S
         if all(w.ready or w.since_s < soon for w in self._workers.values()):
             return self.cfg.episodes_per_worker
-        total = len(self._backlog) + sum(len(w.episodes) for w in self._workers.values())
-        return min(self.cfg.episodes_per_worker, math.ceil(total / len(self._workers)))
+        return min(self.cfg.episodes_per_worker, math.ceil(self._num_wanted() / len(self._workers)))
 
     def _enqueue(self, call: _Call, worker: _Worker) -> None:
         if not worker.calls:
@@ -323,9 +373,12 @@ class Dispatcher:
     def _after(self, call: _Call, worker: _Worker) -> None:
         """Free the room of a closed episode; a worker at the end of its life goes with its last episode."""
         if call.verb == "close":
-            worker.episodes.discard(call.seat.number)
+            worker.episodes.pop(call.seat.number, None)
+            if worker.is_apart:
+                worker.is_apart = False
+                self.blame.acquit(call.seat.task)
             if worker.hosted >= self.cfg.worker_lifetime and not worker.episodes:
-                self._lose(worker, "it had hosted PoolConfig.worker_lifetime episodes", own=False)
+                self._lose(worker, "it had hosted PoolConfig.worker_lifetime episodes", "machine")
 
     def _check_limits(self) -> None:
         now = time.monotonic()
@@ -337,37 +390,69 @@ class Dispatcher:
                 self.timeouts[worker.calls[0].verb] += 1
             else:
                 self.timeouts["start"] += 1
-            self._lose(worker, f"no answer within {limit_s:g} s", own=True)
+            self._lose(worker, f"no answer within {limit_s:g} s", "hang")
 
-    def _lose(self, worker: _Worker, why: str, own: bool, output: str = "") -> None:
+    def _lose(self, worker: _Worker, why: str, cause: Cause, output: str = "") -> None:
         """Settle the calls of a worker that ended, or that must end, and have it replaced."""
         self._link.kill(worker.generation)
         del self._workers[worker.generation]
-        worker.lost, slot = why, worker.slot
+        worker.lost, worker.cause, slot = why, cause, worker.slot
         slot.worker = None
         self.restarts += 1
+        self._lay_blame(worker)
         if not worker.ready or not (worker.answered or worker.calls):  # of no use, and nobody's doing
             slot.failures += 1
             slot.start_at_s = time.monotonic() + min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (slot.failures - 1))
             if slot.failures >= MAX_START_FAILURES and not any(w.ready for w in self._workers.values()):
                 self._give_up(why, slot.failures, output)
-        for i, call in enumerate(worker.calls):
-            doing = f"{call.verb} of {self._name}"
-            error: EnvError
-            if own and i == 0:
-                error = EnvError(f"{doing}: {why}{_last_lines(output)}", stage=call.verb)
+        again = []
+        for call in worker.calls:
+            innocent = cause != "machine" and call.seat is not worker.culprit
+            if innocent and call.verb == "reset" and not call.seat.closing:
+                call.seat.worker = None
+                again.append(call)
             else:
-                error = InfraError(f"{doing}: its worker is gone: {why}", stage=call.verb)
-            if output:
-                error.add_note(f"the last output of the worker:\n{output}")
-            self._report(call, None, error)
+                self._report(call, None, self._loss(call, worker, output))
+        self._backlog.extendleft(reversed(again))
+
+    def _lay_blame(self, worker: _Worker) -> None:
+        """Find whose doing the end of a worker was, or who may have done it."""
+        seats = list(worker.episodes.values())
+        if worker.cause == "machine":
+            return
+        if worker.calls:
+            worker.culprit = worker.calls[0].seat
+        elif len(seats) == 1:
+            worker.culprit = seats[0]
+        alone = worker.culprit is not None and all(seat is worker.culprit for seat in seats)
+        if worker.culprit is None:
+            self.blame.suspect(seat.task for seat in seats)
+        elif worker.cause == "crash" or (worker.cause == "unknown" and alone):
+            self.blame.crashed(worker.culprit.task, worker.lost)
+        else:
+            self.blame.suspect([worker.culprit.task])
+
+    def _loss(self, call: _Call, worker: _Worker, output: str = "") -> EnvError:
+        """What a call gets whose worker is gone."""
+        doing = f"{call.verb} of {self._name}"
+        error: EnvError
+        if call.seat is worker.culprit and worker.cause != "unknown":
+            error = EnvError(f"{doing}: {worker.lost}{_last_lines(output)}", stage=call.verb)
+        else:
+            innocent = worker.cause != "machine" and call.seat is not worker.culprit
+            lost = NeighbourError if innocent else InfraError
+            error = lost(f"{doing}: its worker is gone: {worker.lost}", stage=call.verb)
+        if output:
+            error.add_note(f"the last output of the worker:\n{output}")
+        return error
 
     def _give_up(self, why: str, failures: int, output: str) -> None:
         """Fail what waits for a worker."""
         error = f"no worker for {self._name}: {failures} starts in a row failed: {why}{_last_lines(output)}"
-        for call in self._backlog:
+        for call in (*self._backlog, *self._apart):
             self._report(call, None, InfraError(error, stage="start"))
         self._backlog.clear()
+        self._apart.clear()
 
     def _report(self, call: _Call, value: Any, error: RolljaxError | None) -> None:
         if call.future is not None:

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from rolljax.envs.base import EnvSpec, StepResult
+from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.threads import ThreadRunner
-from rolljax.errors import EnvError, InfraError
+from rolljax.errors import EnvError, InfraError, NeighbourError
 from rolljax.types import Message, Task
+from rolljax.watchdog import Sleeper
 
 NUM_THREADS = 2
+"""For environments that compute: more would only wait for the interpreter's lock."""
 
 
 class _Seat(Protocol):
@@ -36,6 +40,7 @@ class _Seat(Protocol):
 class _Runner(Protocol):
     timeouts: collections.Counter[str]
     restarts: int
+    blame: Blame
 
     def seat(self) -> _Seat: ...
     def close(self) -> None: ...
@@ -48,7 +53,8 @@ class PoolStats:
     opened: episodes whose reset succeeded. failed: those whose reset did not, cancelled ones too. steps: those that
     succeeded. restarts: workers, actors or threads that were replaced. timeouts: limits that were passed, by
     stage (start, reset, step, gold, rejected, close, episode). faults: episodes by the kind of their first fault (env,
-    infra, limit).
+    infra, limit). crashes: ends of workers that are laid at a task; set_aside: tasks that had too many of them.
+    under_way: calls without an answer, by what they do.
     """
 
     opened: int
@@ -59,6 +65,9 @@ class PoolStats:
     restarts: int
     timeouts: Mapping[str, int]
     faults: Mapping[str, int]
+    crashes: int
+    set_aside: int
+    under_way: Mapping[str, int]
 
 
 class EnvPool:
@@ -72,6 +81,7 @@ class EnvPool:
         self._open: set[Episode] = set()
         self._counts: collections.Counter[str] = collections.Counter()
         self._faults: collections.Counter[str] = collections.Counter()
+        self._under_way: collections.Counter[str] = collections.Counter()
         self._late = 0
         self._recent: collections.deque[bool] = collections.deque(maxlen=cfg.fault_window)
         self._closed = False
@@ -87,7 +97,8 @@ class EnvPool:
             raise InfraError(self.broken or "the pool is closed", stage="pool")
         seat = self._runner.seat()
         try:
-            opening = await seat.call("reset", task, self.cfg.reset_s)
+            with self._counted("reset"):
+                opening = await seat.call("reset", task, self.cfg.reset_s)
         except BaseException as e:
             seat.discard()
             self._counts["failed"] += 1
@@ -104,6 +115,11 @@ class EnvPool:
         return here and self.spec.runs != "thread"
 
     @property
+    def inboxes(self) -> tuple[Sleeper, ...]:
+        """What threads of this pool wait for that wait without an end (`rolljax.watchdog`)."""
+        return (self._runner.calls,) if isinstance(self._runner, ThreadRunner) else ()
+
+    @property
     def stats(self) -> PoolStats:
         counts = {name: self._counts[name] for name in ("opened", "closed", "failed", "steps")}
         timeouts = self._runner.timeouts + collections.Counter({"episode": self._late})
@@ -112,6 +128,9 @@ class EnvPool:
             restarts=self._runner.restarts,
             timeouts=dict(timeouts),
             faults=dict(self._faults),
+            crashes=self._runner.blame.crashes.total(),
+            set_aside=self._runner.blame.num_set_aside,
+            under_way=dict(+self._under_way),
             **counts,
         )
 
@@ -124,12 +143,23 @@ class EnvPool:
             episode._discard()
         self._runner.close()
 
+    @contextlib.contextmanager
+    def _counted(self, verb: Verb) -> Iterator[None]:
+        """Around a call under way."""
+        self._under_way[verb] += 1
+        try:
+            yield
+        finally:
+            self._under_way[verb] -= 1
+
     def _record(self, error: EnvError | None) -> None:
-        """Note how one more episode went; break when too many go wrong."""
+        """Note how one more episode went; break when too many go wrong through no doing of any episode."""
         infra = isinstance(error, InfraError)
         if error is not None:
             kind = "infra" if infra else "limit" if error.stage == "episode" else "env"
             self._faults[kind] += 1
+        if isinstance(error, NeighbourError):
+            return
         self._recent.append(infra)
         share, window = sum(self._recent) / self.cfg.fault_window, self.cfg.fault_window
         if not self.broken and len(self._recent) == window and share > self.cfg.max_fault_frac:
@@ -198,7 +228,8 @@ class Episode:
         waiting = self._seat.call("close", None, self._pool.cfg.close_s)
         waiting.add_done_callback(lambda f: f.cancelled() or f.exception())  # a failing close is nobody's failure
         if not waiting.done():
-            await asyncio.wait([waiting], timeout=self._pool.cfg.close_s)
+            with self._pool._counted("close"):
+                await asyncio.wait([waiting], timeout=self._pool.cfg.close_s)
 
     async def _do(self, verb: Verb, argument: str | None) -> Any:
         if self._is_closed or self._call is not None:
@@ -206,7 +237,8 @@ class Episode:
             raise self._fault or EnvError(f"{verb} of {self._pool.spec.name}: the episode {state}", stage=verb)
         self._call = self._seat.call(verb, argument, self._pool.cfg.step_s)
         try:
-            value = await self._call
+            with self._pool._counted(verb):
+                value = await self._call
         except asyncio.CancelledError:
             self._discard()
             raise
@@ -246,9 +278,8 @@ def _runner(cfg: PoolConfig, spec: EnvSpec) -> _Runner:
     mailbox = Mailbox()
     where = cfg.where if cfg.where != "auto" else "process" if spec.runs == "process" else "thread"
     if where == "thread":
-        return ThreadRunner(
-            cfg, spec, (cfg.workers or NUM_THREADS) if spec.runs == "inline" else cfg.io_threads, mailbox
-        )
+        threads = cfg.io_threads if spec.runs == "thread" else cfg.workers or NUM_THREADS
+        return ThreadRunner(cfg, spec, threads, mailbox)
     from rolljax.envs.pool.dispatch import Dispatcher, Link
     from rolljax.envs.pool.processes import ProcessLink
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import wire
-from rolljax.envs.pool.dispatch import Dispatcher
+from rolljax.envs.pool.dispatch import Cause, Dispatcher
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.worker import END_S, ORDER, OUTPUT_BYTES
 from rolljax.errors import ConfigError
@@ -140,7 +140,7 @@ class ProcessLink:
     def poll(self, timeout_s: float, sink: Dispatcher) -> None:
         while self._failed:
             generation, why = self._failed.popleft()
-            sink.ended(generation, why, own=False)
+            sink.ended(generation, why, "machine")
             timeout_s = 0.0
         for peer in self._peers.values():
             if not peer.open and not peer.closed_itself:
@@ -206,7 +206,7 @@ class ProcessLink:
                 else:
                     raise wire.ProtocolError("something before it was ready")
         except wire.ProtocolError as e:
-            sink.ended(peer.generation, f"it sent {e}", own=True)
+            sink.ended(peer.generation, f"it sent {e}", "crash")
         return peer.open
 
     def _shut(self, peer: _Peer) -> None:
@@ -265,15 +265,15 @@ class ProcessLink:
             while peer.open and self._read(peer, sink):  # what it said before it ended
                 pass
             if generation in self._peers:
-                why, own = _why(code, peer.frames.rest)
+                why, cause = _why(code, peer.frames.rest)
                 if peer.closed_itself:
-                    why, own = "it closed its connection", True
-                sink.ended(generation, why, own, output)
+                    why, cause = "it closed its connection", "crash"
+                sink.ended(generation, why, cause, output)
         if not data:
             self._end_nursery()
             output = self._output.decode(errors="replace")
             for generation in list(self._peers):
-                sink.ended(generation, "the process that starts workers ended", False, output)
+                sink.ended(generation, "the process that starts workers ended", "machine", output)
 
     def _listen(self, fd: int) -> None:
         """Keep the end of what the nursery prints."""
@@ -308,17 +308,17 @@ class ProcessLink:
         nursery.stdout.close()
 
 
-def _why(code: int | None, rest: int) -> tuple[str, bool]:
-    """What an exit code says, and whether the code that ran in the worker did it."""
+def _why(code: int | None, rest: int) -> tuple[str, Cause]:
+    """What an exit code says, and who did it."""
     cut = f", in the middle of a frame ({rest} bytes of it came)" if rest else ""
     if code is None:
-        return "it could not be forked", False
+        return "it could not be forked", "machine"
     if code >= 0:
-        return f"it exited with code {code}{cut}", True
+        return f"it exited with code {code}{cut}", "crash"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
     if -code in OUTSIDE:
-        return f"it was killed ({name}){cut}", False
-    return f"it crashed ({name}){cut}", True
+        return f"it was killed ({name}){cut}", "unknown"
+    return f"it crashed ({name}){cut}", "crash"

@@ -1,12 +1,14 @@
 """The link to workers that are Ray actors, on this and other hosts. Ray is imported here alone.
 
 An actor holds the same `Host` as a worker process and gets the same requests, one Ray call each; Ray carries them out
-in their order. How an actor died is not known as well as for a process: whatever it was counts as infrastructure.
+in their order. How an actor died is not known as well as for a process: whatever it was counts as infrastructure, and
+its task is to blame when it was alone with its actor.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import os
@@ -23,6 +25,7 @@ from rolljax.envs.pool.play import Host
 from rolljax.envs.pool.processes import spec_bytes, worker_environ
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import ConfigError
+from rolljax.inbox import Inbox
 
 PASSED = ("JAX_PLATFORMS", "ROLLJAX_ENV_WORKER", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -81,7 +84,7 @@ class RayLink:
             runtime_env={"env_vars": {name: environ[name] for name in (*PASSED, *_passed(cfg, environ))}},
         )
         self._peers: dict[int, _Peer] = {}
-        self._news: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._news: Inbox[_Pending | None] = Inbox("the dispatcher of the environments")
 
     def start(self, generation: int) -> None:
         actor = self._actors.remote(self._spec, self._cfg.max_observation_bytes)
@@ -103,12 +106,10 @@ class RayLink:
         self._news.put(None)
 
     def poll(self, timeout_s: float, sink: Dispatcher) -> None:
-        try:
-            self._tell(self._news.get(timeout=timeout_s), sink)
-            while True:
-                self._tell(self._news.get_nowait(), sink)
-        except queue.Empty:
-            pass
+        with contextlib.suppress(queue.Empty):
+            self._tell(self._news.take(timeout_s), sink)
+            while self._news:
+                self._tell(self._news.take(), sink)
 
     def close(self) -> None:
         for generation in list(self._peers):
@@ -137,7 +138,7 @@ class RayLink:
         while peer.pending and (peer.pending[0].payload is not None or peer.pending[0].error):
             first = peer.pending.popleft()
             if first.payload is None:
-                sink.ended(news.generation, f"its actor failed: {first.error}", own=False)
+                sink.ended(news.generation, f"its actor failed: {first.error}", "unknown")
                 return
             if peer.ready:
                 sink.replied(news.generation, first.payload)

@@ -16,11 +16,14 @@ class PoolConfig:
 
     where: auto: as the environment says (`EnvSpec.runs`). thread: in this process, whatever it says; a hang then costs
       a thread for good and a crash the run. process: in worker processes. ray: in Ray actors, on this and other hosts.
-    workers: threads for inline environments; worker processes; Ray actors. 0: 2 threads, two processes for each
-      processor (8 to 64), or as many actors as the cluster has processors for.
-    io_threads: most threads for environments that wait for something outside (`runs = "thread"`).
+    workers: threads for environments that compute in this process; worker processes; Ray actors. 0: 2 threads, two
+      processes for each processor (8 to 64), or as many actors as the cluster has processors for.
+    io_threads: most threads for environments that wait for something outside (`runs = "thread"`). They are started as
+      calls hold up those that there are.
     episodes_per_worker: most open episodes of a worker process or actor; further ones wait until one is closed. They
       share the worker's fate: a hang or crash of one costs the others a restart.
+    max_crashes: a task whose episodes ended their worker this often is set aside: its further episodes fail at once,
+      with a fault of the environment. From its first crash on its episodes have a worker to themselves. 0: never.
     worker_lifetime: a worker process or actor is replaced after this many episodes, and with it what they leaked.
 
     start_s, reset_s, step_s, close_s: longest a worker's start and one call may take, in seconds; time in a queue does
@@ -30,7 +33,7 @@ class PoolConfig:
     memory_gib: address space of a worker process, 0: no limit.
 
     max_fault_frac: when more than this share of the last `fault_window` episodes was lost to the infrastructure, no
-      more are opened. 1: never.
+      more are opened. Those that another episode took with it do not count. 1: never.
     pass_env: environment variables that workers get although their names look like secrets.
     ray_address: of a running cluster; empty: the one this process is connected to, else a new one on this host.
     ray_cpus_per_worker: what an actor asks Ray for.
@@ -40,6 +43,7 @@ class PoolConfig:
     workers: int = 0
     io_threads: int = 1024
     episodes_per_worker: int = 64
+    max_crashes: int = 3
     worker_lifetime: int = 1000
     start_s: float = 120.0
     reset_s: float = 60.0
@@ -57,8 +61,9 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if self.where not in (choices := ("auto", "thread", "process", "ray")):
             raise ConfigError(f"is none of {', '.join(choices)}", setting="PoolConfig.where", value=self.where)
-        if self.workers < 0:
-            raise ConfigError("must not be negative", setting="PoolConfig.workers", value=self.workers)
+        for name in ("workers", "max_crashes"):
+            if getattr(self, name) < 0:
+                raise ConfigError("must not be negative", setting=f"PoolConfig.{name}", value=getattr(self, name))
         for name in ("io_threads", "episodes_per_worker", "worker_lifetime", "fault_window"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", setting=f"PoolConfig.{name}", value=getattr(self, name))

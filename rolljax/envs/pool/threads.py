@@ -1,9 +1,9 @@
 """Episodes in threads of this process.
 
 Calls are handed to threads in lots and their answers come back to the event loop in lots: a call costs microseconds,
-not a thread wake-up. Threads are started when calls find none idle, up to a limit. A call that runs past its limit
-fails, and its thread is written off and replaced; when the call ever returns, that thread closes the environment and
-ends.
+not a thread wake-up. Threads are started when calls find none idle, up to a limit: the first few at once, more only
+when all are held up, each by one call. A call that runs past its limit fails, and its thread is written off and
+replaced; when the call ever returns, that thread closes the environment and ends.
 """
 
 from __future__ import annotations
@@ -11,18 +11,24 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import queue
 import threading
 import time
 from typing import Any
 
 from rolljax.envs.base import EnvSpec
+from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.play import Play
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import EnvError, InfraError, RolljaxError
+from rolljax.inbox import Inbox
 from rolljax.types import Task
+
+AT_ONCE = 16
+"""Threads that calls of microseconds may have: so many can never all be held up by the interpreter's lock."""
+HELD_S = 0.002
+"""A thread that is in one call for so long waits for something outside."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -65,7 +71,7 @@ class _Thread(threading.Thread):
         self.since_s = 0.0
 
     def run(self) -> None:
-        while (call := self._runner.calls.get()) is not None:
+        while (call := self._runner.calls.take()) is not None:
             if not self._runner.work(self, call):
                 return
 
@@ -74,15 +80,16 @@ class ThreadRunner:
     """Runs the calls of all seats; one more thread watches their limits."""
 
     def __init__(self, cfg: PoolConfig, spec: EnvSpec, max_threads: int, mailbox: Mailbox) -> None:
-        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.calls: Inbox[_Call | None] = Inbox("a thread of environments")
         self.timeouts: collections.Counter[str] = collections.Counter()
         self.restarts = 0
+        self.blame = Blame(0)  # a crash here is the end of this process
         self._cfg, self._spec, self._mailbox = cfg, spec, mailbox
         self._max_threads = max_threads
         self._lock = threading.Lock()
         self._threads: list[_Thread] = []
         self._under_way = 0  # calls submitted and not finished
-        self._closed = threading.Event()
+        self._closed, self._crowded = threading.Event(), threading.Event()
         self._watcher: threading.Thread | None = None
 
     def seat(self) -> ThreadSeat:
@@ -91,7 +98,10 @@ class ThreadRunner:
     def submit(self, call: _Call) -> None:
         with self._lock:
             if self._under_way >= len(self._threads) and len(self._threads) < self._max_threads:
-                self._start()
+                if len(self._threads) < AT_ONCE:
+                    self._start()
+                else:
+                    self._crowded.set()
             call.seat.busy = True
             self._under_way += 1
         self.calls.put(call)
@@ -127,6 +137,7 @@ class ThreadRunner:
         """Let the calls under way come to their end, for at most `close_s`, and the threads go. What hangs is left
         to itself."""
         self._closed.set()
+        self._crowded.set()
         end = time.monotonic() + self._cfg.close_s
         with self._lock:
             threads = list(self._threads)
@@ -171,24 +182,42 @@ class ThreadRunner:
             self._watcher.start()
 
     def _watch(self) -> None:
-        """Write off threads whose call is over its limit."""
+        """Start threads where all are held up, and write off those whose call is over its limit."""
         pause_s = min(1.0, min(self._cfg.reset_s, self._cfg.step_s, self._cfg.close_s) / 4)
-        while not self._closed.wait(pause_s):
-            now, lost = time.monotonic(), []
-            with self._lock:
-                for thread in list(self._threads):
-                    call = thread.call
-                    if call is not None and now - thread.since_s > call.limit_s:
-                        thread.call = None
-                        self._threads.remove(thread)
-                        self._under_way -= 1
-                        self.restarts += 1
-                        self.timeouts[call.verb] += 1
-                        lost.append(call)
-                if self._under_way > len(self._threads):
-                    for _ in lost:
-                        self._start()
-            for call in lost:
-                if call.future is not None:
-                    text = f"{call.verb} of {self._spec.name}: no answer within {call.limit_s:g} s"
-                    self._mailbox.put(call.future, None, EnvError(text, stage=call.verb))
+        while not self._closed.is_set():
+            if self._crowded.wait(pause_s):
+                self._crowded.clear()
+                self._closed.wait(HELD_S)
+                self._grow()
+            self._write_off()
+
+    def _grow(self) -> None:
+        """Twice as many threads, or as many as calls wait, if every thread is held up."""
+        with self._lock:
+            waiting, held_since_s = self._under_way - len(self._threads), time.monotonic() - HELD_S
+            if waiting <= 0 or self._closed.is_set() or len(self._threads) >= self._max_threads:
+                return
+            if all(t.call is not None and t.since_s <= held_since_s for t in self._threads):
+                for _ in range(min(waiting, len(self._threads), self._max_threads - len(self._threads))):
+                    self._start()
+            self._crowded.set()  # look again: others may be held up by then
+
+    def _write_off(self) -> None:
+        now, lost = time.monotonic(), []
+        with self._lock:
+            for thread in list(self._threads):
+                call = thread.call
+                if call is not None and now - thread.since_s > call.limit_s:
+                    thread.call = None
+                    self._threads.remove(thread)
+                    self._under_way -= 1
+                    self.restarts += 1
+                    self.timeouts[call.verb] += 1
+                    lost.append(call)
+            if self._under_way > len(self._threads):
+                for _ in lost:
+                    self._start()
+        for call in lost:
+            if call.future is not None:
+                text = f"{call.verb} of {self._spec.name}: no answer within {call.limit_s:g} s"
+                self._mailbox.put(call.future, None, EnvError(text, stage=call.verb))

@@ -1,0 +1,175 @@
+"""Looks after a run: threads that sleep while work waits for them, and waits in which nothing moves.
+
+These are two things. A thread that stands in its wait although there is work for it has overslept. That must not
+happen: it is reported with the stacks of all threads, and the thread is woken. A run that waits for a slow model,
+environment or disk is in order; when nothing has moved for a while, it says what it waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from rolljax.errors import HangError
+
+LOOK_S = 1.0
+LOOKS = 3
+"""Looks in a row that find a thread in the same sleep, before the same work, until it has overslept."""
+QUIET_S = 10.0
+"""A wait in which nothing moves is named after this time, and again whenever it has doubled."""
+MAX_REPORTS = 20
+"""Most files that one watchdog writes."""
+
+
+class Sleeper(Protocol):
+    """Threads that wait for work (`inbox.Inbox`)."""
+
+    name: str
+
+    def overslept(self) -> Hashable | None:
+        """None if all is in order: no work, or nobody who sleeps. Else what names the work and the sleep; it stays the
+        same until one of them has changed. Called from another thread."""
+
+    def wake(self) -> None:
+        """Have the threads look for work. Does no harm to those that are awake."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Wait:
+    what: str
+
+
+class Watchdog:
+    """One thread that looks every second, from `start` to `close`. Until then it only keeps the names of waits.
+
+    Args:
+      warn: shows a line that stays. wait: shows what is waited for. folder: where reports go, made when there is one;
+        None: to stderr.
+    """
+
+    def __init__(
+        self,
+        warn: Callable[[str], None] | None = None,
+        wait: Callable[[str], None] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.state: Callable[[], str] = lambda: ""
+        """What there is to say of the work under way. As long as this text changes, something moves."""
+        self._warn, self._wait, self._folder = warn or _to_stderr, wait or _to_stderr, folder
+        self._sleepers: list[Sleeper] = []
+        self._seen: dict[Sleeper, tuple[Hashable, int]] = {}
+        self._waits: list[_Wait] = []
+        self._mark: tuple[_Wait | None, str] = (None, "")
+        self._since_s, self._named_s = 0.0, QUIET_S
+        self._reports = 0
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, *sleepers: Sleeper) -> None:
+        """Look after these as well."""
+        self._sleepers = [*self._sleepers, *sleepers]
+
+    def start(self) -> None:
+        """Begin to look."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="rolljax-watchdog", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+
+    @contextlib.contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Name what the calling thread waits for inside. Names are nested; one thread alone gives them."""
+        wait = _Wait(what)
+        self._waits.append(wait)
+        try:
+            yield
+        finally:
+            self._waits.remove(wait)
+
+    def about(self) -> str:
+        """`state`, which looks at what other threads are changing and may fail for it."""
+        try:
+            return self.state()
+        except Exception as e:  # see above
+            return f"(not known: {type(e).__name__}: {e})"
+
+    def hung(self, error: HangError) -> None:
+        """A wait ran past its deadline, and the run ends."""
+        self._warn(f"the stacks of all threads are in {self.report('hang', str(error))}")
+
+    def report(self, name: str, text: str) -> str:
+        """Write `text` and the stacks of all threads to `name`-N.txt; returns where that is, for a message."""
+        text = f"{text}\n\n{self.about()}\n\n{stacks()}"
+        self._reports += 1
+        if self._folder is not None and self._reports <= MAX_REPORTS:
+            path = self._folder / f"{name}-{self._reports}.txt"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+                return str(path)
+            except OSError as e:  # the report must not fail for it
+                text = f"{path} cannot be written: {e}\n{text}"
+        print(text, file=sys.stderr)  # noqa: T201
+        return "the lines above"
+
+    def look(self, now_s: float) -> None:
+        """One look at everything, at a time of `time.monotonic`."""
+        for sleeper in self._sleepers:
+            self._look_at(sleeper)
+        self._look_at_wait(now_s)
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                self.look(time.monotonic())
+            except Exception as e:  # border of the thread: what looks after a run must not end before it
+                self._warn(f"the watchdog failed: {type(e).__name__}: {e}")
+
+    def _look_at(self, sleeper: Sleeper) -> None:
+        sleep = sleeper.overslept()
+        before, times = self._seen.get(sleeper, (None, 0))
+        times = times + 1 if sleep is not None and sleep == before else 1
+        self._seen[sleeper] = sleep, times
+        if sleep is None or times < LOOKS:
+            return
+        self._seen[sleeper] = None, 0
+        text = f"{sleeper.name} slept for {LOOKS * LOOK_S:.0f} s while work waited for it"
+        where = self.report("asleep", text)
+        sleeper.wake()
+        self._warn(f"warning: {text}; it was woken. This is a bug: the stacks of all threads are in {where}")
+
+    def _look_at_wait(self, now_s: float) -> None:
+        wait = self._waits[-1] if self._waits else None
+        mark = (wait, self.about() if wait else "")
+        if mark != self._mark:
+            self._mark, self._since_s, self._named_s = mark, now_s, QUIET_S
+        elif wait is not None and now_s - self._since_s >= self._named_s:
+            self._named_s *= 2
+            about = f": {mark[1]}" if mark[1] else ""
+            self._wait(f"nothing has moved for {now_s - self._since_s:.0f} s; waiting for {wait.what}{about}")
+
+
+def stacks() -> str:
+    """The stacks of all threads of this process, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    ]
+    return "\n".join(parts)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201
