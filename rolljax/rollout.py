@@ -89,7 +89,7 @@ def linear_pattern(pattern: str) -> Any:
     """
     setting = "RolloutConfig.answer_format"
     try:
-        import re2  # type: ignore[import-not-found]
+        import re2
     except ModuleNotFoundError as e:
         remedy = "pip install 'rolljax[format]'"
         raise ConfigError("needs the package google-re2", setting=setting, value=pattern, remedy=remedy) from e
