@@ -24,6 +24,7 @@ import rolljax
 from rolljax.agents.worker import read_answer
 from rolljax.envs.adapters import gymnasium, taubench
 from rolljax.envs.adapters.openenv import OpenEnv, OpenEnvEnv
+from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import NAMES, make_spec
 from rolljax.envs.pool.checks import check_answer, describe
 from rolljax.envs.programs.actions import parse_action
@@ -360,7 +361,7 @@ def test_who_reads_in_the_trainer():
     inline = {name for name in GAMES if make_spec(name).runs == "inline"}
     games = {"frozen_lake", "sokoban", "guess_number", "countdown", "mastermind", "key_door", "key_door_chain", "house"}
     assert inline == games | {"shop", "calculator"}
-    assert make_spec("travel").runs == "process"
+    assert EnvSpec.runs == "process" and make_spec("travel").runs == "process"
     assert {make_spec(f"rolljax.envs.tools.calculator.Arithmetic(terms={n})").runs for n in (2, 3)} == {"inline"}
 
 

@@ -415,6 +415,7 @@ def test_answers_of_another_form_cost_something(chat):
     "settings, said",
     [
         ({"answer_format": "("}, "not a regular expression"),
+        ({"answer_format": "(?=x).*", "format_penalty": -1.0}, "of RE2"),
         ({"answer_format": "x"}, "no effect"),
         ({"format_penalty": -1.0}, "no effect"),
         ({"repeats": 1}, "after its first answer"),
