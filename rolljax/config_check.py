@@ -31,9 +31,16 @@ class Mismatch(Exception):
 def nearest(name: str, valid: Iterable[str], label: str = "valid") -> str:
     """A remedy: the nearest valid name, then all of them."""
     names = sorted(set(valid))
-    near = difflib.get_close_matches(name, names, 1, 0.6) or [n for n in names if n.lower() == name.lower()]
+    found = near(name, names)
     listed = f"{label}: {', '.join(names)}" if names else ""
-    return "; ".join(part for part in (f"did you mean '{near[0]}'?" if near else "", listed) if part)
+    return "; ".join(part for part in (f"did you mean '{found}'?" if found else "", listed) if part)
+
+
+def near(name: str, valid: Iterable[str]) -> str:
+    """The valid name that was meant; empty if none is like it."""
+    names = sorted(set(valid))
+    found = difflib.get_close_matches(name, names, 1, 0.6) or [n for n in names if n.lower() == name.lower()]
+    return found[0] if found else ""
 
 
 # ---- annotations ----------------------------------------------------------------------------------------------------
@@ -189,6 +196,10 @@ def _fit_class(value: Any, tp: Any) -> Any:
         remedy = f"add (): @{value.__module__.rpartition('.')[2]}.{value.__qualname__}()"
     elif dataclasses.is_dataclass(tp):
         remedy = f"write @{tp.__module__.rpartition('.')[2]}.{tp.__qualname__}() and import {tp.__module__}"
+    elif isinstance(value, str):
+        remedy = f"a class, called: @package.module.Class(), where Class derives from {tp.__name__}"
+    elif dataclasses.is_dataclass(value):
+        remedy = f"derive {type(value).__name__} from {tp.__module__}.{tp.__qualname__}"
     raise Mismatch(describe(tp), remedy)
 
 

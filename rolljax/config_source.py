@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import pkgutil
+import sys
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -147,10 +149,10 @@ def _text(path: str, asked_at: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        beside = [p.name for p in Path(path).parent.glob("*.gin")]
-        remedy = check.nearest(Path(path).name, beside, f"gin files in {Path(path).parent}")
-        remedy = remedy or f"there is no gin file in {Path(path).parent}"
-        raise ConfigError("does not exist", setting=path, remedy=remedy, where=asked_at) from None
+        raise ConfigError("does not exist", setting=path, remedy=_files_near(path), where=asked_at) from None
+    except IsADirectoryError:
+        remedy = _files_near(str(Path(path, "x.gin")))
+        raise ConfigError("is a folder, not a gin file", setting=path, remedy=remedy, where=asked_at) from None
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"cannot be read: {e}", setting=path, where=asked_at) from None
 
@@ -267,7 +269,7 @@ class Source:
             scope, selector, field = "", name, ""
         elif not selector:
             macros = [b.field for b in self.live.values() if not b.cls]
-            holders = [f"{c.__name__}.{name}" for c in self.known() if name in fields(c)]
+            holders = [f"{c.__name__}.{name}" for c in self.nameable() if name in fields(c)]
             raise ConfigError(
                 "is neither a macro of these files nor Class.field",
                 setting=name,
@@ -302,6 +304,16 @@ class Source:
         imported = [c for module in self._symbols.values() for c in vars(module).values() if is_config(c)]
         return {cls: cls in in_tree for cls in _closure([*in_tree, *imported], _mentioned_classes)}
 
+    def nameable(self) -> list[type]:
+        """The known classes that stand in the tree of settings, or that some setting takes."""
+        known = self.known()
+        found, more = set[type](), {cls for cls, used in known.items() if used}
+        while more:
+            found |= more
+            wanted = tuple({c for cls in more for tp in check.hints(cls).values() for c in check.classes_in(tp)})
+            more = {cls for cls in known if issubclass(cls, wanted) and not inspect.isabstract(cls)} - found
+        return sorted(found, key=lambda cls: cls.__name__)
+
     # -- names
 
     def _import_symbol(self, statement: Any, symbols: dict[str, ModuleType], where: str) -> None:
@@ -334,11 +346,13 @@ class Source:
             if not hasattr(obj, part):
                 holder = getattr(obj, "__name__", repr(obj))
                 names = [n for n, v in getattr(obj, "__dict__", {}).items() if getattr(v, "__module__", "") == holder]
+                remedy = check.nearest(part, names, f"in {holder}")
+                if holder == "__main__":
+                    remedy = (
+                        f"put it into a module, mine.py, and write mine.{part}; __main__ is the script that runs now"
+                    )
                 raise ConfigError(
-                    f"names nothing: there is no '{part}' in {holder}",
-                    setting=selector,
-                    where=where,
-                    remedy=check.nearest(part, names, f"in {holder}"),
+                    f"names nothing: there is no '{part}' in {holder}", setting=selector, where=where, remedy=remedy
                 )
             obj = getattr(obj, part)
             if isinstance(obj, ModuleType):
@@ -370,14 +384,15 @@ class Source:
             return next(iter(found))
         if rest and self._symbols.get(first, ModuleType(first)).__name__ != first:
             return self._resolve(selector, self._symbols, where)  # raises, naming what the module has
-        if rest and importlib.util.find_spec(first):
+        if rest and (first in sys.modules or importlib.util.find_spec(first)):
             return self._import_path(selector, where)
-        names = [cls.__name__ for cls in known]
+        name, names = selector.rpartition(".")[2], [cls.__name__ for cls in self.nameable()]
+        remedy = f"{check.nearest(name, names, 'classes')}; others by their path: module.Class"
         raise ConfigError(
             "is not a class of this config" + (f", and there is no module '{first}'" if rest else ""),
             setting=selector,
             where=where,
-            remedy=check.nearest(selector.rpartition(".")[2], names, "classes"),
+            remedy=remedy if check.near(name, names) or not rest else _modules_near(first),
         )
 
     def _import_path(self, selector: str, where: str) -> Any:
@@ -452,6 +467,29 @@ def _check_class(cls: Any, selector: str, where: str) -> None:
         raise ConfigError("is not a frozen dataclass", setting=selector, remedy=remedy, where=where)
 
 
+def _files_near(path: str) -> str:
+    """The gin file that was meant by one that is not there: beside it, or of rolljax's own; else what there is."""
+    folder, name = Path(path).parent, Path(path).stem
+    beside = {p.stem: p.name for p in folder.glob("*.gin")}
+    shipped = _shipped()
+    if near := check.near(name, beside):
+        return f"did you mean '{folder / beside[near]}'?"
+    if near := check.near(path.removeprefix("configs/").removesuffix(".gin"), shipped) or check.near(name, shipped):
+        return f"did you mean '{near}', which comes with rolljax?"
+    here = f"gin files in {folder}: {', '.join(sorted(beside.values()))}; " if beside else ""
+    return f"{here}those that come with rolljax: {', '.join(n for n in shipped if '/' not in n)}"
+
+
+def _shipped() -> list[str]:
+    """Names of the configs that come with rolljax."""
+    found = {p.relative_to(folder).with_suffix("").as_posix() for folder in _CONFIGS for p in folder.rglob("*.gin")}
+    return sorted(found)
+
+
+_CONFIGS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
+"""Where they are: in the installed package, in a checkout."""
+
+
 def _include_path(path: str, name: str) -> str:
     """Beside the file that includes it; else as `find_config` finds it."""
     beside = Path(path).parent / name
@@ -465,8 +503,7 @@ def find_config(name: str) -> str:
     if Path(name).exists() and not Path(name).is_dir():
         return name
     inside = Path(name.removeprefix("configs/").removesuffix(".gin") + ".gin")
-    here = Path(__file__).parent
-    for folder in (here / "configs", here.parent / "configs"):
+    for folder in _CONFIGS:
         if not inside.is_absolute() and ".." not in inside.parts and (folder / inside).is_file():
             return str(folder / inside)
     return name

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from rolljax.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
 
 
 def is_asked_for() -> bool:
@@ -43,6 +47,27 @@ def start() -> int:
             remedy="set it, JAX_NUM_PROCESSES and JAX_PROCESS_ID in every process, or none of them",
         ) from e
     return jax.process_count()
+
+
+def devices() -> list[jax.Device]:
+    """All devices that JAX finds.
+
+    Raises:
+      ConfigError: none of the kind that `JAX_PLATFORMS` asks for.
+    """
+    import jax
+
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as e:
+        said = next(iter(str(e).strip().splitlines()), "")
+        raise ConfigError(
+            "asks for devices that are not here" + (f": {said}" if said else ""),
+            setting="JAX_PLATFORMS",
+            value=os.environ.get("JAX_PLATFORMS"),
+            remedy="pip install 'rolljax[cuda]' (or [tpu]) and look whether the driver works (nvidia-smi); or leave "
+            "the variable out, or set it to cpu",
+        ) from e
 
 
 def _number(name: str) -> int | None:

@@ -61,6 +61,7 @@ def export(run: str | None, folder: str | None, to: Path, *, adapter: bool = Fal
     import jax
     from jax.sharding import SingleDeviceSharding
 
+    from rolljax.distributed import devices
     from rolljax.eval import read_params
     from rolljax.model import hf, lora
     from rolljax.model.decoder import Model
@@ -90,7 +91,7 @@ def export(run: str | None, folder: str | None, to: Path, *, adapter: bool = Fal
         raise ConfigError("is for runs", setting="--adapter", remedy="leave it out, or name the --run")
     assert folder is not None
     model, tokenizer = Model(hf.read_config(folder)), load_tokenizer(folder)
-    here = SingleDeviceSharding(jax.devices()[0])
+    here = SingleDeviceSharding(devices()[0])
     params = hf.load(folder, model, jax.tree.map(lambda _: here, model.abstract()))
     hf.save(to, model, params, tokenizer, source=folder, **how)
 

@@ -8,6 +8,7 @@ scripted player instead.
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import sys
 from typing import TYPE_CHECKING, Any
@@ -49,12 +50,22 @@ def main(argv: list[str] | None = None) -> int:
             task, env = spec.task(index), spec.make()
             try:
                 show(console, env.reset(task))
+                if not args.gold:
+                    console.print(what_to_type(env), style="dim")
                 console.print(play(console, env, spec.max_turns, args.gold))
             finally:
                 env.close()
         return 0
 
     return cli.run_verb(run)
+
+
+def what_to_type(env: Env) -> str:
+    """One line for the player, with an action for an example where the environment knows one that tells nothing."""
+    from rolljax.envs.checks import HasRandomAction
+
+    example = f", such as {env.random_action(random.Random(0))!r}" if isinstance(env, HasRandomAction) else ""
+    return f"Type what the policy would say{example}; a line is a turn. Ctrl-D ends, --gold shows the scripted player."
 
 
 def play(console: Any, env: Env, max_turns: int, gold: bool) -> str:

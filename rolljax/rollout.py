@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from rolljax.envs.base import StepResult
 from rolljax.envs.pool import EnvPool, Episode
+from rolljax.envs.text import clean
 from rolljax.errors import ConfigError, DataError, EnvError, InfraError, NeighbourError, RolljaxError
 from rolljax.model.tokenizer import Chat
 from rolljax.policies import Policy, expert
@@ -41,7 +42,8 @@ class RolloutConfig:
       that another episode took with it are not counted.
     repeats: an answer that was given, and answered, in the same way this many times in a row ends the episode (0: off).
     answer_format: a regular expression that a whole answer must match; else `format_penalty` is added to the turn's
-      reward, as the part `format`.
+      reward, as the part `format`. It is RE2's kind, which takes time linear in any answer: no look-ahead, no
+      back-references. `.` is any character.
     """
 
     context: Literal["truncate", "drop_oldest"] = "truncate"
@@ -67,12 +69,8 @@ class RolloutConfig:
             raise ConfigError(
                 "must be between 0 and 1, both excluded", setting="RolloutConfig.keep_frac", value=self.keep_frac
             )
-        try:
-            re.compile(self.answer_format)
-        except re.error as e:
-            raise ConfigError(
-                f"is not a regular expression: {e}", setting="RolloutConfig.answer_format", value=self.answer_format
-            ) from e
+        if self.answer_format:
+            linear_pattern(self.answer_format)
         if bool(self.answer_format) != bool(self.format_penalty):
             raise ConfigError(
                 "has no effect without the other of format_penalty and answer_format",
@@ -85,6 +83,28 @@ class RolloutConfig:
     def max_restarts(self) -> int:
         """How often a trajectory's stream may start anew."""
         return self.restarts if self.context == "drop_oldest" else 0
+
+
+@functools.lru_cache(maxsize=16)
+def linear_pattern(pattern: str) -> Any:
+    """A user's regular expression, compiled by RE2: Python's own can take hours over an answer made for it.
+
+    Raises:
+      ConfigError: it is none, or the package is missing.
+    """
+    setting = "RolloutConfig.answer_format"
+    try:
+        import re2
+    except ModuleNotFoundError as e:
+        remedy = "pip install 'rolljax[format]'"
+        raise ConfigError("needs the package google-re2", setting=setting, value=pattern, remedy=remedy) from e
+    options = re2.Options()
+    options.dot_nl, options.log_errors = True, False
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as e:
+        said = e.args[0].decode() if isinstance(e.args[0], bytes) else e
+        raise ConfigError(f"is not a regular expression of RE2: {said}", setting=setting, value=pattern) from e
 
 
 class Barrier:
@@ -277,7 +297,7 @@ class Rollouts:
         """The result with the penalty for an answer of another form than was asked for."""
         if not self.cfg.answer_format:
             return result
-        missed = not re.fullmatch(self.cfg.answer_format, text, re.DOTALL)
+        missed = not linear_pattern(self.cfg.answer_format).fullmatch(clean(text))
         penalty = self.cfg.format_penalty * missed
         parts = {**result.reward_parts, "format": penalty}
         return dataclasses.replace(result, reward=result.reward + penalty, reward_parts=parts)

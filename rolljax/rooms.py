@@ -25,6 +25,7 @@ from rolljax.model import hf
 from rolljax.model.attention import implementation
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.model.folder import folder_remedy
 from rolljax.model.lora import Base
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.policies import GoldPolicy, Policy, SamplerPolicy
@@ -153,7 +154,7 @@ def _folder_config(folder: str) -> DecoderConfig:
             "is not a Hugging Face model folder: it has no config.json",
             setting="Recipe.model",
             value=folder,
-            remedy="name a local folder with config.json, *.safetensors and a tokenizer",
+            remedy=folder_remedy(folder),
         )
     return hf.read_config(folder)
 

@@ -99,6 +99,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for what can be seen to be wrong before anything is loaded."""
+    from rolljax.model.folder import folder_remedy
+
     missing = [m for m in ("starlette", "uvicorn", "pydantic", "prometheus_client") if not importlib.util.find_spec(m)]
     if missing:
         raise ConfigError(f"serving needs {', '.join(missing)}", remedy="pip install 'rolljax[serve]'")
@@ -111,7 +113,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, file, what in (("run", "config.gin", "a run folder"), ("model", "config.json", "a Hugging Face folder")):
         folder = getattr(args, name)
         if folder and not (Path(folder) / file).is_file():
-            raise ConfigError(f"is not {what}: it has no {file}", setting=f"--{name}", value=folder)
+            how = folder_remedy(folder) if name == "model" else "name the folder that rolljax.train wrote, under runs/"
+            raise ConfigError(f"is not {what}: it has no {file}", setting=f"--{name}", value=folder, remedy=how)
 
 
 def read_keys(given: str | None) -> tuple[str, ...]:

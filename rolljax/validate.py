@@ -64,11 +64,13 @@ def main(argv: list[str] | None = None) -> int:
 def check(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
     """Every check, whatever becomes of the others."""
     from rolljax.envs.checks import CHECKS
-    from rolljax.errors import RolljaxError
+    from rolljax.errors import ConfigError, RolljaxError
 
     for name, run in CHECKS.items():
         try:
             yield name, "ok", run(spec, num_tasks)
+        except ConfigError:  # of this machine or the settings: every check would say it again
+            raise
         except RolljaxError as e:
             yield name, "fail", str(e)
         except Exception as e:  # border: whatever an environment raises is what was found

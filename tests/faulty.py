@@ -86,6 +86,8 @@ class Faulty(EnvSpec):
     folder: where faults that happen once leave a mark, and closed episodes their name. latency_s: of each step.
     """
 
+    runs = "inline"
+
     faults: tuple[str, ...] = ("",)
     folder: str = ""
     latency_s: float = 0.0

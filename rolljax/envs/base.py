@@ -90,12 +90,13 @@ class PureEnv(Env):
 class EnvSpec(abc.ABC):
     """Settings of an environment family. Subclasses are frozen dataclasses.
 
-    runs: where the pool runs its episodes. inline: trusted code whose calls take microseconds; thread: calls wait for
-      something outside this process (a server, a sandbox); process: third-party or heavy code, in a worker process that
-      can be killed.
+    runs: where the pool runs its episodes. process: in a worker process that can be killed, so that no answer can keep
+      the trainer's own waiting; inline: in threads of the trainer, for calls that take microseconds whatever the answer
+      is, because its length is bounded and every reader of it takes time linear in that; thread: the same, for calls
+      that wait for something outside this process (a server, a sandbox).
     """
 
-    runs: ClassVar[Runs] = "inline"
+    runs: ClassVar[Runs] = "process"
 
     @property
     def max_turns(self) -> int:

@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from rolljax.envs.base import EnvSpec
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, boundary
 from rolljax.types import Task
 
 NAMES: dict[str, str] = {
@@ -81,7 +81,8 @@ def make_spec(ref: str) -> EnvSpec:
                 value=ref,
                 remedy=f"did you mean {near[0]}?" if near else f"one of {', '.join(fields)}",
             )
-    return cls(**settings)
+    with boundary(ConfigError, f"{ref} cannot be made"):
+        return cls(**settings)
 
 
 def ref_of(spec: EnvSpec, index: int | None = None) -> str:
@@ -124,10 +125,22 @@ def _load(path: str, ref: str) -> type[EnvSpec]:
     module, _, name = path.rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(f"cannot be imported: {e}", setting="environment", value=ref) from e
+    except Exception as e:  # a user's module may raise anything while it is imported
+        missing = isinstance(e, (ModuleNotFoundError, AttributeError))
+        remedy = "check the spelling, and that its folder is the current one or in PYTHONPATH"
+        raise ConfigError(
+            f"cannot be imported: {type(e).__name__}: {e}",
+            setting="environment",
+            value=ref,
+            remedy=remedy if missing else f"run: python -c 'import {module}'",
+        ) from e
     if not (isinstance(cls, type) and issubclass(cls, EnvSpec)):
-        raise ConfigError("is not an EnvSpec", setting="environment", value=ref)
+        raise ConfigError(
+            "is not an EnvSpec",
+            setting="environment",
+            value=ref,
+            remedy=f"derive {name} from rolljax.envs.base.EnvSpec (docs/environments.md)",
+        )
     return cls
 
 

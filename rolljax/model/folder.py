@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,14 @@ from rolljax.errors import CheckpointError
 Transform = Callable[[Any], Any]
 """Of an array of the host, or one that is traced."""
 _NEEDED = object()
+
+
+def folder_remedy(name: str) -> str:
+    """What to do where `name` is no model folder."""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
+        here = name.partition("/")[2]
+        return f"a name of the Hub is downloaded first: hf download {name} --local-dir {here}; then name that folder"
+    return "name a local folder with config.json, *.safetensors and a tokenizer"
 
 
 @dataclasses.dataclass(frozen=True)

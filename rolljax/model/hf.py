@@ -26,7 +26,7 @@ from rolljax.errors import CheckpointError, ConfigError
 from rolljax.model import shards
 from rolljax.model.decoder import DecoderConfig, Dtype, Model, Params
 from rolljax.model.families import known
-from rolljax.model.folder import Folder, Multimodal, Transform, same
+from rolljax.model.folder import Folder, Multimodal, Transform, folder_remedy, same
 from rolljax.model.shards import DTYPES, Planned, Shards, listed
 from rolljax.progress import byte_bar
 
@@ -53,7 +53,8 @@ def _described(folder: Path) -> tuple[type[DecoderConfig], Folder, Multimodal | 
     """The family that reads a folder, its whole `config.json`, and how it is wrapped."""
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+        no_folder = f"{folder} is not a Hugging Face model folder: it has no config.json"
+        raise CheckpointError(f"{no_folder}\n  fix:   {folder_remedy(str(folder))}")
     try:
         raw = json.loads(path.read_text())
     except ValueError as e:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rolljax.distributed import devices as found_devices
 from rolljax.errors import ConfigError
 from rolljax.model.axes import BATCH_AXES, MESH_AXES, PARAM_RULES, SLOT_AXES, spec
 
@@ -61,7 +62,7 @@ class MeshSpec:
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """The mesh over `devices` (default: all of them)."""
-        devices = jax.devices() if devices is None else devices
+        devices = found_devices() if devices is None else devices
         sizes = self.sizes(len(devices))
         return Mesh(np.array(devices[: int(np.prod(sizes))]).reshape(sizes), MESH_AXES)
 

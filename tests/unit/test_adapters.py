@@ -279,11 +279,6 @@ def test_an_episode_is_lent_the_global_generator():
     assert env._object.target == targets[7]
 
 
-@pytest.mark.parametrize("reward", ["1", None, float("nan"), float("inf"), 10**400, object()])
-def test_a_reward_that_is_no_number_is_none(reward):
-    assert step_result(("text", reward, False, False, None), False, 1).reward == 0
-
-
 def test_what_the_environment_says_of_success_goes_before_the_reward():
     assert step_result(("", 0, True, False, {"success": True}), False, 1).success
     assert not step_result(("", 1, True, False, {"success": False}), False, 1).success

@@ -27,6 +27,8 @@ LIMIT = 1000
 class Scripted(EnvSpec):
     """An environment whose methods are given; they get the episode's index and the action."""
 
+    runs = "inline"
+
     reset: object = None
     step: object = None
     close: object = None

@@ -99,6 +99,8 @@ def test_gold_answers_play_through_the_same_function(chat):
 class Choice(EnvSpec):
     """Two turns; each has a better and a worse answer, and the second turn is no example for supervised training."""
 
+    runs = "inline"
+
     max_turns: int = 2
 
     @property
@@ -188,6 +190,8 @@ def test_the_environments_own_limit_is_a_truncation(chat):
 class Faulty(EnvSpec):
     """Two turns of reward 1. `fault` happens at `where`; at "step" to those who say "bad" only."""
 
+    runs = "inline"
+
     where: str
     fault: object
 
@@ -274,6 +278,8 @@ def test_a_sampler_that_stops_is_the_samplers_failure(chat):
 class Flaky(EnvSpec):
     """Loses its machine in the second turn of the first `failures` episodes of this process."""
 
+    runs = "inline"
+
     failures: int
     max_turns: int = 2
 
@@ -326,6 +332,8 @@ def test_a_lost_machine_is_another_attempt_from_the_same_start_with_the_same_ran
 @dataclasses.dataclass(frozen=True)
 class Echo(EnvSpec):
     """Says a letter of its own and how many turns there were; ends with "stop"."""
+
+    runs = "inline"
 
     max_turns: int = 9
 
@@ -407,6 +415,7 @@ def test_answers_of_another_form_cost_something(chat):
     "settings, said",
     [
         ({"answer_format": "("}, "not a regular expression"),
+        ({"answer_format": "(?=x).*", "format_penalty": -1.0}, "of RE2"),
         ({"answer_format": "x"}, "no effect"),
         ({"format_penalty": -1.0}, "no effect"),
         ({"repeats": 1}, "after its first answer"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from rolljax.envs.text import MAX_DEPTH
 from rolljax.envs.tools import (
     FunctionToolSet,
     JoinedTools,
@@ -18,7 +19,7 @@ from rolljax.envs.tools import (
     ToolResult,
     ToolSpec,
 )
-from rolljax.envs.tools.base import MAX_DEPTH, clip, plain
+from rolljax.envs.tools.base import clip, plain
 from rolljax.envs.tools.calculator import CalculatorTask, calc
 from rolljax.envs.tools.repeats import call_hash, first_repeat, repeated
 from rolljax.envs.tools.schema import problem_of, schema_of

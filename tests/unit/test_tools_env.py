@@ -32,6 +32,8 @@ TOOLS = PythonTools((echo, dead, "rolljax.envs.tools.calculator.calc"))
 class Log(EnvSpec):
     """Hears answers and repeats them, three turns long; has a system prompt and tools of its own."""
 
+    runs = "inline"
+
     max_turns: int = 3
     system: bool = True
 
@@ -193,7 +195,8 @@ def test_gold_and_rejected_answers():
 def test_turns_tasks_and_where_it_runs():
     spec = ToolEnv(Log(), TOOLS)
     assert spec.max_turns == 8 and spec.task(3) == Log().task(3) and spec.name == "log"
-    assert spec.runs == "inline"
+    assert spec.runs == "process"  # functions may do anything with a text
+    assert ToolEnv(Log()).runs == "inline"  # its own tools
     assert ToolEnv(Log(), PythonTools((echo,), waits=True)).runs == "thread"
 
     class Heavy(Log):

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolljax.envs.text import MAX_ANSWER_CHARS
 from rolljax.envs.tools import PARSERS, ToolCall, ToolSpec
-from rolljax.envs.tools.parsers import MAX_CALL, MAX_TEXT
+from rolljax.envs.tools.parsers import MAX_CALL
 
 
 def spec(name, required, **kinds):
@@ -107,8 +108,8 @@ PROBLEMS = [
     ("hermes", '<tool_call>{"name":3}</tool_call>', "like {"),
     ("hermes", '<tool_call>{"name":"calc","arguments":[1]}</tool_call>', "must be a JSON object"),
     ("hermes", '<tool_call>{"name":"calc","arguments":"x"}</tool_call>', "not a JSON object"),
-    ("hermes", '<tool_call>{"name":"calc","arguments":{"a":NaN}}</tool_call>', "cannot be read"),
-    ("hermes", '<tool_call>{"name":"calc","arguments":{"a":' + "9" * 10000 + "}}</tool_call>", "cannot be read"),
+    ("hermes", '<tool_call>{"name":"calc","arguments":{"a":NaN}}</tool_call>', "NaN is not JSON"),
+    ("hermes", '<tool_call>{"name":"calc","arguments":{"a":' + "9" * 10000 + "}}</tool_call>", "digits"),
     ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply"),
     ("hermes", '<tool_call>{"a":"' + "x" * MAX_CALL + '"}</tool_call>', "longer than"),
     ("fenced", "```python\nprint(1)", "```python is not closed"),
@@ -144,7 +145,7 @@ BLOCKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "```python\n", "
 def test_a_megabyte_of_anything_is_read_to_its_end(name, block):
     """All of these end in well under a second; a quadratic reader would take hours."""
     opening = {"hermes": "<tool_call>", "fenced": "```python\n", "tags": "<python>", "compact": "search("}[name]
-    for text in (block * (MAX_TEXT // len(block)), opening + block * (MAX_TEXT // len(block))):
+    for text in (block * (MAX_ANSWER_CHARS // len(block)), opening + block * (MAX_ANSWER_CHARS // len(block))):
         for call in itertools.islice(PARSERS[name].parse(text, SPECS), 5):
             assert len(call.problem) < 300
 

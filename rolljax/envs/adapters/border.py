@@ -1,10 +1,9 @@
-"""What all adapters need at the border: optional libraries, borrowed global randomness, numbers that are numbers."""
+"""What all adapters need at the border: optional libraries, borrowed global randomness."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import os
 import random
 import sys
@@ -33,17 +32,6 @@ def library(name: str, install: str) -> Any:
 def in_worker() -> bool:
     """Whether this process only runs environments and may be killed: `ROLLJAX_ENV_WORKER=1` says so."""
     return os.environ.get("ROLLJAX_ENV_WORKER") == "1"
-
-
-def number(value: object) -> float:
-    """A reward as a float; what is no finite number counts as 0."""
-    if isinstance(value, (bool, int, float)) or hasattr(value, "__float__"):
-        try:
-            result = float(value)
-        except (OverflowError, TypeError, ValueError):
-            return 0.0
-        return result if math.isfinite(result) else 0.0
-    return 0.0
 
 
 class BorrowedRandom:

@@ -8,8 +8,9 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rolljax.envs.adapters.border import MAX_ACTION_CHARS, BorrowedRandom, library, number
+from rolljax.envs.adapters.border import MAX_ACTION_CHARS, BorrowedRandom, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
+from rolljax.envs.values import flag, number
 from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
 
@@ -115,15 +116,16 @@ def step_result(answer: Any, last: bool, success_reward: float) -> StepResult:
     """GEM's five values in our terms. An episode that reports both ends at once (GEM's single turns and turn limits do)
     is terminated. `success` is the one in `info`, where there is one. last: our own limit of turns is reached."""
     text, reward, terminated, truncated, info = answer
-    terminated, own = bool(terminated), number(reward)
-    truncated = not terminated and (bool(truncated) or last)
+    terminated, cut, own = flag(terminated, "terminated"), flag(truncated, "truncated"), number(reward)
+    truncated = not terminated and (cut or last)
     said = info.get("success") if isinstance(info, Mapping) else None
+    success = own >= success_reward if said is None else flag(said, "success")
     over = terminated or truncated
     return StepResult(
         () if over else (Message("user", framed(text, info)),),
         own,
         terminated=terminated,
         truncated=truncated,
-        success=over and (said if isinstance(said, bool) else own >= success_reward),
+        success=over and success,
         reward_parts={"env": own},
     )

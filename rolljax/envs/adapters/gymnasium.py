@@ -10,8 +10,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from rolljax.envs.adapters.border import MAX_ACTION_CHARS, library, number
+from rolljax.envs.adapters.border import MAX_ACTION_CHARS, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
+from rolljax.envs.values import flag, number
 from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
 
@@ -34,7 +35,7 @@ RULES: Mapping[str, str] = {
 MAX_NUMBERS = 16
 """Observations of at most this many numbers are shown as numbers."""
 
-_COLOURED = re.compile(r"(?:\x1b\[[0-9;]*m)+(.*?)\x1b\[0m", re.DOTALL)
+_COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
 _TAXI_STANDS = ("R", "G", "Y", "B")
 
 
@@ -176,11 +177,21 @@ def _show(id: str, env: Any, state: Any) -> str:
         mine, dealer, ace = (int(n) for n in state)
         return f"Your cards sum to {mine}{' with a usable ace' if ace else ''}. The dealer shows {dealer}."
     if env.render_mode == "ansi":
-        text = _COLOURED.sub(lambda found: f"[{found[1]}]", env.render())
-        lines = [line.rstrip() for line in text.split("\n")]
+        lines = [line.rstrip() for line in _bracketed(env.render()).split("\n")]
         return "\n".join(line for line in lines if line and not line.strip().startswith("("))
     flat = library("numpy", "numpy").atleast_1d(state).ravel().tolist() if not isinstance(state, tuple) else state
     return ", ".join(f"{n:.4g}" if isinstance(n, float) else str(n) for n in flat)
+
+
+def _bracketed(text: str) -> str:
+    """What stands between a colour and its end, in brackets."""
+    first, *rest = _COLOUR.split(text)
+    said, coloured = [first], False
+    for code, part in zip(rest[::2], rest[1::2], strict=True):
+        ends = code in ("", "0")
+        said += ["]" if ends and coloured else "[" if not ends and not coloured else "", part]
+        coloured = not ends
+    return "".join([*said, "]" if coloured else ""])
 
 
 def _taxi(env: Any, state: int) -> str:
@@ -224,9 +235,9 @@ class GymnasiumEnv(Env):
                 result = self._env.step(self._spec.actions.index(word))
             self._state, own, terminated, truncated, _ = result
             reward = number(own)
+            terminated, truncated = flag(terminated, "terminated"), flag(truncated, "truncated")
         self._total += reward
-        terminated = bool(terminated)
-        truncated = not terminated and (bool(truncated) or self._turns == self._spec.max_turns)
+        truncated = not terminated and (truncated or self._turns == self._spec.max_turns)
         self._over = terminated or truncated
         success = self._over and self._solved(reward, terminated)
         return StepResult(

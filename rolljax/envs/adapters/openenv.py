@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from rolljax.envs.adapters.border import MAX_ACTION_CHARS, library, number
+from rolljax.envs.adapters.border import MAX_ACTION_CHARS, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
+from rolljax.envs.text import read_json
+from rolljax.envs.values import flag, number, table
 from rolljax.errors import ConfigError, EnvError, InfraError, boundary
 from rolljax.types import Message, Task
 
@@ -105,18 +107,20 @@ class OpenEnvEnv(Env):
         data = self._ask({"type": "step", "data": self._action(action)})
         about = data.get("metadata") or (data.get("observation") or {}).get("metadata")
         about = about if isinstance(about, Mapping) else {}
-        done, reward = bool(data.get("done")), number(data.get("reward"))
-        truncated = about.get("truncated") is True if done else self._turns == self._spec.max_turns
+        done, cut = _flag(data, "done"), _flag(about, "truncated")
+        reward = 0.0 if data.get("reward") is None else number(data["reward"])  # a step may go without one
+        truncated = cut if done else self._turns == self._spec.max_turns
         self._over = done or truncated
         said = about.get("success")
+        success = done and reward >= self._spec.success_reward if said is None else flag(said, "success")
         return StepResult(
             () if self._over else self._seen(data),
             reward,
             terminated=done and not truncated,
             truncated=truncated,
-            success=self._over and (said if isinstance(said, bool) else done and reward >= self._spec.success_reward),
-            reward_parts=numbers(about.get("reward_parts")) or {"env": reward},
-            metrics=numbers(about.get("metrics")),
+            success=self._over and success,
+            reward_parts=table(about.get("reward_parts") or {"env": reward}, "reward_parts"),
+            metrics=table(about.get("metrics") or {}, "metrics"),
         )
 
     def gold(self) -> str:
@@ -131,8 +135,8 @@ class OpenEnvEnv(Env):
         if self._spec.action_key:
             return {self._spec.action_key: text}
         try:
-            action = json.loads(text)
-        except (ValueError, RecursionError):
+            action = read_json(text)
+        except ValueError:
             action = None
         return action if isinstance(action, dict) else {}
 
@@ -177,9 +181,9 @@ def shown(observation: Any, text_key: str) -> tuple[Message, ...]:
     return (Message("user", json.dumps({k: v for k, v in observation.items() if k != "metadata"})),)
 
 
-def numbers(values: Any) -> dict[str, float]:
-    """Named numbers that a server sent."""
-    return {str(k): number(v) for k, v in values.items()} if isinstance(values, Mapping) else {}
+def _flag(data: Mapping[str, Any], name: str) -> bool:
+    """A flag that may be left out."""
+    return data.get(name) is not None and flag(data[name], name)
 
 
 def bearer(token_env: str) -> dict[str, str]:

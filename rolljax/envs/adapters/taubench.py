@@ -14,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from rolljax.envs.adapters.border import MAX_ACTION_CHARS, number
+from rolljax.envs.adapters.border import MAX_ACTION_CHARS
 from rolljax.envs.adapters.expressions import is_plain
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
+from rolljax.envs.text import read_json
+from rolljax.envs.values import flag, number
 from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
 
@@ -157,7 +159,7 @@ class TauBenchEnv(Env):
             return "Error: not an expression of numbers", 0.0, False  # the tool executes its argument
         action = sys.modules["tau_bench.types"].Action(name=name, kwargs=arguments)
         answer = self._world.step(action)
-        return str(answer.observation), number(answer.reward), bool(answer.done)
+        return str(answer.observation), number(answer.reward), flag(answer.done, "done")
 
 
 def _read(text: str) -> tuple[str, dict[str, Any]]:
@@ -166,8 +168,8 @@ def _read(text: str) -> tuple[str, dict[str, Any]]:
     found = _FENCE.fullmatch(text)
     if found:
         try:
-            call = json.loads(found[1])
-        except (ValueError, RecursionError):
+            call = read_json(found[1])
+        except ValueError:
             call = None
         if isinstance(call, dict) and isinstance(call.get("name"), str):
             arguments = call.get("arguments", {})

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rolljax.envs.adapters.border import MAX_ACTION_CHARS, BorrowedRandom, library, number
+from rolljax.envs.adapters.border import MAX_ACTION_CHARS, BorrowedRandom, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
+from rolljax.envs.values import flag, number
 from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
 
@@ -38,7 +39,7 @@ class TextArena(EnvSpec):
 
     The reward comes at the end, as the game gives it: 1 for a solved game, a share of 1 for what was reached in most,
     and in the same way after a second illegal move in a row, which ends a game. A game that is cut by `max_turns` gives
-    0. What is no number there (three games mix reward and reason up after an illegal move) is 0.
+    0; so does an illegal end in the three games that put its reason into the reward's place.
     """
 
     runs: ClassVar[Runs] = "process"
@@ -99,16 +100,18 @@ class TextArenaEnv(Env):
         self._turns += 1
         with self._random.lent(), boundary(EnvError, f"step of {self._spec.id}"):
             done, _ = self._game.step(action if len(action) <= MAX_ACTION_CHARS else "")
-            self._over = bool(done) or self._turns == self._spec.max_turns
+            done = flag(done, "done")
+            self._over = done or self._turns == self._spec.max_turns
             if not self._over:
                 return StepResult((self._heard(),), 0.0, terminated=False)
             rewards, infos = self._game.close() if done else ({}, {})
-        reward = number((rewards or {}).get(0))
         illegal = bool((infos or {}).get(0, {}).get("invalid_move"))
+        given = (rewards or {}).get(0) if done else 0.0
+        reward = 0.0 if illegal and isinstance(given, str) else number(given)
         return StepResult(
             (),
             reward,
-            terminated=bool(done),
+            terminated=done,
             truncated=not done,
             success=reward >= 1 and not illegal,
             reward_parts={"game": reward},

@@ -37,6 +37,8 @@ class Countdown(EnvSpec):
     numbers with another value. boxed: read the expression from `\boxed{}`.
     """
 
+    runs = "inline"
+
     count: int = 3
     largest: int = 9
     max_target: int = 99

@@ -32,6 +32,8 @@ class FrozenLake(EnvSpec):
     most likely to arrive in the turns left) may fail. max_turns: moves before the episode is cut.
     """
 
+    runs = "inline"
+
     size: int = 4
     frozen_prob: float = 0.8
     max_turns: int = 8

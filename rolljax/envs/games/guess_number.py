@@ -26,6 +26,8 @@ class GuessNumber(EnvSpec):
     (GEM: -0.1 and True). A number outside the range is illegal too, but changes nothing.
     """
 
+    runs = "inline"
+
     largest: int = 50
     max_turns: int = 7
     boxed: bool = False

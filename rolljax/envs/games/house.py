@@ -48,6 +48,8 @@ class House(EnvSpec):
     goals: kinds of tasks, of place, cool, hot, clean. things: in the house.
     """
 
+    runs = "inline"
+
     goals: tuple[str, ...] = GOALS
     things: int = 4
     max_turns: int = 30

@@ -32,6 +32,8 @@ class KeyDoor(EnvSpec):
     max_turns: moves before the episode is cut; at least what the longest way takes.
     """
 
+    runs = "inline"
+
     doors: int = 1
     room: int = 3
     max_turns: int = 20

@@ -28,6 +28,8 @@ class KeyDoorChain(EnvSpec):
     whether the way was found, not whether it carries over to other doors.
     """
 
+    runs = "inline"
+
     length: int = 8
     actions: int = 4
     num_tasks: int = 4

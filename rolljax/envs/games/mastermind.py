@@ -30,6 +30,8 @@ class Mastermind(EnvSpec):
     boxed: read the code from `\boxed{}`.
     """
 
+    runs = "inline"
+
     length: int = 3
     digits: int = 6
     max_turns: int = 8

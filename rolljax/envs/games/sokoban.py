@@ -39,6 +39,8 @@ class Sokoban(EnvSpec):
     turn, +1 for a box pushed onto a target, -1 for one pushed off, +10 when solved.
     """
 
+    runs = "inline"
+
     size: int = 6
     boxes: int = 1
     wall_frac: float = 0.1

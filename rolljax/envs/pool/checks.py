@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from rolljax.envs.base import StepResult
+from rolljax.envs.text import clean
+from rolljax.envs.values import flag, kind, number, table
 from rolljax.errors import EnvError
 from rolljax.types import Message
 
 Verb = Literal["reset", "step", "gold", "rejected", "close"]
 
 MAX_MESSAGES = 1000
-MAX_NAMES = 256
 MAX_ERROR_CHARS = 2000
 NOTE_BYTES = 40
 
@@ -27,15 +27,15 @@ NOTE_BYTES = 40
 def check_messages(messages: Any, max_bytes: int) -> tuple[Message, ...]:
     """An observation: a sequence of messages with texts."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise EnvError(f"an observation is a sequence of messages, this is a {_kind(messages)}")
+        raise EnvError(f"an observation is a sequence of messages, this is a {kind(messages)}")
     if len(messages) > MAX_MESSAGES:
         raise EnvError(f"an observation of {len(messages)} messages, at most {MAX_MESSAGES} are allowed")
     num_bytes = 0
     for m in messages:
         if type(m) is not Message:
-            raise EnvError(f"an observation is a sequence of messages, this one holds a {_kind(m)}")
+            raise EnvError(f"an observation is a sequence of messages, this one holds a {kind(m)}")
         if not isinstance(m.role, str) or not isinstance(m.content, str):
-            raise EnvError(f"a message is text, this one is ({_kind(m.role)}, {_kind(m.content)})")
+            raise EnvError(f"a message is text, this one is ({kind(m.role)}, {kind(m.content)})")
         if not m.role or len(m.role) > 64:
             raise EnvError("a message's role is empty or longer than 64 characters")
         num_bytes += len(m.content) if m.content.isascii() and m.role.isascii() else 2 * max_bytes
@@ -55,11 +55,11 @@ def check_opening(messages: Any, max_bytes: int) -> tuple[Message, ...]:
 def check_result(result: Any, max_bytes: int) -> StepResult:
     """What follows an action."""
     if not isinstance(result, StepResult):
-        raise EnvError(f"a step returns a StepResult, not a {_kind(result)}")
+        raise EnvError(f"a step returns a StepResult, not a {kind(result)}")
     for name in ("terminated", "truncated", "success"):
         if not isinstance(getattr(result, name), bool):
-            flag: dict[str, Any] = {name: _flag(name, getattr(result, name))}
-            result = dataclasses.replace(result, **flag)
+            as_bool: dict[str, Any] = {name: flag(getattr(result, name), name)}
+            result = dataclasses.replace(result, **as_bool)
     if result.terminated and result.truncated:
         raise EnvError("a step says both terminated and truncated")
     changes: dict[str, Any] = {}
@@ -71,33 +71,24 @@ def check_result(result: Any, max_bytes: int) -> StepResult:
     for name in ("reward", "weight"):
         value = getattr(result, name)
         if type(value) is not float or not math.isfinite(value):
-            changes[name] = _number(name, value)
+            changes[name] = number(value, name)
     if result.weight < 0:
         raise EnvError(f"a weight of {result.weight:g} is negative")
     for name in ("reward_parts", "metrics"):
-        table = getattr(result, name)
-        if type(table) is not dict or table:
-            changes[name] = _table(name, table)
+        values = getattr(result, name)
+        if type(values) is not dict or values:
+            changes[name] = {clean(key): value for key, value in table(values, name).items()}
     return dataclasses.replace(result, **changes) if changes else result
 
 
 def check_answer(text: Any, max_bytes: int) -> str:
     """A gold or rejected action."""
     if not isinstance(text, str):
-        raise EnvError(f"an action is text, not a {_kind(text)}")
+        raise EnvError(f"an action is text, not a {kind(text)}")
     text = clean(text)
     if len(text) > max_bytes:
         raise EnvError(f"an action of {len(text)} characters, at most {max_bytes} are allowed")
     return text
-
-
-def clean(text: str) -> str:
-    """The text with U+FFFD for every half of a surrogate pair that stands alone, so that it has a UTF-8 form."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def describe(error: BaseException) -> str:
@@ -126,36 +117,3 @@ def _cut(data: bytes, room: int) -> str:
         return ""
     note = f"\n[{len(data) - 2 * keep} bytes left out]\n"
     return data[:keep].decode(errors="ignore") + note + data[-keep:].decode(errors="ignore")
-
-
-def _flag(name: str, value: Any) -> bool:
-    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
-        return bool(value)
-    raise EnvError(f"{name} is a {_kind(value)}, not a bool")
-
-
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real):
-        raise EnvError(f"{name} is a {_kind(value)}, not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise EnvError(f"{name} is {number}: not a finite number")
-    return number
-
-
-def _table(name: str, table: Any) -> dict[str, float]:
-    if not isinstance(table, Mapping):
-        raise EnvError(f"{name} is a {_kind(table)}, not a mapping")
-    if len(table) > MAX_NAMES:
-        raise EnvError(f"{name} has {len(table)} names, at most {MAX_NAMES} are allowed")
-    for key in table:
-        if not isinstance(key, str) or len(key) > 200:
-            raise EnvError(f"a name in {name} is a {_kind(key)}, or longer than 200 characters")
-    return {clean(key): _number(f"{name}[{key!r}]", value) for key, value in table.items()}
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__

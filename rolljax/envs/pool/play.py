@@ -8,6 +8,7 @@ from typing import Any
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.checks import Verb, check_answer, check_opening, check_result, describe
+from rolljax.envs.text import bounded
 from rolljax.errors import EnvError, RolljaxError
 
 
@@ -50,7 +51,7 @@ class Play:
         if self._env is None:
             raise EnvError(f"{verb} before reset, or after close")
         if verb == "step":
-            return check_result(self._env.step(argument), self._max_bytes)
+            return check_result(self._env.step(bounded(argument)), self._max_bytes)
         return check_answer(self._env.gold() if verb == "gold" else self._env.rejected(), self._max_bytes)
 
     def close(self) -> None:

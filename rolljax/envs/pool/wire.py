@@ -16,7 +16,8 @@ from typing import Any
 
 from rolljax import errors
 from rolljax.envs.base import StepResult
-from rolljax.envs.pool.checks import MAX_ERROR_CHARS, Verb, check_answer, check_opening, check_result, clean
+from rolljax.envs.pool.checks import MAX_ERROR_CHARS, Verb, check_answer, check_opening, check_result
+from rolljax.envs.text import clean
 from rolljax.errors import EnvError, RolljaxError
 from rolljax.types import Message
 

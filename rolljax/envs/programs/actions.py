@@ -7,12 +7,12 @@ Three ways to say it: the command alone, a code block (```bash), or a tool call 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
+
+from rolljax.envs.text import code_blocks, read_json
 
 FINISH = "finish"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 _SHELLS = {"", "bash", "sh", "shell", "console"}
 
 
@@ -38,8 +38,7 @@ def parse_action(text: str, max_chars: int) -> Action:
         calls = _CALL.findall(text)
         return dataclasses.replace(_call(calls[0]), ignored=len(calls) - 1)
     if "```" in text:
-        blocks = _BLOCK.findall(text)
-        shell = [body for language, body in blocks if language.strip().lower() in _SHELLS]
+        shell = [body for language, body in code_blocks(text) if language.strip().lower() in _SHELLS]
         if not shell:
             return Action(problem="the code block is not marked bash")
         return dataclasses.replace(_command(shell[0]), ignored=len(shell) - 1)
@@ -48,8 +47,8 @@ def parse_action(text: str, max_chars: int) -> Action:
 
 def _call(text: str) -> Action:
     try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+        call = read_json(text)
+    except ValueError:
         return Action(problem="the tool call is not JSON")
     if not isinstance(call, dict):
         return Action(problem="the tool call is not an object with name and arguments")

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.envs.text import code_blocks
 from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.types import Message, Task
 
 MAX_ANSWER_CHARS = 65_536
-_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,15 +176,17 @@ def program_of(answer: str, problem: Problem) -> str | None:
     text = answer.rpartition("</think>")[2]
     if len(text) > MAX_ANSWER_CHARS or "\0" in text or not text.strip() or not _is_text(text):
         return None
-    defines = re.compile(rf"^\s*(?:async\s+)?def\s+{re.escape(problem.entry_point)}\b", re.MULTILINE)
+    # behind `^` only what cannot end a line: a run of empty lines is looked at once
+    head = rf"(?:async[ \t]+)?def[ \t]+{re.escape(problem.entry_point)}\b"
+    defines = re.compile(rf"^[ \t]*{head}", re.MULTILINE)
     code = text
     if "```" in text:
-        blocks = [body for _, body in _BLOCK.findall(text)] or [text.replace("```", "")]
+        blocks = [body for _, body in code_blocks(text)] or [text.replace("```", "")]
         code = next((b for b in blocks if defines.search(b)), blocks[0])
     if not problem.head:
         return code
     if defines.search(code):
-        start = re.search(rf"^(?:async\s+)?def\s+{re.escape(problem.entry_point)}\b", problem.head, re.MULTILINE)
+        start = re.search(f"^{head}", problem.head, re.MULTILINE)
         return f"{problem.head[: start.start()] if start else ''}\n{textwrap.dedent(code)}"
     return problem.head.rstrip("\n") + "\n" + _indented(code)
 

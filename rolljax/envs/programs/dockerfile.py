@@ -18,6 +18,8 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 
+from rolljax.errors import DataError
+
 IGNORED = {"CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL", "USER"}
 """Instructions that do not matter here: the sandbox has one user, and starts no service of the image."""
 
@@ -28,13 +30,16 @@ PROVIDED = {
 """Packages whose installation is passed over: every Linux with Python has what tasks need of them, or only other
 harnesses use them."""
 
+MAX_VALUE_CHARS = 65_536
+"""Characters of a path or variable: each can be made of several copies of the one before it."""
+
 _BASE = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "HOME": "/root"}
 _INSTALL = re.compile(r"(?:sudo )?(?:apt-get|apt|apk|pip3?|python3? -m pip|uv pip|yum|dnf)\b")
 _CLEANUP = re.compile(r"rm -rf? /var/(lib/apt/lists|cache/apt)\S*|apt-get (clean|autoremove)\b.*")
 _PYTHON_LINK = re.compile(r"ln -sf? /usr/bin/python3(?:\.\d+)? /usr/bin/python(?!\S)")  # /usr/bin cannot be written
 _NETWORK = re.compile(r"(?:^|[\s;&|(])(curl|wget|git clone|npm|cargo|go get|gem install)\b")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^$}]*))?\})")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,12 +95,14 @@ def _instructions(text: str) -> Iterator[tuple[str, str, str | None]]:
     for line in lines:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        while line.rstrip().endswith("\\"):
+        parts = [line.rstrip()]
+        while parts[-1].endswith("\\"):
+            parts[-1] = parts[-1][:-1]
             after = next(lines, "")
             while after.lstrip().startswith("#"):
                 after = next(lines, "")
-            line = line.rstrip()[:-1] + " " + after.strip()
-        word, _, rest = line.strip().partition(" ")
+            parts.append(after.strip())
+        word, _, rest = " ".join(parts).strip().partition(" ")
         heredoc, mark = None, _HEREDOC.search(rest)
         if word.upper() in ("RUN", "COPY") and mark:
             body = []
@@ -147,7 +154,12 @@ class _Reader:
 
     def _fill(self, text: str) -> str:
         values = {**_BASE, **self._args, **self.env}
-        return _VARIABLE.sub(lambda m: values.get(m[1] or m[2]) or m[3] or "", text)
+        filled = _VARIABLE.sub(lambda m: values.get(m[1] or m[2]) or m[3] or "", text)
+        if len(filled) > MAX_VALUE_CHARS:
+            raise DataError(
+                f"a Dockerfile makes a text of {len(filled)} characters, at most {MAX_VALUE_CHARS} are taken"
+            )
+        return filled
 
     def _set(self, where: dict[str, str], rest: str) -> None:
         words = _words(rest)

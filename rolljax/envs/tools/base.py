@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from rolljax.envs.text import MAX_DEPTH
 from rolljax.envs.tools.schema import problem_of
 from rolljax.errors import ConfigError, InfraError
 
@@ -241,10 +242,6 @@ class JoinedToolSet(ToolSet):
     def close(self) -> None:
         for part in self._parts:
             part.close()
-
-
-MAX_DEPTH = 32
-"""Lists and objects within each other that the arguments of a call may have."""
 
 
 def plain(value: Any, depth: int = 0) -> Any:

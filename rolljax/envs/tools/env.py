@@ -57,9 +57,11 @@ class ToolEnv(EnvSpec):
 
     @property
     def runs(self) -> Runs:  # type: ignore[override]  # it depends on the settings
-        """A worker process if the inner environment needs one, a thread if a tool waits on something outside."""
-        waits = self.tools is not None and self.tools.waits
-        return "thread" if waits and self.inner.runs == "inline" else self.inner.runs
+        """As the inner environment, if its calls wait or need a process, or if the tools are its own; else a thread for
+        tools that wait on something outside, and a worker process for functions, which may do anything with a text."""
+        if self.inner.runs != "inline" or self.tools is None:
+            return self.inner.runs
+        return "thread" if self.tools.waits else "process"
 
     @property
     def name(self) -> str:

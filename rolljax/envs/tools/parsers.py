@@ -13,10 +13,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from rolljax.envs.text import bounded, json_at, read_json
 from rolljax.envs.tools.base import ToolCall, ToolSpec
 
-MAX_TEXT = 2**20
-"""Characters of an answer that are looked at."""
+MAX_CALLS = 256
+"""Calls of one answer that are read."""
 MAX_CALL = 2**18
 """Characters of one call; a longer one is refused."""
 MAX_LINE = 2**14
@@ -41,17 +42,19 @@ class Parser(abc.ABC):
         Thoughts may have been opened by the chat template: what stands before a first `</think>` that nothing opened
         is a thought too.
         """
-        text = text[:MAX_TEXT]
+        text = bounded(text)
         opening = _opening(self.opening(specs))
         at = text.find(_UNTHINK)
         at = 0 if at < 0 or text.find(_THINK, 0, at) >= 0 else at + len(_UNTHINK)
-        while found := opening.search(text, at):
+        calls = 0
+        while calls < MAX_CALLS and (found := opening.search(text, at)):
             if found[0] == _THINK:
                 at = text.find(_UNTHINK, found.end())
                 if at < 0:
                     return
                 at += len(_UNTHINK)
             else:
+                calls += 1
                 call, at = self.read(text, found, specs)
                 yield call
 
@@ -93,38 +96,29 @@ class Hermes(Parser):
         start = found.end()
         if found[0] != "<tool_call>":
             return ToolCall("", problem="</tool_call> without <tool_call> before it"), start
-        window = text[start : start + MAX_CALL]
         try:
-            value, end = _JSON.raw_decode(window, len(window) - len(window.lstrip()))
-        except (ValueError, RecursionError) as e:
-            end = text.find("</tool_call>", start)
-            end = len(text) if end < 0 else end + len("</tool_call>")
-            why = f"it is longer than {MAX_CALL} characters" if end - start > MAX_CALL else _why(e)
-            return ToolCall("", problem=f"what stands after <tool_call> is not a JSON object: {why}"), end
-        closed = _CLOSE.match(text, start + end)
+            value, end = json_at(text, start)
+            if end - start > MAX_CALL:
+                raise ValueError(f"it is longer than {MAX_CALL} characters")
+        except ValueError as e:
+            problem = f"what stands after <tool_call> is not a JSON object: {e}"
+            return ToolCall("", problem=problem), self._behind(text, start)
+        closed = _CLOSE.match(text, end)
         if not closed:
-            end = text.find("</tool_call>", start + end)
-            end = len(text) if end < 0 else end + len("</tool_call>")
-            return ToolCall("", problem="after the JSON object there must be </tool_call>"), end
+            return ToolCall("", problem="after the JSON object there must be </tool_call>"), self._behind(text, end)
         return _call_of(value), closed.end()
+
+    @staticmethod
+    def _behind(text: str, start: int) -> int:
+        end = text.find("</tool_call>", start)
+        return len(text) if end < 0 else end + len("</tool_call>")
 
     def write(self, name: str, arguments: Mapping[str, Any], specs: Sequence[ToolSpec]) -> str:
         call = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
         return f"<tool_call>\n{call}\n</tool_call>"
 
 
-def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
-
-
-_JSON = json.JSONDecoder(strict=False, parse_constant=_refuse)
 _CLOSE = re.compile(r"\s*(</tool_call>|\Z)")
-
-
-def _why(e: Exception) -> str:
-    if isinstance(e, json.JSONDecodeError):
-        return f"{e.msg} at character {e.pos}"
-    return "it is nested too deeply" if isinstance(e, RecursionError) else "it holds a number that cannot be read"
 
 
 def _call_of(value: Any) -> ToolCall:
@@ -133,9 +127,9 @@ def _call_of(value: Any) -> ToolCall:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
-            arguments = _JSON.decode(arguments)
-        except (ValueError, RecursionError) as e:
-            return ToolCall(value["name"], problem=f'"arguments" is not a JSON object: {_why(e)}')
+            arguments = read_json(arguments)
+        except ValueError as e:
+            return ToolCall(value["name"], problem=f'"arguments" is not a JSON object: {e}')
     if not isinstance(arguments, dict):
         return ToolCall(value["name"], problem='"arguments" must be a JSON object')
     return ToolCall(value["name"], arguments)
@@ -241,8 +235,8 @@ class Compact(Parser):
             return ToolCall(spec.name, problem=f"it is longer than {MAX_LINE} characters"), end
         try:
             return ToolCall(spec.name, _arguments(line[:-1].strip(), spec)), end
-        except (ValueError, RecursionError) as e:
-            return ToolCall(spec.name, problem=str(e) if type(e) is ValueError else _why(e)), end
+        except ValueError as e:
+            return ToolCall(spec.name, problem=str(e)), end
 
     def write(self, name: str, arguments: Mapping[str, Any], specs: Sequence[ToolSpec]) -> str:
         spec = next(s for s in specs if s.name == name)
@@ -299,7 +293,7 @@ def _unquoted(text: str) -> str:
     if text[0] == "'":
         inner = re.sub(r"\\.|\"", lambda m: {"\\'": "'", '"': '\\"'}.get(m[0], m[0]), text[1:-1], flags=re.DOTALL)
         text = f'"{inner}"'
-    return str(_JSON.decode(text))
+    return str(read_json(text))
 
 
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
@@ -313,7 +307,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
     if text in _WORDS:
         return _WORDS[text]
     if text[:1] in ("[", "{") or re.fullmatch(r"-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?", text):
-        return _JSON.decode(text)
+        return read_json(text)
     return text
 
 

@@ -8,13 +8,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rolljax.envs.text import json_at
 from rolljax.envs.worlds.travel_world import STATION, Poi, World, clock, distance, ride_minutes, weekday
 
 MAX_ANSWER_CHARS = 16_384
 MAX_STOPS = 12
 _TRIES = 16
 _CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])")
-_JSON = json.JSONDecoder()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def read(text: str) -> Itinerary | None:
         if at < 0:
             break
         try:
-            value, end = _JSON.raw_decode(text, at)
-        except (ValueError, RecursionError):
+            value, end = json_at(text, at)
+        except ValueError:
             value, end = None, at + 1
         found = _itinerary(value) or found
         at = text.find("{", end)

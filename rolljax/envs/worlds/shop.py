@@ -76,6 +76,8 @@ class Shop(EnvSpec):
     style: `short` is for small models (few bytes, everything has a number: `click[2]`), `full` is prose.
     """
 
+    runs = "inline"
+
     num_products: int = 500
     num_categories: int = 5
     num_types: int = 4

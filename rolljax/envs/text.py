@@ -1,0 +1,96 @@
+"""Text of a policy, as far as every reader of it needs the same: how much of it is looked at, code blocks, JSON.
+
+Whatever reads such text takes time linear in it: no pattern in which two repetitions can share a stretch, nothing that
+begins again at every place. `tests/unit/test_hostile_text.py` goes over all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+MAX_ANSWER_CHARS = 2**20
+"""Characters of an answer that an environment gets; what stands behind them is left out."""
+MAX_DEPTH = 32
+"""Lists and objects within each other that JSON of a policy may have."""
+
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:\n?```|\Z)", re.DOTALL)
+
+
+def bounded(answer: str) -> str:
+    """What an environment gets of an answer."""
+    return answer[:MAX_ANSWER_CHARS]
+
+
+def clean(text: str) -> str:
+    """The text with U+FFFD for every half of a surrogate pair that stands alone, so that it has a UTF-8 form."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def code_blocks(text: str) -> list[tuple[str, str]]:
+    """Language and body of every block between three backticks. One that is not closed ends with the text."""
+    return _BLOCK.findall(text)
+
+
+def read_json(text: str) -> Any:
+    """The JSON value that is the whole text, `json_at` says which.
+
+    Raises:
+      ValueError: it is none; the message says why, in words for the policy.
+    """
+    value, end = json_at(text, 0)
+    if rest := text[end:].lstrip():
+        raise ValueError(f"it goes on with {rest[:20]!r}")
+    return value
+
+
+def json_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value at `start`, and where it ends. Its numbers are finite, it has `MAX_DEPTH` levels at most, and line
+    breaks may stand in its texts.
+
+    Raises:
+      ValueError: there is none; the message says why, in words for the policy.
+    """
+    while text[start : start + 1].isspace():
+        start += 1
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{e.msg} at character {e.pos - start}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    return value, end
+
+
+def _whole(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:  # Python's own limit of digits
+        raise ValueError("a number has more digits than are read") from None
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:20]} is not JSON" if digits[-1:].isalpha() else "a number is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects; as many are looked at as matter."""
+    depth, level = 0, [value]
+    while depth <= MAX_DEPTH and (level := [v for v in level if isinstance(v, (dict, list))]):
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+        depth += 1
+    return depth
