@@ -62,6 +62,10 @@ class ToolEnv(EnvSpec):
         return "thread" if waits and self.inner.runs == "inline" else self.inner.runs
 
     @property
+    def needs_worker(self) -> str:
+        return self.inner.needs_worker
+
+    @property
     def name(self) -> str:
         return self.inner.name
 
