@@ -42,7 +42,7 @@ _REAL = r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})"
 _MOVE = r"\d?[A-Za-z]w?[\d']{0,2}"
 _SAID = r"[A-Za-z]+\s+is\s+an?\s+[A-Za-z]+"
 FORMS: Mapping[str, re.Pattern[str]] = {
-    name: re.compile(rf"\s*(?:{form})\s*", re.ASCII)
+    name: re.compile(form, re.ASCII)
     for name, form in {
         "coin_flip": r"[-+]?[\d,.]{1,40}(?:[eE][-+]?\d{1,3})?(?:\s*/\s*[\d,]{1,40})?",
         "complex_arithmetic": r"[-+\d.,()ij*\s]{1,100}",
@@ -86,7 +86,7 @@ def score(family: str, dataset: Any, answer: str, entry: Mapping[str, Any]) -> f
 def _has_form(family: str, answer: str, reference: str | None) -> bool:
     if len(answer) > max(MAX_ANSWER_CHARS, 4 * len(str(reference))):
         return False
-    if family in FORMS and not FORMS[family].fullmatch(answer):
+    if family in FORMS and not FORMS[family].fullmatch(answer.strip()):
         return False
     numbers = reference is not None and any(c.isdigit() for c in str(reference))
     return not (numbers and _NOT_FINITE.search(answer))
