@@ -1,8 +1,8 @@
 """Check an environment before training on it: `python -m rolljax.validate ENV [--tasks N]`.
 
-Runs the checks that rolljax's own environments pass (`rolljax.envs.checks`), then plays it with a random player and
-with one that says nothing: what they solve, a policy solves without learning anything. Exit code 0, or 3 if a check
-fails.
+Runs the checks that rolljax's own environments pass (`rolljax.envs.checks`), tries a hundred answers that take no
+thought (`rolljax.envs.constants`), then plays it with a random player and with one that says nothing: what they solve,
+a policy solves without learning anything. Exit code 0, or 3 if a check fails.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 MUCH = 0.2
 """Share of tasks from which on it is worth a warning that a player without knowledge solves them."""
+
+CONSTANT_TASKS = 30
+"""Most tasks on which every constant answer is tried."""
 
 Row = tuple[str, str, str]
 """What was looked at; ok, fail, warn or nothing; what was seen."""
@@ -50,7 +53,11 @@ def main(argv: list[str] | None = None) -> int:
         styles = {"ok": "green", "fail": "red", "warn": "yellow", "": ""}
         failed = 0
         with console.status("checking") if console.is_terminal else console:
-            for name, verdict, seen in [*check(spec, args.tasks), *measure(spec, args.tasks)]:
+            for name, verdict, seen in [
+                *check(spec, args.tasks),
+                *thoughtless(spec, args.tasks),
+                *measure(spec, args.tasks),
+            ]:
                 table.add_row(name, verdict, seen, style=styles[verdict])
                 failed += verdict == "fail"
         console.print(table)
@@ -75,6 +82,20 @@ def check(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
             yield name, "fail", str(e)
         except Exception as e:  # border: whatever an environment raises is what was found
             yield name, "fail", f"{type(e).__name__}: {e}"
+
+
+def thoughtless(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
+    """Answers that take no thought: what wins more than chance without being gold is a hole."""
+    from rolljax.envs import checks
+
+    name, num_tasks = "constant answers", min(num_tasks, CONSTANT_TASKS)
+    try:
+        found = checks.constant_wins(spec, num_tasks)
+    except Exception as e:  # border: as above
+        yield name, "fail", f"{type(e).__name__}: {e}"
+    else:
+        verdict = "fail" if found.hole is not None else "warn" if found.best.share > MUCH or found.pays else ""
+        yield name, verdict, str(found)
 
 
 def measure(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:

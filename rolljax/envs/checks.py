@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from rolljax.envs import constants
 from rolljax.envs.base import NUM_INDICES, Env, EnvSpec, StepResult
 from rolljax.errors import EnvError
 from rolljax.types import Message, Task
@@ -267,6 +269,81 @@ def success_frac(spec: EnvSpec, tasks: Iterable[Task], act: Act) -> float:
     """Share of tasks that a player solves."""
     solved = [play(spec, task, act).success for task in tasks]
     return sum(solved) / len(solved)
+
+
+def constant_wins(spec: EnvSpec, num_tasks: int) -> constants.Found:
+    """What answers win that take no thought."""
+    tally = constants.Tally()
+    for i in range(num_tasks):
+        task = spec.task(i)
+        fresh = _openings(spec, task)
+        tally.task(_prompt(fresh()[1]), functools.partial(_given, fresh, task))
+    try:
+        player, _ = random_player(spec)
+        episodes = [play(spec, spec.task(i), player) for i in range(num_tasks)]
+    except EnvError:  # nobody knows a gold answer
+        episodes = []
+    wrong = [e.reward for e in episodes if not e.success]
+    chance = (len(episodes) - len(wrong)) / num_tasks
+    return constants.Found(tally.wins(), num_tasks, chance, sum(wrong) / max(1, len(wrong)))
+
+
+def no_constant_wins(spec: EnvSpec, num_tasks: int) -> str:
+    """No answer that takes no thought wins more than chance, unless it is gold."""
+    found = constant_wins(spec, num_tasks)
+    _require(found.hole is None, f"{spec.name}: {found}")
+    return str(found)
+
+
+def _openings(spec: EnvSpec, task: Task) -> Callable[[], tuple[Env, tuple[Message, ...]]]:
+    """Makes the task's opening again and again: from a snapshot where there are any."""
+    first = spec.make()
+    opening = first.reset(task)
+    try:
+        state = first.snapshot()
+    except EnvError:
+        state = None
+    finally:
+        first.close()
+
+    def fresh() -> tuple[Env, tuple[Message, ...]]:
+        env = spec.make()
+        if state is None:
+            return env, env.reset(task)
+        env.restore(state)
+        return env, opening
+
+    return fresh
+
+
+def _prompt(opening: Sequence[Message]) -> str:
+    return "\n".join(m.content for m in opening if m.role == "user")
+
+
+def _given(fresh: Callable[[], tuple[Env, tuple[Message, ...]]], task: Task, text: str) -> tuple[bool, bool, float]:
+    """An answer given in every turn of an episode: whether it solves it, whether it is gold each time, its reward."""
+    env, opening = fresh()
+    try:
+        e = follow(env, Episode(task, [opening], []), always(text))
+    finally:
+        env.close()
+    if not e.success:
+        return False, False, e.reward
+    env, opening = fresh()
+    heard: list[bool] = []
+
+    def compare(env: Env, turn: int) -> str:
+        try:
+            heard.append(constants.same(text, env.gold()))
+        except EnvError:
+            heard.append(False)
+        return text
+
+    try:
+        follow(env, Episode(task, [opening], []), compare)
+    finally:
+        env.close()
+    return True, all(heard), e.reward
 
 
 def random_player(spec: EnvSpec, seed: int = 0) -> tuple[Act, str]:

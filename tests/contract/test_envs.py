@@ -129,6 +129,15 @@ def test_bad_actions_never_succeed_and_never_raise(spec):
     checks.bad_actions_fail(spec, NUM_TASKS)
 
 
+@pytest.mark.parametrize(
+    "spec, num_tasks",
+    [pytest.param(spec, 10, id=name) for name, spec in SPECS.items() if name != "taxi"]
+    + [pytest.param(spec, 30, id=f"{name}-30", marks=pytest.mark.sweep) for name, spec in SPECS.items()],
+)
+def test_no_answer_without_thought_wins_more_than_chance(spec, num_tasks):
+    checks.no_constant_wins(spec, num_tasks)
+
+
 @each
 def test_results_are_well_formed(spec):
     checks.well_formed(spec, 5)

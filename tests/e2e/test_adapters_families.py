@@ -6,17 +6,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from reasoning_gym.factory import DATASETS
+
 import rolljax
+from rolljax.envs import checks
+from rolljax.envs.adapters.reasoning_gym import REFUSED, ReasoningGym
 
 ROOT = Path(rolljax.__file__).parents[1]
 NUM_TEXTS = 200 if os.environ.get("ROLLJAX_FULL") else 20
+
+NOT_GOLD = {"complex_arithmetic", "coin_flip", "knights_knaves", "number_format", "polynomial_equations", "rush_hour"}
+"""Families whose scorers take, or took, other answers than gold."""
+SLOW = {
+    *("futoshiki", "knight_swap", "puzzle24", "quantum_lock", "rubiks_cube", "sokoban", "sudoku", "zebra_puzzles"),
+    *("intermediate_integration", "simple_integration", "polynomial_multiplication"),
+}
+"""Families that take long to make a task, or to score an answer."""
+FAMILIES = sorted(set(DATASETS) - set(REFUSED))
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in NOT_GOLD else pytest.mark.sweep) for f in FAMILIES], ids=FAMILIES
+)
+def test_no_answer_without_thought_wins_more_than_chance(family):
+    checks.no_constant_wins(ReasoningGym(family), 10 if family in SLOW else 30)
 
 
 def test_every_family_takes_its_own_answer_and_survives_others(tmp_path):
     mark = tmp_path / "executed"
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("reasoning_gym_families.py")), str(NUM_TEXTS), str(mark)],
-        env={**os.environ, "ROLLJAX_ENV_WORKER": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=600,
@@ -24,6 +45,6 @@ def test_every_family_takes_its_own_answer_and_survives_others(tmp_path):
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     results = {r["family"]: r["wrong"] for r in records if "family" in r}
-    assert len(results) == 104 and {r["starting"] for r in records if "starting" in r} == set(results)
+    assert len(results) == 103 and {r["starting"] for r in records if "starting" in r} == set(results)
     assert {family: wrong for family, wrong in results.items() if wrong} == {}
     assert not mark.exists(), "the text of an answer was executed"

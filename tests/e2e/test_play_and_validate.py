@@ -14,6 +14,7 @@ ROOT = Path(rolljax.__file__).parents[1]
 BROKEN = """
 import dataclasses
 from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.errors import EnvError
 from rolljax.types import Message, Task
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,28 @@ class BrokenEnv(Env):
         return (Message("user", "\\x1b[31m[red]?"),)
     def step(self, action): return StepResult((), 1.0, terminated=True, success=True)
     def gold(self): return "x"
+
+@dataclasses.dataclass(frozen=True)
+class Hollow(EnvSpec):
+    '''Compares numbers as a distance that is not too large: that of nan is not.'''
+    name = "hollow"
+    def task(self, index): return Task("hollow", index, f"{index} + 1")
+    def make(self): return HollowEnv()
+
+class HollowEnv(Env):
+    def reset(self, task):
+        self.right, self.over = task.index + 1, False
+        return (Message("user", task.content),)
+    def step(self, action):
+        if self.over:
+            raise EnvError("over")
+        self.over = True
+        try:
+            solved = not abs(float(action) - self.right) > 0.1
+        except ValueError:
+            solved = False
+        return StepResult((), float(solved), terminated=True, success=solved)
+    def gold(self): return str(self.right)
 """
 
 
@@ -120,3 +143,9 @@ def test_a_broken_environment_is_not(broken):
     assert done.returncode == 3 and done.stderr == "env error: broken fails 3 of the checks\n", done.stdout
     done = run("validate", broken, "--tasks", "3")
     assert done.returncode == 3 and "KeyError: 'second'" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_an_environment_that_a_constant_answer_solves_is_not(broken):
+    done = run("validate", "own.Hollow", "--tasks", "30")
+    assert done.returncode == 3 and done.stderr == "env error: hollow fails 1 of the checks\n", done.stdout
+    assert "'nan' solves 100% without being gold" in " ".join(done.stdout.replace("│", " ").split())

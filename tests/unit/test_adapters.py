@@ -13,7 +13,6 @@ import pytest
 
 import rolljax
 from rolljax.envs import checks
-from rolljax.envs.adapters import border
 from rolljax.envs.adapters.gem import Gem, step_result
 from rolljax.envs.adapters.gymnasium import Gymnasium
 from rolljax.envs.adapters.taubench import TauBench
@@ -284,13 +283,6 @@ def test_what_the_environment_says_of_success_goes_before_the_reward():
     assert not step_result(("", 1, True, False, {"success": False}), False, 1).success
     assert not step_result(("", 1, False, False, {"success": True}), False, 1).success
     assert step_result(("", 1, False, False, {}), True, 1).truncated
-
-
-def test_workers_are_known_by_their_environment(monkeypatch):
-    monkeypatch.setenv("ROLLJAX_ENV_WORKER", "1")
-    assert border.in_worker()
-    monkeypatch.delenv("ROLLJAX_ENV_WORKER")
-    assert not border.in_worker()
 
 
 # ---- tau-bench

@@ -1,5 +1,6 @@
 """The bridge to reasoning-gym: what is offered, how it is scored, what is refused."""
 
+import asyncio
 import json
 import os
 import pickle
@@ -12,6 +13,9 @@ import pytest
 
 import rolljax
 from rolljax.envs.adapters.reasoning_gym import REFUSED, ReasoningGym
+from rolljax.envs.constants import same
+from rolljax.envs.pool import EnvPool, PoolConfig
+from rolljax.envs.tools import PythonTools, ToolEnv
 from rolljax.errors import ConfigError, EnvError
 from rolljax.types import Task
 
@@ -99,16 +103,143 @@ def test_it_runs_in_worker_processes():
     assert SUM.runs == "process" and pickle.loads(pickle.dumps(SUM)) == SUM
 
 
-def test_answers_that_could_keep_a_scorer_busy_are_scored_in_workers_only(monkeypatch):
+HOSTILE = {
+    "simple_integration": ("9**(9999999999*(x/x))", "(x+1)**200", "((x+y+z)**60)*((x-y-z)**60)"),
+    "polynomial_multiplication": ("9**(9999999999*(x/x))",),
+    "rush_hour": ("F+999999999", "F-999999999 " * 600, "A+" + "9" * 4000),
+    "rubiks_cube": ("R9999999", "R9999 " * 1000, "R" + "9" * 18),
+}
+
+
+@pytest.mark.parametrize("family", HOSTILE)
+def test_an_answer_that_keeps_a_scorer_busy_is_wrong(family):
+    """It neither hangs nor takes memory nor is left out, and it is counted where a limit ended it."""
+    spec = ReasoningGym(family)
+    for text in HOSTILE[family]:
+        result = answer(spec, text)
+        assert (result.reward, result.success, result.terminated) == (0, False, True)
+        if "9**" in text:
+            assert result.metrics == {"scorer_limit_n": 1.0}
+
+
+def test_the_right_answer_is_scored_beside_hostile_ones():
     spec = ReasoningGym("simple_integration")
-    monkeypatch.delenv("ROLLJAX_ENV_WORKER", raising=False)
-    with pytest.raises(EnvError, match="worker"):
+    result = answer(spec, spec.item(0)["answer"])
+    assert result.success and result.metrics == {"scorer_limit_n": 0.0}
+
+
+def test_a_scorer_that_hangs_on_the_right_answer_too_is_to_blame(monkeypatch):
+    spec = ReasoningGym("simple_integration")
+    spec.task(0)
+
+    def hang(answer, entry):
+        while True:
+            pass
+
+    monkeypatch.setattr(spec.dataset, "score_answer", hang)
+    with pytest.raises(EnvError, match="known answer too"):
         answer(spec, "x")
-    monkeypatch.setenv("ROLLJAX_ENV_WORKER", "1")
-    assert not answer(spec, "x").success
-    env = spec.make()
-    env.reset(spec.task(0))
-    assert env.step(env.gold()).success
+
+
+def test_answers_that_are_evaluated_are_not_scored_in_the_trainers_threads():
+    evaluated, compared = ReasoningGym("simple_integration"), ReasoningGym("spell_backward")
+    threads = PoolConfig(where="thread")
+    for spec in (evaluated, ToolEnv(evaluated, PythonTools(("rolljax.envs.tools.calculator.calc",)))):
+        with pytest.raises(ConfigError, match="simple_integration.*SymPy") as caught:
+            EnvPool(threads, spec)
+        assert caught.value.setting == "PoolConfig.where" and "'auto'" in caught.value.remedy
+    EnvPool(threads, compared).close()
+
+
+def test_a_hostile_answer_is_a_wrong_one_in_a_pool_of_workers():
+    spec = ReasoningGym("simple_integration")
+
+    async def episode(pool, text):
+        episode = await pool.open(spec.task(0))
+        result = await episode.step(text)
+        await episode.close()
+        return result.reward, result.metrics["scorer_limit_n"]
+
+    async def run():
+        pool = EnvPool(PoolConfig(workers=1, step_s=300), spec)
+        try:
+            results = [await episode(pool, text) for text in ("9**(9999999999*(x/x))", spec.item(0)["answer"])]
+            return results, pool.stats
+        finally:
+            pool.close()
+
+    results, stats = asyncio.run(run())
+    assert results == [(0.0, 1.0), (1.0, 0.0)]
+    assert stats.restarts == 0 and not any(stats.faults.values()) and not any(stats.timeouts.values())
+
+
+@pytest.mark.parametrize(
+    "family, texts",
+    [
+        ("complex_arithmetic", ("nan", "NaN", "-nan", "nan+nanj", "inf", "1e999", "((", "0")),
+        ("coin_flip", ("0", "0.0", "0,0", "1e308", "1e-308", "-1e308", "1/0", "nan")),
+        ("number_sorting", ("[NaN, NaN, NaN]", '["nan", "nan", "nan"]', "[NaN]", "[Infinity]")),
+        ("polynomial_equations", ("nan", "nonsense", "inf, inf", "1e999")),
+    ],
+)
+def test_what_is_no_number_is_no_answer(family, texts):
+    spec = ReasoningGym(family, partial_credit=True)
+    for i in range(20):
+        right = spec.item(i)["answer"]
+        assert answer(spec, right, i).reward == 1 and answer(spec, right, i).success
+        for text in texts:
+            if not same(text, right):
+                assert not answer(spec, text, i).success, (text, right)
+
+
+def test_a_chance_may_be_rounded():
+    spec = ReasoningGym("coin_flip")
+    small = next(i for i in range(100) if float(spec.item(i)["answer"]) < 1e-4)
+    right = float(spec.item(small)["answer"])
+    assert answer(spec, f"{right:.4g}", small).success and not answer(spec, "0", small).success
+    assert answer(spec, f"1/{round(1 / right)}", small).success and not answer(spec, f"{right * 1.01}", small).success
+
+
+def test_almost_right_is_not_solved():
+    """Scores that near 1 with nearness: 14 minutes off, one cell wrong, the right word and more behind it."""
+    spec = ReasoningGym("time_intervals")
+    i = next(i for i in range(100) if spec.item(i)["metadata"]["task_type"] == "date")
+    days = int(spec.item(i)["answer"].split()[0])
+    assert answer(spec, f"{days} days", i).success and not answer(spec, f"{days + 1} days", i).success
+    spec = ReasoningGym("game_of_life")
+    board = json.loads(spec.item(0)["answer"])
+    assert answer(spec, json.dumps(board)).success
+    board[0][0] = 1 - board[0][0]
+    assert not answer(spec, json.dumps(board)).success
+    spec = ReasoningGym("spell_backward", {"min_word_len": 6, "max_word_len": 6})
+    assert (
+        answer(spec, spec.item(0)["answer"]).success and not answer(spec, spec.item(0)["answer"] + " and so on").success
+    )
+    spec = ReasoningGym("polynomial_equations")
+    root = float(spec.item(6)["answer"])
+    assert answer(spec, f"{root:.6f}", 6).success and not answer(spec, f"{root + 0.05:.4f}", 6).success
+
+
+def test_a_statement_of_the_question_is_no_conclusion():
+    spec = ReasoningGym("knights_knaves")
+    assert "if Victoria is a knight then Jacob is a knave" in spec.item(0)["question"]
+    assert not answer(spec, "if Victoria is a knight then Jacob is a knave").success
+    for right in ("Victoria is a knight, and Jacob is a knave.", "jacob is a knave\nVictoria is a knight"):
+        assert answer(spec, right).success
+
+
+def test_copying_the_number_is_no_part_of_its_factors():
+    spec = ReasoningGym("prime_factorization", partial_credit=True)
+    i = next(i for i in range(20) if "×" in spec.item(i)["answer"])
+    assert answer(spec, str(spec.item(i)["metadata"]["number"]), i).reward == 0
+    assert answer(spec, spec.item(i)["answer"], i).reward == 1
+
+
+def test_reference_answers_that_the_library_left_as_integrals_are_worked_out():
+    spec = ReasoningGym("intermediate_integration")
+    assert "Integral" in spec.dataset[10]["answer"] and "Integral" not in spec.item(10)["answer"]
+    assert answer(spec, spec.item(10)["answer"], 10).success
+    assert not answer(spec, spec.dataset[10]["answer"], 10).success
 
 
 @pytest.mark.parametrize("family", ["binary_matrix", "n_queens", "spiral_matrix", "string_insertion"])

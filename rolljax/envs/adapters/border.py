@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import random
 import sys
 import threading
@@ -27,11 +26,6 @@ def library(name: str, install: str) -> Any:
         if e.name is None or e.name.split(".")[0] != name.split(".")[0]:
             raise
         raise ConfigError(f"needs the package {name}", setting="environment", remedy=f"pip install '{install}'") from e
-
-
-def in_worker() -> bool:
-    """Whether this process only runs environments and may be killed: `ROLLJAX_ENV_WORKER=1` says so."""
-    return os.environ.get("ROLLJAX_ENV_WORKER") == "1"
 
 
 class BorrowedRandom:

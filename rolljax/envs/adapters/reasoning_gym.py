@@ -1,7 +1,6 @@
 """Tasks of reasoning-gym: generated and scored by that library, one question and one answer each.
 
-The text of an answer is never executed: where the library would do so, something else stands in its place (`LITERALS`,
-`ARITHMETIC`, `ALGEBRA`).
+How answers are scored, and that they are never executed: `reasoning_gym_scores`.
 """
 
 from __future__ import annotations
@@ -10,44 +9,25 @@ import ast
 import dataclasses
 import difflib
 import importlib
-import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rolljax.envs.adapters.border import BorrowedRandom, in_worker
-from rolljax.envs.adapters.expressions import exact, is_plain
-from rolljax.envs.base import NUM_INDICES, Env, EnvSpec, Runs, StepResult
+from rolljax.envs.adapters import reasoning_gym_scores as scores
+from rolljax.envs.adapters.border import BorrowedRandom
+from rolljax.envs.base import NUM_INDICES, Env, EnvSpec, PureEnv, Runs, StepResult
+from rolljax.envs.bounded import TooMuch
 from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
-
-SOLVED = 0.99
-"""Scores from here on count as solved; many scorers give a little for any wrong text."""
 
 REFUSED: Mapping[str, str] = {
     "codeio": "it makes its tasks by running programs, some of which give other results in every process",
     "composite": "it is a mixture of the others",
+    "propositional_logic": "whatever follows from the premises is right: 'P ∨ Q' solves 80 % of its tasks",
 }
 """Names there that are not offered, and why."""
 
-LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-"""Their scorers execute an answer to see whether it is a list; here it is read as a Python literal instead."""
-
-ARITHMETIC = frozenset({"countdown", "puzzle24"})
-"""Their scorers execute the answer, and puzzle24's takes any four numbers for right. Scored here, exactly."""
-
-ALGEBRA = frozenset({"simple_integration", "intermediate_integration", "polynomial_multiplication"})
-"""Their scorers hand the answer to SymPy, which executes it: only plain expressions get there, and only in a worker."""
-
-EXACT = frozenset({"game_of_life_halting"})
-"""The library's scorer takes any text for right; here the answer must equal the reference."""
-
 NUM_TASKS = {"acre": 1000, "word_ladder": 20_000}
 """Families that make all their tasks at the start, or refuse to make more; indices beyond begin again."""
-
-MAX_ANSWER_CHARS = 8192
-"""A longer answer is no answer, unless the reference is long itself (4 times its length is then the limit)."""
-
-_NUMBER = re.compile(r"\s*[-+]?[\d,.]{1,40}([eE][-+]?\d{1,3})?(\s*/\s*[\d,]{1,40})?\s*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +66,10 @@ class ReasoningGym(EnvSpec):
         return self.family
 
     @property
+    def needs_worker(self) -> str:
+        return "SymPy works on its answers" if self.family in scores.ALGEBRA else ""
+
+    @property
     def dataset(self) -> Any:
         """The library's lazy, indexable data set."""
         return _dataset(self.family, self.config, self.seed)
@@ -97,7 +81,10 @@ class ReasoningGym(EnvSpec):
             if self.family == "list_functions":  # one of its generators draws from the global random module
                 with BorrowedRandom(self.seed + index).lent():
                     return self.dataset[index]
-            return self.dataset[index]
+            entry = self.dataset[index]
+            if "Integral(" in str(entry["answer"]):
+                entry["answer"] = _integrated(entry["answer"], entry["metadata"]["variable"])
+            return entry
 
     def task(self, index: int) -> Task:
         return Task(self.family, index, self.item(index)["question"])
@@ -109,7 +96,7 @@ class ReasoningGym(EnvSpec):
         return ReasoningGymEnv(self)
 
 
-class ReasoningGymEnv(Env):
+class ReasoningGymEnv(PureEnv):
     """Question, answer, score."""
 
     def __init__(self, spec: ReasoningGym) -> None:
@@ -125,13 +112,18 @@ class ReasoningGymEnv(Env):
     def step(self, action: str) -> StepResult:
         if self._entry is None:
             raise EnvError("step before reset, or after the episode's end")
-        if self._spec.family in ALGEBRA and not in_worker():
-            raise EnvError(f"answers to {self._spec.family} are scored in a worker process only: they can keep it busy")
         entry, self._entry = self._entry, None
-        score = _score(self._spec, action, entry)
-        solved = score >= SOLVED
-        reward = score if self._spec.partial_credit else float(solved)
-        return StepResult((), reward, terminated=True, success=solved, reward_parts={"score": score})
+        found = scores.score(self._spec.family, self._spec.dataset, action, entry)
+        score = 0.0 if isinstance(found, TooMuch) else found
+        solved = scores.solved(self._spec.family, score)
+        return StepResult(
+            (),
+            score if self._spec.partial_credit else float(solved),
+            terminated=True,
+            success=solved,
+            reward_parts={"score": score},
+            metrics={"scorer_limit_n": float(isinstance(found, TooMuch))} if self._spec.needs_worker else {},
+        )
 
     def gold(self) -> str:
         if self._entry is None or self._entry["answer"] is None:
@@ -139,27 +131,11 @@ class ReasoningGymEnv(Env):
         return str(self._entry["answer"])
 
 
-def _score(spec: ReasoningGym, answer: str, entry: dict[str, Any]) -> float:
-    """0 to 1. An answer that a scorer cannot read is wrong."""
-    family, reference = spec.family, entry["answer"]
-    if len(answer) > max(MAX_ANSWER_CHARS, 4 * len(str(reference))):
-        return 0.0
-    if family in EXACT:
-        return float(answer.strip() == reference)
-    if family in ARITHMETIC:
-        found = exact(answer)
-        numbers = entry["metadata"]["numbers"]
-        target = entry["metadata"].get("target", 24)
-        return float(found is not None and sorted(found[1]) == sorted(numbers) and abs(found[0] - target) < 1e-6)
-    if family in ALGEBRA and not is_plain(answer):
-        return 0.0
-    if family == "coin_flip" and not _NUMBER.fullmatch(answer):  # others make numbers of a billion digits
-        return 0.0
-    try:
-        score = float(spec.dataset.score_answer(answer, entry))
-    except Exception:  # border: some scorers parse without looking; what they choke on is no answer
-        return 0.0
-    return score if 0 <= score <= 1 else 0.0
+def _integrated(answer: str, variable: str) -> str:
+    """A reference that the library left as an integral, worked out."""
+    sympy: Any = importlib.import_module("sympy")
+    names = {name: sympy.Symbol(name) for name in (variable, "C")}
+    return str(sympy.parse_expr(answer, local_dict=names).doit())
 
 
 def _frozen(value: Any) -> Any:
@@ -221,7 +197,7 @@ class _Letters(tuple[str, ...]):
 
 def _mended(family: str, dataset: Any) -> Any:
     """The data set with what would differ between processes put in order, and without `eval`."""
-    if family in LITERALS:
+    if family in scores.LITERALS:
         vars(importlib.import_module(type(dataset).__module__))["eval"] = ast.literal_eval
     if family in ("isomorphic_strings", "ransom_note"):
         dataset.letters = _Letters(sorted(dataset.letters))

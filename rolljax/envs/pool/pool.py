@@ -22,7 +22,7 @@ from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.threads import ThreadRunner
-from rolljax.errors import EnvError, InfraError, NeighbourError
+from rolljax.errors import ConfigError, EnvError, InfraError, NeighbourError
 from rolljax.types import Message, Task
 from rolljax.watchdog import Sleeper
 
@@ -278,6 +278,13 @@ def _runner(cfg: PoolConfig, spec: EnvSpec) -> _Runner:
     mailbox = Mailbox()
     where = cfg.where if cfg.where != "auto" else "process" if spec.runs == "process" else "thread"
     if where == "thread":
+        if spec.needs_worker:
+            raise ConfigError(
+                f"cannot be used with {spec.name}: {spec.needs_worker}, which could stop the whole run",
+                setting="PoolConfig.where",
+                value=where,
+                remedy="'auto' or 'process'",
+            )
         threads = cfg.io_threads if spec.runs == "thread" else cfg.workers or NUM_THREADS
         return ThreadRunner(cfg, spec, threads, mailbox)
     from rolljax.envs.pool.dispatch import Dispatcher, Link

@@ -64,6 +64,10 @@ class ToolEnv(EnvSpec):
         return "thread" if self.tools.waits else "process"
 
     @property
+    def needs_worker(self) -> str:
+        return self.inner.needs_worker
+
+    @property
     def name(self) -> str:
         return self.inner.name
 
