@@ -24,7 +24,7 @@ from rolljax.sandbox.profile import CODE, MCP, Profile, SandboxConfig
 
 START_S, END_S = 60.0, 30.0
 """Longest start and longest teardown before the machine is called broken."""
-SIGXCPU_CODE = 128 + 24
+SIGKILL_CODE, SIGXCPU_CODE = 128 + 9, 128 + 24
 
 
 class SandboxGone(EnvError):
