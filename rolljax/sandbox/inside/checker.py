@@ -220,7 +220,7 @@ def loaded(space, name, text):
 def run_check(task, candidate):
     """One test: the `check` function of the test source, with the prompt's own helpers in scope. What the test source
     defines counts, also under the name of the function that is tested."""
-    space = {"__name__": "tests"}
+    space: dict[str, object] = {"__name__": "tests"}
     function = candidate.function(task["entry_point"])
     loaded(space, "prompt.py", task["prompt"])
     space[task["entry_point"]] = function
@@ -240,7 +240,7 @@ def load_program(task, candidate):
 
 def run_asserts(task, candidate):
     """One test per statement. A name that neither Python, the setup nor a module has makes objects of the candidate."""
-    space = {"__name__": "tests"}
+    space: dict[str, object] = {"__name__": "tests"}
     loaded(space, "setup.py", task["setup"])
     own = load_program(task, candidate)
     space[task["entry_point"]] = candidate.function(task["entry_point"])
@@ -264,7 +264,7 @@ def run_asserts(task, candidate):
 
 def run_box(task, candidate):
     """One test per function `test_*`."""
-    space = {"__name__": "tests"}
+    space: dict[str, object] = {"__name__": "tests"}
     loaded(space, "tests.py", task["test"])
     answer, _ = candidate.ask(op="hello")
     if not answer.get("ready"):
