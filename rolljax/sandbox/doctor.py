@@ -28,7 +28,7 @@ class Row:
 
 
 PROBE = r"""
-import ctypes, errno, glob, os, socket, stat, sys
+import ctypes, errno, glob, mmap, os, resource, socket, stat, sys
 libc = ctypes.CDLL(None, use_errno=True)
 def row(name, ok, detail=""):
     print(name, int(bool(ok)), detail, sep="\t")
@@ -47,7 +47,11 @@ row("no new privileges", me["NoNewPrivs"].strip() == "1")
 row("system call filter", me["Seccomp"].strip() == "2")
 row("no new user name spaces", libc.unshare(0x10000000) == -1)
 row("no tracing", libc.ptrace(16, 1, 0, 0) == -1 and ctypes.get_errno() == errno.EPERM)
-row("no memory outside the limits (memfd)", refused(os.memfd_create, "x") == errno.EPERM)
+row("no memory outside the limits", refused(os.memfd_create, "x") == refused(mmap.mmap, -1, 4096) == errno.EPERM)
+adj = "/proc/self/oom_score_adj"
+lowered = refused(lambda: open(adj, "w", 1).write("0\n"))
+row("first to go when the machine's memory ends", lowered and open(adj).read() == "1000\n")
+row("address space is limited", resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY)
 elsewhere = ("/root/.ssh", "/home/user", "/var/lib/dpkg", "/sys", "/boot", "/etc/shadow")
 row("no host files", not any(os.path.exists(p) for p in elsewhere))
 system = ("/usr", "/usr/bin", "/etc", "/dev", "/proc/sys", "/")
@@ -58,6 +62,17 @@ except OSError as e:
     network = e.errno == errno.ENETUNREACH
 row("no network", network)
 row("no other socket families", refused(socket.socket, 40, 1) and refused(socket.socket, 16, 3))
+"""
+SOCKETS = """
+import socket, time
+held = []
+for _ in range(100):
+    held += socket.socketpair()
+    held[-1].setblocking(False)
+    try:
+        while True: held[-1].send(bytes(65536))
+    except BlockingIOError: pass
+while True: time.sleep(1)
 """
 FORKS = "import os, time\nwhile os.fork(): pass\ntime.sleep(3)"
 
@@ -124,6 +139,10 @@ def _tried(host: SandboxHost) -> list[Row]:
     rows.append(Row("disk is limited", disk.text.strip().isdigit() and int(disk.text) <= small.tmpfs_bytes, ""))
     hungry = "x = [bytes(1 << 20) + b'1' for _ in range(300)]\nwhile True: pass"
     memory = host.run([*recipe.isolated_python(), "-c", hungry], profile=small)
+    sockets = host.run(
+        [*recipe.isolated_python(), "-c", SOCKETS], profile=dataclasses.replace(small, memory_bytes=32 * MIB)
+    )
+    rows.append(Row("memory of the kernel is limited", sockets.killed_by == "memory", "50 MiB in sockets"))
     rows.append(Row("memory is limited", memory.killed_by == "memory", str(host.modes()["memory"])))
     return rows + _notes(host)
 
@@ -151,10 +170,20 @@ def _notes(host: SandboxHost) -> list[Row]:
             Row(
                 "memory by control group",
                 None,
-                "no: a watchdog measures every quarter second; socket buffers and the like are not counted",
+                "no: a watchdog measures every quarter second, and estimates the kernel's part",
                 "SandboxConfig.cgroup, or start under `systemd-run --property=Delegate=yes`",
             )
         )
+    else:
+        rows.append(Row("memory by control group", True, f"{modes['memory']}: the kernel's part too, no swap"))
+    rows.append(
+        Row(
+            "small buffers of TCP",
+            True if modes["own_net"] else None,
+            "" if modes["own_net"] else "no: those of the machine",
+            "" if modes["own_net"] else "run the host as root, with a writable /proc/sys",
+        )
+    )
     writable = host.run(["sh", "-c", "mkdir /probe && echo yes"], profile=TERMINAL).text == "yes\n"
     rows.append(Row("writable root (terminal profile)", True if writable else None, "yes" if writable else "no"))
     return rows

@@ -16,7 +16,7 @@ from typing import Any
 
 from rolljax.errors import InfraError
 from rolljax.sandbox import recipe
-from rolljax.sandbox.host import END_S, SIGXCPU_CODE, SandboxHost, ended_with, shared_host
+from rolljax.sandbox.host import END_S, SIGKILL_CODE, SIGXCPU_CODE, SandboxHost, ended_with, shared_host
 from rolljax.sandbox.inside.wire import HeadTail
 from rolljax.sandbox.launcher import Cell
 from rolljax.sandbox.profile import CODE, SCORE, Profile
@@ -54,6 +54,8 @@ def grade_python(
 
     candidate_source: the whole program. entry_point: the function of it that is tested. prompt: trusted text that the
     program began with; helpers defined in it are used from there, not from the program.
+    An exception of the program's fails the test, unless it is asked for: `with pytest.raises(ValueError):` (the test
+    imports pytest; there is no more of it than that).
 
     Raises:
       InfraError: the machine failed, not the program.
@@ -64,18 +66,22 @@ def grade_python(
 
 def grade_mbpp(
     candidate_source: str,
+    entry_point: str,
     tests: Sequence[str],
     *,
     setup: str = "",
     profile: Profile = SCORE,
     host: SandboxHost | None = None,
 ) -> Verdict:
-    """Grade a program by statements that call its functions by name (the MBPP format), one test each.
+    """Grade a program by statements that call its function by name (the MBPP format), one test each.
+
+    entry_point: the function that is tested. setup: trusted text with the helpers of the tests. What else the tests use
+    of the program (a class, to make arguments with) gives objects that can be handed to the function, never an answer.
 
     Raises:
       InfraError: the machine failed, not the program.
     """
-    task = {"kind": "asserts", "tests": list(tests), "setup": setup}
+    task = {"kind": "asserts", "entry_point": entry_point, "tests": list(tests), "setup": setup}
     return _grade_program(candidate_source, task, len(tests), profile, host or shared_host())
 
 
@@ -128,7 +134,6 @@ def _grade(
         out_w = err_w = -1
         said = _read_all(out_r)
         cells[1].wait(wall_s + END_S)
-        candidate_over = cells[0].over
     finally:
         for cell in cells:
             cell.kill()
@@ -141,34 +146,34 @@ def _grade(
         ours.close()
         theirs.close()
     ms = (time.monotonic() - start) * 1e3
-    return _verdict(cells[0], cells[1], candidate_over, said, errors, num_tests, ms)
+    return _verdict(cells[0], cells[1], said, errors, num_tests, ms)
 
 
-def _verdict(
-    candidate: Cell, checker: Cell, over: bool, said: bytes, errors: bytes, num_tests: int, ms: float
-) -> Verdict:
+def _verdict(candidate: Cell, checker: Cell, said: bytes, errors: bytes, num_tests: int, ms: float) -> Verdict:
     """Combine what the tests' side said with how both sandboxes ended."""
     for cell in (candidate, checker):
         if not cell.exit:
             raise InfraError("a grading sandbox did not end in time")
         ended_with(cell, errors)
-    killed_by = str(candidate.exit["killed_by"])
-    reason = "timeout" if killed_by == "wall" else "killed" if killed_by == "memory" else ""
-    if over and not reason and candidate.exit["code"] == SIGXCPU_CODE:
-        reason = "timeout"
+    reason = _out_of(candidate)
     try:
         found = json.loads(said)
         passed, total = int(found["num_passed"]), int(found["num_tests"])
     except (ValueError, KeyError, TypeError):
-        if not reason and checker.exit["killed_by"] == "memory":
-            reason = "killed"
-        if not reason and checker.exit["killed_by"] == "wall":
-            reason = "timeout"
-        if not reason and candidate.exit["killed_by"] == "host" and not checker.exit["killed_by"]:
-            raise InfraError(f"the tests gave no verdict: {errors[-500:].decode(errors='replace')}") from None
-        return Verdict(False, 0, num_tests, reason or "killed", "", ms)
+        # what the candidate answers may cost the tests their limits or their interpreter; only the machine kills them
+        if checker.exit["code"] == SIGKILL_CODE and checker.exit["killed_by"] in ("", "host"):
+            raise InfraError(f"the tests were killed: {errors[-500:].decode(errors='replace')}") from None
+        reason = reason or _out_of(checker) or "killed"
+        return Verdict(False, 0, num_tests, reason, f"the tests ended with code {checker.exit['code']}", ms)
     right = passed == total > 0 and found["reason"] == "passed"
     return Verdict(right, passed, total, "passed" if right else reason or found["reason"], found["detail"], ms)
+
+
+def _out_of(cell: Cell) -> str:
+    """The verdict on a sandbox that went past a limit; empty for one that did not."""
+    if cell.exit["killed_by"] == "wall" or cell.exit["code"] == SIGXCPU_CODE:
+        return "timeout"
+    return "killed" if cell.exit["killed_by"] == "memory" else ""
 
 
 def _read_all(fd: int) -> bytes:

@@ -24,7 +24,7 @@ from rolljax.sandbox.profile import CODE, MCP, Profile, SandboxConfig
 
 START_S, END_S = 60.0, 30.0
 """Longest start and longest teardown before the machine is called broken."""
-SIGXCPU_CODE = 128 + 24
+SIGKILL_CODE, SIGXCPU_CODE = 128 + 9, 128 + 24
 
 
 class SandboxGone(EnvError):
@@ -219,7 +219,7 @@ class SandboxHost:
                 argv = [arg.replace(recipe.INSIDE, folder) for arg in argv]
                 plan = recipe.trusted(argv, files, folder, profile)
             else:
-                plan = recipe.isolated(argv, files, private, profile, launcher.base, launcher.as_root)
+                plan = recipe.isolated(argv, files, private, profile, launcher.base, launcher.as_root, launcher.own_net)
             cell = launcher.spawn(plan, stdio, profile, wall_s, functools.partial(self._ended, folder, taken))
         except BaseException:
             self._ended(folder, taken)
@@ -249,6 +249,7 @@ class SandboxHost:
             "own_uid": launcher.as_root,
             "file_limits": "bytes and inodes" if launcher.base else "bytes",
             "memory": f"control group {launcher.cgroup}" if launcher.cgroup else "watchdog",
+            "own_net": launcher.own_net,
             "swept": launcher.swept,
         }
 
@@ -331,8 +332,10 @@ def ended_with(cell: Cell, said: bytes) -> int:
     """The return code of a sandbox that is over; 127 when its program was not found.
 
     Raises:
-      InfraError: the sandbox ended before its program began.
+      InfraError: the sandbox ended before its program began, or the machine ran out of memory and took it.
     """
+    if cell.exit["killed_by"] == "machine":
+        raise InfraError("the machine ran out of memory and killed a sandbox: give it fewer or smaller ones")
     if cell.exit["started"]:
         return int(cell.exit["code"])
     if said.startswith(b"bwrap: execvp "):

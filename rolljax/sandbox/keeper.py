@@ -18,10 +18,13 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+CLONE_NEWNET = 0x40000000
 CLONE_NEWNS, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x20000, 0x4000, 1 << 18, 2, 4
 PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE, MAX_FDS = 256 << 10, 253
@@ -31,6 +34,15 @@ HIGH_FD = 400
 WATCH_S, WATCH_CLOSELY_S = 0.25, 0.1
 MAX_SLOT = 65_536
 PAGE = resource.getpagesize()
+SIGKILL = int(signal.SIGKILL)
+KEEPER_NICE = -10
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+NET_LIMITS = {"ipv4/tcp_rmem": "4096 65536 131072", "ipv4/tcp_wmem": "4096 65536 131072"}
+"""Least, first and largest buffer of a TCP socket in a sandbox."""
+SOCKET_BYTES, FILE_BYTES, RECORD_BYTES = 256 << 10, 4 << 10, 256
+"""What the kernel may hold for a socket, for a descriptor, and for a mapping, a file lock or a watched descriptor."""
+SUSPICIOUS_BYTES = 128 << 20
+"""Growth of the kernel's memory after which mappings and locks are counted: that is too slow to do always."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -96,6 +108,7 @@ class Cell:
         self.number, self.generation = slot
         self.ends = time.monotonic() + order["wall_s"]
         self.memory = order["memory_bytes"]
+        self.oom_kills = oom_kills()
         self.cgroup = ""
         self.inner = 0
         self.text = b""
@@ -136,6 +149,7 @@ class Keeper:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.cells: dict[int, Cell] = {}
+        self.nice = os.getpriority(os.PRIO_PROCESS, 0)
         self.wake, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
@@ -144,12 +158,18 @@ class Keeper:
 
     def hello(self, order: dict[str, Any]) -> None:
         """Settings of the whole keeper: the folder for locks and mounts, and what this machine lets it do."""
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, KEEPER_NICE)  # it looks in time, however busy sandboxes are
+        except PermissionError:
+            pass
         self.folder = order["folder"]
         self.isolate, self.as_root = order["isolate"], order["as_root"]
         self.cgroup = order["cgroup"]
         self.mounts = self.as_root and self.try_mounts()
+        self.nets = self.as_root and in_child(private_net)
+        self.kernel_floor = kernel_bytes()
         self.slots = Slots(self.folder, order["first_uid"], self.as_root)
-        self.say(id=order["id"], mounts=self.mounts, swept=self.slots.sweep())
+        self.say(id=order["id"], mounts=self.mounts, nets=self.nets, swept=self.slots.sweep())
 
     def run(self) -> None:
         poll = select.poll()
@@ -226,11 +246,15 @@ class Keeper:
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD) for fd in [status_w, *fds[:3], status_w, *fds[3:]]]
         try:
             os.setsid()
+            os.setpriority(os.PRIO_PROCESS, 0, self.nice)
             signal.set_wakeup_fd(-1)
             for name in ("SIGPIPE", "SIGXFSZ", "SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD"):
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
+            write("/proc/self/oom_score_adj", "1000")  # whoever ends the machine's memory goes first
             if self.cgroup:
                 self.enter_group(slot, order)
+            if self.nets:
+                private_net()
             uid = self.slots.first_uid + slot
             if order["tree"] and self.mounts:
                 self.mount_tree(order["tree"], uid)
@@ -280,16 +304,10 @@ class Keeper:
         """Whether a child may make a private mount name space with a file system in it."""
         os.makedirs(os.path.join(self.folder, "mnt"), mode=0o711, exist_ok=True)
         os.chmod(self.folder, 0o711)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                lower = os.path.join(self.folder, "probe")
-                os.makedirs(lower, exist_ok=True)
-                self.mount_tree({"bytes": 1 << 20, "inodes": 100, "dirs": [], "overlays": [[lower, "probe"]]}, 0)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        return os.waitpid(pid, 0)[1] == 0
+        lower = os.path.join(self.folder, "probe")
+        os.makedirs(lower, exist_ok=True)
+        tree = {"bytes": 1 << 20, "inodes": 100, "dirs": [], "overlays": [[lower, "probe"]]}
+        return in_child(lambda: self.mount_tree(tree, 0))
 
     def reap(self) -> None:
         """Collect whatever died. A sandbox is over when both its outer process and process 1 inside are gone: the
@@ -333,6 +351,8 @@ class Keeper:
             self.leave_group(cell)
         started = bool(cell.code is not None or cell.killed_by) if self.isolate else not cell.error
         code = cell.status if cell.code is None else cell.code
+        if not cell.killed_by and abs(code) in (SIGKILL, 128 + SIGKILL) and oom_kills() > cell.oom_kills:
+            cell.killed_by = "machine"
         self.slots.free.append(cell.number)
         del self.cells[cell.id]
         self.say(
@@ -354,18 +374,25 @@ class Keeper:
         """Kill sandboxes over their memory; returns seconds until the next look."""
         watched = [c for c in self.cells.values() if not c.cgroup and c.pid and not c.killed_by]
         table = process_table() if watched else {}
+        kernel = kernel_bytes()
+        suspicious = kernel > self.kernel_floor + SUSPICIOUS_BYTES
         close = False
         for cell in watched:
             tree = tree_of(cell.pid, table)
+            held = page_tables(tree) + files(tree) + sockets(tree) + (records(tree, cell.memory) if suspicious else 0)
             resident = sum(table[pid][2] for pid in tree)
-            close |= 2 * resident > cell.memory
-            if resident > cell.memory and pss(tree) > cell.memory:
+            close |= 2 * (resident + held) > cell.memory
+            if resident + held > cell.memory and pss(tree, table) + held > cell.memory:
                 cell.kill("memory")
-        return WATCH_CLOSELY_S if close else WATCH_S
+        self.kernel_floor = kernel if suspicious else min(kernel, self.kernel_floor)
+        return WATCH_CLOSELY_S if close or suspicious else WATCH_S
 
     def usage(self, cell: Cell) -> dict[str, int]:
-        tree = tree_of(cell.pid, process_table())
-        return {"pss_bytes": pss(tree), "processes": len(tree), "slot": cell.number, "generation": cell.generation}
+        table = process_table()
+        tree = tree_of(cell.pid, table)
+        kernel = page_tables(tree) + files(tree) + sockets(tree)
+        used = {"pss_bytes": pss(tree, table), "kernel_bytes": kernel, "processes": len(tree)}
+        return {**used, "slot": cell.number, "generation": cell.generation}
 
     def group_of(self, keeper: int, slot: int) -> str:
         return os.path.join(self.cgroup, f"rolljax-{keeper}-{slot}")
@@ -375,9 +402,10 @@ class Keeper:
         group = self.group_of(os.getppid(), slot)
         os.makedirs(group, exist_ok=True)
         limits = {"memory.max": order["memory_bytes"], "memory.oom.group": 1, "pids.max": order["nproc"]}
+        if os.path.exists(os.path.join(group, "memory.swap.max")):
+            limits["memory.swap.max"] = 0
         for name, value in {**limits, "cgroup.procs": os.getpid()}.items():
-            with open(os.path.join(group, name), "w") as f:
-                f.write(str(value))
+            write(os.path.join(group, name), str(value))
 
     def leave_group(self, cell: Cell) -> None:
         try:
@@ -444,7 +472,7 @@ def tree_of(root: int, table: dict[int, tuple[int, int, int]]) -> list[int]:
     return found
 
 
-def pss(tree: list[int]) -> int:
+def pss(tree: list[int], table: dict[int, tuple[int, int, int]]) -> int:
     """Proportional set size in bytes: shared pages count once; resident size where that cannot be read."""
     total = 0
     for pid in tree:
@@ -452,8 +480,98 @@ def pss(tree: list[int]) -> int:
             with open(f"/proc/{pid}/smaps_rollup", "rb") as f:
                 total += int(f.read().split(b"\nPss:", 1)[1].split(None, 1)[0]) * 1024
         except (OSError, IndexError, ValueError):
+            total += table[pid][2] if os.path.exists(f"/proc/{pid}") else 0
+    return total
+
+
+def page_tables(tree: list[int]) -> int:
+    """Bytes of the page tables of processes: memory that is in no resident size."""
+    total = 0
+    for pid in tree:
+        try:
+            with open(f"/proc/{pid}/status", "rb") as f:
+                total += int(f.read().split(b"\nVmPTE:", 1)[1].split(None, 1)[0]) * 1024
+        except (OSError, IndexError, ValueError):
             continue
     return total
+
+
+def sockets(tree: list[int]) -> int:
+    """Bytes that the sockets of a sandbox may hold, also those that are closed and not yet read, and those nobody
+    accepted. `tree`: with bubblewrap's own process first, which may be in another network."""
+    try:
+        with open(f"/proc/{tree[1]}/net/sockstat", "rb") as f:
+            return int(f.readline().split()[2]) * SOCKET_BYTES
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def files(tree: list[int]) -> int:
+    """Bytes that open files (pipes, event counters, and so on) may hold. Their number: Linux 6.2 and later."""
+    total = 0
+    for pid in tree:
+        try:
+            total += os.stat(f"/proc/{pid}/fd").st_size * FILE_BYTES
+        except OSError:
+            continue
+    return total
+
+
+def records(tree: list[int], most: int) -> int:
+    """Bytes of the kernel's records of mappings, file locks and watched descriptors; counts no further than `most`."""
+    total = 0
+    for pid in tree:
+        try:
+            paths = [f"/proc/{pid}/maps", *(f"/proc/{pid}/fdinfo/{fd}" for fd in os.listdir(f"/proc/{pid}/fdinfo"))]
+        except OSError:
+            continue
+        for path in paths:
+            try:
+                with open(path, "rb", 1 << 16) as f:
+                    while total <= most and (part := f.read(1 << 16)):
+                        total += part.count(b"\n") * RECORD_BYTES
+            except OSError:
+                continue
+    return total
+
+
+def kernel_bytes() -> int:
+    """Memory of the whole machine that the kernel holds and cannot give back."""
+    with open("/proc/meminfo", "rb") as f:
+        return int(f.read().split(b"\nSUnreclaim:", 1)[1].split(None, 1)[0]) * 1024
+
+
+def oom_kills() -> int:
+    """How many processes of the machine were killed for its want of memory, ever."""
+    with open("/proc/vmstat", "rb") as f:
+        return int((f.read().split(b"\noom_kill ", 1) + [b"0"])[1].split(None, 1)[0])
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as f:
+        f.write(text)
+
+
+def private_net() -> None:
+    """Move into a network of one's own, with nothing in it but a loopback and with small buffers."""
+    if libc.unshare(CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "unshare: " + os.strerror(ctypes.get_errno()))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
+    for name, value in NET_LIMITS.items():
+        write(f"/proc/sys/net/{name}", value)
+
+
+def in_child(call: Callable[[], None]) -> bool:
+    """Whether a child process can do something."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def main() -> None:

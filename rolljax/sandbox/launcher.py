@@ -87,6 +87,7 @@ class Launcher:
             cgroup=self.cgroup,
         )
         self.base = os.path.join(self.folder, "mnt") if said["mounts"] else ""
+        self.own_net = bool(said["nets"])
         self.swept = int(said["swept"])
 
     def spawn(

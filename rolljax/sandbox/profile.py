@@ -14,8 +14,9 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 class Profile:
     """Limits of one sandbox. Past any of them the sandbox (or the process, for per-process limits) is killed.
 
-    memory_bytes: proportional set size of all processes together, measured every quarter second (or the limit of a
-      control group, where one was delegated). address_bytes: address space of one process, 0 for no limit.
+    memory_bytes: proportional set size of all processes together with what the kernel holds for them (page tables,
+      sockets, descriptors), measured every quarter second (or the limit of a control group, where one was delegated).
+    address_bytes: address space of one process.
     cpu_s: processor seconds of one process. wall_s: life of a one-shot sandbox; session_s: of a live one.
     nproc: processes and threads. nofile: open files of one process. tmpfs_bytes, inodes: everything written, all
       directories together. output_bytes: kept of each output stream, half from its start and half from its end.
@@ -25,7 +26,7 @@ class Profile:
 
     name: str
     memory_bytes: int = 1 * GIB
-    address_bytes: int = 0
+    address_bytes: int = 2 * GIB
     cpu_s: int = 15
     wall_s: float = 15.0
     session_s: float = 3600.0
@@ -40,22 +41,29 @@ class Profile:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name == "address_bytes" else 1e-3
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value < least:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 1e-3:
                 raise ConfigError("must be positive", setting=f"Profile.{field.name}", value=value)
         if self.nproc < 8:
             raise ConfigError("is too few to start a sandbox", setting="Profile.nproc", value=self.nproc, remedy=">= 8")
 
 
 SCORE = Profile(
-    "score", memory_bytes=512 * MIB, address_bytes=1 * GIB, cpu_s=5, wall_s=10.0, nproc=32, tmpfs_bytes=16 * MIB
+    "score",
+    memory_bytes=512 * MIB,
+    address_bytes=1 * GIB,
+    cpu_s=5,
+    wall_s=10.0,
+    nproc=32,
+    nofile=64,
+    tmpfs_bytes=16 * MIB,
 )
 """A grader's profile: Python for seconds, nothing kept."""
-CODE = Profile("code", address_bytes=2 * GIB)
+CODE = Profile("code")
 """Programs of a policy: Python, a compiler, a shell."""
 TERMINAL = Profile(
     "terminal",
     memory_bytes=2 * GIB,
+    address_bytes=32 * GIB,
     cpu_s=600,
     wall_s=600.0,
     nproc=256,
@@ -65,7 +73,7 @@ TERMINAL = Profile(
     writable_root=True,
 )
 """A machine of one's own for minutes: live shells and a root directory that can be written."""
-MCP = Profile("mcp", cpu_s=600, wall_s=3600.0, nproc=128, nofile=1024)
+MCP = Profile("mcp", address_bytes=32 * GIB, cpu_s=600, wall_s=3600.0, nproc=128, nofile=1024)
 """A tool server that speaks over its standard input and output."""
 PROFILES = {p.name: p for p in (SCORE, CODE, TERMINAL, MCP)}
 

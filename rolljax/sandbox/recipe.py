@@ -99,13 +99,13 @@ def limits(profile: Profile, own_uid: bool) -> dict[str, tuple[int, int]]:
     processes is counted per user: it can only be set here when the sandbox has a user of its own."""
     found = {
         "RLIMIT_NOFILE": profile.nofile,
+        "RLIMIT_AS": profile.address_bytes,
         "RLIMIT_FSIZE": profile.tmpfs_bytes,
         "RLIMIT_CORE": 0,
         "RLIMIT_MSGQUEUE": 0,
+        "RLIMIT_SIGPENDING": 256,
         "RLIMIT_MEMLOCK": 65536,
     }
-    if profile.address_bytes:
-        found["RLIMIT_AS"] = profile.address_bytes
     if own_uid:
         found["RLIMIT_NPROC"] = profile.nproc
     return {"RLIMIT_CPU": (profile.cpu_s, profile.cpu_s + 1), **{name: (n, n) for name, n in found.items()}}
@@ -118,23 +118,26 @@ def isolated(
     profile: Profile,
     base: str,
     own_uid: bool,
+    own_net: bool,
 ) -> Plan:
     """The bubblewrap command of a sandbox. `files` are writable copies in it; `private` ones lie read-only in `INSIDE`.
 
     mounts: the keeper makes the writable file system (bytes and number of files limited together); otherwise bubblewrap
-    makes one per directory, limited in bytes only.
+    makes one per directory, limited in bytes only. own_net: the keeper makes the network name space.
     """
     if len(files) + len(private) > MAX_FILES:
         raise ConfigError(f"are more than {MAX_FILES}", setting="files", value=len(files) + len(private))
     root = profile.writable_root
     data: list[bytes] = [b"", seccomp.program()]
     line = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    line += ["--share-net"] if own_net else []
     line += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--json-status-fd", str(STATUS_FD)]
     line += ["--seccomp", str(FIRST_DATA_FD + 1)]
     if bwrap_has("--disable-userns"):
         line += ["--disable-userns"]
     line += _system(profile, base)
-    line += ["--proc", "/proc", "--dev", "/dev"]
+    line += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]  # what is written there is only settings
+    line += ["--dev-bind", "/dev/full", "/dev/zero"]  # reads the same; mapping the real one makes memory nobody counts
     line += _writable(profile, base)
     line += ["--remount-ro", "/dev"]
 

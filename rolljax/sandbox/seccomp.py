@@ -1,9 +1,10 @@
 """The system call filter as a classic BPF program, written out in pure Python for x86-64 and aarch64.
 
 Default is allow. Refused with EPERM: everything that mounts, traces, loads, changes time or namespaces, reaches other
-processes' memory, or allocates memory that no limit of a sandbox counts (memfd, System V shared memory). Sockets are
-UNIX, INET or INET6. `clone3` does not exist (libraries fall back to `clone`, whose flags a filter can read). A foreign
-instruction set kills the process.
+processes' memory, or allocates memory that no limit of a sandbox counts (memfd, System V shared memory, shared memory
+without a file, pages given to pipes, larger pipes). Who asks for larger socket buffers is told yes and gets none, as
+the kernel does it past its own limit. Sockets are UNIX, INET or INET6. `clone3` does not exist (libraries fall back to
+`clone`, whose flags a filter can read). A foreign instruction set kills the process.
 """
 
 from __future__ import annotations
@@ -11,23 +12,44 @@ from __future__ import annotations
 import errno
 import platform
 import struct
+from collections.abc import Mapping
 
 from rolljax.errors import ConfigError
 
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 LD, JEQ, JGE, JSET, RET = 0x20, 0x15, 0x35, 0x45, 0x06
-NR, ARCH, ARG0, ARG1 = 0, 4, 16, 24
+NR, ARCH, ARG0, ARG1, ARG2, ARG3 = 0, 4, 16, 24, 32, 40
 """Offsets in `struct seccomp_data` (arguments: low halves, little endian)."""
 
 NAMESPACE_FLAGS = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 FAMILIES = (1, 2, 10)  # UNIX, INET, INET6
 IOCTLS = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
+BUFFERS = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and their FORCE twins
+SOL_SOCKET, F_SETPIPE_SZ, MAP_SHARED, MAP_ANONYMOUS = 1, 1031, 0x01, 0x20
 X32 = 0x40000000
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 SPECIAL = {
-    "x86_64": {"clone": 56, "clone3": 435, "socket": 41, "socketpair": 53, "ioctl": 16},
-    "aarch64": {"clone": 220, "clone3": 435, "socket": 198, "socketpair": 199, "ioctl": 29},
+    "x86_64": {
+        "clone": 56,
+        "clone3": 435,
+        "socket": 41,
+        "socketpair": 53,
+        "ioctl": 16,
+        "fcntl": 72,
+        "mmap": 9,
+        "setsockopt": 54,
+    },
+    "aarch64": {
+        "clone": 220,
+        "clone3": 435,
+        "socket": 198,
+        "socketpair": 199,
+        "ioctl": 29,
+        "fcntl": 25,
+        "mmap": 222,
+        "setsockopt": 208,
+    },
 }
 DENIED: dict[str, tuple[int, int]] = {
     "mount": (165, 40),
@@ -78,6 +100,10 @@ DENIED: dict[str, tuple[int, int]] = {
     "semget": (64, 190),
     "mq_open": (240, 180),
     "memfd_create": (319, 279),
+    "vmsplice": (278, 75),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "io_setup": (206, 0),
     "memfd_secret": (447, 447),
     "acct": (163, 89),
     "swapon": (167, 224),
@@ -134,10 +160,31 @@ def program(machine: str = "") -> bytes:
     code += [_op(JEQ, special["ioctl"], 0, 3 + len(IOCTLS)), _op(LD, ARG1)]
     code += [_op(JEQ, request, len(IOCTLS) - i, 0) for i, request in enumerate(IOCTLS)]
     code += [_op(RET, ALLOW), _op(RET, ERRNO | errno.EPERM)]
+    code += _memory(special)
     for numbers in DENIED.values():
         if numbers[column] >= 0:
             code += _refuse(numbers[column], errno.EPERM)
     return b"".join([*code, _op(RET, ALLOW)])
+
+
+def _memory(special: Mapping[str, int]) -> list[bytes]:
+    """Arguments by which calls that are allowed would get memory that nothing counts."""
+    code = [_op(JEQ, special["fcntl"], 0, 4), _op(LD, ARG1), _op(JEQ, F_SETPIPE_SZ, 0, 1)]
+    code += [_op(RET, ERRNO | errno.EPERM), _op(RET, ALLOW)]
+    code += [
+        _op(JEQ, special["mmap"], 0, 5),
+        _op(LD, ARG3),
+        _op(JSET, MAP_ANONYMOUS, 0, 2),
+        _op(JSET, MAP_SHARED, 0, 1),
+    ]
+    code += [_op(RET, ERRNO | errno.EPERM), _op(RET, ALLOW)]
+    code += [
+        _op(JEQ, special["setsockopt"], 0, 5 + len(BUFFERS)),
+        _op(LD, ARG1),
+        _op(JEQ, SOL_SOCKET, 0, 1 + len(BUFFERS)),
+    ]
+    code += [_op(LD, ARG2), *(_op(JEQ, option, len(BUFFERS) - i, 0) for i, option in enumerate(BUFFERS))]
+    return [*code, _op(RET, ALLOW), _op(RET, ERRNO | 0)]
 
 
 def _op(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -238,6 +238,7 @@ class Sandbox:
         self._killed_by = self._cell.exit.get("killed_by") or "agent"
         if self._killed_by == "host":
             raise InfraError("a live sandbox was lost with its keeper")
+        ended_with(self._cell, b"")
         self._fresh_loss = True
         return SandboxGone(self._killed_by)
 

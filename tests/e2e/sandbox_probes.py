@@ -141,7 +141,7 @@ ok = set(seen) == {errno.EPERM}""",
     "x32 system calls": "seen = dies(lambda: libc.syscall(0x40000000 | 39)) if X86 else -signal.SIGSYS; ok = seen == -signal.SIGSYS",
     "32-bit system calls": """
 def int80():
-    page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     page.write(bytes([0xb8, 20, 0, 0, 0, 0xcd, 0x80, 0xc3]))  # mov eax, 20; int 0x80; ret
     ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
 seen = dies(int80) if X86 else -signal.SIGSYS
@@ -182,6 +182,30 @@ NETWORK = {
 RESOURCES = {
     "memfd": "seen = fails(os.memfd_create, 'x'); ok = seen == errno.EPERM",
     "System V memory": "seen = [syscall(n, 0, 4096, 0o1600) for n in ('shmget', 'msgget', 'semget')]; ok = set(seen) == {errno.EPERM}",
+    "memfd_secret, POSIX and System V queues": "seen = [syscall(n, 0, 0, 0, 0) for n in ('memfd_secret', 'mq_open', 'msgget')]; ok = set(seen) == {errno.EPERM}",
+    "shared memory without a file": "seen = [fails(mmap.mmap, -1, 4096, flags=f) for f in (0x21, 0x23)]; ok = set(seen) == {errno.EPERM} and not fails(mmap.mmap, -1, 4096, flags=0x22)",
+    "shared memory of /dev/zero": """
+zero = os.open('/dev/zero', os.O_RDWR)
+seen = [fails(mmap.mmap, zero, 4096, flags=f) for f in (0x01, 0x02)]
+ok = all(seen) and os.read(zero, 5) == bytes(5)""",
+    "pages given to pipes": "seen = syscall('vmsplice', 1, 0, 0, 0); ok = seen == errno.EPERM",
+    "larger pipes": "r, wr = os.pipe(); seen = (fails(fcntl.fcntl, wr, 1031, 1 << 20), fcntl.fcntl(wr, 1032)); ok = seen[0] == errno.EPERM and seen[1] <= 65536",
+    "larger buffers of sockets": """
+a, b = socket.socketpair()
+before = [a.getsockopt(socket.SOL_SOCKET, n) for n in (7, 8)]
+for n in (7, 8, 32, 33):
+    a.setsockopt(socket.SOL_SOCKET, n, 4 << 20)
+seen = [a.getsockopt(socket.SOL_SOCKET, n) for n in (7, 8)]; ok = seen == before""",
+    "file watches": "seen = [syscall(n, 0) for n in ('inotify_init1', 'fanotify_init')]; ok = set(seen) == {errno.EPERM}",
+    "address space": "seen = resource.getrlimit(resource.RLIMIT_AS); ok = 0 < seen[0] == seen[1] <= 32 << 30 and bool(fails(mmap.mmap, -1, 64 << 30, flags=0x4022))",
+    "signals and timers that wait": "seen = resource.getrlimit(resource.RLIMIT_SIGPENDING); ok = seen == (256, 256)",
+    "memory that is locked": "seen = resource.getrlimit(resource.RLIMIT_MEMLOCK); ok = seen[1] <= 65536",
+    "leaving the front of the queue for the OOM killer": """
+def lower(name, text):
+    with open(f'/proc/self/{name}', 'w') as f:
+        f.write(text)
+seen = [fails(lower, 'oom_score_adj', n) for n in ('0', '-1000', '999')] + [fails(lower, 'oom_adj', '-17')]
+ok = all(seen) and {read(f'/proc/{p}/oom_score_adj') for p in pids()} == {b'1000\\n'}""",
     "sparse file": "f = open('/work/sparse', 'wb'); seen = fails(f.truncate, 1 << 43); ok = seen == errno.EFBIG",
     "long names": "seen = fails(open, '/work/' + 'n' * 300, 'w'); ok = seen == errno.ENAMETOOLONG",
     "open files": """

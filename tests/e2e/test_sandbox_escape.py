@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rolljax.sandbox import CODE, Sandbox, SandboxHost, seccomp
+from rolljax.sandbox import CODE, TERMINAL, Sandbox, SandboxHost, seccomp
+from rolljax.sandbox.profile import MIB
+from tests.e2e import sandbox_memory_probes as memory
 from tests.e2e.sandbox_probes import PRELUDE, PROBES, RUNNER
 from tests.e2e.sandbox_support import eventually, needs_root, needs_sandbox, running
 
@@ -87,6 +89,46 @@ def test_contained(answers, how, name):
         pytest.skip("needs root: one limit for files of all directories")
     ok, seen = answers[how][name]
     assert ok is True, seen
+
+
+MEMORY = dataclasses.replace(TERMINAL, memory_bytes=96 * MIB, inodes=20_000, tmpfs_bytes=64 * MIB, wall_s=60.0)
+HELD = 160 * MIB
+"""What a probe may keep by its own count: the limit, and pipes, whose first 64 MiB no sandbox of a user goes beyond."""
+QUICK = (
+    "page tables",
+    "connections that nobody accepts",
+    "shared memory, unmapped but for a page",
+    "pages given to pipes",
+)
+LATE = ("mappings", "file locks")
+"""Counted only when the kernel's memory has grown by so much that something holds it."""
+
+
+def keeps(host, name, wanted):
+    """How much memory of the kernel a probe holds at its end, and how it ended."""
+    code = memory.PROBES[name]
+    program = "\n".join([memory.PRELUDE, f"CODE = {code!r}", memory.RUNNER]).encode()
+    argv = [*PYTHON[:-1], "/tmp/probe.py", str(wanted), str(HELD)]
+    result = host.run(argv, files={"/tmp/probe.py": program}, profile=MEMORY)
+    held = int(result.text.split(" ", 1)[0]) if result.stdout else -1
+    return held, result.killed_by, result.text + result.stderr.decode()[-500:]
+
+
+def contained(held, killed_by):
+    return killed_by == "memory" or 0 <= held <= HELD
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_memory_of_the_kernel_is_contained(host, name):
+    held, killed_by, said = keeps(host, name, 400 * MIB)
+    assert contained(held, killed_by), said
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [name for name in memory.PROBES if name not in QUICK])
+def test_all_memory_of_the_kernel_is_contained(host, name):
+    held, killed_by, said = keeps(host, name, (900 if name in LATE else 400) * MIB)
+    assert contained(held, killed_by) or name in LATE and killed_by == "wall", said
 
 
 def test_probes_can_fail(host):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rolljax.envs.programs.code_problems import CodeProblems
 from rolljax.errors import InfraError
 from rolljax.sandbox import SCORE, SandboxConfig, SandboxHost, grade, grade_mbpp, grade_python
 from rolljax.sandbox.profile import MIB
@@ -17,7 +18,6 @@ from tests.e2e.sandbox_support import needs_sandbox
 pytestmark = needs_sandbox
 DATA = Path(__file__).parents[1] / "data"
 PROBLEMS = [json.loads(line) for line in (DATA / "code_problems.jsonl").read_text().splitlines()]
-MBPP = [json.loads(line) for line in (DATA / "code_problems_mbpp.jsonl").read_text().splitlines()]
 HUMAN_EVAL = os.environ.get("ROLLJAX_HUMAN_EVAL", "")
 SHORT = dataclasses.replace(SCORE, wall_s=2.0)
 
@@ -45,11 +45,10 @@ def test_right_solutions_pass(host):
 
 
 def test_right_mbpp_solutions_pass(host):
-    verdicts = many(
-        lambda p: grade_mbpp(p["code"], p["test_list"], setup=p.get("test_setup_code", ""), host=host), MBPP
-    )
+    problems = CodeProblems(str(DATA / "code_problems_mbpp.jsonl")).problems()
+    verdicts = many(lambda p: grade_mbpp(p.gold, p.entry_point, p.tests, setup=p.setup, host=host), problems)
     assert [v.detail for v in verdicts if not v.passed] == []
-    assert [v.num_passed for v in verdicts] == [len(p["test_list"]) for p in MBPP]
+    assert [v.num_passed for v in verdicts] == [len(p.tests) for p in problems]
 
 
 ALWAYS_EQUAL = """
@@ -215,11 +214,9 @@ def test_a_test_source_without_check_or_with_an_error_passes_nothing(host):
     for test in ("", "x = 1", "check = 5", "raise ValueError('broken')", "def check(:"):
         verdict = grade_python("def f(): return 1", "f", test, profile=SHORT, host=host)
         assert not verdict.passed and verdict.reason in ("no tests", "broken tests"), verdict
-    assert grade_mbpp("def f(): return 1", ["assert ("], host=host).reason == "broken tests"
-    assert (
-        grade_mbpp("def f(): return 1", ["assert f()"], setup="import nothing_like_it", host=host).reason
-        == "broken tests"
-    )
+    assert grade_mbpp("def f(): return 1", "f", ["assert ("], host=host).reason == "broken tests"
+    bad_setup = grade_mbpp("def f(): return 1", "f", ["assert f()"], setup="import nothing_like_it", host=host)
+    assert bad_setup.reason == "broken tests"
 
 
 def test_memory_kills_the_candidate(host):
@@ -249,46 +246,110 @@ def test_types_are_part_of_the_answer(host):
         assert grade_python("def f(x): return x", "f", text, host=host).passed, value
 
 
-def test_exceptions_and_objects_come_back(host):
-    test = """
+RAISES = """
+import pytest
 def check(candidate):
-    try:
+    with pytest.raises(ZeroDivisionError, match="zero") as caught:
         candidate(0)
-        assert False
-    except ZeroDivisionError as e:
-        assert "zero" in str(e)
-    try:
+    assert caught.value == "division by zero"
+    with pytest.raises((KeyError, LookupError)):
         candidate("own")
-        assert False
-    except Exception as e:
-        assert "Own" in str(e)
-    thing = candidate("thing")
-    assert thing != candidate("thing") and candidate(thing) == 5
+    assert candidate(2) == 0.5
 """
+RAISING = "class Own(KeyError): pass\ndef f(x):\n    if x == 'own': raise Own('Own problem')\n    return 1 / x"
+
+
+def test_exceptions_that_a_test_asks_for(host):
+    assert grade_python(RAISING, "f", RAISES, host=host).passed
+    for wrong, reason in (
+        (RAISING.replace("Own(KeyError)", "Own(ValueError)"), "error"),
+        (RAISING.replace("1 / x", "x and 1 / x"), "wrong"),
+        (RAISING.replace("1 / x", "x and 1 / x or [][0]"), "error"),
+        ("def f(x): raise ZeroDivisionError('division by zero')", "error"),
+    ):
+        verdict = grade_python(wrong, "f", RAISES, host=host)
+        assert (verdict.passed, verdict.num_passed, verdict.reason) == (False, 0, reason), (wrong, verdict)
+
+
+def test_exceptions_alone_show_nothing(host):
+    tests = ["with pytest.raises(ValueError): f(1)", "with pytest.raises(ValueError): f(2)"]
+    verdict = grade_mbpp("def f(x): raise ValueError", "f", tests, host=host)
+    assert (verdict.passed, verdict.num_passed, verdict.reason) == (False, 0, "no tests")
+    half = grade_mbpp(
+        "def f(x): return [1][x]", "f", ["assert f(0) == 1", "with pytest.raises(IndexError): f(5)"], host=host
+    )
+    assert half.passed and half.num_passed == 2
+    unasked = grade_mbpp(
+        "def f(x): return [1][x]", "f", ["with pytest.raises(IndexError):\n    f(5)\n    f(0)"], host=host
+    )
+    assert not unasked.passed
+    own = ["with pytest.raises(ValueError): int(f(0))", "assert f(0)"]  # an exception of the test's own is not wanted
+    assert grade_mbpp("def f(x): return 'x'", "f", own, host=host).num_passed == 1
+
+
+def test_objects_come_back_and_judge_nothing(host):
     source = """
-class Own(Exception): pass
 class Thing:
     def __eq__(self, other): return True
-def f(x):
-    if x == "own" and type(x) is str: raise Own("Own problem")
-    if type(x) is Thing: return 5
-    return Thing() if x == "thing" else 1 / x
+    def __bool__(self): return True
+def f(x): return 5 if type(x) is Thing else Thing()
 """
-    verdict = grade_python(source, "f", test, host=host)
-    assert verdict.passed, verdict
+    test = "def check(candidate):\n    thing = candidate(1)\n    assert candidate(thing) == 5\n"
+    assert grade_python(source, "f", test, host=host).passed
+    for use in (
+        "thing == 5",
+        "thing != 6",
+        "thing",
+        "not thing",
+        "[thing] == [5]",
+        "5 in [thing]",
+        "thing < 6",
+        "5 == thing",
+    ):
+        for line in (f"assert {use}", f"try: assert {use}\n    except BaseException: pass"):
+            verdict = grade_python(source, "f", test + f"    {line}\n", host=host)
+            assert (verdict.passed, verdict.reason) == (False, "wrong"), (line, verdict)
 
 
-def test_mbpp_counts_each_statement_and_gives_classes_of_the_candidate(host):
-    source = "class Pair:\n    def __init__(self, a): self.a = a\ndef total(pairs): return sum(p.a for p in pairs)\ndef half(x): return x / 2"
-    tests = ["assert total([Pair(2), Pair(3)]) == 5", "assert math.isclose(half(3), 1.5)", "assert half(2) == 2"]
-    verdict = grade_mbpp(source, tests, host=host)
-    assert (verdict.num_passed, verdict.num_tests, verdict.passed, verdict.reason) == (2, 3, False, "wrong")
-    assert grade_mbpp(source, tests[:2], host=host).passed
-    assert not grade_mbpp(source, [], host=host).passed
-    late = grade_mbpp(
-        source + "\ndef spin():\n    while True: pass", [*tests[:2], "assert spin()"], profile=SHORT, host=host
+def test_mbpp_counts_each_statement_and_takes_classes_but_no_verdicts_of_the_candidate(host):
+    source = (
+        "class Pair:\n    def __init__(self, a): self.a = a\ndef total(pairs): return sum(p.a for p in pairs)\n"
+        "def is_close(a, b): return True"
     )
+    tests = [
+        "assert total([Pair(2), Pair(3)]) == 5",
+        "assert math.isclose(total([]), 0)",
+        "assert total([Pair(1)]) == 2",
+    ]
+    verdict = grade_mbpp(source, "total", tests, host=host)
+    assert (verdict.num_passed, verdict.num_tests, verdict.passed, verdict.reason) == (2, 3, False, "wrong")
+    assert grade_mbpp(source, "total", tests[:2], host=host).passed
+    assert not grade_mbpp(source, "total", [], host=host).passed
+    assert grade_mbpp(source, "totals", tests, host=host).reason == "exited"
+    judged = ["assert is_close(total([]), 7)"]
+    assert grade_mbpp(source, "total", judged, host=host).reason == "wrong"
+    trusted = "def is_close(a, b): return abs(a - b) < 1"
+    assert grade_mbpp(source, "total", judged, setup=trusted, host=host).reason == "wrong"
+    assert grade_mbpp(source, "total", ["assert is_close(total([]), 0)"], setup=trusted, host=host).passed
+    spins = source.replace("def total(pairs):", "def total(pairs):\n    while len(pairs) == 1: pass\n    ").replace(
+        "    return", "\n    return"
+    )
+    late = grade_mbpp(spins, "total", tests, profile=SHORT, host=host)
     assert (late.num_passed, late.reason) == (2, "timeout")
+
+
+def test_a_helper_of_the_tests_is_theirs_whatever_its_name(host):
+    test = "def f(x): return x + 1\ndef check(candidate): assert candidate(1) == f(1)"
+    assert grade_python("def f(x): return x + 1", "f", test, host=host).passed
+    assert not grade_python("def f(x): return 0", "f", test, host=host).passed
+
+
+def test_an_answer_that_breaks_the_tests_is_wrong_and_no_fault_of_the_machine(host):
+    """The tests' own interpreter runs out of its limits on it, while the candidate waits."""
+    tests = "def check(candidate):\n    text = candidate(1)\n    assert sum(a == b for a in text for b in text) < 0"
+    limits = dataclasses.replace(SCORE, wall_s=20.0, cpu_s=1)
+    verdict = grade_python("def f(x): return 'x' * 100_000", "f", tests, profile=limits, host=host)
+    assert (verdict.passed, verdict.reason) == (False, "timeout"), verdict
 
 
 FILES_TEST = """

@@ -265,6 +265,38 @@ def test_a_script_that_writes_a_reward(tmp_path):
         assert results[-1].reward == reward
 
 
+SCRIPT = """#!/bin/bash
+cd /app
+bash answer.sh > out
+if [ "$(cat out)" = x ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+FORGED_REWARD = "while :; do echo 1 > /logs/verifier/reward.txt; done"
+
+
+@pytest.mark.parametrize(
+    "answer, reward",
+    [
+        ("echo x", 1),
+        ("echo y", 0),
+        (
+            "chmod +w /tests/test.sh; printf 'echo 1 > /logs/verifier/reward.txt; exit 0\\n%.0s' {1..99} > /tests/test.sh",
+            0,
+        ),
+        (f"setsid bash -c '{FORGED_REWARD}' > /dev/null 2>&1 < /dev/null &", 0),
+        (f"(trap '' HUP; (timeout 3 bash -c '{FORGED_REWARD}' &) &) > /dev/null 2>&1", 0),
+        ("echo 1 > /logs/verifier/reward.txt; kill -9 $PPID", 0),
+        (
+            "rm -rf /logs; mkdir -p /logs; ln -s /app/one /logs/verifier; mkdir /app/one; echo 1 > /app/one/reward.txt",
+            0,
+        ),
+    ],
+)
+def test_what_a_script_starts_does_not_write_its_reward(tmp_path, answer, reward):
+    spec = harbor(tmp_path / "job", **{"tests/test.sh": SCRIPT})
+    _, results = play(spec, [f"cat > answer.sh <<'END'\n{answer}\nEND", "finish"])
+    assert results[-1].reward == reward
+
+
 def test_a_machine_that_cannot_be_made_is_the_tasks_fault(tmp_path):
     dockerfile = "FROM x\nWORKDIR /app\nRUN echo no such thing; exit 4\n"
     spec = harbor(tmp_path / "job", **{"environment/Dockerfile": dockerfile, "tests/test.sh": "true"})

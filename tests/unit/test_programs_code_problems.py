@@ -54,9 +54,34 @@ def test_mbpp_of_both_kinds(tmp_path):
     assert "assert" not in spec(tmp_path, sanitised, tests_shown=0).problems()[0].question
 
 
+CLOSE = "def close(a, b):\n    return abs(a - b) < 1e-6\n"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"test_list": ["assert isclose(add(1, 2), 3)"], "test_setup_code": "from math import isclose"},
+        {"test_list": ["assert close(add(1, 2), 3)"], "test_setup_code": CLOSE},
+        {"test_list": ["assert close(add(1, 2), 3)"], "test_setup_code": CLOSE, "code": CLOSE + MBPP["code"]},
+        {"test_list": ["assert close(add(1, 2), 3)"], "entry_point": "add", "code": CLOSE + MBPP["code"]},
+        {"test_list": ["assert right(3)"], "test_setup_code": "def right(n):\n    return add(1, 2) == n"},
+        {"test_list": ["assert sum([add(Pair(1), 2)]) == 3"], "code": "class Pair: pass\nsum = 0\n" + MBPP["code"]},
+        {"test_list": ["assert [*map(add, [1], [2])] == [3]"], "code": "add = lambda a, b: a + b"},
+    ],
+)
+def test_the_function_that_is_tested_is_the_solutions_and_no_helper(tmp_path, changes):
+    (problem,) = spec(tmp_path, {**MBPP, **changes}).problems()
+    assert problem.entry_point == "add"
+
+
 @pytest.mark.parametrize(
     "record, part",
     [
+        (
+            {**MBPP, "test_list": ["assert close(add(1, 2), 3)"], "code": CLOSE + MBPP["code"]},
+            "uses add, close of code",
+        ),
+        ({**MBPP, "test_list": ["assert sum([1]) == 1"]}, "no function that code defines"),
         ("text", "line 3: is not an object"),
         ({**HUMANEVAL, "test": ""}, "has no 'test'"),
         ({**HUMANEVAL, "canonical_solution": "  return )"}, "is not Python"),

@@ -86,6 +86,29 @@ def test_what_was_left_takes_the_place_of_the_tasks_own(tmp_path):
     assert order([], asked)[1]["cases"] == {"test_a.py::test_it": ""}
 
 
+@pytest.mark.parametrize(
+    "take",
+    [
+        "sys.path.insert(0, top); import answer",
+        "sys.path.insert(0, top); importlib.import_module('answer')",
+        "runpy.run_path(top + '/answer.py')",
+        "importlib.machinery.SourceFileLoader('answer', top + '/answer.py').load_module()",
+        "pickle.load(open(top + '/answer.pickle', 'rb'))",
+        "ctypes.CDLL(top + '/answer.so')",
+    ],
+)
+def test_code_of_the_policy_does_not_run_in_the_process_of_the_tests(tmp_path, take):
+    work = tmp_path / "work"
+    forged = 'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b\'["test_a.py::test_it", ""]\\n\')\n    except OSError: pass\nos._exit(0)\n'
+    surprise = b"cos\n_exit\n(I0\ntR."
+    left = [[str(work / "answer.py"), 0o644, b64(forged)], [str(work / "answer.pickle"), 0o644, b64(surprise.decode())]]
+    left.append([str(work / "answer.so"), 0o644, b64("no library")])
+    text = f"import ctypes, importlib.machinery, pickle, runpy, sys\ntop = {str(work)!r}\ndef test_it():\n    {take}\n"
+    given = {"clear": [str(work)], "folders": [str(work)], "left": left}
+    code, said = order([], exam(tmp_path, **given, files={"test_a.py": text}, cases={"test_a.py": ["test_it"]}))
+    assert code == 1 and "ImportError" in said["cases"]["test_a.py::test_it"], said
+
+
 def test_passing_functions_and_classes(tmp_path):
     text = (
         "import os, unittest, asyncio\n"

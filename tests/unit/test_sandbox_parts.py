@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, InfraError
 from rolljax.sandbox import CODE, PROFILES, Profile, SandboxConfig, SandboxGone, recipe, seccomp
+from rolljax.sandbox.host import ended_with
 from rolljax.sandbox.inside.plain import Codec
 from rolljax.sandbox.inside.wire import HeadTail, Lost, receive, send
+from rolljax.sandbox.keeper import Keeper
 from rolljax.sandbox.launcher import delegated_group
 
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
@@ -37,7 +39,7 @@ def decide(machine, number, args=(0, 0), arch=None):
             accumulator = struct.unpack_from("<I", data, k)[0]
         elif op == seccomp.RET:
             kinds = {seccomp.KILL_PROCESS: KILL, seccomp.ALLOW: ALLOW}
-            return kinds.get(k) or errno.errorcode[k & 0xFFFF]
+            return kinds.get(k) or errno.errorcode.get(k & 0xFFFF, 0)
         else:
             true = {seccomp.JEQ: accumulator == k, seccomp.JGE: accumulator >= k, seccomp.JSET: bool(accumulator & k)}[
                 op
@@ -58,6 +60,24 @@ def test_filter_decisions(machine):
         assert allowed == [1, 2, 10]
         assert decide(machine, special[call], (40, 1)) == "EAFNOSUPPORT"
     assert decide(machine, special["ioctl"], (0, 0x5401)) == ALLOW
+    for args, said in (((0, 1031), "EPERM"), ((0, 1032), ALLOW), ((0, 6), ALLOW)):
+        assert decide(machine, special["fcntl"], args) == said
+    for flags, said in (
+        (0x21, "EPERM"),
+        (0x23, "EPERM"),
+        (0x4021, "EPERM"),
+        (0x22, ALLOW),
+        (0x01, ALLOW),
+        (0x4022, ALLOW),
+    ):
+        assert decide(machine, special["mmap"], (0, 4096, 3, flags)) == said
+    ignored = {
+        (level, option)
+        for level in (0, 1, 6)
+        for option in range(64)
+        if decide(machine, special["setsockopt"], (3, level, option)) == 0
+    }
+    assert ignored == {(1, option) for option in (7, 8, 32, 33)}
     assert decide(machine, special["ioctl"], (0, 0x5412)) == "EPERM"
     assert decide(machine, special["ioctl"], (0, 1 << 32 | 0x5412)) == "EPERM"
 
@@ -225,7 +245,7 @@ def test_head_and_tail(parts, limit):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"memory_bytes": 0}, {"wall_s": -1.0}, {"nproc": 2}, {"cpu_s": 0}, {"output_bytes": 0}, {"address_bytes": -1}],
+    [{"memory_bytes": 0}, {"wall_s": -1.0}, {"nproc": 2}, {"cpu_s": 0}, {"output_bytes": 0}, {"address_bytes": 0}],
 )
 def test_profiles_that_cannot_work_are_refused(wrong):
     with pytest.raises(ConfigError, match=f"Profile.{next(iter(wrong))}"):
@@ -242,7 +262,11 @@ def test_hosts_that_cannot_work_are_refused(wrong):
 
 def test_presets():
     assert set(PROFILES) == {"score", "code", "terminal", "mcp"}
-    assert CODE.address_bytes and not PROFILES["mcp"].address_bytes and PROFILES["terminal"].writable_root
+    assert PROFILES["terminal"].writable_root
+    for profile in PROFILES.values():
+        hard = {name: pair[1] for name, pair in recipe.limits(profile, own_uid=True).items()}
+        assert 0 < hard["RLIMIT_AS"] <= 32 << 30 and hard["RLIMIT_NOFILE"] <= 1024
+        assert hard["RLIMIT_SIGPENDING"] <= 256 and hard["RLIMIT_MEMLOCK"] <= 65536 and not hard["RLIMIT_MSGQUEUE"]
 
 
 def test_own_user_decides_where_processes_are_counted():
@@ -256,6 +280,29 @@ def test_a_delegated_group_is_used_when_it_limits_its_children(tmp_path):
     (tmp_path / "cgroup.subtree_control").write_text("cpu\n")
     with pytest.raises(ConfigError, match="subtree_control"):
         delegated_group(str(tmp_path))
+
+
+def test_a_sandbox_in_a_control_group_has_no_swap_and_dies_whole(tmp_path):
+    """On files that stand for the kernel's."""
+    keeper = Keeper.__new__(Keeper)
+    keeper.cgroup = str(tmp_path)
+    group = Path(keeper.group_of(os.getppid(), 3))
+    group.mkdir()
+    (group / "memory.swap.max").write_text("max")
+    keeper.enter_group(3, {"memory_bytes": 5 << 20, "nproc": 9})
+    said = {path.name: path.read_text() for path in group.iterdir()}
+    assert said.pop("cgroup.procs") == str(os.getpid())
+    assert said == {"memory.max": str(5 << 20), "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "9"}
+
+
+def test_what_the_machine_killed_for_want_of_memory_is_the_machines_fault():
+    class Over:
+        exit = {"code": 137, "started": True, "killed_by": "machine", "error": ""}
+
+    with pytest.raises(InfraError, match="ran out of memory"):
+        ended_with(Over(), b"")
+    Over.exit["killed_by"] = "memory"
+    assert ended_with(Over(), b"") == 137
 
 
 def test_a_lost_sandbox_can_be_pickled():

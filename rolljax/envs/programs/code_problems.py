@@ -3,7 +3,8 @@
 A file has a JSON object on each line (plain or gzip), in one of two formats:
 
     humaneval: task_id, prompt (a function's head), entry_point, canonical_solution, test (defines check(candidate))
-    mbpp:      text or prompt, code, test_list (one assert each), and if needed test_setup_code or test_imports
+    mbpp:      text or prompt, code, test_list (one assert each), and if needed test_setup_code or test_imports, and
+               entry_point (the function that is asked for, where the tests use several of code)
 """
 
 from __future__ import annotations
@@ -164,7 +165,9 @@ class CodeEnv(Env):
                 host=self._host,
             )
         else:
-            verdict = grade_mbpp(program, problem.tests, setup=problem.setup, profile=limits, host=self._host)
+            verdict = grade_mbpp(
+                program, problem.entry_point, problem.tests, setup=problem.setup, profile=limits, host=self._host
+            )
         return verdict.passed, verdict.num_passed, verdict.num_tests, verdict.reason
 
 
@@ -259,17 +262,42 @@ def _mbpp(record: dict[str, Any], tests_shown: int) -> Problem:
     setup = "\n".join([*imports, record.get("test_setup_code") or ""]).strip()
     for key, source in (("code", gold), ("test_list", "\n".join(tests)), ("test_setup_code", setup)):
         _parses(source, key)
+    entry = record.get("entry_point") or _tested(tests, setup, gold)
     shown = "\n".join(tests[:tests_shown])
     question = f"{text}\nAnswer with Python code in a ```python block."
     if shown:
         question += f" It must pass this test:\n\n```python\n{shown}\n```"
-    return Problem(str(record.get("task_id", "")), question, "", _called(tests[0]), tuple(tests), setup, gold)
+    return Problem(str(record.get("task_id", "")), question, "", entry, tuple(tests), setup, gold)
 
 
-def _called(test: str) -> str:
-    """The function that an assert is about: the first called that is no builtin."""
-    names = [n.func.id for n in ast.walk(ast.parse(test)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    return next((n for n in names if not hasattr(builtins, n)), "")
+def _tested(tests: list[str], setup: str, gold: str) -> str:
+    """The function that tests are about: the one that they use, the solution defines and the setup does not; else the
+    only class.
+
+    Raises:
+      ValueError: there is none, or more than one: of several, one could judge another's answers.
+    """
+    trees = [ast.parse(source) for source in (*tests, setup)]
+    used = {n.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)} - _defined(trees[-1])
+    classes = {n.name for n in ast.parse(gold).body if isinstance(n, ast.ClassDef)} & used
+    found = (_defined(ast.parse(gold)) & used) - classes or classes
+    found = {name for name in found if not hasattr(builtins, name)} or found
+    if len(found) == 1:
+        return found.pop()
+    if not found:
+        raise ValueError("test_list uses no function that code defines")
+    raise ValueError(
+        f"test_list uses {', '.join(sorted(found))} of code: name the function that is asked for as entry_point, and "
+        "put what the tests need beside it into test_setup_code"
+    )
+
+
+def _defined(program: ast.Module) -> set[str]:
+    """Functions, classes and variables that a program defines at its top."""
+    named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    blocks = [node for node in program.body if not isinstance(node, named)]
+    stored = (n.id for b in blocks for n in ast.walk(b) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return {node.name for node in program.body if isinstance(node, named)} | set(stored)
 
 
 def _string(record: dict[str, Any], key: str) -> str:

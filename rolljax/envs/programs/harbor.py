@@ -27,6 +27,8 @@ from rolljax.envs.programs.dockerfile import File, Put, Run, read_dockerfile
 from rolljax.errors import DataError
 
 MAX_FILE_BYTES = 32 << 20
+MAX_SCRIPT = 128 << 10
+"""Longest text of a program that Linux takes as an argument."""
 _NOT_CONTEXT = {"tests", "task.yaml", "solution.sh", "solution.yaml", "run-tests.sh"}
 """What lies beside the Dockerfile of version 1 and must not get onto the machine."""
 _PYTEST = {"approx", "fail", "fixture", "mark", "raises", "skip"}
@@ -158,6 +160,8 @@ def _cases(tests: Mapping[str, bytes]) -> tuple[dict[str, tuple[str, ...]], tupl
     """Names of the test functions of each test file, and what the files need that the verifier lacks."""
     names = [p for p in tests if p.startswith("test_") and p.endswith(".py") and "/" not in p]
     if not names:
+        if len(tests.get("test.sh", b"")) >= MAX_SCRIPT:
+            return {}, (f"tests/test.sh has {MAX_SCRIPT} bytes or more",)
         return {}, () if "test.sh" in tests else ("no tests/test_outputs.py and no tests/test.sh",)
     try:
         files = {p: ast.parse(tests[p]) for p in names}

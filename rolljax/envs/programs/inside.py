@@ -11,9 +11,12 @@ What the tests start may be programs that a policy wrote. Therefore
 - the sources of the tests come through standard input and never lie on disk;
 - this process cannot be looked into (it is not dumpable, so /proc shows nothing of it to others of the same user);
 - the verdict carries a nonce that no other program knows, so what others write to the same pipe only spoils it;
-- each file runs in a child: when that ends early, for whatever reason, the tests that were not reported have failed.
-A test that imports the policy's code into its own process gives it the power to report anything; tests that matter
-start a program instead.
+- each file runs in a child: when that ends early, for whatever reason, the tests that were not reported have failed;
+- code of the policy's files does not run in that child: an import of it, a library or a pickled class is refused there;
+- a script that writes its own verdict runs from memory, and nothing that it started may outlive it: what is left could
+  have written the verdict.
+A test that evaluates a text of the policy's in its own process still gives it the power to report anything; tests that
+matter start a program instead.
 """
 
 import base64
@@ -33,7 +36,7 @@ import types
 import unittest
 from pathlib import Path
 
-PR_SET_DUMPABLE = 4
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 REWARD = "/logs/verifier/reward.txt"
 
 
@@ -92,14 +95,14 @@ def take_exam(exam):
     lay_in(exam)
     for path, data in exam["tests"].items():
         put(f"/tests/{path}", 0o555 if path.endswith(".sh") else 0o444, data)
-    os.environ.update(exam["env"])
+    os.environ.update(exam["env"], PYTHONNOUSERSITE="1")
     os.chdir(exam["workdir"])
     deadline = time.monotonic() + exam["timeout_s"]
     if not exam["files"]:
-        return {"test.sh": run_script(deadline)}
+        return {"test.sh": run_script(base64.b64decode(exam["tests"]["test.sh"]), deadline)}
     cases = {}
     for path, source in exam["files"].items():
-        cases.update(run_file(path, source, exam["cases"][path], deadline))
+        cases.update(run_file(path, source, exam["cases"][path], exam["clear"], deadline))
     return cases
 
 
@@ -133,11 +136,15 @@ def remove(path):
         pass
 
 
-def run_script(deadline):
-    """Run /tests/test.sh; "" if it ended with code 0 and wrote a reward of 1."""
+def run_script(source, deadline):
+    """Run the text of /tests/test.sh; "" if it ended with code 0, wrote a reward of 1 and left nothing running."""
     os.makedirs(os.path.dirname(REWARD), exist_ok=True)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes a child of this one
+    argv = ["/bin/bash", "-c", os.fsdecode(source), "/tests/test.sh"]
     try:
-        code = subprocess.run(["/bin/bash", "/tests/test.sh"], timeout=deadline - time.monotonic()).returncode
+        code = subprocess.run(argv, timeout=deadline - time.monotonic()).returncode
+        if has_children():
+            return "a program that it started outlived it, and could have written the reward"
         with open(REWARD) as f:
             reward = float(f.read(100))
     except subprocess.TimeoutExpired:
@@ -147,7 +154,16 @@ def run_script(deadline):
     return "" if reward == 1 and code == 0 else f"reward {reward:g}, code {code}"
 
 
-def run_file(path, source, names, deadline):
+def has_children():
+    """Whether a process is left, running or not."""
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def run_file(path, source, names, foreign, deadline):
     """Run the tests of a file in a child process; what it did not report before its end counts as failed."""
     wanted = {f"{path}::{name}": "did not run: the test process ended early" for name in names}
     reader, writer = os.pipe()
@@ -155,6 +171,7 @@ def run_file(path, source, names, deadline):
     if pid == 0:
         os.close(reader)
         try:
+            keep_out(foreign)
             run_tests(path, source, names, writer)
         finally:
             os._exit(0)
@@ -178,6 +195,24 @@ def run_file(path, source, names, deadline):
     os.waitpid(pid, 0)
     os.close(reader)
     return wanted
+
+
+def keep_out(roots):
+    """From now on this process runs no code of files below `roots`, and makes no objects of classes in pickled data."""
+    foreign = [os.path.realpath(root) for root in roots]
+
+    def watch(event, args):
+        if event == "pickle.find_class":
+            raise ImportError(f"pickled data name {args[0]}.{args[1]}: only plain data are taken from the policy")
+        path = args[0].co_filename if event == "exec" else args[0] if event == "ctypes.dlopen" else None
+        if event == "import":
+            path = args[1]
+        if isinstance(path, (str, bytes)) and path:
+            path = os.path.realpath(os.fsdecode(path))
+            if any(path == root or path.startswith(root + "/") for root in foreign):
+                raise ImportError(f"{path} is the policy's: start it as a program")
+
+    sys.addaudithook(watch)
 
 
 def run_tests(path, source, names, writer):

@@ -40,9 +40,11 @@ def main():
             else:
                 function = getattr(module, order["name"])
                 args, kwargs = codec.decode(order["args"]), codec.decode(order["kwargs"])
-                answer = {"value": codec.encode(function(*args, **kwargs))}
+                value = function(*args, **kwargs)
+                answer = {"value": ["object", *handle(value)] if order["opaque"] else codec.encode(value)}
         except BaseException as e:
-            answer = {"error": type(e).__name__, "text": describe(e), "fatal": not isinstance(e, Exception)}
+            kinds = [kind.__name__ for kind in type(e).__mro__]
+            answer = {"error": kinds[0], "kinds": kinds, "text": describe(e), "fatal": not isinstance(e, Exception)}
         try:
             send(channel, answer)
         except Lost:

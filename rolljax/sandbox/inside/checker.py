@@ -2,26 +2,45 @@
 that `==` is Python's own. Channel: the socket on descriptor 0; the verdict goes to descriptor 1 as one JSON line.
 
 The task (argument 1, a JSON file) has `kind` check (a `check(candidate)` function, as HumanEval has it), asserts (a
-list of statements, as MBPP has it) or box (functions `test_*(box)` that run programs and read files)."""
+list of statements, as MBPP has it) or box (functions `test_*(box)` that run programs and read files).
+
+Nothing of the candidate's has behaviour here. Its exceptions arrive as text and fail the test, whatever the test
+catches: one that is wanted is asked for by `with pytest.raises(ValueError):`. Only the function under test gives data;
+what else a test calls by a name that only the candidate defines gives objects that can be handed back to it."""
 
 import ast
 import builtins
 import fcntl
+import functools
 import json
 import os
+import re
 import sys
 import traceback
+import types
 
 from plain import Codec  # type: ignore[import-not-found]
 from wire import Lost, receive, send  # type: ignore[import-not-found]
 
 
-class RemoteError(Exception):
-    """An exception of the candidate that has no class of that name here."""
-
-
 class Fatal(BaseException):
     """The candidate cannot answer any more; no test may catch this."""
+
+
+class Failed(BaseException):
+    """What the candidate did fails the test, also one that catches this: it stands in `Candidate.failures`."""
+
+    def __init__(self, reason, text):
+        self.reason = reason
+        super().__init__(text)
+
+
+class Raised(Failed):
+    """A call of the candidate raised. kinds: names of the exception's classes, as the candidate says."""
+
+    def __init__(self, name, kinds, text):
+        self.kinds, self.text = kinds, text
+        super().__init__("error", f"{name} raised {kinds[0]}: {text[:200]}")
 
 
 class BrokenTests(Exception):
@@ -29,23 +48,42 @@ class BrokenTests(Exception):
 
 
 class Remote:
-    """An object that stays with the candidate: it can be passed back, and equals nothing but itself."""
+    """An object that stays with the candidate: it can be passed back. A test that asks what it is or equals fails."""
 
-    def __init__(self, number, kind):
-        self._number, self._kind = number, kind
+    def __init__(self, number, kind, candidate):
+        self._number, self._kind, self._candidate = number, kind, candidate
 
     def __repr__(self):
         return f"<{self._kind} of the candidate>"
 
+    def _judged(self, *_):
+        self._candidate.fail(Failed("wrong", f"the answer is no plain data, but {self!r}"))
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _judged
+    __hash__ = object.__hash__
+
 
 class Candidate:
-    """The other sandbox. `lost` stays set when it exits, hangs up, or breaks the protocol, whatever tests catch."""
+    """The other sandbox. `lost` stays set when it exits, hangs up, or breaks the protocol, whatever tests catch.
+
+    answers: how often it gave an answer that could be judged. expected: exceptions that a test asked for. failures: of
+    the running test.
+    """
 
     def __init__(self, channel):
         self.channel = channel
-        self.calls = 0
+        self.answers = self.expected = 0
         self.lost = ""
         self.remotes = {}
+        self.failures = []
+
+    def lose(self, why):
+        self.lost = self.lost or why
+        raise Fatal(self.lost) from None
+
+    def fail(self, failure):
+        self.failures.append(failure)
+        raise failure
 
     def ask(self, blob=b"", **order):
         if self.lost:
@@ -54,45 +92,84 @@ class Candidate:
             send(self.channel, order, blob)
             answer, blob = receive(self.channel)
         except Lost as e:
-            self.lost = f"the candidate exited ({e})"
-            raise Fatal(self.lost) from None
+            self.lose(f"the candidate exited ({e})")
+        except MemoryError:
+            self.lose("the candidate's answer is too large")
         if answer.get("fatal"):
-            self.lost = f"the candidate exited ({answer.get('error')})"
-            raise Fatal(self.lost)
+            self.lose(f"the candidate exited ({str(answer.get('error'))[:100]})")
         return answer, blob
 
     def load(self, source):
         """Run the candidate's program; the names it defines."""
         answer, _ = self.ask(source.encode("utf-8", "surrogatepass"), op="load")
         if "error" in answer:
-            self.lost = f"{answer['error']}: {str(answer.get('text'))[:200]}"
-            raise Fatal(self.lost)
-        names = answer.get("names")
-        return [name for name in names if type(name) is str] if type(names) is list else []
+            self.lose(f"{answer['error']}: {str(answer.get('text'))[:200]}")
+        return texts(answer.get("names"))
+
+    def call(self, name, args, kwargs, opaque):
+        codec = Codec(self.number_of, self.remote)
+        args, kwargs = codec.encode(args), codec.encode(kwargs)
+        answer, _ = self.ask(op="call", name=name, args=args, kwargs=kwargs, opaque=opaque)
+        if "error" in answer:
+            kinds = [str(answer["error"])[:100], *texts(answer.get("kinds"))]
+            self.fail(Raised(name, kinds, str(answer.get("text", ""))))
+        try:
+            return codec.decode(answer["value"])
+        except Exception as e:
+            self.lose(f"the candidate's answer is no plain data ({type(e).__name__})")
 
     def function(self, name):
+        """The function under test: gives plain data."""
+
         def call(*args, **kwargs):
-            self.calls += 1
-            codec = Codec(self.number_of, self.remote)
-            answer, _ = self.ask(op="call", name=name, args=codec.encode(args), kwargs=codec.encode(kwargs))
-            if "error" in answer:
-                raise exception(str(answer["error"]), str(answer.get("text", "")))
-            try:
-                return codec.decode(answer["value"])
-            except Exception as e:
-                self.lost = f"the candidate's answer is no plain data ({type(e).__name__})"
-                raise Fatal(self.lost) from None
+            value = self.call(name, args, kwargs, opaque=False)
+            self.answers += 1
+            return value
 
         call.__name__ = call.__qualname__ = name
         return call
 
+    def maker(self, name):
+        """What else the candidate defines, such as a class that a test makes arguments with: gives objects only."""
+
+        def make(*args, **kwargs):
+            made = self.call(name, args, kwargs, opaque=True)
+            return made if type(made) is Remote else self.lose("the candidate breaks the protocol")
+
+        make.__name__ = make.__qualname__ = name
+        return make
+
     def remote(self, number, kind):
-        return self.remotes.setdefault(int(number), Remote(int(number), str(kind)[:50]))
+        return self.remotes.setdefault(int(number), Remote(int(number), str(kind)[:50], self))
 
     def number_of(self, value):
         if type(value) is not Remote:
             raise TypeError(f"{type(value).__name__} cannot be sent to a candidate")
         return value._number, value._kind
+
+
+class Raises:
+    """`with pytest.raises(ValueError, match="negative") as caught:` a call in it must end in that exception of the
+    candidate's. `caught.value`: its text. What else goes wrong in it is not wanted."""
+
+    def __init__(self, candidate, kinds, match=""):
+        self.kinds = kinds if type(kinds) is tuple else (kinds,)
+        if not self.kinds or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in self.kinds):
+            raise TypeError("pytest.raises takes a class of exceptions, or a tuple of them")
+        self.candidate, self.match, self.value = candidate, match or "", None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        wanted = {kind.__name__ for kind in self.kinds}
+        assert kind is not None, f"did not raise {' or '.join(sorted(wanted))}"
+        if type(error) is not Raised or not wanted & set(error.kinds) or not re.search(self.match, error.text):
+            return False
+        self.candidate.failures.remove(error)
+        self.candidate.expected += 1
+        self.value = error.text
+        return True
 
 
 class Completed:
@@ -108,60 +185,65 @@ class Box:
 
     def run(self, argv, stdin="", timeout_s=10.0):
         """Run a program there; its return code and output as text."""
-        self._candidate.calls += 1
         answer, blob = self._candidate.ask(
             stdin.encode(), op="execute", argv=list(argv), timeout_s=timeout_s, limit=1 << 20
         )
-        cut = int(answer["stdout_n"])
+        cut, code = answer.get("stdout_n"), answer.get("code")
+        if type(cut) is not int or type(code) is not int:
+            self._candidate.lose(f"programs cannot be started any more ({str(answer.get('error'))[:100]})")
+        self._candidate.answers += 1
         out, err = (part.decode(errors="replace") for part in (blob[:cut], blob[cut:]))
-        return Completed(int(answer["code"]), out, err)
+        return Completed(code, out, err)
 
     def read(self, path):
         """The bytes of a regular file there; FileNotFoundError when it is not one."""
-        self._candidate.calls += 1
         answer, blob = self._candidate.ask(op="get", path=path, limit=16 << 20)
+        self._candidate.answers += 1
         if answer.get("error"):
             raise FileNotFoundError(f"{path}: {answer['error']}")
         return blob
 
 
-def exception(name, text):
-    found = getattr(builtins, name, None)
-    if isinstance(found, type) and issubclass(found, Exception):
-        try:
-            return found(text)
-        except TypeError:
-            pass
-    return RemoteError(f"{name}: {text}")
+def texts(value):
+    """The texts in what should be a list of texts."""
+    return [text for text in value if type(text) is str] if type(value) is list else []
 
 
-def loaded(sources):
-    """The names that trusted sources define together."""
-    space: dict[str, object] = {"__name__": "tests"}
-    for name, text in sources.items():
-        try:
-            exec(compile(text, name, "exec"), space)
-        except BaseException as e:
-            raise BrokenTests(f"{name}: {type(e).__name__}: {str(e)[:200]}") from None
-    return space
+def loaded(space, name, text):
+    """Run a trusted source in `space`."""
+    try:
+        exec(compile(text, name, "exec"), space)
+    except BaseException as e:
+        raise BrokenTests(f"{name}: {type(e).__name__}: {str(e)[:200]}") from None
 
 
 def run_check(task, candidate):
-    """One test: the `check` function of the test source, with the prompt's own helpers in scope."""
-    space = loaded({"prompt.py": task["prompt"], "tests.py": task["test"]})
-    if task["entry_point"] not in candidate.load(task["source"]):
-        candidate.lost = f"there is no function {task['entry_point']}"
-        raise Fatal(candidate.lost)
+    """One test: the `check` function of the test source, with the prompt's own helpers in scope. What the test source
+    defines counts, also under the name of the function that is tested."""
+    space: dict[str, object] = {"__name__": "tests"}
     function = candidate.function(task["entry_point"])
+    loaded(space, "prompt.py", task["prompt"])
     space[task["entry_point"]] = function
+    loaded(space, "tests.py", task["test"])
+    load_program(task, candidate)
     check = space.get("check")
     return [("check", lambda: check(function))] if callable(check) else []
 
 
-def run_asserts(task, candidate):
-    """One test per statement. Names that neither Python, the setup nor a module has are the candidate's."""
-    space = loaded({"setup.py": task["setup"]})
+def load_program(task, candidate):
+    """Run the candidate's program; the names it defines, with the tested function among them."""
     own = set(candidate.load(task["source"]))
+    if task["entry_point"] not in own:
+        candidate.lose(f"there is no function {task['entry_point']}")
+    return own
+
+
+def run_asserts(task, candidate):
+    """One test per statement. A name that neither Python, the setup nor a module has makes objects of the candidate."""
+    space: dict[str, object] = {"__name__": "tests"}
+    loaded(space, "setup.py", task["setup"])
+    own = load_program(task, candidate)
+    space[task["entry_point"]] = candidate.function(task["entry_point"])
     tests = []
     for i, text in enumerate(task["tests"]):
         try:
@@ -171,10 +253,10 @@ def run_asserts(task, candidate):
         for name in {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}:
             if name in space or hasattr(builtins, name):
                 continue
-            if name in sys.stdlib_module_names:
+            if name in sys.stdlib_module_names or name == "pytest":
                 space[name] = __import__(name)
             elif name in own:
-                space[name] = candidate.function(name)
+                space[name] = candidate.maker(name)
         code = compile(tree, f"test_{i}.py", "exec")
         tests.append((f"test {i}", lambda code=code: exec(code, space)))
     return tests
@@ -182,40 +264,56 @@ def run_asserts(task, candidate):
 
 def run_box(task, candidate):
     """One test per function `test_*`."""
-    space = loaded({"tests.py": task["test"]})
+    space: dict[str, object] = {"__name__": "tests"}
+    loaded(space, "tests.py", task["test"])
     answer, _ = candidate.ask(op="hello")
     if not answer.get("ready"):
-        raise Fatal("the candidate's sandbox does not answer")
+        candidate.lose("the candidate's sandbox does not answer")
     box = Box(candidate)
     found = [(name, value) for name, value in space.items() if name.startswith("test_") and callable(value)]
     return [(name, lambda value=value: value(box)) for name, value in found]
 
 
 def verdict(task, candidate):
+    """What passed. A test that only expects exceptions counts where another test had an answer to judge."""
     tests = {"check": run_check, "asserts": run_asserts, "box": run_box}[task["kind"]](task, candidate)
-    passed, reason, detail = 0, "", ""
+    passed, problems = 0, []
     for name, test in tests:
-        calls = candidate.calls
-        try:
-            test()
-        except Fatal:
+        problem = take(test, candidate)
+        if candidate.lost:
             break
-        except AssertionError:
-            reason, detail = reason or "wrong", detail or f"{name}: assertion failed{where()}"
-        except BaseException as e:
-            reason, detail = reason or "error", detail or f"{name}: {type(e).__name__}: {str(e)[:200]}{where()}"
+        if problem:
+            problems.append((problem[0], f"{name}: {problem[1]}"))
         else:
-            if candidate.lost:
-                break
-            if candidate.calls == calls:
-                reason, detail = reason or "no tests", detail or f"{name}: nothing of the candidate was called"
-            else:
-                passed += 1
+            passed += 1
+    reason, detail = problems[0] if problems else ("passed", "")
     if candidate.lost:
         reason, detail = "exited", candidate.lost
     elif not tests:
         reason, detail = "no tests", "there is no test"
-    return {"num_passed": passed, "num_tests": len(tests), "reason": reason or "passed", "detail": detail}
+    elif not candidate.answers:
+        passed = 0
+        if not problems:
+            reason, detail = "no tests", "no call of the candidate's had an answer"
+    return {"num_passed": passed, "num_tests": len(tests), "reason": reason, "detail": detail}
+
+
+def take(test, candidate):
+    """Run one test; reason and text of what is wrong, None when it passed."""
+    answers, expected, candidate.failures, line = candidate.answers, candidate.expected, [], ""
+    try:
+        test()
+    except (Fatal, Failed):
+        line = where()
+    except AssertionError:
+        return "wrong", f"assertion failed{where()}"
+    except BaseException as e:
+        return "error", f"{type(e).__name__}: {str(e)[:200]}{where()}"
+    if candidate.failures:
+        return candidate.failures[0].reason, f"{candidate.failures[0]}{line}"
+    if (candidate.answers, candidate.expected) == (answers, expected):
+        return "no tests", "nothing of the candidate was called"
+    return None
 
 
 def where():
@@ -232,6 +330,8 @@ def main():
     with open(sys.argv[1], encoding="utf-8", errors="surrogatepass") as f:
         task = json.load(f)
     candidate = Candidate(channel)
+    sys.modules["pytest"] = types.ModuleType("pytest")
+    sys.modules["pytest"].raises = functools.partial(Raises, candidate)  # type: ignore[attr-defined]
     try:
         said = verdict(task, candidate)
     except Fatal:
