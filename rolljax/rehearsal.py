@@ -29,7 +29,7 @@ from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.learner import Learner
 from rolljax.trainer.update import clean_batch
-from rolljax.types import Key, Task, Trajectory, Turn
+from rolljax.types import FinishReason, Key, Status, Task, Trajectory, Turn
 
 PROMPT_TOK, TURN_TOK, MAX_TURNS, MAX_GROUPS, MAX_SIBLINGS = 8, 8, 3, 4, 8
 """Of made-up episodes, at most."""
@@ -134,7 +134,7 @@ def made_up(plan: Geometry, phase: Phase, rng: np.random.Generator, *, alike: bo
                 seen = prompt if not k else rng.integers(0, vocab, 2)
                 made.append(_turn(phase, rng, seen, rng.integers(0, vocab, rng.integers(1, said + 1)), alike))
             made[-1] = dataclasses.replace(made[-1], reward=float(reward))
-            status = "truncated" if alike else "ok"
+            status: Status = "truncated" if alike else "ok"
             task = Task(recipe.env.name, g, f"made up {g}")
             key = Key(0, 0, g, s)
             members.append(Trajectory(key, task, tuple(made), float(reward), {}, reward > 0.5, status))
@@ -146,7 +146,7 @@ def _turn(phase: Phase, rng: np.random.Generator, seen: np.ndarray, said: np.nda
     sampled = phase.algorithm.source == "sampler"
     logp = -rng.exponential(1.0, len(said)) - 0.05 if sampled else np.zeros(len(said))
     versions = np.full(len(said), 0 if sampled else -1, np.int32)
-    end = "length" if is_cut else "stop"
+    end: FinishReason = "length" if is_cut else "stop"
     return Turn(seen.astype(np.int32), said.astype(np.int32), logp.astype(np.float32), versions, end, 0.0, "made up")
 
 
