@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import gc
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rolljax.buffer import Background
 from rolljax.cluster import ALONE, Alone, Leader
 from rolljax.envs.pool import EnvPool, Episode
 from rolljax.envs.tasks import held_out
-from rolljax.errors import ConfigError, EnvError, HangError
+from rolljax.errors import CheckpointError, ConfigError, EnvError, HangError
 from rolljax.model import hf
 from rolljax.model.attention import implementation
 from rolljax.model.axes import SLOT_AXES
@@ -185,7 +186,13 @@ def plan(recipe: Recipe) -> Plan:
         chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
     openings = asyncio.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
-    longest = max(len(chat.prompt_ids(messages)) for messages in openings)
+    prompts = [chat.prompt_ids(messages) for messages in openings]
+    longest, highest = max(map(len, prompts)), max(int(ids.max(initial=0)) for ids in prompts)
+    if max(highest, *chat.stop_ids) >= model.cfg.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer of {recipe.model} makes token {max(highest, *chat.stop_ids)} of a prompt; the model has "
+            f"{model.cfg.vocab_size}: the folder's tokenizer is another model's"
+        )
     if longest + recipe.max_answer_tok > recipe.sampler.max_context:
         raise ConfigError(
             f"is too short: prompts of {recipe.env.name} take {longest} tokens, an answer {recipe.max_answer_tok}",
@@ -211,8 +218,10 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
             episode = await pool.open(task)
         except EnvError as e:
             return e
-        if pairs and task is tasks[0]:
-            await check_pairs(episode, recipe.env.name)
+        if task is tasks[0]:
+            if pairs:
+                await check_pairs(episode, recipe.env.name)
+            await check_rewards(pool, episode, task, gold=any(p.algorithm.source != "sampler" for p in recipe.phases))
         await episode.close()
         return episode.opening
 
@@ -227,6 +236,37 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
         assert isinstance(found[-1], EnvError)
         raise found[-1]
     return openings
+
+
+async def check_rewards(pool: EnvPool, first: Episode, task: Task, *, gold: bool) -> None:
+    """Give the gold answer in `first`, an open episode of `task`, and an empty one in another.
+
+    gold: a phase learns from gold answers, so that there must be one.
+
+    Raises:
+      EnvError: the environment fails, or its reward is not a finite number.
+    """
+    empty = await pool.open(task)
+    for episode, kind in ((first, "the gold answer"), (empty, "an empty answer")):
+        try:
+            text = await episode.gold() if episode is first else ""
+        except EnvError as e:
+            if gold:
+                raise EnvError(f"{pool.spec.name}, task {task.index}: no gold answer: {e}", stage="gold") from e
+            continue
+        try:
+            reward = (await episode.step(text)).reward
+        except EnvError as e:
+            raise EnvError(
+                f"{pool.spec.name}, task {task.index}, {kind}: {e}; try it alone: python -m rolljax.validate",
+                stage="step",
+            ) from e
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise EnvError(
+                f"{pool.spec.name}, task {task.index}, {kind}: the reward is {reward!r}, not a finite number",
+                stage="step",
+            )
+    await empty.close()
 
 
 async def check_pairs(episode: Episode, name: str) -> None:

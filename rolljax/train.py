@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def one_process(args: argparse.Namespace, config: Loaded[Recipe], team: Alone | Leader | Follower) -> int:
     """What this process does of a run, or all there is to do; returns the exit code."""
-    from rolljax import frozen, rooms
+    from rolljax import frozen, rehearsal, rooms
     from rolljax.cluster import Follower
 
     folder = args.run_dir or Path("runs") / Path(args.gin[-1]).stem
@@ -82,9 +82,9 @@ def one_process(args: argparse.Namespace, config: Loaded[Recipe], team: Alone | 
         with stop_on_signal(team.ask_to_stop):
             return follow(geometry, config, folder, team)
     plan = rooms.plan(config.value)
-    frozen.check(plan)
+    checked = rehearsal.check(plan)
     if args.dry_run:
-        print(describe(plan))
+        print(describe(plan, checked))
         return 0
     return train(plan, config, folder, fresh=args.fresh, team=team)
 
@@ -208,8 +208,8 @@ def describe_adapters(model: Model) -> str:
     return f"adapters  {trained:,} parameters: rank {lora.rank} beside {maps}; base weights in {base}"
 
 
-def describe(plan: Plan) -> str:
-    """What would run: mesh, model, batch geometry, and the first task as the model will see it."""
+def describe(plan: Plan, checked: Sequence[str] = ()) -> str:
+    """What would run: mesh, model, batch geometry, what was `checked`, and the first task as the model will see it."""
     from rolljax.trainer.mesh import MESH_AXES
 
     r, m = plan.recipe, plan.model
@@ -232,6 +232,7 @@ def describe(plan: Plan) -> str:
             f"{p.group_size} trajectories, {p.updates_per_step * p.epochs} update(s) of up to {shape.num_micro} x "
             f"{shape.micro_rows} rows of {shape.row_len} tokens"
         )
+    lines += [f"checked   {text}" for text in checked]
     lines += [f"warning   {text}" for text in r.warnings()]
     text = plan.chat.tokenizer.decode(plan.chat.prompt_ids(plan.first_prompt))
     return "\n".join([*lines, "first task as the model sees it:", *(f"  | {line}" for line in text.split("\n"))])

@@ -15,6 +15,10 @@ from rolljax.envs.base import NUM_INDICES, EnvSpec
 from rolljax.errors import DataError
 from rolljax.types import Task
 
+REPEATS, MIN_REPEATS = 20, 5000
+"""A family is taken to have no more tasks after so many indices without a new one: `REPEATS` for each that was seen,
+and `MIN_REPEATS`. Of one that has another, all equally likely, that is a chance of e^-20."""
+
 
 def is_held_out(task: Task, frac: float) -> bool:
     """Whether a task belongs to the held-out split, from its hash alone."""
@@ -28,16 +32,23 @@ def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
       DataError: the family does not have that many.
     """
     found: dict[str, Task] = {}
-    limit = min(NUM_INDICES, int(100 * num_tasks / frac) + 1000)
-    for index in range(limit):
+    seen: set[str] = set()
+    limit, newest, index = min(NUM_INDICES, int(100 * num_tasks / frac) + 1000), 0, 0
+    while index < limit and index - newest <= REPEATS * len(seen) + MIN_REPEATS:
         task = spec.task(index)
-        if is_held_out(task, frac):
-            found.setdefault(task.id, task)
-            if len(found) == num_tasks:
-                return list(found.values())
+        if task.id not in seen:
+            seen.add(task.id)
+            newest = index
+            if is_held_out(task, frac):
+                found[task.id] = task
+                if len(found) == num_tasks:
+                    return list(found.values())
+        index += 1
+    most = f"Evaluation.tasks = {len(found)} at most, " if found else ""
     raise DataError(
-        f"{spec.name} has only {len(found)} different held-out tasks in {limit} indices, {num_tasks} were asked for: "
-        "lower eval tasks, raise held_out_frac, or widen the family's settings"
+        f"{spec.name} has only {len(found)} different held-out tasks among the {len(seen)} different ones of its first "
+        f"{index} indices, {num_tasks} were asked for: set {most}or Evaluation.held_out_frac (now {frac:g}) higher, or "
+        "widen the family's settings"
     )
 
 

@@ -15,6 +15,10 @@ from rolljax.errors import CheckpointError
 Transform = Callable[[Any], Any]
 """Of an array of the host, or one that is traced."""
 _NEEDED = object()
+MOST = 2**31 - 1
+"""Of anything that is counted."""
+MOST_LAYERS = 2**16
+"""Or experts of one."""
 
 
 def folder_remedy(name: str) -> str:
@@ -45,29 +49,60 @@ class Folder:
             return default
         return value
 
-    def count(self, name: str, default: Any = _NEEDED) -> int:
+    def count(self, name: str, default: Any = _NEEDED, most: int = MOST) -> int:
         """A field that counts something.
 
         Raises:
-          CheckpointError: as `get`, or it is no whole number above 0.
+          CheckpointError: as `get`, or it is no whole number above 0, or more than `most`.
         """
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self.path}: {name} = {value!r} is no whole number above 0")
+            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is no whole number above 0")
+        if value > most:
+            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is more than {most:,}")
         return value
+
+    def number(self, name: str, default: Any = _NEEDED, *, positive: bool = True) -> float:
+        """A field that measures something.
+
+        Raises:
+          CheckpointError: as `get`, or it is no number, or not above 0 (not positive: below 0), or beyond 10^30.
+        """
+        value = self.get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1e30:
+            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is no number that it can be")
+        if positive and value == 0:
+            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} must be above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A field that is true or false. Raises `CheckpointError` for anything else."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is neither true nor false")
+        return value
+
+    def table(self, name: str, default: Any = _NEEDED) -> Folder:
+        """A field that has fields of its own. Raises `CheckpointError` as `get`, or if it has none."""
+        value = self.get(name, default)
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is not a JSON object")
+        return Folder(f"{self.path}: {name}", value)
 
     def refuse(self, **bad: bool) -> None:
         """Raise `CheckpointError` for the first of these fields that asks for what is not computed."""
         for name, is_bad in bad.items():
             if is_bad:
-                raise CheckpointError(f"{self.path}: {name} = {self.fields.get(name)!r} is not supported")
+                raise CheckpointError(f"{self.path}: {name} = {_shown(self.fields.get(name))} is not supported")
 
-    def rope(self) -> Mapping[str, Any]:
+    def rope(self) -> Folder:
         """Rotary settings, as `transformers` 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) write them."""
-        found = dict(self.get("rope_parameters", None) or self.get("rope_scaling", None) or {})
+        name = "rope_parameters" if self.get("rope_parameters", None) else "rope_scaling"
+        table = self.table(name, {})
+        found = dict(table.fields)
         found.setdefault("rope_type", found.get("type", "default"))
         found.setdefault("rope_theta", self.get("rope_theta", 10_000.0))
-        return found
+        return Folder(table.path, found)
 
     def shape(self) -> dict[str, Any]:
         """The fields of `DecoderConfig` that are called the same everywhere.
@@ -79,15 +114,15 @@ class Folder:
         heads, hidden = self.count("num_attention_heads"), self.count("hidden_size")
         return {
             "vocab_size": self.count("vocab_size"),
-            "num_layers": self.count("num_hidden_layers"),
+            "num_layers": self.count("num_hidden_layers", most=MOST_LAYERS),
             "hidden_size": hidden,
             "num_heads": heads,
             "num_kv_heads": self.count("num_key_value_heads", heads),
             "head_dim": self.count("head_dim", hidden // heads),
             "ffn_size": self.count("intermediate_size"),
-            "rms_norm_eps": self.get("rms_norm_eps"),
+            "rms_norm_eps": self.number("rms_norm_eps", positive=False),
             "max_position": self.count("max_position_embeddings", 4096),
-            "init_std": self.get("initializer_range", 0.02),
+            "init_std": self.number("initializer_range", 0.02, positive=False),
         }
 
     def plain(self) -> dict[str, Any]:
@@ -98,12 +133,21 @@ class Folder:
         """
         rotary = self.rope()
         self.refuse(
-            rope_parameters=rotary["rope_type"] != "default",
+            rope_parameters=rotary.get("rope_type") != "default",
             use_sliding_window=self.get("use_sliding_window", False),
             hidden_act=self.get("hidden_act", "silu") != "silu",
         )
-        tied = self.get("tie_word_embeddings", False)
-        return {**self.shape(), "rope_theta": float(rotary["rope_theta"]), "tie_embeddings": tied}
+        tied = self.flag("tie_word_embeddings", False)
+        return {**self.shape(), "rope_theta": rotary.number("rope_theta"), "tie_embeddings": tied}
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, whatever it is."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of too many digits
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +167,7 @@ class Multimodal:
     def text(self, raw: Folder) -> Folder:
         """`config.json` of the text part."""
         outside = {k: raw.fields[k] for k in ("tie_word_embeddings", "quantization_config") if k in raw.fields}
-        return Folder(raw.path, {**self.defaults, **outside, **raw.get("text_config")})
+        return Folder(raw.path, {**self.defaults, **outside, **raw.table("text_config").fields})
 
     def name(self, name: str) -> str | None:
         """What a tensor is called in a folder of text only; None if it belongs to another part."""

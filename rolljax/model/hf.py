@@ -26,12 +26,17 @@ from rolljax.errors import CheckpointError, ConfigError
 from rolljax.model import shards
 from rolljax.model.decoder import DecoderConfig, Dtype, Model, Params
 from rolljax.model.families import known
+from rolljax.model.files import copied, inside, read_json
 from rolljax.model.folder import Folder, Multimodal, Transform, folder_remedy, same
 from rolljax.model.shards import DTYPES, Planned, Shards, listed
+from rolljax.model.tokenizer import save_tokenizer
 from rolljax.progress import byte_bar
 
 INDEX, WEIGHTS = shards.INDEX.format("model"), shards.WEIGHTS.format("model")
 GENERATION = "generation_config.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MAX_MISSING = 10_000
+"""Tensors that are looked for in vain."""
 MAX_SHARD_BYTES = 5 * 10**9
 """Of a file of weights that is written."""
 
@@ -51,18 +56,16 @@ def read_config(folder: str | Path) -> DecoderConfig:
 
 def _described(folder: Path) -> tuple[type[DecoderConfig], Folder, Multimodal | None]:
     """The family that reads a folder, its whole `config.json`, and how it is wrapped."""
-    path = folder / "config.json"
+    path = inside(folder, "config.json")
     if not path.is_file():
         no_folder = f"{folder} is not a Hugging Face model folder: it has no config.json"
         raise CheckpointError(f"{no_folder}\n  fix:   {folder_remedy(str(folder))}")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as e:
-        raise CheckpointError(f"{path} is not JSON: {e}") from e
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
+    raw = read_json(path, "JSON that describes a model")
     families = known()
-    found = (raw.get("architectures") or [raw.get("model_type", "nothing")])[0]
+    named = raw.get("architectures") or [raw.get("model_type", "nothing")]
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise CheckpointError(f"{path}: architectures is not a list of names")
+    found = named[0]
     if found not in families:
         names = sorted(name for name in families if name[0].isupper())
         raise CheckpointError(f"{path}: architecture {found} is not known; known: {', '.join(names)}")
@@ -104,10 +107,10 @@ class Entry:
 
 def entries(cfg: DecoderConfig) -> Iterator[Entry]:
     """Every tensor of the folder."""
-    yield Entry("model.embed_tokens.weight", ("embed",), (), same, same)
+    yield Entry(EMBEDDING, ("embed",), (), same, same)
     yield Entry("model.norm.weight", ("norm",), (), same, same)
     if not cfg.tie_embeddings:
-        yield Entry("lm_head.weight", ("head",), (), same, same)
+        yield Entry(HEAD, ("head",), (), same, same)
     for tensor in cfg.layer_tensors():
         for i in range(cfg.num_layers):
             at = (i,) if tensor.expert is None else (i, tensor.expert)
@@ -131,12 +134,14 @@ def load(folder: str | Path, model: Model, shardings: Params, *, computed: bool 
       CheckpointError: unreadable files, or the names of all tensors that are missing, unknown, no floats, or of another
         shape than `config.json` says.
     """
-    stored, model = Shards(folder), model.plain
-    if multimodal := _described(stored.folder)[2]:
-        names = {multimodal.name(theirs): theirs for theirs in stored.tensors}
-        stored.tensors = {name: stored.tensors[theirs] for name, theirs in names.items() if name is not None}
-    expected, like = list(entries(model.cfg)), model.abstract()
-    _audit(stored, expected, like, model.cfg.tie_embeddings)
+    model, like = model.plain, model.plain.abstract()
+    stored, expected = _audited(folder, model, like)
+    head = stored.tensors.get(HEAD)
+    if model.cfg.tie_embeddings and head and not stored.equal(HEAD, EMBEDDING):
+        raise CheckpointError(
+            f"{stored.folder / head.file}: {HEAD} differs from {EMBEDDING}, although config.json says "
+            "tie_word_embeddings"
+        )
     if computed:
         like = jax.eval_shape(model.computed, like)
     total = sum(stored.tensors[entry.name].nbytes for entry in expected)
@@ -151,24 +156,43 @@ def load(folder: str | Path, model: Model, shardings: Params, *, computed: bool 
     return params
 
 
-def _audit(stored: Shards, expected: list[Entry], like: Params, tied: bool) -> None:
-    names = {entry.name for entry in expected}
-    wrong = [f"missing: {entry.name}" for entry in expected if entry.name not in stored.tensors]
-    head, embed = "lm_head.weight", "model.embed_tokens.weight"
-    twice = tied and {head, embed} <= stored.tensors.keys()  # some folders hold a tied head as well
-    wrong += [f"unknown: {name}" for name in stored.tensors if name not in names and not (twice and name == head)]
-    for entry in (entry for entry in expected if entry.name in stored.tensors):
-        have = stored.tensors[entry.name]
+def check(folder: str | Path, model: Model) -> tuple[int, int]:
+    """Whether `load` will find every tensor, from the files' headers alone; returns how many tensors and bytes.
+
+    Raises:
+      CheckpointError: as `load`.
+    """
+    stored, expected = _audited(folder, model.plain, model.plain.abstract())
+    return len(expected), sum(stored.tensors[entry.name].nbytes for entry in expected)
+
+
+def _audited(folder: str | Path, model: Model, like: Params) -> tuple[Shards, list[Entry]]:
+    """The tensors of a folder that are the model's, and what each of them is."""
+    stored = Shards(folder)
+    if multimodal := _described(stored.folder)[2]:
+        names = {multimodal.name(theirs): theirs for theirs in stored.tensors}
+        stored.tensors = {name: stored.tensors[theirs] for name, theirs in names.items() if name is not None}
+    left, expected, wrong = dict(stored.tensors), [], []
+    for entry in entries(model.cfg):
+        have = left.pop(entry.name, None)
+        if have is None:
+            wrong.append(f"missing: {entry.name}")
+            if len(wrong) > MAX_MISSING:  # whatever config.json says: it is of another model
+                break
+            continue
+        expected.append(entry)
         shape = _at(like, entry.path).shape[len(entry.at) :]
         want = entry.to_theirs(np.broadcast_to(np.int8(0), shape)).shape
         if have.shape != want:
             wrong.append(f"shape: {entry.name} is {list(have.shape)}, config.json says {list(want)}")
         if have.dtype not in DTYPES:
             wrong.append(f"dtype: {entry.name} is {have.dtype}, not one of {', '.join(DTYPES)}")
-    if not wrong and twice and not stored.equal(head, embed):
-        wrong.append(f"unknown: {head} differs from {embed}, although config.json says tie_word_embeddings")
+    if model.cfg.tie_embeddings:  # some folders hold a tied head as well
+        left.pop(HEAD, None)
+    wrong += [f"unknown: {name}" for name in left]
     if wrong:
         raise CheckpointError(f"{stored.folder} does not hold the model its config.json describes:\n  {listed(wrong)}")
+    return stored, expected
 
 
 def _parameter(
@@ -271,16 +295,18 @@ def save(
     Args:
       params: of the plain decoder (`Model.merged`).
       dtype: of the weights that are written.
-      source: the folder the model came from, whose generation config goes along.
+      source: the folder the model came from, whose tokenizer and generation config go along as they are.
       max_shard_bytes: of a file of weights; a tensor that is larger gets a file of its own.
     """
     folder, writes = Path(folder), jax.process_index() == 0
     planned = [_planned(entry, _at(params, entry.path), dtype) for entry in _by_layer(model.cfg)]
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(str(folder))
+        save_tokenizer(folder, tokenizer, source)
         _write_json(folder / "config.json", write_config(model.cfg, tokenizer, dtype))
-        _write_json(folder / GENERATION, _generation(tokenizer, source))
+        if source is None or not copied(Path(source), GENERATION, folder):
+            ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+            _write_json(folder / GENERATION, {**ids, "do_sample": True, "temperature": 1.0})
     with byte_bar(f"writing {folder.name}", sum(tensor.nbytes for tensor in planned), shown=writes) as advance:
         for done in shards.write(folder, planned, max_shard_bytes, writes=writes):
             advance(done)
@@ -309,13 +335,6 @@ def _taker(to_theirs: Transform, dtype: Dtype, whole: Sharding | None) -> Callab
         return to_theirs(value.astype(dtype))
 
     return jax.jit(take, out_shardings=whole)
-
-
-def _generation(tokenizer: Any, source: str | Path | None) -> dict[str, Any]:
-    if source is not None and (path := Path(source) / GENERATION).is_file():
-        return json.loads(path.read_text())
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return {**ids, "do_sample": True, "temperature": 1.0}
 
 
 def _write_json(path: Path, fields: dict[str, Any]) -> None:

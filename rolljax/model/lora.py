@@ -23,6 +23,8 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.model.layers import LINEAR, param
+from rolljax.model.shards import save_file
+from rolljax.model.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
     from rolljax.model.decoder import DecoderConfig, Params
@@ -215,11 +217,9 @@ def save_adapter(
       base: the folder of the base weights, as `adapter_config.json` names it. inside: what `transformers` calls the
         decoder in the model that it makes of that folder (`hf.decoder_module`).
     """
-    from safetensors.numpy import save_file
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(str(folder))
+    save_tokenizer(folder, tokenizer, base)
     tensors, modules = {}, set()
     for name, theirs in modules_of(cfg):
         if f"{name}_a" not in adapters["layers"]:
@@ -244,7 +244,7 @@ def save_adapter(
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    save_file(folder / "adapter_model.safetensors", tensors)
 
 
 def modules_of(cfg: DecoderConfig) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from rolljax.errors import CheckpointError
+from rolljax.model.files import inside, parse_json, read_json
 
 INDEX, WEIGHTS = "{}.safetensors.index.json", "{}.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
@@ -55,11 +56,11 @@ class Shards:
         self._open: dict[str, mmap.mmap] = {}
         index, single = self.folder / INDEX.format(name), WEIGHTS.format(name)
         if (self.folder / single).is_file():
-            self.tensors = _header(self.folder / single)
+            self.tensors = _header(inside(self.folder, single))
         elif index.is_file():
             self.tensors = _indexed(index)
         else:
-            raise CheckpointError(f"{folder} has neither {single} nor {index.name}")
+            raise CheckpointError(f"{folder} has neither {single} nor {index.name}{_others(self.folder)}")
 
     def view(self, name: str) -> np.ndarray:
         """A tensor as unsigned integers of its width: nothing is read before somebody looks."""
@@ -94,15 +95,25 @@ class Shards:
         return all(np.array_equal(self.copy(left[p], one), self.copy(right[p], other)) for p in parts)
 
 
+def _others(folder: Path) -> str:
+    """What a folder without safetensors holds instead."""
+    pickled = sorted(f.name for suffix in ("bin", "pt", "pth") for f in folder.glob(f"*.{suffix}"))
+    if not pickled:
+        return ""
+    return (
+        f"; {', '.join(pickled[:3])} may run code when read, and is not read here: convert it once, where you trust "
+        "it, with `transformers`: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new)"
+    )
+
+
 def _indexed(index: Path) -> dict[str, Stored]:
     folder = index.parent
-    try:
-        where = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{index} is no index of weights: {type(e).__name__}: {e}") from e
+    where = read_json(inside(folder, index.name), "an index of weights").get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise CheckpointError(f"{index} is not an index of weights: its weight_map does not map names to files")
     files = sorted(set(where.values()))
-    if absent := [f for f in files if not (folder / f).is_file()]:
-        raise CheckpointError(f"{index} names files that are not there: {', '.join(absent)}")
+    if absent := [f for f in files if not inside(folder, f).is_file()]:
+        raise CheckpointError(f"{index} names files that are not there: {listed(absent)}")
     found = {file: _header(folder / file) for file in files}
     wrong = [f"{name}: not in {file}, where it should be" for name, file in where.items() if name not in found[file]]
     wrong += [f"{name}: in {f}, the index does not say so" for f in files for name in found[f] if where.get(name) != f]
@@ -119,7 +130,7 @@ def _header(path: Path) -> dict[str, Stored]:
             pass
         with path.open("rb") as f:
             size = int.from_bytes(f.read(8), "little")
-            fields = json.loads(f.read(size))
+            fields = parse_json(f.read(size))
     except (SafetensorError, OSError, ValueError) as e:
         raise CheckpointError(f"{path} cannot be read: {e}") from e
     fields.pop("__metadata__", None)
@@ -127,6 +138,16 @@ def _header(path: Path) -> dict[str, Stored]:
         name: Stored(path.name, at["dtype"], tuple(at["shape"]), 8 + size + at["data_offsets"][0])
         for name, at in fields.items()
     }
+
+
+def save_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write one file of tensors, with the rights that the umask gives to any other file."""
+    from safetensors.numpy import save_file
+
+    path.touch()
+    mode = path.stat().st_mode & 0o777
+    save_file(tensors, str(path), metadata={"format": "pt"})  # a temporary file for the owner alone, renamed
+    path.chmod(mode)
 
 
 def listed(lines: list[str], most: int = 20) -> str:
@@ -153,8 +174,6 @@ def write(
     Args:
       writes: False makes the tensors and leaves the disk alone: for all processes of a cluster but one.
     """
-    from safetensors.numpy import save_file
-
     files: list[list[Planned]] = [[]]
     for tensor in tensors:
         if files[-1] and sum(t.nbytes for t in files[-1]) + tensor.nbytes > max_shard_bytes:
@@ -172,7 +191,7 @@ def write(
                 made[tensor.name] = np.ascontiguousarray(value)
             yield tensor.nbytes
         if writes:
-            save_file(made, str(folder / file), metadata={"format": "pt"})
+            save_file(folder / file, made)
     if writes and len(files) > 1:
         index = {
             "metadata": {"total_size": sum(t.nbytes for group in files for t in group)},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rolljax.errors import CheckpointError, ConfigError, boundary
+from rolljax.model import templates
+from rolljax.model.files import copied, inside, read_json
 from rolljax.types import Message
 
 if TYPE_CHECKING:
@@ -31,6 +34,15 @@ BYTE_TEMPLATE = (
     "{% if m['role'] == 'assistant' %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+CONFIG = "tokenizer_config.json"
+VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+FILES = (
+    *VOCABULARIES, CONFIG, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+"""Of a folder, that a tokenizer is read from."""
 MARK, UNMARK = "\ufdd0", "\ufdd1"
 """Unicode noncharacters around the number of a text that a template must not see as it is."""
 
@@ -58,17 +70,57 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face folder.
+    """The tokenizer of a local Hugging Face folder. Code that the folder brings along is not run.
 
     Raises:
-      CheckpointError: the folder holds none.
+      CheckpointError: the folder holds none, or one that needs code of its own.
     """
     from transformers import AutoTokenizer
 
+    folder = Path(folder)
+    if not any(inside(folder, name).is_file() for name in VOCABULARIES):
+        raise CheckpointError(f"{folder} holds no tokenizer: none of {', '.join(VOCABULARIES)}")
+    for name in ("config.json", *FILES):
+        if inside(folder, name).is_file() and name.endswith(".json"):
+            read_json(folder / name, "a file of a tokenizer" if name in FILES else "JSON that describes a model")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as e:
-        raise CheckpointError(f"no tokenizer could be read from {folder}: {e}") from e
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # the library in Rust panics with what is no Exception
+        raise CheckpointError(f"no tokenizer could be read from {folder}: {type(e).__name__}: {e}") from e
+
+
+def save_tokenizer(folder: Path, tokenizer: Any, source: str | Path | None = None) -> None:
+    """Write a tokenizer into a folder that is there, as `transformers` 4 and 5 read it.
+
+    Args:
+      source: the folder it came from (None: it was made here). Its files go along byte for byte, unless only version 5
+        reads them.
+    """
+    if source is not None and _for_both(Path(source)):
+        for name in FILES:
+            copied(Path(source), name, folder)
+        return
+    tokenizer.save_pretrained(str(folder))
+    path = folder / CONFIG
+    config = json.loads(path.read_text())
+    config.pop("backend", None)  # these three are said in words of version 5
+    if str(config.get("tokenizer_class")).endswith("Backend"):
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _for_both(source: Path) -> bool:
+    """Whether a folder holds a tokenizer that versions 4 and 5 of `transformers` read."""
+    path = inside(source, CONFIG)
+    if not path.is_file():
+        return inside(source, "tokenizer.json").is_file()
+    config = read_json(path, "a file of a tokenizer")
+    only_five = str(config.get("tokenizer_class")).endswith("Backend")
+    return not only_five and not isinstance(config.get("extra_special_tokens"), list)
 
 
 _BASE = (Message("user", "q"), Message("assistant", "a"))
@@ -226,10 +278,22 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        with boundary(ConfigError, "the chat template failed"):
-            return self.tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, add_generation_prompt=generate, tokenize=False, **(options or {})
-            )
+        variables = {
+            **self.tokenizer.special_tokens_map,
+            **(options or {}),
+            "messages": list(messages),
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": generate,
+        }
+        template = self._template(bool(tools))
+        return templates.render(template, variables, trusted=template == BYTE_TEMPLATE)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019  # one Chat lives as long as its run
+    def _template(self, with_tools: bool) -> str:
+        """The template for a conversation: some tokenizers have another one for tools."""
+        with boundary(ConfigError, "no chat template can be chosen"):
+            return self.tokenizer.get_chat_template(None, [_TOOL] if with_tools else None)
 
     def _marked(self, value: Any, plain: list[str]) -> Any:
         """A JSON value whose texts spell no special token: marks stand for what is appended to `plain`."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -21,8 +22,9 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 from rolljax import export
 from rolljax.errors import CheckpointError
 from rolljax.model import hf, lora
+from rolljax.model.decoder import Model
 from rolljax.model.families import known
-from rolljax.model.tokenizer import byte_tokenizer
+from rolljax.model.tokenizer import byte_tokenizer, load_tokenizer, save_tokenizer
 from rolljax.trainer.mesh import MeshSpec, param_shardings
 
 from ..families import VOCAB, load, make_folder, our_logits, their_logits
@@ -199,6 +201,27 @@ def cut(path, size):
     path.write_bytes(path.read_bytes()[:size])
 
 
+def raw(folder, text):
+    """Put a text into config.json, before its end."""
+    path = folder / "config.json"
+    path.write_text(path.read_text().rstrip().removesuffix("}") + f", {text}}}")
+
+
+def linked(folder, name):
+    """A file that stands outside of the folder, with a link to it inside."""
+    target = folder.parent / "elsewhere"
+    (folder / name).rename(target)
+    (folder / name).symlink_to(target)
+
+
+def header(folder, fields, size=None):
+    """A file of 8 bytes of numbers with this header."""
+    if isinstance(fields, dict):
+        fields = json.dumps({n: {"dtype": d, "shape": s, "data_offsets": o} for n, (d, s, o) in fields.items()})
+    size = len(fields) if size is None else size
+    (folder / hf.WEIGHTS).write_bytes(struct.pack("<Q", size) + fields.encode() + bytes(8))
+
+
 DOWN, HEAD = "model.layers.1.mlp.down_proj.weight", "lm_head.weight"
 BROKEN = {
     "no config": (lambda f: (f / "config.json").unlink(), ["no config.json"]),
@@ -236,7 +259,7 @@ BROKEN = {
     "untied without a head": (lambda f: edit(f, lambda c: c.update(tie_word_embeddings=False)), [f"missing: {HEAD}"]),
     "tied with another head": (
         lambda f: tensors(f, lambda t: t.update({HEAD: t["model.embed_tokens.weight"] + 1})),
-        [f"unknown: {HEAD} differs", "tie_word_embeddings"],
+        [f"{HEAD} differs", "tie_word_embeddings"],
     ),
     "integer weights": (
         lambda f: tensors(f, lambda t: t.update({DOWN: t[DOWN].astype(np.int64)})),
@@ -274,13 +297,89 @@ BROKEN = {
         lambda f: index(f, lambda w: w.update({"model.extra": "model-1.safetensors"})),
         [hf.INDEX, "model.extra: not in model-1.safetensors"],
     ),
-    "index is not JSON": (lambda f: (index(f), (f / hf.INDEX).write_text("{")), [hf.INDEX, "no index of weights"]),
+    "index is not JSON": (lambda f: (index(f), (f / hf.INDEX).write_text("{")), [hf.INDEX, "not an index of weights"]),
     "index without a map": (lambda f: (index(f), (f / hf.INDEX).write_text("{}")), [hf.INDEX, "weight_map"]),
     "a file of several cut off": (
         lambda f: (index(f), cut(f / "model-2.safetensors", -100)),
         ["model-2.safetensors cannot be read"],
     ),
-}
+    # ---- and on purpose
+    "config nested deeply": (lambda f: raw(f, '"x": ' + "[" * 10**5 + "]" * 10**5), ["config.json", "nested too deeply"]),
+    "config with a key twice": (lambda f: raw(f, '"hidden_size": 49'), ["config.json", "'hidden_size' stands in it twice"]),
+    "config with NaN": (lambda f: edit(f, lambda c: c.update(rms_norm_eps=float("nan"))), ["config.json", "NaN"]),
+    "config with 1e999": (lambda f: raw(f, '"x": 1e999'), ["config.json", "1e999 is not a finite number"]),
+    "config with a number of 5000 digits": (lambda f: raw(f, '"x": ' + "9" * 5000), ["config.json", "digits"]),
+    "config that is no UTF-8": (lambda f: (f / "config.json").write_bytes(b'{"a": "\xff"}'), ["config.json", "utf-8"]),
+    "config that is a folder": (lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()), ["config.json"]),
+    "config that is a pipe": (
+        lambda f: ((f / "config.json").unlink(), os.mkfifo(f / "config.json")), ["no config.json"],
+    ),
+    "config that is a link elsewhere": (lambda f: linked(f, "config.json"), ["config.json is a link that leads out"]),
+    "links in a circle": (
+        lambda f: ((f / "config.json").unlink(), (f / "config.json").symlink_to("config.json")), ["config.json"],
+    ),
+    "architecture of another type": (lambda f: edit(f, lambda c: c.update(architectures={"a": 1})), ["architectures"]),
+    "architecture in a list in a list": (lambda f: edit(f, lambda c: c.update(architectures=[[]])), ["architectures"]),
+    **{
+        f"{name} = {str(value)[:20]}": (
+            lambda f, name=name, value=value: edit(f, lambda c: c.update({name: value})), ["config.json", name]
+        )
+        for name, value in [
+            *((name, value) for name in ("num_hidden_layers", "vocab_size", "hidden_size", "head_dim") for value in (2**40, -1, True, 1.5)),
+            ("num_hidden_layers", 2**31 - 1), ("max_position_embeddings", 2**40), ("rms_norm_eps", "1e-6"), ("rms_norm_eps", -1.0),
+            ("initializer_range", []), ("tie_word_embeddings", "no"), ("rope_parameters", [1]), ("rope_parameters", "yarn"),
+            ("rope_parameters", {"rope_type": {}}), ("rope_parameters", {"rope_theta": 0}), ("rope_parameters", {"rope_theta": 1e300}),
+        ]
+    },
+    "sizes that fit no file": (
+        lambda f: edit(f, lambda c: c.update(num_hidden_layers=2**16, hidden_size=2**31 - 2, vocab_size=2**31 - 1)),
+        ["missing: model.layers.2", "shape: model.embed_tokens.weight", "more"],
+    ),
+    **{
+        f"index that names {file!r}": (
+            lambda f, file=file: index(f, lambda w: w.update({DOWN: file})), [hf.INDEX if file == 3 else repr(file)]
+        )
+        for file in ("../good/model.safetensors", "/etc/passwd", "..", "", "a/../model-1.safetensors", "a\0b", "C:\\x", 3)
+    },
+    "index nested deeply": (
+        lambda f: (index(f), (f / hf.INDEX).write_text('{"weight_map": ' + "[" * 10**5 + "]" * 10**5 + "}")),
+        [hf.INDEX, "nested too deeply"],
+    ),
+    "index with a tensor twice": (
+        lambda f: (index(f), (f / hf.INDEX).write_text('{"weight_map": {"a": "b", "a": "c"}}')), [hf.INDEX, "twice"],
+    ),
+    "index with NaN": (
+        lambda f: (index(f), (f / hf.INDEX).write_text('{"weight_map": {}, "x": NaN}')), [hf.INDEX, "NaN"],
+    ),
+    "weights that are a link elsewhere": (lambda f: linked(f, hf.WEIGHTS), [f"{hf.WEIGHTS} is a link that leads out"]),
+    "a file of several that is a link elsewhere": (
+        lambda f: (index(f), linked(f, "model-2.safetensors")), ["model-2.safetensors is a link that leads out"],
+    ),
+    "only pickles": (
+        lambda f: ((f / hf.WEIGHTS).unlink(), (f / "pytorch_model.bin").write_bytes(b"x")),
+        ["neither", "pytorch_model.bin may run code when read", "convert it once"],
+    ),
+    **{
+        f"header: {name}": (lambda f, made=made: header(f, *made), [f"{hf.WEIGHTS} cannot be read"])
+        for name, made in {
+            "longer than the file": ({}, 2**40),
+            "longer than anything": ({}, 2**64 - 1),
+            "of a hundred thousand brackets": ('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}",),
+            "a tensor twice": ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',),
+            "behind the end": ({"a": ("F32", [4], [0, 16])},),
+            "overlapping": ({"a": ("F32", [1], [0, 4]), "b": ("F32", [1], [2, 6])},),
+            "with a hole": ({"a": ("F32", [1], [4, 8])},),
+            "backwards": ({"a": ("F32", [1], [4, 0])},),
+            "negative": ({"a": ("F32", [-1], [0, 4])},),
+            "a shape of another size": ({"a": ("F32", [2], [0, 4])},),
+            "a shape that overflows": ({"a": ("F32", [2**32, 2**32], [0, 4])},),
+            "an unknown dtype": ({"a": ("X99", [1], [0, 4])},),
+            "a dtype of another type": ({"a": (7, [1], [0, 4])},),
+            "a shape of texts": ({"a": ("F32", ["1"], [0, 4])},),
+            "a list": ("[]",),
+        }.items()
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +399,100 @@ def test_broken_folder_is_a_clear_error(good, tmp_path, case):
         load(folder)
     for part in (str(folder), *says):
         assert part in str(caught.value)
+    assert len(str(caught.value)) < 5000
+    if "differs" not in "".join(says):  # which only their numbers tell
+        with pytest.raises(CheckpointError) as checked:
+            hf.check(folder, Model(hf.read_config(folder)))
+        assert str(checked.value) == str(caught.value)
+
+
+def test_links_inside_a_folder_and_of_the_cache_are_followed(good, tmp_path):
+    """As the hub's cache keeps a folder: each file a link from a snapshot to a blob."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1234", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, file in enumerate(good.iterdir()):
+        shutil.copyfile(file, blobs / str(i))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(i))
+    (tmp_path / "link").symlink_to(snapshot)
+    same_trees(jax.device_get(load(tmp_path / "link")[1]), jax.device_get(load(good)[1]))
+
+
+def test_the_check_reads_headers_only(good, tmp_path):
+    """The numbers of a folder may be anything; a file that is cut off is found all the same."""
+    shutil.copytree(good, tmp_path / "model")
+    path = tmp_path / "model" / hf.WEIGHTS
+    size = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    nbytes = path.stat().st_size - size
+    with path.open("r+b") as f:  # a file with a hole: it would take minutes to read, were it as large as it can be
+        f.truncate(size)
+        f.truncate(size + nbytes)
+    assert hf.check(tmp_path / "model", Model(hf.read_config(good))) == (24, nbytes)
+
+
+# ---- tokenizers of folders
+
+
+TOKENIZERS = {
+    "none": (lambda f: [(f / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")], []),
+    "not JSON": (lambda f: (f / "tokenizer.json").write_text("{"), ["tokenizer.json"]),
+    "nested deeply": (
+        lambda f: (f / "tokenizer.json").write_text('{"model": ' + "[" * 10**5 + "]" * 10**5 + "}"),
+        ["tokenizer.json", "nested too deeply"],
+    ),
+    "settings nested deeply": (
+        lambda f: (f / "tokenizer_config.json").write_text('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}"),
+        ["tokenizer_config.json", "nested too deeply"],
+    ),
+    "settings with NaN": (lambda f: (f / "tokenizer_config.json").write_text('{"model_max_length": NaN}'), ["NaN"]),
+    "a link elsewhere": (lambda f: linked(f, "tokenizer.json"), ["tokenizer.json is a link that leads out"]),
+    "a huge id": (lambda f: vocabulary(f, lambda v: v.update(huge=2**40)), []),
+    "a negative id": (lambda f: vocabulary(f, lambda v: v.update(huge=-1)), []),
+    "an id of text": (lambda f: vocabulary(f, lambda v: v.update(huge="1")), []),
+    "no vocabulary": (lambda f: (f / "tokenizer.json").write_text("{}"), []),
+    "code of its own": (
+        lambda f: (
+            (f / "tokenization_own.py").write_text(f"open({str(f / 'ran')!r}, 'w')\nclass Own: pass\n"),
+            (f / "tokenizer_config.json").write_text(
+                json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "tokenization_own.Own"]}})
+            ),
+            (f / "config.json").write_text(json.dumps({"model_type": "own"})),
+        ),
+        ["trust_remote_code"],
+    ),
+    "a config with code of its own": (
+        lambda f: (
+            (f / "configuration_own.py").write_text(f"open({str(f / 'ran')!r}, 'w')\nclass Own: pass\n"),
+            (f / "config.json").write_text(
+                json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.Own"}})
+            ),
+            (f / "tokenizer.json").unlink(),
+        ),
+        [],
+    ),
+}
+
+
+def vocabulary(folder, change):
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    change(fields["model"]["vocab"])
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_broken_tokenizer_is_a_clear_error(good, tmp_path, case, monkeypatch):
+    """And whatever stands on standard input, code that came with the folder is not run."""
+    folder = tmp_path / "model"
+    shutil.copytree(good, folder)
+    save_tokenizer(folder, byte_tokenizer())
+    breaks, says = TOKENIZERS[case]
+    breaks(folder)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(folder)
+    for part in (str(folder), *says):
+        assert part in str(caught.value)
+    assert len(str(caught.value)) < 5000 and not (folder / "ran").exists()
 
 
 def test_a_tied_head_that_is_written_twice_is_no_error(good, tmp_path):

@@ -176,3 +176,16 @@ def test_every_package_travels_in_the_wheel():
     listed = set(tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {".".join(f.parent.relative_to(ROOT.parent).parts) for f in FILES if f.name == "__init__.py"}
     assert listed == found | {"rolljax.configs"}
+
+
+def test_no_folder_brings_code_that_is_run():
+    """`transformers` asks on standard input whether to run it, unless it is told."""
+    examples = sorted((ROOT.parent / "examples").rglob("*.py"))
+    calls = {
+        f"{f.name}:{node.lineno}": {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+        for f in [*FILES, *examples]
+        for node in ast.walk(ast.parse(f.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
+    }
+    assert calls
+    assert [where for where, given in calls.items() if given.get("trust_remote_code") is not False] == []

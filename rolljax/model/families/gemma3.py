@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rolljax.errors import CheckpointError
 from rolljax.model.attention import Attend, Window
 from rolljax.model.decoder import DecoderConfig
 from rolljax.model.folder import Folder, Multimodal, Tensor, attention_tensors, ffn_tensors, written_shape
@@ -89,13 +90,11 @@ class Gemma3Config(DecoderConfig):
 
     @classmethod
     def from_folder(cls, raw: Folder) -> Self:
-        rotary = raw.get("rope_parameters", {})
-        near = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)} | dict(rotary.get("sliding_attention") or {})
-        far = {"rope_theta": raw.get("rope_theta", 1_000_000.0)} | dict(
-            rotary.get("full_attention") or raw.get("rope_scaling", {})
-        )
-        every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
+        near, far = cls._rope(raw)
+        every = raw.count("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
         kinds = raw.get("layer_types", None)
+        if kinds is not None and not isinstance(kinds, list):
+            raise CheckpointError(f"{raw.path}: layer_types is not a list")
         if kinds is not None:
             every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
         expected = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(len(kinds or []))]
@@ -108,17 +107,30 @@ class Gemma3Config(DecoderConfig):
             use_bidirectional_attention=raw.get("use_bidirectional_attention", False),
             hidden_activation=raw.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh",
         )
+        softcap = raw.get("final_logit_softcapping", None)
         return cls(
             **raw.shape(),
-            rope_theta=float(far["rope_theta"]),
-            rope_factor=float(far.get("factor", 1.0)),
-            rope_local_theta=float(near["rope_theta"]),
-            tie_embeddings=raw.get("tie_word_embeddings", True),
-            sliding_window=raw.get("sliding_window"),
+            rope_theta=far.number("rope_theta"),
+            rope_factor=far.number("factor", 1.0),
+            rope_local_theta=near.number("rope_theta"),
+            tie_embeddings=raw.flag("tie_word_embeddings", True),
+            sliding_window=raw.count("sliding_window"),
             global_every=every,
-            query_scalar=float(raw.get("query_pre_attn_scalar", 256)),
-            logit_softcap=raw.get("final_logit_softcapping", None),
+            query_scalar=raw.number("query_pre_attn_scalar", 256),
+            logit_softcap=None if softcap is None else raw.number("final_logit_softcapping"),
         )
+
+    @staticmethod
+    def _rope(raw: Folder) -> tuple[Folder, Folder]:
+        """Rotary settings of local and of global layers."""
+        rotary = raw.table("rope_parameters", {})
+        near = rotary.table("sliding_attention", {})
+        far = rotary.table("full_attention", {})
+        if not far.fields:
+            far = raw.table("rope_scaling", {})
+        by_layer = ((near, raw.get("rope_local_base_freq", 10_000.0)), (far, raw.get("rope_theta", 1_000_000.0)))
+        local, everywhere = (Folder(table.path, {"rope_theta": theta, **table.fields}) for table, theta in by_layer)
+        return local, everywhere
 
     def to_folder(self) -> Mapping[str, Any]:
         far = {"rope_type": "default"} if self.rope_factor == 1 else {"rope_type": "linear", "factor": self.rope_factor}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rolljax.errors import CheckpointError
 from rolljax.model.decoder import DecoderConfig
 from rolljax.model.folder import Folder, Tensor, attention_tensors, ffn_tensors, written_shape
 from rolljax.model.layers import Layers, PreNormLayers
@@ -52,20 +53,21 @@ class Llama3Config(DecoderConfig):
     def from_folder(cls, raw: Folder) -> Self:
         rotary = raw.rope()
         raw.refuse(
-            rope_parameters=rotary["rope_type"] not in ("default", "llama3"),
+            rope_parameters=rotary.get("rope_type") not in ("default", "llama3"),
             attention_bias=raw.get("attention_bias", False),
             mlp_bias=raw.get("mlp_bias", False),
             hidden_act=raw.get("hidden_act", "silu") != "silu",
         )
         scaling = None
-        if rotary["rope_type"] == "llama3":
-            stretch = Folder(raw.path, rotary)
-            factor, low, high = (float(stretch.get(n)) for n in ("factor", "low_freq_factor", "high_freq_factor"))
-            scaling = RopeScaling(factor, low, high, stretch.count("original_max_position_embeddings"))
+        if rotary.get("rope_type") == "llama3":
+            factor, low, high = (rotary.number(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+            if high <= low:
+                raise CheckpointError(f"{rotary.path}: high_freq_factor = {high} is not above low_freq_factor = {low}")
+            scaling = RopeScaling(factor, low, high, rotary.count("original_max_position_embeddings"))
         return cls(
             **raw.shape(),
-            rope_theta=float(rotary["rope_theta"]),
-            tie_embeddings=raw.get("tie_word_embeddings", False),
+            rope_theta=rotary.number("rope_theta"),
+            tie_embeddings=raw.flag("tie_word_embeddings", False),
             rope_scaling=scaling,
         )
 

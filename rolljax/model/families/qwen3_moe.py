@@ -11,7 +11,7 @@ from flax import nnx
 
 from rolljax.model import moe
 from rolljax.model.decoder import DecoderConfig
-from rolljax.model.folder import Folder, Tensor, attention_tensors, transposed, written_plain
+from rolljax.model.folder import MOST_LAYERS, Folder, Tensor, attention_tensors, transposed, written_plain
 from rolljax.model.layers import Layers, Mixture, PreNormLayers
 
 
@@ -55,11 +55,13 @@ class Qwen3MoeConfig(DecoderConfig):
         )
         return cls(
             **raw.plain(),
-            num_experts=raw.get("num_experts", None) or raw.get("num_local_experts"),
-            experts_per_token=raw.get("num_experts_per_tok"),
-            expert_ffn_size=raw.get("moe_intermediate_size"),
-            normalise=raw.get("norm_topk_prob", False),
-            router_aux_coef=raw.get("router_aux_loss_coef", 0.001),
+            num_experts=raw.count(
+                "num_local_experts" if raw.get("num_experts", None) is None else "num_experts", most=MOST_LAYERS
+            ),
+            experts_per_token=raw.count("num_experts_per_tok"),
+            expert_ffn_size=raw.count("moe_intermediate_size"),
+            normalise=raw.flag("norm_topk_prob", False),
+            router_aux_coef=raw.number("router_aux_loss_coef", 0.001, positive=False),
         )
 
     def to_folder(self) -> Mapping[str, Any]:

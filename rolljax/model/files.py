@@ -1,0 +1,88 @@
+"""Files of a model folder, which anybody may have written: read strictly, and never outside of the folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rolljax.errors import CheckpointError
+
+MAX_JSON_BYTES = 256 * 2**20
+"""Of a file of JSON; the index of a model of 10^6 tensors has a third of that."""
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder.
+
+    Links may lead to other files of the folder, and from a snapshot of the Hugging Face cache to its blobs.
+
+    Raises:
+      CheckpointError: it is no plain name, or a link that leads elsewhere.
+    """
+    path = folder / name
+    if Path(name).name != name or name in ("", "..") or "\0" in name or "\\" in name:
+        raise CheckpointError(f"{folder}: {name!r} is not the name of a file in this folder")
+    homes = [folder.resolve()]
+    if homes[0].parent.name == "snapshots":
+        homes.append(homes[0].parent.parent / "blobs")
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as e:  # links in a circle
+        raise CheckpointError(f"{path} cannot be followed: {e}") from e
+    if path.is_symlink() and not any(target.is_relative_to(home) for home in homes):
+        raise CheckpointError(f"{path} is a link that leads out of its folder, to {target}: copy the file instead")
+    return path
+
+
+def copied(folder: Path, name: str, to: Path) -> bool:
+    """Copy a file of a folder, byte for byte, into another one; whether there is such a file."""
+    path = inside(folder, name)
+    if not path.is_file():
+        return False
+    shutil.copyfile(path, to / name)
+    return True
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      CheckpointError: `path` is not `what`: no JSON object, nested too deeply, a key twice, a number that is not
+        finite.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is not {what}: {size:,} bytes are more than {MAX_JSON_BYTES:,}")
+        return parse_json(path.read_bytes())
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path} is not {what}: {e}") from e
+
+
+def parse_json(text: bytes) -> dict[str, Any]:
+    """A JSON object of finite numbers in which no key stands twice. Raises `ValueError` for anything else."""
+    try:
+        found = json.loads(text, object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} stands in it twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value

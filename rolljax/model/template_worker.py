@@ -1,0 +1,128 @@
+"""Renders chat templates: in a process of its own those that came with a folder (`rolljax.model.templates`).
+
+Needs jinja2 and nothing else, so that the process starts in a tenth of a second and its memory can be limited. The
+template sees what `transformers` shows it; `tests/unit/test_templates.py` compares.
+
+    request   {"template": ..., "variables": {...}}    8 bytes of length, then JSON, on standard input
+    response  {"text": ...} or {"error": ...}          the same on standard output
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, BinaryIO
+
+LENGTH_BYTES = 8
+MEMORY_BYTES = 2**30
+"""Of the address space of the process."""
+FREE_CHARS, CHARS_PER_BYTE = 2**20, 8
+"""A template may write this much, and so much more for each byte of its request."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names for what a model thought, the one that templates read first."""
+
+
+def render(template: str, variables: Mapping[str, Any]) -> str:
+    """The text that a template makes of `messages`, `tools` and whatever else there is."""
+    return _compiled(template).render({**variables, "messages": [_message(m) for m in variables["messages"]]})
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without empty fields; what was thought under each name that templates look for."""
+    found = {name: value for name, value in message.items() if value is not None}
+    thought = next((found[name] for name in REASONING if name in found), None)
+    return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}`: marks what is trained on, which nobody asks for here."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Any) -> str:
+            return caller()
+
+    def refuse(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    def tojson(
+        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    env.filters["tojson"] = tojson
+    env.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return env.from_string(template)
+
+
+def answer(request: bytes) -> bytes:
+    """The response to a request."""
+    try:
+        asked = json.loads(request)
+        text = render(asked["template"], asked["variables"])
+        limit = FREE_CHARS + CHARS_PER_BYTE * len(request)
+        if len(text) > limit:
+            return json.dumps({"error": f"it writes {len(text):,} characters, more than {limit:,}"}).encode()
+        return json.dumps({"text": text}).encode()
+    except MemoryError:
+        return json.dumps({"error": f"it needs more than {MEMORY_BYTES >> 20} MiB"}).encode()
+    except Exception as e:  # border: a template may raise anything
+        return json.dumps({"error": f"{type(e).__name__}: {e}"[:2000]}).encode()
+
+
+def read(stream: BinaryIO) -> bytes | None:
+    """The next frame; None at the end."""
+    head = stream.read(LENGTH_BYTES)
+    if len(head) < LENGTH_BYTES:
+        return None
+    return stream.read(int.from_bytes(head, "little"))
+
+
+def framed(content: bytes) -> bytes:
+    return len(content).to_bytes(LENGTH_BYTES, "little") + content
+
+
+def limit_memory() -> None:
+    """Of this process, which the kernel shall end before any other."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    with contextlib.suppress(OSError):
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"1000")
+        os.close(fd)
+
+
+def main() -> None:
+    sys.path[:] = json.loads(sys.argv[1])
+    _compiled("")
+    limit_memory()
+    sys.stdout.buffer.write(framed(b"ready"))
+    sys.stdout.buffer.flush()
+    while (request := read(sys.stdin.buffer)) is not None:
+        sys.stdout.buffer.write(framed(answer(request)))
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

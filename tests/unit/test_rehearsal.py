@@ -1,0 +1,250 @@
+"""What a dry run finds before anything is allocated: in algorithms, rewards, folders and data."""
+
+import dataclasses
+import itertools
+import json
+import sys
+import textwrap
+import types
+
+import jax
+import pytest
+
+from rolljax import rehearsal, train
+from rolljax.envs import tasks
+from rolljax.envs.records import Records
+from rolljax.errors import DataError
+from rolljax.model import hf
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.model.tokenizer import byte_tokenizer
+from rolljax.recipe import Phase
+from rolljax.sampler.engine import SamplerConfig
+from rolljax.trainer.algorithms.distill import Distill
+from rolljax.trainer.algorithms.opd import Opd, Teacher
+from rolljax.trainer.mesh import MeshSpec
+from tests.synthetic import CLASSES
+
+REQUIRED = {
+    Opd: {"teachers": (Teacher("run_start", 0.7), Teacher("phase_start", 0.5, ("toy",))), "reward_coef": 0.5},
+    Distill: {"teacher": "run_start"},
+}
+
+
+@pytest.mark.parametrize("max_turns", [1, 4])
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_every_algorithm_passes(cls, max_turns, monkeypatch):
+    """Also ours with a group of any size; and nothing is compiled for it."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    size = {"gold": 1, "pairs": 2, "sampler": 4}[cls.source]
+    phase = Phase("p", cls(**REQUIRED.get(cls, {})), 2, prompts_per_step=8, group_size=size, row_len=512)
+    env = types.SimpleNamespace(name="toy", max_turns=max_turns)
+    recipe = types.SimpleNamespace(
+        phases=(phase,), env=env, max_turns=max_turns, max_restarts=0, max_answer_tok=16, seed=0,
+        sampler=SamplerConfig(slots=8, max_context=80),
+    )  # fmt: skip
+    plan = types.SimpleNamespace(mesh=MeshSpec(data=1).build(), model=Model(Qwen3Config()), recipe=recipe)
+    rehearsal.rehearse(plan, 0)
+
+
+# ---- what users write -----------------------------------------------------------------------------------------------
+
+ALGORITHMS = """
+    import dataclasses
+    import jax.numpy as jnp
+    import numpy as np
+    from rolljax.trainer.algorithms.grpo import Grpo
+    from rolljax.trainer.algorithms.base import TokenLoss
+    from rolljax.trainer.episodes import Credit
+
+    @dataclasses.dataclass(frozen=True)
+    class InCredit(Grpo):
+        def advantages(self, e, rewards, memory):
+            return e.reward * e.mask
+
+    @dataclasses.dataclass(frozen=True)
+    class InObjective(Grpo):
+        def surrogate(self, logp, ratio, batch):
+            return -ratio * batch.advantage
+
+    @dataclasses.dataclass(frozen=True)
+    class Shapes(Grpo):
+        def credit(self, e, memory):
+            return Credit(e.rewards)
+
+    @dataclasses.dataclass(frozen=True)
+    class Untraceable(Grpo):
+        def surrogate(self, logp, ratio, batch):
+            return -ratio if float(ratio.sum()) > 0 else ratio
+
+    @dataclasses.dataclass(frozen=True)
+    class Nothing(Grpo):
+        def objective(self, policy, batch):
+            pass
+
+    @dataclasses.dataclass(frozen=True)
+    class Summed(Grpo):
+        def objective(self, policy, batch):
+            return TokenLoss(policy.logp.sum())
+
+    @dataclasses.dataclass(frozen=True)
+    class Infinite(Grpo):
+        def advantages(self, e, rewards, memory):
+            return super().advantages(e, rewards, memory) / np.zeros(())
+"""
+SAYS = {
+    "InCredit": ["credit fails", "AttributeError", "'reward'", "mine.py:11", "in advantages"],
+    "InObjective": ["objective cannot be traced", "AttributeError", "'advantage'", "mine.py:16", "in surrogate"],
+    "Shapes": ["credit fails", "advantages has shape [32], not [32, "],
+    "Untraceable": ["objective cannot be traced", "mine.py:26"],
+    "Nothing": ["objective cannot be traced", "returns a NoneType, not a TokenLoss"],
+    "Summed": ["objective cannot be traced", "the loss has shape []"],
+    "Infinite": ["credit fails", "advantages is not finite"],
+}
+ENVIRONMENTS = """
+    import dataclasses
+    from rolljax.envs.base import Env, EnvSpec, StepResult
+    from rolljax.types import Message, Task
+
+    class Broken(Env):
+        def __init__(self, how): self.how = how
+        def reset(self, task): return (Message("user", task.content),)
+        def gold(self): return "4"
+        def step(self, action):
+            if self.how == "raises" and not action:
+                raise KeyError("no answer")
+            reward = {"nan": float("nan"), "text": "1"}.get(self.how, 1.0)
+            return StepResult((), reward, True, success=True)
+
+    @dataclasses.dataclass(frozen=True)
+    class Spec(EnvSpec):
+        how: str = "raises"
+        @property
+        def name(self): return "mine"
+        def task(self, index): return Task("mine", index, f"what is {index}?")
+        def make(self): return Broken(self.how)
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module of a user's."""
+
+    def write(text):
+        (tmp_path / "mine.py").write_text(textwrap.dedent(text).lstrip())
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+    yield write
+    sys.modules.pop("mine", None)
+
+
+def dry_run(capsys, *settings):
+    argv = ["--gin", "quickstart", "--dry_run"]
+    for setting in settings:
+        argv += ["--set", setting]
+    code = train.main(argv)
+    return code, capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_a_mistake_in_an_algorithm(module, capsys, name):
+    module(ALGORITHMS)
+    code, said = dry_run(capsys, f"rl/Phase.algorithm = @mine.{name}()", "rl/Phase.updates_per_step = 2")
+    assert code == 2 and said.out == ""
+    for part in (name, "Phase.algorithm", "fix:", *SAYS[name]):
+        assert part in said.err, said.err
+
+
+def test_a_run_begins_with_the_same_checks(module, capsys, tmp_path):
+    module(ALGORITHMS)
+    argv = ["--gin", "quickstart", "--run_dir", str(tmp_path / "run"), "--set", "rl/Phase.algorithm = @mine.Nothing()"]
+    assert train.main(argv) == 2
+    assert "returns a NoneType" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("raises", ["an empty answer", "KeyError", "no answer"]), ("nan", ["nan"]), ("text", ["reward"])],
+)
+def test_a_broken_reward(module, capsys, how, says):
+    module(ENVIRONMENTS)
+    code, said = dry_run(capsys, "Recipe.env = @mine.Spec()", f"Spec.how = '{how}'", "PoolConfig.where = 'thread'")
+    assert code == 3 and said.out == ""
+    for part in ("mine", "task 0", *says):
+        assert part in said.err, said.err
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def cut(folder):
+    path = folder / hf.WEIGHTS
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def resized(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 200}))
+
+
+@pytest.fixture(scope="module")
+def folder_of_weights(tmp_path_factory):
+    folder, model = tmp_path_factory.mktemp("weights"), Model(Qwen3Config())
+    hf.save(folder, model, jax.jit(lambda: model.init(0))(), byte_tokenizer())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        (cut, ["model.safetensors cannot be read"]),
+        (resized, ["shape: model.layers.0.mlp.gate_proj.weight is [192, 64], config.json says [200, 64]"]),
+        (lambda f: (f / hf.WEIGHTS).rename(f / "pytorch_model.bin"), ["pytorch_model.bin may run code", "convert"]),
+        (lambda f: (f / "tokenizer.json").unlink(), ["holds no tokenizer"]),
+        (
+            lambda f: (f / "chat_template.jinja").write_text("{% for a in range(10**9) %}x{% endfor %}"),
+            ["Range too big"],
+        ),
+        (None, []),
+    ],
+    ids=["cut off", "other shapes", "pickled", "no tokenizer", "hostile template", "whole"],
+)
+def test_a_folder(folder_of_weights, tmp_path, capsys, breaks, says):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in folder_of_weights.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    if breaks:
+        breaks(folder)
+    code, said = dry_run(capsys, f"Recipe.model = '{folder}'")
+    if not breaks:
+        assert code == 0 and f"checked   24 tensors of {folder}" in said.out
+        return
+    assert code == (2 if "Range" in says[0] else 6) and said.out == ""
+    for part in says:
+        assert part in said.err, said.err
+
+
+# ---- held-out tasks -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Records):
+    """Counts the tasks that are asked for."""
+
+    asked = itertools.count()
+
+    def task(self, index):
+        next(self.asked)
+        return super().task(index)
+
+
+def test_too_few_held_out_tasks_of_a_small_file_are_found_out_soon(tmp_path):
+    """In numbers of tasks made: 256 of 60 records took 257,000."""
+    path = tmp_path / "small.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "x"}) + "\n" for i in range(60)))
+    spec = Counted(str(path))
+    with pytest.raises(DataError, match=r"only (\d+) .* 60 different ones .* Evaluation.tasks = \1 at most"):
+        tasks.held_out(spec, 256, 0.1)
+    assert next(spec.asked) < 10_000
