@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
             # where there are programs for many sizes, each is compiled when it is needed first
             compiled = 0 if engine.path.sized else None
-            sampler = Sampler(engine, params, version, detokenize=served.text, longest_prompt=compiled)
+            sampler = Sampler(engine, params, version, vocabulary=served.vocabulary, longest_prompt=compiled)
             try:
                 limits = Limits(keys, args.max_concurrency, int(args.max_body_mib * 2**20))
                 run_server(Service(sampler, served, limits), listener, args.drain_s)

@@ -10,12 +10,13 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from rolljax.errors import SamplerError
 from rolljax.model.decoder import Params
+from rolljax.model.vocabulary import Vocabulary
 from rolljax.sampler.engine import MAX_STOP_IDS, MIN_PIECE, Engine
 from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS
 from rolljax.sampler.scheduler import Request, SamplerLoad, SamplerStats, Scheduler
@@ -42,7 +43,7 @@ class Sampler:
 
     Args:
       params: parameters as the engine wants them (see `trainer.publish`). version: their policy version.
-      detokenize: token ids to text; needed for stop texts.
+      vocabulary: what tokens spell; needed for stop texts.
       longest_prompt, multi_turn: what to compile programs for beforehand (default: everything; 0: nothing). The rest is
         compiled when it is needed.
     """
@@ -53,13 +54,13 @@ class Sampler:
         params: Params,
         version: int,
         *,
-        detokenize: Callable[[Sequence[int]], str] | None = None,
+        vocabulary: Vocabulary | None = None,
         longest_prompt: int | None = None,
         multi_turn: bool = True,
     ) -> None:
         self.engine = engine
-        self._can_stop_at_text = detokenize is not None
-        self._scheduler = Scheduler(engine, params, version, detokenize)
+        self._can_stop_at_text = vocabulary is not None
+        self._scheduler = Scheduler(engine, params, version, vocabulary)
         if longest_prompt != 0:
             self._scheduler.warm_up(longest_prompt or engine.cfg.max_context, multi_turn)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -230,7 +231,7 @@ class Sampler:
         elif not 0 <= params.top_logprobs <= min(MAX_TOP_LOGPROBS, vocab):
             problem = f"at most {MAX_TOP_LOGPROBS} top_logprobs"
         elif params.stop and not self._can_stop_at_text:
-            problem = "stop texts need a sampler with a detokenizer"
+            problem = "stop texts need a sampler with a vocabulary"
         if problem:
             raise SamplerError(problem)
 

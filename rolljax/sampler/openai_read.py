@@ -168,7 +168,7 @@ def _prompts(value: Any, served: Served) -> tuple[Prompt, ...]:
         if not isinstance(prompt, list):
             raise refuse(where, "must be a text, a list of texts, a list of token ids or a list of such lists", prompt)
         _check_ids(where, prompt, served)
-        return Prompt(_check_length(where, prompt, served), served.text(prompt))
+        return Prompt(_check_length(where, prompt, served), served.vocabulary.text(prompt))
 
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
         if len(value) > MAX_CHOICES:

@@ -15,7 +15,7 @@ import bisect
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ import numpy as np
 
 from rolljax.errors import SamplerError
 from rolljax.model.decoder import Params
+from rolljax.model.vocabulary import TextStream, Vocabulary
 from rolljax.sampler.engine import DecodeState, Engine, Inserts, Pieces, ResultTokens
 from rolljax.sampler.pages import Node, PageCache
 from rolljax.types import FinishReason, Sampled, SamplingParams
@@ -52,6 +53,8 @@ class Request:
     started_s: float = 0.0
     cached_tok: int = 0
     num_sampled: int = 0
+    text: TextStream | None = None
+    """Its text up to a stop text, once that is looked for."""
     prompt: Prompt | None = None
     """While it waits."""
     slot: int = -1
@@ -148,7 +151,7 @@ class Scheduler:
 
     Args:
       params: parameters as the engine wants them (see `trainer.publish`). version: their policy version.
-      detokenize: token ids to text; needed for stop texts.
+      vocabulary: what tokens spell; needed for stop texts.
     """
 
     def __init__(
@@ -156,11 +159,11 @@ class Scheduler:
         engine: Engine,
         params: Params,
         version: int,
-        detokenize: Callable[[Sequence[int]], str] | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.engine, self.cfg, self.params, self.version = engine, engine.cfg, params, version
         self.stats = SamplerStats()
-        self._detokenize = detokenize
+        self._vocabulary = vocabulary
         self._state: DecodeState = engine.init_decode_state()
         n, cfg = engine.num_shards, engine.cfg
         each = cfg.slots // n
@@ -643,14 +646,15 @@ class Scheduler:
         """How many of the new tokens belong to the answer if one of its stop texts is complete, else None."""
         if not request.params.stop:
             return None
-        assert self._detokenize is not None
-        margin = 4 * max(len(s) for s in request.params.stop) + 8  # a character has at most four tokens
-        before = np.concatenate([p.tokens for p in request.parts])[-margin:] if request.parts else new[:0]
-        tokens = [*before.tolist(), *new.tolist()]
-        for n in range(len(before) + 1, len(tokens) + 1):
-            text = self._detokenize(tokens[:n])
-            if any(s in text for s in request.params.stop):
-                return n - len(before)
+        if request.text is None:
+            assert self._vocabulary is not None
+            request.text = TextStream(self._vocabulary.decoder(request.prompt_ids), request.params.stop)
+            for part in request.parts:
+                request.text.add(part.tokens, last=False)
+        for n, token in enumerate(new.tolist(), 1):
+            request.text.add([token], last=False)
+            if request.text.stopped:
+                return n
         return None
 
     def _leave_slot(self, request: Request) -> None:

@@ -27,7 +27,6 @@ from rolljax.sampler.client import Sampler
 from rolljax.sampler.openai_answer import Json, Run, dump
 from rolljax.sampler.openai_read import read_chat, read_completion
 from rolljax.sampler.openai_session import Session, Sessions
-from rolljax.sampler.openai_text import Vocabulary
 from rolljax.sampler.openai_types import ApiError, Job, Served, parse_json
 from rolljax.sampler.server_metrics import ServerMetrics
 
@@ -60,7 +59,6 @@ class Service:
 
     def __init__(self, sampler: Sampler, served: Served, limits: Limits, sessions: Sessions | None = None) -> None:
         self.sampler, self.served, self.limits, self.sessions = sampler, served, limits, sessions
-        self.vocabulary = Vocabulary(served.tokenizer)
         self.metrics = ServerMetrics(sampler)
         self.metrics.open.set_function(lambda: self.open)
         self.draining = False

@@ -77,7 +77,7 @@ def start_sampler(model, params, chat):
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(slots=32, max_context=CONTEXT, steps_per_dispatch=4, prefill_chunk=64, prefix_match="any")
     engine, weights = Engine(model, cfg, mesh, BATCH_AXES), make_publish(mesh, model)(params)
-    return lambda: Sampler(engine, weights, VERSION, detokenize=chat.text)
+    return lambda: Sampler(engine, weights, VERSION, vocabulary=chat.vocabulary)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_a_completion(client, chat):
     (choice,) = reply.choices
     assert reply.object == "text_completion" and reply.model == "tiny"
     assert choice.prompt_token_ids == chat.tokenizer("Hello")["input_ids"]
-    assert choice.text == chat.text(choice.token_ids) and choice.logprobs is None
+    assert choice.text == chat.text(choice.token_ids, choice.prompt_token_ids) and choice.logprobs is None
     assert choice.versions == [VERSION] * len(choice.token_ids)
     assert choice.finish_reason == ("stop" if choice.token_ids[-1] in chat.stop_ids else "length")
     assert reply.usage.prompt_tokens == 5 and reply.usage.completion_tokens == len(choice.token_ids) <= 12
@@ -174,7 +174,7 @@ def test_chat_is_the_template(client, chat):
     prompt = chat.conversation_ids([{"role": "system", "content": "short"}, {"role": "user", "content": "é"}])
     assert reply.prompt_token_ids == prompt.tolist()
     assert reply.choices[0].message.role == "assistant"
-    assert reply.choices[0].message.content == chat.text(reply.choices[0].token_ids)
+    assert reply.choices[0].message.content == chat.text(reply.choices[0].token_ids, prompt)
     same = ask(client, prompt.tolist(), seed=2, max_tokens=10, extra=IDS)
     assert same.choices[0].token_ids == reply.choices[0].token_ids
 
@@ -252,8 +252,8 @@ def test_stop_texts(client, chat):
     for stop in said(plain):
         reply = ask(client, seed=3, max_tokens=80, stop=stop, extra=IDS | {"ignore_eos": True}).choices[0]
         assert reply.text == plain[: plain.index(stop)] and reply.finish_reason == "stop"
-        assert stop in chat.text(reply.token_ids), "ids are all that was sampled"
-        assert stop not in chat.text(reply.token_ids[:-1])
+        assert stop in chat.text(reply.token_ids, []), "ids are all that was sampled"
+        assert stop not in chat.text(reply.token_ids[:-1], [])
     token = chat.tokenizer(stop)["input_ids"][0]
     ended = ask(client, seed=3, max_tokens=80, extra=IDS | {"stop_token_ids": [token], "ignore_eos": True}).choices[0]
     assert ended.token_ids[-1] == token and ended.finish_reason == "stop"
@@ -298,7 +298,7 @@ def test_log_probs_are_the_samplers(client, sampler, chat, mode, stream):
     ids = sum((c.token_ids for c in choices if hasattr(c, "token_ids")), [])
     assert len(entries) == len(ids)
     shown = b"".join(bytes(e.bytes) for e, i in zip(entries, ids, strict=True) if i < 256)
-    assert shown.decode(errors="replace") == chat.text(ids)
+    assert shown.decode(errors="replace") == chat.text(ids, [])
     assert all(len(e.top_logprobs) == 3 and e.logprob <= 0 for e in entries)
 
 
