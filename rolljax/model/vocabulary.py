@@ -70,7 +70,7 @@ class Vocabulary:
         return self.encode(text)
 
     def encode_plain(self, text: str, hidden: frozenset[int]) -> list[int]:
-        """Ids of a text that stands behind another, none of them in `hidden`: where it spells one of these it is cut."""
+        """Ids of a text that stands behind another, none in `hidden`: where it spells one of these it is cut."""
         ids = self.encode_inside(text)
         if len(text) < 2 or hidden.isdisjoint(ids):
             return ids

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS
 from rolljax.sampler.scheduler import Request, SamplerLoad, SamplerStats, Scheduler
 from rolljax.types import Completion, FinishReason, Sampled, SamplingParams
 
+T = TypeVar("T")
 LINGER_S = 0.002
 """An idle scheduler waits this long for the next request before it starts with those it has."""
 
@@ -180,6 +182,17 @@ class Sampler:
         logp = await self._ask(lambda: np.array(self.engine.score(self._scheduler.params, tokens)))
         return np.concatenate([[np.nan], logp[0, 1 : len(prompt_ids)]]).astype(np.float32)
 
+    async def warm_up(self, done: Callable[[int, int], None]) -> None:
+        """Compile what requests of any length and law can need (not `score`), one program after the other.
+
+        done: told how many programs of how many are compiled, before each and at the end.
+        """
+        programs = self._scheduler.programs(self.engine.cfg.max_context, multi_turn=True, laws=self.engine.cfg.laws)
+        for i, program in enumerate(programs):
+            done(i, len(programs))
+            await self._ask(program)
+        done(len(programs), len(programs))
+
     def publish(self, make: Callable[[Params], Params], version: int, timeout_s: float = 600.0) -> None:
         """Swap the weights between two dispatches. Running requests go on; their next tokens carry the new version.
 
@@ -241,10 +254,10 @@ class Sampler:
         with contextlib.suppress(SamplerError):  # a sampler that has stopped has ended the request already
             self._send(lambda: self._scheduler.abort(request))
 
-    async def _ask(self, call: Callable[[], np.ndarray]) -> np.ndarray:
+    async def _ask(self, call: Callable[[], T]) -> T:
         """Run `call` in the scheduler's thread, between two dispatches."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[np.ndarray] = loop.create_future()
+        future: asyncio.Future[T] = loop.create_future()
 
         def run() -> None:
             try:

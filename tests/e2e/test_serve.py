@@ -10,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 
 import httpx2
 import jax
@@ -31,44 +29,16 @@ from rolljax.runfolder import RunFolder
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, SamplerConfig
 from rolljax.sampler.openai_types import Served
-from rolljax.sampler.server import Limits, Service
+from rolljax.sampler.server import Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import SamplingParams
 
 from .conftest import QUICKSTART, ROOT
+from .serving import KEY, Running, received, until
 
 CONTEXT = 240
-KEY = "sesame"
 VERSION = 3
-
-
-class Running:
-    """A server in a thread of its own."""
-
-    def __init__(self, sampler, served, limits):
-        self.service = Service(sampler, served, limits)
-        self.server = serve.make_server(self.service)
-        listener = serve.listen("127.0.0.1", 0)
-        self.address = listener.getsockname()
-        self.url = f"http://127.0.0.1:{self.address[1]}"
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
-        self._thread.start()
-        while not self.server.started:
-            time.sleep(0.005)
-
-    def client(self, kind=openai.OpenAI):
-        return kind(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
-
-    def post(self, path, body, **headers):
-        content = body if isinstance(body, (bytes, str)) else json.dumps(body)
-        kind = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-        return httpx2.post(self.url + path, content=content, headers=kind | headers, timeout=60)
-
-    def close(self):
-        self.server.should_exit = True
-        self._thread.join()
-        self.service.close()
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +86,6 @@ def talk(client, text="Hello", extra=None, **fields):
 
 
 IDS = {"return_token_ids": True}
-
-
-def until(condition, seconds=10):
-    """Wait for something that must come soon."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen"
-        time.sleep(0.005)
 
 
 # ---- what is answered
@@ -365,18 +327,6 @@ def raw_request(running, body):
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json"
     connection.sendall(f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
-
-
-def received(connection, until):
-    """Everything up to and with some bytes."""
-    connection.settimeout(10)
-    data = b""
-    while until not in data:
-        more = connection.recv(65536)
-        assert more, data
-        data += more
-    connection.close()
-    return data
 
 
 LONG = {"prompt": "x", "ignore_eos": True, "max_tokens": 10_000, "n": 64}

@@ -13,9 +13,7 @@ from rolljax.model.vocabulary import TextStream, Vocabulary
 from rolljax.sampler.openai_text import CompletionLogprobs
 from rolljax.sampler.openai_types import ApiError, parse_json
 from rolljax.types import Message
-
 from tests.spellers import llama
-
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "sentencepiece": llama()}
 VOCABULARIES = {name: Vocabulary(t) for name, t in TOKENIZERS.items()}

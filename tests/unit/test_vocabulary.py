@@ -9,7 +9,6 @@ from tokenizers import normalizers
 from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.model.vocabulary import Vocabulary
 from rolljax.types import Message
-
 from tests.spellers import ALL, MARKERS, gemma, llama, metaspace, qwen
 
 TOKENIZERS = {name: make() for name, make in ALL.items()} | {"bytes": byte_tokenizer()}
