@@ -50,7 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--api_key", help=f"bearer token, several with commas (default: ${API_KEY})")
     parser.add_argument("--max_concurrency", type=int, default=1024, help="open requests (default: %(default)s)")
     parser.add_argument("--max_body_mib", type=float, default=8.0, help="size of a request (default: %(default)s)")
-    parser.add_argument("--body_s", type=float, default=30.0, help="seconds for it to arrive (default: %(default)s)")
+    parser.add_argument("--body_s", type=float, default=30.0, help="seconds for a body to arrive (default: %(default)s)")
     parser.add_argument(
         "--drain_s", type=float, default=30.0, help="seconds to finish at the end (default: %(default)s)"
     )
@@ -97,7 +97,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for what can be seen to be wrong before anything is loaded."""
     missing = [m for m in ("starlette", "uvicorn", "pydantic", "prometheus_client") if not importlib.util.find_spec(m)]
     if missing:
-        raise ConfigError(f"serving needs {', '.join(missing)}", remedy="pip install 'rolljax[serve]'")
+        raise ConfigError(f"serving needs {', '.join(missing)}", remedy="pip install -e '.[serve]'")
     for name, low, high in (("port", 0, 65535), ("max_concurrency", 1, 2**20), ("tensor", 1, 2**20)):
         if not low <= getattr(args, name) <= high:
             raise ConfigError(f"must be {low} to {high}", setting=f"--{name}", value=getattr(args, name))

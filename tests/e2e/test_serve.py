@@ -653,6 +653,7 @@ def test_the_command_serves_and_drains(run_folder):
         line = process.stdout.readline()
         url = re.search(r"http://127\.0\.0\.1:\d+/v1", line)[0]
         assert "tiny-run" in line and "8 slots" in line and "64" in line and "curl" in line and KEY not in line
+        assert httpx2.get(url.replace("/v1", "/ready")).status_code == 200
         with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
             assert client.models.list().data[0].id == "tiny-run"
             many = {"n": 64, "max_tokens": 60, "stream": True, "extra_body": IDS | {"ignore_eos": True}}
@@ -667,6 +668,7 @@ def test_the_command_serves_and_drains(run_folder):
         out, err = process.communicate(timeout=30)
         assert process.returncode == 0, err
         assert out == "" and "Traceback" not in err
+        assert url.replace("/v1", "/ready") in err and "compiled 3 of 6 programs" in err
     finally:
         process.kill()
 

@@ -1,12 +1,6 @@
 """A server that says it is ready has compiled what requests need."""
 
 import asyncio
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
 import threading
 
 import httpx2
@@ -14,7 +8,6 @@ import jax
 import openai
 import pytest
 
-from rolljax.model import hf
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, SamplerConfig
 from rolljax.sampler.openai_types import Served
@@ -22,7 +15,6 @@ from rolljax.sampler.server import Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 
-from .conftest import ROOT
 from .serving import KEY, Running, until
 
 CONTEXT = 280
@@ -43,18 +35,17 @@ def cold(model, params, chat):
 
 def test_requests_wait_for_programs_and_programs_for_no_request(cold):
     service, shown, goes_on = cold.service, [], threading.Event()
-
-    def show(done, programs):
-        shown.append((done, programs))
-        if done == 1:
-            service.compiled = 1, programs  # as it stands while the second is compiled
-            goes_on.set()
-
     assert httpx2.get(f"{cold.url}/ready").status_code == 200, "one that was told to compile nothing"
+    cold.service.sampler._send(lambda: goes_on.wait(300))
     loop = cold.server.servers[0].get_loop()
-    warming = asyncio.run_coroutine_threadsafe(service.warm_up(show), loop)
-    goes_on.wait(300)
-    until(lambda: not_yet(cold) or warming.done(), 300)
+    warming = asyncio.run_coroutine_threadsafe(service.warm_up(lambda *programs: shown.append(programs)), loop)
+    until(lambda: shown)
+    ready, health = (httpx2.get(f"{cold.url}/{name}") for name in ("ready", "health"))
+    refused = cold.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+    goes_on.set()
+    assert (health.status_code, ready.status_code, refused.status_code) == (200, 503, 503)
+    assert (ready.json()["compiled"], ready.json()["programs"]) == (0, 12) and refused.headers["retry-after"]
+    assert "compiling: 0 of 12 programs" in refused.json()["error"]["message"]
     warming.result(300)
     programs = shown[-1][1]
     assert shown == [(i, programs) for i in range(programs + 1)] and programs == 12
@@ -66,18 +57,6 @@ def test_requests_wait_for_programs_and_programs_for_no_request(cold):
     )
     ordinary(cold)
     assert compiled == []
-
-
-def not_yet(running):
-    """Whether a server that compiles says so, is healthy, and takes no request."""
-    ready, health = (httpx2.get(f"{running.url}/{name}") for name in ("ready", "health"))
-    refused = running.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
-    if not ready.status_code == refused.status_code == 503:
-        return False
-    assert health.status_code == 200 and refused.headers["retry-after"]
-    assert ready.json()["compiled"] < ready.json()["programs"] == 12
-    assert re.search(r"compiling: \d+ of 12 programs", refused.json()["error"]["message"])
-    return True
 
 
 def ordinary(running):
@@ -103,26 +82,3 @@ def ordinary(running):
             )
 
     assert len(asyncio.run(everything())) == 200
-
-
-def test_the_command_is_ready_when_it_says_so(tmp_path, model, params, chat):
-    hf.save(tmp_path / "tiny", model, params, chat.tokenizer)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    command = [sys.executable, "-m", "rolljax.serve", "--model", str(tmp_path / "tiny"), "--port", "0"]
-    sizes = ["--slots", "4", "--max_context", "64", "--prefill_chunk", "32"]
-    with open(tmp_path / "err", "w+") as err:
-        process = subprocess.Popen([*command, *sizes], env=env, stdout=subprocess.PIPE, stderr=err, text=True, cwd=ROOT)
-        try:
-            line = process.stdout.readline()
-            url = re.search(r"(http://127\.0\.0\.1:\d+)/v1", line)[1]
-            assert httpx2.get(f"{url}/ready").status_code == 200
-            body = json.dumps({"prompt": "x", "max_tokens": 2, "top_p": 0.9})
-            kind = {"Content-Type": "application/json"}
-            assert httpx2.post(f"{url}/v1/completions", content=body, headers=kind, timeout=60).status_code == 200
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-        err.seek(0)
-        said = err.read()
-    assert f"{url}/ready" in said and "compiled 3 of 6 programs" in said and "Traceback" not in said
