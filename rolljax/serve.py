@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import importlib.util
 import ipaddress
 import os
@@ -50,7 +51,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--api_key", help=f"bearer token, several with commas (default: ${API_KEY})")
     parser.add_argument("--max_concurrency", type=int, default=1024, help="open requests (default: %(default)s)")
     parser.add_argument("--max_body_mib", type=float, default=8.0, help="size of a request (default: %(default)s)")
-    parser.add_argument("--body_s", type=float, default=30.0, help="seconds for a body to arrive (default: %(default)s)")
+    parser.add_argument(
+        "--body_s", type=float, default=30.0, help="seconds for a body to arrive (default: %(default)s)"
+    )
     parser.add_argument(
         "--drain_s", type=float, default=30.0, help="seconds to finish at the end (default: %(default)s)"
     )
@@ -259,6 +262,8 @@ async def warm_up(service: Service, url: str) -> None:
                 console.print(f"compiled {done} of {programs} programs")
 
         await service.warm_up(show)
+    gc.collect()
+    gc.freeze()  # full collections need not look at what is loaded and compiled
 
 
 def url(listener: socket.socket) -> str:

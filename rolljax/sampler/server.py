@@ -172,7 +172,26 @@ class Service:
 
         self.compiled = 0, 0
         await self.sampler.warm_up(done)
+        await self._rehearse()
         self.compiled = None
+
+    async def _rehearse(self) -> None:
+        """Answer requests of our own, so that the first of others finds everything in place."""
+        ours: list[tuple[bool, Json]] = [
+            (False, {"prompt": "x"}),
+            (True, {"messages": [{"role": "user", "content": "x"}]}),
+        ]
+        for chat, body in ours[: 1 + (self.served.chat is not None)]:
+            with contextlib.suppress(ApiError):  # a template may refuse it
+                job = await self._read(dump(body | {"max_tokens": 9}), chat, None)
+                for stream in (False, True):
+                    run = Run(self, dataclasses.replace(job, stream=stream), time.perf_counter())
+                    with contextlib.closing(run):
+                        if stream:
+                            async for _ in run.events():
+                                pass
+                        else:
+                            dump(await run.whole())
 
     def _model(self) -> Json:
         return {
