@@ -33,6 +33,8 @@ from rolljax.sampler.server_metrics import ServerMetrics
 T = TypeVar("T")
 SMALL_BODY, LARGE_BODY = 4 * 1024, 128 * 1024
 """Bytes up to which a body is parsed and tokenised on the event loop, and from which by a thread for large ones."""
+REHEARSALS = 8
+"""Rounds of requests of the server's own before it is ready."""
 HELD_BODIES = 8
 """Bodies of full size whose bytes may be held before they are tokenised."""
 GENERATING = ("/v1/completions", "/v1/chat/completions")
@@ -176,12 +178,12 @@ class Service:
         self.compiled = None
 
     async def _rehearse(self) -> None:
-        """Answer requests of our own, so that the first of others finds everything in place."""
+        """Answer requests of our own, so that the first of others finds everything in place, and fast."""
         ours: list[tuple[bool, Json]] = [
             (False, {"prompt": "x"}),
             (True, {"messages": [{"role": "user", "content": "x"}]}),
         ]
-        for chat, body in ours[: 1 + (self.served.chat is not None)]:
+        for chat, body in ours[: 1 + (self.served.chat is not None)] * REHEARSALS:
             with contextlib.suppress(ApiError):  # a template may refuse it
                 job = await self._read(dump(body | {"max_tokens": 9}), chat, None)
                 for stream in (False, True):
