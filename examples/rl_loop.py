@@ -189,7 +189,7 @@ def run(sft_steps: int, rl_steps: int) -> list[float]:
             r = []
             for tokens, _ in members:
                 env.reset(task)
-                r.append(env.step(chat.text(tokens)).reward)
+                r.append(env.step(chat.text(tokens, prompts[g])).reward)
             rewards += r
             if np.ptp(r) == 0:
                 continue  # all equal: nothing to compare

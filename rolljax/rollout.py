@@ -271,7 +271,7 @@ class Rollouts:
                 answer, text = expert(replay[turn].tokens, self.max_answer_tok), replay[turn].text
             else:
                 answer = await self.policy.act(talk.stream, episode, record.key, turn)
-                text = self.chat.text(answer.tokens)
+                text = self.chat.text(answer.tokens, talk.stream)
             with record.waiting_for_env():
                 result = self._judged(text, await episode.step(text))
             weight = float(start is None or turn >= len(replay) or turn < start.imitate)

@@ -353,7 +353,7 @@ class Rooms:
             self._weights(params),
             version,
             longest_prompt=plan.longest_prompt_tok,
-            detokenize=plan.chat.text if plan.recipe.agent else None,
+            vocabulary=plan.chat.vocabulary,
             multi_turn=plan.recipe.max_turns > 1,
         )
         self.pool = EnvPool(plan.recipe.pool, plan.recipe.env)

@@ -1,7 +1,7 @@
 """Serve a model over HTTP: `python -m rolljax.serve --run RUN | --model HF_DIR --port P`, OpenAI's API on 127.0.0.1.
 
-Prints the address when it is ready. SIGTERM or Ctrl-C lets open requests finish (`--drain_s`) and ends with code 0; a
-second one ends at once. `docs/serving.md` says what the server understands.
+Compiles what requests can need, then prints the address; `/ready` says so too. SIGTERM or Ctrl-C lets open requests
+finish (`--drain_s`) and ends with code 0; a second one ends at once. `docs/serving.md` says what it understands.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import importlib.util
 import ipaddress
 import os
@@ -17,14 +18,12 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rolljax import cli
 from rolljax.errors import EXIT_INTERRUPTED, ConfigError
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from rolljax.model.decoder import DecoderConfig, Params
     from rolljax.sampler.engine import Engine, SamplerConfig
     from rolljax.sampler.openai_types import Served
@@ -35,6 +34,10 @@ MAX_CONTEXT = 4096
 """Context of a model folder that allows more, unless `--max_context` asks for it."""
 CLOSING_S = 5
 """Seconds that answers get to be written after the last of them is done or given up."""
+KEEP_ALIVE_S = 5
+"""Seconds that a connection stays open without a request."""
+LINES = 4
+"""Lines about the progress of compiling where there is no terminal."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -48,6 +51,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--api_key", help=f"bearer token, several with commas (default: ${API_KEY})")
     parser.add_argument("--max_concurrency", type=int, default=1024, help="open requests (default: %(default)s)")
     parser.add_argument("--max_body_mib", type=float, default=8.0, help="size of a request (default: %(default)s)")
+    parser.add_argument(
+        "--body_s", type=float, default=30.0, help="seconds for a body to arrive (default: %(default)s)"
+    )
     parser.add_argument(
         "--drain_s", type=float, default=30.0, help="seconds to finish at the end (default: %(default)s)"
     )
@@ -80,14 +86,12 @@ def main(argv: list[str] | None = None) -> int:
             from rolljax.sampler.server import Limits, Service
             from rolljax.watchdog import Watchdog
 
-            # where there are programs for many sizes, each is compiled when it is needed first
-            compiled = 0 if engine.path.sized else None
-            sampler = Sampler(engine, params, version, detokenize=served.text, longest_prompt=compiled)
+            sampler = Sampler(engine, params, version, vocabulary=served.vocabulary, longest_prompt=0)
             watchdog = Watchdog()
             watchdog.watch(sampler.inbox)
             watchdog.start()
             try:
-                limits = Limits(keys, args.max_concurrency, int(args.max_body_mib * 2**20))
+                limits = Limits(keys, args.max_concurrency, int(args.max_body_mib * 2**20), args.body_s)
                 run_server(Service(sampler, served, limits), listener, args.drain_s)
             finally:
                 watchdog.close()
@@ -103,11 +107,11 @@ def check_arguments(args: argparse.Namespace) -> None:
 
     missing = [m for m in ("starlette", "uvicorn", "pydantic", "prometheus_client") if not importlib.util.find_spec(m)]
     if missing:
-        raise ConfigError(f"serving needs {', '.join(missing)}", remedy="pip install 'rolljax[serve]'")
+        raise ConfigError(f"serving needs {', '.join(missing)}", remedy="pip install -e '.[serve]'")
     for name, low, high in (("port", 0, 65535), ("max_concurrency", 1, 2**20), ("tensor", 1, 2**20)):
         if not low <= getattr(args, name) <= high:
             raise ConfigError(f"must be {low} to {high}", setting=f"--{name}", value=getattr(args, name))
-    for name in ("max_body_mib", "drain_s"):
+    for name in ("max_body_mib", "body_s", "drain_s"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise ConfigError("must be a number, not negative", setting=f"--{name}", value=getattr(args, name))
     for name, file, what in (("run", "config.gin", "a run folder"), ("model", "config.json", "a Hugging Face folder")):
@@ -187,7 +191,7 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
     chat = Chat(tokenizer) if tokenizer.chat_template else None
     name = args.served_model_name or Path(args.run or args.model).resolve().name
     served = Served(name, tokenizer, chat, cfg.vocab_size, sizes.max_context)
-    print(f"loading {name} and compiling", file=sys.stderr, flush=True)
+    print(f"loading {name}", file=sys.stderr, flush=True)
     if recipe is None:
         where = param_shardings(mesh, model.axes(), model.abstract())
         params, version = hf.load(args.model, model, where, computed=True), 0
@@ -198,6 +202,8 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
 
 def read_sizes(args: argparse.Namespace, sizes: SamplerConfig, cfg: DecoderConfig) -> SamplerConfig:
     """The sampler's sizes: those of the run or the defaults, with what the command line says over them."""
+    import jax
+
     names = ("slots", "max_context", "page_size", "pages", "prefill_chunk", "steps_per_dispatch")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if not args.run:
@@ -209,30 +215,18 @@ def read_sizes(args: argparse.Namespace, sizes: SamplerConfig, cfg: DecoderConfi
             value=args.max_context,
             remedy=f"at most {cfg.max_position}",
         )
-    return dataclasses.replace(sizes, prefix_match="any", tensor=None, expert=None, **given)
+    programs: Literal["few", "many"] = "few" if jax.default_backend() == "cpu" else "many"
+    return dataclasses.replace(sizes, prefix_match="any", tensor=None, expert=None, programs=programs, **given)
 
 
 # ---- the server
 
 
-def make_server(service: Service) -> uvicorn.Server:
-    """An HTTP server that logs warnings only. It leaves connections `CLOSING_S` to be written at the end."""
-    import uvicorn
-
-    config = uvicorn.Config(
-        service.app,
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=CLOSING_S,
-    )
-    return uvicorn.Server(config)
-
-
 def run_server(service: Service, listener: socket.socket, drain_s: float) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
-    server = make_server(service)
+    """Serve until SIGTERM or SIGINT, then drain. Requests for tokens are taken when everything is compiled."""
+    from rolljax.sampler.server_http import make_server
+
+    server = make_server(service, keep_alive_s=KEEP_ALIVE_S, closing_s=CLOSING_S)
 
     async def run() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -241,8 +235,13 @@ def run_server(service: Service, listener: socket.socket, drain_s: float) -> Non
             await asyncio.sleep(0.01)
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, stop.set)
-        print(hello(service, listener), flush=True)
-        await stop.wait()
+        stopping, warming = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(warm_up(service, url(listener)))
+        await asyncio.wait((stopping, warming), return_when=asyncio.FIRST_COMPLETED)
+        if warming.done():
+            warming.result()
+            print(hello(service, listener), flush=True)
+            await stopping
+        warming.cancel()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, os._exit, EXIT_INTERRUPTED)
         await service.drain(drain_s)
@@ -254,15 +253,39 @@ def run_server(service: Service, listener: socket.socket, drain_s: float) -> Non
     service.close()
 
 
+async def warm_up(service: Service, url: str) -> None:
+    """Compile what requests can need, with a bar on a terminal and a few lines elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("compiling"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    console.print(f"compiling what requests can need; {url}/ready says when it is done", markup=False, soft_wrap=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+
+        def show(done: int, programs: int) -> None:
+            bar.update(task, completed=done, total=programs)
+            if not console.is_terminal and programs and done * LINES // programs > (done - 1) * LINES // programs:
+                console.print(f"compiled {done} of {programs} programs")
+
+        await service.warm_up(show)
+    gc.collect()
+    gc.freeze()  # full collections need not look at what is loaded and compiled
+
+
+def url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def hello(service: Service, listener: socket.socket) -> str:
     """The line that says where the server is and how to try it."""
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = " -H 'Authorization: Bearer KEY'" if service.limits.keys else ""
     cfg, name = service.sampler.engine.cfg, service.served.name
     return (
-        f"serving {name} at {url}/v1 ({cfg.slots} slots, context {cfg.max_context} tokens); try: "
-        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
+        f"serving {name} at {url(listener)}/v1 ({cfg.slots} slots, context {cfg.max_context} tokens); try: "
+        f"curl {url(listener)}/v1/completions{key} -H 'Content-Type: application/json' "
         f"""-d '{{"model": "{name}", "prompt": "Hello"}}'"""
     )
 

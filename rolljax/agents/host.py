@@ -30,6 +30,7 @@ from rolljax.sampler.client import Sampler
 from rolljax.sampler.openai_session import Call, Session, SessionRules, Sessions
 from rolljax.sampler.openai_types import Served
 from rolljax.sampler.server import Limits, Service
+from rolljax.sampler.server_http import make_server
 from rolljax.starts import Start
 from rolljax.types import Turn
 
@@ -74,16 +75,7 @@ class AgentHost:
             listener = socket.socket()
             listener.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            config = uvicorn.Config(
-                self.service.app,
-                lifespan="off",
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
-            )
-            self._server = uvicorn.Server(config)
+            self._server = make_server(self.service, keep_alive_s=KEEP_ALIVE_S, closing_s=1)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
             while not self._server.started:
                 if self._serving.done():

@@ -140,7 +140,7 @@ def check_machine(program: AgentProgram) -> None:
         raise ConfigError(
             f"needs {', '.join(missing)} to serve the policy",
             setting="Recipe.agent",
-            remedy="pip install 'rolljax[serve]'",
+            remedy="pip install -e '.[serve]'",
         )
     resolve(program.command)
 

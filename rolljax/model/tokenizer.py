@@ -2,7 +2,8 @@
 
 Token streams only ever grow. The tokens of a later turn's observation are what the chat template puts between the end
 of the last answer and the start of the next one; what was sampled is never tokenised again. Text that happens to spell
-a special token ("<|assistant|>" in an observation) is encoded as plain text.
+a special token ("<|assistant|>" in an observation) is encoded as plain text. So is text that spells any other token
+that was added to the vocabulary ("<tool_call>"), unless a system message or the assistant says it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.model import templates
 from rolljax.model.files import copied, inside, read_json
+from rolljax.model.vocabulary import Ids, Vocabulary
 from rolljax.types import Message
 
 if TYPE_CHECKING:
@@ -164,7 +166,9 @@ class Chat:
         """Ids of an answer and the token that closes it, as a policy would have sampled them, `[T]` int32."""
         closing = self._closing
         end = closing[0] if closing else self.tokenizer.eos_token_id
-        return np.array([*self._plain(text), end], np.int32)
+        parts = re.split(f"({self._specials.pattern})", text)
+        ids = [i for part in parts if part for i in self.vocabulary.encode_plain(part, self.vocabulary.specials)]
+        return np.array([*ids, end], np.int32)
 
     def delta_ids(self, messages: Sequence[Message], *, closed: bool) -> np.ndarray:
         """Ids that follow an answer when `messages` are added: the rest of its closing, the messages, the next opening.
@@ -183,19 +187,24 @@ class Chat:
         rest = closing[1:] if closed else closing
         return np.array([*rest, *whole[len(head) :]], np.int32)
 
-    def text(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Plain text of sampled ids, special tokens left out."""
-        return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What the tokenizer's tokens spell."""
+        return Vocabulary(self.tokenizer)
+
+    def text(self, ids: Ids, behind: Ids) -> str:
+        """Plain text of an answer `ids [T]` behind a prompt `[P]`, special tokens left out."""
+        return self.vocabulary.text(ids, behind)
 
     @functools.cached_property
     def _closing(self) -> list[int]:
         """Tokens that the template writes after the text of an assistant message ("<|im_end|>\\n" for Qwen)."""
         ids = list(self._base_ids)
         opened = list(self._encode(_BASE[:1], generate=True))
-        text = self._plain("a")
-        for start in range(len(opened) - 1, len(ids)):
-            if ids[start : start + len(text)] == list(text):
-                return ids[start + len(text) :]
+        for text in (self.vocabulary.encode_inside("a"), self.vocabulary.encode("a")):
+            for start in range(len(opened) - 1, len(ids)):
+                if ids[start : start + len(text)] == text:
+                    return ids[start + len(text) :]
         return []
 
     def conversation_ids(
@@ -239,9 +248,13 @@ class Chat:
 
     @functools.cached_property
     def _specials(self) -> re.Pattern[str]:
-        """Spellings of special tokens, and of the marks that stand for them while a template is rendered."""
-        specials = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
-        return re.compile("|".join(map(re.escape, [*sorted(specials, key=len, reverse=True), MARK, UNMARK])))
+        """Spellings of special tokens."""
+        return self.vocabulary.spelling(self.vocabulary.specials)
+
+    @functools.cached_property
+    def _added(self) -> re.Pattern[str]:
+        """Spellings of all added tokens."""
+        return self.vocabulary.spelling(self.vocabulary.specials | self.vocabulary.added)
 
     @functools.cached_property
     def _base_ids(self) -> np.ndarray:
@@ -258,16 +271,17 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
-        """Render the template, then tokenise; what spells a special token in it is tokenised apart, as plain text."""
+        """Render the template, then tokenise; what spells a token in texts is tokenised apart, as plain text."""
         plain: list[str] = []
-        messages, tools, options = (self._marked(v, plain) for v in (list(messages), list(tools), options or {}))
+        messages = [self._marked_message(m, plain) for m in messages]
+        tools, options = self._marked(list(tools), plain, self._added), self._marked(options or {}, plain, self._added)
         text = self._render(messages, generate=generate, tools=tools, options=options)
-        ids: list[int] = []
+        vocabulary, ids = self.vocabulary, list[int]()
         for i, part in enumerate(re.split(f"{MARK}([0-9]+){UNMARK}", text)):
             if i % 2:
-                ids += self._plain(plain[int(part)])
+                ids += vocabulary.encode_plain(plain[int(part)], vocabulary.specials | vocabulary.added)
             elif part:
-                ids += self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+                ids += vocabulary.encode_inside(part) if i else vocabulary.encode(part)
         return np.array(ids, np.int32)
 
     def _render(
@@ -295,20 +309,29 @@ class Chat:
         with boundary(ConfigError, "no chat template can be chosen"):
             return self.tokenizer.get_chat_template(None, [_TOOL] if with_tools else None)
 
-    def _marked(self, value: Any, plain: list[str]) -> Any:
-        """A JSON value whose texts spell no special token: marks stand for what is appended to `plain`."""
+    def _marked_message(self, message: Mapping[str, Any], plain: list[str]) -> dict[str, Any]:
+        """See `_marked`. What the operator says, and what the model said, may hold tokens that are not special."""
+        own = ("content", "reasoning_content") if message["role"] in ("system", "assistant") else ()
+        return {
+            name: self._marked(value, plain, self._specials if name in own else self._added)
+            for name, value in message.items()
+        }
+
+    def _marked(self, value: Any, plain: list[str], spelling: re.Pattern[str]) -> Any:
+        """A JSON value whose texts spell no such token: marks stand for what is appended to `plain`."""
         if isinstance(value, str):
-
-            def mark(found: re.Match[str]) -> str:
-                plain.append(found[0])
-                return f"{MARK}{len(plain) - 1}{UNMARK}"
-
-            return self._specials.sub(mark, value)
+            return self._marked_text(value, plain, spelling)
         if isinstance(value, Mapping):
-            return {self._marked(k, plain): self._marked(v, plain) for k, v in value.items()}
+            return {self._marked(k, plain, spelling): self._marked(v, plain, spelling) for k, v in value.items()}
         if isinstance(value, list):
-            return [self._marked(v, plain) for v in value]
+            return [self._marked(v, plain, spelling) for v in value]
         return value
 
-    def _plain(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    def _marked_text(self, text: str, plain: list[str], spelling: re.Pattern[str]) -> str:
+        def mark(spelled: str) -> str:
+            plain.append(spelled)
+            return f"{MARK}{len(plain) - 1}{UNMARK}"
+
+        marked = re.sub(f"{spelling.pattern}|{MARK}|{UNMARK}", lambda found: mark(found[0]), text)
+        # tokens are also looked for in what the tokenizer's normalizer makes of a text ("\uff1c" may become "<")
+        return mark(text) if spelling.search(self.vocabulary.normalized(marked)) else marked

@@ -10,18 +10,21 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
 from rolljax.errors import HangError, SamplerError
 from rolljax.inbox import Inbox
 from rolljax.model.decoder import Params
+from rolljax.model.vocabulary import Vocabulary
 from rolljax.sampler.engine import MAX_STOP_IDS, MIN_PIECE, Engine
 from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS
 from rolljax.sampler.scheduler import Request, SamplerLoad, SamplerStats, Scheduler
 from rolljax.types import Completion, FinishReason, Sampled, SamplingParams
 
+T = TypeVar("T")
 LINGER_S = 0.002
 """An idle scheduler waits this long for the next request before it starts with those it has."""
 
@@ -43,7 +46,7 @@ class Sampler:
 
     Args:
       params: parameters as the engine wants them (see `trainer.publish`). version: their policy version.
-      detokenize: token ids to text; needed for stop texts.
+      vocabulary: what tokens spell; needed for stop texts.
       longest_prompt, multi_turn: what to compile programs for beforehand (default: everything; 0: nothing). The rest is
         compiled when it is needed.
     """
@@ -54,13 +57,13 @@ class Sampler:
         params: Params,
         version: int,
         *,
-        detokenize: Callable[[Sequence[int]], str] | None = None,
+        vocabulary: Vocabulary | None = None,
         longest_prompt: int | None = None,
         multi_turn: bool = True,
     ) -> None:
         self.engine = engine
-        self._can_stop_at_text = detokenize is not None
-        self._scheduler = Scheduler(engine, params, version, detokenize)
+        self._can_stop_at_text = vocabulary is not None
+        self._scheduler = Scheduler(engine, params, version, vocabulary)
         if longest_prompt != 0:
             self._scheduler.warm_up(longest_prompt or engine.cfg.max_context, multi_turn)
         self.inbox: Inbox[Callable[[], None] | None] = Inbox("the sampler's thread")
@@ -180,6 +183,17 @@ class Sampler:
         logp = await self._ask(lambda: np.array(self.engine.score(self._scheduler.params, tokens)))
         return np.concatenate([[np.nan], logp[0, 1 : len(prompt_ids)]]).astype(np.float32)
 
+    async def warm_up(self, done: Callable[[int, int], None]) -> None:
+        """Compile what requests of any length and law can need (not `score`), one program after the other.
+
+        done: told how many programs of how many are compiled, before each and at the end.
+        """
+        programs = self._scheduler.programs(self.engine.cfg.max_context, multi_turn=True, laws=self.engine.cfg.laws)
+        for i, program in enumerate(programs):
+            done(i, len(programs))
+            await self._ask(program)
+        done(len(programs), len(programs))
+
     def publish(self, make: Callable[[Params], Params], version: int, timeout_s: float = 600.0) -> None:
         """Swap the weights between two dispatches. Running requests go on; their next tokens carry the new version.
 
@@ -236,7 +250,7 @@ class Sampler:
         elif not 0 <= params.top_logprobs <= min(MAX_TOP_LOGPROBS, vocab):
             problem = f"at most {MAX_TOP_LOGPROBS} top_logprobs"
         elif params.stop and not self._can_stop_at_text:
-            problem = "stop texts need a sampler with a detokenizer"
+            problem = "stop texts need a sampler with a vocabulary"
         if problem:
             raise SamplerError(problem)
 
@@ -246,10 +260,10 @@ class Sampler:
         with contextlib.suppress(SamplerError):  # a sampler that has stopped has ended the request already
             self._send(lambda: self._scheduler.abort(request))
 
-    async def _ask(self, call: Callable[[], np.ndarray]) -> np.ndarray:
+    async def _ask(self, call: Callable[[], T]) -> T:
         """Run `call` in the scheduler's thread, between two dispatches."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[np.ndarray] = loop.create_future()
+        future: asyncio.Future[T] = loop.create_future()
 
         def run() -> None:
             try:

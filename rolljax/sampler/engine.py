@@ -65,6 +65,8 @@ class SamplerConfig:
     tensor, expert: devices that the layers of the sampler's weights are split over, and their experts; the rest share
     out the slots (default: as the trainer's mesh has them). Decoding reads all of a device's weights for every token of
     its slots, so it wants them split further than training does.
+    programs: how many sizes of prompts and contexts there are programs for. A server compiles all of them before it
+    begins: on CPU 'few' take a fourth of that time, and pad more.
     record_experts: of models with experts, hand out which ones each decoded token took; the trainer then takes the same
     (router replay, arXiv:2510.11370).
     """
@@ -81,6 +83,7 @@ class SamplerConfig:
     attention: Literal["auto", "dense", "kernel"] = "auto"
     tensor: int | None = None
     expert: int | None = None
+    programs: Literal["many", "few"] = "many"
     record_experts: bool = False
 
     def __post_init__(self) -> None:
@@ -166,10 +169,10 @@ class SamplerConfig:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Padded lengths that a prefill program exists for: doubling from `MIN_PIECE` to `prefill_chunk`."""
-        sizes = [MIN_PIECE]
+        """Padded lengths that a prefill program exists for, growing from `MIN_PIECE` to `prefill_chunk`."""
+        sizes, step = [MIN_PIECE], 2 if self.programs == "many" else 4
         while sizes[-1] < min(self.prefill_chunk, self.max_context):
-            sizes.append(sizes[-1] * 2)
+            sizes.append(min(sizes[-1] * step, self.prefill_chunk))
         return tuple(sizes)
 
     def piece(self, tokens: int) -> int:
@@ -182,11 +185,21 @@ class SamplerConfig:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Pages of context that a program exists for: halving from the whole context to `MIN_WIDTH` tokens."""
-        widths = [self.pages_per_sequence]
-        while widths[0] * self.page_size >= 2 * MIN_WIDTH:
-            widths.insert(0, -(-widths[0] // 2))
+        """Pages of context that a program exists for, shrinking from the whole context to `MIN_WIDTH` tokens."""
+        widths, step = [self.pages_per_sequence], 2 if self.programs == "many" else 4
+        while widths[0] * self.page_size >= step * MIN_WIDTH:
+            widths.insert(0, -(-widths[0] // step))
         return tuple(widths)
+
+    @property
+    def laws(self) -> tuple[tuple[bool, bool], ...]:
+        """Kinds of laws that programs exist for: whether they truncate, and whether likely tokens are reported."""
+        few = ((False, False), (True, True))
+        return few if self.programs == "few" else (*few, (True, False), (False, True))
+
+    def law(self, truncate: bool, top: bool) -> tuple[bool, bool]:
+        """The kind of law whose program draws so: with more than is needed where there are few."""
+        return (truncate or top, truncate or top) if self.programs == "few" else (truncate, top)
 
 
 @jax.tree_util.register_dataclass
@@ -350,7 +363,8 @@ class Engine:
         slots = self.cfg.slots // self.num_shards
         if not self.decode_path.sized:
             return (slots,)
-        return tuple(n for n in (slots // 16, slots // 4) if n >= MIN_ROWS) + (slots,)
+        parts = (slots // 16, slots // 4) if self.cfg.programs == "many" else (slots // 4,)
+        return tuple(n for n in parts if n >= MIN_ROWS) + (slots,)
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -300,7 +300,7 @@ class Tokenizer(TokenizerBase):
     """
 
     def __init__(self, inner: Any, stop_ids: Sequence[int]) -> None:
-        from rolljax.sampler.openai_text import Vocabulary
+        from rolljax.model.vocabulary import Vocabulary
 
         self.inner = inner
         self._stop_ids, self._vocabulary = frozenset(stop_ids), Vocabulary(inner)

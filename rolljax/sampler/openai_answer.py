@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rolljax.errors import SamplerError
+from rolljax.model.vocabulary import TextStream
 from rolljax.sampler.client import Pending
-from rolljax.sampler.openai_text import CompletionLogprobs, TextStream, chat_logprobs
+from rolljax.sampler.openai_text import CompletionLogprobs, chat_logprobs
 from rolljax.sampler.openai_types import ApiError, Job
 from rolljax.types import Completion, Sampled
 
@@ -227,14 +228,14 @@ class Answer:
     """One choice, piece by piece."""
 
     def __init__(self, service: Service, job: Job, index: int) -> None:
-        self._job, self._vocabulary = job, service.vocabulary
+        self._job, self._vocabulary = job, service.served.vocabulary
         self.index, self.prompt = index, job.prompts[index // job.n]
-        self._text = TextStream(service.served.text, job.params.stop)
-        self._logprobs = CompletionLogprobs(service.vocabulary)
+        self._text = TextStream(self._vocabulary.decoder(self.prompt.ids), job.params.stop)
+        self._logprobs = CompletionLogprobs(self._vocabulary, self.prompt.ids)
 
     def head(self, prompt_logp: np.ndarray | None) -> Json:
         """The echoed prompt."""
-        entries = None if prompt_logp is None else self._logprobs.prompt(self.prompt.ids, prompt_logp)
+        entries = None if prompt_logp is None else self._logprobs.prompt(prompt_logp, self.prompt.text)
         return {"text": self.prompt.text, "logprobs": entries}
 
     def piece(self, sampled: Sampled, *, last: bool) -> Json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,10 @@ def read_chat(
         raise refuse("max_tokens", "must be at least 1", 0)
     if served.chat is None:
         raise ApiError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
+    if len(body.messages) > served.max_context:
+        raise _too_long("messages", f"{len(body.messages)} messages", served)
     said = _said(body)
+    _check_size("messages", "".join(_texts([said.messages, said.tools, said.options])), served)
     try:
         ids = prompt_ids(served.chat, said)
     except ConfigError as e:
@@ -148,14 +151,29 @@ def _check_ids(where: str, ids: list[Any], served: Served) -> None:
 
 def _check_length(where: str, ids: Sequence[int] | np.ndarray, served: Served) -> np.ndarray:
     if not 0 < len(ids) < served.max_context:
-        raise ApiError(
-            400,
-            f"{where}: has {len(ids)} tokens, and 1 to {served.max_context - 1} fit: "
-            f"the context is {served.max_context} tokens and an answer takes at least one",
-            param=where,
-            code="context_length_exceeded" if len(ids) else None,
-        )
+        raise _too_long(where, f"{len(ids)} tokens", served, code="context_length_exceeded" if len(ids) else None)
     return np.asarray(ids, np.int32)
+
+
+def _check_size(where: str, text: str, served: Served) -> None:
+    """Refuse a text that is certainly too long before all of it is tokenised."""
+    if served.vocabulary.exceeds(text, served.max_context):
+        raise _too_long(where, f"{len(text)} characters, too many", served)
+
+
+def _too_long(where: str, has: str, served: Served, code: str | None = "context_length_exceeded") -> ApiError:
+    message = f"{where}: has {has}, and 1 to {served.max_context - 1} tokens fit: "
+    message += f"the context is {served.max_context} tokens and an answer takes at least one"
+    return ApiError(400, message, param=where, code=code)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value if isinstance(value, list) else [*value, *value.values()]:
+            yield from _texts(item)
 
 
 def _prompts(value: Any, served: Served) -> tuple[Prompt, ...]:
@@ -163,12 +181,14 @@ def _prompts(value: Any, served: Served) -> tuple[Prompt, ...]:
 
     def one(where: str, prompt: Any) -> Prompt:
         if isinstance(prompt, str):
-            ids = served.tokenizer(prompt, verbose=False)["input_ids"]
+            _check_size(where, prompt, served)
+            ids = served.vocabulary.encode(prompt, special=True)
             return Prompt(_check_length(where, ids, served), prompt)
         if not isinstance(prompt, list):
             raise refuse(where, "must be a text, a list of texts, a list of token ids or a list of such lists", prompt)
-        _check_ids(where, prompt, served)
-        return Prompt(_check_length(where, prompt, served), served.text(prompt))
+        if len(prompt) < served.max_context:
+            _check_ids(where, prompt, served)
+        return Prompt(_check_length(where, prompt, served), served.vocabulary.text(prompt))
 
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
         if len(value) > MAX_CHOICES:

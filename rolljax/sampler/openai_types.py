@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rolljax.model.tokenizer import Chat
+from rolljax.model.vocabulary import Vocabulary
 from rolljax.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -99,6 +101,10 @@ class Served:
     vocab_size: int
     max_context: int
 
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        return self.chat.vocabulary if self.chat is not None else Vocabulary(self.tokenizer)
+
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer unless a request says `ignore_eos`."""
@@ -106,10 +112,6 @@ class Served:
             return self.chat.stop_ids
         eos = self.tokenizer.eos_token_id
         return () if eos is None else (eos,)
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

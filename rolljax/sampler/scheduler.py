@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ import numpy as np
 
 from rolljax.errors import SamplerError
 from rolljax.model.decoder import Params
+from rolljax.model.vocabulary import TextStream, Vocabulary
 from rolljax.sampler.engine import DecodeState, Engine, Inserts, Pieces, ResultTokens
 from rolljax.sampler.pages import Node, PageCache
 from rolljax.types import FinishReason, Sampled, SamplingParams
@@ -52,6 +54,8 @@ class Request:
     started_s: float = 0.0
     cached_tok: int = 0
     num_sampled: int = 0
+    text: TextStream | None = None
+    """Its text up to a stop text, once that is looked for."""
     prompt: Prompt | None = None
     """While it waits."""
     slot: int = -1
@@ -148,7 +152,7 @@ class Scheduler:
 
     Args:
       params: parameters as the engine wants them (see `trainer.publish`). version: their policy version.
-      detokenize: token ids to text; needed for stop texts.
+      vocabulary: what tokens spell; needed for stop texts.
     """
 
     def __init__(
@@ -156,11 +160,11 @@ class Scheduler:
         engine: Engine,
         params: Params,
         version: int,
-        detokenize: Callable[[Sequence[int]], str] | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.engine, self.cfg, self.params, self.version = engine, engine.cfg, params, version
         self.stats = SamplerStats()
-        self._detokenize = detokenize
+        self._vocabulary = vocabulary
         self._state: DecodeState = engine.init_decode_state()
         n, cfg = engine.num_shards, engine.cfg
         each = cfg.slots // n
@@ -268,17 +272,43 @@ class Scheduler:
 
         What else comes (longer prompts, truncated laws, likely tokens, preemption) is compiled when it comes.
         """
-        engine, cfg, n = self.engine, self.cfg, self.engine.num_shards
-        for piece in cfg.pieces[: cfg.pieces.index(cfg.piece(longest_prompt)) + 1]:
-            for read in (0, *engine.widths) if multi_turn else (0,):
-                pieces = Pieces.empty(cfg.rows(piece, n) * n, piece, cfg.pages_per_sequence)
-                self._state, logits = engine.prefill(self.params, self._state, pieces, read=read)
-        self._state, _ = engine.insert(self._state, logits, Inserts.empty(cfg.slots))
-        for width in engine.widths:
-            for rows in engine.row_counts:
-                idle = np.full(rows * n, -1, np.int32)
-                self._state, _ = engine.generate(self.params, self._state, self._table[idle, :width], idle)
-        jax.block_until_ready(self._state)
+        for program in self.programs(longest_prompt, multi_turn):
+            program()
+
+    def programs(
+        self, longest_prompt: int, multi_turn: bool, laws: Sequence[tuple[bool, bool]] = ((False, False),)
+    ) -> Sequence[Callable[[], None]]:
+        """Calls that compile one program each, by running it to no effect; in this order, and while nothing else runs.
+
+        Args:
+          laws: whether to truncate and whether to report likely tokens, for each kind of law (see `sampling.draw`).
+        """
+        engine, cfg = self.engine, self.cfg
+        pieces = cfg.pieces[: cfg.pieces.index(cfg.piece(longest_prompt)) + 1]
+        reads = (0, *engine.widths) if multi_turn else (0,)
+        calls = [functools.partial(self._try_prefill, piece, read) for piece in pieces for read in reads]
+        calls += [functools.partial(self._try_insert, pieces[0], *law) for law in laws]
+        sizes = [(width, rows) for width in engine.widths for rows in engine.row_counts]
+        return calls + [functools.partial(self._try_generate, *size, *law) for law in laws for size in sizes]
+
+    def _try_prefill(self, piece: int, read: int) -> None:
+        rows = self.cfg.rows(piece, self.engine.num_shards) * self.engine.num_shards
+        pieces = Pieces.empty(rows, piece, self.cfg.pages_per_sequence)
+        self._state, _ = jax.block_until_ready(self.engine.prefill(self.params, self._state, pieces, read=read))
+
+    def _try_insert(self, piece: int, truncate: bool, top: bool) -> None:
+        rows = self.cfg.rows(piece, self.engine.num_shards) * self.engine.num_shards
+        pieces = Pieces.empty(rows, piece, self.cfg.pages_per_sequence)
+        self._state, logits = self.engine.prefill(self.params, self._state, pieces, read=0)
+        nothing = Inserts.empty(self.cfg.slots)
+        done = self.engine.insert(self._state, logits, nothing, truncate=truncate, top=top)
+        self._state, _ = jax.block_until_ready(done)
+
+    def _try_generate(self, width: int, rows: int, truncate: bool, top: bool) -> None:
+        idle = np.full(rows * self.engine.num_shards, -1, np.int32)
+        table = self._table[idle, :width]
+        done = self.engine.generate(self.params, self._state, table, idle, truncate=truncate, top=top)
+        self._state, _ = jax.block_until_ready(done)
 
     # ---- waiting
 
@@ -463,7 +493,7 @@ class Scheduler:
                 self._place(request, prompt, pages, inserts)
                 requests.append(request)
         for logits, inserts, requests in by_logits.values():
-            truncate, top = _variants(requests)
+            truncate, top = self._law(requests)
             self._state, first = self.engine.insert(self._state, logits, inserts, truncate=truncate, top=top)
             self._fresh.append((requests, first))
         for prompt in [p for p in self._ready if not p.members]:  # only now: the inserts copy from their last pages
@@ -570,7 +600,7 @@ class Scheduler:
             if slot >= 0:
                 self._running[slot].row = row
         longest = max(r.in_cache for r in self._running.values()) + self.cfg.steps_per_dispatch
-        truncate, top = _variants(self._running.values())
+        truncate, top = self._law(self._running.values())
         table = self._table[slots, : self.engine.width(longest)]
         local = np.where(slots >= 0, slots % each, -1).astype(np.int32)
         self._state, out = self.engine.generate(self.params, self._state, table, local, truncate=truncate, top=top)
@@ -580,6 +610,11 @@ class Scheduler:
         self.stats.busy_slot_steps += int(out.valid.sum())
         self.stats.generate_s += time.perf_counter() - start
         return out
+
+    def _law(self, requests: Iterable[Request]) -> tuple[bool, bool]:
+        """The kind of law that all of these can be drawn by."""
+        params = [r.params for r in requests]
+        return self.cfg.law(any(p.truncates for p in params), any(p.top_logprobs for p in params))
 
     def _take_fresh(self) -> list[tuple[list[Request], ResultTokens]]:
         fresh, self._fresh = self._fresh, []
@@ -643,14 +678,15 @@ class Scheduler:
         """How many of the new tokens belong to the answer if one of its stop texts is complete, else None."""
         if not request.params.stop:
             return None
-        assert self._detokenize is not None
-        margin = 4 * max(len(s) for s in request.params.stop) + 8  # a character has at most four tokens
-        before = np.concatenate([p.tokens for p in request.parts])[-margin:] if request.parts else new[:0]
-        tokens = [*before.tolist(), *new.tolist()]
-        for n in range(len(before) + 1, len(tokens) + 1):
-            text = self._detokenize(tokens[:n])
-            if any(s in text for s in request.params.stop):
-                return n - len(before)
+        if request.text is None:
+            assert self._vocabulary is not None
+            request.text = TextStream(self._vocabulary.decoder(request.prompt_ids), request.params.stop)
+            for part in request.parts:
+                request.text.add(part.tokens, last=False)
+        for n, token in enumerate(new.tolist(), 1):
+            request.text.add([token], last=False)
+            if request.text.stopped:
+                return n
         return None
 
     def _leave_slot(self, request: Request) -> None:
@@ -681,9 +717,3 @@ def _rank(entry: tuple[tuple[int, int], Prompt]) -> tuple[int, int]:
 
 def _after(data: bytes, tokens: int) -> bytes:
     return data[tokens * 4 :]
-
-
-def _variants(requests: Iterable[Request]) -> tuple[bool, bool]:
-    """Whether any request truncates its law, and whether any asks for likely tokens."""
-    requests = list(requests)
-    return any(r.params.truncates for r in requests), any(r.params.top_logprobs for r in requests)

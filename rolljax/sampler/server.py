@@ -1,6 +1,6 @@
 """An OpenAI-compatible HTTP server over the in-process sampler, as an ASGI application.
 
-    bytes -> openai_types (fields) -> openai_read (Job) -> openai_answer (Sampler.submit) -> openai_text -> JSON or SSE
+    server_http (requests) -> openai_types (fields) -> openai_read (Job) -> openai_answer (Sampler) -> JSON or SSE
 
 Every request is watched while it is answered: when its client hangs up, its work in the sampler is aborted.
 """
@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import hmac
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -27,24 +27,44 @@ from rolljax.sampler.client import Sampler
 from rolljax.sampler.openai_answer import Json, Run, dump
 from rolljax.sampler.openai_read import read_chat, read_completion
 from rolljax.sampler.openai_session import Session, Sessions
-from rolljax.sampler.openai_text import Vocabulary
-from rolljax.sampler.openai_types import ApiError, Job, Served, parse_json
+from rolljax.sampler.openai_types import ApiError, Job, Served, parse_json, short
 from rolljax.sampler.server_metrics import ServerMetrics
 
 T = TypeVar("T")
-LARGE_BODY = 32 * 1024
-"""Bytes from which a body is parsed and tokenised beside the event loop."""
+SMALL_BODY, LARGE_BODY = 4 * 1024, 128 * 1024
+"""Bytes up to which a body is parsed and tokenised on the event loop, and from which by a thread for large ones."""
+REHEARSALS = 8
+"""Rounds of requests of the server's own before it is ready."""
+HELD_BODIES = 8
+"""Bodies of full size whose bytes may be held before they are tokenised."""
 GENERATING = ("/v1/completions", "/v1/chat/completions")
-PATHS = (*GENERATING, "/v1/models", "/health", "/metrics")
+OPEN_TO_ALL = ("/health", "/ready")
+PATHS = (*GENERATING, "/v1/models", *OPEN_TO_ALL, "/metrics")
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """keys: bearer tokens that open the server (none: it is open). concurrency: requests answered at the same time."""
+    """What a server takes on.
+
+    keys: bearer tokens that open it (none: it is open). concurrency: requests answered at the same time. body_bytes: of
+    one request. body_s, head_s: seconds for a body, and for what stands before it, to arrive.
+    """
 
     keys: tuple[str, ...] = ()
     concurrency: int = 1024
     body_bytes: int = 8 * 2**20
+    body_s: float = 30.0
+    head_s: float = 10.0
+
+    @property
+    def connections(self) -> int:
+        """Connections at the same time; those that wait for a request give way to others."""
+        return 2 * self.concurrency
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all large bodies that are not tokenised yet, beyond `LARGE_BODY` of each."""
+        return HELD_BODIES * self.body_bytes
 
 
 class HungUp(Exception):
@@ -60,15 +80,19 @@ class Service:
 
     def __init__(self, sampler: Sampler, served: Served, limits: Limits, sessions: Sessions | None = None) -> None:
         self.sampler, self.served, self.limits, self.sessions = sampler, served, limits, sessions
-        self.vocabulary = Vocabulary(served.tokenizer)
         self.metrics = ServerMetrics(sampler)
         self.metrics.open.set_function(lambda: self.open)
         self.draining = False
+        self.compiled: tuple[int, int] | None = None
+        """While the server warms up: programs that are compiled, and all of them."""
         self.open = 0
-        """Requests for tokens that are being answered."""
+        """Requests for tokens that have arrived whole and are being answered."""
         self.runs: set[Run] = set()
+        self._held_bytes = 0
         self._created = int(time.time())
-        self._reader = concurrent.futures.ThreadPoolExecutor(1, "rolljax-serve-reader")
+        self._reader, self._large_reader = (
+            concurrent.futures.ThreadPoolExecutor(1, f"rolljax-serve-{name}") for name in ("reader", "large-reader")
+        )
         self.app: ASGIApp = Gate(
             Starlette(
                 routes=[
@@ -77,6 +101,7 @@ class Service:
                     Route("/v1/models", self.models),
                     Route("/v1/models/{name:path}", self.one_model),
                     Route("/health", self.health),
+                    Route("/ready", self.ready),
                     Route("/metrics", self.show_metrics),
                 ],
                 exception_handlers={
@@ -116,11 +141,59 @@ class Service:
     async def show_metrics(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def ready(self, _: Request) -> Response:
+        reason = self.unready()
+        if not reason:
+            return _json({"status": "ready", "policy_version": self.sampler.version})
+        done, programs = self.compiled or (0, 0)
+        return _json({"status": "unready", "reason": reason, "compiled": done, "programs": programs}, 503)
+
     def unavailable(self) -> str:
-        """Why no request can be taken now; empty when one can."""
+        """Why the server is of no use; empty when it is."""
         if self.draining:
             return "the server is shutting down"
         return f"the sampler has stopped: {self.sampler.error}" if self.sampler.error else ""
+
+    def unready(self) -> str:
+        """Why no request can be taken now; empty when one can."""
+        if self.compiled is None:
+            return self.unavailable()
+        done, programs = self.compiled
+        return self.unavailable() or f"the server is compiling: {done} of {programs} programs"
+
+    async def warm_up(self, show: Callable[[int, int], None]) -> None:
+        """Compile what requests can need, and take none before; `show` is told how many programs of how many are done.
+
+        Raises:
+          SamplerError: the sampler has stopped.
+        """
+
+        def done(programs: int, of: int) -> None:
+            self.compiled = programs, of
+            show(programs, of)
+
+        self.compiled = 0, 0
+        await self.sampler.warm_up(done)
+        await self._rehearse()
+        self.compiled = None
+
+    async def _rehearse(self) -> None:
+        """Answer requests of our own, so that the first of others finds everything in place, and fast."""
+        ours: list[tuple[bool, Json]] = [
+            (False, {"prompt": "x"}),
+            (True, {"messages": [{"role": "user", "content": "x"}]}),
+        ]
+        for chat, body in ours[: 1 + (self.served.chat is not None)] * REHEARSALS:
+            with contextlib.suppress(ApiError):  # a template may refuse it
+                job = await self._read(dump(body | {"max_tokens": 9}), chat, None)
+                for stream in (False, True):
+                    run = Run(self, dataclasses.replace(job, stream=stream), time.perf_counter())
+                    with contextlib.closing(run):
+                        if stream:
+                            async for _ in run.events():
+                                pass
+                        else:
+                            dump(await run.whole())
 
     def _model(self) -> Json:
         return {
@@ -136,11 +209,9 @@ class Service:
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         started_s = time.perf_counter()
         session: Session | None = request.scope.get("rolljax_session")
-        body = await self._body(request)
-        if len(body) < LARGE_BODY:
-            job = self._read(body, chat, session)
-        else:
-            job = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, body, chat, session)
+        async with self._received(request) as body:
+            self._admit(request.scope)
+            job = await self._read(body, chat, session)
         run = Run(self, job if session is None else session.begin(job), started_s)
         if job.stream:
             return EventStream(run)
@@ -149,27 +220,81 @@ class Service:
         finally:
             run.close()
 
-    def _read(self, body: bytes, chat: bool, session: Session | None) -> Job:
-        raw = parse_json(body)
-        if session is not None:
-            return session.read(raw, chat, self.served)
-        return read_chat(raw, self.served) if chat else read_completion(raw, self.served)
+    def _admit(self, scope: Scope) -> None:
+        """Count a request that has arrived whole among those that are answered, until its `Gate` is left.
 
-    async def _body(self, request: Request) -> bytes:
-        """The body of a JSON request, unless it is too large."""
+        Raises:
+          ApiError: as many are answered already, or no more are taken.
+        """
+        if refusal := self.full():
+            raise refusal
+        self.open += 1
+        scope["rolljax_admitted"] = True
+
+    def full(self) -> ApiError | None:
+        """Why no further request can be answered."""
+        if reason := self.unready():
+            return ApiError(503, reason, code="unavailable", headers={"Retry-After": "5"})
+        if self.open >= self.limits.concurrency:
+            message = f"{self.open} requests are open, which is the most at a time; try again (--max_concurrency)"
+            return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+        return None
+
+    async def _read(self, body: bytes, chat: bool, session: Session | None) -> Job:
+        def read() -> Job:
+            raw = parse_json(body)
+            if session is not None:
+                return session.read(raw, chat, self.served)
+            return read_chat(raw, self.served) if chat else read_completion(raw, self.served)
+
+        if len(body) <= SMALL_BODY:
+            return read()
+        reader = self._reader if len(body) <= LARGE_BODY else self._large_reader
+        return await asyncio.get_running_loop().run_in_executor(reader, read)
+
+    @contextlib.asynccontextmanager
+    async def _received(self, request: Request) -> AsyncIterator[bytes]:
+        """The whole body of a JSON request. While it is in use, what is large about it counts among what is held."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            message = f"content-type: must be application/json, got {kind or 'none'}"
+            message = f"content-type: must be application/json, got {short(kind) if kind else 'none'}"
             raise ApiError(415, message, param="content-type")
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise ApiError(415, "content-encoding: bodies must not be compressed", param="content-encoding")
-        body, limit = bytearray(), self.limits.body_bytes
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                message = f"the body is larger than {limit / 2**20:g} MiB; send less, or raise --max_body_mib"
-                raise ApiError(413, message)
-        return bytes(body)
+        length = request.headers.get("content-length", "0")
+        body, large = bytearray(), 0
+        self._check_size(int(length) if length.isdecimal() else 0)
+        try:
+            try:
+                async with asyncio.timeout(self.limits.body_s):
+                    async for part in request.stream():
+                        body += part
+                        large += self._hold(len(body), large)
+            except TimeoutError:
+                message = f"no whole body within {self.limits.body_s:g} s, but {len(body)} bytes of it (--body_s)"
+                raise ApiError(408, message) from None
+            yield bytes(body)
+        finally:
+            self._held_bytes -= large
+
+    def _hold(self, size: int, large: int) -> int:
+        """Hold a body that has grown to `size` bytes, `large` of which are counted; returns how many more are."""
+        if size > self.limits.body_bytes:
+            message = (
+                f"the body is larger than {self.limits.body_bytes / 2**20:g} MiB; send less, or raise --max_body_mib"
+            )
+            raise ApiError(413, message)
+        more = max(size - LARGE_BODY, 0) - large
+        if self._held_bytes + more > self.limits.held_bytes:
+            message = "too many large bodies are being received; try again, or send less at a time"
+            raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+        self._held_bytes += more
+        return more
+
+    def _check_size(self, size: int) -> None:
+        limit = self.limits.body_bytes
+        if size > limit:
+            raise ApiError(413, f"the body is larger than {limit / 2**20:g} MiB; send less, or raise --max_body_mib")
 
     # ---- the end
 
@@ -191,7 +316,8 @@ class Service:
             run.abort()
 
     def close(self) -> None:
-        self._reader.shutdown()
+        for reader in (self._reader, self._large_reader):
+            reader.shutdown()
 
 
 class Gate:
@@ -214,28 +340,21 @@ class Gate:
 
         generating = path in GENERATING and scope["method"] == "POST"
         refusal = self._refusal(scope, path, generating)
-        service.open += generating
         try:
             if refusal is not None:
                 await _error(refusal)(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)
         finally:
-            service.open -= generating
+            service.open -= scope.get("rolljax_admitted", False)
             service.metrics.requests.labels(path if path in PATHS else "other", str(status[0])).inc()
             if generating:
                 service.metrics.seconds.observe(time.perf_counter() - started_s)
 
     def _refusal(self, scope: Scope, path: str, generating: bool) -> ApiError | None:
-        service, limits = self._service, self._service.limits
-        if path != "/health" and (refusal := self._let_in(scope)):
+        if path not in OPEN_TO_ALL and (refusal := self._let_in(scope)):
             return refusal
-        if generating and (reason := service.unavailable()):
-            return ApiError(503, reason, code="unavailable", headers={"Retry-After": "5"})
-        if generating and service.open >= limits.concurrency:
-            message = f"{service.open} requests are open, which is the most at a time; try again (--max_concurrency)"
-            return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
-        return None
+        return self._service.full() if generating else None
 
     def _let_in(self, scope: Scope) -> ApiError | None:
         """Look at the key, and put the session that it opens into the scope."""

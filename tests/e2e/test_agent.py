@@ -207,7 +207,7 @@ def start_sampler(model, params, chat):
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(slots=8, max_context=CONTEXT, steps_per_dispatch=4, prefill_chunk=64)
     engine, weights = Engine(model, cfg, mesh, BATCH_AXES), make_publish(mesh, model)(params)
-    return lambda: Sampler(engine, weights, VERSION, detokenize=chat.text, longest_prompt=0)
+    return lambda: Sampler(engine, weights, VERSION, vocabulary=chat.vocabulary, longest_prompt=0)
 
 
 @pytest.fixture

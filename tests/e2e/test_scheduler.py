@@ -571,7 +571,7 @@ def test_truncated_neighbours_change_nothing(chat):
 def test_stop_texts_end_at_the_token_that_completes_them(chat, steps):
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(slots=4, max_context=256, steps_per_dispatch=steps)
-    sampler = Sampler(engine_of(cfg, mesh), weights(), 0, detokenize=chat.tokenizer.decode, longest_prompt=0)
+    sampler = Sampler(engine_of(cfg, mesh), weights(), 0, vocabulary=chat.vocabulary, longest_prompt=0)
     prompt = np.arange(65, 90, dtype=np.int32)
     parts = []
 
@@ -616,7 +616,7 @@ def test_score_is_the_model_s_log_prob():
         ([1], SamplingParams(min_p=1.5), "min_p"),
         ([1], SamplingParams(stop_ids=(1, 2, 3, 4, 5)), "4 stop ids"),
         ([1], SamplingParams(top_logprobs=21), "20"),
-        ([1], SamplingParams(stop=("x",)), "detokenizer"),
+        ([1], SamplingParams(stop=("x",)), "vocabulary"),
     ],
 )
 def test_malformed_requests_are_refused(shared_sampler, prompt, params, says):

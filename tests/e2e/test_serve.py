@@ -10,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 
 import httpx2
 import jax
@@ -31,44 +29,16 @@ from rolljax.runfolder import RunFolder
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine, SamplerConfig
 from rolljax.sampler.openai_types import Served
-from rolljax.sampler.server import Limits, Service
+from rolljax.sampler.server import Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import SamplingParams
 
 from .conftest import QUICKSTART, ROOT
+from .serving import KEY, Running, received, until
 
 CONTEXT = 240
-KEY = "sesame"
 VERSION = 3
-
-
-class Running:
-    """A server in a thread of its own."""
-
-    def __init__(self, sampler, served, limits):
-        self.service = Service(sampler, served, limits)
-        self.server = serve.make_server(self.service)
-        listener = serve.listen("127.0.0.1", 0)
-        self.address = listener.getsockname()
-        self.url = f"http://127.0.0.1:{self.address[1]}"
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
-        self._thread.start()
-        while not self.server.started:
-            time.sleep(0.005)
-
-    def client(self, kind=openai.OpenAI):
-        return kind(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
-
-    def post(self, path, body, **headers):
-        content = body if isinstance(body, (bytes, str)) else json.dumps(body)
-        kind = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-        return httpx2.post(self.url + path, content=content, headers=kind | headers, timeout=60)
-
-    def close(self):
-        self.server.should_exit = True
-        self._thread.join()
-        self.service.close()
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +47,7 @@ def start_sampler(model, params, chat):
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(slots=32, max_context=CONTEXT, steps_per_dispatch=4, prefill_chunk=64, prefix_match="any")
     engine, weights = Engine(model, cfg, mesh, BATCH_AXES), make_publish(mesh, model)(params)
-    return lambda: Sampler(engine, weights, VERSION, detokenize=chat.text)
+    return lambda: Sampler(engine, weights, VERSION, vocabulary=chat.vocabulary)
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +88,6 @@ def talk(client, text="Hello", extra=None, **fields):
 IDS = {"return_token_ids": True}
 
 
-def until(condition, seconds=10):
-    """Wait for something that must come soon."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen"
-        time.sleep(0.005)
-
-
 # ---- what is answered
 
 
@@ -143,7 +105,7 @@ def test_a_completion(client, chat):
     (choice,) = reply.choices
     assert reply.object == "text_completion" and reply.model == "tiny"
     assert choice.prompt_token_ids == chat.tokenizer("Hello")["input_ids"]
-    assert choice.text == chat.text(choice.token_ids) and choice.logprobs is None
+    assert choice.text == chat.text(choice.token_ids, choice.prompt_token_ids) and choice.logprobs is None
     assert choice.versions == [VERSION] * len(choice.token_ids)
     assert choice.finish_reason == ("stop" if choice.token_ids[-1] in chat.stop_ids else "length")
     assert reply.usage.prompt_tokens == 5 and reply.usage.completion_tokens == len(choice.token_ids) <= 12
@@ -174,7 +136,7 @@ def test_chat_is_the_template(client, chat):
     prompt = chat.conversation_ids([{"role": "system", "content": "short"}, {"role": "user", "content": "é"}])
     assert reply.prompt_token_ids == prompt.tolist()
     assert reply.choices[0].message.role == "assistant"
-    assert reply.choices[0].message.content == chat.text(reply.choices[0].token_ids)
+    assert reply.choices[0].message.content == chat.text(reply.choices[0].token_ids, prompt)
     same = ask(client, prompt.tolist(), seed=2, max_tokens=10, extra=IDS)
     assert same.choices[0].token_ids == reply.choices[0].token_ids
 
@@ -252,8 +214,8 @@ def test_stop_texts(client, chat):
     for stop in said(plain):
         reply = ask(client, seed=3, max_tokens=80, stop=stop, extra=IDS | {"ignore_eos": True}).choices[0]
         assert reply.text == plain[: plain.index(stop)] and reply.finish_reason == "stop"
-        assert stop in chat.text(reply.token_ids), "ids are all that was sampled"
-        assert stop not in chat.text(reply.token_ids[:-1])
+        assert stop in chat.text(reply.token_ids, []), "ids are all that was sampled"
+        assert stop not in chat.text(reply.token_ids[:-1], [])
     token = chat.tokenizer(stop)["input_ids"][0]
     ended = ask(client, seed=3, max_tokens=80, extra=IDS | {"stop_token_ids": [token], "ignore_eos": True}).choices[0]
     assert ended.token_ids[-1] == token and ended.finish_reason == "stop"
@@ -298,7 +260,7 @@ def test_log_probs_are_the_samplers(client, sampler, chat, mode, stream):
     ids = sum((c.token_ids for c in choices if hasattr(c, "token_ids")), [])
     assert len(entries) == len(ids)
     shown = b"".join(bytes(e.bytes) for e, i in zip(entries, ids, strict=True) if i < 256)
-    assert shown.decode(errors="replace") == chat.text(ids)
+    assert shown.decode(errors="replace") == chat.text(ids, [])
     assert all(len(e.top_logprobs) == 3 and e.logprob <= 0 for e in entries)
 
 
@@ -365,18 +327,6 @@ def raw_request(running, body):
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json"
     connection.sendall(f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
-
-
-def received(connection, until):
-    """Everything up to and with some bytes."""
-    connection.settimeout(10)
-    data = b""
-    while until not in data:
-        more = connection.recv(65536)
-        assert more, data
-        data += more
-    connection.close()
-    return data
 
 
 LONG = {"prompt": "x", "ignore_eos": True, "max_tokens": 10_000, "n": 64}
@@ -702,6 +652,7 @@ def test_the_command_serves_and_drains(run_folder):
         line = process.stdout.readline()
         url = re.search(r"http://127\.0\.0\.1:\d+/v1", line)[0]
         assert "tiny-run" in line and "8 slots" in line and "64" in line and "curl" in line and KEY not in line
+        assert httpx2.get(url.replace("/v1", "/ready")).status_code == 200
         with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
             assert client.models.list().data[0].id == "tiny-run"
             many = {"n": 64, "max_tokens": 60, "stream": True, "extra_body": IDS | {"ignore_eos": True}}
@@ -716,6 +667,7 @@ def test_the_command_serves_and_drains(run_folder):
         out, err = process.communicate(timeout=30)
         assert process.returncode == 0, err
         assert out == "" and "Traceback" not in err
+        assert url.replace("/v1", "/ready") in err and "compiled 3 of 6 programs" in err
     finally:
         process.kill()
 

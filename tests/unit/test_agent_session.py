@@ -37,7 +37,7 @@ def answer(job, served, tokens, text=None):
     reason = "stop" if tokens[-1] in served.chat.stop_ids else "length"
     completion = Completion(Sampled.of(tokens, logp, np.full(len(tokens), 2, np.int32)), reason)
     job.call.sampled()
-    job.call.answered(completion, served.text(tokens) if text is None else text)
+    job.call.answered(completion, served.vocabulary.text(tokens) if text is None else text)
     job.call.close()
     return {"role": "assistant", "content": job.call.text}
 

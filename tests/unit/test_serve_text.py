@@ -9,28 +9,15 @@ from hypothesis import strategies as st
 
 from rolljax.errors import ConfigError
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.sampler.openai_text import CompletionLogprobs, TextStream, Vocabulary
+from rolljax.model.vocabulary import TextStream, Vocabulary
+from rolljax.sampler.openai_text import CompletionLogprobs
 from rolljax.sampler.openai_types import ApiError, parse_json
 from rolljax.types import Message
+from tests.spellers import llama
 
-
-def sentencepiece():
-    """A tokenizer like Llama 2's: spaces as U+2581, bytes as tokens of their own, the first space left out."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["\u2581a", "\u2581b", "c", "\u2581", "</s>", "\u2581STOP", "ST", "OP"]
-    vocab = {f"<0x{b:02X}>": b for b in range(256)} | {w: 256 + i for i, w in enumerate(words)}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    core.add_special_tokens(["</s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", clean_up_tokenization_spaces=False)
-
-
-TOKENIZERS = {"bytes": byte_tokenizer(), "sentencepiece": sentencepiece()}
-BYTE = {Vocabulary(TOKENIZERS["bytes"]).raw(i): i for i in range(256)}
+TOKENIZERS = {"bytes": byte_tokenizer(), "sentencepiece": llama()}
+VOCABULARIES = {name: Vocabulary(t) for name, t in TOKENIZERS.items()}
+BYTE = {VOCABULARIES["bytes"].raw(i): i for i in range(256)}
 """Ids of the byte tokenizer."""
 
 
@@ -55,7 +42,7 @@ def test_pieces_are_the_whole(name, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)), max_size=6)))
     text = decode(name)(ids)
     at = min((text.index(s) for s in stops if s in text), default=len(text))
-    stream, shown = TextStream(decode(name), stops), ""
+    stream, shown = TextStream(VOCABULARIES[name].decoder(), stops), ""
     for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
         shown += stream.add(ids[start:end], last=False)
         assert text[:at].startswith(shown)
@@ -65,7 +52,7 @@ def test_pieces_are_the_whole(name, data):
 
 
 def test_half_a_character_and_half_a_stop_text_wait():
-    stream = TextStream(decode("bytes"), ["</think>"])
+    stream = TextStream(VOCABULARIES["bytes"].decoder(), ["</think>"])
     pieces = ["\u20ac".encode()[i : i + 1] for i in range(3)] + [bytes([b]) for b in b"<b></thi!</think>x"]
     shown = [stream.add([BYTE[p]], last=False) for p in pieces]
     assert shown[:5] == ["", "", "\u20ac", "", "<b"]
@@ -74,20 +61,19 @@ def test_half_a_character_and_half_a_stop_text_wait():
 
 @given(st.binary(max_size=12))
 def test_offsets_count_the_characters_before_a_token(raw):
-    vocabulary = Vocabulary(TOKENIZERS["bytes"])
     ids = np.array([BYTE[raw[i : i + 1]] for i in range(len(raw))], np.int32)
-    entries = CompletionLogprobs(vocabulary).prompt(ids, np.zeros(len(ids)))
     text = decode("bytes")(ids.tolist())
+    entries = CompletionLogprobs(VOCABULARIES["bytes"], ids).prompt(np.zeros(len(ids)), text)
     for token, offset in zip(entries["tokens"], entries["text_offset"], strict=True):
         assert text[offset] == token if len(token) == 1 else offset < len(text)
 
 
 def test_names_and_bytes_of_tokens():
-    vocabulary = Vocabulary(TOKENIZERS["bytes"])
+    vocabulary = VOCABULARIES["bytes"]
     assert sorted(vocabulary.raw(i) for i in range(256)) == [bytes([b]) for b in range(256)]
     assert vocabulary.name(TOKENIZERS["bytes"].convert_tokens_to_ids("<|end|>")) == "<|end|>"
     assert vocabulary.name(263) == "token_id:263" and vocabulary.raw(263) == b""
-    other = Vocabulary(TOKENIZERS["sentencepiece"])
+    other = VOCABULARIES["sentencepiece"]
     assert (other.name(0xE2), other.raw(0x41), other.name(256)) == ("bytes:\\xe2", b"A", " a")
 
 

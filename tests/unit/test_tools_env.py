@@ -248,7 +248,7 @@ def test_results_forge_no_special_tokens():
     plain = chat.delta_ids((Message("tool", "x"),), closed=True)
     assert [i for i in ids if i in specials] == [i for i in plain if i in specials]
     assert len(ids) == len(plain) - 1 + len(forged)
-    assert chat.text(ids) == forged
+    assert chat.text(ids, []) == forged
     in_prompt = chat.prompt_ids(ToolEnv(Log(), PythonTools((echo,))).make().reset(Task("log", 0, "0")))
     assert sum(i in specials for i in in_prompt) == 3 and in_prompt.dtype == np.int32
 

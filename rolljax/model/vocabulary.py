@@ -1,0 +1,277 @@
+"""Tokens and text: what a text is as ids, and the text of ids, of whole answers and of answers that grow.
+
+An answer stands behind a prompt, and its text is what its tokens add there. That is not what decoding it on its own
+gives: decoders in the manner of SentencePiece leave out the first space of everything they decode. So text is put
+together here from the bytes that every single token adds. Pieces of an answer are then its whole text however they are
+cut, characters that take several tokens appear when they are whole, and a token costs one look into a table.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Ids = Sequence[int] | np.ndarray
+
+SURE_CHARS = 16
+"""Texts of up to so many characters per token that fits are tokenised at once; longer ones in parts, to be counted."""
+PART_CHARS = 16 * 1024
+SEPARATORS = ("\n", ":", ">")
+"""Texts that a text is put behind to be tokenised as if it stood in the middle of one."""
+
+
+class Vocabulary:
+    """The tokens of a tokenizer. Safe to use from several threads.
+
+    specials: ids that texts do not show. added: ids of further tokens that were added as spellings which are never cut
+    ("<tool_call>"), without those that are white space or a single character, which stand for nothing but themselves.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._core = getattr(tokenizer, "backend_tokenizer", None)
+        if self._core is not None:  # `encode` uses it as it is
+            self._core.no_truncation()
+            self._core.no_padding()
+        known = tokenizer.added_tokens_decoder
+        self.specials = frozenset(i for i, t in known.items() if t.special)
+        self.added = frozenset(i for i, t in known.items() if not t.special and _is_marker(t.content))
+        self._spelled = {i: t.content for i, t in known.items()}
+        self._of_char = _byte_alphabet() if "ByteLevel" in _decoder_types(self._core) else {}
+        self._raw = _Table(self._bytes_of)
+        self._shown = _Table(lambda token: b"" if token in self.specials else self._raw[token])
+
+    # ---- text to ids
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of a text; text that spells an added token becomes that token.
+
+        Args:
+          special: with what the tokenizer puts around a whole text (a token for its beginning).
+        """
+        if self._core is None:
+            return self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        # of one text, for what `encode` does not: it lets other threads run, and it is fast
+        return self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Ids of a text that stands behind another: without the space that some tokenizers put before every text."""
+        if self._puts_space_before:
+            for separator in SEPARATORS:
+                head, whole = self.encode(separator), self.encode(separator + text)
+                if whole[: len(head)] == head:
+                    return whole[len(head) :]
+        return self.encode(text)
+
+    def encode_plain(self, text: str, hidden: frozenset[int]) -> list[int]:
+        """Ids of a text that stands behind another, none in `hidden`: where it spells one of these it is cut."""
+        ids = self.encode_inside(text)
+        if len(text) < 2 or hidden.isdisjoint(ids):
+            return ids
+        half = len(text) // 2
+        return self.encode_plain(text[:half], hidden) + self.encode_plain(text[half:], hidden)
+
+    def spelling(self, ids: frozenset[int]) -> re.Pattern[str]:
+        """What finds the spellings of added tokens in a text, the longest first."""
+        texts = {self._spelled[i] for i in ids}
+        texts |= {self.normalized(text) for text in texts} - {""}
+        return re.compile("|".join(map(re.escape, sorted(texts, key=lambda t: (-len(t), t)))) or r"(?!)")
+
+    def normalized(self, text: str) -> str:
+        """A text as the tokenizer looks for tokens in it."""
+        normalizer = None if self._core is None else self._core.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
+
+    def exceeds(self, text: str, most: int) -> bool:
+        """Whether a text certainly has more than `most` tokens: found without tokenising much more than these.
+
+        False says nothing about texts that are short enough to be tokenised. Cut into parts a text has a few tokens
+        more than whole; twice as many are sure.
+        """
+        if len(text) <= SURE_CHARS * most:
+            return False
+        if len(text.encode()) > self.longest * most:
+            return True
+        counted = 0
+        for at in range(0, len(text), PART_CHARS):
+            counted += len(self.encode(text[at : at + PART_CHARS]))
+            if counted > 2 * most:
+                return True
+        return False
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token, at least."""
+        return max(len(piece.encode()) for piece in self._tokenizer.get_vocab())
+
+    # ---- ids to text
+
+    def text(self, ids: Ids, behind: Ids = ()) -> str:
+        """Text that `ids [T]` add behind those of a prompt; special tokens are left out."""
+        decoder = self.decoder(behind)
+        return decoder.add(ids) + decoder.end()
+
+    def decoder(self, behind: Ids = ()) -> TextDecoder:
+        """The text of an answer that grows behind a prompt."""
+        return TextDecoder(self, any(map(self.appears, map(int, reversed(behind)))))
+
+    def appears(self, token: int) -> bool:
+        """Whether a token is one of text."""
+        return token not in self.specials and self._tokenizer.convert_ids_to_tokens(token) is not None
+
+    def raw(self, token: int) -> bytes:
+        """What a token adds to the UTF-8 text; special tokens are spelled out, unknown ids are empty."""
+        return self._raw[token]
+
+    def shown(self, token: int) -> bytes:
+        """Bytes of a token in texts, where special tokens are left out."""
+        return self._shown[token]
+
+    def first(self, token: int) -> bytes:
+        """Bytes of the token that a text begins with."""
+        raw = self._shown[token]
+        if self._of_char or not raw:
+            return raw
+        text = self._decode([token])
+        return raw if "\ufffd" in text else text.encode()
+
+    @functools.lru_cache(maxsize=65536)  # noqa: B019  # one vocabulary lives as long as its server
+    def name(self, token: int) -> str:
+        """A token's text; `bytes:\\xe2\\x82` where it is part of a character, `token_id:N` where it has none."""
+        raw = self.raw(token)
+        try:
+            return raw.decode() if raw else f"token_id:{token}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+    # ---- single tokens
+
+    def _bytes_of(self, token: int) -> bytes:
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:
+            return b""
+        if self._of_char:
+            if token not in self.specials and all(c in self._of_char for c in piece):
+                return bytes(self._of_char[c] for c in piece)
+            return piece.encode()
+        before = self._decode([self._anchor])
+        text = self._decode([self._anchor, token]).removeprefix(before)
+        if text == "\ufffd" and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return text.encode()
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    @functools.cached_property
+    def _anchor(self) -> int:
+        """A token of text."""
+        return self.encode("a")[-1]
+
+    @functools.cached_property
+    def _puts_space_before(self) -> bool:
+        return self.text(self.encode("a"), behind=[self._anchor]) != "a"
+
+
+class TextDecoder:
+    """The text of one growing answer. What `add` and, at last, `end` return is the text of all tokens together.
+
+    Args:
+      begun: whether there is text before the answer.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, begun: bool) -> None:
+        self._vocabulary, self._begun = vocabulary, begun
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, ids: Ids) -> str:
+        """The text that is known with these tokens and was not before; a character that is not whole yet waits."""
+        bytes_of = self._vocabulary.shown if self._begun else self.bytes_of
+        return self._utf8.decode(b"".join(map(bytes_of, map(int, ids))))
+
+    def end(self) -> str:
+        """What waited for tokens that do not come."""
+        return self._utf8.decode(b"", final=True)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Bytes that the next token adds."""
+        vocabulary = self._vocabulary
+        if self._begun or not vocabulary.appears(token):
+            return vocabulary.shown(token)
+        self._begun = True
+        return vocabulary.first(token)
+
+
+class TextStream:
+    """The text of one growing answer up to the first stop text, in pieces that are never taken back.
+
+    Args:
+      stops: texts the answer ends before.
+    """
+
+    def __init__(self, decoder: TextDecoder, stops: Sequence[str]) -> None:
+        self._decoder, self._stops = decoder, stops
+        self._longest = max(map(len, stops), default=0)
+        self._shown: list[str] = []
+        self._held = ""
+        self.stopped = False
+
+    @property
+    def shown(self) -> str:
+        """All the text that was returned so far."""
+        return "".join(self._shown)
+
+    def add(self, ids: Ids, *, last: bool) -> str:
+        """Take more tokens; returns the text that can be shown now, all of it if these are the last."""
+        if self.stopped:
+            return ""
+        text = self._held + self._decoder.add(ids) + (self._decoder.end() if last else "")
+        found = [at for at in map(text.find, self._stops) if at >= 0]
+        self.stopped = bool(found)
+        end = min(found) if found else len(text) if last else self._sure(text)
+        self._shown.append(text[:end])
+        self._held = text[end:]
+        return text[:end]
+
+    def _sure(self, text: str) -> int:
+        """Characters at the beginning that cannot be part of a stop text that is yet to end."""
+        for n in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(len(s) > n and text.endswith(s[:n]) for s in self._stops):
+                return len(text) - n
+        return len(text)
+
+
+class _Table(dict[int, bytes]):
+    """Values that are computed when they are asked for first."""
+
+    def __init__(self, make: Callable[[int], bytes]) -> None:
+        self._make = make
+
+    def __missing__(self, token: int) -> bytes:
+        value = self[token] = self._make(token)
+        return value
+
+
+def _is_marker(spelling: str) -> bool:
+    return len(spelling) > 1 and bool(spelling.strip(" \t\r\n\u2581"))
+
+
+def _decoder_types(core: Any) -> set[str]:
+    """Kinds of the steps of a decoder."""
+    if core is None or core.decoder is None:
+        return set()
+    decoder = json.loads(core.decoder.__getstate__())
+    return {step["type"] for step in decoder.get("decoders", [decoder])}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others follow from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,0 +1,94 @@
+"""A server in this process, and connections that speak to it by hand."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx2
+import openai
+
+from rolljax import serve
+from rolljax.sampler.server import Service
+from rolljax.sampler.server_http import make_server
+
+KEY = "sesame"
+
+
+class Running:
+    """A server in a thread of its own."""
+
+    def __init__(self, sampler, served, limits, keep_alive_s=5):
+        self.service = Service(sampler, served, limits)
+        self.server = make_server(self.service, keep_alive_s=keep_alive_s, closing_s=5)
+        listener = serve.listen("127.0.0.1", 0)
+        self.address = listener.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        self._thread.start()
+        while not self.server.started:
+            time.sleep(0.005)
+
+    def client(self, kind=openai.OpenAI):
+        return kind(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    def post(self, path, body, **headers):
+        content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+        kind = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        return httpx2.post(self.url + path, content=content, headers=kind | headers, timeout=60)
+
+    def close(self):
+        self.server.should_exit = True
+        self._thread.join()
+        self.service.close()
+
+
+def until(condition, seconds=10):
+    """Wait for something that must come soon."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.005)
+
+
+def connect(running, data=b""):
+    """A connection on which so much is sent already."""
+    connection = socket.create_connection(running.address, timeout=60)
+    with contextlib.suppress(OSError):  # closed while we send: what was answered can be read still
+        connection.sendall(data)
+    return connection
+
+
+def head(*lines, method="POST", path="/v1/completions", body=None):
+    """A request with the right headers, further ones, and a body of the length it says."""
+    fields = ["Host: x", f"Authorization: Bearer {KEY}", "Content-Type: application/json", *lines]
+    if body is not None:
+        fields.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([f"{method} {path} HTTP/1.1", *fields, "", ""]).encode("latin-1") + (body or b"")
+
+
+def received(connection, until):
+    """Everything up to and with some bytes."""
+    connection.settimeout(10)
+    data = b""
+    while until not in data:
+        more = connection.recv(65536)
+        assert more, data
+        data += more
+    connection.close()
+    return data
+
+
+def everything(connection):
+    """All that comes until the other side closes."""
+    data = b""
+    with connection, contextlib.suppress(ConnectionError):
+        while more := connection.recv(65536):
+            data += more
+    return data
+
+
+def status(data):
+    """Of the first answer; 0 where there is none."""
+    return int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/1.") else 0
