@@ -118,6 +118,10 @@ class EnvSpec(abc.ABC):
     def warm(self) -> None:  # noqa: B027  # most need nothing
         """Import and load what every episode needs. Called once, in the process that workers are forked from."""
 
+    def warnings(self) -> Sequence[str]:
+        """What a user should know before a run, as sentences: what of their data is left out, for one."""
+        return ()
+
     def bad_actions(self) -> Sequence[str]:
         """Actions that must not solve a task, for the contract tests."""
         return ("", "\x00", "nonsense " * 50)
