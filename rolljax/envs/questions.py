@@ -261,6 +261,15 @@ def is_same(gold: str, given: str) -> bool | TooMuch:
     return verifier.equal(gold, given) if plainly is None else plainly
 
 
+def is_right(text: str, gold: str, where: str = "any") -> bool:
+    """Whether a policy's text gives the recorded final answer `gold`: what the default reward asks.
+
+    where: as `Questions.answer_in`.
+    """
+    given = answers.find(text, where, number=answers.is_number(gold))
+    return given is not None and is_same(gold, given) is True
+
+
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 

@@ -62,7 +62,7 @@ SPECS = {
     "shop_tiny": Shop(**TINY),
     "travel": Travel(),
     "travel_desk": TravelDesk(reward="strict", seed=5),
-    "questions": Questions(str(DATA / "questions.jsonl")),
+    "questions": Questions(str(DATA / "word_problems.jsonl")),
     "recorded_answers": Records(str(DATA / "answers.jsonl"), prompt_key="question"),
     "recorded_pairs": Records(str(DATA / "pairs.jsonl")),
     "recorded_conversations": Records(str(DATA / "conversations.jsonl")),

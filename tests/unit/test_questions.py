@@ -20,7 +20,7 @@ from rolljax.envs.questions import BOXED, Questions
 from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.types import Message
 
-SAMPLE = Path(__file__).parents[1] / "data" / "questions.jsonl"
+SAMPLE = Path(__file__).parents[1] / "data" / "word_problems.jsonl"
 SPEC = Questions(str(SAMPLE))
 PLACES = ("any", "boxed", "last", "Answer: {answer}", "<answer>{answer}</answer>")
 
@@ -229,14 +229,14 @@ def test_a_reward_is_a_function(tmp_path):
 @pytest.mark.parametrize("answer", ["nan", "inf", "text", "none", "parts"])
 def test_what_is_no_number_is_a_fault_and_no_reward(answer):
     with pytest.raises(
-        EnvError, match=r"test_questions\.no_number gave .*questions\.jsonl, line 1: not a finite number"
+        EnvError, match=r"test_questions\.no_number gave .*word_problems\.jsonl, line 1: not a finite number"
     ):
         ask(dataclasses.replace(SPEC, reward=no_number), answer)
 
 
 def test_what_a_reward_raises_names_it_and_the_record():
     with pytest.raises(
-        EnvError, match=r"test_questions\.broken raised ZeroDivisionError for .*questions\.jsonl, line 3"
+        EnvError, match=r"test_questions\.broken raised ZeroDivisionError for .*word_problems\.jsonl, line 3"
     ):
         ask(dataclasses.replace(SPEC, reward=broken), "", 2)
 
