@@ -315,3 +315,5 @@ def test_a_recipe_on_records_and_what_it_says_about_a_bad_line(tmp_path, capsys)
     write(tmp_path / "sums.jsonl", *lines, {"question": "1+1="})
     assert train.main([*argv, "--set", f"Records.path = {path}"]) in (2, 3)
     assert f"{path}, line 61: lacks 'answer'" in capsys.readouterr().err
+    assert train.main([*argv, "--set", f"Records.path = {path}", "--set", "Records.bad_rows = skip"]) == 0
+    assert "warning   1 of 61 rows are left out" in capsys.readouterr().out

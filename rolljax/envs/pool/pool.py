@@ -20,7 +20,7 @@ from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.threads import ThreadRunner
-from rolljax.errors import EnvError, InfraError
+from rolljax.errors import ConfigError, EnvError, InfraError
 from rolljax.types import Message, Task
 
 NUM_THREADS = 2
@@ -246,6 +246,13 @@ def _runner(cfg: PoolConfig, spec: EnvSpec) -> _Runner:
     mailbox = Mailbox()
     where = cfg.where if cfg.where != "auto" else "process" if spec.runs == "process" else "thread"
     if where == "thread":
+        if spec.needs_worker:
+            raise ConfigError(
+                f"cannot be used with {spec.name}: {spec.needs_worker}, which could stop the whole run",
+                setting="PoolConfig.where",
+                value=where,
+                remedy="'auto' or 'process'",
+            )
         return ThreadRunner(
             cfg, spec, (cfg.workers or NUM_THREADS) if spec.runs == "inline" else cfg.io_threads, mailbox
         )
