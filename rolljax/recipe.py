@@ -293,11 +293,12 @@ class Recipe:
 
     def warnings(self) -> list[str]:
         """What is legitimate but may not be meant; raises `ConfigError` for what cannot work."""
-        return [
+        said = [
             f"phase {p.name}: {text}"
             for i, p in enumerate(self.phases)
             for text in p.algorithm.check(p.setup(self.max_turns, first=i == 0))
         ]
+        return [*self.env.warnings(), *said]
 
     def _lengths(self, phase: Phase) -> tuple[int, int, int]:
         """Siblings that must stand in one row; tokens of their prompt, and of what each says, in the worst case."""

@@ -104,6 +104,11 @@ class EnvSpec(abc.ABC):
         return ""
 
     @property
+    def needs_worker(self) -> str:
+        """Why its calls must run in worker processes, whatever a pool is told; empty: threads will do as well."""
+        return ""
+
+    @property
     def max_turns(self) -> int:
         """Most turns of an episode; multi-turn environments have a field of this name."""
         return 1
@@ -123,6 +128,10 @@ class EnvSpec(abc.ABC):
 
     def warm(self) -> None:  # noqa: B027  # most need nothing
         """Import and load what every episode needs. Called once, in the process that workers are forked from."""
+
+    def warnings(self) -> Sequence[str]:
+        """What a user should know before a run, as sentences: what of their data is left out, for one."""
+        return ()
 
     def bad_actions(self) -> Sequence[str]:
         """Actions that must not solve a task, for the contract tests."""

@@ -10,7 +10,10 @@ import ast
 import dataclasses
 import difflib
 import importlib
+import inspect
 import re
+import typing
+from collections.abc import Callable
 from typing import Any
 
 from rolljax.envs.base import EnvSpec
@@ -29,7 +32,7 @@ NAMES: dict[str, str] = {
     "calculator": "rolljax.envs.tools.calculator.CalculatorTask",
     "shop": "rolljax.envs.worlds.shop.Shop",
     "travel": "rolljax.envs.worlds.travel.Travel",
-    "word_problems": "rolljax.envs.worlds.word_problems.WordProblems",
+    "questions": "rolljax.envs.questions.Questions",
     "records": "rolljax.envs.records.Records",
     "terminal": "rolljax.envs.programs.terminal.TerminalTasks",
 }
@@ -82,7 +85,7 @@ def make_spec(ref: str) -> EnvSpec:
                 remedy=f"did you mean {near[0]}?" if near else f"one of {', '.join(fields)}",
             )
     with boundary(ConfigError, f"{ref} cannot be made"):
-        return cls(**settings)
+        return cls(**{key: _function(value, cls, key, ref) for key, value in settings.items()})
 
 
 def ref_of(spec: EnvSpec, index: int | None = None) -> str:
@@ -144,6 +147,30 @@ def _load(path: str, ref: str) -> type[EnvSpec]:
     return cls
 
 
+def _function(value: Any, cls: type[EnvSpec], key: str, ref: str) -> Any:
+    """A setting's value; where the setting takes a function, the one that a text names by its path."""
+    if not (isinstance(value, str) and _takes_function(cls, key)):
+        return value
+    module, _, name = value.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ConfigError(
+            f"{key} = {value!r} cannot be imported: {e}",
+            setting="environment",
+            value=ref,
+            remedy="write module.function, with its folder in PYTHONPATH",
+        ) from e
+
+
+def _takes_function(cls: type[EnvSpec], key: str) -> bool:
+    try:
+        hint = typing.get_type_hints(cls)[key]
+    except NameError:  # an annotation that only type checkers can resolve
+        return False
+    return any(typing.get_origin(arm) is Callable for arm in (hint, *typing.get_args(hint)))
+
+
 def _unknown(name: str, known: list[str]) -> Any:
     near = difflib.get_close_matches(name, known, 3)
     raise ConfigError(
@@ -161,4 +188,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _literal(value: Any) -> str:
+    if inspect.isfunction(value):
+        return repr(f"{value.__module__}.{value.__qualname__}")
     return repr(dict(value)) if hasattr(value, "keys") else repr(value)

@@ -1,64 +1,84 @@
-"""Recorded data: questions with answers, preference pairs and conversations, a JSON object on each line of a file.
+"""Recorded answers to learn from: questions with answers, preference pairs and conversations, in files of one's own.
 
-A file is read through once, when it is first used: every line is checked, and the places where records begin are kept
-(8 bytes each). From then on a record is read from disk when it is asked for.
+For questions whose answers are to be checked instead of imitated: `rolljax.envs.questions`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-import os
-import threading
-from array import array
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
-from rolljax.errors import ConfigError, DataError, EnvError
+from rolljax.envs.data import columns, messages
+from rolljax.envs.data.columns import Columns, Role
+from rolljax.envs.data.rows import BadRow, Row, Rows
+from rolljax.envs.data.table import BadRows, Table, check_path, table
+from rolljax.errors import ConfigError, EnvError
 from rolljax.types import Message, Task
 
-ROLES = ("system", "user", "assistant", "tool")
+Kind = Literal["auto", "answers", "pairs", "conversations"]
+ROLES: Mapping[Kind, Sequence[str]] = {
+    "answers": ("prompt", "answer"),
+    "pairs": ("prompt", "chosen", "rejected"),
+    "conversations": ("messages",),
+}
+"""Kind of record -> what its columns are looked for."""
+USUAL: Mapping[str, Sequence[Sequence[str]]] = {
+    "prompt": (("prompt", "question", "problem", "instruction", "query", "input"),),
+    "answer": (("answer", "completion", "response", "output"), ("solution", "target")),
+    "chosen": (("chosen",),),
+    "rejected": (("rejected",),),
+    "messages": (("messages", "conversation", "conversations"),),
+}
+"""Usual names of columns, in tiers (`columns.Role`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Records(EnvSpec):
-    """Recorded data from a local JSONL file. A line is one of
+    """Recorded data from local files: JSON Lines (also gzip), a JSON array, Parquet, Arrow, or a folder of one of
+    these, such as `datasets.save_to_disk` writes. All rows are of one kind:
 
-    - `{"prompt": P, "answer": "..."}`,
-    - `{"prompt": P, "chosen": "...", "rejected": "..."}`: a preference pair; the gold answer is the chosen one,
-    - `{"messages": [{"role": ..., "content": "..."}, ...]}`: a conversation of system, user, assistant and tool. It is
-      replayed: the assistant's messages are the gold answers, and what follows each is told, whatever was answered. An
-      assistant's message with `"weight": 0` or `"error": true` is part of the conversation, but not of the loss.
+    - answers: a prompt, and the answer to it;
+    - pairs: a prompt, and a chosen and a rejected answer; the gold answer is the chosen one. Without a prompt it is
+      what both begin with;
+    - conversations: messages of system, user, assistant and tool. They are replayed: the assistant's messages are the
+      gold answers, and what follows each is told, whatever was answered. An assistant's message with `"weight": 0` or
+      `"error": true` is part of the conversation, but not of the loss.
 
-    P is a text or a list of messages; other keys are let pass. A file holds pairs on all of its lines or on none.
+    A prompt is a text or a list of messages; so are answers, whose list ends with one of the assistant. Lists may be
+    JSON text, and the messages' keys OpenAI's (role, content) or ShareGPT's (from, value).
 
     Index i is record i modulo their number. Records in which the policy is told the same are the same task, so that a
     held-out prompt is never trained on with another answer. Reward: the share of answers that equal the recorded ones,
     white space at the ends aside, of those that are part of the loss; solved: all of them.
 
-    path: the file, or the name of one that comes with rolljax. prompt_key, answer_key: other names of those two keys
-    (`question` in GSM8K). domain: name of these tasks in metrics.
+    path: a file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax.
+    kind: of the rows; auto: as the columns say, an error where they say more than one thing.
+    prompt_key, answer_key, chosen_key, rejected_key, messages_key: columns, with dots into objects; empty: the usual
+      names are looked for (`USUAL`).
+    bad_rows: what becomes of rows that are no record: an error that names them, or left out with a warning.
+    domain: name of these tasks in metrics.
     """
 
     path: str
-    prompt_key: str = "prompt"
-    answer_key: str = "answer"
+    kind: Kind = "auto"
+    prompt_key: str = ""
+    answer_key: str = ""
+    chosen_key: str = ""
+    rejected_key: str = ""
+    messages_key: str = ""
+    bad_rows: BadRows = "error"
     domain: str = "records"
 
     def __post_init__(self) -> None:
-        _find(self.path)
-        taken = {"messages", "chosen", "rejected"}
-        for name, other in (("prompt_key", ""), ("answer_key", self.prompt_key)):
-            if getattr(self, name) in taken | {"", other}:
-                raise ConfigError(
-                    "would make records ambiguous",
-                    setting=f"Records.{name}",
-                    value=getattr(self, name),
-                    remedy=f"two different keys, none of them {', '.join(sorted(taken))}",
-                )
+        check_path(self.path, self.bad_rows, "Records")
+        kinds = ("auto", *ROLES)
+        if self.kind not in kinds:
+            raise ConfigError(
+                "is no kind of record", setting="Records.kind", value=self.kind, remedy=f"one of {', '.join(kinds)}"
+            )
 
     @property
     def name(self) -> str:
@@ -67,26 +87,52 @@ class Records(EnvSpec):
     @property
     def max_turns(self) -> int:
         """Most messages of the assistant in one record."""
-        return _file(self).max_turns
+        self._table()
+        return _most_turns[self]
 
     @property
     def num_records(self) -> int:
-        """Records in the file."""
-        return len(_file(self))
+        """Records in the files."""
+        return len(self._table())
+
+    def warnings(self) -> Sequence[str]:
+        complaint = self._table().complaint
+        return (complaint,) if complaint else ()
 
     def record(self, index: int) -> Record:
         """Record `index` modulo their number.
 
         Raises:
-          DataError: a line of the file is no record.
+          DataError: a row is no record. ConfigError: columns that are not found, or rows of more than one kind.
         """
-        return _file(self).record(index)
+        return self._table().record(index)
 
     def task(self, index: int) -> Task:
         return Task(self.name, index, self.record(index).content)
 
+    def warm(self) -> None:
+        self._table()
+
     def make(self) -> Env:
         return RecordsEnv(self)
+
+    def _table(self) -> Table[Record]:
+        return table(self, self.path, self.bad_rows, "Records", self._reader)
+
+    def _reader(self, rows: Rows, path: str) -> Callable[[Row], Record]:
+        """What makes records of rows with these columns; notes the most turns of one."""
+        read = _reader_of(self, Columns.of(rows), path)
+        _most_turns[self] = 1
+
+        def noting(row: Row) -> Record:
+            record = read(row)
+            _most_turns[self] = max(_most_turns[self], len(record.answers))
+            return record
+
+        return noting
+
+
+_most_turns: dict[Records, int] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +146,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """A line of the file: what comes before the first answer, and the answers."""
+    """A row: what comes before the first answer, and the answers."""
 
     opening: tuple[Message, ...]
     answers: tuple[Answer, ...]
@@ -152,7 +198,7 @@ class RecordsEnv(Env):
     def rejected(self) -> str:
         self._answer()
         if self._record is None or self._record.rejected is None:
-            raise EnvError(f"{self._spec.path} holds no preference pairs: its lines lack chosen and rejected")
+            raise EnvError(f"{self._spec.path} holds no preference pairs: its rows lack chosen and rejected")
         return self._record.rejected
 
     def _answer(self) -> Answer:
@@ -161,201 +207,140 @@ class RecordsEnv(Env):
         return self._record.answers[self._turn]
 
 
-# ---- lines ----------------------------------------------------------------------------------------------------------
+# ---- columns --------------------------------------------------------------------------------------------------------
 
 
-class _Bad(Exception):
-    """What is wrong with a line."""
+def _reader_of(spec: Records, names: Columns, path: str) -> Callable[[Row], Record]:
+    roles = {r: Role(f"Records.{r}_key", getattr(spec, f"{r}_key"), usual) for r, usual in USUAL.items()}
+    kind = _kind(spec, roles, names, path)
+    need = lambda role: columns.need(roles[role], names, path)  # noqa: E731
+    if kind == "conversations":
+        key = need("messages")
+        return lambda row: _conversation(columns.value(row, key), key)
+    if kind == "answers":
+        asked, answered = need("prompt"), need("answer")
+        return lambda row: _answered(row, asked, answered)
+    chosen, rejected = need("chosen"), need("rejected")
+    prompt = columns.find(roles["prompt"], names, path)
+    return lambda row: _pair(row, prompt, chosen, rejected)
 
 
-def _parse(line: bytes, prompt_key: str, answer_key: str) -> Record:
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise _Bad(f"is not JSON: {e}") from None
-    if not isinstance(data, dict):
-        raise _Bad("is not a JSON object")
-    forms = {"answer": (prompt_key, answer_key), "pair": (prompt_key, "chosen", "rejected"), "talk": ("messages",)}
-    found = [form for form, keys in forms.items() if all(key in data for key in keys)]
-    if not found:
-        _refuse_keys(data, forms)
-    if len(found) > 1:
-        several = " and ".join(" + ".join(forms[form]) for form in found)
-        raise _Bad(f"can be read in several ways, as {several}: drop one")
-    if found == ["talk"]:
-        return _conversation(data["messages"])
-    opening = _prompt(data[prompt_key], prompt_key)
-    if found == ["answer"]:
-        return Record(opening, (Answer(_text(data[answer_key], answer_key)),))
-    rejected = _text(data["rejected"], "rejected", empty=True)
-    return Record(opening, (Answer(_text(data["chosen"], "chosen")),), rejected)
+def _kind(spec: Records, roles: Mapping[str, Role], names: Columns, path: str) -> Kind:
+    """The kind of all rows: as the user says, or the only one that the columns can be."""
+    named = {name for name, role in roles.items() if role.key}
+    kinds = [kind for kind in ROLES if spec.kind in ("auto", kind) and named <= set(ROLES[kind])]
+    if not kinds:
+        raise ConfigError(
+            f"names columns of different kinds: {', '.join(sorted(roles[name].setting for name in named))}",
+            setting="Records.kind",
+            value=spec.kind,
+            remedy="; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in ROLES.items()),
+        )
+    if spec.kind != "auto":
+        return spec.kind
+    needed = {kind: [roles[r] for r in ROLES[kind] if (kind, r) != ("pairs", "prompt")] for kind in kinds}
+    found = [kind for kind in kinds if all(map(names.has_usual, needed[kind]))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(
+            f"is not set, and the rows of {path} can be read as {' or '.join(found)}",
+            setting="Records.kind",
+            remedy=f"{' or '.join(f'Records.kind = {kind!r}' for kind in found)}; columns: {names}",
+        )
+    raise ConfigError(
+        f"cannot be told: {path} has neither a prompt and an answer, nor chosen and rejected, nor messages",
+        setting="Records.kind",
+        remedy=f"name its columns with Records.prompt_key and so on; there are {names}",
+    )
 
 
-def _refuse_keys(data: Mapping[str, Any], forms: Mapping[str, Sequence[str]]) -> NoReturn:
-    """Name what the nearest form lacks: the one with the most of its keys here, of those the shortest."""
-    here = {form: sum(key in data for key in keys) for form, keys in forms.items()}
-    keys = forms[min(forms, key=lambda form: (-here[form], bool(here[form]) * len(forms[form])))]
-    lacks = " and ".join(repr(k) for k in keys if k not in data)
-    wanted = ", or ".join(" + ".join(keys) for keys in forms.values())
-    raise _Bad(f"lacks {lacks}: a record has {wanted}; this one has {', '.join(map(str, data)) or 'nothing'}")
+# ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-def _prompt(value: Any, key: str) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        return (Message("user", _text(value, key)),)
-    messages = _messages(value, key)
-    for i, m in enumerate(value):
-        if set(m) & {"weight", "error"}:
-            raise _Bad(f"{key}[{i}] has weight or error, but no message of a prompt is trained on")
-    if messages[-1].role == "assistant":
-        raise _Bad(f"{key} ends with a message of the assistant: there is nothing to answer")
-    return messages
+def _answered(row: Row, asked: str, answered: str) -> Record:
+    opening = messages.prompt(columns.value(row, asked), asked)
+    before, answer = _said(columns.value(row, answered), answered)
+    return Record(_agreeing(opening, before, answered), (Answer(answer),))
 
 
-def _conversation(value: Any) -> Record:
-    messages = _messages(value, "messages")
-    at = [i for i, m in enumerate(messages) if m.role == "assistant"]
+def _pair(row: Row, prompt: str | None, chosen: str, rejected: str) -> Record:
+    good, bad = columns.value(row, chosen), columns.value(row, rejected)
+    if prompt is None:
+        opening, good, bad = _shared_beginning(good, bad, chosen, rejected)
+    else:
+        opening = messages.prompt(columns.value(row, prompt), prompt)
+    before, better = _said(good, chosen)
+    opening = _agreeing(opening, before, chosen)
+    before, worse = _said(bad, rejected, empty=True)
+    return Record(_agreeing(opening, before, rejected), (Answer(better),), worse)
+
+
+def _said(value: Any, key: str, *, empty: bool = False) -> tuple[tuple[Message, ...], str]:
+    """What an answer's column says: the answer, and what stands before it where that is a list of messages."""
+    if not messages.is_list(value):
+        return (), messages.text(messages.written(value), key, empty=empty)
+    found = messages.messages(value, key)
+    if found[-1].role != "assistant":
+        raise BadRow(f"{key} does not end with a message of the assistant")
+    return found[:-1], found[-1].content
+
+
+def _agreeing(opening: tuple[Message, ...], before: tuple[Message, ...], key: str) -> tuple[Message, ...]:
+    """The prompt; an answer's list may repeat it, with a system message in front."""
+    if not before or before == opening:
+        return opening
+    if before[0].role == "system" and before[1:] == opening:
+        return before
+    if opening[0].role == "system" and opening[1:] == before:
+        return opening
+    raise BadRow(f"{key} begins with other messages than the prompt")
+
+
+def _shared_beginning(good: Any, bad: Any, chosen: str, rejected: str) -> tuple[tuple[Message, ...], Any, Any]:
+    """A prompt that is not written apart: what chosen and rejected both begin with."""
+    if messages.is_list(good) and messages.is_list(bad):
+        before, _ = _said(good, chosen)
+        if not before or before != _said(bad, rejected, empty=True)[0]:
+            raise BadRow(f"{chosen} and {rejected} do not begin with the same messages, and there is no prompt")
+        return before, good, bad
+    good, bad = messages.text(good, chosen), messages.text(bad, rejected)
+    end = next((i for i, (a, b) in enumerate(zip(good, bad, strict=False)) if a != b), min(len(good), len(bad)))
+    while end and not good[end - 1].isspace():
+        end -= 1
+    if not good[:end].strip():
+        raise BadRow(f"{chosen} and {rejected} begin with different texts, and there is no prompt")
+    return (Message("user", good[:end].rstrip()),), good[end:], bad[end:]
+
+
+def _conversation(value: Any, key: str) -> Record:
+    value = messages.unpacked(value)
+    said = messages.messages(value, key)
+    at = [i for i, m in enumerate(said) if m.role == "assistant"]
     if not at:
-        raise _Bad("messages has none of the assistant: there is nothing to learn")
+        raise BadRow(f"{key} has none of the assistant: there is nothing to learn")
     if at[0] == 0:
-        raise _Bad("messages[0] is the assistant's: nothing comes before it that it could answer")
+        raise BadRow(f"{key}[0] is the assistant's: nothing comes before it that it could answer")
     for before, after in zip(at, at[1:], strict=False):
         if after == before + 1:
-            raise _Bad(f"messages[{before}] and messages[{after}] are both the assistant's: join them")
-    weights = [_weight(m, f"messages[{i}]") for i, m in enumerate(value)]
+            raise BadRow(f"{key}[{before}] and {key}[{after}] are both the assistant's: join them")
+    weights = [_weight(m, said[i].role, f"{key}[{i}]") for i, m in enumerate(value)]
     if not any(weights[i] for i in at):
-        raise _Bad("no message of the assistant counts: each has weight 0 or an error")
+        raise BadRow("no message of the assistant counts: each has weight 0 or an error")
     ends = [*at[1:], at[-1] + 1]  # what stands behind the last answer was never answered
-    answers = [Answer(messages[i].content, weights[i], messages[i + 1 : end]) for i, end in zip(at, ends, strict=True)]
-    return Record(messages[: at[0]], tuple(answers))
+    answers = [Answer(said[i].content, weights[i], said[i + 1 : end]) for i, end in zip(at, ends, strict=True)]
+    return Record(said[: at[0]], tuple(answers))
 
 
-def _messages(value: Any, key: str) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise _Bad(f"{key} is not {'a text or ' if key != 'messages' else ''}a list of messages")
-    return tuple(_message(m, f"{key}[{i}]") for i, m in enumerate(value))
-
-
-def _message(value: Any, place: str) -> Message:
-    if not isinstance(value, dict):
-        raise _Bad(f"{place} is not an object with role and content")
-    for key in ("role", "content"):
-        if key not in value:
-            raise _Bad(f"{place} lacks {key!r}")
-    if value["role"] not in ROLES:
-        raise _Bad(f"{place}.role is {value['role']!r}, not one of {', '.join(ROLES)}")
-    if value.get("tool_calls"):
-        raise _Bad(f"{place} has tool_calls: write each call into content, as the text that the model shall produce")
-    return Message(value["role"], _text(value["content"], f"{place}.content", empty=value["role"] != "assistant"))
-
-
-def _weight(message: Mapping[str, Any], place: str) -> float:
-    if message["role"] != "assistant":
-        if set(message) & {"weight", "error"}:
-            raise _Bad(f"{place} has weight or error, but is never trained on: mark the assistant's message")
+def _weight(message: Mapping[str, Any], role: str, place: str) -> float:
+    given, error = message.get("weight"), message.get("error")
+    if role != "assistant":
+        if given is not None or error is not None:
+            raise BadRow(f"{place} has weight or error, but is never trained on: mark the assistant's message")
         return 0.0
-    weight = 1 if message.get("weight") is None else message["weight"]
-    error = message.get("error") or False
+    weight = 1 if given is None else given
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise _Bad(f"{place}.weight is {weight!r}, not 0 or 1")
-    if not isinstance(error, bool):
-        raise _Bad(f"{place}.error is {error!r}, not true or false")
+        raise BadRow(f"{place}.weight is {weight!r}, not 0 or 1")
+    if not isinstance(error, bool | None):
+        raise BadRow(f"{place}.error is {error!r}, not true or false")
     return float(weight and not error)
-
-
-def _text(value: Any, place: str, *, empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise _Bad(f"{place} is {_kind(value)}, not a text")
-    if not empty and not value.strip():
-        raise _Bad(f"{place} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _Bad(f"{place} holds half of a surrogate pair, which is no character") from None
-    return value
-
-
-def _kind(value: Any) -> str:
-    kinds = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list"}
-    return kinds.get(type(value), "an object")
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
-class _File:
-    """A file that was looked through: where its records begin, and the most turns of one."""
-
-    def __init__(self, path: Path, spec: Records) -> None:
-        self._path, self._keys = path, (spec.prompt_key, spec.answer_key)
-        self._raw = open(path, "rb", buffering=0)  # noqa: SIM115  # open as long as it is read from
-        self._starts = array("q")
-        self.max_turns = 1
-        self._scan()
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def record(self, index: int) -> Record:
-        """A pread: threads do not get into each other's way."""
-        i = index % len(self)
-        start, end = self._starts[i], self._starts[i + 1]
-        try:
-            return _parse(os.pread(self._raw.fileno(), end - start, start).strip(), *self._keys)
-        except _Bad as e:
-            raise DataError(f"{self._path}, record {i}: {e}; was the file changed?") from None
-
-    def _scan(self) -> None:
-        at, pairs, path = 0, None, self._path
-        with open(path, "rb") as f:
-            for number, line in enumerate(f, 1):
-                if line.strip():
-                    try:
-                        record = _parse(line, *self._keys)
-                        pairs = (record.rejected is not None) if pairs is None else pairs
-                        if pairs != (record.rejected is not None):
-                            raise _Bad(f"is {'no' if pairs else 'a'} preference pair, unlike the lines before it")
-                    except _Bad as e:
-                        raise DataError(f"{path}, line {number}: {e}") from None
-                    self._starts.append(at)
-                    self.max_turns = max(self.max_turns, len(record.answers))
-                at += len(line)
-        if not self._starts:
-            raise DataError(f"{path} holds no records")
-        self._starts.append(at)
-
-
-_files: dict[Records, tuple[tuple[int, ...], _File]] = {}
-_lock = threading.Lock()
-
-
-def _file(spec: Records) -> _File:
-    """The file of a spec; looked through again when it has changed."""
-    path = _find(spec.path)
-    stat = os.stat(path)
-    signature = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-    with _lock:
-        known, file = _files.get(spec, ((), None))
-        if file is None or known != signature:
-            file = _File(path, spec)
-            _files[spec] = signature, file
-        return file
-
-
-def _find(name: str) -> Path:
-    """A file as the user named it: a path, or the name of one that comes with rolljax."""
-    path = Path(name)
-    if path.is_file():
-        return path
-    package = Path(__file__).parents[1]
-    for folder in (package / "configs", package.parent / "configs"):
-        if path.name == name and (folder / name).is_file():
-            return folder / name
-    beside = [p.name for p in path.parent.glob("*.jsonl")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, 1)
-    raise ConfigError(
-        "is not a file",
-        setting="Records.path",
-        value=name,
-        remedy=f"did you mean {near[0]}?" if near else "name a local file with a JSON object on each line",
-    )

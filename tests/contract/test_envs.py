@@ -21,12 +21,12 @@ from rolljax.envs.games.key_door import KeyDoor
 from rolljax.envs.games.key_door_chain import KeyDoorChain
 from rolljax.envs.games.mastermind import Mastermind
 from rolljax.envs.games.sokoban import Sokoban
+from rolljax.envs.questions import Questions
 from rolljax.envs.records import Records
 from rolljax.envs.tools import PythonTools, ToolEnv
 from rolljax.envs.tools.calculator import Arithmetic, CalculatorTask
 from rolljax.envs.worlds.shop import TINY, Shop
 from rolljax.envs.worlds.travel import Travel, TravelDesk
-from rolljax.envs.worlds.word_problems import WordProblems
 
 DATA = Path(__file__).parents[1] / "data"
 SPECS = {
@@ -62,7 +62,7 @@ SPECS = {
     "shop_tiny": Shop(**TINY),
     "travel": Travel(),
     "travel_desk": TravelDesk(reward="strict", seed=5),
-    "word_problems": WordProblems(str(DATA / "word_problems.jsonl")),
+    "questions": Questions(str(DATA / "word_problems.jsonl")),
     "recorded_answers": Records(str(DATA / "answers.jsonl"), prompt_key="question"),
     "recorded_pairs": Records(str(DATA / "pairs.jsonl")),
     "recorded_conversations": Records(str(DATA / "conversations.jsonl")),

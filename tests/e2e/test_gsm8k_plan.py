@@ -48,14 +48,14 @@ def problems(path, num):
 
 
 def dry_run(model, path):
-    settings = [f'Recipe.model="{model}"', f'WordProblems.path="{path}"']
+    settings = [f'Recipe.model="{model}"', f'Questions.path="{path}"']
     return train.main(["--gin", CONFIG, *(a for s in settings for a in ("--set", s)), "--dry_run"])
 
 
 def test_dry_run(folder, tmp_path, capsys):
     assert dry_run(folder, problems(tmp_path / "train.jsonl", 1500)) == 0
     out = capsys.readouterr().out
-    for part in ("2 layers", "bfloat16", "128 slots", "word_problems, up to 1 turn(s)", "100 held out", "rl: Grpo"):
+    for part in ("2 layers", "bfloat16", "128 slots", "questions, up to 1 turn(s)", "100 held out", "rl: Grpo"):
         assert part in out
     assert "<|user|>Box 0 holds" in out and "\\boxed{}. /no_think<|assistant|>" in out
 
@@ -66,8 +66,8 @@ def test_what_is_missing_is_named(folder, tmp_path, capsys):
     assert "Recipe.model is not a Hugging Face model folder" in capsys.readouterr().err
     assert dry_run(folder, tmp_path / "none.jsonl") == 2
     err = capsys.readouterr().err
-    assert "WordProblems.path" in err and "is not a file" in err
+    assert "Questions.path" in err and "is not a file" in err
     with open(path, "a") as f:
-        f.write('{"question": "1+1?", "answer": "2"}\n')
+        f.write('{"question": "1+1?"}\n')
     assert dry_run(folder, path) == 3
-    assert f"{path}, line 21: the answer has no line '#### number'" in capsys.readouterr().err
+    assert f"{path}, line 21: lacks 'answer'" in capsys.readouterr().err

@@ -200,24 +200,22 @@ BAD = [
     ("not JSON", '{"prompt": "q",\n', ["is not JSON"]),
     ("not UTF-8", b'{"prompt": "\xff\xfe", "answer": "a"}\n', ["is not JSON", "utf-8"]),
     ("no object", "[1]\n", ["is not a JSON object"]),
-    ("empty", {}, ["lacks 'prompt' and 'answer'", "nothing"]),
+    ("empty", {}, ["lacks 'prompt'", "nothing"]),
     ("no answer", {"prompt": "q"}, ["lacks 'answer'"]),
     ("other key", {"question": "q", "answer": "a"}, ["lacks 'prompt'", "question, answer"]),
-    ("half a pair", {"prompt": "q", "chosen": "a"}, ["lacks 'rejected'"]),
-    ("pair without prompt", {"rejected": "b", "chosen": "a"}, ["lacks 'prompt'"]),
-    ("two kinds", {"prompt": "q", "answer": "a", "messages": [USER, TELL]}, ["several ways", "drop one"]),
-    ("number", {"prompt": "q", "answer": 7}, ["answer is a number, not a text"]),
-    ("null", {"prompt": None, "answer": "a"}, ["prompt is not a text or a list of messages"]),
+    ("a pair among answers", {"prompt": "q", "chosen": "a", "rejected": "b"}, ["lacks 'answer'"]),
+    ("null answer", {"prompt": "q", "answer": None}, ["answer is null, not a text"]),
+    ("null", {"prompt": None, "answer": "a"}, ["prompt is null, neither a text nor a list of messages"]),
     ("empty answer", {"prompt": "q", "answer": " \n"}, ["answer is empty"]),
-    ("empty chosen", {"prompt": "q", "chosen": "", "rejected": "b"}, ["chosen is empty"]),
     ("no character", '{"prompt": "q", "answer": "\\ud800"}\n', ["answer", "surrogate"]),
-    ("a pair among answers", {"prompt": "q", "chosen": "a", "rejected": "b"}, ["a preference pair, unlike"]),
     ("answered already", {"prompt": [USER, TELL], "answer": "a"}, ["prompt ends with a message of the assistant"]),
     ("weight in a prompt", {"prompt": [USER | {"weight": 1}], "answer": "a"}, ["prompt[0] has weight"]),
-    ("no messages", {"messages": []}, ["messages is not a list of messages"]),
+]
+BAD_TALKS = [
+    ("no messages", {"messages": []}, ["messages is an empty list"]),
     ("no role", {"messages": [{"content": "q"}, TELL]}, ["messages[0] lacks 'role'"]),
     ("no content", {"messages": [USER, {"role": "assistant"}]}, ["messages[1] lacks 'content'"]),
-    ("no such role", {"messages": [USER | {"role": "human"}, TELL]}, ["messages[0].role is 'human'"]),
+    ("no such role", {"messages": [USER | {"role": "narrator"}, TELL]}, ["messages[0].role is 'narrator'"]),
     ("no answer in it", {"messages": [USER, USER]}, ["none of the assistant"]),
     ("starts with an answer", {"messages": [TELL, USER, TELL]}, ["messages[0] is the assistant's"]),
     ("two answers", {"messages": [USER, TELL, TELL]}, ["messages[1] and messages[2]", "join"]),
@@ -229,9 +227,16 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("line", "says"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
-def test_a_bad_line_is_named(tmp_path, line, says):
-    good = json.dumps({"prompt": "q", "answer": "a"}) + "\n"
+GOOD = {"answers": {"prompt": "q", "answer": "a"}, "conversations": {"messages": [USER, TELL]}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "says"),
+    [pytest.param("answers", *row[1:], id=row[0]) for row in BAD]
+    + [pytest.param("conversations", *row[1:], id=row[0]) for row in BAD_TALKS],
+)
+def test_a_bad_line_is_named(tmp_path, kind, line, says):
+    good = json.dumps(GOOD[kind]) + "\n"
     raw = line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line) + "\n").encode()
     path = tmp_path / "data.jsonl"
     path.write_bytes(good.encode() + b"\n" + good.encode() + raw + good.encode())
@@ -242,12 +247,12 @@ def test_a_bad_line_is_named(tmp_path, line, says):
 
 
 def test_an_empty_file_and_a_missing_one(tmp_path):
-    with pytest.raises(DataError, match="holds no records"):
+    with pytest.raises(DataError, match="holds no rows"):
         Records(write(tmp_path / "none.jsonl", "\n\n")).task(0)
     with pytest.raises(ConfigError, match="did you mean none.jsonl"):
         Records(str(tmp_path / "nome.jsonl"))
-    with pytest.raises(ConfigError, match="ambiguous"):
-        Records(str(tmp_path / "none.jsonl"), prompt_key="chosen")
+    with pytest.raises(ConfigError, match="can be read as answers or conversations"):
+        Records(write(tmp_path / "both.jsonl", {"prompt": "q", "answer": "a", "messages": []})).task(0)
 
 
 def test_a_file_that_changes_is_looked_through_again(tmp_path):
@@ -310,3 +315,5 @@ def test_a_recipe_on_records_and_what_it_says_about_a_bad_line(tmp_path, capsys)
     write(tmp_path / "sums.jsonl", *lines, {"question": "1+1="})
     assert train.main([*argv, "--set", f"Records.path = {path}"]) in (2, 3)
     assert f"{path}, line 61: lacks 'answer'" in capsys.readouterr().err
+    assert train.main([*argv, "--set", f"Records.path = {path}", "--set", "Records.bad_rows = skip"]) == 0
+    assert "warning   1 of 61 rows are left out" in capsys.readouterr().out

@@ -1,0 +1,144 @@
+"""Which column holds what: as the user says, or one of the names that are usual, in the order of how much they promise.
+
+A name with dots reaches into objects (`reward_model.ground_truth`), also into those that are stored as JSON text.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolljax.envs.data.rows import BadRow, Row, Rows
+from rolljax.errors import ConfigError, DataError
+
+NUM_LOOKED_AT = 100
+"""Rows at the start that are looked at for columns."""
+MAX_SHOWN = 30
+_DEPTH = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What a column is looked for.
+
+    setting: `Class.field` that names it. key: what the user set it to; empty: look for the usual names.
+    usual: names in tiers; a name of an earlier tier is preferred, two of the same tier are a choice for the user.
+    """
+
+    setting: str
+    key: str
+    usual: Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns of the first rows, in order; those inside of objects with dots.
+
+    common: those that hold something in half of these rows at least; only they are found by their names.
+    """
+
+    every: Sequence[str]
+    common: Sequence[str]
+
+    @classmethod
+    def of(cls, rows: Rows) -> Columns:
+        """Raises `DataError`: none of the first rows can be read."""
+        counts: collections.Counter[str] = collections.Counter()
+        complaints, num_read = [], 0
+        for i in range(min(len(rows), NUM_LOOKED_AT)):
+            try:
+                counts.update(_names(rows.row(i), "", _DEPTH))
+                num_read += 1
+            except BadRow as e:
+                complaints.append(f"{rows.place(i)}: {e}")
+        if not num_read:
+            raise DataError(complaints[0])
+        return cls(tuple(counts), tuple(name for name, n in counts.items() if n >= num_read / 2))
+
+    def __str__(self) -> str:
+        more = f", and {len(self.every) - MAX_SHOWN} more" if len(self.every) > MAX_SHOWN else ""
+        return ", ".join(self.every[:MAX_SHOWN]) + more if self.every else "none"
+
+    def has_usual(self, role: Role) -> bool:
+        """Whether a column is set for a role, or has one of its usual names."""
+        names = {name.lower() for name in self.common}
+        return bool(role.key) or any(name in names for tier in role.usual for name in tier)
+
+
+def find(role: Role, columns: Columns, path: str) -> str | None:
+    """The column of a role; None where none has a usual name.
+
+    Raises:
+      ConfigError: the column that was set is not there, or several have usual names.
+    """
+    if role.key:
+        if role.key not in columns.every:
+            near = difflib.get_close_matches(role.key, columns.every, 1)
+            raise ConfigError(
+                f"is no column of {path}",
+                setting=role.setting,
+                value=role.key,
+                remedy=(f"did you mean {near[0]!r}? " if near else "") + f"columns: {columns}",
+            )
+        return role.key
+    lower = {name.lower(): name for name in reversed(columns.common)}
+    for tier in role.usual:
+        here = [lower[name] for name in tier if name in lower]
+        if len(here) > 1:
+            raise ConfigError(
+                f"is not set, and {path} has more than one column it could be: {' and '.join(map(repr, here))}",
+                setting=role.setting,
+                remedy=f"{' or '.join(f'{role.setting} = {name!r}' for name in here)}; columns: {columns}",
+            )
+        if here:
+            return here[0]
+    return None
+
+
+def need(role: Role, columns: Columns, path: str) -> str:
+    """As `find`, where the column must be there."""
+    found = find(role, columns, path)
+    if found is None:
+        raise ConfigError(
+            f"is not set, and {path} has none of the usual columns ({', '.join(n for t in role.usual for n in t)})",
+            setting=role.setting,
+            remedy=f"{role.setting} = 'COLUMN', one of its columns: {columns}",
+        )
+    return found
+
+
+def value(row: Row, key: str) -> Any:
+    """What stands in a column. Raises `BadRow`: nothing does."""
+    if key in row:
+        return row[key]
+    at: Any = row
+    for part in key.split("."):
+        at = _as_object(at)
+        if not isinstance(at, Mapping) or part not in at:
+            raise BadRow(f"lacks {key!r}; it has {', '.join(map(str, row)) or 'nothing'}")
+        at = at[part]
+    return at
+
+
+def _names(row: Mapping[str, Any], before: str, depth: int) -> list[str]:
+    names = []
+    for key, inner in row.items():
+        if inner is not None:
+            names.append(f"{before}{key}")
+        found = _as_object(inner)
+        if depth > 1 and isinstance(found, Mapping):
+            names += _names(found, f"{before}{key}.", depth - 1)
+    return names
+
+
+def _as_object(at: Any) -> Any:
+    if isinstance(at, str) and at.lstrip()[:1] == "{":
+        try:
+            return json.loads(at)
+        except (ValueError, RecursionError):
+            return at
+    return at

@@ -1,0 +1,114 @@
+"""What rows say of conversations: texts, lists of messages in OpenAI's or ShareGPT's keys, and either as JSON text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolljax.envs.data.rows import BadRow
+from rolljax.types import Message
+
+ROLES = ("system", "user", "assistant", "tool")
+_OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system", "observation": "tool"}
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is a list of messages, or the JSON text of one."""
+    return isinstance(unpacked(value), list)
+
+
+def unpacked(value: Any) -> Any:
+    """A list of objects that was stored as JSON text, as a list; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        if isinstance(found, list) and found and all(isinstance(item, dict) for item in found):
+            return found
+    return value
+
+
+def prompt(value: Any, key: str) -> tuple[Message, ...]:
+    """A prompt: a text is one message of the user; a list ends with a message to the policy."""
+    value = unpacked(value)
+    if isinstance(value, str):
+        return (Message("user", text(value, key)),)
+    if not isinstance(value, list):
+        raise BadRow(f"{key} is {kind(value)}, neither a text nor a list of messages")
+    found = messages(value, key)
+    for i, m in enumerate(value):
+        if m.get("weight") is not None or m.get("error") is not None:
+            raise BadRow(f"{key}[{i}] has weight or error, but no message of a prompt is trained on")
+    if found[-1].role == "assistant":
+        raise BadRow(f"{key} ends with a message of the assistant: there is nothing to answer")
+    return found
+
+
+def messages(value: Any, key: str) -> tuple[Message, ...]:
+    """A list of messages."""
+    value = unpacked(value)
+    if not isinstance(value, list):
+        raise BadRow(f"{key} is {kind(value)}, not a list of messages")
+    if not value:
+        raise BadRow(f"{key} is an empty list")
+    return tuple(_message(m, f"{key}[{i}]") for i, m in enumerate(value))
+
+
+def text(value: Any, place: str, *, empty: bool = False) -> str:
+    """A text that can be written."""
+    if not isinstance(value, str):
+        raise BadRow(f"{place} is {kind(value)}, not a text")
+    if not empty and not value.strip():
+        raise BadRow(f"{place} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"{place} holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def written(value: Any) -> Any:
+    """A number as text; anything else as it is."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return repr(value).removesuffix(".0") if is_number else value
+
+
+def kind(value: Any) -> str:
+    """What a value is, in words."""
+    kinds = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        str: "a text",
+    }
+    return kinds.get(type(value), "an object")
+
+
+def _message(value: Any, place: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise BadRow(f"{place} is not an object with role and content")
+    keys = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
+    for key in keys:
+        if key not in value:
+            raise BadRow(f"{place} lacks {key!r}")
+    said, content = (value[key] for key in keys)
+    role = _OTHER_ROLES.get(said, said) if isinstance(said, str) else said
+    if role not in ROLES:
+        raise BadRow(f"{place}.role is {said!r}, not one of {', '.join(ROLES)}")
+    if value.get("tool_calls"):
+        raise BadRow(f"{place} has tool_calls: write each call into content, as the text that the model shall produce")
+    return Message(role, text(_joined(content, place), f"{place}.{keys[1]}", empty=role != "assistant"))
+
+
+def _joined(content: Any, place: str) -> Any:
+    """The text of OpenAI's content parts."""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BadRow(f"{place}.content has a part that is no text")
+    return "".join(part["text"] for part in content)

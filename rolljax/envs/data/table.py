@@ -1,0 +1,112 @@
+"""Rows as records: every row is looked at once, when a file is first used; bad ones are an error or left out, as the
+user says, and never in silence."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from rolljax.envs.data.rows import BadRow, Row, Rows, find_files, open_rows, signature
+from rolljax.errors import ConfigError, DataError
+
+T = TypeVar("T")
+BadRows = Literal["error", "skip"]
+NUM_NAMED = 5
+"""Bad rows that are named one by one."""
+
+Reader = Callable[[Row], T]
+"""Makes a record of a row, or raises `BadRow`."""
+
+
+class Table(Generic[T]):
+    """The records of files, addressed by number.
+
+    num_bad: rows that are left out. complaint: which and why, as one sentence; empty where there are none.
+    """
+
+    def __init__(self, rows: Rows, read: Reader[T], bad_rows: BadRows, setting: str) -> None:
+        self._rows, self._read = rows, read
+        self._good = array("q")
+        named: list[str] = []
+        for i in range(len(rows)):
+            try:
+                read(rows.row(i))
+                self._good.append(i)
+            except BadRow as e:
+                if len(named) < NUM_NAMED:
+                    named.append(f"{rows.place(i)}: {e}")
+        self.num_bad = len(rows) - len(self._good)
+        self.complaint = self._sentence(named, bad_rows, setting)
+        if self.num_bad and (bad_rows == "error" or not len(self._good)):
+            raise DataError(self.complaint)
+
+    def __len__(self) -> int:
+        return len(self._good)
+
+    def record(self, index: int) -> T:
+        """Record `index` modulo their number."""
+        return self._at(index, self._read)
+
+    def row(self, index: int) -> Row:
+        """All columns of record `index`."""
+        return self._at(index, lambda row: row)
+
+    def place(self, index: int) -> str:
+        """File and line of record `index`."""
+        return self._rows.place(self._good[index % len(self._good)])
+
+    def _at(self, index: int, read: Callable[[Row], Any]) -> Any:
+        i = self._good[index % len(self._good)]
+        try:
+            return read(self._rows.row(i))
+        except BadRow as e:
+            raise DataError(f"{self._rows.place(i)}: {e}; was the file changed?") from None
+
+    def _sentence(self, named: Sequence[str], bad_rows: BadRows, setting: str) -> str:
+        if not named:
+            return ""
+        if self.num_bad == 1 and bad_rows == "error":
+            return f"{named[0]}\n  fix:   mend the row, or leave out bad ones: {setting} = 'skip'"
+        more = f"\n  and {self.num_bad - len(named)} more" if self.num_bad > len(named) else ""
+        what = "are left out" if bad_rows == "skip" and len(self._good) else "cannot be used"
+        fix = f"\n  fix:   mend them, or leave them out: {setting} = 'skip'" if bad_rows == "error" else ""
+        lines = "".join(f"\n  {line}" for line in named)
+        return f"{self.num_bad} of {len(self._rows)} rows {what}:{lines}{more}{fix}"
+
+
+_tables: dict[Hashable, tuple[Any, Table[Any]]] = {}
+_lock = threading.Lock()
+
+
+def check_path(path: str, bad_rows: str, owner: str) -> None:
+    """What can be said of these settings without reading. Raises `ConfigError`."""
+    find_files(path, f"{owner}.path")
+    if bad_rows not in ("error", "skip"):
+        raise ConfigError(
+            "is neither error nor skip", setting=f"{owner}.bad_rows", value=bad_rows, remedy="'error' or 'skip'"
+        )
+
+
+def table(
+    key: Hashable, path: str, bad_rows: BadRows, owner: str, reader: Callable[[Rows, str], Reader[T]]
+) -> Table[T]:
+    """The table of an environment's files, looked through again when one of them has changed.
+
+    key: stands for all settings that matter. owner: the class whose settings they are. reader: makes the reader of rows
+      when their columns are known.
+
+    Raises:
+      DataError: a row is no record. ConfigError: a column is not found.
+    """
+    files: list[Path] = find_files(path, f"{owner}.path")
+    state = (files, signature(files))
+    with _lock:
+        known, made = _tables.get(key, (None, None))
+        if made is None or known != state:
+            rows = open_rows(files)
+            made = Table(rows, reader(rows, path), bad_rows, f"{owner}.bad_rows")
+            _tables[key] = state, made
+        return made

@@ -1,0 +1,62 @@
+r"""Whether two formulas are equal: math-verify, in a forked child.
+
+The text is parsed by a grammar and simplified by SymPy, which a short text can keep busy for ever: processor time and
+memory are bounded, and an answer that passes the bounds is wrong. Neither of the library's two other readers is used:
+one executes what it reads, the other guesses where the answer is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from rolljax.envs.bounded import TooMuch, scored
+
+CPU_S = 3.0
+MEMORY_GIB = 0.5
+_USUAL = (
+    ("2\\sqrt{2}", "\\sqrt{8}"), ("[0,1)", "(0, 1]"), ("\\{1,2\\}", "2,1,3"), ("x=\\frac{1}{2}", "y=0.5"), ("5", "5 x"),
+    ("x^2+1", "(x+1)^2"), ("\\pi", "3.14"), ("(1,2)", "(2,1)"), ("10^3", "1.5\\times 10^{3}"),
+    ("\\text{5 cm}", "\\ln 5"),
+)  # fmt: skip
+
+
+def equal(gold: str, given: str) -> bool | TooMuch:
+    """Whether `given` is equal to `gold`, both in LaTeX without a box; `TooMuch`: it could not be told within bounds.
+
+    Raises:
+      EnvError: `gold` itself passes the bounds. InfraError: the child was lost.
+    """
+    _library()
+    return scored(lambda text: _equal(gold, text), given, gold, cpu_s=CPU_S, memory_gib=MEMORY_GIB)
+
+
+def warm() -> None:
+    """Load what a child needs, and let the grammar learn what is usual."""
+    for gold, given in _USUAL:
+        _equal(gold, given)
+
+
+@functools.cache
+def _library() -> Any:
+    """math-verify, which warns that it keeps no time itself."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify
+
+
+def _equal(gold: str, given: str) -> bool:
+    try:
+        return bool(_library().verify(_parsed(gold), _parsed(given), timeout_seconds=None))
+    except MemoryError:
+        raise
+    except Exception:  # border: what the library chokes on is no answer
+        return False
+
+
+def _parsed(text: str) -> list[Any]:
+    how = [_library().LatexExtractionConfig(boxed_match_priority=0)]
+    boxed = "\\boxed{" + text.replace("\n", " ") + "}"
+    return _library().parse(boxed, how, fallback_mode="no_fallback", parsing_timeout=None)

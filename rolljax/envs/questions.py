@@ -1,0 +1,330 @@
+r"""Questions with answers that can be checked, in files of one's own, and rewards of one's own.
+
+{"question": "What is 6 * 7?", "answer": "6 * 7 = 42\n#### 42"}                                     (GSM8K)
+{"problem": "Solve $x^2 = 8$ for $x > 0$.", "solution": "... \\boxed{2\\sqrt{2}}"}                     (MATH)
+{"prompt": [{"role": "user", "content": "..."}], "reward_model": {"ground_truth": "34"}}             (verl, DAPO)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from rolljax.envs.base import EnvSpec, PureEnv, Runs, StepResult
+from rolljax.envs.bounded import TooMuch
+from rolljax.envs.data import answers, columns, messages, verifier
+from rolljax.envs.data.columns import Columns, Role
+from rolljax.envs.data.rows import BadRow, Row, Rows
+from rolljax.envs.data.table import BadRows, Table, check_path, table
+from rolljax.errors import ConfigError, EnvError
+from rolljax.types import Message, Task
+
+Reward = Callable[[str, str, Row], float | Mapping[str, float]]
+"""`reward(prompt, answer, record)`: the text of the message that was answered, the policy's whole answer, and the row
+with all its columns. Returns the reward, or its parts by name, which are added up."""
+
+USUAL_PROMPTS = (("prompt", "question", "problem"), ("messages", "conversations", "instruction", "query", "input"))
+USUAL_SOLUTIONS = (("solution",),)
+USUAL_ANSWERS = (
+    ("reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer", "reference_answer", "gold_answer"),
+    ("answer",),
+    ("solution", "target", "label", "output", "completion", "response"),
+)
+"""Usual names of columns, in tiers (`columns.Role`)."""
+BOXED = "{question}\nThink step by step, then write the final answer in \\boxed{}."
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions(EnvSpec):
+    r"""Questions with answers from local files: JSON Lines (also gzip), a JSON array, Parquet, Arrow, or a folder of
+    one of these, such as `datasets.save_to_disk` writes.
+
+    The recorded answer is what stands behind its last `####`, else in its last `\boxed{...}`, else all of it; what
+    comes before is a worked solution, which `gold` gives. The reward is 1 for the same answer, however it is written,
+    and 0 for any other: numbers are compared exactly (`1,200`, `$1200.00`, `\frac{2400}{2}`), formulas by math-verify.
+    Text of the policy is parsed in worker processes, and what keeps the verifier busy for too long is wrong.
+
+    Every row is checked when the files are first used. Index i is record i modulo their number.
+
+    path: a file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax.
+    prompt_key, answer_key, solution_key: columns, with dots into objects; empty: the usual names are looked for
+      (`USUAL_PROMPTS`, `USUAL_ANSWERS`, `USUAL_SOLUTIONS`). A prompt is a text, or messages, also as JSON text; a last
+      message of the assistant is let go. Solutions may be missing.
+    prompt: how a question is put; `{question}` is replaced. None: `BOXED` for prompts that are texts; messages stay.
+    system: a system message, instead of the recorded one.
+    answer_in: where the policy's answer is read: `boxed`; `last`: the last number; `whole`: the text; a text with
+      `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`; `any`: the first that is there of a box, a
+      line behind `####`, a line behind `Answer:`, the last number.
+    reward: a function of one's own, in a module that can be imported (`Reward`), instead of checking the answer; rows
+      then need no answer. What it raises, and what is no finite number, is a fault of the environment, not a reward.
+    solved_at: reward from which on a task counts as solved.
+    bad_rows: what becomes of rows that are no question with an answer: an error that names them, or left out with a
+      warning. domain: name of these tasks in metrics.
+    """
+
+    runs: ClassVar[Runs] = "process"
+
+    path: str
+    prompt_key: str = ""
+    answer_key: str = ""
+    solution_key: str = ""
+    prompt: str | None = None
+    system: str = ""
+    answer_in: str = "any"
+    reward: Reward | None = None
+    solved_at: float = 1.0
+    bad_rows: BadRows = "error"
+    domain: str = "questions"
+
+    def __post_init__(self) -> None:
+        check_path(self.path, self.bad_rows, "Questions")
+        if self.prompt is not None and "{question}" not in self.prompt:
+            raise ConfigError(
+                "does not contain {question}", setting="Questions.prompt", value=self.prompt, remedy="add {question}"
+            )
+        where = self.answer_in
+        if where not in answers.PLACES and (answers.SLOT not in where or not where.split(answers.SLOT)[0].strip()):
+            raise ConfigError(
+                "is no place for an answer",
+                setting="Questions.answer_in",
+                value=where,
+                remedy=f"one of {', '.join(answers.PLACES)}, or a text that something stands in before {{answer}}",
+            )
+        if self.reward is not None:
+            _check_importable(self.reward)
+
+    @property
+    def name(self) -> str:
+        return self.domain
+
+    @property
+    def needs_worker(self) -> str:
+        return "" if self.reward else "its verifier can be kept busy by an answer"
+
+    @property
+    def num_questions(self) -> int:
+        """Questions in the files."""
+        return len(self._table())
+
+    def warnings(self) -> Sequence[str]:
+        complaint = self._table().complaint
+        return (complaint,) if complaint else ()
+
+    def question(self, index: int) -> Question:
+        """Question `index` modulo their number.
+
+        Raises:
+          DataError: a row is none. ConfigError: columns that are not found.
+        """
+        return self._table().record(index)
+
+    def record(self, index: int) -> Row:
+        """The row of a question, all its columns."""
+        return self._table().row(index)
+
+    def place(self, index: int) -> str:
+        """The file and line of a question."""
+        return self._table().place(index)
+
+    def task(self, index: int) -> Task:
+        return Task(self.name, index, self.question(index).content)
+
+    def warm(self) -> None:
+        self._table()
+        if self.reward is None:
+            verifier.warm()
+
+    def make(self) -> QuestionsEnv:
+        return QuestionsEnv(self)
+
+    def bad_actions(self) -> Sequence[str]:
+        if self.reward is not None:  # whose function it is says what is good
+            return ()
+        deep, long = "\\boxed{" * 2000, "9" * 20_000
+        return (*super().bad_actions(), deep, deep + "}" * 2000, long, f"#### {long}", "\\boxed{9**9**9}", "#### ١٢")
+
+    def _table(self) -> Table[Question]:
+        return table(self, self.path, self.bad_rows, "Questions", self._reader)
+
+    def _reader(self, rows: Rows, path: str) -> Callable[[Row], Question]:
+        names = Columns.of(rows)
+        asked = columns.need(Role("Questions.prompt_key", self.prompt_key, USUAL_PROMPTS), names, path)
+        role = Role("Questions.answer_key", self.answer_key, _without(USUAL_ANSWERS, asked))
+        answered = (columns.need if self.reward is None else columns.find)(role, names, path)
+        role = Role("Questions.solution_key", self.solution_key, _without(USUAL_SOLUTIONS, answered or ""))
+        solved = columns.find(role, names, path)
+        return lambda row: self._read(row, asked, answered, solved)
+
+    def _read(self, row: Row, asked: str, answered: str | None, solved: str | None) -> Question:
+        opening, content = _opening(columns.value(row, asked), asked, self.prompt)
+        if self.system:
+            opening = (Message("system", self.system), *opening[opening[0].role == "system" :])
+        if answered is None:
+            return Question(opening, content, "", "")
+        solution, answer = answers.split_recorded(_recorded(columns.value(row, answered), answered))
+        if not answer or len(answer) > answers.MAX_ANSWER_CHARS and self.reward is None:
+            raise BadRow(f"{answered} holds no final answer of at most {answers.MAX_ANSWER_CHARS} characters")
+        if self.answer_in == "last" and self.reward is None and not answers.is_number(answer):
+            raise BadRow(f"{answered} is {answer[:40]!r}, no number, which Questions.answer_in = 'last' asks for")
+        if solved is not None and isinstance(worked := columns.value(row, solved), str):
+            solution = worked.strip()
+        return Question(opening, content, solution, answer)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+    """What the policy is told, what makes two questions the same, the steps to the answer, and the answer; the last two
+    are empty where none is recorded."""
+
+    opening: tuple[Message, ...]
+    content: str
+    solution: str
+    answer: str
+
+
+class QuestionsEnv(PureEnv):
+    """One question, one answer."""
+
+    def __init__(self, spec: Questions) -> None:
+        self._spec = spec
+        self._index = -1
+        self._question: Question | None = None
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        question = self._spec.question(task.index)
+        if question.content != task.content:
+            raise EnvError(
+                f"question {task.index} of {self._spec.path} is not the task that was asked for: was the file changed?"
+            )
+        self._index, self._question = task.index, question
+        return question.opening
+
+    def step(self, action: str) -> StepResult:
+        question = self._open()
+        self._question = None
+        if self._spec.reward is not None:
+            return self._rewarded(self._spec.reward, question, action)
+        given = answers.find(action, self._spec.answer_in, number=answers.is_number(question.answer))
+        right = is_same(question.answer, given) if given is not None else False
+        return StepResult(
+            (),
+            float(right is True),
+            terminated=True,
+            success=right is True,
+            reward_parts={"right": float(right is True)},
+            metrics={"no_answer_n": float(given is None), "unverified_n": float(isinstance(right, TooMuch))},
+        )
+
+    def gold(self) -> str:
+        question, where = self._open(), self._spec.answer_in
+        if not question.answer:
+            raise EnvError(f"{self._spec.path} has no recorded answers: they can be rewarded, but not imitated")
+        if where == "whole":
+            return question.answer
+        if answers.find(question.solution, "boxed" if where == "any" else where) == question.answer:
+            return question.solution
+        if answers.SLOT in where:
+            last = where.replace(answers.SLOT, question.answer)
+        else:
+            last = f"#### {question.answer}" if where == "last" else f"\\boxed{{{question.answer}}}"
+        return f"{question.solution}\n{last}".lstrip("\n")
+
+    def _rewarded(self, reward: Reward, question: Question, action: str) -> StepResult:
+        """The reward of the user's own function, which must give finite numbers."""
+        spec, name = self._spec, f"{reward.__module__}.{reward.__qualname__}"
+        try:
+            value = reward(question.opening[-1].content, action, spec.record(self._index))
+        except Exception as e:  # border: whatever a function of the user's raises
+            raise EnvError(f"{name} raised {type(e).__name__} for {spec.place(self._index)}: {e}") from e
+        parts = value if isinstance(value, Mapping) else {reward.__name__: value}
+        for part, number in parts.items():
+            if not _is_finite(number):
+                raise EnvError(f"{name} gave {part} = {number!r} for {spec.place(self._index)}: not a finite number")
+        parts = {str(part): float(number) for part, number in parts.items()}
+        total = sum(parts.values())
+        return StepResult((), total, terminated=True, success=total >= spec.solved_at, reward_parts=parts)
+
+    def _open(self) -> Question:
+        if self._question is None:
+            raise EnvError("step before reset, or after the episode's end")
+        return self._question
+
+
+def is_same(gold: str, given: str) -> bool | TooMuch:
+    """Whether two final answers are the same, however they are written: by plain rules where these can say, else by
+    math-verify in a forked child. `TooMuch`: the answer passed the bounds on time or memory, which makes it wrong."""
+    plainly = answers.compare(gold, given)
+    return verifier.equal(gold, given) if plainly is None else plainly
+
+
+def is_right(text: str, gold: str, where: str = "any") -> bool:
+    """Whether a policy's text gives the recorded final answer `gold`: what the default reward asks.
+
+    where: as `Questions.answer_in`.
+    """
+    given = answers.find(text, where, number=answers.is_number(gold))
+    return given is not None and is_same(gold, given) is True
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def _opening(value: Any, key: str, put: str | None) -> tuple[tuple[Message, ...], str]:
+    """What the policy is told, and what makes the question the same as another."""
+    if messages.is_list(value):
+        said = messages.messages(value, key)
+        if said[-1].role == "assistant":
+            said = said[:-1]
+        if not said or said[-1].role == "assistant":
+            raise BadRow(f"{key} has no message before the assistant's that asks for an answer")
+        content = json.dumps([[m.role, m.content] for m in said], ensure_ascii=False)
+        last = Message(said[-1].role, said[-1].content if put is None else _put(put, said[-1].content))
+        return (*said[:-1], last), content
+    question = messages.text(value, key)
+    return (Message("user", _put(BOXED if put is None else put, question)),), question
+
+
+def _put(how: str, question: str) -> str:
+    return how.replace("{question}", question)
+
+
+def _recorded(value: Any, key: str) -> str:
+    """A recorded answer as text: a number, a list of one, a message of the assistant."""
+    value = messages.unpacked(value)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, list):
+        raise BadRow(f"{key} holds {len(value)} answers, not one")
+    return messages.text(messages.written(value), key)
+
+
+def _without(tiers: Sequence[Sequence[str]], taken: str) -> Sequence[Sequence[str]]:
+    return [[name for name in tier if name != taken.lower()] for tier in tiers]
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value is a finite number: of Python, of NumPy, or a truth value."""
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _check_importable(function: Reward) -> None:
+    """Workers import a function by its path: a nested one, a lambda, or one of the script that was started has none."""
+    module, path = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    try:
+        found = None if module == "__main__" else getattr(importlib.import_module(module), path, None)
+    except ImportError:
+        found = None
+    if found is not function:
+        raise ConfigError(
+            "cannot be imported by worker processes",
+            setting="Questions.reward",
+            value=f"{module}.{path}",
+            remedy="name a function at the top level of a module of its own: @my_rewards.length_ok",
+        )

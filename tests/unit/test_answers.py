@@ -1,0 +1,249 @@
+"""Final answers: where they stand in a text, and when two of them are the same."""
+
+import json
+import os
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolljax.envs.bounded import TooMuch
+from rolljax.envs.data import verifier
+from rolljax.envs.data.answers import PLACES, compare, find, is_number, split_recorded
+from rolljax.envs.questions import is_same
+
+PLACES_AND_TAGS = (*PLACES, "Answer: {answer}", "<answer>{answer}</answer>")
+
+SAME = [
+    ("18", ["18.0", "18.", "$18", "\\$18.00", "18 dollars", "18 \\text{ dollars}", "x = 18", "36/2", "\\frac{36}{2}"]),
+    ("-3", ["\u22123", "- 3", "-3.00", "-6/2", "-$3", "-\\frac{6}{2}"]),
+    ("1000", ["1,000", "1{,}000", "1\\,000", "1e3", "1,000.00", "1000 km/h"]),
+    ("1/2", ["0.5", ".5", "\\frac12", "\\dfrac{1}{2}", "2/4", "50%", "50\\%", "50 percent"]),
+    ("50\\%", ["0.5", "50", "50%", "\\frac{1}{2}"]),
+    ("3/2", ["1.5", "1 1/2", "1\\frac{1}{2}", "1\\frac12"]),
+    ("90^\\circ", ["90", "90°", "90^{\\circ}", "90 degrees"]),
+    ("[0,1)", ["[0, 1)", "\\left[0, 1\\right)"]),
+    ("B", ["(B)", "B.", "\\text{(B)}", "B) 12 meters", "B: a dog", "\\textbf{(B)}"]),
+    ("\\text{Evelyn}", ["Evelyn", "evelyn", "\\text{ Evelyn. }"]),
+    ("Yes", ["yes", "\\text{Yes}", "YES."]),
+    ("x+1", ["x + 1", "$x+1$", "x+\\,1"]),
+    ("12:30", ["12:30"]),
+]
+"""Gold, and what plain rules say is the same."""
+DIFFERENT = [
+    ("18", ["19", "18.01", "-18", "180", "five", "x", "nan", "inf", "١٨", "", " "]),
+    ("1/2", ["2", "0.50001", "5%", "1/3"]),
+    ("50\\%", ["5", "500", "0.05"]),
+    ("11/2", ["1 1/2"]),
+    ("1 1/2", ["11/2", "1/2"]),
+    ("B", ["A", "A dog", "AB", "b", "Both", "12", "nan"]),
+    ("Yes", ["No", "sey", "eyes"]),
+    ("stop", ["pots", "spot", "s t o p"]),
+]
+"""Gold, and what plain rules say is something else."""
+FORMULAS_SAME = [
+    ("2\\sqrt{2}", "\\sqrt{8}"), ("2\\sqrt2", "\\sqrt 8"), ("\\frac{\\sqrt{3}}{3}", "\\frac{1}{\\sqrt{3}}"), ("5", "\\sqrt{25}"),
+    ("1000", "10^3"), ("1500", "1.5 \\times 10^3"), ("-3/4", "\\frac{-3}{4}"), ("\\{1,2\\}", "\\{2, 1\\}"), ("1, 2", "2, 1"),
+    ("x^2+2x+1", "(x+1)^2"), ("\\frac{\\pi}{2}", "\\pi/2"), ("y = 2x+3", "2x+3"), ("x \\in [1,2]", "[1,2]"), ("5", "5\\text{ cm}^2"),
+    ("x+y", "y+x"), ("\\sqrt{2}", "1.41421356"), ("2", "\\boxed{2}"),
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+]  # fmt: skip
+FORMULAS_DIFFERENT = [
+    ("25", "\\sqrt{25}"), ("10", "10^2"), ("5", "5x"), ("5", "5 \\pi"), ("5", "5i"), ("5", "5!"), ("5", "5 million"),
+    ("5", "5 minus 1"), ("2", "2 dozen"), ("3", "3 or 4"), ("3", "3, 4"), ("3", "3-5"), ("12", "1,2"), ("(0,1)", "[0,1]"),
+    ("(1,2)", "(2,1)"), ("\\{1,2\\}", "\\{1,2,3\\}"), ("\\{1,2\\}", "\\mathbb{R}"), ("[0,1]", "\\mathbb{R}"), ("\\pi", "3.14"),
+    ("x^2+2x+1", "(x+1)^3"), ("5", "\\infty"), ("5", "\\frac{5}{0}"), ("x+1", "\\frac{0}{0}"), ("5", "(-\\infty,\\infty)"),
+    ("x", "nan"), ("x", "__import__('os').getcwd()"), ("512", "5 12"),
+]  # fmt: skip
+
+
+def flat(table):
+    return [(gold, given) for gold, many in table for given in many]
+
+
+@pytest.mark.parametrize("gold, given", flat(SAME))
+def test_the_same_answer_written_otherwise(gold, given):
+    assert compare(gold, given) is True
+
+
+@pytest.mark.parametrize("gold, given", flat(DIFFERENT))
+def test_other_answers(gold, given):
+    assert compare(gold, given) is False
+
+
+def test_formulas_are_compared_by_the_verifier():
+    """In this process; the children that it runs in are below."""
+    wrong = []
+    for want, pairs in ((True, FORMULAS_SAME), (False, FORMULAS_DIFFERENT)):
+        for gold, answer in pairs:
+            assert compare(gold, answer) is None, (gold, answer)
+            if verifier._equal(gold, answer) is not want:
+                wrong.append((gold, answer))
+    assert not wrong
+
+
+def test_the_verifier_runs_in_a_child(monkeypatch):
+    assert is_same("2\\sqrt{2}", "\\sqrt{8}") is True and is_same("2\\sqrt{2}", "\\sqrt{7}") is False
+    here = os.getpid()
+    monkeypatch.setattr(verifier, "_equal", lambda gold, given: os.getpid() != here)
+    assert is_same("x+1", "x-1") is True
+
+
+def test_what_the_verifier_chokes_on_is_wrong_and_no_fault(monkeypatch):
+    monkeypatch.setattr(verifier, "_parsed", lambda text: [][1])
+    assert is_same("x+1", "1+x") is False
+
+
+HOSTILE = [
+    "9^{9^{9^{9^{9}}}}", "99999999999!", "\\sum_{i=1}^{10^{12}} i^i", "(x+1)^{99999}(x+2)^{99999}", "(" * 29 + "x" + ")" * 29,
+    "\\int_0^{10} x^{x^{x}} dx", "9**9**9**9", "\\frac{" * 60 + "1" + "}{2}" * 60, "{" * 400, "1/" * 200 + "1", "\\sqrt" * 80 + "{2}",
+    "\\binom{10^9}{10^8}", "2^{2^{2^{2^{2^{2}}}}}", "x" * 400, "+".join("x" * 200), "\\left(" * 60, "\\lim_{x\\to 0} x^x^x^x",
+]  # fmt: skip
+
+
+def test_an_answer_that_keeps_the_verifier_busy_is_wrong(monkeypatch):
+    monkeypatch.setattr(verifier, "CPU_S", 1.0)
+    verifier.warm()
+    assert is_same("5", HOSTILE[0]) == TooMuch("time")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("gold", ["5", "x^2+1", "(1,2)"])
+def test_no_hostile_answer_is_right_or_holds_anybody_up(gold):
+    verifier.warm()
+    for answer in HOSTILE:
+        found = is_same(gold, answer)
+        assert found is False or isinstance(found, TooMuch), answer
+
+
+CONSTANTS = [
+    "", " ", "0", "1", "-1", "nan", "inf", "-inf", "\\infty", "1e308", "x", "e", "i", "\\pi", "True", "None", "A", "yes", "?", "()", "[]",
+    "\\{\\}", "\\emptyset", "\\mathbb{R}", "(-\\infty,\\infty)", "\\frac{0}{0}", "0/0", "\\text{}", "\\boxed{}", "\\forall x", "x=x", "=", ",",
+    "\\text{the answer}", "x \\in \\mathbb{R}", "\\begin{pmatrix}\\end{pmatrix}", "\\sum", "\\int", "{}", "%",
+]  # fmt: skip
+
+
+@pytest.mark.sweep
+def test_no_constant_answers_every_question():
+    golds = [
+        "7",
+        "-2.5",
+        "\\frac{3}{8}",
+        "x^2+3",
+        "(2,5)",
+        "[2,5)",
+        "\\{2,3\\}",
+        "D",
+        "Monday",
+        "3\\sqrt{7}",
+        "2\\pi",
+        "x=4",
+        "y<3",
+    ]
+    verifier.warm()
+    for constant in CONSTANTS:
+        assert [gold for gold in golds if is_same(gold, constant) is True] == [], constant
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 3))
+def test_any_way_to_write_a_number_reads_back(n, zeros):
+    tail = "." + "0" * zeros if zeros else ""
+    for text in (f"{n}{tail}", f"so \\boxed{{{n:,}}}", f"{2 * n}/2", f"#### {n}", f"**Answer:** ${n:,}$"):
+        assert compare(str(n), find(text)) is True
+        assert compare(str(n + 1), find(text)) is False
+
+
+@given(st.fractions(max_denominator=1000))
+def test_fractions_are_exact(x):
+    top, bottom = x.numerator, x.denominator
+    for text in (f"{top}/{bottom}", f"{'-' * (x < 0)}\\frac{{{abs(top)}}}{{{bottom}}}", f"{3 * top}/{3 * bottom}"):
+        assert compare(str(x), text) is True
+        assert compare(str(x + Fraction(1, 10**9)), text) is False
+
+
+@given(st.text(max_size=300), st.text(max_size=60))
+def test_no_text_is_too_strange(text, gold):
+    for where in PLACES_AND_TAGS:
+        found = find(text, where)
+        assert found is None or compare(gold, found) in (True, False, None)
+    json.dumps(split_recorded(text))
+
+
+@pytest.mark.parametrize(
+    "text, any_, boxed, last, line, tag",
+    [
+        ("so \\boxed{18} eggs", "18", "18", "18", None, None),
+        ("\\boxed{3}, no: \\boxed{\\frac{8}{4}}", "\\frac{8}{4}", "\\frac{8}{4}", "8/4", None, None),
+        ("1 + 1 = 2\n#### 5", "5", None, "5", None, None),
+        ("#### 5\n#### 6 eggs\nand 7", "6 eggs", None, "7", None, None),
+        ("\\boxed{4}\nAnswer: 5", "4", "4", "5", "5", None),
+        ("12 - 3 = 9 eggs.", "9", None, "9", None, None),
+        ("\\boxed{7", "7", None, "7", None, None),
+        ("no number", None, None, None, None, None),
+        ("\\boxed{}5", "", "", "5", None, None),
+        ("**Answer:** $x+1$", "$x+1$", None, "1", "$x+1$", None),
+        ("Answer: 3\nAnswer: 4\nnot 5", "4", None, "5", "4", None),
+        ("<answer>1</answer> <answer> 2 </answer>", "2", None, "2", None, "2"),
+        ("<answer>1", "1", None, "1", None, None),
+        ("\\boxed{\\text{a {b} c}}", "\\text{a {b} c}", "\\text{a {b} c}", None, None, None),
+    ],
+)
+def test_where_the_answer_is_read(text, any_, boxed, last, line, tag):
+    where = ("any", "boxed", "last", "Answer: {answer}", "<answer>{answer}</answer>")
+    assert [find(text, w) for w in where] == [any_, boxed, last, line, tag]
+
+
+def test_without_a_number_the_last_line_counts():
+    assert find("I think\nthat it is\nEvelyn.\n\n", number=False) == "Evelyn."
+    assert find("Paris", "whole") == "Paris" and find(" \n", "whole") is None
+
+
+@pytest.mark.parametrize(
+    "recorded, steps, answer",
+    [
+        ("4*12=<<4*12=48>>48 rolls.\n#### 48", "4*12=48 rolls.", "48"),
+        ("So $x = \\boxed{\\frac{1}{2}}$.", "So $x = \\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"),
+        ("\\frac{1}{2}", "", "\\frac{1}{2}"),
+        ("34", "", "34"),
+    ],
+)
+def test_recorded_answers(recorded, steps, answer):
+    assert split_recorded(recorded) == (steps, answer)
+
+
+@pytest.mark.parametrize(
+    "text, want", [("1,200", True), ("2 apples", True), ("x", False), ("\\sqrt{2}", False), ("9" * 61, False)]
+)
+def test_what_is_a_number(text, want):
+    assert is_number(text) is want
+
+
+UNITS = [
+    "9",
+    "\\boxed{",
+    "{",
+    "1/",
+    "1,",
+    "1,111",
+    "1 ",
+    "\\frac{",
+    "\\frac{1}",
+    "-",
+    "\x00",
+    "\\text{",
+    "#### ",
+    "Answer:",
+    "<answer>",
+    "\\,",
+    "A ",
+]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_huge_answers_are_read_to_their_end_only(unit):
+    text = unit * (10**6 // len(unit))
+    for where in PLACES_AND_TAGS:
+        found = find(text, where)
+        assert found is None or compare("17", found) is not True
+    assert find(text + "\n#### 12\n") == "12"
