@@ -14,7 +14,7 @@ from rolljax import train
 from .conftest import arguments, of_two_processes, rows, summary
 
 pytestmark = pytest.mark.slow
-TIMEOUT_S = 240
+TIMEOUT_S = 900
 SMALL = {
     "Qwen3Config_dot_num_layers": 1,
     "MeshSpec_dot_data": 1,  # weights and slots then lie on both processes

@@ -248,7 +248,7 @@ def test_killed_at_every_point(watched, tmp_path, capsys):
         names = ", ".join(name for name, at in watched.points if at == state)
         for torn in (False, True):
             run_dir = shutil.copytree(state, tmp_path / "run")
-            if not torn or tear(run_dir):
+            if not torn or (not (run_dir / "summary.json").exists() and tear(run_dir)):
                 assert goes_on(run_dir) == watched.end, names
                 tried.append(f"{names}{' (torn)' if torn else ''}")
             shutil.rmtree(run_dir)
