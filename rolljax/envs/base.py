@@ -104,11 +104,6 @@ class EnvSpec(abc.ABC):
         return ""
 
     @property
-    def needs_worker(self) -> str:
-        """Why its calls must run in worker processes, whatever a pool is told; empty: threads will do as well."""
-        return ""
-
-    @property
     def max_turns(self) -> int:
         """Most turns of an episode; multi-turn environments have a field of this name."""
         return 1
