@@ -44,6 +44,9 @@ class Progress:
     stream_position: str = ""
     heldout_reward: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     phase_wall_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    other_wall_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds outside of phases: `start` (settings, checks, weights, compiling the sampler, the first evaluation),
+    `save`, `result`."""
     phase_steps: dict[str, int] = dataclasses.field(default_factory=dict)
     phase_end: dict[str, str] = dataclasses.field(default_factory=dict)
     """Why each finished phase ended."""

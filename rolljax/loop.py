@@ -40,6 +40,7 @@ from rolljax.metrics import ENV_PREFIX
 from rolljax.model import hf
 from rolljax.model.decoder import Params
 from rolljax.model.lora import Base
+from rolljax.notices import Notices, samples
 from rolljax.progress import Console
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout import Barrier, Rollouts, fault_of
@@ -179,11 +180,15 @@ def train(
     console: Console,
     should_stop: Callable[[], bool] = lambda: False,
     team: Alone | Leader = ALONE,
+    began: float | None = None,
 ) -> tuple[TrainState, Progress]:
     """Run every phase from where the folder's last whole checkpoint stands; returns the final state.
 
     Where the run is several processes this is the first of them, and `follow.follow` what the others do: whatever
     touches the mesh here stands in a turn of `team`.
+
+    Args:
+      began: `time.perf_counter()` when the process set out, for the account of its seconds.
 
     Raises:
       Stopped: `should_stop` said so; everything up to the last whole step is saved.
@@ -205,10 +210,11 @@ def train(
         if progress == on_disk:
             return
         name = folder.checkpoints.next_name(progress)
-        with watchdog.waiting_for("the checkpoint to be written"), team.turn("save", (name, progress)):
-            folder.checkpoints.save(name, state, progress)
+        with timed(progress.other_wall_s, "save"):
+            with watchdog.waiting_for("the checkpoint to be written"), team.turn("save", (name, progress)):
+                folder.checkpoints.save(name, state, progress)
+            folder.retain(recipe.keep_checkpoints, recipe.keep_rollouts)
         on_disk = copy.deepcopy(progress)
-        folder.retain(recipe.keep_checkpoints, recipe.keep_rollouts)
 
     for text in recipe.warnings():
         console.say(f"warning: {text}")
@@ -221,8 +227,11 @@ def train(
     console.say("compiling the sampler")
     with Rooms(plan, learner.whole(state.params), progress.version, should_stop, team, watchdog) as rooms:
         try:
-            if not progress.heldout_reward:
-                evaluate(rooms, progress, "start")
+            is_new = not progress.heldout_reward
+            with timed(progress.other_wall_s, "start", began):
+                if is_new:
+                    show(console, evaluate(rooms, progress, "start"))
+            if is_new:
                 save()
             while not progress.finished:
                 phase = recipe.phases[progress.phase]
@@ -234,14 +243,14 @@ def train(
                     if should_stop():
                         raise Stopped
                 console.wait("evaluating on held-out tasks")
-                with timed(progress, phase.name):
+                with timed(progress.phase_wall_s, phase.name):
                     rooms.publish(learner.whole(state.params), progress.version)
-                    evaluate(rooms, progress, phase.name)
+                    show(console, evaluate(rooms, progress, phase.name))
                 progress.phase_end.setdefault(phase.name, ALL_STEPS)
                 progress.finished = progress.phase + 1 == len(recipe.phases)
                 if not progress.finished:
                     progress.phase, progress.step, progress.memory, progress.starts = progress.phase + 1, 0, {}, {}
-                    with team.turn("open_phase", progress):
+                    with timed(progress.other_wall_s, "start"), team.turn("open_phase", progress):
                         learner, state = open_phase(plan, folder, progress, state.params, base, state.critics)
                 save()
                 console.end_phase()
@@ -267,7 +276,7 @@ def steps(
     recipe = rooms.recipe
     phase = recipe.phases[progress.phase]
     sampled = phase.algorithm.source == "sampler"
-    starts = open_starts(rooms, phase, progress)
+    starts, notices = open_starts(rooms, phase, progress), Notices(recipe, phase)
     rollouts = rooms.rollouts(rooms.actor(phase), listen=starts is not None)
 
     async def start(step: int, tasks: list[Task], first: int) -> list[Group]:
@@ -299,6 +308,8 @@ def steps(
                 with rooms.team.turn("step", (whole, progress.memory, progress.step)):
                     made = update(learner, state, whole, folder, progress)
             state, progress.memory = made.state, dict(made.memory)
+            for text in notices.step(groups):
+                console.warn(text)
             row = made.row | describe(groups, progress.version) | faults_row(groups)
             row |= {
                 "groups/started_n": len(groups) + phase.spare_groups,
@@ -327,7 +338,9 @@ def steps(
                     rooms.publish(learner.whole(state.params), progress.version)
             if evaluate_now:
                 with clock.part("eval"):
-                    row["heldout/reward_mean"] = mean_reward(rooms.evaluate(progress.total_steps, interruptible=False))
+                    found = rooms.evaluate(progress.total_steps, interruptible=False)
+                row["heldout/reward_mean"] = mean_reward(found)
+                show(console, found)
                 if phase.stop_at_reward is not None and row["heldout/reward_mean"] >= phase.stop_at_reward:
                     progress.phase_end[phase.name] = f"held-out reward reached {phase.stop_at_reward:g}"
             check_alive(groups, progress)
@@ -491,12 +504,19 @@ def evaluate(rooms: Rooms, progress: Progress, name: str) -> list[Trajectory]:
     return trajectories
 
 
+def show(console: Console, trajectories: list[Trajectory]) -> None:
+    """Held-out reward, and what a good and a bad answer look like."""
+    console.say(f"held-out reward {mean_reward(trajectories):.3f} of {len(trajectories)} tasks")
+    for line in samples(trajectories):
+        console.say(line)
+
+
 @contextlib.contextmanager
-def timed(progress: Progress, phase: str) -> Iterator[None]:
-    """Count the seconds inside to a phase."""
-    start = time.perf_counter()
+def timed(seconds: dict[str, float], name: str, since: float | None = None) -> Iterator[None]:
+    """Add the seconds inside, or since `time.perf_counter()` was `since`, to those of `name`."""
+    start = time.perf_counter() if since is None else since
     yield
-    progress.phase_wall_s[phase] = progress.phase_wall_s.get(phase, 0.0) + time.perf_counter() - start
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def border_line(name: str, progress: Progress) -> str:

@@ -17,24 +17,20 @@ SHOWN_CHARS = 60
 
 
 class Notices:
-    """Notices about the steps of a run, each given once."""
+    """Notices about the steps of a phase, each given once."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, phase: Phase) -> None:
+        self._recipe, self._phase = recipe, phase
         self._given: set[str] = set()
         self._rewards: set[float] = set()
-        self._still = 0
+        self._steps = 0
 
-    def start_phase(self) -> None:
-        """Another phase begins: its rewards are its own."""
-        self._rewards, self._still = set(), 0
-
-    def step(self, phase: Phase, groups: Sequence[Group]) -> list[str]:
-        """What is worth saying about the trajectories of a step; a phase of gold answers says only what fails."""
+    def step(self, groups: Sequence[Group]) -> list[str]:
+        """What is worth saying about the trajectories of a step; of gold answers only that they fail."""
         every = [t for g in groups for t in g.trajectories]
         texts = [self._failures(every)]
-        if phase.algorithm.source == "sampler":
-            texts += [self._cuts(every), self._first_answers(every), self._stillness(phase, every)]
+        if self._phase.algorithm.source == "sampler":
+            texts += [self._cuts(every), self._first_answers(every), self._stillness(every)]
         return [text for text in texts if text]
 
     @property
@@ -83,15 +79,15 @@ class Notices:
             f"answer, because it was cut at {self._answer_limit}: nothing is learned of the turns behind it"
         )
 
-    def _stillness(self, phase: Phase, every: Sequence[Trajectory]) -> str:
+    def _stillness(self, every: Sequence[Trajectory]) -> str:
         self._rewards |= {t.reward for t in every if t.status != "failed"}
-        self._still += 1
-        if len(self._rewards) != 1 or self._still < STILL_STEPS or not self._once(f"still {phase.name}"):
+        self._steps += 1
+        if len(self._rewards) != 1 or self._steps < STILL_STEPS or not self._once("still"):
             return ""
         [reward] = self._rewards
         return (
-            f"all trajectories of the first {self._still} steps of {phase.name} have reward {reward:g}: nothing is "
-            "learned from that. Look at rollouts/ for what the model says and at `python -m rolljax.validate` for what "
+            f"all trajectories of the first {self._steps} steps of {self._phase.name} have reward {reward:g}: nothing "
+            "is learned from that. Look at rollouts/ for what the model says and at `python -m rolljax.validate` for what "
             "the environment rewards; start from a model that succeeds now and then, or with easier tasks"
         )
 

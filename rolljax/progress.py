@@ -76,6 +76,10 @@ class Console:
         """A line that stays."""
         self._rich.print(text, markup=False, soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """A line that stays and is to be seen."""
+        self._rich.print(f"notice: {text}", markup=False, soft_wrap=True, style="bold yellow")
+
     def start_phase(self, name: str, steps: int, done: int) -> None:
         """A phase of `steps` steps begins, `done` of them already behind it."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -97,15 +101,17 @@ class Console:
             self._live.update(self._bar, completed=row["phase_step"], description=line)
         elif time.monotonic() - self._last_line_s > LINE_EVERY_S or row["phase_step"] == self._steps:
             self._last_line_s = time.monotonic()
-            self.say(f"{line}  ETA {self._eta_s(row):.0f}s")
+            self.say(f"{line}  {self._eta(row)}")
 
-    def _eta_s(self, row: Mapping[str, float]) -> float:
-        """Seconds to the end of the phase, at the pace since its first step here (which compiled)."""
+    def _eta(self, row: Mapping[str, float]) -> str:
+        """Time to the end of the phase, at the pace since its first step here; that one compiled, so it is a bound."""
         now, step = time.monotonic(), row["phase_step"]
+        left = self._steps - step
         if self._first is None:
             self._first = (now, step)
+            return f"ETA below {left * row['time/step_s']:.0f}s"
         start_s, first = self._first
-        return (self._steps - step) * (now - start_s) / max(step - first, 1)
+        return f"ETA {left * (now - start_s) / max(step - first, 1):.0f}s"
 
     def wait(self, what: str) -> None:
         """Something that takes a while begins."""

@@ -43,7 +43,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args, began = parse(argv), time.perf_counter()
     cli.quiet()
     config: list[Loaded[Recipe]] = []
     joined: list[Alone | Leader | Follower] = []
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         joined.append(cluster.join(processes))
         with joined[0].guard():
             config.append(cli.load_recipe(args.gin, args.set))
-            return one_process(args, config[0], joined[0])
+            return one_process(args, config[0], joined[0], began)
 
     code = 1
     try:
@@ -68,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def one_process(args: argparse.Namespace, config: Loaded[Recipe], team: Alone | Leader | Follower) -> int:
-    """What this process does of a run, or all there is to do; returns the exit code."""
+def one_process(args: argparse.Namespace, config: Loaded[Recipe], team: Alone | Leader | Follower, began: float) -> int:
+    """What this process, which set out at `began`, does of a run, or all there is to do; returns the exit code."""
     from rolljax import frozen, rehearsal, rooms
     from rolljax.cluster import Follower
 
@@ -86,11 +86,19 @@ def one_process(args: argparse.Namespace, config: Loaded[Recipe], team: Alone | 
     if args.dry_run:
         print(describe(plan, checked))
         return 0
-    return train(plan, config, folder, fresh=args.fresh, team=team)
+    return train(plan, config, folder, fresh=args.fresh, team=team, began=began)
 
 
-def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool, team: Alone | Leader) -> int:
-    """Run, continue or decline to repeat the run in folder `path`; returns the exit code."""
+def train(
+    plan: Plan,
+    config: Loaded[Recipe],
+    path: str | Path,
+    *,
+    fresh: bool,
+    team: Alone | Leader,
+    began: float | None = None,
+) -> int:
+    """Run, continue or decline to repeat the run in folder `path`; returns the exit code. `began`: see `loop.train`."""
     from rolljax.runfolder import RunFolder
 
     folder = RunFolder(path)
@@ -99,16 +107,16 @@ def train(plan: Plan, config: Loaded[Recipe], path: str | Path, *, fresh: bool, 
         mark = secrets.token_hex()
         folder.mark(mark)
         team.greet(mark)
-        return _train(plan, folder, team, notes)
+        return _train(plan, folder, team, notes, began or time.perf_counter())
 
 
-def _train(plan: Plan, folder: RunFolder, team: Alone | Leader, notes: list[str]) -> int:
+def _train(plan: Plan, folder: RunFolder, team: Alone | Leader, notes: list[str], began: float) -> int:
     from rolljax import loop
     from rolljax.buffer import Stopped
     from rolljax.progress import Console
     from rolljax.runfolder import DONE
 
-    console, start = Console(), time.perf_counter()
+    console = Console()
     for text in notes:
         console.say(text)
     saved = folder.latest(console.say)
@@ -121,7 +129,8 @@ def _train(plan: Plan, folder: RunFolder, team: Alone | Leader, notes: list[str]
     with stop_on_signal() as is_told:
         try:
             with team.guard():
-                state, progress = loop.train(plan, folder, console, lambda: is_told() or team.asked_to_stop(), team)
+                should_stop = lambda: is_told() or team.asked_to_stop()  # noqa: E731
+                state, progress = loop.train(plan, folder, console, should_stop, team, began)
         except Stopped:
             saved = folder.latest(console.say)
             assert saved is not None
@@ -135,11 +144,11 @@ def _train(plan: Plan, folder: RunFolder, team: Alone | Leader, notes: list[str]
             raise
     if not progress.finished:
         raise CheckpointError(f"the run ended after {progress.total_steps} steps without a reason: this is a bug")
-    with team.turn("result"):
+    with loop.timed(progress.other_wall_s, "result"), team.turn("result"):
         state_sha256 = loop.result(plan, folder, state, plan.chat.tokenizer)
     folder.finish(progress, DONE, state_sha256, plan.recipe.keep_rollouts)
     console.say(
-        f"done in {time.perf_counter() - start:.0f} s: {folder.path}/  curves.png  summary.json  metrics.jsonl  "
+        f"done in {time.perf_counter() - began:.0f} s: {folder.path}/  curves.png  summary.json  metrics.jsonl  "
         "rollouts/  hf/ (Hugging Face)  ckpt/ (Orbax)"
     )
     return 0

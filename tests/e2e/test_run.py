@@ -30,7 +30,8 @@ def test_run_folder_holds_everything(trained):
     assert [e["phase"] for e in s["heldout_reward"]] == ["start", "warm_start", "rl"]
     assert all(e["n"] == 16 for e in s["heldout_reward"])
     assert s["heldout_reward"][1]["mean"] > s["heldout_reward"][0]["mean"]
-    assert set(s["phase_wall_s"]) == {"warm_start", "rl"}
+    assert set(s["phase_wall_s"]) == {"warm_start", "rl"} and set(s["other_wall_s"]) == {"start", "save", "result"}
+    assert s["wall_s"] == pytest.approx(sum(s["phase_wall_s"].values()) + sum(s["other_wall_s"].values()))
 
 
 def test_metrics_are_in_range_and_conserve_groups(trained):

@@ -23,13 +23,17 @@ def cut(stage, turns=1):
     return trajectory(status="truncated", fault=Fault("limit", stage, "why"), turns=turns)
 
 
+def of(phase):
+    return Notices(Recipe(env=FrozenLake(max_turns=8), phases=(phase,), max_answer_tok=12), phase)
+
+
 @pytest.fixture
 def notices():
-    return Notices(Recipe(env=FrozenLake(max_turns=8), phases=(PHASE,), max_answer_tok=12))
+    return of(PHASE)
 
 
-def step(notices, *trajectories, phase=PHASE):
-    return notices.step(phase, [Group(TASK, 0, 0, trajectories)])
+def step(notices, *trajectories):
+    return notices.step([Group(TASK, 0, 0, trajectories)])
 
 
 def test_nothing_is_said_of_a_run_that_goes_well(notices):
@@ -57,9 +61,10 @@ def test_a_cut_first_answer_that_ends_an_episode_of_many_turns_is_told(notices):
     assert "max_answer_tok" in limit and "ended with their first answer" in first and "8 turns" in first
 
 
-def test_the_first_error_of_an_environment_is_told_even_when_gold_answers_play(notices):
+def test_the_first_error_of_an_environment_is_told_even_when_gold_answers_play():
+    notices = of(Phase("sft", Sft(), steps=1))
     failed = trajectory(status="failed", fault=Fault("env", "step", "KeyError: 'map'"))
-    [text] = step(notices, failed, trajectory(1.0), phase=Phase("sft", Sft(), steps=1))
+    [text] = step(notices, failed, trajectory(1.0))
     assert "1 of 2" in text and "KeyError: 'map'" in text
     assert not step(notices, failed, trajectory(1.0))
 
@@ -68,14 +73,6 @@ def test_a_reward_that_never_moves_is_told_after_some_steps(notices):
     said = [step(notices, trajectory(0.5), trajectory(0.5)) for _ in range(STILL_STEPS + 5)]
     assert [len(texts) for texts in said] == [0] * (STILL_STEPS - 1) + [1] + [0] * 5
     assert "have reward 0.5" in said[STILL_STEPS - 1][0]
-
-
-def test_the_rewards_of_a_phase_are_its_own(notices):
-    for _ in range(STILL_STEPS):
-        step(notices, trajectory(0.0), trajectory(1.0))
-    notices.start_phase()
-    said = [step(notices, trajectory(1.0), trajectory(1.0)) for _ in range(STILL_STEPS)]
-    assert len(said[-1]) == 1
 
 
 def test_a_good_and_a_bad_answer_are_shown_on_one_line_each():
