@@ -87,8 +87,8 @@ class Notices:
         [reward] = self._rewards
         return (
             f"all trajectories of the first {self._steps} steps of {self._phase.name} have reward {reward:g}: nothing "
-            "is learned from that. Look at rollouts/ for what the model says and at `python -m rolljax.validate` for what "
-            "the environment rewards; start from a model that succeeds now and then, or with easier tasks"
+            "is learned from that. Look at rollouts/ for what the model says and at `python -m rolljax.validate` for "
+            "what the environment rewards; start from a model that succeeds now and then, or with easier tasks"
         )
 
 
