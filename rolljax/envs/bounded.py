@@ -27,7 +27,7 @@ from rolljax.errors import EnvError, InfraError
 
 CPU_S = 1.0
 MEMORY_GIB = 0.5
-WALL_FACTOR = 20.0
+WALL_FACTOR = 100.0
 """A child that has not spent its processor time after so many times as long on the clock is the machine's failure."""
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}

@@ -19,7 +19,7 @@ from rolljax.errors import EnvError
 NO_REFERENCE = {"boxnet", "graph_color", "rubiks_cube", "rush_hour"}
 SLOW = {"knight_swap", "futoshiki", "sokoban", "zebra_puzzles", "quantum_lock", "puzzle24", "sudoku", "rush_hour"}
 """Families that take long to make a task: one task each."""
-LIMIT_S = 10.0
+LIMIT_S = 200.0
 MARK = sys.argv[2]
 HOSTILE = [
     "",

@@ -16,7 +16,7 @@ from rolljax.envs.adapters.reasoning_gym import REFUSED, ReasoningGym
 ROOT = Path(rolljax.__file__).parents[1]
 NUM_TEXTS = 200 if os.environ.get("ROLLJAX_FULL") else 20
 
-NOT_GOLD = {"complex_arithmetic", "coin_flip", "knights_knaves", "number_format", "polynomial_equations", "rush_hour"}
+NOT_GOLD = {"complex_arithmetic", "coin_flip", "knights_knaves", "number_format", "rush_hour"}
 """Families whose scorers take, or took, other answers than gold."""
 SLOW = {
     *("futoshiki", "knight_swap", "puzzle24", "quantum_lock", "rubiks_cube", "sokoban", "sudoku", "zebra_puzzles"),
@@ -40,7 +40,7 @@ def test_every_family_takes_its_own_answer_and_survives_others(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3000,
     )
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
