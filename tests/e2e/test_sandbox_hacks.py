@@ -70,8 +70,9 @@ def test_all_hacks_pass_no_form_of_a_test(host):
 
 @pytest.mark.sweep
 def test_all_hacks_pass_no_check(host):
-    """The HumanEval format: the first form for every hack, every form for every exception."""
-    rows = [(name, FORMS[0]) for name in HACKS] + [(name, form) for name in EXCEPTIONS for form in FORMS[1:]]
+    """The HumanEval format: the first form for every hack, and each form for a fifth of the exceptions."""
+    rows = [(name, FORMS[0]) for name in HACKS]
+    rows += [(name, form) for i, name in enumerate(EXCEPTIONS) for form in FORMS[1 + i % 5 :: 5]]
     assert passing(lambda row: checked(HACKS[row[0]], row[1], host), rows) == []
 
 
