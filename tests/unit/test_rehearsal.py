@@ -22,6 +22,7 @@ from rolljax.recipe import Phase
 from rolljax.sampler.engine import SamplerConfig
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.opd import Opd, Teacher
+from rolljax.trainer.batch import PackShape
 from rolljax.trainer.mesh import MeshSpec
 from tests.synthetic import CLASSES
 
@@ -41,7 +42,7 @@ def test_every_algorithm_passes(cls, max_turns, monkeypatch):
     env = types.SimpleNamespace(name="toy", max_turns=max_turns)
     recipe = types.SimpleNamespace(
         phases=(phase,), env=env, max_turns=max_turns, max_restarts=0, max_answer_tok=16, seed=0,
-        sampler=SamplerConfig(slots=8, max_context=80),
+        sampler=SamplerConfig(slots=8, max_context=80), pack_shape=lambda phase: PackShape(1, 1, 512),
     )  # fmt: skip
     plan = types.SimpleNamespace(mesh=MeshSpec(data=1).build(), model=Model(Qwen3Config()), recipe=recipe)
     rehearsal.rehearse(plan, 0)
