@@ -133,6 +133,8 @@ class RunFolder:
           StorageError: it cannot be written.
         """
         self._check_ours()
+        with durable.storing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
         durable.sweep(self.path)
         if fresh:
             self._clear()
