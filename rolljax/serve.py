@@ -169,7 +169,7 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
     from rolljax.model import hf
     from rolljax.model.decoder import DecoderConfig, Dtype, Model
     from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
-    from rolljax.rooms import Plan
+    from rolljax.rooms import Plan, micro_tok
     from rolljax.sampler.engine import Engine, SamplerConfig
     from rolljax.sampler.openai_types import Served
     from rolljax.trainer.mesh import SLOT_AXES, MeshSpec, param_shardings
@@ -196,7 +196,8 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
         where = param_shardings(mesh, model.axes(), model.abstract())
         params, version = hf.load(args.model, model, where, computed=True), 0
     else:
-        params, version = read_params(Plan(recipe, mesh, model, Chat(tokenizer), [], (), 0), args.run)
+        sized = recipe.sized(mesh, micro_tok(mesh, model))
+        params, version = read_params(Plan(sized, mesh, model, Chat(tokenizer), [], (), 0), args.run)
     return Engine(model.plain, sizes, mesh, SLOT_AXES), make_publish(mesh, model)(params), version, served
 
 

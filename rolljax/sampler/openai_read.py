@@ -158,11 +158,11 @@ def _check_length(where: str, ids: Sequence[int] | np.ndarray, served: Served) -
 def _check_size(where: str, text: str, served: Served) -> None:
     """Refuse a text that is certainly too long before all of it is tokenised."""
     if served.vocabulary.exceeds(text, served.max_context):
-        raise _too_long(where, f"{len(text)} characters, too many", served)
+        raise _too_long(where, f"{len(text)} characters, which are too many tokens", served)
 
 
 def _too_long(where: str, has: str, served: Served, code: str | None = "context_length_exceeded") -> ApiError:
-    message = f"{where}: has {has}, and 1 to {served.max_context - 1} tokens fit: "
+    message = f"{where}: has {has}, and 1 to {served.max_context - 1} fit: "
     message += f"the context is {served.max_context} tokens and an answer takes at least one"
     return ApiError(400, message, param=where, code=code)
 

@@ -44,7 +44,7 @@ class Running:
         self.service.close()
 
 
-def until(condition, seconds=10):
+def until(condition, seconds=60):
     """Wait for something that must come soon."""
     end = time.monotonic() + seconds
     while not condition():
@@ -70,7 +70,7 @@ def head(*lines, method="POST", path="/v1/completions", body=None):
 
 def received(connection, until):
     """Everything up to and with some bytes."""
-    connection.settimeout(10)
+    connection.settimeout(60)
     data = b""
     while until not in data:
         more = connection.recv(65536)

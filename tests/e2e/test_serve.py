@@ -650,6 +650,7 @@ def test_the_command_serves_and_drains(run_folder):
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         line = process.stdout.readline()
+        assert line, process.stderr.read()
         url = re.search(r"http://127\.0\.0\.1:\d+/v1", line)[0]
         assert "tiny-run" in line and "8 slots" in line and "64" in line and "curl" in line and KEY not in line
         assert httpx2.get(url.replace("/v1", "/ready")).status_code == 200

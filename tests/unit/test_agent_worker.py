@@ -198,5 +198,5 @@ def test_commands():
 
 def test_serving_needs_its_packages(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else name)
-    with pytest.raises(ConfigError, match="(?s)needs uvicorn.*rolljax\\[serve\\]"):
+    with pytest.raises(ConfigError, match="(?s)needs uvicorn.*\\.\\[serve\\]"):
         check_machine(AgentProgram(("python",), sandbox="none"))
