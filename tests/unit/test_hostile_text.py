@@ -24,6 +24,7 @@ import rolljax
 from rolljax.agents.worker import read_answer
 from rolljax.envs.adapters import gymnasium, taubench
 from rolljax.envs.adapters.openenv import OpenEnv, OpenEnvEnv
+from rolljax.envs.adapters.reasoning_gym_scores import FORMS
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import NAMES, make_spec
 from rolljax.envs.pool.checks import check_answer, describe
@@ -104,6 +105,7 @@ TAILS = ["", "!", "\n", "x", "```", "}", "</tool_call>", " "]
 # ---- patterns -------------------------------------------------------------------------------------------------------
 
 TRUSTED = {
+    "sandbox/inside/checker.py": "the tests' own pattern, in the tests' sandbox",
     "aot/hlo.py": "what XLA's compiler wrote about our own program",
     "aot/programs.py": "an error text of XLA's compiler",
     "envs/catalog.py": "what the user typed",
@@ -120,12 +122,17 @@ MADE = {
     ],
     ("envs/tools/parsers.py", "re.escape(f'</{word}>')"): ["</python>"],
     ("envs/tools/parsers.py", "f'{re.escape(spec.text_parameter)}\\\\s*=(?!=)\\\\s*'"): [r"code\s*=(?!=)\s*"],
-    ("model/tokenizer.py", "'|'.join(map(re.escape, [*sorted(specials, key=len, reverse=True), MARK, UNMARK]))"): [
-        rf"<\|assistant\|>|<\|end\|>|{MARK}|{UNMARK}"
+    ("envs/adapters/reasoning_gym_scores.py", "form"): [form.pattern for form in FORMS.values()],
+    ("model/tokenizer.py", "f'({self._specials.pattern})'"): [r"(<\|assistant\|>|<\|end\|>)"],
+    ("model/tokenizer.py", "f'{spelling.pattern}|{MARK}|{UNMARK}'"): [rf"<\|assistant\|>|<\|end\|>|{MARK}|{UNMARK}"],
+    ("model/vocabulary.py", "'|'.join(map(re.escape, sorted(texts, key=lambda t: (-len(t), t)))) or '(?!)'"): [
+        r"<tool_call>|</think>|<s>"
     ],
     ("model/tokenizer.py", "f'{MARK}([0-9]+){UNMARK}'"): [f"{MARK}([0-9]+){UNMARK}"],
 }  # fmt: skip
 """Patterns that are put together while the program runs: examples of them."""
+WHOLE = {("envs/adapters/reasoning_gym_scores.py", "form")}
+"""Those of them that only whole texts are held against."""
 
 
 ANCHORED = {"match", "fullmatch"}
@@ -170,6 +177,7 @@ def patterns():
             if isinstance(written, ast.Constant):
                 found[f"{name} {text}"] = re.compile(written.value, flags), searched
             elif (name, text) in MADE:
+                searched &= (name, text) not in WHOLE
                 found |= {f"{name} {example!r}": (re.compile(example), searched) for example in MADE[name, text]}
             elif module := [importlib.import_module("rolljax." + name.removesuffix(".py").replace("/", "."))] * bool(
                 names
@@ -374,7 +382,11 @@ READ_JSON_HERE = {
     "envs/adapters/openenv_server.py": "requests of another trainer, bounded",
     "envs/adapters/reasoning_gym.py": "replaces `eval` in a library, in a worker process",
     "envs/adapters/rock.py": "answers of a server, bounded by MAX_ANSWER_BYTES",
+    "envs/bounded.py": "our own child",
     "envs/catalog.py": "what the user typed",
+    "envs/data/columns.py": "the user's file",
+    "envs/data/messages.py": "the user's file",
+    "envs/data/rows.py": "the user's file",
     "envs/checks.py": "our own worker",
     "envs/pool/processes.py": "our own worker",
     "envs/pool/wire.py": "our own worker, bounded",
