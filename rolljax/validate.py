@@ -23,6 +23,8 @@ MUCH = 0.2
 
 CONSTANT_TASKS = 30
 """Most tasks on which every constant answer is tried."""
+CONSTANTS_S = 20.0
+"""Seconds after which no further task is begun for that."""
 
 Row = tuple[str, str, str]
 """What was looked at; ok, fail, warn or nothing; what was seen."""
@@ -90,7 +92,7 @@ def thoughtless(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
 
     name, num_tasks = "constant answers", min(num_tasks, CONSTANT_TASKS)
     try:
-        found = checks.constant_wins(spec, num_tasks)
+        found = checks.constant_wins(spec, num_tasks, CONSTANTS_S)
     except Exception as e:  # border: as above
         yield name, "fail", f"{type(e).__name__}: {e}"
     else:

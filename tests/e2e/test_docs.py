@@ -60,6 +60,7 @@ def test_every_block_says_what_it_is(page):
     assert not wrong
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("page", [p for p in PAGES if any(b.kind != "text" for b in blocks(p))], ids=lambda p: p.name)
 def test_every_block_runs(page, scratch):
     runner = Runner(page)
