@@ -3,7 +3,7 @@
 bash     commands, in the page's scratch folder. Verbs of rolljax run in this process, and `train` with `--dry_run`, except on
          pages of `LITERAL`, where everything runs as it stands. What cannot run here is in `NOT_RUN`, with the reason.
 python   one namespace for all blocks of a page; a block that begins with `# name.py` is also a file of that name.
-gin      a whole file, or bindings over the quickstart; both must load.
+gin      a whole file, or bindings over the quickstart; both must load. `# name.gin` as in Python.
 json     one object, or one for each line. console: `$ command` and what it prints, `...` for what may be left out.
 text     nothing to run.
 """
@@ -126,7 +126,8 @@ class Runner:
                 json.loads(line)
 
     def _gin(self, text):
-        path = Path("block.gin")
+        named = re.match(r"# (\S+\.gin)\n", text)
+        path = Path(named[1] if named else "block.gin")
         if "dynamic_registration" not in text:
             first = "" if "include" in text else "include 'quickstart.gin'\n"
             text = "from __gin__ import dynamic_registration\n" + imports(text) + first + text
