@@ -168,6 +168,8 @@ class Runner:
         assert code == 0, f"{shlex.join(words)}: exit code {code}\n{out}"
 
     def _shell(self, command):
+        if "rolljax.train" in command and not self.literal:
+            command += " --dry_run"
         done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=600, env=environment())
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
 
