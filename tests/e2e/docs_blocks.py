@@ -42,6 +42,7 @@ NOT_RUN = {
     r"where = .ray": "one Ray start is enough: tests/e2e/test_pool_ray.py",
     r"taubench": "needs a checkout of tau-bench: tests/e2e/test_adapters_servers.py has a stand-in",
     r"agent_program": "tests/e2e/test_agent.py",
+    r"envs\.tools\.serve": "speaks over its own input and output: tests/e2e/test_mcp.py",
     r"--adapter": "needs a run with adapters: tests/e2e/test_lora.py",
 }
 SERVERS = re.compile(r"rolljax\.serve|openenv_server|gem_server")
