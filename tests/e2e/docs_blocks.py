@@ -64,8 +64,8 @@ class Block:
 def blocks(page):
     """The fenced blocks of a page, in order."""
     text = page.read_text()
-    for m in re.finditer(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", text, re.S | re.M):
-        yield Block(page, text.count("\n", 0, m.start()) + 1, m[2], m[3])
+    for m in re.finditer(r"^( *)(`{3,})(\w*)[^\n]*\n(.*?)^\1\2$", text, re.S | re.M):
+        yield Block(page, text.count("\n", 0, m.start()) + 1, m[3], m[4])
 
 
 def commands(text):
