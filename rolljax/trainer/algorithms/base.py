@@ -27,6 +27,7 @@ from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.mismatch import Correction
+from rolljax.trainer.paper import Stated
 
 Source = Literal["gold", "sampler", "pairs"]
 Memory = Mapping[str, float]
@@ -134,6 +135,8 @@ class Algorithm(abc.ABC):
     trains_policy: ClassVar[bool] = True
     whole_groups: ClassVar[bool] = False
     """The loss relates members of a group, so that a group must not be split over rows."""
+    paper: ClassVar[Mapping[str, Stated]] = {}
+    """What the paper states for this class's settings; a class says it for itself, nothing is inherited."""
 
     @property
     def aggregation(self) -> Aggregation:
