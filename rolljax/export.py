@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rolljax import cli
+from rolljax import cli, durable
 from rolljax.errors import ConfigError
 
 
@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(
                 "is written in float32, as one file", setting="--adapter", remedy="leave out --dtype and --max_shard_gb"
             )
-        export(args.run, args.model, to, adapter=args.adapter, **how)
+        with durable.folder(to) as place:
+            export(args.run, args.model, place, adapter=args.adapter, **how)
         print(to)
         return 0
 

@@ -118,6 +118,21 @@ def test_export_writes_bfloat16_and_keeps_what_the_folder_said_of_generation(tmp
     assert export.main(argv) == 2  # not an empty folder
 
 
+def test_an_export_that_is_killed_leaves_no_half_a_folder(tmp_path):
+    make_folder(tmp_path / "in", "qwen3")
+    byte_tokenizer().save_pretrained(tmp_path / "in")
+    code = """if True:
+        import os, sys
+        from rolljax import durable, export
+        durable.reach = lambda point, path: point == "written" and path.name == "out" and os._exit(9)
+        sys.exit(export.main(sys.argv[1:]))
+    """
+    argv = ["--model", str(tmp_path / "in"), "--to", str(tmp_path / "out")]
+    killed = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
+    assert killed.returncode == 9 and not (tmp_path / "out").exists(), killed.stderr
+    assert export.main(argv) == 0 and load_tokenizer(tmp_path / "out")
+
+
 # ---- folders with images
 
 

@@ -43,7 +43,6 @@ def worker_environ(environ: Mapping[str, str], pass_env: Sequence[str]) -> dict[
         | kept
         | {
             "JAX_PLATFORMS": "cpu",
-            "ROLLJAX_ENV_WORKER": "1",
             "PYTHONHASHSEED": "0",
             "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
         }

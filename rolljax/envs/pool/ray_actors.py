@@ -27,7 +27,7 @@ from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import ConfigError
 from rolljax.inbox import Inbox
 
-PASSED = ("JAX_PLATFORMS", "ROLLJAX_ENV_WORKER", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+PASSED = ("JAX_PLATFORMS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class Actor:
