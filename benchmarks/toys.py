@@ -107,6 +107,7 @@ def episodes(
         turn_weights=np.where(mask, 1.0, 0.0),
         states=states,
         num_turns=mask.sum(1),
+        cut=np.zeros((num, length), bool),
         truncated=np.zeros(num, bool),
         success=rewards > 0,
         texts=tuple(np.ascontiguousarray(tokens + ord("a"), np.uint8).view(f"S{length}")[:, 0].astype(str).tolist()),

@@ -168,7 +168,7 @@ def _check_credit(result: Credit, e: Episodes) -> None:
     if not isinstance(result, Credit):
         raise TypeError(f"it returns a {type(result).__name__}, not a Credit")
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("advantages", "weights", "returns", "mask"), e.mask.shape)
-    shapes |= {"entropy_weights": e.mask.shape, "keep": (e.num,)}
+    shapes |= {"entropy_weights": e.mask.shape, "rewards": e.mask.shape, "keep": (e.num,)}
     for name, shape in shapes.items():
         array = getattr(result, name)
         if array is None:

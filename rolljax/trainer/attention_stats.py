@@ -41,7 +41,7 @@ class AttentionMaps:
     waad_window: W, the distance in tokens at which WAAD stops to count further.
     fai_low, fai_high: nearest and farthest distance in tokens, both included, of the later tokens FAI averages over.
     head_frac: share of the selected layers' heads that is local, and that is global; at least one head each.
-    num_layers: layers measured, spread evenly over the middle third of the model (all of it if it has fewer).
+    num_layers: layers measured, spread evenly from depth/3 to 2 depth/3, both included (all if there are fewer).
     block_rows: query rows handled at once; memory grows with it, results do not depend on it.
     """
 
@@ -74,7 +74,7 @@ class AttentionMaps:
 
     def layers(self, depth: int) -> tuple[int, ...]:
         """Indices of the measured layers of a model of `depth` layers, ascending."""
-        first, last = depth // 3, depth - depth // 3 - 1
+        first, last = depth // 3, 2 * depth // 3
         if last - first < self.num_layers:
             return tuple(range(first, last + 1))
         if self.num_layers == 1:

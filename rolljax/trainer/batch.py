@@ -63,6 +63,8 @@ class TokenBatch:
     weights: jax.Array | None = None
     """Factor of the surrogate."""
     entropy_weights: jax.Array | None = None
+    rewards: jax.Array | None = None
+    """Of the trajectory, at each of its tokens."""
     returns: jax.Array | None = None
     old_values_C: jax.Array | None = None
     critic_weights_C: jax.Array | None = None
@@ -195,7 +197,7 @@ def pack(
     Fuller rows come first, so that the rows a micro-batch spreads over the mesh cost about the same.
 
     Args:
-      limit_tok: most tokens of an answer, for `seq-sum-norm`. whole: no group may be split.
+      limit_tok: most tokens of an answer, for `seq-sum-norm` and `turn-sum-norm`. whole: no group may be split.
 
     Raises:
       DataError: one sequence (or whole group) is longer than a row, or more rows are needed than the shape holds.
@@ -212,7 +214,7 @@ def pack(
         arrays[name] = np.full((num_rows, shape.row_len, *tail), empty, kind)
     places = [[np.zeros(len(s.at), np.int64) for s in g] for g in groups]
     masks = [[s.mask for s in g] for g in groups]
-    scales = token_scales(masks, aggregation, limit_tok)
+    scales = token_scales(masks, aggregation, limit_tok, [[s.turns for s in g] for g in groups])
     for row, members in enumerate(rows):
         writer = _RowWriter(arrays, row)
         for part in members:

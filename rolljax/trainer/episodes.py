@@ -25,8 +25,8 @@ class Episodes:
     mask [N, T]: True where there is a token (left aligned). turns [N, T]: its turn, from 0; -1 where there is none.
     turn_rewards, turn_weights, states [N, K]: reward and supervised weight of every turn, and a hash of what the policy
       was told before it. num_turns [N].
-    truncated, success [N]: an answer was cut by a limit of tokens; solved. texts, domains [N]: text of all answers,
-    name of the environment.
+    cut [N, K]: which turns' answers were cut by a limit of tokens. truncated [N]: whether any was. success [N]: solved.
+    texts, domains [N]: text of all answers, name of the environment.
     sampler_logp [N, T]: behaviour log-probs. expert [N, T]: tokens that were replayed, not sampled. limit_tok: most
     tokens of one answer. step: of the phase.
 
@@ -44,6 +44,7 @@ class Episodes:
     turn_weights: np.ndarray
     states: np.ndarray
     num_turns: np.ndarray
+    cut: np.ndarray
     truncated: np.ndarray
     success: np.ndarray
     texts: tuple[str, ...]
@@ -101,6 +102,7 @@ class Episodes:
             rewards=[[turn.reward for turn in t.turns] for t in every],
             weights=[[turn.weight for turn in t.turns] for t in every],
             states=[[_digest(turn.prompt_ids) for turn in t.turns] for t in every],
+            cut=[[turn.finish_reason != "stop" for turn in t.turns] for t in every],
         )
         turn_ids = [np.repeat(np.arange(len(t.turns)), [len(turn.tokens) for turn in t.turns]) for t in every]
         lengths = np.array([len(ids) for ids in turn_ids], np.int64).reshape(-1)
@@ -119,7 +121,8 @@ class Episodes:
             turn_weights=by_turn["weights"],
             states=by_turn["states"],
             num_turns=np.array([len(t.turns) for t in every], np.int64),
-            truncated=np.array([any(turn.finish_reason != "stop" for turn in t.turns) for t in every], bool),
+            cut=by_turn["cut"] > 0,
+            truncated=np.any(by_turn["cut"] > 0, axis=1),
             success=np.array([t.success for t in every], bool),
             texts=tuple("\n".join(turn.text for turn in t.turns) for t in every),
             domains=tuple(t.task.env for t in every),
@@ -137,7 +140,8 @@ class Credit:
     advantages [N, T]. weights [N, T]: factor of the surrogate loss (None: 1). mask [N, T]: tokens that count in the
     denominators and can have a loss (None: all). keep [N]: trajectories that take part (None: all).
     returns [N, T]: what critics are fitted to. critic_weights [M, N, T]: which critic learns where (None: all).
-    entropy_weights [N, T]: factor of the entropy bonus (None: 1). stats: metrics by name.
+    entropy_weights [N, T]: factor of the entropy bonus (None: 1). rewards [N, T]: the trajectory's reward at each of
+    its tokens, for objectives that tell good trajectories from bad ones (None: not asked for). stats: metrics by name.
     memory: numbers carried to the next step (adaptive coefficients, running statistics); saved with the run.
     """
 
@@ -148,6 +152,7 @@ class Credit:
     returns: np.ndarray | None = None
     critic_weights: np.ndarray | None = None
     entropy_weights: np.ndarray | None = None
+    rewards: np.ndarray | None = None
     stats: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

@@ -77,7 +77,9 @@ def read_policy(
         return Policy(logp, entropy, load=load)
     settings, frozen_model, frozen_params = law
     teacher, teacher_hidden, _ = hidden_before(frozen_model, jax.lax.stop_gradient(frozen_params), unchosen(batch))
-    tau, teacher_cap = settings.tau, frozen_model.cfg.final_softcap
+    teacher_cap = frozen_model.cfg.final_softcap
+    tau = batch.temperature if settings.tau is None else jnp.float32(settings.tau)
+    factor = 1 / jnp.square(tau) if settings.tau is None else 1.0  # of what has been multiplied by tau^2
     if not settings.top_k:
         divergence = vocab.divergence(
             hidden,
@@ -91,11 +93,11 @@ def read_policy(
             teacher_softcap=teacher_cap,
             **how,
         )
-        return Policy(logp, entropy, divergence, load)
+        return Policy(logp, entropy, factor * divergence, load)
     ids, teacher_logp = vocab.topk(teacher_hidden, teacher.head_matrix, settings.top_k, tau, softcap=teacher_cap, **how)
     student_logp = vocab.logp_at(hidden, head, ids, tau, softcap=cap, **how)
     divergence = tau**2 * vocab.topk_divergence(student_logp, jax.lax.stop_gradient(teacher_logp), settings.remainder)
-    return Policy(logp, entropy, divergence, load)
+    return Policy(logp, entropy, factor * divergence, load)
 
 
 def read_values(model: ValueModel, params: Params, batch: TokenBatch) -> jax.Array:

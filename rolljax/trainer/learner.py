@@ -399,7 +399,7 @@ class Learner:
         keep = np.ones(episodes.num, bool) if result.keep is None else result.keep
         keep = keep & mask.any(1)
         columns: dict[str, np.ndarray] = {"advantages": result.advantages, "mask": mask}
-        optional = {"weights": result.weights, "entropy_weights": result.entropy_weights}
+        optional = {n: getattr(result, n) for n in ("weights", "entropy_weights", "rewards")}
         if needs.trainer_logp:
             optional |= {"trainer_logp": episodes.given("trainer_logp"), "sampler_logp": episodes.behaviour_logp}
         if needs.ref:

@@ -16,7 +16,6 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.trainer.credit import clean
-from rolljax.trainer.shaping import kl_estimate
 
 Level = Literal["token", "segment", "geometric", "sequence"]
 _MOST = 80.0  # exponents are cut here: exp(80) still is a float32, and no filter or cap lies beyond
@@ -33,7 +32,7 @@ def log_ratio(
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """Truncated importance weights and filters at one level. For several, apply one to the mask another has kept.
+    """Truncated importance weights and filters, at one level or at several.
 
     `Correction("segment", weight_cap=None, ratio_band=(0, 5))` leaves out the chunks that the trainer finds five times
     likelier per token than the sampler did (Interaction-Perceptive Agentic policy optimisation).
@@ -42,14 +41,22 @@ class Correction:
       level: what ratio and probability are taken over.
       weight_cap: weights are ratios cut here; None: weights are 1.
       ratio_band: tokens with a ratio outside are left out, the ends belong to the band; None: no filter.
-      prob_band: the same for the difference of probabilities, trainer's less sampler's. For "segment" and "geometric"
-        the probability is the geometric mean, for "sequence" the product.
+      prob_band: the same for the difference of probabilities, trainer's less sampler's: for "segment" and "geometric"
+        the mean of the tokens' differences, for "sequence" their sum (ROLL, roll/utils/train_infer_corrections.py).
+      also: further corrections, at levels of their own. All see the same tokens; a token stays if every filter keeps
+        it, and weights are multiplied.
     """
 
     level: Level = "token"
     weight_cap: float | None = 1.2
     ratio_band: tuple[float, float] | None = None
     prob_band: tuple[float, float] | None = None
+    also: tuple[Correction, ...] = ()
+
+    @property
+    def weighs(self) -> bool:
+        """Whether any part of it has weights."""
+        return self.weight_cap is not None or any(one.weighs for one in self.also)
 
     def __post_init__(self) -> None:
         if self.level not in get_args(Level):
@@ -91,30 +98,12 @@ class Correction:
         if self.ratio_band is not None:
             keep &= _within(ratio, self.ratio_band)
         if self.prob_band is not None:
-            pooled = [_exp(_pooled(logp, mask, turns_NT, self.level)) for logp in (trainer, sampler)]
-            keep &= _within(pooled[0] - pooled[1], self.prob_band)
+            apart = np.where(mask, _exp(trainer) - _exp(sampler), 0.0)
+            keep &= _within(_pooled(apart, mask, turns_NT, self.level), self.prob_band)
+        for one in self.also:
+            more, kept = one.apply(trainer, sampler, mask, turns_NT)
+            weights, keep = weights * more, keep & kept
         return np.where(mask, weights, 0.0), keep
-
-
-def levels_stats(
-    trainer_logp_NT: np.ndarray, sampler_logp_NT: np.ndarray, mask_NT: np.ndarray, turns_NT: np.ndarray
-) -> dict[str, float]:
-    """How far apart the two are: per level the token mean of |log ratio| (nats) and the largest ratio (cut at e^80).
-
-    Names are `mismatch/<level>_abs_nat` and `mismatch/<level>_ratio_max`; `mismatch/start_k3_nat` is the k3 estimate
-    of KL(sampler || trainer) per token. Everything is 0 (ratios 1) without tokens.
-    """
-    mask = np.asarray(mask_NT, bool)
-    trainer, sampler = clean(trainer_logp_NT, mask), clean(sampler_logp_NT, mask)
-    count = max(int(mask.sum()), 1)
-    stats = {"mismatch/start_k3_nat": float(kl_estimate(sampler, trainer, "k3").sum() / count)}
-    for level in get_args(Level):
-        pooled = _pooled(trainer - sampler, mask, turns_NT, level)
-        stats[f"mismatch/{level}_abs_nat"] = float(np.abs(pooled).sum() / count)
-        stats[f"mismatch/{level}_ratio_max"] = (
-            float(_exp(pooled.max(initial=-np.inf, where=mask))) if mask.any() else 1.0
-        )
-    return stats
 
 
 def _pooled(values_NT: np.ndarray, mask_NT: np.ndarray, turns_NT: np.ndarray, level: Level) -> np.ndarray:

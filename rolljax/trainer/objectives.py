@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from rolljax.errors import ConfigError
 
-Level = Literal["token", "chunk", "sequence"]
+Level = Literal["token", "chunk", "sequence", "product"]
 KlKind = Literal["k1", "abs", "k2", "k3"]
 
 LOG_RATIO_LIMIT = 30.0
@@ -66,7 +66,8 @@ def log_ratio(
       logp_BT, anchor_logp_BT: `[B, T]` float32, nats; may be anything outside of the mask.
       mask_BT: `[B, T]` bool, the tokens that count.
       level: "token", each token its own; "chunk" and "sequence", the mean over the tokens of the chunk (ratio:
-        geometric mean; IPA) or of the sequence (GSPO, arXiv 2507.18071), the same at each of its tokens.
+        geometric mean; IPA) or of the sequence (GSPO, arXiv 2507.18071), the same at each of its tokens; "product", the
+        sum over the sequence (the ratio of whole trajectories).
       sequence_ids_BT, chunk_ids_BT: `[B, T]` int32 as in `segment_sum`; read by the level that needs them.
 
     Returns: within +-`LOG_RATIO_LIMIT`. At level "token" 0 outside of the mask.
@@ -80,10 +81,11 @@ def log_ratio(
         delta_BT = segment_mean(delta_BT, chunk_ids_BT, mask_BT)
     elif level == "sequence":
         delta_BT = segment_mean(delta_BT, sequence_ids_BT, mask_BT)
+    elif level == "product":
+        delta_BT = segment_sum(delta_BT, sequence_ids_BT)
     elif level != "token":
-        raise ConfigError(
-            "is not a level of the ratio", setting="level", value=level, remedy='"token", "chunk" or "sequence"'
-        )
+        remedy = '"token", "chunk", "sequence" or "product"'
+        raise ConfigError("is not a level of the ratio", setting="level", value=level, remedy=remedy)
     return jnp.clip(delta_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -166,20 +168,41 @@ def topr(
     positive: float = 1.0,
     negative: float = 1.0,
     cap: float = 1.0,
+    good_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """TOPR (arXiv 2503.14286): `-positive A logp` for A > 0, else `-negative stop(min(ratio, cap)) A logp`.
+    """TOPR (arXiv 2503.14286): `-positive A logp` where `good`, else `-negative stop(min(ratio, cap)) A logp`.
 
     With the ratio of chunks and discounted outcomes as advantages it is the policy gradient of IPA (ROME).
+
+    Args:
+      good_BT: `[B, T]` bool; None: where the advantage is positive.
     """
+    good_BT = advantages_BT > 0 if good_BT is None else good_BT
     tapered_BT = negative * jnp.minimum(ratio_BT, cap)
-    weight_BT = jax.lax.stop_gradient(jnp.where(advantages_BT > 0, positive, tapered_BT))
+    weight_BT = jax.lax.stop_gradient(jnp.where(good_BT, positive, tapered_BT))
     return -weight_BT * advantages_BT * logp_BT
 
 
-def kimi(advantages_BT: jax.Array, logp_BT: jax.Array, anchor_logp_BT: jax.Array, tau: float) -> jax.Array:
-    """Kimi k1.5 (arXiv 2501.12599): `-A logp + tau/2 (logp - anchor)^2`, REINFORCE held near the anchor."""
+def kimi(
+    advantages_BT: jax.Array,
+    logp_BT: jax.Array,
+    anchor_logp_BT: jax.Array,
+    tau: float,
+    sequences: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Kimi k1.5 (arXiv 2501.12599, eq. 3): `-A logp + tau/2 d^2`, REINFORCE held near the anchor.
+
+    Args:
+      sequences: ids and mask `[B, T]` as in `log_ratio`: d is the sum of `logp - anchor` over the sequence, and each of
+        its tokens has an equal share of the square. None: d is the token's own.
+    """
     delta_BT = logp_BT - jax.lax.stop_gradient(anchor_logp_BT)
-    return -advantages_BT * logp_BT + 0.5 * tau * jnp.square(delta_BT)
+    if sequences is None:
+        return -advantages_BT * logp_BT + 0.5 * tau * jnp.square(delta_BT)
+    ids_BT, mask_BT = sequences
+    sum_BT = segment_sum(jnp.where(mask_BT, delta_BT, 0.0), ids_BT)
+    count_BT = segment_sum(mask_BT.astype(logp_BT.dtype), ids_BT)
+    return -advantages_BT * logp_BT + 0.5 * tau * jnp.square(sum_BT) / jnp.maximum(count_BT, 1.0)
 
 
 def _below(ratio_BT: jax.Array, low: float | None) -> jax.Array:

@@ -70,6 +70,19 @@ def overlong_penalty(lengths_N: np.ndarray, limit: float, cache: float) -> np.nd
     return np.clip((limit - cache - lengths) / cache, -1.0, 0.0)
 
 
+def length_reward(lengths_N: np.ndarray, success_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
+    """Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), -0.5 to 0.5; float64 `[N]`.
+
+    From 0.5 for the shortest trajectory of its group down to -0.5 for the longest, linear in the tokens between. What
+    is unsolved is never rewarded for being short. 0 in groups of one length.
+    """
+    lengths, groups = np.asarray(lengths_N, np.float64), Groups(groups_N)
+    shortest, longest = groups.low(lengths), groups.high(lengths)
+    width = longest - shortest
+    reward = np.where(width > 0, 0.5 - (lengths - shortest) / np.where(width > 0, width, 1.0), 0.0)
+    return np.where(np.asarray(success_N, bool), reward, np.minimum(reward, 0.0))
+
+
 def difficulty_mask(rewards_N: np.ndarray, groups_N: np.ndarray, low: float = 0.1, high: float = 0.95) -> np.ndarray:
     """Members of groups whose mean reward is between `low` and `high`, neither included; bool `[N]`."""
     mean = Groups(groups_N).mean(np.asarray(rewards_N, np.float64))

@@ -42,7 +42,7 @@ def clean_batch(batch: TokenBatch, logp: jax.Array) -> TokenBatch:
     """The micro-batch with harmless values wherever the scale is 0, so that nothing there can reach a gradient."""
     trained = batch.scale
     logps = {n: getattr(batch, n) for n in ("sampler_logp", "trainer_logp", "ref_logp")}
-    others = {n: getattr(batch, n) for n in ("advantages", "weights", "entropy_weights", "returns")}
+    others = {n: getattr(batch, n) for n in ("advantages", "weights", "entropy_weights", "rewards", "returns")}
     still = jax.lax.stop_gradient(logp)
     return dataclasses.replace(
         batch,

@@ -132,6 +132,17 @@ def normalise(
     return out
 
 
+def length_reward(lengths: list[int], solved: list[bool], groups: list[int]) -> list[float]:
+    """Kimi k1.5: `.5 - (len - min) / (max - min)` in the group, at most 0 where not solved; 0 in groups of one length."""
+    out = []
+    for length_, good, g in zip(lengths, solved, groups, strict=True):
+        group = [x for x, h in zip(lengths, groups, strict=True) if h == g]
+        low, high = min(group), max(group)
+        reward = 0.5 - (length_ - low) / (high - low) if high > low else 0.0
+        out.append(reward if good else min(reward, 0.0))
+    return out
+
+
 def whiten(advantages: Tokens, ddof: int = 1, eps: float = 1e-8) -> Tokens:
     """Over all sampled tokens of the batch; unchanged when there is at most one."""
     everything = [a for row in advantages for a in row]
@@ -334,27 +345,29 @@ def mismatch(
     weight_cap: float | None = 1.2,
     ratio_band: tuple[float, float] | None = None,
     prob_band: tuple[float, float] | None = None,
-    prob: str = "of_means",
+    also: tuple[dict[str, Any], ...] = (),
 ) -> tuple[list[float], list[bool]]:
     """Weight `clip(ratio, 0, cap)` of every token, and whether the filters keep it.
 
-    prob: "of_means", the difference of the probabilities at the level; "mean_of", the mean of the tokens' differences.
+    The difference of probabilities at a level is the mean of the tokens' differences, at level "sequence" their sum.
+    also: arguments of further ones; weights are multiplied, and all filters must keep a token.
     """
     trainer, sampler = flat(episode, "trainer_logp"), flat(episode, "sampler_logp")
     delta = [p - q for p, q in zip(trainer, sampler, strict=True)]
     ratios = [math.exp(d) for d in at_level(episode, delta, level)]
-    if prob == "of_means":
-        tops, bottoms = at_level(episode, trainer, level), at_level(episode, sampler, level)
-        gaps = [math.exp(p) - math.exp(q) for p, q in zip(tops, bottoms, strict=True)]
-    else:
-        single = [math.exp(p) - math.exp(q) for p, q in zip(trainer, sampler, strict=True)]
-        gaps = [mean([single[u] for u in members]) for members in units(episode, level)]
+    single = [math.exp(p) - math.exp(q) for p, q in zip(trainer, sampler, strict=True)]
+    gaps = at_level(episode, single, level)
     keep = [True] * len(ratios)
     if ratio_band is not None:
         keep = [k and ratio_band[0] <= r <= ratio_band[1] for k, r in zip(keep, ratios, strict=True)]
     if prob_band is not None:
         keep = [k and prob_band[0] <= g <= prob_band[1] for k, g in zip(keep, gaps, strict=True)]
-    return [1.0 if weight_cap is None else min(r, weight_cap) for r in ratios], keep
+    weights = [1.0 if weight_cap is None else min(r, weight_cap) for r in ratios]
+    for one in also:
+        more, passed = mismatch(episode, **one)
+        weights = [a * b for a, b in zip(weights, more, strict=True)]
+        keep = [a and b for a, b in zip(keep, passed, strict=True)]
+    return weights, keep
 
 
 # --- surrogates ----------------------------------------------------------------------------------------------------
@@ -382,8 +395,13 @@ def surrogate_of_token(
     negative: float = 1.0,
     tau: float = 0.1,
     unified_mask: bool = False,
+    good: bool | None = None,
+    members: int = 1,
 ) -> Slopes:
-    """Loss of one token, its slope through the log-ratio and its slope through logp itself."""
+    """Loss of one token, its slope through the log-ratio and its slope through logp itself.
+
+    good: which side of TOPR it is on (None: the advantage says). members: tokens that share the log-ratio.
+    """
     a = advantage
     low = -math.inf if clip_low is None else 1 - clip_low
     high = math.inf if clip_high is None else 1 + clip_high
@@ -395,6 +413,9 @@ def surrogate_of_token(
         if dual is not None and a < 0 and objective < dual * a:
             objective, slope = dual * a, 0.0
         return Slopes(-objective, -slope, 0.0)
+    if name == "kimi of sequences":  # tau/2 (sum of log-ratios)^2, in equal shares; log_ratio is their mean
+        square = tau / 2 * members * log_ratio * log_ratio
+        return Slopes(-a * logp + square, tau * members * log_ratio, -a)
     if name == "kimi":
         d = logp - anchor
         return Slopes(-a * logp + tau / 2 * d * d, 0.0, -a + tau * d)
@@ -404,7 +425,7 @@ def surrogate_of_token(
     elif name == "tis":
         w = clamp(r, 0.0, cap)
     elif name == "topr":
-        w = positive if a > 0 else negative * clamp(r, 0.0, cap)
+        w = positive if (a > 0 if good is None else good) else negative * clamp(r, 0.0, cap)
     elif name == "cispo":
         w = clamp(r, low, high)
         if unified_mask and ((a > 0 and r > high) or (a < 0 and r < low)):
@@ -436,6 +457,8 @@ def policy_loss(
     kl_kind: str = "k3",
     weigh_kl: bool = False,
     drop_truncated: bool = False,
+    split: str = "advantage",
+    sft: float = 0.0,
     **settings: Any,
 ) -> Result:
     """Surrogate loss of all episodes and its gradient.
@@ -444,7 +467,8 @@ def policy_loss(
     tokens that leave denominators alone. correction: arguments of `mismatch`; its filters take tokens out of the
     denominators. ratio_over: whether the means of levels chunk and sequence are over the "sampled" tokens or the
     "valid" ones (those still counted). weigh_kl: whether factors multiply the KL in the loss too. settings: of
-    `surrogate_of_token`. Episodes may carry a `weight`, which multiplies all of their losses.
+    `surrogate_of_token`. split: whether TOPR tells good from bad by "advantage" or by "reward". sft: weight of the
+    cross-entropy of episodes with a positive reward. Episodes may carry a `weight`, which multiplies all of their losses.
     """
     valid = [list(row) for row in (counted or like(episodes, True))]
     factors = [list(row) for row in (multiply or like(episodes, 1.0))]
@@ -462,17 +486,25 @@ def policy_loss(
     for n, episode in enumerate(episodes):
         logp, still, other = flat(episode, "logp"), frozen(episode), flat(episode, anchor)
         members = units(episode, level, valid[n] if ratio_over == "valid" else None)
+        joined = math.fsum if level == "product" else mean
+        good = float(episode["reward"]) > 0
+        mine = {**settings, "good": good} if split == "reward" else settings
         for t in range(length(episode)):
             if not valid[n][t]:
                 continue
             share = shares[n][t] * float(episode.get("weight", 1.0))
-            d = mean([logp[u] - other[u] for u in members[t]])
-            d_still = mean([still[u] - other[u] for u in members[t]])
-            token = surrogate_of_token(surrogate, d, d_still, logp[t], other[t], advantages[n][t], **settings)
+            d = joined([logp[u] - other[u] for u in members[t]])
+            d_still = joined([still[u] - other[u] for u in members[t]])
+            size = len(members[t])
+            token = surrogate_of_token(surrogate, d, d_still, logp[t], other[t], advantages[n][t], members=size, **mine)
             loss += share * factors[n][t] * token.loss
             grad[n][t] += share * factors[n][t] * token.by_logp
             for u in members[t]:
-                grad[n][u] += share * factors[n][t] * token.by_log_ratio / len(members[t])
+                slope = token.by_log_ratio if level == "product" else token.by_log_ratio / size
+                grad[n][u] += share * factors[n][t] * slope
+            if sft and good:
+                loss -= share * sft * logp[t]
+                grad[n][t] -= share * sft
             if kl_loss:
                 x = logp[t] - flat(episode, "ref_logp")[t]
                 weight = share * kl_loss * (factors[n][t] if weigh_kl else 1.0)
@@ -498,27 +530,30 @@ def outcome(
     kl_reward_order: str = "after",
     gamma: float = 1.0,
     whitened: bool = False,
+    ddof: int = 1,
     advantage_clip: float | None = None,
     drop_degenerate: bool = False,
     difficulty: tuple[float, float] | None = None,
     gammas: Tokens | None = None,
     **policy: Any,
 ) -> Result:
-    """One reward per episode, normalised, the same at all of its tokens; then `policy_loss(**policy)`.
+    """One reward per episode, normalised, clipped, the same at all of its tokens; then `policy_loss(**policy)`.
 
-    KL in the reward, kl_reward_order "after": the normalised reward stands on the last token, the KL's cost on every
+    ddof: of whitening. KL in the reward, kl_reward_order "after": the normalised reward stands on the last token, the KL's cost on every
     token, and a token's advantage is the discounted sum of what follows. "before": the costs of an episode are added
     to its reward before that is normalised. Dropping comes after normalising. gammas: multiply the advantages.
     """
     groups = [e["group"] for e in episodes]
     raw = [float(e["reward"]) for e in episodes] if rewards is None else rewards
-    scores = raw if reward_clip is None else [clamp(r, -reward_clip, reward_clip) for r in raw]
+    scores = raw
     costs = like(episodes, 0.0)
     if kl_reward:
         costs = [kl_costs(e, kl_reward, kl_reward_kind, kl_reward_logp) for e in episodes]
     if kl_reward_order == "before":
         scores = [s + math.fsum(c) for s, c in zip(scores, costs, strict=True)]
     scores = normalise(scores, groups, centre, scale, eps)
+    if reward_clip is not None:
+        scores = [clamp(s, -reward_clip, reward_clip) for s in scores]
     if kl_reward and kl_reward_order == "after":
         advantages = []
         for episode, score, cost in zip(episodes, scores, costs, strict=True):
@@ -527,7 +562,7 @@ def outcome(
     else:
         advantages = [discounted(last_token(e, s), gamma) for e, s in zip(episodes, scores, strict=True)]
     if whitened:
-        advantages = whiten(advantages)
+        advantages = whiten(advantages, ddof)
     if advantage_clip is not None:
         advantages = [[clamp(a, -advantage_clip, advantage_clip) for a in row] for row in advantages]
     if gammas is not None:
@@ -552,20 +587,26 @@ def reinforce(episodes: list[Episode], baseline: str = "none", **options: Any) -
 
 def rloo(episodes: list[Episode], **options: Any) -> Result:
     """`A = R - mean of the others in the group`."""
-    return outcome(episodes, **with_defaults(options, centre="leave_one_out", scale="none", surrogate="vanilla"))
+    defaults = {"surrogate": "vanilla", "aggregation": "seq-mean-token-sum"}
+    return outcome(episodes, **with_defaults(options, centre="leave_one_out", scale="none", **defaults))
 
 
 def reinforce_pp(
-    episodes: list[Episode], variant: str = "batch", whiten_over: str = "tokens", **options: Any
+    episodes: list[Episode], variant: str = "tokens", whiten_over: str = "tokens", **options: Any
 ) -> Result:
-    """REINFORCE++. batch: normalised over the batch. baseline: minus the group's mean, then whitened over the batch.
+    """REINFORCE++. tokens: reward minus the KL costs from the token on, whitened over all tokens (population spread).
+    rewards: rewards normalised over the batch, KL costs added as they are. baseline: minus the group's mean, then
+    whitened over the batch.
 
-    whiten_over: whether the second variant whitens over "tokens" or over "episodes".
+    whiten_over: whether the last variant whitens over "tokens" or over "episodes".
     """
-    if variant == "batch":
+    over_tokens = {"scale": "none", "whitened": True, "ddof": 0}
+    if variant == "tokens":
+        return outcome(episodes, **with_defaults(options, centre="none", **over_tokens))
+    if variant == "rewards":
         return outcome(episodes, **with_defaults(options, centre="batch", scale="batch"))
     if whiten_over == "tokens":
-        return outcome(episodes, **with_defaults(options, centre="group", scale="none", whitened=True))
+        return outcome(episodes, **with_defaults(options, centre="group", **over_tokens))
     groups = [e["group"] for e in episodes]
     centred = normalise([float(e["reward"]) for e in episodes], groups, "group", "none")
     return outcome(episodes, **with_defaults(options, rewards=centred, centre="batch", scale="batch"))
@@ -610,16 +651,21 @@ def cispo(episodes: list[Episode], **options: Any) -> Result:
 
 
 def topr(episodes: list[Episode], **options: Any) -> Result:
-    """Tapered only where the advantage is not positive; `A = R` unless told otherwise."""
-    return outcome(episodes, **with_defaults(options, surrogate="topr", centre="none", scale="none"))
+    """Tapered by the trajectory's ratio where the reward is not positive; `A = R` unless told otherwise."""
+    defaults = {"level": "product", "split": "reward", "aggregation": "seq-mean-token-sum"}
+    return outcome(episodes, **with_defaults(options, surrogate="topr", centre="none", scale="none", **defaults))
 
 
 def tis(episodes: list[Episode], **options: Any) -> Result:
     return outcome(episodes, **with_defaults(options, surrogate="tis"))
 
 
-def kimi(episodes: list[Episode], **options: Any) -> Result:
-    return outcome(episodes, **with_defaults(options, surrogate="kimi", scale="none"))
+def kimi(episodes: list[Episode], square: str = "sequence", **options: Any) -> Result:
+    """Mean over episodes of `-A log pi + tau/2 (log pi - log anchor)^2`, of sequences or of single tokens."""
+    if square == "sequence":
+        options = with_defaults(options, surrogate="kimi of sequences", level="sequence")
+    defaults = {"surrogate": "kimi", "scale": "none", "aggregation": "seq-mean-token-sum"}
+    return outcome(episodes, **with_defaults(options, **defaults))
 
 
 def decoupled_weights(episodes: list[Episode], cap: float | None) -> Tokens:

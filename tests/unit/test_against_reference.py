@@ -255,14 +255,51 @@ def punished(episodes):
     return [one["reward"] + ref.overlong(ref.longest_answer(one), LIMIT_TOK, 8) for one in episodes]
 
 
-def per_sequence(algorithm, **options):
-    """`seq-sum-norm`: divided by the sequences that count times the longest allowed answer."""
+def per_turn(algorithm, **options):
+    """`turn-sum-norm`: divided by all turns times the longest allowed answer."""
 
     def constant(episodes):
-        num = sum(not (options.get("drop_truncated") and one["truncated"]) for one in episodes)
-        return algorithm(episodes, constant=float(max(num, 1) * LIMIT_TOK), **options)
+        return algorithm(episodes, constant=float(sum(len(one["turns"]) for one in episodes) * LIMIT_TOK), **options)
 
     return constant
+
+
+def without_cut_turns(algorithm):
+    """The first turn of a truncated episode is the one that was cut (`World`): it has no loss."""
+
+    def part(episodes, **options):
+        whole = [[float(k > 0 or not one["truncated"]) for k in ref.turn_ids(one)] for one in episodes]
+        return algorithm(episodes, multiply=whole, **options)
+
+    return part
+
+
+def short(episodes):
+    """With half of Kimi's length reward."""
+    lengths = [ref.length(one) for one in episodes]
+    extra = ref.length_reward(lengths, [x["success"] for x in episodes], [x["group"] for x in episodes])
+    return [one["reward"] + 0.5 * x for one, x in zip(episodes, extra, strict=True)]
+
+
+def weighed(algorithm, **options):
+    """Every episode weighs `.5 + 1.5 unsolved` times `1.5 - length`, on average 1."""
+
+    def with_weights(episodes):
+        groups = [one["group"] for one in episodes]
+        solved = [float(one["success"]) for one in episodes]
+        unsolved = [1 - ref.mean([x for x, h in zip(solved, groups, strict=True) if h == g]) for g in groups]
+        lengths = [float(ref.length(one)) for one in episodes]
+        width = max(lengths) - min(lengths) or 1.0
+        scaled = [(x - min(lengths)) / width for x in lengths]
+        weights = ref.sample_weights(len(episodes), unsolved, scaled)
+        return algorithm([{**one, "weight": w} for one, w in zip(episodes, weights, strict=True)], **options)
+
+    return with_weights
+
+
+def too_long(one):
+    """Unsolved with 6 tokens or more, or solved with 9 or more."""
+    return ref.length(one) >= (9 if one["success"] else 6)
 
 
 def whitened_without_degenerate(episodes):
@@ -374,6 +411,10 @@ CASES = {
     ),
     "Rloo": Case(Rloo(), ref.rloo),
     "ReinforcePP": Case(ReinforcePP(kl_reward_coef=0.1), partial(ref.reinforce_pp, kl_reward=0.1)),
+    "ReinforcePP, as in ROLL": Case(
+        ReinforcePP(order="rewards", kl_reward_coef=0.1, reward_clip=0.9),
+        partial(ref.reinforce_pp, variant="rewards", kl_reward=0.1, reward_clip=0.9),
+    ),
     "ReinforcePPBaseline": Case(ReinforcePPBaseline(), partial(ref.reinforce_pp, variant="baseline")),
     # GRPO and its options
     "Grpo": Case(Grpo(), partial(ref.grpo, **GRPO)),
@@ -389,6 +430,26 @@ CASES = {
         Grpo(reward_clip=0.9, advantage_clip=0.8, mean="batch", std="none", solve_range=(-0.6, 0.8)),
         partial(
             ref.grpo, **GRPO, reward_clip=0.9, advantage_clip=0.8, centre="batch", scale="none", difficulty=(-0.6, 0.8)
+        ),
+    ),
+    "Grpo, short answers": Case(
+        Grpo(length_reward=0.5, drop_degenerate=False), with_rewards(ref.grpo, short, **TOKEN_MEAN)
+    ),
+    "Grpo, long answers left out": Case(
+        Grpo(wrong_max_tok=6, right_max_tok=9, drop_degenerate=False, mean="none", std="none"),
+        without(ref.grpo, too_long, **TOKEN_MEAN, centre="none", scale="none"),
+    ),
+    "Grpo, weighed": Case(
+        Grpo(difficulty_weight=True, length_weight=True, drop_degenerate=False), weighed(ref.grpo, **TOKEN_MEAN)
+    ),
+    "Grpo, cross-entropy of what was rewarded": Case(Grpo(sft_coef=0.3), partial(ref.grpo, **GRPO, sft=0.3)),
+    "Grpo, two corrections": Case(
+        Grpo(anchor="proximal", correction=Correction(**ALL_FILTERS, also=(Correction("sequence", None, (0.7, 1.5)),))),
+        partial(
+            ref.grpo,
+            **GRPO,
+            **PROXIMAL,
+            correction={**ALL_FILTERS, "also": ({"level": "sequence", "weight_cap": None, "ratio_band": (0.7, 1.5)},)},
         ),
     ),
     "Grpo, whitened": Case(
@@ -432,20 +493,22 @@ CASES = {
     "LitePpo": Case(LitePpo(), ref.lite_ppo),
     "LitePpo, flat batches left out": Case(LitePpo(min_std=0.8), partial(ref.lite_ppo, min_std=0.8), teaches=2),
     # other weights of the ratio
-    "Tis": Case(Tis(cap=1.1, kl_coef=0.1, kl="k1"), partial(ref.tis, cap=1.1, kl_loss=0.1, kl_kind="k1")),
-    "Cispo": Case(
-        Cispo(kl_coef=0.1, kl="abs"), partial(ref.cispo, clip_low=0.2, clip_high=0.28, kl_loss=0.1, kl_kind="abs")
-    ),
+    "Tis": Case(Tis(cap=1.1, kl_coef=0.1, kl="k2"), partial(ref.tis, cap=1.1, kl_loss=0.1, kl_kind="k2")),
+    "Cispo": Case(Cispo(kl_coef=0.1), partial(ref.cispo, clip_low=None, clip_high=0.28, kl_loss=0.1)),
     "Cispo, unified mask": Case(
         Cispo(clip_low=0.1, clip_high=0.1, unified_mask=True), partial(ref.cispo, unified_mask=True)
     ),
-    "Topr": Case(Topr(), partial(ref.topr, **MEANS)),
-    "Topr, weighted": Case(
-        Topr(positive=0.5, negative=2.0, mean="none", std="none"), partial(ref.topr, positive=0.5, negative=2.0)
+    "Topr": Case(Topr(), ref.topr),
+    "Topr, with a baseline": Case(Topr(mean="group", std="group"), partial(ref.topr, **MEANS)),
+    "Topr, weighted, as in ROLL": Case(
+        Topr(level="token", positive=0.5, negative=2.0), partial(ref.topr, level="token", positive=0.5, negative=2.0)
     ),
-    "SequenceTopr": Case(SequenceTopr(), partial(ref.topr, **MEANS, level="sequence")),
+    "SequenceTopr": Case(SequenceTopr(), partial(ref.topr, level="sequence")),
     "DecoupledPpo": Case(DecoupledPpo(), partial(ref.decoupled_ppo, weight_cap=2.0)),
     "Kimi": Case(Kimi(), ref.kimi),
+    "Kimi, as in ROLL": Case(
+        Kimi(square="token", aggregation="token-mean"), partial(ref.kimi, square="token", aggregation="token-mean")
+    ),
     # turns
     "TurnReinforce": Case(TurnReinforce(overlong_cache=8), with_rewards(ref.turn_reinforce, punished)),
     "TurnReinforce, equal turns": Case(
@@ -455,9 +518,10 @@ CASES = {
         TurnReinforce(equal_turns=True, mask_truncated=True),
         partial(ref.turn_reinforce, aggregation="seq-mean-token-mean", drop_truncated=True),
     ),
-    "ReBn": Case(ReBn(), per_sequence(ref.rebn, drop_truncated=True)),
+    "ReBn": Case(ReBn(), per_turn(ref.rebn)),
+    "ReBn, without cut turns": Case(ReBn(mask_truncated=True), per_turn(without_cut_turns(ref.rebn))),
     "ReBn, punished": Case(
-        ReBn(overlong_cache=8, aggregation="token-mean", mask_truncated=False, gamma=0.8),
+        ReBn(overlong_cache=8, aggregation="token-mean", gamma=0.8),
         with_rewards(ref.rebn, punished, **TOKEN_MEAN, gamma=0.8),
     ),
     "GiGpo": Case(GiGpo(), ref.gigpo),
@@ -791,7 +855,7 @@ def test_kl_over_the_whole_vocabulary(world):
             for g, p, v in zip(plain.grad[n], law, rows.tokens[n], strict=True)
         ]
         for t, (z, y) in enumerate(zip(student[n].tolist(), reference[n].tolist(), strict=True)):
-            value, slope = ref.distill_token(z, y, 0, lam=1.0, ce=0.0)
+            value, slope = ref.distill_token(z, y, 0, kind="reverse", lam=1.0, ce=0.0)
             total += share * value
             by_logp[t] = by_logp[t] + share * np.array(slope)
         slopes.append(np.array(by_logp))

@@ -34,6 +34,16 @@ def test_two_sequences_of_three_tokens_and_one(kind, limit_tok, want, split):
     assert total(kind, LOSSES, groups, limit_tok) == pytest.approx(want, abs=1e-12)
 
 
+def test_turns_are_samples():
+    """GEM, examples/train_oat/train_oat.py: a masked sum over generate_max_length, then the mean over turns."""
+    mask = np.array([1, 1, 0, 1, 0, 0], bool)
+    turns = [[np.array([0, 0, 0, 1, 2, 2])], [np.array([0])]]
+    # two turns of the first sequence have a token that counts, and the only one of the second
+    first, second = token_scales([[mask], [np.array([True])]], "turn-sum-norm", 5, turns)
+    np.testing.assert_allclose(first[0], np.where(mask, 1 / 15, 0))
+    np.testing.assert_allclose(second[0], 1 / 15)
+
+
 def test_group_means():
     """Groups of one sequence: the mean over sequences. Of two: one loss for all their tokens."""
     assert total("group-mean", LOSSES, [[MASKS[0]], [MASKS[1]]]) == pytest.approx(3.0)
@@ -69,6 +79,7 @@ def test_scales_are_the_schemes_by_loops(layout, seed, limit_tok):
             "seq-mean-token-sum": np.mean([s for s, _ in by_seq]),
             "seq-mean-token-mean": np.mean([s / n for s, n in by_seq]),
             "seq-sum-norm": sum(s for s, _ in by_seq) / (len(by_seq) * limit_tok),
+            "turn-sum-norm": sum(s for s, _ in by_seq) / (len(by_seq) * limit_tok),  # turns that nobody told apart
             "group-mean": np.mean([s / n for s, n in by_group]),
         }
     flat = [x for xs in losses for x in xs]

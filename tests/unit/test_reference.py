@@ -138,7 +138,10 @@ OUTCOMES: dict[str, Any] = {
     "grpo": (ref.grpo, [0.866024, -0.866024, -0.866024, 0.866024, -0.499999, -0.499999, -0.499999, 1.499997]),
     "dr_grpo": (partial(ref.dr_grpo, max_tokens=4), [0.5, -0.5, -0.5, 0.5, -0.25, -0.25, -0.25, 0.75]),
     "rloo": (ref.rloo, [0.666667, -0.666667, -0.666667, 0.666667, -0.333333, -0.333333, -0.333333, 1.0]),
-    "reinforce_pp": (ref.reinforce_pp, [HIGH, LOW, LOW, HIGH, LOW, LOW, LOW, HIGH]),
+    "reinforce_pp of rewards": (
+        partial(ref.reinforce_pp, variant="rewards"),
+        [HIGH, LOW, LOW, HIGH, LOW, LOW, LOW, HIGH],
+    ),
     "lite_ppo": (ref.lite_ppo, [0.96609, -0.96609, -0.96609, 0.96609, -0.483045, -0.483045, -0.483045, 1.449135]),
     "reinforce": (ref.reinforce, [1, 0, 0, 1, 0, 0, 0, 1]),
     "batch baseline": (partial(ref.reinforce, baseline="batch"), [0.625, *[-0.375] * 2, 0.625, *[-0.375] * 3, 0.625]),
@@ -179,8 +182,8 @@ def test_reinforce_pp_baseline_whitens_tokens_or_episodes():
     assert first_advantages(over_episodes) == near([c / math.sqrt(1 / 3) for c in centred], digits=5)
     over_tokens = ref.reinforce_pp(episodes, "baseline").advantages
     flat = [a for row in over_tokens for a in row]
-    assert sum(flat) == near(0) and sum(a * a for a in flat) / 5 == near(1)
-    assert flat[0] == near(1 / 3 / math.sqrt(4 / 15))
+    assert sum(flat) == near(0) and sum(a * a for a in flat) / 6 == near(1)
+    assert flat[0] == near(1 / 3 / math.sqrt(2 / 9))
 
 
 def test_dapo_drops_degenerate_groups_and_punishes_length():
@@ -239,10 +242,10 @@ VARIANTS: dict[str, Any] = {
     "vanilla": ref.reinforce,
     "ppo": ref.grpo,
     "tis": ref.tis,
-    "topr": ref.topr,
+    "topr": partial(ref.topr, level="token"),
     "cispo": ref.cispo,
     "cispo with mask": partial(ref.cispo, unified_mask=True),
-    "kimi": ref.kimi,
+    "kimi": partial(ref.kimi, square="token"),
 }
 
 
@@ -291,11 +294,15 @@ def test_mismatch_levels_and_bands():
     gaps = [math.exp(x) - math.exp(-1) for x in (-0.9, -0.7, -1.0, -1.4)]
     assert ref.mismatch(one, prob_band=(-0.11, 0.11))[1] == [abs(g) <= 0.11 for g in gaps] == [True, False, True, False]
 
-    # turn 1: probabilities .406570 and .496585 against twice .367879; means .449329 of log-probs
-    assert ref.mismatch(one, "segment", prob_band=(-1, 0.0815))[1] == [True, True, True, True]
-    assert ref.mismatch(one, "segment", prob_band=(-1, 0.0814))[1] == [False, False, True, True]
-    assert ref.mismatch(one, "segment", prob_band=(-1, 0.0838), prob="mean_of")[1] == [True, True, True, True]
-    assert ref.mismatch(one, "segment", prob_band=(-1, 0.0836), prob="mean_of")[1] == [False, False, True, True]
+    # turn 1: probabilities .406570 and .496585 against twice .367879
+    assert ref.mismatch(one, "segment", prob_band=(-1, 0.0838))[1] == [True, True, True, True]
+    assert ref.mismatch(one, "segment", prob_band=(-1, 0.0836))[1] == [False, False, True, True]
+    # turn 2: .367879 and .246597, so that the sum of all four is .046115
+    assert ref.mismatch(one, "sequence", prob_band=(-1, 0.0462))[1] == [True] * 4
+    assert ref.mismatch(one, "sequence", prob_band=(-1, 0.0461))[1] == [False] * 4
+    both = ref.mismatch(one, "segment", 1.1, prob_band=(-1, 0.0836), also=({"weight_cap": 1.05},))
+    assert both[0] == near([1.1 * 1.05, 1.1 * 1.05, 0.818731, 0.818731 * math.exp(-0.4)])
+    assert both[1] == [False, False, True, True]
 
 
 def test_correction_weighs_losses_and_filters_denominators():
@@ -666,8 +673,10 @@ ALGORITHMS: dict[str, Any] = {
     "reinforce": partial(ref.reinforce, baseline="group"),
     "rloo clipped": partial(ref.rloo, surrogate="clipped"),
     "reinforce++": partial(ref.reinforce_pp, kl_reward=0.1),
+    "reinforce++ of rewards": partial(ref.reinforce_pp, variant="rewards", kl_reward=0.1),
     "reinforce++ baseline": partial(ref.reinforce_pp, variant="baseline"),
     "grpo": partial(ref.grpo, dual=1.3),
+    "grpo and cross-entropy": partial(ref.grpo, sft=0.3),
     **{f"grpo {k}": a for k, a in all_kinds_of_kl(ref.grpo).items()},
     "grpo corrected": partial(ref.grpo, anchor="trainer_logp", kl_loss=0.1, weigh_kl=True, correction={}),
     "dr_grpo": partial(ref.dr_grpo, max_tokens=6),
@@ -682,10 +691,12 @@ ALGORITHMS: dict[str, Any] = {
         correction={"ratio_band": (0.7, 1.4), "weight_cap": None},
     ),
     "cispo": partial(ref.cispo, unified_mask=True),
-    "topr": partial(ref.topr, level="sequence", positive=0.5, negative=2.0),
+    "topr": partial(ref.topr, positive=0.5, negative=2.0),
+    "topr of sequences": partial(ref.topr, level="sequence"),
     "tis": ref.tis,
     "decoupled_ppo": ref.decoupled_ppo,
     "kimi": ref.kimi,
+    "kimi of tokens": partial(ref.kimi, square="token"),
     "turn_reinforce": ref.turn_reinforce,
     "gigpo": ref.gigpo,
     "rebn": partial(ref.rebn, constant=9.0),

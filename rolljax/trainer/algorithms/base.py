@@ -39,14 +39,15 @@ Frozen = str
 class Law:
     """A frozen policy whose whole next-token distribution is compared with the trained one's, inside the update.
 
-    kind: forward is KL(frozen || trained); for the others see `trainer.vocab`. tau: both laws are taken at it, and the
-    result is multiplied by tau^2. alpha: of the skewed divergence. top_k: compare only on the frozen policy's k most
+    kind: forward is KL(frozen || trained), reverse KL(trained || frozen); for the others see `trainer.vocab`. tau: both
+    laws are taken at it, and the result is multiplied by tau^2 (None: the laws that tokens are drawn from, as they
+    are). alpha: of the skewed divergence. top_k: compare only on the frozen policy's k most
     likely tokens (0: all), the rest as one `bucket` or `renormalise`d away.
     """
 
     policy: Frozen
     kind: Literal["forward", "reverse", "js", "skewed", "adaptive"] = "forward"
-    tau: float = 1.0
+    tau: float | None = 1.0
     alpha: float = 0.1
     top_k: int = 0
     remainder: Literal["bucket", "renormalise"] = "bucket"
@@ -191,15 +192,23 @@ class PolicyGradient(Algorithm):
 
     aggregation: see `trainer.aggregation`. anchor: log-probs that ratios are taken to: recorded while sampling
       (`behaviour`), or computed again by the trainer before the step's first update (`proximal`).
-    reward_clip: rewards are cut to [-c, c]. overlong_cache: tokens before the limit over which DAPO's soft penalty
-      falls from 0 to -1 (0: none). mask_truncated: answers cut by a limit are left out. drop_degenerate: groups whose
-      rewards are all equal are left out. solve_range: only groups with a mean reward strictly between these take part.
+    reward_clip: rewards are cut to [-c, c] once they are normalised. overlong_cache: tokens before the limit over which
+      DAPO's soft penalty falls from 0 to -1 (0: none). length_reward: weight of Kimi k1.5's reward for answers that are
+      short within their group (arXiv 2501.12599, section 2.3.3).
+    mask_truncated: answers cut by a limit are left out. wrong_max_tok, right_max_tok: of unsolved, or of solved,
+      trajectories only those with fewer sampled tokens take part (None: all). drop_degenerate: groups whose rewards are
+      all equal are left out. solve_range: only groups with a mean reward strictly between these take part.
+    difficulty_weight, length_weight: trajectories of prompts that are rarely solved, or short ones, count more; on
+      average 1 (`shaping.sample_weights`).
     whiten: advantages to mean 0 and standard deviation 1 over all tokens. advantage_clip: to [-c, c] at last.
-    kl_coef: weight of the KL term in the loss (estimator `kl`: k1, abs, k2, k3, or full = over the whole vocabulary).
+    kl_coef: weight of the KL term in the loss (estimator `kl`: k2, k3, or full = KL(policy || reference) over the whole
+      vocabulary). Of tokens that the policy drew, k2 has the gradient of `full` on average, k3 that of KL(reference ||
+      policy), k1 none.
     kl_reward_coef: weight of the KL penalty in the reward (`kl_reward`: k1, abs, k2, k3).
     kl_target, kl_horizon: adapt the coefficient in use so that the KL to the reference stays near the target; the
       horizon is in trajectories. reference: the policy KL refers to.
-    entropy_coef: weight of the entropy bonus.
+    entropy_coef: weight of the entropy bonus. sft_coef: weight of the cross-entropy of trajectories whose reward is
+      positive, beside the surrogate.
     correction: weights and filters for a gap between sampler and trainer (`mismatch.Correction`).
     refills: rounds of further groups that are drawn while fewer groups than asked for teach something (DAPO).
     """
@@ -208,9 +217,14 @@ class PolicyGradient(Algorithm):
     anchor: Literal["behaviour", "proximal"] = "behaviour"
     reward_clip: float | None = None
     overlong_cache: int = 0
+    length_reward: float = 0.0
     mask_truncated: bool = False
+    wrong_max_tok: int | None = None
+    right_max_tok: int | None = None
     drop_degenerate: bool = False
     solve_range: tuple[float, float] | None = None
+    difficulty_weight: bool = False
+    length_weight: bool = False
     whiten: bool = False
     advantage_clip: float | None = None
     kl_coef: float = 0.0
@@ -221,13 +235,15 @@ class PolicyGradient(Algorithm):
     kl_horizon: int = 10_000
     reference: Frozen = "phase_start"
     entropy_coef: float = 0.0
+    sft_coef: float = 0.0
     correction: Correction | None = None
     refills: int = 0
 
     ratio_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that act on the ratio and can be switched off with None."""
-    level: ClassVar[Literal["token", "chunk", "sequence"]] = "token"
-    """What the ratio is taken over: a token, the geometric mean of a turn, or of the whole trajectory."""
+    level: ClassVar[objectives.Level] = "token"
+    """What the ratio is taken over: a token; the geometric mean of a turn or of the whole trajectory ("chunk",
+    "sequence"); the product over the trajectory."""
 
     # ---- what an algorithm writes -----------------------------------------------------------------------------------
 
@@ -247,9 +263,21 @@ class PolicyGradient(Algorithm):
         """Whether members of a group are each other's baseline, so that a group of one teaches nothing."""
         return False
 
+    def uses_rewards(self) -> bool:
+        """Whether the objective asks which trajectories were rewarded (`TokenBatch.rewards`)."""
+        return self.sft_coef > 0
+
     def remember(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> Memory:
         """What is carried to the next step, brought up to date before this step's advantages."""
         return memory
+
+    def clip(self, rewards: np.ndarray) -> np.ndarray:
+        """Rewards `[N]`, normalised where they are, within `reward_clip`."""
+        return rewards if self.reward_clip is None else np.clip(rewards, -self.reward_clip, self.reward_clip)
+
+    def whitened(self, advantages: np.ndarray, part: np.ndarray) -> np.ndarray:
+        """Advantages `[N, T]` as `whiten` has them, over the tokens `part` that take part."""
+        return credits.whiten(advantages, part) if self.whiten else advantages
 
     def teaches(self, e: Episodes) -> np.ndarray:
         return self.prepare(e)[1]
@@ -261,7 +289,7 @@ class PolicyGradient(Algorithm):
         return Needs(
             trainer_logp=self.anchor == "proximal" or self.correction is not None,
             ref=self.reference if sampled_kl else "",
-            law=Law(self.reference) if self.kl_coef and self.kl == "full" else None,
+            law=Law(self.reference, "reverse", tau=None) if self.kl_coef and self.kl == "full" else None,
         )
 
     def credit(self, e: Episodes, memory: Memory) -> Credit:
@@ -274,7 +302,7 @@ class PolicyGradient(Algorithm):
         return self.finish(e, advantages, keep, memory, stats)
 
     def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards `[N]` as credit uses them, and which trajectories take part `[N]`."""
+        """Rewards `[N]` before they are normalised, and which trajectories take part `[N]`."""
         rewards = np.asarray(e.rewards, np.float64)
         keep = np.ones(e.num, bool)
         if self.drop_degenerate:
@@ -283,10 +311,13 @@ class PolicyGradient(Algorithm):
             keep &= shaping.difficulty_mask(rewards, e.groups, *self.solve_range)
         if self.mask_truncated:
             keep &= ~e.truncated
+        for success, most in ((False, self.wrong_max_tok), (True, self.right_max_tok)):
+            if most is not None:
+                keep &= (e.success != success) | (e.lengths < most)
         if self.overlong_cache:
             rewards = rewards + shaping.overlong_penalty(e.longest_answers, e.limit_tok, self.overlong_cache)
-        if self.reward_clip is not None:
-            rewards = np.clip(rewards, -self.reward_clip, self.reward_clip)
+        if self.length_reward:
+            rewards = rewards + self.length_reward * shaping.length_reward(e.lengths, e.success, e.groups)
         return rewards, keep
 
     def kl_penalty(self, e: Episodes, memory: Memory) -> tuple[np.ndarray | None, dict[str, float], dict[str, float]]:
@@ -316,18 +347,36 @@ class PolicyGradient(Algorithm):
         memory: Memory,
         stats: Mapping[str, float],
     ) -> Credit:
-        """What follows the advantages: normalisation over tokens, the clip, the correction of a mismatch."""
+        """What follows the advantages: normalisation over tokens, the clip, the correction of a mismatch, weights."""
         mask, weights = e.mask & ~e.expert, None
         if self.correction is not None:
             weights, kept = self.correction.apply(e.given("trainer_logp"), e.sampler_logp, mask, e.turns)
             stats = {**stats, "mismatch/filtered_frac": 1 - float(kept[mask].mean()) if mask.any() else 0.0}
             mask = mask & kept
-        part = mask & keep[:, None]
-        if self.whiten:
-            advantages = credits.whiten(advantages, part)
+        if self.difficulty_weight or self.length_weight:
+            own = self.sample_weights(e, keep)[:, None] * e.mask
+            weights = own if weights is None else own * weights
+        advantages = self.whitened(advantages, mask & keep[:, None])
         if self.advantage_clip is not None:
             advantages = np.clip(advantages, -self.advantage_clip, self.advantage_clip)
-        return Credit(advantages, weights=weights, mask=mask, keep=keep, memory=dict(memory), stats=dict(stats))
+        return Credit(
+            advantages,
+            weights=weights,
+            mask=mask,
+            keep=keep,
+            rewards=credits.spread(self.prepare(e)[0], e.mask) if self.uses_rewards() else None,
+            memory=dict(memory),
+            stats=dict(stats),
+        )
+
+    def sample_weights(self, e: Episodes, keep: np.ndarray) -> np.ndarray:
+        """What each trajectory's surrogate is multiplied by, `[N]`: on average 1 over those that take part."""
+        unsolved = 1 - credits.Groups(e.groups).mean(e.success.astype(np.float64))
+        weights = np.ones(e.num)
+        weights[keep] = shaping.sample_weights(
+            unsolved[keep] if self.difficulty_weight else None, e.lengths[keep] if self.length_weight else None
+        )
+        return weights
 
     def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
         anchor = batch.anchor(self.anchor)
@@ -349,6 +398,8 @@ class PolicyGradient(Algorithm):
         if self.entropy_coef:
             bonus = policy.entropy if batch.entropy_weights is None else policy.entropy * batch.entropy_weights
             loss = loss - self.entropy_coef * bonus
+        if self.sft_coef:
+            loss = loss - self.sft_coef * jnp.where(batch.given("rewards") > 0, policy.logp, 0.0)
         return TokenLoss(loss, {**mean, **self.ratio_stats(ratio, batch)}, {"policy/ratio_max": ratio})
 
     def ratio_stats(self, ratio: jax.Array, batch: TokenBatch) -> dict[str, jax.Array]:
@@ -362,15 +413,32 @@ class PolicyGradient(Algorithm):
         return self.entropy_coef != 0
 
     def __post_init__(self) -> None:
-        for name in ("clip_low", "clip_high", "reward_clip", "advantage_clip", "kl_target", "kl_horizon", "dual_clip"):
+        positive = ("clip_low", "clip_high", "reward_clip", "advantage_clip", "kl_target", "kl_horizon", "dual_clip")
+        for name in (*positive, "wrong_max_tok", "right_max_tok"):
             value = getattr(self, name, None)
             if value is not None and value <= 0:
                 raise self.refuse(name, "must be positive", "give a positive number, or None for none")
         if self.solve_range is not None and not self.solve_range[0] < self.solve_range[1]:
             raise self.refuse("solve_range", "is empty", "give (low, high), for instance (0.1, 0.95)")
-        for name in ("kl_coef", "kl_reward_coef", "entropy_coef", "overlong_cache", "refills"):
+        for name in (
+            "kl_coef",
+            "kl_reward_coef",
+            "entropy_coef",
+            "overlong_cache",
+            "length_reward",
+            "refills",
+            "sft_coef",
+        ):
             if getattr(self, name) < 0:
                 raise self.refuse(name, "must not be negative", "0 switches it off")
+        if self.kl in ("k1", "abs"):
+            why = {
+                "k1": "has a gradient of 0 on average: as a loss it is nothing but noise",
+                "abs": "has the gradient of another distance (total variation), which does not fade near the reference",
+            }
+            raise self.refuse(
+                "kl", why[self.kl], "choose 'k2', 'k3' or 'full', or put it into the reward: kl_reward_coef"
+            )
 
     def check(self, setup: Setup) -> list[str]:
         self._check_groups(setup)
@@ -385,7 +453,8 @@ class PolicyGradient(Algorithm):
         return self._check_ratio(setup)
 
     def _check_groups(self, setup: Setup) -> None:
-        by_group = [n for n in ("drop_degenerate", "solve_range", "refills") if getattr(self, n)]
+        names = ("drop_degenerate", "solve_range", "refills", "length_reward", "difficulty_weight")
+        by_group = [n for n in names if getattr(self, n)]
         if setup.group_size < 2 and (self.uses_groups() or by_group):
             raise ConfigError(
                 "a group of one has no baseline: every advantage would be 0"
@@ -439,7 +508,7 @@ class PolicyGradient(Algorithm):
                 "whole law: the ratio would be wrong for every token",
                 "set anchor = 'proximal', or sample from the whole law",
             )
-        weighs = self.correction is not None and self.correction.weight_cap is not None
+        weighs = self.correction is not None and self.correction.weighs
         if weighs and self.anchor == "behaviour":
             raise self.refuse(
                 "correction",
@@ -481,9 +550,8 @@ class OutcomeGradient(PolicyGradient):
 
     def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
         running = _running(memory) if "running" in (self.mean, self.std) else None
-        return credits.spread(
-            credits.normalise(rewards, e.groups, mean=self.mean, std=self.std, running=running), e.mask
-        )
+        scores = credits.normalise(rewards, e.groups, mean=self.mean, std=self.std, running=running)
+        return credits.spread(self.clip(scores), e.mask)
 
     def remember(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> Memory:
         if "running" not in (self.mean, self.std):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -10,6 +11,7 @@ import jax
 from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import OutcomeGradient, Setup
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,13 +19,22 @@ class Cispo(OutcomeGradient):
     """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped and held fixed as a weight of log-prob, so that every
     token keeps a gradient.
 
-    clip_low, clip_high: how far below and above 1 the weight may be (None: any). unified_mask: leave out the tokens
-    that PPO's clip would.
+    clip_low, clip_high: how far below and above 1 the weight may be (None: any). The paper has no lower bound, and
+      tunes the upper one without saying to what. unified_mask: leave out the tokens that PPO's clip would.
     """
 
-    clip_low: float | None = 0.2
+    clip_low: float | None = None
     clip_high: float | None = 0.28
     unified_mask: bool = False
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "clip_low": Stated(None, "arXiv 2506.13585, section 3.1: no lower bound on the weight"),
+        "unified_mask": Stated(False, "arXiv 2506.13585, eq. 4 and 5; the mask is the general form, eq. 6 and 7"),
+        "aggregation": Stated("token-mean", "arXiv 2506.13585, eq. 4: divided by the sum of the answers' lengths"),
+        "mean": Stated("group", "arXiv 2506.13585, section 3.1: group-relative advantage"),
+        "std": Stated("group", "arXiv 2506.13585, section 3.1: group-relative advantage"),
+        "kl_coef": Stated(0.0, "arXiv 2506.13585, section 3.1: no KL term"),
+    }
 
     ratio_settings: ClassVar[tuple[str, ...]] = ("clip_high", "clip_low")
 

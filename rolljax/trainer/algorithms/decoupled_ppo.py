@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from rolljax.trainer.algorithms.base import ClippedRatio
 from rolljax.trainer.mismatch import Correction
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,3 +18,15 @@ class DecoupledPpo(ClippedRatio):
 
     anchor: Literal["behaviour", "proximal"] = "proximal"
     correction: Correction | None = Correction(level="token", weight_cap=2.0)
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "anchor": Stated("proximal", "arXiv 2110.00641, section 3; arXiv 2505.24298, section 5.2"),
+        "correction": Stated(
+            "weights without a cap",
+            "arXiv 2505.24298, section 5.2; github.com/inclusionAI/AReaL can drop tokens (behav_imp_weight_cap)",
+            "one token that the sampler found unlikely would outweigh a batch; AReaL's filter is ratio_band = (0, cap)",
+        ),
+        "clip_low": Stated(0.2, "arXiv 2505.24298, table of hyperparameters"),
+        "clip_high": Stated(0.2, "arXiv 2505.24298, table of hyperparameters"),
+        "kl_coef": Stated(0.0, "arXiv 2505.24298, section 5.2: no KL term"),
+    }

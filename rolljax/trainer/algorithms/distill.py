@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from rolljax.errors import ConfigError
 from rolljax.trainer.algorithms.base import Frozen, Law, Needs, Policy, Setup, TokenLoss
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,12 @@ class Distill(Sft):
     alpha: float = 0.1
     top_k: int = 0
     remainder: Literal["bucket", "renormalise"] = "bucket"
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "divergence": Stated("forward", "arXiv 1503.02531, section 2: cross-entropy with the teacher's soft targets"),
+        "alpha": Stated(0.1, "arXiv 2402.03898, skew KL with alpha = 0.1"),
+        "top_k": Stated(0, "arXiv 1503.02531, section 2: all classes"),
+    }
 
     def needs(self) -> Needs:
         law = Law(self.teacher, self.divergence, self.tau, self.alpha, self.top_k, self.remainder)

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import jax
 
 from rolljax.trainer import objectives
+from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import OutcomeGradient
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.credit import Std
+from rolljax.trainer.credit import Mean, Std
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
 class Kimi(OutcomeGradient):
     """Kimi k1.5 (arXiv 2501.12599): policy gradient with the group's mean as baseline, plus `tau`/2 times the squared
-    log-ratio, which pulls each token back to the policy it was sampled from."""
+    log-ratio, which pulls answers back to the policy they were sampled from.
 
+    square: of what: the log-ratio of the whole answer (the paper's eq. 3), or of each `token` (ROLL). tau: its weight;
+      the paper gives none. With sums over answers of n tokens the pull is up to n times that of tokens.
+    """
+
+    aggregation: Aggregation = "seq-mean-token-sum"
+    mean: Mean = "group"
     std: Std = "none"
+    square: Literal["sequence", "token"] = "sequence"
     tau: float = 0.1
 
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "aggregation": Stated(
+            "seq-mean-token-sum", "arXiv 2501.12599, eq. 3: mean over the k answers of log pi of each"
+        ),
+        "mean": Stated("group", "arXiv 2501.12599, section 2.3.2"),
+        "std": Stated("none", "arXiv 2501.12599, section 2.3.2"),
+        "square": Stated("sequence", "arXiv 2501.12599, eq. 3"),
+    }
+
     def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
-        return objectives.kimi(batch.advantages, logp, batch.anchor(self.anchor), self.tau)
+        sequences = (batch.sequence_ids, batch.scale != 0) if self.square == "sequence" else None
+        return objectives.kimi(batch.advantages, logp, batch.anchor(self.anchor), self.tau, sequences)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
@@ -10,18 +12,36 @@ from rolljax.errors import ConfigError
 from rolljax.trainer.algorithms.base import ClippedRatio
 from rolljax.trainer.credit import Std
 from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
 class LitePpo(ClippedRatio):
     """Lite PPO ("Tricks or Traps?", arXiv 2508.08221): rewards less the group's mean, over the deviation of the whole
-    batch; mean over tokens; PPO's clip; nothing else.
+    batch; mean over tokens; PPO's clip; nothing else. The law it samples from is a preset of its own
+    (`configs/laws/tricks_or_traps.gin`).
 
     min_std: a step whose rewards deviate less than this over the whole batch teaches nothing and is left out.
     """
 
     std: Std = "batch"
     min_std: float = 1e-3
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "mean": Stated("group", "arXiv 2508.08221, section 5, and section 4.1"),
+        "std": Stated("batch", "arXiv 2508.08221, section 5, and section 4.1"),
+        "min_std": Stated(
+            0.0,
+            "arXiv 2508.08221, section 5: no such bound",
+            "a batch of nearly equal rewards would be divided by nearly 0",
+        ),
+        "aggregation": Stated("token-mean", "arXiv 2508.08221, section 5, and section 4.3"),
+        "clip_low": Stated(0.2, "arXiv 2508.08221, section 5: vanilla PPO loss"),
+        "clip_high": Stated(0.2, "arXiv 2508.08221, section 5: vanilla PPO loss"),
+        "mask_truncated": Stated(False, "arXiv 2508.08221, section 5: no overlong filtering"),
+        "drop_degenerate": Stated(False, "arXiv 2508.08221, section 5: no dynamic sampling"),
+        "kl_coef": Stated(0.0, "arXiv 2508.08221, section 5: critic-free, no KL term"),
+    }
 
     def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
         rewards, keep = super().prepare(e)

@@ -50,7 +50,7 @@ class Ppo(ClippedRatio):
     def rewards(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
         """Token rewards `[N, T]`; normalised ones only at the end, where what was normalised is known."""
         if self.mean == self.std == "none":
-            return token_rewards(e, rewards)
+            return token_rewards(e, self.clip(rewards))
         return credits.at_last(self.advantages(e, rewards, memory)[:, 0], e.mask)
 
     def shares(self, e: Episodes) -> np.ndarray | None:

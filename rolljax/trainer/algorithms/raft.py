@@ -36,4 +36,4 @@ class RaftPP(ClippedRatio):
         return rewards, keep & (rewards > 0)
 
     def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
-        return spread(np.maximum(rewards, 0), e.mask)
+        return spread(np.maximum(self.clip(rewards), 0), e.mask)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
@@ -10,22 +12,41 @@ from rolljax.trainer import credit as credits
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import ClippedRatio, Memory
 from rolljax.trainer.credit import Mean, Std
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.paper import Stated
+
+_GEM = "github.com/axon-rl/gem, examples/train_oat/train_oat.py"
 
 
 @dataclasses.dataclass(frozen=True)
 class ReBn(ClippedRatio):
     """ReBN (GEM, arXiv 2510.01051): discounted returns of all turns of the batch, normalised together. Needs no groups,
-    takes dense rewards, and with `gamma` below 1 prefers short solutions (0.9 for games, 1 for questions).
+    takes dense rewards, and with `gamma` below 1 prefers short solutions (0.9 for games, 1 for questions). Every turn
+    is a sample: the loss is a sum over tokens, divided by turns times the longest answer.
 
-    Answers that were cut are left out of the loss.
+    mask_truncated: turns whose answer was cut have no surrogate; they still count in the denominator, and their episode
+      keeps its other turns.
     """
 
     gamma: float = 0.9
-    mask_truncated: bool = True
-    aggregation: Aggregation = "seq-sum-norm"
+    aggregation: Aggregation = "turn-sum-norm"
     mean: Mean = "none"
     std: Std = "none"
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "gamma": Stated(
+            1.0,
+            f"{_GEM}, Args.gamma; 0.9 for games in its README.md",
+            "episodes of several turns are what the class is for, and there 0.9 prefers short solutions",
+        ),
+        "aggregation": Stated(
+            "turn-sum-norm", f"{_GEM}, Learner._init: masked sum over generate_max_length, mean of turns"
+        ),
+        "mask_truncated": Stated(False, "github.com/sail-sg/oat, oat/algorithms/ppo.py, ignore_no_eos"),
+        "clip_low": Stated(0.2, "github.com/sail-sg/oat, oat/algorithms/ppo.py, cliprange"),
+        "clip_high": Stated(0.2, "github.com/sail-sg/oat, oat/algorithms/ppo.py, cliprange"),
+        "kl_coef": Stated(0.0, "github.com/axon-rl/gem, examples/train_oat/README.md, beta"),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,8 +56,21 @@ class ReBn(ClippedRatio):
                     name, "can have no effect: returns are normalised over all turns", "leave it at 'none'"
                 )
 
+    def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
+        # cut turns lose their surrogate in `finish`; no episode is left out for them
+        return super().prepare(dataclasses.replace(e, truncated=np.zeros(e.num, bool)))
+
     def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
         shaped = e.turn_rewards.copy()
-        shaped[np.arange(e.num), e.num_turns - 1] += rewards - e.rewards
+        shaped[np.arange(e.num), e.num_turns - 1] += self.clip(rewards) - e.rewards
         returns = credits.turn_returns(shaped, e.num_turns, self.gamma)
         return credits.spread_turns(credits.batch_return_normalised(returns, e.num_turns), e.turns, e.mask)
+
+    def finish(
+        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, memory: Memory, stats: Mapping[str, float]
+    ) -> Credit:
+        credit = super().finish(e, advantages, keep, memory, stats)
+        if not self.mask_truncated:
+            return credit
+        whole = credits.spread_turns(~e.cut, e.turns, e.mask)
+        return dataclasses.replace(credit, weights=whole if credit.weights is None else whole * credit.weights)

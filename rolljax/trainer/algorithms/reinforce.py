@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 
@@ -10,6 +12,7 @@ from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import OutcomeGradient
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import Mean, Std
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,16 @@ class Reinforce(OutcomeGradient):
 
     mean: Mean = "none"
     std: Std = "none"
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "mean": Stated("none", "doi 10.1007/BF00992696, section 4: a baseline of 0 is the plain form"),
+        "std": Stated("none", "doi 10.1007/BF00992696, section 4"),
+        "aggregation": Stated(
+            "seq-mean-token-sum",
+            "doi 10.1007/BF00992696, section 5: sums over the steps of an episode",
+            "the size of a step would grow with the length of answers",
+        ),
+    }
 
     def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
         return objectives.vanilla(batch.advantages, logp)

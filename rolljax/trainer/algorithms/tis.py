@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 
 from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import OutcomeGradient
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +20,10 @@ class Tis(OutcomeGradient):
     at `cap` (as in IMPALA, arXiv 1802.01561) and held fixed."""
 
     cap: float = 1.0
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "cap": Stated(1.0, "github.com/alibaba/ROLL, roll/pipeline/rlvr/actor_pg_worker.py, tis_upper_bound"),
+    }
 
     def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
         return objectives.truncated_is(ratio, batch.advantages, logp, self.cap)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import Memory, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +29,13 @@ class TurnReinforce(PolicyGradient):
     gamma: float = 0.95
     equal_turns: bool = False
 
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "gamma": Stated(0.95, "github.com/alibaba/ROLL, roll/pipeline/agentic/agentic_config.py, step_reward_gamma"),
+    }
+
     def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
         shaped = e.turn_rewards.copy()
-        shaped[np.arange(e.num), e.num_turns - 1] += rewards - e.rewards
+        shaped[np.arange(e.num), e.num_turns - 1] += self.clip(rewards) - e.rewards
         return credits.spread_turns(credits.turn_returns(shaped, e.num_turns, self.gamma), e.turns, e.mask)
 
     def finish(
