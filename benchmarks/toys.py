@@ -42,6 +42,10 @@ class Played:
     tokens: np.ndarray
     value_rows: np.ndarray
 
+    def valued(self, values: np.ndarray) -> Played:
+        """With what critics say, whose tables are `values [M, R]`."""
+        return dataclasses.replace(self, episodes=dataclasses.replace(self.episodes, values=values[:, self.value_rows]))
+
 
 class Toy(abc.ABC):
     """A problem with a random generator of its own. One instance is one seed."""
@@ -373,6 +377,7 @@ class Prompts(Toy):
     """Several prompts, each with a string of its own to say; `hard` of them are hard, the others easy from the start.
 
     easy_rate, hard_rate: how often the untrained policy says the whole string. A group of answers to every prompt.
+    noise: deviation of gaussian noise on the rewards.
     """
 
     def __init__(
@@ -386,8 +391,10 @@ class Prompts(Toy):
         symbols: int = 5,
         length: int = 3,
         group_size: int = 8,
+        noise: float = 0.0,
     ) -> None:
         self.rng = np.random.default_rng(seed)
+        self.noise = noise
         self.rows = self.value_rows = prompts * length
         self.symbols, self.group_size, self.prompts, self.length = symbols, group_size, prompts, length
         self.limit_tok = self.max_turns = length
@@ -408,6 +415,8 @@ class Prompts(Toy):
         law = log_softmax(table)
         tokens = draw(self.rng, law[rows])
         rewards = (tokens == self.hidden[prompt]).all(1).astype(np.float64)
+        if self.noise:
+            rewards = rewards + self.noise * self.rng.normal(size=len(rewards))
         turn_rewards = np.zeros(rows.shape)
         turn_rewards[:, -1] = rewards
         found = episodes(
@@ -507,7 +516,7 @@ def policy_loss(algorithm: Algorithm, table: jax.Array, batch: TokenBatch) -> ja
 
 def critic_loss(algorithm: Algorithm, values: jax.Array, critic: jax.Array, batch: TokenBatch) -> jax.Array:
     """As `update.critic_loss`, for the table of one critic `[R]`."""
-    scale = batch.scale * masked.clean(batch.given("critic_weights_C")[..., critic], batch.scale)
+    scale = algorithm.critic_scale(batch) * masked.clean(batch.given("critic_weights_C")[..., critic], batch.scale)
     batch = dataclasses.replace(batch, scale=scale)
     old = masked.clean(batch.given("old_values_C")[..., critic], scale)
     returns = masked.clean(batch.given("returns"), scale)
@@ -553,6 +562,16 @@ class Critics:
         values = np.stack([std * np.random.default_rng([7, s]).normal(size=shape) for s in range(len(toys))])
         init = settings.optimizer.build(steps * settings.epochs).init
         return Critics(values, jax.vmap(jax.vmap(init))(jnp.float32(values)))
+
+    def fitted(self, algorithm: Algorithm, steps: int, every: Sequence[Played], batch: TokenBatch) -> Critics:
+        """After all updates of a step, for the batches of all seeds."""
+        settings = algorithm.needs().critics
+        assert settings is not None
+        where = np.stack([p.value_rows for p in every]).reshape(batch.tokens.shape).astype(np.int32)
+        batch, values, state = dataclasses.replace(batch, positions=where), jnp.float32(self.values), self.state
+        for _ in range(settings.epochs):
+            values, state = critic_update(algorithm, steps, values, state, batch)
+        return Critics(np.array(values, np.float64), state)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -600,28 +619,26 @@ def train(
     measured = [[toy.measure(t) for toy, t in zip(toys, tables, strict=True)]]
     norms = []
     for step in range(steps):
-        batches = []
+        every, credited = [], []
         for s, toy in enumerate(toys):
-            played = toy.play(past[0][s], step)
             values = None if critics is None else critics.values[s]
-            played = read(algorithm, toy, played, tables[s], first[s], values)
+            played = read(algorithm, toy, toy.play(past[0][s], step), tables[s], first[s], values)
             credit = algorithm.credit(played.episodes, memories[s])
             if critics is not None and step == 0:
                 mean = _mean_return(played.episodes, credit)
                 critics.values[s] += mean
                 old = dataclasses.replace(played.episodes, values=played.episodes.given("values") + mean)
                 played = dataclasses.replace(played, episodes=old)
-            batch = pack(algorithm, played, credit, memories[s].get("kl_coef", getattr(algorithm, "kl_coef", 0.0)))
-            batches.append((batch, played))
-            memories[s] = credit.memory
-        batch = jax.tree.map(lambda *x: np.stack(x), *[b for b, _ in batches])
+            every.append(played)
+            credited.append(credit)
+        batch = _stacked(algorithm, every, credited, memories)
         if critics is not None and settings is not None:
-            where = np.stack([p.value_rows.reshape(b.tokens.shape) for b, p in batches]).astype(np.int32)
-            on_values = dataclasses.replace(batch, positions=where)
-            new, state = jnp.float32(critics.values), critics.state
-            for _ in range(settings.epochs):
-                new, state = critic_update(algorithm, steps, new, state, on_values)
-            critics = Critics(np.array(new, np.float64), state)
+            critics = critics.fitted(algorithm, steps, every, batch)
+            if settings.first:
+                every = [p.valued(values) for p, values in zip(every, critics.values, strict=True)]
+                credited = [algorithm.credit(p.episodes, m) for p, m in zip(every, memories, strict=True)]
+                batch = _stacked(algorithm, every, credited, memories)
+        memories = [credit.memory for credit in credited]
         if settings is None or step >= settings.warmup_steps:
             for _ in range(epochs):
                 grads = np.asarray(policy_gradients(algorithm, jnp.float32(tables), batch), np.float64)
@@ -637,6 +654,18 @@ def train(
         None if critics is None else critics.values,
         np.array(norms).T,
     )
+
+
+def _stacked(
+    algorithm: Algorithm, every: Sequence[Played], credited: Sequence[Credit], memories: Sequence[Mapping[str, float]]
+) -> TokenBatch:
+    """The batches of all seeds, with a leading S."""
+    coef = getattr(algorithm, "kl_coef", 0.0)
+    batches = [
+        pack(algorithm, played, credit, memory.get("kl_coef", coef))
+        for played, credit, memory in zip(every, credited, memories, strict=True)
+    ]
+    return jax.tree.map(lambda *x: np.stack(x), *batches)
 
 
 def _mean_return(e: Episodes, credit: Credit) -> float:
@@ -663,6 +692,5 @@ def read(
         found["scorer_logp"] = named(needs.scorer)
     if needs.teachers:
         found["teacher_logp"] = np.stack([named(name) for name in needs.teachers])
-    if values is not None:
-        found["values"] = values[:, played.value_rows]
-    return dataclasses.replace(played, episodes=dataclasses.replace(played.episodes, **found))
+    played = dataclasses.replace(played, episodes=dataclasses.replace(played.episodes, **found))
+    return played if values is None else played.valued(values)
