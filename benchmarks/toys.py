@@ -377,7 +377,6 @@ class Prompts(Toy):
     """Several prompts, each with a string of its own to say; `hard` of them are hard, the others easy from the start.
 
     easy_rate, hard_rate: how often the untrained policy says the whole string. A group of answers to every prompt.
-    noise: deviation of gaussian noise on the rewards.
     """
 
     def __init__(
@@ -391,10 +390,8 @@ class Prompts(Toy):
         symbols: int = 5,
         length: int = 3,
         group_size: int = 8,
-        noise: float = 0.0,
     ) -> None:
         self.rng = np.random.default_rng(seed)
-        self.noise = noise
         self.rows = self.value_rows = prompts * length
         self.symbols, self.group_size, self.prompts, self.length = symbols, group_size, prompts, length
         self.limit_tok = self.max_turns = length
@@ -415,8 +412,6 @@ class Prompts(Toy):
         law = log_softmax(table)
         tokens = draw(self.rng, law[rows])
         rewards = (tokens == self.hidden[prompt]).all(1).astype(np.float64)
-        if self.noise:
-            rewards = rewards + self.noise * self.rng.normal(size=len(rewards))
         turn_rewards = np.zeros(rows.shape)
         turn_rewards[:, -1] = rewards
         found = episodes(
@@ -435,6 +430,64 @@ class Prompts(Toy):
         logp = log_softmax(table)[np.arange(self.rows), self.hidden.reshape(-1)]
         success = np.exp(logp.reshape(self.prompts, self.length).sum(1))
         return {"hard": float(success[self.hard].mean()), "easy": float(success[~self.hard].mean())}
+
+
+class Worth(Toy):
+    """One string to say to every prompt, rewarded by the share of it that is right; but prompts are worth more or less
+    than others, far more than the string, and rewards are noisy. Who does not know a prompt's worth learns from noise.
+
+    Every answer begins with a symbol that does not count, by the same row of the table as the first that does; critics
+    do not see there which prompt it is.
+
+    pool: prompts there are, of which a step has `per_step`. worth, noise: deviations of a prompt's worth, and of what
+    is added to each reward.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        pool: int = 400,
+        per_step: int = 8,
+        group_size: int = 8,
+        symbols: int = 5,
+        length: int = 4,
+        worth: float = 3.0,
+        noise: float = 0.3,
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.rows, self.symbols, self.group_size = length, symbols, group_size
+        self.limit_tok = self.max_turns = length + 1
+        self.pool, self.per_step, self.noise = pool, per_step, noise
+        self.hidden = self.rng.integers(0, symbols, length)
+        self.worth = worth * self.rng.normal(size=pool)
+        self.value_rows = 1 + pool * length
+
+    def play(self, table: np.ndarray, step: int) -> Played:
+        law = log_softmax(table)
+        prompt = np.repeat(self.rng.choice(self.pool, self.per_step, replace=False), self.group_size)
+        place = np.arange(self.limit_tok) - 1
+        rows = np.broadcast_to(np.maximum(place, 0), (len(prompt), self.limit_tok))
+        tokens = draw(self.rng, law[rows])
+        right = (tokens[:, 1:] == self.hidden).mean(1)
+        rewards = right + self.worth[prompt] + self.noise * self.rng.normal(size=len(prompt))
+        turn_rewards = np.zeros(rows.shape)
+        turn_rewards[:, -1] = rewards
+        states = np.where(place < 0, 0, 1 + prompt[:, None] * self.rows + place)
+        found = episodes(
+            rewards,
+            law[rows, tokens],
+            group_size=self.group_size,
+            turn_rewards=turn_rewards,
+            states=states,
+            step=step,
+            limit_tok=self.limit_tok,
+            tokens=tokens,
+        )
+        return Played(found, rows, tokens, states)
+
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        return {"right": float(np.exp(log_softmax(table)[np.arange(self.rows), self.hidden]).mean())}
 
 
 # ---- one step of the trainer, for tables ----------------------------------------------------------------------------
