@@ -42,6 +42,10 @@ class Played:
     tokens: np.ndarray
     value_rows: np.ndarray
 
+    def valued(self, values: np.ndarray) -> Played:
+        """With what critics say, whose tables are `values [M, R]`."""
+        return dataclasses.replace(self, episodes=dataclasses.replace(self.episodes, values=values[:, self.value_rows]))
+
 
 class Toy(abc.ABC):
     """A problem with a random generator of its own. One instance is one seed."""
@@ -429,6 +433,64 @@ class Prompts(Toy):
         return {"hard": float(success[self.hard].mean()), "easy": float(success[~self.hard].mean())}
 
 
+class Worth(Toy):
+    """One string to say to every prompt, rewarded by the share of it that is right; but prompts are worth more or less
+    than others, far more than the string, and rewards are noisy. Who does not know a prompt's worth learns from noise.
+
+    Every answer begins with a symbol that does not count, by the same row of the table as the first that does; critics
+    do not see there which prompt it is.
+
+    pool: prompts there are, of which a step has `per_step`. worth, noise: deviations of a prompt's worth, and of what
+    is added to each reward.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        pool: int = 400,
+        per_step: int = 8,
+        group_size: int = 8,
+        symbols: int = 5,
+        length: int = 4,
+        worth: float = 3.0,
+        noise: float = 0.3,
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.rows, self.symbols, self.group_size = length, symbols, group_size
+        self.limit_tok = self.max_turns = length + 1
+        self.pool, self.per_step, self.noise = pool, per_step, noise
+        self.hidden = self.rng.integers(0, symbols, length)
+        self.worth = worth * self.rng.normal(size=pool)
+        self.value_rows = 1 + pool * length
+
+    def play(self, table: np.ndarray, step: int) -> Played:
+        law = log_softmax(table)
+        prompt = np.repeat(self.rng.choice(self.pool, self.per_step, replace=False), self.group_size)
+        place = np.arange(self.limit_tok) - 1
+        rows = np.broadcast_to(np.maximum(place, 0), (len(prompt), self.limit_tok))
+        tokens = draw(self.rng, law[rows])
+        right = (tokens[:, 1:] == self.hidden).mean(1)
+        rewards = right + self.worth[prompt] + self.noise * self.rng.normal(size=len(prompt))
+        turn_rewards = np.zeros(rows.shape)
+        turn_rewards[:, -1] = rewards
+        states = np.where(place < 0, 0, 1 + prompt[:, None] * self.rows + place)
+        found = episodes(
+            rewards,
+            law[rows, tokens],
+            group_size=self.group_size,
+            turn_rewards=turn_rewards,
+            states=states,
+            step=step,
+            limit_tok=self.limit_tok,
+            tokens=tokens,
+        )
+        return Played(found, rows, tokens, states)
+
+    def measure(self, table: np.ndarray) -> Mapping[str, float]:
+        return {"right": float(np.exp(log_softmax(table)[np.arange(self.rows), self.hidden]).mean())}
+
+
 # ---- one step of the trainer, for tables ----------------------------------------------------------------------------
 
 
@@ -508,7 +570,7 @@ def policy_loss(algorithm: Algorithm, table: jax.Array, batch: TokenBatch) -> ja
 
 def critic_loss(algorithm: Algorithm, values: jax.Array, critic: jax.Array, batch: TokenBatch) -> jax.Array:
     """As `update.critic_loss`, for the table of one critic `[R]`."""
-    scale = batch.scale * masked.clean(batch.given("critic_weights_C")[..., critic], batch.scale)
+    scale = algorithm.critic_scale(batch) * masked.clean(batch.given("critic_weights_C")[..., critic], batch.scale)
     batch = dataclasses.replace(batch, scale=scale)
     old = masked.clean(batch.given("old_values_C")[..., critic], scale)
     returns = masked.clean(batch.given("returns"), scale)
@@ -554,6 +616,16 @@ class Critics:
         values = np.stack([std * np.random.default_rng([7, s]).normal(size=shape) for s in range(len(toys))])
         init = settings.optimizer.build(steps * settings.epochs).init
         return Critics(values, jax.vmap(jax.vmap(init))(jnp.float32(values)))
+
+    def fitted(self, algorithm: Algorithm, steps: int, every: Sequence[Played], batch: TokenBatch) -> Critics:
+        """After all updates of a step, for the batches of all seeds."""
+        settings = algorithm.needs().critics
+        assert settings is not None
+        where = np.stack([p.value_rows for p in every]).reshape(batch.tokens.shape).astype(np.int32)
+        batch, values, state = dataclasses.replace(batch, positions=where), jnp.float32(self.values), self.state
+        for _ in range(settings.epochs):
+            values, state = critic_update(algorithm, steps, values, state, batch)
+        return Critics(np.array(values, np.float64), state)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -601,28 +673,26 @@ def train(
     measured = [[toy.measure(t) for toy, t in zip(toys, tables, strict=True)]]
     norms = []
     for step in range(steps):
-        batches = []
+        every, credited = [], []
         for s, toy in enumerate(toys):
-            played = toy.play(past[0][s], step)
             values = None if critics is None else critics.values[s]
-            played = read(algorithm, toy, played, tables[s], first[s], values)
+            played = read(algorithm, toy, toy.play(past[0][s], step), tables[s], first[s], values)
             credit = algorithm.credit(played.episodes, memories[s])
             if critics is not None and step == 0:
                 mean = _mean_return(played.episodes, credit)
                 critics.values[s] += mean
                 old = dataclasses.replace(played.episodes, values=played.episodes.given("values") + mean)
                 played = dataclasses.replace(played, episodes=old)
-            batch = pack(algorithm, played, credit, memories[s].get("kl_coef", getattr(algorithm, "kl_coef", 0.0)))
-            batches.append((batch, played))
-            memories[s] = credit.memory
-        batch = jax.tree.map(lambda *x: np.stack(x), *[b for b, _ in batches])
+            every.append(played)
+            credited.append(credit)
+        batch = _stacked(algorithm, every, credited, memories)
         if critics is not None and settings is not None:
-            where = np.stack([p.value_rows.reshape(b.tokens.shape) for b, p in batches]).astype(np.int32)
-            on_values = dataclasses.replace(batch, positions=where)
-            new, state = jnp.float32(critics.values), critics.state
-            for _ in range(settings.epochs):
-                new, state = critic_update(algorithm, steps, new, state, on_values)
-            critics = Critics(np.array(new, np.float64), state)
+            critics = critics.fitted(algorithm, steps, every, batch)
+            if settings.first:
+                every = [p.valued(values) for p, values in zip(every, critics.values, strict=True)]
+                credited = [algorithm.credit(p.episodes, m) for p, m in zip(every, memories, strict=True)]
+                batch = _stacked(algorithm, every, credited, memories)
+        memories = [credit.memory for credit in credited]
         if settings is None or step >= settings.warmup_steps:
             for _ in range(epochs):
                 grads = np.asarray(policy_gradients(algorithm, jnp.float32(tables), batch), np.float64)
@@ -638,6 +708,18 @@ def train(
         None if critics is None else critics.values,
         np.array(norms).T,
     )
+
+
+def _stacked(
+    algorithm: Algorithm, every: Sequence[Played], credited: Sequence[Credit], memories: Sequence[Mapping[str, float]]
+) -> TokenBatch:
+    """The batches of all seeds, with a leading S."""
+    coef = getattr(algorithm, "kl_coef", 0.0)
+    batches = [
+        pack(algorithm, played, credit, memory.get("kl_coef", coef))
+        for played, credit, memory in zip(every, credited, memories, strict=True)
+    ]
+    return jax.tree.map(lambda *x: np.stack(x), *batches)
 
 
 def _mean_return(e: Episodes, credit: Credit) -> float:
@@ -664,6 +746,5 @@ def read(
         found["scorer_logp"] = named(needs.scorer)
     if needs.teachers:
         found["teacher_logp"] = np.stack([named(name) for name in needs.teachers])
-    if values is not None:
-        found["values"] = values[:, played.value_rows]
-    return dataclasses.replace(played, episodes=dataclasses.replace(played.episodes, **found))
+    played = dataclasses.replace(played, episodes=dataclasses.replace(played.episodes, **found))
+    return played if values is None else played.valued(values)

@@ -35,6 +35,8 @@ from rolljax.rollout import Rollouts, Tally
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.led import LeadingEngine
+from rolljax.trainer.algorithms.asyppo import AsyPpo
+from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import num_batch_shards, num_slot_shards, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import EVAL_STREAM, Message, SamplingParams, Task, Trajectory
@@ -115,7 +117,23 @@ def geometry(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Geo
             value=recipe.sampler.max_context,
             remedy=f"at most {cfg.max_position}",
         )
+    for phase in recipe.phases:
+        if isinstance(phase.algorithm, AsyPpo):
+            _check_mini(phase.algorithm.critic, model)
     return Geometry(recipe, mesh, model)
+
+
+def _check_mini(critic: Critic, policy: Model) -> None:
+    """Mini-critics are smaller than the policy (of ones that share its shape, `AsyPpo.check` warns)."""
+    if not isinstance(critic.model, DecoderConfig):
+        return
+    size, limit = Model(critic.model).num_params(), policy.num_params()
+    if size >= limit:
+        raise ConfigError(
+            f"is no smaller than the policy: a critic has {size:,} parameters, the policy {limit:,}",
+            setting="Critic.model",
+            remedy="give a smaller shape, or choose Ppo, whose one critic may have any",
+        )
 
 
 def micro_tok(mesh: Mesh, model: Model) -> int:

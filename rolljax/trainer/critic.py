@@ -18,7 +18,9 @@ class Critic:
       the start of the phase, its weights. `previous` keeps the critics (or the reward model) of the phase before.
     shard: what each of several critics learns from: some `response`s of every prompt, all responses of some `prompt`s
       (disjoint shares either way), or `all`.
-    epochs: passes over each step's data. warmup_steps: steps at the start in which only critics learn.
+    epochs: passes over each step's data (of the policy: `Phase.epochs`). warmup_steps: steps at the start in which only
+      critics learn. first: a step's advantages come from critics that have learned from it already; False: from the
+      values before.
     clip: how far a value may move from what it was at the start of the step before its loss stops counting (None: any).
     """
 
@@ -27,6 +29,7 @@ class Critic:
     shard: Literal["response", "prompt", "all"] = "response"
     epochs: int = 1
     warmup_steps: int = 0
+    first: bool = False
     clip: float | None = None
     optimizer: Optimizer = AdamW(lr=1e-5)
 

@@ -208,42 +208,72 @@ class Learner:
         episodes = self.read(state, samples, Episodes.of(groups, limit_tok=self.limit_tok, step=step))
         result = self.algorithm.credit(episodes, memory)
         kept = self.credited(samples, episodes, result)
+        kl_coef = self._kl_coef(memory)
         if step == 0:
             state, kept = self._first_values(state, kept)
-        state, row = self.train(state, kept, self._kl_coef(memory), step)
+        parts: list[Row] | None = None
+        if self.critic and self.critic.first:
+            state, parts = self._fit_critics(state, self._batches(kept, kl_coef), step)
+            episodes = dataclasses.replace(
+                episodes, values=self._read_values(state, self._lots(samples), episodes.mask)
+            )
+            unfitted, result = result, self.algorithm.credit(episodes, memory)
+            result = dataclasses.replace(result, stats={**result.stats, **_of_unfitted(unfitted)})
+            kept = self.credited(samples, episodes, result)
+        state, row = self.train(state, kept, kl_coef, step, parts)
         return Step(state, result.memory, {**row, **credit_row(episodes, result)}, len(kept))
 
     def train(
-        self, state: TrainState, kept: Sequence[Sequence[Sample]], kl_coef: float, step: int
+        self,
+        state: TrainState,
+        kept: Sequence[Sequence[Sample]],
+        kl_coef: float,
+        step: int,
+        fitted: list[Row] | None = None,
     ) -> tuple[TrainState, Row]:
-        """All updates on credited groups: the critics' first, then the policy's."""
-        shares = [kept[u :: self.updates_per_step] for u in range(min(self.updates_per_step, len(kept)))]
-        batches = [self.pack(share, kl_coef).batch for share in shares]
-        on_device = [put_batch(self.mesh, b) for b in batches]
-        parts: list[Row] = []
-        if self.critic:
-            for _ in range(self.critic.epochs):
-                for batch, placed in zip(batches, on_device, strict=True):
-                    critics, stats = self._update_critics(state.critics, placed, self.base)
-                    state = dataclasses.replace(state, critics=critics)
-                    parts.append(self._checked(stats, "critic", batch, step))
+        """All updates on credited groups: the critics' first, then the policy's.
+
+        Args:
+          fitted: statistics of the critics' updates, if they have learned from this step already.
+        """
+        batches = self._batches(kept, kl_coef)
+        state, parts = self._fit_critics(state, batches, step) if fitted is None else (state, list(fitted))
         if self.algorithm.trains_policy and not (self.critic and step < self.critic.warmup_steps):
             frozen = {name: params for name, (_, params) in self.frozen.items()}
             for _ in range(self.epochs):
-                for batch, placed in zip(batches, on_device, strict=True):
+                for batch, placed in batches:
                     policy, stats = self._update_policy(state.policy, placed, frozen, self.base)
                     state = dataclasses.replace(state, policy=policy)
                     parts.append(self._checked(stats, "optim", batch, step))
         row = {name: reduce_parts(name, [p[name] for p in parts if name in p]) for name in set().union(*parts)}
-        filled = sum(int((b.segment_ids > 0).sum()) for b in batches)
-        computed = sum(int(b.num_micro) * b.tokens.shape[1] * b.tokens.shape[2] for b in batches)
+        packed = [batch for batch, _ in batches]
+        filled = sum(int((b.segment_ids > 0).sum()) for b in packed)
+        computed = sum(int(b.num_micro) * b.tokens.shape[1] * b.tokens.shape[2] for b in packed)
         return state, row | {
             "optim/updates_n": float(sum("optim/grad_norm" in p for p in parts)),
             "train/tokens_n": float(filled),
-            "train/trained_tok_n": float(sum(float(b.num_tokens) for b in batches)),
-            "train/sequences_n": float(sum(float(b.num_sequences) for b in batches)),
+            "train/trained_tok_n": float(sum(float(b.num_tokens) for b in packed)),
+            "train/sequences_n": float(sum(float(b.num_sequences) for b in packed)),
             "train/pack_frac": filled / max(computed, 1),
         }
+
+    def _batches(self, kept: Sequence[Sequence[Sample]], kl_coef: float) -> list[tuple[TokenBatch, TokenBatch]]:
+        """The batch of each update of a step, on the host and on the devices."""
+        shares = [kept[u :: self.updates_per_step] for u in range(min(self.updates_per_step, len(kept)))]
+        packed = [self.pack(share, kl_coef).batch for share in shares]
+        return [(batch, put_batch(self.mesh, batch)) for batch in packed]
+
+    def _fit_critics(
+        self, state: TrainState, batches: Sequence[tuple[TokenBatch, TokenBatch]], step: int
+    ) -> tuple[TrainState, list[Row]]:
+        """All updates of the critics in a step, and the statistics of each."""
+        parts: list[Row] = []
+        for _ in range(self.critic.epochs if self.critic else 0):
+            for batch, placed in batches:
+                critics, stats = self._update_critics(state.critics, placed, self.base)
+                state = dataclasses.replace(state, critics=critics)
+                parts.append(self._checked(stats, "critic", batch, step))
+        return state, parts
 
     def _checked(self, stats: Mapping[str, jax.Array], part: str, batch: TokenBatch, step: int) -> Row:
         row = {k: float(v) for k, v in jax.device_get(dict(stats)).items()}
@@ -287,14 +317,14 @@ class Learner:
         lots = self._lots(samples)
         found = self._read_attention(self.whole(state.params), lots) if needs.attention else {}
         for packed in lots:
-            for name, values in self._read_lot(state, packed, policies).items():
+            for name, values in self._read_lot(packed, policies).items():
                 found.setdefault(name, []).extend(values)
         arrays: dict[str, Any] = {name: _padded(values, episodes.mask) for name, values in found.items()}
         teachers = [arrays.pop(f"teacher{i}") for i in range(len(needs.teachers))]
         if teachers:
             arrays["teacher_logp"] = np.stack(teachers)
         if needs.critics:
-            arrays["values"] = np.stack([arrays.pop(f"value{i}") for i in range(needs.critics.num)])
+            arrays["values"] = self._read_values(state, lots, episodes.mask)
         return dataclasses.replace(episodes, **arrays)
 
     def _lots(self, samples: Sequence[Sequence[Sample]]) -> list[Packed]:
@@ -305,19 +335,23 @@ class Learner:
         size = -(-self.groups_per_step // self.updates_per_step)
         return [self.pack(samples[start : start + size]) for start in range(0, len(samples), size)]
 
-    def _read_lot(
-        self, state: TrainState, packed: Packed, policies: Mapping[str, tuple[Model, Params]]
-    ) -> dict[str, list[np.ndarray]]:
-        batch, needs = put_batch(self.mesh, packed.batch), self.algorithm.needs()
+    def _read_lot(self, packed: Packed, policies: Mapping[str, tuple[Model, Params]]) -> dict[str, list[np.ndarray]]:
+        batch = put_batch(self.mesh, packed.batch)
         found = {}
         for name, (model, params) in policies.items():
             of_policy = batch if name == "trainer_logp" else unchosen(batch)
             found[name] = packed.read(self._logp(model)(params, of_policy))
-        if needs.critics:
-            assert state.critics is not None
-            values = np.asarray(self._values(state.critics.params, batch, self.base))
-            found |= {f"value{i}": packed.read(v) for i, v in enumerate(values)}
         return found
+
+    def _read_values(self, state: TrainState, lots: Sequence[Packed], mask_NT: np.ndarray) -> np.ndarray:
+        """What the critics say about every sample's tokens, `[M, N, T]`."""
+        assert self.critic is not None and state.critics is not None
+        found: list[list[np.ndarray]] = [[] for _ in range(self.critic.num)]
+        for packed in lots:
+            values = self._values(state.critics.params, put_batch(self.mesh, packed.batch), self.base)
+            for rows_of_one, array in zip(found, np.asarray(values), strict=True):
+                rows_of_one += packed.read(array)
+        return np.stack([_padded(rows_of_one, mask_NT) for rows_of_one in found])
 
     @functools.cached_property
     def _programs(self) -> dict[Any, Any]:
@@ -463,6 +497,11 @@ def _padded(rows: Sequence[np.ndarray], mask: np.ndarray) -> np.ndarray:
     for row, values in zip(out, rows, strict=True):
         row[: len(values)] = values
     return out
+
+
+def _of_unfitted(result: Credit) -> dict[str, float]:
+    """Statistics that say how well critics foresee what they have not learned from."""
+    return {name: value for name, value in result.stats.items() if name == "critic/explained_var"}
 
 
 def _cut(array: np.ndarray, n: int, length: int) -> np.ndarray:

@@ -93,7 +93,7 @@ def critic_loss(model: ValueModel, algorithm: Algorithm) -> Callable[..., Any]:
 
     def loss_fn(params: Params, old_values: jax.Array, weights: jax.Array, batch: TokenBatch):
         weights = masked.clean(weights, batch.scale)
-        scale = batch.scale * weights
+        scale = algorithm.critic_scale(batch) * weights
         batch = dataclasses.replace(batch, scale=scale)
         values = masked.clean(read_values(model, params, batch), scale)
         returns, old = masked.clean(batch.given("returns"), scale), masked.clean(old_values, scale)

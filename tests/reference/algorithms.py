@@ -841,9 +841,11 @@ def ppo(episodes: list[Episode], whitened: bool = False, advantage_clip: float |
 
 
 def asy_ppo(episodes: list[Episode], mask_share: float = 0.2, **options: Any) -> Result:
-    """PPO under the mean of several critics; no gradient where they agree most. Denominators count all tokens."""
+    """PPO under the mean of several critics; no gradient where they agree most. A response's denominator counts all of
+    its tokens."""
     agree = chosen_by_rank([mean_and_spread(e)[1] for e in episodes], mask_share, highest=False)
-    return ppo(episodes, **with_defaults(options, multiply=[[0.0 if a else 1.0 for a in row] for row in agree]))
+    multiply = [[0.0 if a else 1.0 for a in row] for row in agree]
+    return ppo(episodes, **with_defaults(options, multiply=multiply, aggregation="seq-mean-token-mean"))
 
 
 def critic_loss(

@@ -571,7 +571,11 @@ CASES = {
             ref.ppo, lambda episodes: ref.normalise([x["reward"] for x in episodes], [x["group"] for x in episodes])
         ),
     ),
-    "AsyPpo": Case(AsyPpo(entropy_coef=0.0), partial(ref.asy_ppo, whitened=True, per_turn_rewards=True)),
+    "AsyPpo": Case(AsyPpo(entropy_coef=0.0), partial(ref.asy_ppo, per_turn_rewards=True)),
+    "AsyPpo, whitened": Case(
+        AsyPpo(entropy_coef=0.0, whiten=True, aggregation="token-mean"),
+        partial(ref.asy_ppo, whitened=True, per_turn_rewards=True, **TOKEN_MEAN),
+    ),
     # other credit
     "AttentionRhythm": Case(AttentionRhythm(), partial(ref.attention_rhythm, **GRPO)),
     "AttentionRhythm, shared otherwise": Case(
@@ -683,9 +687,9 @@ def test_entropy_counts_but_where_critics_disagree_most(world):
     _, grads = trained(algorithm, groups, e, logps, ROWS)
     episodes = told(groups, e, logps, algorithm)
     noisy = ref.chosen_by_rank([ref.mean_and_spread(one)[1] for one in episodes], 0.3, highest=True)
-    total = sum(map(len, noisy))
     for got, row in zip(grads, noisy, strict=True):
-        np.testing.assert_allclose(got[1], [0.0 if x else -0.3 / total for x in row], rtol=1e-6)
+        share = 0.3 / (len(noisy) * len(row))
+        np.testing.assert_allclose(got[1], [0.0 if x else -share for x in row], rtol=1e-6)
 
 
 @pytest.mark.parametrize("world", RICH, ids=str)
@@ -870,6 +874,7 @@ CRITICS = {
     "by response": AsyPpo(critic=Critic(num=2)),
     "by prompt": AsyPpo(critic=Critic(num=2, shard="prompt")),
     "all": Ppo(critic=Critic(num=2, shard="all"), gamma=0.9, lam=0.8),
+    "fitted to longer returns": Ppo(gamma=0.9, lam=0.8, value_lam=0.95, aggregation="seq-mean-token-mean"),
 }
 
 
@@ -890,7 +895,8 @@ def test_critics(name):
         ]
         logps = [np.zeros(n) for n in e.lengths]
         episodes = told(groups, e, logps, algorithm)
-        options = {"gamma": algorithm.gamma, "lam": algorithm.lam}
+        lam = algorithm.lam if algorithm.value_lam is None else algorithm.value_lam
+        options = {"gamma": algorithm.gamma, "lam": lam}
         _, returns = ref.generalised_advantages(episodes, per_turn_rewards=True, **options)
         now = [rows.seen(table) for table in rows.tables]
         for n, one in enumerate(episodes):

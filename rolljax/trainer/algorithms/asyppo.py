@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
 from rolljax.trainer import credit as credits
-from rolljax.trainer.algorithms.base import Memory
+from rolljax.trainer.aggregation import Aggregation
+from rolljax.trainer.algorithms.base import Memory, Setup
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
 class AsyPpo(Ppo):
-    """AsyPPO (arXiv 2510.01656): several small critics, each fitted to its own share of every prompt's responses. Their
-    mean is the value; where they agree most there is little to learn, and the surrogate is left out (`mask_frac`);
-    where they disagree most the state is noise, and the entropy bonus is left out (`entropy_mask_frac`).
+    """AsyPPO (arXiv 2510.01656): several small critics, each fitted to the returns of its own share of every prompt's
+    responses. They learn from a step first (Algorithm 1); their mean is then the value. Where they agree most there is
+    little to learn, and the surrogate is left out (`mask_frac`); where they disagree most the state is noise, and the
+    entropy bonus is left out (`entropy_mask_frac`).
 
-    Give `critic.model` a shape well below the policy's; with None the critics are as large as the policy.
+    Give `critic.model` a shape well below the policy's; with None the critics are as large as the policy. The paper's
+    updates per datum are `Critic.epochs` for the critics and `Phase.epochs` for the policy.
     """
 
-    critic: Critic = Critic(num=2, epochs=4, warmup_steps=10)
+    critic: Critic = Critic(num=2, epochs=4, first=True)
+    value_lam: float | None = 1.0
+    whiten: bool = False
     mask_frac: float = 0.2
     entropy_mask_frac: float = 0.2
     entropy_coef: float = 0.01
+    aggregation: Aggregation = "seq-mean-token-mean"
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "critic.num": Stated(2, "arXiv 2510.01656, section 5 and figure 9 (b)"),
+        "critic.shard": Stated("response", "arXiv 2510.01656, section 4.1: every prompt's responses, dealt out evenly"),
+        "critic.first": Stated(True, "arXiv 2510.01656, algorithm 1: critics, then values, GAE and masks, then policy"),
+        "critic.epochs": Stated(4, "arXiv 2510.01656, section 5: updates to data 4"),
+        "critic.clip": Stated(None, "arXiv 2510.01656, section 4.1: the plain squared error to the return"),
+        "value_lam": Stated(1.0, "arXiv 2510.01656, section 4.1: the target R_t is the Monte-Carlo return"),
+        "mask_frac": Stated(0.2, "arXiv 2510.01656, figure 10 (left)"),
+        "entropy_mask_frac": Stated(0.2, "arXiv 2510.01656, figure 10 (middle)"),
+        "aggregation": Stated("seq-mean-token-mean", "arXiv 2510.01656, section 4.2, last equation: 1/|o|"),
+        "whiten": Stated(False, "arXiv 2510.01656, section 4.2, last equation: the advantage of GAE as it is"),
+    }
 
     def credit(self, e: Episodes, memory: Memory) -> Credit:
         credit = super().credit(e, memory)
@@ -49,7 +71,7 @@ class AsyPpo(Ppo):
                 "critic", "has critics that learn the same: they will agree", "set Critic.shard = 'response'"
             )
 
-    def check(self, setup):
+    def check(self, setup: Setup) -> list[str]:
         if setup.group_size < self.critic.num and self.critic.shard == "response":
             raise self.refuse(
                 "critic",
@@ -58,4 +80,8 @@ class AsyPpo(Ppo):
             )
         if self.entropy_mask_frac and not self.entropy_coef and self.entropy_mask_frac != 0.2:
             raise self.refuse("entropy_mask_frac", "can have no effect: entropy_coef is 0", "set entropy_coef")
-        return super().check(setup)
+        said = super().check(setup)
+        if self.critic.model is None or self.critic.model == "previous":
+            size = f"each of the {self.critic.num} critics is as large as the policy; the paper's are far smaller"
+            said.append(f"AsyPpo.critic: {size}: give Critic.model a smaller shape")
+        return said

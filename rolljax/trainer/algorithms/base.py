@@ -168,6 +168,10 @@ class Algorithm(abc.ABC):
     def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
         """Per-token loss of one micro-batch (arrays `[B, T]`, clean where `batch.scale` is 0)."""
 
+    def critic_scale(self, batch: TokenBatch) -> jax.Array:
+        """Share `[B, T]` of each token in a critic's loss that learns from all of them; as in the policy's."""
+        return batch.scale
+
     def critic_loss(
         self, values: jax.Array, returns: jax.Array, old_values: jax.Array, batch: TokenBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:

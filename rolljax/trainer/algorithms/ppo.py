@@ -23,7 +23,9 @@ class Ppo(ClippedRatio):
     """PPO (arXiv 1707.06347) with generalised advantage estimation (arXiv 1506.02438) and a critic. Rewards stand on
     the last token of the turn that earned them, a KL penalty on every token.
 
-    gamma, lam: discount and trace decay per sampled token; observations are skipped. critic: the value model.
+    gamma, lam: discount and trace decay per sampled token; observations are skipped. value_lam: the trace decay of what
+      critics are fitted to (None: `lam`; 1: the Monte-Carlo return). critic: the value model, whose loss is a mean over
+      tokens however the policy's losses are summed.
     `mean` and `std` normalise the reward of whole trajectories first.
     """
 
@@ -32,6 +34,7 @@ class Ppo(ClippedRatio):
     whiten: bool = True
     gamma: float = 1.0
     lam: float = 0.95
+    value_lam: float | None = None
     critic: Critic = Critic()
 
     def needs(self) -> Needs:
@@ -43,7 +46,8 @@ class Ppo(ClippedRatio):
         penalty, memory, stats = self.kl_penalty(e, memory)
         per_token = self.rewards(e, rewards, memory) + (0 if penalty is None else penalty)
         values, spread = credits.critic_spread(e.given("values"))
-        advantages, returns = credits.gae(per_token, values, e.mask, self.gamma, self.lam)
+        advantages, _ = credits.gae(per_token, values, e.mask, self.gamma, self.lam)
+        returns = self.targets(per_token, values, e)
         credit = self.finish(e, advantages, keep, memory, {**stats, **self.value_stats(e, values, spread, returns)})
         return dataclasses.replace(credit, returns=returns, critic_weights=self.shares(e))
 
@@ -52,6 +56,13 @@ class Ppo(ClippedRatio):
         if self.mean == self.std == "none":
             return token_rewards(e, self.clip(rewards))
         return credits.at_last(self.advantages(e, rewards, memory)[:, 0], e.mask)
+
+    def targets(self, per_token: np.ndarray, values: np.ndarray, e: Episodes) -> np.ndarray:
+        """What critics are fitted to, `[N, T]`; at a trace decay of 1 it does not depend on the values."""
+        lam = self.lam if self.value_lam is None else self.value_lam
+        if lam == 1:
+            return credits.discounted(per_token, e.mask, self.gamma)
+        return credits.gae(per_token, values, e.mask, self.gamma, lam)[1]
 
     def shares(self, e: Episodes) -> np.ndarray | None:
         """Which critic learns from which trajectory, `[M, N, T]`; None: all from all."""
@@ -76,6 +87,9 @@ class Ppo(ClippedRatio):
             stats["critic/spread_error_corr"] = float(np.corrcoef(apart, error)[0, 1]) if varied else 0.0
         return stats
 
+    def critic_scale(self, batch: TokenBatch) -> jax.Array:
+        return (batch.scale != 0) / jnp.maximum(batch.num_tokens, 1)
+
     def critic_loss(
         self, values: jax.Array, returns: jax.Array, old_values: jax.Array, batch: TokenBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -84,6 +98,7 @@ class Ppo(ClippedRatio):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
+        for name in ("gamma", "lam", "value_lam"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
                 raise self.refuse(name, "must be between 0 and 1", "1 and 0.95 are usual")
