@@ -20,6 +20,7 @@ from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Phase
 from rolljax.sampler.engine import SamplerConfig
+from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.opd import Opd, Teacher
 from rolljax.trainer.batch import PackShape
@@ -27,6 +28,7 @@ from rolljax.trainer.mesh import MeshSpec
 from tests.synthetic import CLASSES
 
 REQUIRED = {
+    Dapo: {"overlong_cache": 4},
     Opd: {"teachers": (Teacher("run_start", 0.7), Teacher("phase_start", 0.5, ("toy",))), "reward_coef": 0.5},
     Distill: {"teacher": "run_start"},
 }
