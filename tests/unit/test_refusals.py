@@ -372,6 +372,13 @@ TABLE = {
         lambda build: build(SegmentReward(), before=[Dpo()]),
     ),
     # distillation
+    "a teacher of another environment": Refused(
+        "Teacher.domains",
+        ("alfworld", "shop"),
+        ("'records'", "'/models/a'", "would teach nothing"),
+        lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("alfworld", "shop"))))),
+        lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("alfworld", "records"))))),
+    ),
     "nobody to learn from": Refused(
         "Opd.teachers", (), ("@Teacher()",), lambda build: build(Opd()), lambda build: build(Opd(teachers=TEACHERS))
     ),

@@ -86,6 +86,11 @@ ALGORITHMS = """
             pass
 
     @dataclasses.dataclass(frozen=True)
+    class Deaf(Grpo):
+        def prepare(self, e):
+            return e.rewards, np.zeros(e.num, bool)
+
+    @dataclasses.dataclass(frozen=True)
     class Summed(Grpo):
         def objective(self, policy, batch):
             return TokenLoss(policy.logp.sum())
@@ -96,6 +101,7 @@ ALGORITHMS = """
             return super().advantages(e, rewards, memory) / np.zeros(())
 """
 SAYS = {
+    "Deaf": ["keeps nothing to train on, whatever the rewards", "filters"],
     "InCredit": ["credit fails", "AttributeError", "'reward'", "mine.py:11", "in advantages"],
     "InObjective": ["objective cannot be traced", "AttributeError", "'advantage'", "mine.py:16", "in surrogate"],
     "Shapes": ["credit fails", "advantages has shape [32], not [32, "],
