@@ -110,8 +110,32 @@ Ipa: Long episodes with tools and a reward at the end: credit, ratio and filter 
 """When to use each class: `Class: text`, continued on indented lines."""
 
 ORACLES = """
-Sft: tests/e2e/test_trl.py::test_sft: the library's own loss and gradient (github.com/huggingface/trl, SFTTrainer)
-Grpo: tests/e2e/test_trl.py::test_grpo: the library's own loss and gradient (github.com/huggingface/trl, GRPOTrainer)
+Sft: tests/e2e/test_trl.py::test_sft_of_what_the_assistant_wrote: loss and gradient of TRL's own SFTTrainer
+Grpo: tests/e2e/test_trl.py::test_grpo: loss and gradient of TRL's own GRPOTrainer
+Grpo: tests/unit/test_papers_defaults.py::test_grpo: verl's advantages under equation 3 of the paper
+Grpo: tests/unit/test_papers_defaults.py::test_grpo_with_the_papers_kl_term: equation 4 of the paper beside them
+DrGrpo: tests/e2e/test_trl.py::test_dr_grpo: loss and gradient of TRL's own GRPOTrainer, `dr_grpo`
+Dapo: tests/e2e/test_trl.py::test_dapo_drops_groups_that_teach_nothing: loss and gradient of TRL's own GRPOTrainer,
+  `dapo`
+Dapo: tests/unit/test_papers_defaults.py::test_dapo_counts_tokens_of_groups_that_teach: equations 8, 9 and 11 of the
+  paper
+Dapo: tests/unit/test_papers_defaults.py::test_dapo_punishes_long_answers_as_in_its_runs: equation 13 with the
+  numbers of the paper's runs
+RaftPP: tests/unit/test_papers_defaults.py::test_raft_plus_plus: the loss of section 2 of the paper
+Gspo: tests/e2e/test_trl.py::test_gspo: loss and gradient of TRL's own GRPOTrainer, `importance_sampling_level` sequence
+Ppo: tests/e2e/test_trl.py::test_ppo_clips_on_both_sides_and_again_below: the clip of TRL's own GRPOTrainer, which has it
+  from PPO
+DecoupledPpo: tests/e2e/test_trl.py::test_decoupled_ppo_corrects_for_the_sampler: loss and gradient of TRL's own
+  GRPOTrainer with its correction for the sampler
+Cispo: tests/e2e/test_trl.py::test_cispo: loss and gradient of TRL's own GRPOTrainer, `cispo`
+Dpo: tests/e2e/test_trl.py::test_dpo: loss and gradient of TRL's own DPOTrainer
+PairDpo: tests/e2e/test_trl.py::test_dpo: the same objective, on recorded pairs
+Opd: tests/unit/test_papers_defaults.py::test_on_policy_distillation: the advantages of tinker-cookbook's
+  train_on_policy.py
+Opd: tests/unit/test_papers_defaults.py::test_distillation_from_two_teachers_and_rewards: ROLL's mixture of teachers and
+  rewards
+AttentionRhythm: tests/unit/test_papers_defaults.py::test_attention_rhythm_amplifies_the_anchors: the paper's factor on
+  verl's advantages; its authors have published no code
 """
 """What outside this repository each class was compared with: `Class: file::test: what`, several lines for several
 tests; or `Class: none: why not`."""
@@ -491,8 +515,9 @@ def defaults_page() -> str:
         NOTICE,
         "# Defaults, and what papers state",
         "",
-        f"Of {every} settings to which a paper or its authors' code gives a value, {every - differ} have it as the class's "
-        f"default; the other {differ} say why not. Recipes may set others still. What a paper leaves open is not here.",
+        f"Of {every} settings to which a paper or its authors' code gives a value, {every - differ} have it as their "
+        f"class's default; the other {differ} say why not. Recipes may set others still. What a paper leaves open is "
+        "not here.",
         "",
         "**Outside** names what else than our own second implementation an algorithm was compared with.",
         "",

@@ -40,8 +40,8 @@ class Notices:
             return ""
         name = type(self._phase.algorithm).__name__
         return (
-            f"only {useful} of {wanted} groups of this step teach something, after {self._phase.algorithm.refills} "
-            f"refills ({drawn} groups drawn); steps like this one train on fewer. Raise {name}.refills, or choose tasks "
+            f"only {useful} of {wanted} groups of this step teach something after {self._phase.algorithm.refills} "
+            f"refills ({drawn} groups drawn); steps like this train on fewer. Raise {name}.refills, or choose tasks "
             "that are neither always nor never solved"
         )
 

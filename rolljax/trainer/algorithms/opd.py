@@ -47,7 +47,7 @@ class Opd(OutcomeGradient):
         "aggregation": Stated(
             "seq-mean-token-mean",
             "arXiv 2306.13649, section 2 (the divergence of a sequence is the mean over its tokens)",
-            "every token has a teacher's word, so every token counts the same; so it does in the policy-gradient form of "
+            "every token has a teacher's word, so every token counts the same; as in the policy-gradient form of "
             "github.com/thinking-machines-lab/tinker-cookbook, which sums over tokens",
         ),
     }
