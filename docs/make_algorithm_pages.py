@@ -1,7 +1,8 @@
 """Makes docs/algorithms/*.md and the index in docs/algorithms.md: `python docs/make_algorithm_pages.py`.
 
 A page has what the code has: docstrings, settings with their defaults, gradients that come out of differentiating the
-objective itself, and the shipped recipe. Only `WHEN` is written here.
+objective itself, and the shipped recipe. docs/algorithms/defaults.md sets what papers state (`Algorithm.paper`) beside
+our defaults. Only `WHEN` and `ORACLES` are written here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pkgutil
 import re
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.opd import Opd
 from rolljax.trainer.algorithms.reward_model import RewardModel
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.paper import Stated
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "algorithms"
@@ -106,6 +108,37 @@ Ipa: Long episodes with tools and a reward at the end: credit, ratio and filter 
   environment reacts to; robust to samplers that drift from the trainer.
 """
 """When to use each class: `Class: text`, continued on indented lines."""
+
+ORACLES = """
+Sft: tests/e2e/test_trl.py::test_sft_of_what_the_assistant_wrote: loss and gradient of TRL's own SFTTrainer
+Grpo: tests/e2e/test_trl.py::test_grpo: loss and gradient of TRL's own GRPOTrainer
+Grpo: tests/unit/test_papers_defaults.py::test_grpo: verl's advantages under equation 3 of the paper
+Grpo: tests/unit/test_papers_defaults.py::test_grpo_with_the_papers_kl_term: equation 4 of the paper beside them
+DrGrpo: tests/e2e/test_trl.py::test_dr_grpo: loss and gradient of TRL's own GRPOTrainer, `dr_grpo`
+Dapo: tests/e2e/test_trl.py::test_dapo_drops_groups_that_teach_nothing: loss and gradient of TRL's own GRPOTrainer,
+  `dapo`
+Dapo: tests/unit/test_papers_defaults.py::test_dapo_counts_tokens_of_groups_that_teach: equations 8, 9 and 11 of the
+  paper
+Dapo: tests/unit/test_papers_defaults.py::test_dapo_punishes_long_answers_as_in_its_runs: equation 13 with the
+  numbers of the paper's runs
+RaftPP: tests/unit/test_papers_defaults.py::test_raft_plus_plus: the loss of section 2 of the paper
+Gspo: tests/e2e/test_trl.py::test_gspo: loss and gradient of TRL's own GRPOTrainer, `importance_sampling_level` sequence
+Ppo: tests/e2e/test_trl.py::test_ppo_clips_on_both_sides_and_again_below: the clip of TRL's own GRPOTrainer, which has it
+  from PPO
+DecoupledPpo: tests/e2e/test_trl.py::test_decoupled_ppo_corrects_for_the_sampler: loss and gradient of TRL's own
+  GRPOTrainer with its correction for the sampler
+Cispo: tests/e2e/test_trl.py::test_cispo: loss and gradient of TRL's own GRPOTrainer, `cispo`
+Dpo: tests/e2e/test_trl.py::test_dpo: loss and gradient of TRL's own DPOTrainer
+PairDpo: tests/e2e/test_trl.py::test_dpo: the same objective, on recorded pairs
+Opd: tests/unit/test_papers_defaults.py::test_on_policy_distillation: the advantages of tinker-cookbook's
+  train_on_policy.py
+Opd: tests/unit/test_papers_defaults.py::test_distillation_from_two_teachers_and_rewards: ROLL's mixture of teachers and
+  rewards
+AttentionRhythm: tests/unit/test_papers_defaults.py::test_attention_rhythm_amplifies_the_anchors: the paper's factor on
+  verl's advantages; its authors have published no code
+"""
+"""What outside this repository each class was compared with: `Class: file::test: what`, several lines for several
+tests; or `Class: none: why not`."""
 
 MEANINGS = {
     "critic": "the value model: how many, of which size, how fitted (`trainer.critic.Critic`).",
@@ -430,6 +463,68 @@ def page(module: types.ModuleType, classes: list[type[Algorithm]], measured: Col
     return "\n".join(lines).rstrip() + "\n"
 
 
+# ---- what papers state ----------------------------------------------------------------------------------------------
+
+
+def paper_of(cls: type[Algorithm]) -> Mapping[str, Stated]:
+    """What the class itself says of its paper; what its bases say is about theirs."""
+    return vars(cls).get("paper", {})
+
+
+def oracles(cls: type[Algorithm]) -> list[tuple[str, str]]:
+    """Tests against something from outside, and what that is; `none` and why, if there is none.
+
+    Raises:
+      KeyError: nobody has written it yet.
+    """
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in re.sub(r"\n +", " ", ORACLES).strip().split("\n"):
+        name, where, what = re.match(r"(\w+): (none|\S+::\S+): (.+)", line).groups()  # type: ignore[union-attr]
+        found.setdefault(name, []).append((where, what))
+    return found[cls.__name__]
+
+
+def stated(cls: type[Algorithm]) -> list[str]:
+    """A class's section of docs/algorithms/defaults.md."""
+    module = module_of(cls)
+    lines = [f"## {cls.__name__}", "", f"[`{module}.{cls.__name__}`]({module}.md). **Papers.** {papers(cls)}", ""]
+    defaults = {f.name: _field_default(f) for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    if paper_of(cls):
+        lines += ["| setting | our default | the paper's | where | why another |", "|---|---|---|---|---|"]
+    for name, s in paper_of(cls).items():
+        row = (f"`{name}`", f"`{shown(defaults[name])}`", f"`{shown(s.value)}`", linked(s.where), linked(s.why))
+        lines.append("| " + " | ".join(map(cell, row)) + " |")
+    if not paper_of(cls):
+        lines.append("It follows no paper.")
+    return [*lines, "", *(f"**Outside.** {_oracle(where, what)}" for where, what in oracles(cls)), ""]
+
+
+def _oracle(where: str, what: str) -> str:
+    if where == "none":
+        return f"No oracle: {what}."
+    file, _, test = where.partition("::")
+    return f"[`{test}`](../../{file}): {what}."
+
+
+def defaults_page() -> str:
+    """docs/algorithms/defaults.md."""
+    classes = [cls for group in algorithm_classes().values() for cls in group]
+    differ = sum(bool(s.why) for cls in classes for s in paper_of(cls).values())
+    every = sum(len(paper_of(cls)) for cls in classes)
+    lines = [
+        NOTICE,
+        "# Defaults, and what papers state",
+        "",
+        f"Of {every} settings to which a paper or its authors' code gives a value, {every - differ} have it as their "
+        f"class's default; the other {differ} say why not. Recipes may set others still. What a paper leaves open is "
+        "not here.",
+        "",
+        "**Outside** names what else than our own second implementation an algorithm was compared with.",
+        "",
+    ]
+    return "\n".join(lines + [line for cls in classes for line in stated(cls)]).rstrip() + "\n"
+
+
 def index() -> str:
     """The table in docs/algorithms.md."""
     lines = ["| algorithm | learns from | papers | recipe |", "|---|---|---|---|"]
@@ -467,6 +562,7 @@ def make(docs: Path, curves: Path = CURVES) -> None:
     for name, classes in algorithm_classes().items():
         module = importlib.import_module(f"{algorithms.__name__}.{name}")
         (docs / "algorithms" / f"{name}.md").write_text(page(module, classes, measured))
+    (docs / "algorithms" / "defaults.md").write_text(defaults_page())
     path = docs / "algorithms.md"
     path.write_text(with_index(path.read_text()))
 

@@ -302,14 +302,15 @@ def steps(
             clock, before = Clock(rooms.watchdog), rooms.sampler.stats
             buffer.fill(progress.step)
             with clock.part("rollout"):
-                groups = collect(buffer, learner, phase, progress.step, recipe)
+                groups, short = collect(buffer, learner, phase, progress.step, recipe, notices)
             with clock.part("update"):
                 whole = surviving(groups, recipe.filters)
                 with rooms.team.turn("step", (whole, progress.memory, progress.step)):
                     made = update(learner, state, whole, folder, progress)
             state, progress.memory = made.state, dict(made.memory)
-            for text in notices.step(groups):
-                console.warn(text)
+            for text in [short, *notices.step(groups)]:
+                if text:
+                    console.warn(text)
             row = made.row | describe(groups, progress.version) | faults_row(groups)
             row |= {
                 "groups/started_n": len(groups) + phase.spare_groups,
@@ -408,18 +409,33 @@ async def first_complete(groups: Sequence[Coroutine[None, None, Group]], wanted:
             group_future.cancel()
 
 
-def collect(buffer: Buffer, learner: Learner, phase: Phase, step: int, recipe: Recipe) -> list[Group]:
-    """The groups of a step; with refills, until enough of them teach something."""
-    deadline_s = recipe.wait_s
-    groups = buffer.collect(step, deadline_s)
-    for _ in range(learner.algorithm.refills):
-        whole = surviving(groups, recipe.filters)
-        episodes = Episodes.of(whole, limit_tok=learner.limit_tok, step=step)
-        useful = len(np.unique(episodes.groups[learner.algorithm.teaches(episodes)]))
-        if useful >= phase.prompts_per_step:
+def collect(
+    buffer: Buffer, learner: Learner, phase: Phase, step: int, recipe: Recipe, notices: Notices
+) -> tuple[list[Group], str]:
+    """The groups of a step, and what is to be said of them; with refills, until enough of them teach something.
+
+    Raises:
+      TrainerError: after all refills not one group teaches anything.
+    """
+    groups, refills = buffer.collect(step, recipe.wait_s), learner.algorithm.refills
+    for done in range(refills + 1):
+        useful = num_useful(groups, learner, step, recipe) if refills else phase.prompts_per_step
+        if useful >= phase.prompts_per_step or done == refills:
             break
-        groups += buffer.more(step, phase.prompts_per_step - useful, len(groups), deadline_s)
-    return groups
+        groups += buffer.more(step, phase.prompts_per_step - useful, len(groups), recipe.wait_s)
+    if not useful and surviving(groups, recipe.filters):
+        raise TrainerError(
+            f"step {step + 1} of {phase.name}: after {refills} refills none of {len(groups)} groups teaches anything; "
+            "look at rollouts/ for whether tasks are all too easy or all too hard, or raise "
+            f"{type(learner.algorithm).__name__}.refills"
+        )
+    return groups, notices.refills(useful, len(groups))
+
+
+def num_useful(groups: Sequence[Group], learner: Learner, step: int, recipe: Recipe) -> int:
+    """How many groups of a step teach something."""
+    episodes = Episodes.of(surviving(groups, recipe.filters), limit_tok=learner.limit_tok, step=step)
+    return len(np.unique(episodes.groups[learner.algorithm.teaches(episodes)]))
 
 
 def update(

@@ -33,6 +33,18 @@ class Notices:
             texts += [self._cuts(every), self._first_answers(every), self._stillness(every)]
         return [text for text in texts if text]
 
+    def refills(self, useful: int, drawn: int) -> str:
+        """That all refills were not enough to fill a step with groups that teach something."""
+        wanted = self._phase.prompts_per_step
+        if useful >= wanted or not self._once("refills"):
+            return ""
+        name = type(self._phase.algorithm).__name__
+        return (
+            f"only {useful} of {wanted} groups of this step teach something after {self._phase.algorithm.refills} "
+            f"refills ({drawn} groups drawn); steps like this train on fewer. Raise {name}.refills, or choose tasks "
+            "that are neither always nor never solved"
+        )
+
     @property
     def _answer_limit(self) -> str:
         return f"Recipe.max_answer_tok = {self._recipe.max_answer_tok}"

@@ -122,8 +122,8 @@ class Phase:
                 remedy="set Critic.epochs",
             )
 
-    def setup(self, max_turns: int, *, first: bool = False) -> Setup:
-        """What the algorithm is combined with; `first`: the phase is the run's first."""
+    def setup(self, max_turns: int, *, first: bool = False, environment: str = "") -> Setup:
+        """What the algorithm is combined with. first: the phase is the run's first. environment: its name."""
         return Setup(
             group_size=self.group_size,
             updates=self.updates_per_step * self.epochs,
@@ -131,6 +131,7 @@ class Phase:
             max_turns=max_turns,
             truncated_law=self.top_k > 0 or self.top_p < 1 or self.min_p > 0,
             first_phase=first,
+            environment=environment,
         )
 
 
@@ -296,7 +297,7 @@ class Recipe:
         said = [
             f"phase {p.name}: {text}"
             for i, p in enumerate(self.phases)
-            for text in p.algorithm.check(p.setup(self.max_turns, first=i == 0))
+            for text in p.algorithm.check(p.setup(self.max_turns, first=i == 0, environment=self.env.name))
         ]
         return [*self.env.warnings(), *said]
 

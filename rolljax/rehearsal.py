@@ -26,6 +26,7 @@ from rolljax.rooms import Geometry, Plan
 from rolljax.trainer import masked
 from rolljax.trainer.algorithms.base import Algorithm, Needs, Policy, TokenLoss
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
+from rolljax.trainer.emptiness import could_teach
 from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.learner import Learner
 from rolljax.trainer.update import clean_batch
@@ -86,8 +87,17 @@ def rehearse(plan: Geometry, index: int) -> None:
             result = algorithm.credit(episodes, memory)
             _check_credit(result, episodes)
             kept = kept or learner.credited(samples, episodes, result)
+            lost = not kept and not could_teach(algorithm, episodes, memory)
             memory = result.memory
-    if not kept:  # it has no use for any of them: the objective is tried all the same
+        if lost:
+            raise ConfigError(
+                f"{type(algorithm).__name__} keeps nothing to train on, whatever the rewards of its trajectories are: "
+                "every step would be empty",
+                setting="Phase.algorithm",
+                value=phase.name,
+                remedy="look at its filters, at what its teachers teach, and at Phase.group_size",
+            )
+    if not kept:  # it has no use for these rewards: the objective is tried all the same
         everyone = dataclasses.replace(result, keep=None, mask=None)
         kept = learner.credited(samples, episodes, everyone)
     with _blamed(phase, "the objective cannot be traced"):

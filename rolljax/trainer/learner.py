@@ -27,6 +27,7 @@ from rolljax.trainer import attention_stats, credit
 from rolljax.trainer.algorithms.base import Algorithm, Memory
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.critic import Critic
+from rolljax.trainer.emptiness import could_teach
 from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.forward import Split, read_policy, read_values, unchosen
 from rolljax.trainer.mesh import param_shardings, put, replicated, rows
@@ -201,6 +202,7 @@ class Learner:
 
         Raises:
           NotFinite: a loss or gradient was not finite. The state is then the one before that update.
+          TrainerError: nothing of these trajectories can be trained on, whatever their rewards.
         """
         if not groups:  # not one trajectory survived
             return Step(state, memory, self.train(state, [], 0.0, step)[1], 0)
@@ -208,6 +210,12 @@ class Learner:
         episodes = self.read(state, samples, Episodes.of(groups, limit_tok=self.limit_tok, step=step))
         result = self.algorithm.credit(episodes, memory)
         kept = self.credited(samples, episodes, result)
+        if not kept and not could_teach(self.algorithm, episodes, memory):
+            raise TrainerError(
+                f"step {step + 1} of the phase: {type(self.algorithm).__name__} leaves out all {episodes.num} "
+                "trajectories, and would whatever their rewards: look at its filters, at the weights of recorded turns "
+                "and at what its teachers teach"
+            )
         kl_coef = self._kl_coef(memory)
         if step == 0:
             state, kept = self._first_values(state, kept)

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rolljax.trainer.algorithms.base import PolicyGradient, Setup
+from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.opd import Opd, Teacher
@@ -25,6 +26,7 @@ from rolljax.trainer.update import mismatch_stats
 from ..synthetic import CLASSES, LIMIT_TOK, MODULES, SHAPE, Objective, credited, episodes_of, groups_of
 
 REQUIRED = {
+    Dapo: {"overlong_cache": 4},
     Opd: {"teachers": (Teacher("run_start", 0.7), Teacher("phase_start", 0.5, ("toy",))), "reward_coef": 0.5},
     Distill: {"teacher": "run_start"},
 }

@@ -100,11 +100,10 @@ def test_critics_references_and_memory_survive_a_stop(tmp_path):
 
 
 def test_groups_that_teach_nothing_are_replaced(tmp_path):
-    """DAPO draws further groups until enough of them have different rewards, or its rounds are used up."""
-    settings = RL | {"ReasoningGym.partial_credit": False, "rl/Phase.steps": 1}
-    assert train.main(arguments("algorithms/dapo", tmp_path / "run", settings)) == 0
+    """DAPO draws further groups until the step is full of those with different rewards; here one in six is."""
+    assert train.main(arguments("algorithms/dapo", tmp_path / "run", RL | {"rl/Phase.steps": 1})) == 0
     row = rows(tmp_path / "run")[-1]
-    assert row["groups/started_n"] > 8
+    assert row["groups/trained_n"] == 8 < row["groups/started_n"]
     assert row["groups/started_n"] == row["groups/trained_n"] + row["groups/dropped_credit_n"]
     keys = set()
     import json
@@ -112,3 +111,11 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path):
     for line in (tmp_path / "run" / "rollouts" / "step_4.jsonl").read_text().splitlines():
         keys.add((json.loads(line)["key"]["group"], json.loads(line)["key"]["sibling"]))
     assert len(keys) == row["groups/started_n"] * 4
+
+
+def test_a_run_ends_when_no_refill_teaches_anything(tmp_path, capsys):
+    """As in the authors' code, which raises after `max_num_gen_batches` (github.com/volcengine/verl, recipe/dapo)."""
+    settings = RL | {"ReasoningGym.partial_credit": False, "rl/Phase.steps": 1, "Dapo.refills": 2}
+    assert train.main(arguments("algorithms/dapo", tmp_path / "run", settings)) == 5
+    said = capsys.readouterr().err
+    assert "after 2 refills none of 24 groups teaches anything" in said and "Dapo.refills" in said

@@ -331,7 +331,7 @@ def segment_reward(episodes):
     signs = [ref.sign(round(x, 9)) for x in scores]
     masks = ref.agreement([ref.token_rewards(one) for one in base], signs, **settings)
     gammas = [[float(m) for m in row] for row in masks]
-    return ref.grpo(base, gammas=gammas, aggregation="token-mean", drop_degenerate=True)
+    return ref.grpo(base, gammas=gammas)
 
 
 def reward_model(episodes):
@@ -375,7 +375,7 @@ class Case:
 
 
 TOKEN_MEAN = {"aggregation": "token-mean"}
-GRPO = {"aggregation": "token-mean", "drop_degenerate": True}
+GRPO = {"aggregation": "seq-mean-token-mean"}
 MEANS = {"centre": "group", "scale": "group"}
 ALL_FILTERS = {"weight_cap": 1.1, "ratio_band": (0.8, 1.25), "prob_band": (-0.15, 0.15)}
 PROXIMAL = {"anchor": "trainer_logp"}
@@ -418,11 +418,12 @@ CASES = {
     "ReinforcePPBaseline": Case(ReinforcePPBaseline(), partial(ref.reinforce_pp, variant="baseline")),
     # GRPO and its options
     "Grpo": Case(Grpo(), partial(ref.grpo, **GRPO)),
-    "Grpo, as in its paper": Case(
-        Grpo(aggregation="seq-mean-token-mean", drop_degenerate=False, kl_coef=0.05), partial(ref.grpo, kl_loss=0.05)
+    "Grpo, with its paper's KL term": Case(Grpo(kl_coef=0.04), partial(ref.grpo, kl_loss=0.04)),
+    "Grpo, token mean of groups that teach": Case(
+        Grpo(aggregation="token-mean", drop_degenerate=True), partial(ref.grpo, **TOKEN_MEAN, drop_degenerate=True)
     ),
     "Grpo, sums": Case(
-        Grpo(aggregation="seq-mean-token-sum", drop_degenerate=False, clip_low=None),
+        Grpo(aggregation="seq-mean-token-sum", clip_low=None),
         partial(ref.grpo, aggregation="seq-mean-token-sum", clip_low=None),
     ),
     "Grpo, dual clip": Case(Grpo(dual_clip=1.25), partial(ref.grpo, **GRPO, dual=1.25)),
@@ -453,21 +454,23 @@ CASES = {
         ),
     ),
     "Grpo, whitened": Case(
-        Grpo(drop_degenerate=False, whiten=True, advantage_clip=1.0),
+        Grpo(aggregation="token-mean", whiten=True, advantage_clip=1.0),
         partial(ref.grpo, **TOKEN_MEAN, whitened=True, advantage_clip=1.0),
     ),
-    "Grpo, whitened over what is kept": Case(Grpo(whiten=True), whitened_without_degenerate),
+    "Grpo, whitened over what is kept": Case(
+        Grpo(aggregation="token-mean", drop_degenerate=True, whiten=True), whitened_without_degenerate
+    ),
     "Grpo, truncated left out": Case(
         Grpo(mask_truncated=True, kl_coef=0.2, kl="k2"),
         partial(ref.grpo, **GRPO, drop_truncated=True, kl_loss=0.2, kl_kind="k2"),
     ),
     "Grpo, replayed turns": Case(
-        Grpo(drop_degenerate=False),
+        Grpo(aggregation="token-mean"),
         lambda episodes: ref.grpo(episodes, **TOKEN_MEAN, counted=sampled_only(episodes)),
         replay=True,
     ),
     "Grpo, replayed turns and a correction": Case(
-        Grpo(drop_degenerate=False, anchor="proximal", correction=Correction("sequence", **ALL_FILTERS)),
+        Grpo(aggregation="token-mean", anchor="proximal", correction=Correction("sequence", **ALL_FILTERS)),
         as_if_only_sampled(ref.grpo, **TOKEN_MEAN, **PROXIMAL, correction={"level": "sequence", **ALL_FILTERS}),
         replay=True,
     ),
@@ -476,7 +479,7 @@ CASES = {
     "Grpo, corrected by geometric mean": corrected("geometric"),
     "Grpo, corrected by sequence": corrected("sequence"),
     "DrGrpo": Case(DrGrpo(), partial(ref.dr_grpo, max_tokens=LIMIT_TOK)),
-    "RaftPP": Case(RaftPP(), without(ref.raft_pp, lambda one: one["reward"] <= 0, **TOKEN_MEAN)),
+    "RaftPP": Case(RaftPP(), without(ref.raft_pp, lambda one: one["reward"] <= 0)),
     "Dapo": Case(Dapo(overlong_cache=8), partial(ref.dapo, limit=LIMIT_TOK, cache=8)),
     "Gspo": Case(Gspo(), ref.gspo),
     "Gspo, wide and filtered": Case(

@@ -52,6 +52,7 @@ def test_pages_are_up_to_date(fresh):
     remedy = "run: python docs/make_algorithm_pages.py"
     made = {p.name for p in (fresh / "algorithms").glob("*.md")}
     assert made == {p.name for p in (DOCS / "algorithms").glob("*.md")}, remedy
+    assert "defaults.md" in made
     assert len(made) > 20
     for name in ("algorithms.md", *(f"algorithms/{n}" for n in sorted(made))):
         old, new = (without_figures((docs / name).read_text()) for docs in (DOCS, fresh))
@@ -100,6 +101,45 @@ def test_docstrings_are_taken_apart():
     inherited = pages.meanings_of(distill.Distill)
     assert inherited["tau"].startswith("temperature") and inherited["coef"] == "see above."
     assert pages.shown(DecoupledPpo().correction) == "Correction(weight_cap=2.0)"
+
+
+# ---- what papers state ----------------------------------------------------------------------------------------------
+
+
+@each
+def test_a_default_that_is_not_the_papers_says_why(cls):
+    """The class of a paper says what the paper states, in `paper`; and where its own default is another one, why."""
+    paper, defaults = pages.paper_of(cls), {f.name: pages._field_default(f) for f in dataclasses.fields(cls)}
+    if "none" not in pages.papers(cls):
+        assert paper, f"{cls.__name__} names a paper: what does it state? Write `paper` (rolljax.trainer.paper)"
+    for name, stated in paper.items():
+        assert name in defaults, f"{cls.__name__}.paper: {name} is no setting"
+        assert re.search(r"arXiv \d{4}\.\d{4,5}|doi 10\.|github\.com/", stated.where), (
+            f"{name}: which paper, and where?"
+        )
+        if defaults[name] == stated.value:
+            assert not stated.why, f"{cls.__name__}.{name} is what the paper states: there is nothing to explain"
+        else:
+            assert len(stated.why.split()) > 3, f"{cls.__name__}.{name} is not {stated.value!r}: say why"
+
+
+@each
+def test_an_outside_oracle_is_named(cls):
+    """Each test that `ORACLES` names is there; who has none says why."""
+    for where, what in pages.oracles(cls):
+        assert len(what.split()) > 2
+        if where != "none":
+            file, _, test = where.partition("::")
+            assert f"def {test}(" in (DOCS.parent / file).read_text(), f"{where} is not there"
+
+
+def test_the_page_about_defaults_has_every_difference(fresh):
+    text = (fresh / "algorithms" / "defaults.md").read_text()
+    for cls in CLASSES:
+        assert f"## {cls.__name__}\n" in text
+        for name, stated in pages.paper_of(cls).items():
+            assert f"| `{name}` | " in text and pages.linked(stated.why) in text.replace("\\|", "|")
+    assert "| `kl_coef` | `0.0` | `0.04` | " in text and "| `aggregation` | `'seq-mean-token-mean'` | " in text
 
 
 # ---- gradients, against the tables of the papers' formulas ---------------------------------------------------------

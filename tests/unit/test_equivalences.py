@@ -42,7 +42,8 @@ from rolljax.trainer.critic import Critic
 from rolljax.trainer.mismatch import Correction
 from tests.synthetic import LIMIT_TOK, episodes_of, groups_of, trained
 
-GRPO = Grpo(drop_degenerate=False)
+GRPO = Grpo(aggregation="token-mean")
+MEANS: dict[str, Any] = {"aggregation": "seq-mean-token-mean"}
 NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}
 GROUP: dict[str, Any] = {"mean": "group", "std": "group"}
 PLAIN: dict[str, Any] = {"mean": "none", "std": "none"}
@@ -123,17 +124,15 @@ class Same:
 
 
 ON_POLICY = {
-    "GRPO without a clip is REINFORCE": Same(Grpo(**NO_CLIP), Reinforce(**GROUP, drop_degenerate=True)),
+    "GRPO without a clip is REINFORCE": Same(Grpo(**NO_CLIP), Reinforce(**GROUP, **MEANS)),
     "GRPO inside its clip is REINFORCE": Same(GRPO, Reinforce(**GROUP)),
     "TIS is REINFORCE": Same(Tis(), Reinforce(**GROUP)),
     "TOPR is REINFORCE": Same(Topr(), Reinforce(**GROUP)),
     "CISPO is REINFORCE": Same(Cispo(), Reinforce(**GROUP)),
     "Kimi is REINFORCE with the group's mean": Same(Kimi(), Reinforce(mean="group")),
-    "GSPO is GRPO with a mean over sequences": Same(
-        Gspo(), dataclasses.replace(GRPO, aggregation="seq-mean-token-mean")
-    ),
+    "GSPO is GRPO": Same(Gspo(), Grpo()),
     "RAFT++ on good answers is REINFORCE": Same(
-        RaftPP(clip_high=None), Reinforce(), groups=with_rewards(1.0, 0.5, 1.0, 2.0)
+        RaftPP(clip_high=None), Reinforce(**MEANS), groups=with_rewards(1.0, 0.5, 1.0, 2.0)
     ),
     "PPO without values is REINFORCE with the reward to go": Same(
         Ppo(gamma=1.0, lam=1.0, whiten=False, **NO_CLIP), TurnReinforce(gamma=1.0), groups=dense, episodes=worthless
@@ -143,7 +142,9 @@ ON_POLICY = {
     ),
 }
 ALWAYS = {
-    "DAPO with an even clip is GRPO": Same(Dapo(clip_high=0.2), Grpo(), exact=True),
+    "DAPO with an even clip is GRPO": Same(
+        Dapo(clip_high=0.2, overlong_cache=0), dataclasses.replace(GRPO, drop_degenerate=True), exact=True
+    ),
     "OPD of weight 0 is RL": Same(
         Opd(teachers=(Teacher("run_start", 0.0),), reward_coef=1.0), Reinforce(**GROUP), exact=True
     ),
@@ -169,7 +170,7 @@ ALWAYS = {
     "RLOO is the group's mean times G/(G-1)": Same(Rloo(), Reinforce(mean="group"), factor=4 / 3),
     "decoupled PPO with one old policy is PPO's clip": Same(DecoupledPpo(), GRPO, episodes=proximal_is_behaviour),
     "CISPO without clips is TIS without a cap": Same(Cispo(**NO_CLIP), Tis(cap=1e9), exact=True),
-    "PPO without clips weighs by the ratio": Same(Grpo(**NO_CLIP, drop_degenerate=False), Tis(cap=1e9)),
+    "PPO without clips weighs by the ratio": Same(Grpo(**NO_CLIP, aggregation="token-mean"), Tis(cap=1e9)),
     "Lite PPO of one group is GRPO": Same(LitePpo(), GRPO, exact=True, groups=one_group),
     "REINFORCE++ of one group is GRPO": Same(ReinforcePP(), GRPO, exact=True, groups=one_group),
     "GiGPO without turns is GRPO": Same(GiGpo(turn_weight=0.0), GRPO, exact=True),
@@ -234,7 +235,8 @@ def test_same(name):
     ("left", "right"),
     [
         (GRPO, Reinforce(**GROUP)),
-        (Dapo(), Grpo()),
+        (Dapo(overlong_cache=0), dataclasses.replace(GRPO, drop_degenerate=True)),
+        (GRPO, Grpo()),
         (Gspo(), GRPO),
         (Tis(), Cispo()),
         (AttentionRhythm(), Grpo()),

@@ -6,6 +6,7 @@ import pytest
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.notices import SHOWN_CHARS, STILL_STEPS, Notices, samples
 from rolljax.recipe import Phase, Recipe
+from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.types import Fault, Group, Key, Task, Trajectory, Turn
@@ -82,3 +83,14 @@ def test_a_good_and_a_bad_answer_are_shown_on_one_line_each():
     assert all("\n" not in line and "\x1b" not in line for line in lines)
     assert "\\x1b[31m\\n" in lines[0] and len(lines[0]) < 3 * SHOWN_CHARS and "(turn 3)" in lines[1]
     assert samples([]) == [] and len(samples([good])) == 1
+
+
+def test_a_step_that_refills_did_not_fill_is_told_once():
+    phase = Phase(
+        "rl", Dapo(overlong_cache=0, refills=3), steps=5, prompts_per_step=8, group_size=4, updates_per_step=2
+    )
+    notices = of(phase)
+    assert notices.refills(8, 20) == ""
+    text = notices.refills(5, 32)
+    assert text.startswith("only 5 of 8 groups") and "after 3 refills (32 groups drawn)" in text
+    assert "Dapo.refills" in text and notices.refills(4, 32) == ""

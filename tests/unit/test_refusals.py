@@ -198,8 +198,8 @@ TABLE = {
         "Dapo.clip_low",
         1.0,
         ("less than 1",),
-        lambda build: build(Dapo(clip_low=1.0)),
-        lambda build: build(Dapo(clip_low=0.9)),
+        lambda build: build(Dapo(overlong_cache=0, clip_low=1.0)),
+        lambda build: build(Dapo(overlong_cache=0, clip_low=0.9)),
     ),
     "a weight below 0": Refused(
         "Cispo.clip_low",
@@ -303,10 +303,10 @@ TABLE = {
     ),
     "refills for nothing": Refused(
         "Dapo.refills",
-        3,
+        30,
         ("no group is ever dropped", "drop_degenerate"),
-        lambda build: build(Dapo(drop_degenerate=False)),
-        lambda build: build(Dapo(drop_degenerate=False, solve_range=(0.1, 0.9))),
+        lambda build: build(Dapo(overlong_cache=0, drop_degenerate=False)),
+        lambda build: build(Dapo(overlong_cache=0, drop_degenerate=False, solve_range=(0.1, 0.9))),
     ),
     "no mean is in the range": Refused(
         "Grpo.solve_range",
@@ -324,9 +324,9 @@ TABLE = {
     ),
     "a penalty longer than the answer": Refused(
         "Dapo.overlong_cache",
-        MAX_ANSWER + 1,
+        4096,
         ("Recipe.max_answer_tok", str(MAX_ANSWER)),
-        lambda build: build(Dapo(overlong_cache=MAX_ANSWER + 1)),
+        lambda build: build(Dapo()),
         lambda build: build(Dapo(overlong_cache=MAX_ANSWER)),
     ),
     "a lower clip without negative advantages": Refused(
@@ -372,6 +372,13 @@ TABLE = {
         lambda build: build(SegmentReward(), before=[Dpo()]),
     ),
     # distillation
+    "a teacher of another environment": Refused(
+        "Teacher.domains",
+        ("alfworld", "shop"),
+        ("'records'", "'/models/a'", "would teach nothing"),
+        lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("alfworld", "shop"))))),
+        lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("alfworld", "records"))))),
+    ),
     "nobody to learn from": Refused(
         "Opd.teachers", (), ("@Teacher()",), lambda build: build(Opd()), lambda build: build(Opd(teachers=TEACHERS))
     ),

@@ -20,6 +20,7 @@ from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Phase
 from rolljax.sampler.engine import SamplerConfig
+from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.opd import Opd, Teacher
 from rolljax.trainer.batch import PackShape
@@ -27,6 +28,7 @@ from rolljax.trainer.mesh import MeshSpec
 from tests.synthetic import CLASSES
 
 REQUIRED = {
+    Dapo: {"overlong_cache": 4},
     Opd: {"teachers": (Teacher("run_start", 0.7), Teacher("phase_start", 0.5, ("toy",))), "reward_coef": 0.5},
     Distill: {"teacher": "run_start"},
 }
@@ -84,6 +86,11 @@ ALGORITHMS = """
             pass
 
     @dataclasses.dataclass(frozen=True)
+    class Deaf(Grpo):
+        def prepare(self, e):
+            return e.rewards, np.zeros(e.num, bool)
+
+    @dataclasses.dataclass(frozen=True)
     class Summed(Grpo):
         def objective(self, policy, batch):
             return TokenLoss(policy.logp.sum())
@@ -94,6 +101,7 @@ ALGORITHMS = """
             return super().advantages(e, rewards, memory) / np.zeros(())
 """
 SAYS = {
+    "Deaf": ["keeps nothing to train on, whatever the rewards", "filters"],
     "InCredit": ["credit fails", "AttributeError", "'reward'", "mine.py:11", "in advantages"],
     "InObjective": ["objective cannot be traced", "AttributeError", "'advantage'", "mine.py:16", "in surrogate"],
     "Shapes": ["credit fails", "advantages has shape [32], not [32, "],

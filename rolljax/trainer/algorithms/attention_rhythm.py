@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from rolljax.trainer.algorithms.base import Memory, Needs
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,18 @@ class AttentionRhythm(Grpo):
     share: float = 0.5
     lookback: int = 2
     maps: AttentionMaps = AttentionMaps()
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "rhythm": Stated("coupled", "arXiv 2510.13554, experiments: the best of the three forms"),
+        "amplify": Stated(1.5, "arXiv 2510.13554, experiments, gamma_amp"),
+        "top": Stated(0.4, "arXiv 2510.13554, experiments, the top 40 % of tokens"),
+        "mean": Stated("group", "arXiv 2510.13554, GRPO's advantages"),
+        "std": Stated("group", "arXiv 2510.13554, GRPO's advantages"),
+        "aggregation": Stated("seq-mean-token-mean", "arXiv 2510.13554, GRPO's objective (1/|o| per response)"),
+        "drop_degenerate": Stated(False, "arXiv 2510.13554, GRPO's objective"),
+        "kl_coef": Stated(0.0, "arXiv 2510.13554, experiments: no KL term"),
+        "entropy_coef": Stated(0.0, "arXiv 2510.13554, experiments: no entropy bonus"),
+    }
 
     def needs(self) -> Needs:
         return dataclasses.replace(super().needs(), attention=self.maps)

@@ -82,7 +82,7 @@ class Setup:
     """What an algorithm is combined with; `check` looks at it before anything starts.
 
     updates: optimizer updates per step, over all epochs. truncated_law: tokens are cut from the sampled law (top-k,
-      ...).
+      ...). environment: its name, as in `Episodes.domains` (empty: not known).
     """
 
     group_size: int
@@ -91,6 +91,7 @@ class Setup:
     max_turns: int = 1
     truncated_law: bool = False
     first_phase: bool = False
+    environment: str = ""
 
     @property
     def on_policy(self) -> bool:

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
+from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import ClippedRatio
+from rolljax.trainer.paper import Stated
+
+PAPER = "arXiv 2503.14476"
+SCRIPT = "github.com/volcengine/verl, recipe/dapo/run_dapo_qwen2.5_32b.sh"
 
 
 @dataclasses.dataclass(frozen=True)
 class Dapo(ClippedRatio):
-    """DAPO (arXiv 2503.14476): GRPO with a higher upper clip, groups that teach nothing replaced by further ones, the
-    mean over tokens, a soft penalty for answers near the limit, and no KL term.
+    """DAPO (arXiv 2503.14476): GRPO with a higher upper clip, groups that teach nothing replaced by further ones until
+    the step is full, the mean over tokens, a soft penalty for answers near the limit, and no KL term.
 
-    `overlong_cache`: tokens before the limit over which the penalty falls to -1 (the paper: 4096 of 20480).
+    `overlong_cache`: tokens before the limit over which the penalty falls to -1; the paper's 4096 belong to answers of
+    up to 20480, so that shorter ones need a fifth of theirs. `refills`: rounds after which a step goes on with what it
+    has, and says so; the run ends if that is nothing.
     """
 
+    aggregation: Aggregation = "token-mean"
     clip_high: float | None = 0.28
     drop_degenerate: bool = True
-    refills: int = 3
-    overlong_cache: int = 0
+    refills: int = 30
+    overlong_cache: int = 4096
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "mean": Stated("group", f"{PAPER}, equation 9"),
+        "std": Stated("group", f"{PAPER}, equation 9"),
+        "aggregation": Stated("token-mean", f"{PAPER}, section 3.3, equation 12"),
+        "clip_low": Stated(0.2, f"{PAPER}, section 4.1"),
+        "clip_high": Stated(0.28, f"{PAPER}, section 4.1"),
+        "drop_degenerate": Stated(True, f"{PAPER}, section 3.2, equation 11"),
+        "refills": Stated(
+            9,
+            f"{SCRIPT}: max_num_gen_batches=10, each of three times the prompts of a step",
+            "a round here draws only the groups that are missing, so that none is thrown away: more, smaller rounds",
+        ),
+        "overlong_cache": Stated(4096, f"{PAPER}, section 4.1 (of 20480 tokens; equation 13)"),
+        "mask_truncated": Stated(False, f"{PAPER}, section 3.4 (the soft penalty took the filter's place)"),
+        "kl_coef": Stated(0.0, f"{PAPER}, section 2.3"),
+        "entropy_coef": Stated(0.0, f"{SCRIPT}: entropy_coeff=0"),
+    }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import ClippedRatio
 from rolljax.trainer.credit import Std
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,3 +19,11 @@ class DrGrpo(ClippedRatio):
 
     std: Std = "none"
     aggregation: Aggregation = "seq-sum-norm"
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "mean": Stated("group", "arXiv 2503.20783, section 3.2"),
+        "std": Stated("none", "arXiv 2503.20783, section 3.2"),
+        "aggregation": Stated("seq-sum-norm", "arXiv 2503.20783, section 3.2"),
+        "drop_degenerate": Stated(False, "arXiv 2503.20783, section 3.2"),
+        "kl_coef": Stated(0.0, "github.com/sail-sg/understand-r1-zero, examples/qwen2.5-math-7b.sh: --beta 0"),
+    }

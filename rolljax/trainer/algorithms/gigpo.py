@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
 from rolljax.trainer import credit as credits
 from rolljax.trainer.algorithms.base import ClippedRatio, Memory
 from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.paper import Stated
+
+SCRIPT = "github.com/langfengQ/verl-agent, examples/gigpo_trainer/run_alfworld.sh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +27,22 @@ class GiGpo(ClippedRatio):
     episode_weight: float = 1.0
     turn_weight: float = 1.0
     gamma: float = 0.95
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "mean": Stated("group", "arXiv 2505.10978, equation 3"),
+        "std": Stated("group", f"arXiv 2505.10978, equation 3; {SCRIPT}: mode=mean_std_norm"),
+        "episode_weight": Stated(1.0, "arXiv 2505.10978, equation 8"),
+        "turn_weight": Stated(1.0, f"arXiv 2505.10978, equation 8; {SCRIPT}: step_advantage_w=1.0"),
+        "gamma": Stated(0.95, f"{SCRIPT}: algorithm.gamma=0.95"),
+        "aggregation": Stated("token-mean", "github.com/langfengQ/verl-agent, verl/trainer/config: loss_agg_mode"),
+        "drop_degenerate": Stated(False, "arXiv 2505.10978, equation 3"),
+        "kl": Stated("k3", f"{SCRIPT}: kl_loss_type=low_var_kl"),
+        "kl_coef": Stated(
+            0.01,
+            f"{SCRIPT}: kl_loss_coef=0.01",
+            "the term needs a second copy of the weights and a forward pass; set it where the policy drifts",
+        ),
+    }
 
     def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
         episode = super().advantages(e, rewards, memory)

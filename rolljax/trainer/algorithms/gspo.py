@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import ClippedRatio
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,3 +20,13 @@ class Gspo(ClippedRatio):
     clip_high: float | None = 4e-4
     aggregation: Aggregation = "seq-mean-token-mean"
     level: ClassVar[Literal["token", "chunk", "sequence"]] = "sequence"
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "mean": Stated("group", "arXiv 2507.18071, equation 6"),
+        "std": Stated("group", "arXiv 2507.18071, equation 6"),
+        "clip_low": Stated(3e-4, "arXiv 2507.18071, section 5.1"),
+        "clip_high": Stated(4e-4, "arXiv 2507.18071, section 5.1"),
+        "aggregation": Stated("seq-mean-token-mean", "arXiv 2507.18071, equation 5"),
+        "drop_degenerate": Stated(False, "arXiv 2507.18071, equation 5"),
+        "kl_coef": Stated(0.0, "arXiv 2507.18071, equation 5 (left out for brevity, its coefficient is not given)"),
+    }

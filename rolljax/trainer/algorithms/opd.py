@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import Frozen, Memory, Needs, OutcomeGradient, Setup
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,18 @@ class Opd(OutcomeGradient):
 
     teachers: tuple[Teacher, ...] = ()
     reward_coef: float = 0.0
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "reward_coef": Stated(
+            0.0, "github.com/thinking-machines-lab/tinker-cookbook, tinker_cookbook/distillation/train_on_policy.py"
+        ),
+        "aggregation": Stated(
+            "seq-mean-token-mean",
+            "arXiv 2306.13649, section 2 (the divergence of a sequence is the mean over its tokens)",
+            "every token has a teacher's word, so every token counts the same; as in the policy-gradient form of "
+            "github.com/thinking-machines-lab/tinker-cookbook, which sums over tokens",
+        ),
+    }
 
     def needs(self) -> Needs:
         return dataclasses.replace(super().needs(), teachers=tuple(t.policy for t in self.teachers))
@@ -72,6 +87,15 @@ class Opd(OutcomeGradient):
                 value=(),
                 remedy="give at least one @Teacher() with policy = a local Hugging Face folder",
             )
+        for teacher in self.teachers:
+            if setup.environment and teacher.domains and setup.environment not in teacher.domains:
+                raise ConfigError(
+                    f"name no environment of this run, which has {setup.environment!r}: the teacher "
+                    f"{teacher.policy!r} would teach nothing",
+                    setting="Teacher.domains",
+                    value=teacher.domains,
+                    remedy=f"name {setup.environment!r}, or leave it empty for all",
+                )
         if setup.truncated_law:
             raise self.refuse(
                 "teachers",

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
+from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import ClippedRatio, Memory
 from rolljax.trainer.credit import Mean, Std, spread
 from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
 class RaftPP(ClippedRatio):
     """RAFT++ (arXiv 2504.11343): only rewarded trajectories count, with their reward as the advantage of every token,
-    under PPO's clipped ratio. Rewards are meant to be 0 or 1; negative ones count as 0."""
+    under PPO's clipped ratio, mean over answers of the mean over their tokens. Rewards are meant to be 0 or 1; negative
+    ones count as 0."""
 
     mean: Mean = "none"
     std: Std = "none"
+    aggregation: Aggregation = "seq-mean-token-mean"
     clip_low: float | None = None
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "mean": Stated("none", "arXiv 2504.11343, section 2"),
+        "std": Stated("none", "arXiv 2504.11343, section 2"),
+        "aggregation": Stated("seq-mean-token-mean", "arXiv 2504.11343, section 2 (1/|a| of the RAFT++ loss)"),
+        "anchor": Stated("behaviour", "arXiv 2504.11343, section 2"),
+        "kl_coef": Stated(0.0, "arXiv 2504.11343, section 2"),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

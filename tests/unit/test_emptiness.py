@@ -1,0 +1,98 @@
+"""A step of which nothing is trained on: the rewards' doing, or that of settings that leave everything out."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rolljax.errors import TrainerError
+from rolljax.trainer.algorithms.dapo import Dapo
+from rolljax.trainer.algorithms.grpo import Grpo
+from rolljax.trainer.algorithms.opd import Opd, Teacher
+from rolljax.trainer.algorithms.raft import RaftPP
+from rolljax.trainer.algorithms.rft import Rft
+from rolljax.trainer.algorithms.sft import Sft
+from rolljax.trainer.batch import PackShape
+from rolljax.trainer.emptiness import at_best, could_teach, is_empty
+from rolljax.trainer.learner import Learner
+from rolljax.trainer.mesh import MeshSpec
+from rolljax.trainer.mismatch import Correction
+from rolljax.trainer.optimizer import AdamW
+from tests.synthetic import episodes_of, groups_of
+
+DROP = Grpo(drop_degenerate=True)
+ELSEWHERE = Opd(teachers=(Teacher("run_start", 1.0, ("elsewhere",)),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Deaf(Grpo):
+    """Leaves everybody out."""
+
+    def prepare(self, e):
+        return e.rewards, np.zeros(e.num, bool)
+
+
+NEVER_ONE = Grpo(anchor="proximal", correction=Correction("token", weight_cap=None, ratio_band=(1.5, 2.0)))
+
+
+def episodes(algorithm, *rewards, **changes):
+    """Groups that all have these rewards."""
+    rng = np.random.default_rng(0)
+    groups = groups_of(rng, num_groups=3, group_size=len(rewards), rewards=[rewards] * 3)
+    return dataclasses.replace(episodes_of(rng, groups, algorithm.needs()), **changes)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [DROP, Dapo(overlong_cache=4), RaftPP(), Rft(), Grpo(solve_range=(0.2, 0.4)), Grpo(solve_range=(3, 5))],
+    ids=lambda a: type(a).__name__,
+)
+def test_rewards_that_teach_nothing_are_nobodys_fault(algorithm):
+    e = episodes(algorithm, 0.0, 0.0, 0.0, 0.0, success=np.zeros(12, bool))
+    assert is_empty(algorithm.credit(e, {}), e) and could_teach(algorithm, e, {})
+
+
+def test_answers_that_are_all_cut_are_nobodys_fault():
+    algorithm = Grpo(mask_truncated=True)
+    e = episodes(algorithm, 0.0, 0.0, 1.0, 1.0, truncated=np.ones(12, bool))
+    assert is_empty(algorithm.credit(e, {}), e) and could_teach(algorithm, e, {})
+
+
+@pytest.mark.parametrize("algorithm", [ELSEWHERE, NEVER_ONE], ids=["routing", "filter"])
+def test_what_can_never_teach_is_known(algorithm):
+    e = episodes(algorithm, 0.0, 0.0, 1.0, 1.0)
+    e = e if e.trainer_logp is None else dataclasses.replace(e, trainer_logp=e.sampler_logp)
+    assert is_empty(algorithm.credit(e, {}), e) and not could_teach(algorithm, e, {})
+
+
+def test_recorded_turns_of_weight_0_can_never_teach():
+    e = episodes(Sft(), 1.0)
+    assert not is_empty(Sft().credit(e, {}), e)
+    e = dataclasses.replace(e, turn_weights=np.zeros_like(e.turn_weights))
+    assert is_empty(Sft().credit(e, {}), e) and not could_teach(Sft(), e, {})
+
+
+def test_the_best_case_changes_rewards_and_nothing_else():
+    e = episodes(DROP, 0.0, 0.0, 0.0, 0.0)
+    best = at_best(Grpo(solve_range=(0.25, 0.75)), e)
+    np.testing.assert_allclose(best.rewards.reshape(3, 4), [[0, 1 / 3, 2 / 3, 1]] * 3)
+    np.testing.assert_allclose(best.turn_rewards.sum(1), best.rewards)
+    assert best.mask is e.mask and best.sampler_logp is e.sampler_logp
+
+
+def step(model, params, algorithm, *rewards):
+    """A step on two groups that both have these rewards."""
+    mesh = MeshSpec().build(jax.devices()[:1])
+    settings = {"steps": 1, "groups_per_step": 2, "limit_tok": 16}
+    learner = Learner(mesh, model, algorithm, AdamW(), PackShape(2, 2, 96), **settings)
+    groups = groups_of(np.random.default_rng(0), num_groups=2, group_size=2, rewards=[rewards] * 2)
+    return learner.step(learner.init(jax.tree.map(jnp.copy, params)), groups, {}, 0)
+
+
+def test_a_step_that_can_train_on_nothing_is_an_error(model, params):
+    """Not an empty step: the run would go on for ever."""
+    with pytest.raises(TrainerError, match="leaves out all 4 trajectories, and would whatever their rewards"):
+        step(model, params, Deaf(), 0, 1)
+    assert step(model, params, DROP, 1, 1).num_trained == 0
