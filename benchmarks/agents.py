@@ -23,6 +23,7 @@ TASKS = {
     "shop": "agents/shop",
     "calculator (MCP)": "agents/calculator",
 }
+PARALLEL = "ExpertStarts.mode = 'parallel'"
 DOORS = {
     "GRPO": [
         "ipa/Phase.algorithm = @rolljax.trainer.algorithms.grpo.Grpo()",
@@ -30,10 +31,10 @@ DOORS = {
         "Grpo.entropy_coef = 0.02",
     ],
     "IPA, rollback": [],
-    "IPA, rollback, no imitation": ["Ipa.imitation = 0.0"],
-    "IPA, parallel": ["ExpertStarts.mode = 'parallel'", "Ipa.failure = 0.0", "Ipa.entropy_coef = 0.0"],
+    "IPA, parallel": [PARALLEL],
+    "IPA, rollback, failure -1": ["Ipa.failure = -1.0"],
+    "IPA, parallel, failure -1": [PARALLEL, "Ipa.failure = -1.0"],
 }
-"""Most parallel starts fail for long; what is pushed away there, and an entropy bonus, would unlearn the form."""
 
 FORM = [
     "KeyDoorChain.num_tasks = 100000",
@@ -45,7 +46,8 @@ FORM = [
     "ipa/Phase.updates_per_step = 1",
     "ipa/Phase.eval_every = 0",
 ]
-"""Answers of the right form about other doors: what the runs that are compared start from."""
+"""Answers of the right form about other doors: what GRPO starts from, which otherwise would not even have the form. IPA
+starts from random weights, as its config does."""
 
 
 def finished(config: str, folder: Path, settings: list[str]) -> dict:
@@ -91,6 +93,16 @@ def tasks(out: Path, names: list[str], seeds: int, figure: Path | None) -> None:
         fig.savefig(figure, dpi=120)
 
 
+def form(out: Path, seed: int) -> Path:
+    """A folder of weights that answer with a random key."""
+    home, folder = out / f"form_{seed}", out / f"form_{seed}_hf"
+    finished("agent_ipa", home, [f"Recipe.seed = {seed}", *FORM])
+    command = [sys.executable, "-m", "rolljax.export", "--run", str(home), "--to", str(folder)]
+    if not folder.exists():
+        subprocess.run(command, check=True, cwd=ROOT)
+    return folder
+
+
 def doors(out: Path, seeds: int, figure: Path | None) -> None:
     import matplotlib
 
@@ -98,26 +110,20 @@ def doors(out: Path, seeds: int, figure: Path | None) -> None:
     import matplotlib.pyplot as plt
 
     fig, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
-    print("| run | seed | step 40 | step 80 | end |\n|---|---|---|---|---|")
+    print("| run | seed | step 20 | step 40 | end |\n|---|---|---|---|---|")
     for seed in range(seeds):
-        form = out / f"form_{seed}"
-        finished("agent_ipa", form, [f"Recipe.seed = {seed}", *FORM])
-        folder = out / f"form_{seed}_hf"
-        command = [sys.executable, "-m", "rolljax.export", "--run", str(form), "--to", str(folder)]
-        if not folder.exists():
-            subprocess.run(command, check=True, cwd=ROOT)
         for i, (name, settings) in enumerate(DOORS.items()):
             home = out / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
-            s = finished("agent_ipa", home, [f"Recipe.seed = {seed}", f"Recipe.model = '{folder}'", *settings])
+            start = [f"Recipe.model = '{form(out, seed)}'"] if name == "GRPO" else []
+            s = finished("agent_ipa", home, [f"Recipe.seed = {seed}", *start, *settings])
             points = [(0, s["heldout_reward"][0]["mean"]), *heldout(home)]
             at = dict(points)
             end = s["heldout_reward"][-1]["mean"]
-            print(f"| {name} | {seed} | {at[40]:.3f} | {at[80]:.3f} | {end:.3f} |", flush=True)
-            axis.plot(
-                *zip(*points, strict=True), color=f"C{i}", ls="-" if not seed else "--", label="" if seed else name
-            )
+            print(f"| {name} | {seed} | {at[20]:.3f} | {at[40]:.3f} | {end:.3f} |", flush=True)
+            style = ("-", "--", ":")[seed % 3]
+            axis.plot(*zip(*points, strict=True), color=f"C{i}", ls=style, label="" if seed else name)
     axis.set(xlabel="step", ylabel="success from the first door, held out", ylim=(-0.02, 1.02))
-    axis.legend(frameon=False, title="dashed: seed 1")
+    axis.legend(frameon=False, title="one line for each seed")
     if figure:
         fig.savefig(figure, dpi=120)
 

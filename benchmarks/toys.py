@@ -118,6 +118,7 @@ def episodes(
         domains=("toy",) * num,
         sampler_logp=np.where(mask, logp, 0.0),
         expert=np.zeros((num, length), bool) if expert is None else expert,
+        expert_turns=mask.sum(1),
         limit_tok=limit_tok,
         step=step,
     )

@@ -46,13 +46,17 @@ class FilterConfig:
 
 
 def surviving(groups: Sequence[Group], cfg: FilterConfig = FilterConfig()) -> list[list[Trajectory]]:
-    """The trajectories that take part, by group; groups of which too few are left are not there. Empty if the step is
-    to be skipped."""
+    """The trajectories that take part, by group, and what experts show to those that failed; groups of which too few
+    are left are not there. Empty if the step is to be skipped."""
     every = [t for g in groups for t in g.trajectories]
     if sum(t.status == "failed" for t in every) > cfg.max_failed_frac * len(every):
         return []
     alive = [[judged(t, cfg) for t in g.trajectories if takes_part(t, cfg)] for g in groups]
-    return [a for a, g in zip(alive, groups, strict=True) if len(a) >= min(2, len(g.trajectories))]
+    return [
+        [*a, g.demonstration] if g.demonstration else a
+        for a, g in zip(alive, groups, strict=True)
+        if len(a) >= min(2, len(g.trajectories))
+    ]
 
 
 def takes_part(t: Trajectory, cfg: FilterConfig) -> bool:
@@ -84,6 +88,7 @@ def faults_row(groups: Sequence[Group]) -> Row:
         **{f"faults/{kind}_n": float(kinds[kind]) for kind in ("infra", "env", "agent", "limit")},
         "faults/set_aside_n": float(sum(t.fault is not None and t.fault.stage == SET_ASIDE for t in every)),
         "faults/retried_n": float(sum(t.attempts - 1 for t in every)),
+        "faults/looped_n": float(sum(t.loops for t in every)),
         "faults/tampered_n": float(sum(map(tampered, every))),
         "rollout/cancelled_n": float(sum(g.cancelled for g in groups)),
     }

@@ -47,7 +47,7 @@ from rolljax.rollout import Barrier, Rollouts, fault_of
 from rolljax.rooms import Geometry, Plan, Rooms, frozen_base, mean_reward, plain_params, start_params
 from rolljax.runfolder import RESULT, RunFolder
 from rolljax.sampler.client import SamplerStats
-from rolljax.starts import Starts
+from rolljax.starts import Starts, fallback
 from rolljax.trainer.episodes import Episodes
 from rolljax.trainer.learner import Learner, NotFinite, Step
 from rolljax.trainer.state import Learned, TrainState, fingerprint
@@ -324,7 +324,7 @@ def steps(
             if starts:
                 starts.learn(groups, progress.step)
                 progress.starts = starts.state()
-                row |= starts.row()
+                row |= starts.row(groups)
             progress.step, progress.total_steps, progress.version = (
                 progress.step + 1,
                 progress.total_steps + 1,
@@ -377,7 +377,7 @@ async def start_group(
         keys = [dataclasses.replace(key, sibling=s) for s in range(phase.group_size)]
         lost = tuple(Trajectory(k, task, (), 0.0, {}, False, "failed", fault_of(e)) for k in keys)
         return Group(task, key.step, key.group, lost)
-    return await rollouts.group(
+    group = await rollouts.group(
         task,
         stream=key.stream,
         step=key.step,
@@ -387,6 +387,9 @@ async def start_group(
         start=begin,
         barrier=barrier,
     )
+    if begin is None or not phase.algorithm.imitates:
+        return group
+    return dataclasses.replace(group, demonstration=fallback(begin, group.trajectories))
 
 
 async def first_complete(groups: Sequence[Coroutine[None, None, Group]], wanted: int) -> list[Group]:

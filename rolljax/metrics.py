@@ -39,15 +39,19 @@ NAMES: Mapping[str, Metric] = {
     "rollout/cancelled_n": Metric("trajectories", "sum", 0, INF, "spare ones let go when enough others were complete"),
     "faults/infra_n": Metric("trajectories", "sum", 0, INF, "lost to machine, worker, sandbox, server or sampler"),
     "faults/env_n": Metric("trajectories", "sum", 0, INF, "lost to a failure of the environment itself"),
-    "faults/agent_n": Metric("trajectories", "sum", 0, INF, "ended early by what the policy did; they count"),
+    "faults/agent_n": Metric("trajectories", "sum", 0, INF, "ended early by what the policy did; loops are left out"),
     "faults/limit_n": Metric("trajectories", "sum", 0, INF, "ended by a limit of tokens, turns or time; they count"),
     "faults/set_aside_n": Metric(
         "trajectories", "sum", 0, INF, "of tasks that crashed their worker too often; in faults/env_n as well"
     ),
     "faults/retried_n": Metric("attempts", "sum", 0, INF, "episodes begun again after a fault of the infrastructure"),
+    "faults/looped_n": Metric(
+        "attempts", "sum", 0, INF, "episodes in which the policy repeated itself to no effect, and that were discarded"
+    ),
     "faults/tampered_n": Metric("trajectories", "sum", 0, INF, "episodes in which the policy tampered with its task"),
     "starts/distance_n": Metric("turns", "last", 0, INF, "turns left to the policy behind an expert's"),
-    "starts/fork_n": Metric("turns", "last", -1, INF, "the expert's crucial turn; -1: none stands out"),
+    "starts/fork_frac": Metric("share", "last", 0, 1, "experts of the step with a crucial turn that the policy lacks"),
+    "starts/fallback_n": Metric("groups", "sum", 0, INF, "groups that all failed before it: the expert's is imitated"),
     "starts/experts_n": Metric("tasks", "last", 0, INF, "tasks with an episode to replay"),
     "groups/started_n": Metric("groups", "sum", 0, INF, "groups drawn for this step = trained + dropped + cancelled"),
     "groups/cancelled_n": Metric("groups", "sum", 0, INF, "spare groups let go when enough others were complete"),

@@ -318,7 +318,7 @@ class Recipe:
         whole = phase.algorithm.whole_groups
         rows = num_rows_bound(
             phase.prompts_per_step // phase.updates_per_step,
-            size if whole else phase.group_size,
+            size if whole else phase.group_size + (phase.starts is not None and phase.algorithm.imitates),
             prompt,
             response,
             phase.row_len,

@@ -24,7 +24,20 @@ from rolljax.errors import ConfigError, DataError, EnvError, InfraError, Neighbo
 from rolljax.model.tokenizer import Chat
 from rolljax.policies import Policy, expert
 from rolljax.starts import Start, digest
-from rolljax.types import EVAL_STREAM, Completion, Fault, FaultKind, Group, Key, Message, Status, Task, Trajectory, Turn
+from rolljax.types import (
+    EVAL_STREAM,
+    Completion,
+    Expert,
+    Fault,
+    FaultKind,
+    Group,
+    Key,
+    Message,
+    Status,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 MAX_ATTEMPTS = 100
 """At an episode that is lost to its neighbours again and again."""
@@ -38,9 +51,11 @@ class RolloutConfig:
       until it is full and ends there; drop_oldest: the oldest exchanges behind the opening are left out and the stream
       starts anew with the rest, at most `restarts` times in an episode. keep_frac: share of the context that the kept
       part may take then.
-    retries: how often an episode is begun again after a fault of the infrastructure, with the same randomness. Those
-      that another episode took with it are not counted.
-    repeats: an answer that was given, and answered, in the same way this many times in a row ends the episode (0: off).
+    retries: how often an episode is begun again from the same start: after a fault of the infrastructure with the same
+      randomness, after a loop with other. Those that another episode took with it are not counted.
+    repeats: an answer that was given, and answered, in the same way this many times in a row is a loop (0: off). In
+      training the episode is then discarded and begun again, and left out if it loops each time; in an evaluation it
+      ends there, and counts.
     answer_format: a regular expression that a whole answer must match; else `format_penalty` is added to the turn's
       reward, as the part `format`. It is RE2's kind, which takes time linear in any answer: no look-ahead, no
       back-references. `.` is any character.
@@ -220,15 +235,16 @@ class Rollouts:
     ) -> Trajectory:
         """One episode. Whatever fails comes back as its status and fault; nothing is raised."""
         with self.tally.counted(key):
-            retries = self.cfg.retries
+            retries, loops = self.cfg.retries, 0
             for attempt in itertools.count(1):
-                record = Record(task, key, attempt)
+                record = Record(task, key, attempt - loops, start.expert if start else None, loops)
                 error = await self._attempt(record, start, barrier if attempt == 1 else None)
                 if record.fault is None or not record.fault.retryable or attempt == MAX_ATTEMPTS:
                     break
                 retries -= not isinstance(error, NeighbourError)
                 if retries < 0:
                     break
+                loops = record.loops
         return record.trajectory()
 
     async def _attempt(self, record: Record, start: Start | None, barrier: Barrier | None) -> RolljaxError | None:
@@ -261,7 +277,7 @@ class Rollouts:
         replay = start.chunks if start else ()
         if self.listen:
             record.heard = [digest(episode.opening)]
-        if start and start.opening != digest(episode.opening):
+        if start and replay and start.opening != digest(episode.opening):
             raise EnvError("opens with other words than it did for the expert", stage="replay")
         for turn in range(self.max_turns):
             if not self._room(talk):
@@ -270,7 +286,8 @@ class Rollouts:
             if turn < len(replay):
                 answer, text = expert(replay[turn].tokens, self.max_answer_tok), replay[turn].text
             else:
-                answer = await self.policy.act(talk.stream, episode, record.key, turn)
+                # what looped would loop again with the same randomness
+                answer = await self.policy.act(talk.stream, episode, record.key, turn + record.loops * self.max_turns)
                 text = self.chat.text(answer.tokens, talk.stream)
             with record.waiting_for_env():
                 result = self._judged(text, await episode.step(text))
@@ -307,9 +324,9 @@ class Rollouts:
             record.cut("answer", f"an answer was cut: {answer.finish_reason}")
         elif result.truncated:
             record.cut("env", "the environment ended the episode before its end")
-        elif not result.terminated and self.cfg.repeats and record.repeats >= self.cfg.repeats:
-            record.cut("repeat", f"the same answer {record.repeats} times in a row, to no effect", kind="agent")
-        return record.status == "truncated" or result.terminated
+        elif not result.terminated and self.cfg.repeats and record.repeats >= self.cfg.repeats and answer.is_sampled:
+            record.loop()
+        return record.status != "ok" or result.terminated
 
 
 async def _first(running: Sequence[asyncio.Future[Trajectory]], wanted: int, group: Group) -> Group:
@@ -371,6 +388,8 @@ class Record:
     task: Task
     key: Key
     attempt: int
+    expert: Expert | None = None
+    loops: int = 0
     turns: list[Turn] = dataclasses.field(default_factory=list)
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -418,6 +437,14 @@ class Record:
         """The episode ends before its end, and counts."""
         self.status, self.fault = "truncated", Fault(kind, stage, why)
 
+    def loop(self) -> None:
+        """The policy repeats itself: a failure in an evaluation, and nothing to learn from."""
+        why = f"the same answer {self.repeats} times in a row, to no effect"
+        if self.key.stream == EVAL_STREAM:
+            return self.cut("repeat", why, kind="agent")
+        self.status, self.fault = "failed", Fault("agent", "repeat", why, retryable=True)
+        self.loops += 1
+
     def trajectory(self) -> Trajectory:
         return Trajectory(
             self.key,
@@ -431,6 +458,8 @@ class Record:
             self.metrics,
             tuple(self.heard) if self.heard else None,
             self.attempt,
+            self.loops,
+            self.expert,
             self.env_s,
             self.sample_s,
         )

@@ -23,10 +23,13 @@ import numpy as np
 from rolljax.envs.pool import EnvPool
 from rolljax.errors import ConfigError, EnvError
 from rolljax.model.tokenizer import Chat
-from rolljax.types import Group, Message, Task, Trajectory
+from rolljax.policies import EXPERT
+from rolljax.types import Expert, Group, Message, Task, Trajectory
 
-MAX_GOLD = 4096
-"""Scripted episodes that are remembered."""
+MAX_EXPERTS = 4096
+"""Experts' episodes, and their success rates, that are remembered."""
+RECENT = 32
+"""Episodes that a success rate is taken over: it is the present policy's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -40,19 +43,31 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """The chunks to replay before the policy takes over. `opening` is the hash of the opening messages.
+    """The chunks to replay before the policy takes over, of this expert's; maybe none.
 
-    imitate: how many of the first chunks are learned from; those behind it only lead there.
+    opening: hash of the opening messages. imitate: how many of the first chunks are learned from; those behind it only
+    lead there. crucial: the chunk that comes next, if it is the crucial one: learned from if nobody succeeds here.
     """
 
+    expert: Expert
     opening: str
     chunks: tuple[Chunk, ...]
     imitate: int
+    crucial: Chunk | None = None
+
+    @staticmethod
+    def whole(opening: str, chunks: Sequence[Chunk]) -> Start:
+        """All of an expert's episode. Two that read the same, whatever their tasks, are one expert."""
+        said = json.dumps([opening, *([c.text, c.digest] for c in chunks)])
+        return Start(Expert(_hash(said), len(chunks)), opening, tuple(chunks), len(chunks))
 
 
 def digest(messages: Sequence[Message]) -> str:
     """16 hex digits that stand for what was said."""
-    text = json.dumps([[m.role, m.content] for m in messages])
+    return _hash(json.dumps([[m.role, m.content] for m in messages]))
+
+
+def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -60,14 +75,16 @@ def digest(messages: Sequence[Message]) -> str:
 class ExpertStarts:
     """Chunk-level initialised resampling.
 
-    mode: rollback starts behind all but the last `distance` chunks; the distance is 1 at first and grows by one
-      whenever the success rate of the last `window` episodes at it reaches `threshold`, until episodes start at the
-      beginning. parallel gives every group a start of its own, drawn uniformly over all chunks.
+    mode: rollback starts behind all but the last `distance` chunks; the distance, the same for all tasks, is 1 at first
+      and grows by one whenever the success rate of the last `window` episodes at it reaches `threshold`, until episodes
+      start at the beginning. parallel gives every group a start of its own, drawn uniformly over all chunks.
     expert: gold plays the environment's scripted answers; success replays the policy's own newest success on the same
       task (tasks it never solved start at their beginning).
     refresh_every: steps between taking over newer successes.
-    fork_gap: the crucial chunk is the one behind which the success rate is higher than before it by at least this much,
-      with one-sided p below .05 and at least 8 episodes on either side; the expert's chunks behind it are not imitated.
+    fork_gap: an expert's crucial chunk is the one behind which the policy's success rate is higher than before it by
+      more than this, with one-sided p below .05 and at least 8 of the last 32 episodes on either side; behind the whole
+      episode the rate is 1. Chunks behind the crucial one are not imitated; it is imitated itself where it is replayed,
+      and where a whole group that starts before it fails.
     """
 
     mode: Literal["rollback", "parallel"] = "rollback"
@@ -113,6 +130,34 @@ def _fisher(s0: int, n0: int, s1: int, n1: int) -> float:
     return float(hypergeom.sf(s1 - 1, n0 + n1, s0 + s1, n1))
 
 
+def fallback(start: Start, trajectories: Sequence[Trajectory]) -> Trajectory | None:
+    """What an expert did where everyone failed (arXiv 2512.24873, eq. 10): its turns up to the crucial one.
+
+    None if the group does not start right before the expert's crucial chunk, or somebody succeeded. The turns before
+    the crucial one are imitated in every trajectory that replays them, and weigh nothing here; the crucial one weighs
+    as much as all of these together.
+    """
+    alive = [t for t in trajectories if t.status != "failed"]
+    first = len(start.chunks)
+    like = next((t for t in alive if len(t.turns) > first), None)
+    if start.crucial is None or like is None or any(t.success for t in alive):
+        return None
+    none = np.zeros(len(start.crucial.tokens))
+    crucial = dataclasses.replace(
+        like.turns[first],
+        tokens=start.crucial.tokens,
+        sampler_logp=none.astype(np.float32),
+        versions=np.full(len(none), EXPERT, np.int32),
+        finish_reason="stop",
+        text=start.crucial.text,
+        weight=float(len(alive)),
+        experts=None,
+    )
+    before = (dataclasses.replace(turn, weight=0.0) for turn in like.turns[:first])
+    key = dataclasses.replace(like.key, sibling=len(trajectories))
+    return Trajectory(key, like.task, (*before, crucial), like.reward, {}, False, "ok", expert=start.expert)
+
+
 class Starts:
     """Chooses the start of every group and learns from how they went. All of its state is in `state()`."""
 
@@ -121,22 +166,23 @@ class Starts:
         self.distance = 1
         self._recent: list[bool] = []
         """Successes at the distance in use, the newest last."""
-        self._rates: dict[int, list[int]] = {}
-        """Chunks replayed -> [successes, episodes]."""
+        self._rates: dict[str, dict[int, str]] = {}
+        """Expert -> chunks replayed -> how the last episodes there went: "1" for a success, the newest last."""
         self._longest = 0
         self._experts: dict[str, dict[str, Any]] = {}
         """Task id -> texts, token ids and hashes of the success that is replayed."""
         self._newer: dict[str, dict[str, Any]] = {}
         self._gold: dict[str, asyncio.Future[Start]] = {}
-        self.fork: int | None = None
-        """The crucial chunk, if one stands out."""
 
-    def _find_fork(self) -> None:
-        rates = [self._rates.get(j, [0, 0]) for j in range(max(self._rates, default=-1) + 1)]
-        self.fork = crucial_fork([(s, n) for s, n in rates], self.settings.fork_gap)
+    def fork(self, expert: Expert) -> int | None:
+        """The crucial chunk of an expert's episode, if one stands out."""
+        went = self._rates.get(expert.id, {})
+        rates = [(went.get(j, "").count("1"), len(went.get(j, ""))) for j in range(expert.turns)]
+        certain = rates[-1][1]  # behind the last chunk is the expert's success
+        return crucial_fork([*rates, (certain, certain)], self.settings.fork_gap)
 
     async def choose(self, task: Task, step: int, index: int) -> Start | None:
-        """Where group `index` of `step` starts; None: at the beginning."""
+        """Where group `index` of `step` starts; None: at the beginning, for want of an expert."""
         expert = await self._expert(task)
         if expert is None:
             return None
@@ -146,16 +192,20 @@ class Starts:
             keep = max(0, length - self.distance)
         else:
             keep = int(np.random.default_rng([self._seed, step, index]).integers(length))
-        imitate = keep if self.fork is None else min(keep, self.fork + 1)
-        return dataclasses.replace(expert, chunks=expert.chunks[:keep], imitate=imitate) if keep else None
+        fork = self.fork(expert.expert)
+        return dataclasses.replace(
+            expert,
+            chunks=expert.chunks[:keep],
+            imitate=keep if fork is None else min(keep, fork + 1),
+            crucial=expert.chunks[keep] if keep == fork else None,
+        )
 
     def learn(self, groups: Sequence[Group], step: int) -> None:
         """Take in how a step's episodes went."""
         for group in groups:
             for t in group.trajectories:
-                if t.status != "failed":
+                if t.status != "failed" or (t.fault and t.fault.kind == "agent"):
                     self._count(t)
-        self._find_fork()
         settings = self.settings
         recent = self._recent[-settings.window :]
         if len(recent) == settings.window and np.mean(recent) >= settings.threshold and self.distance < self._longest:
@@ -167,10 +217,12 @@ class Starts:
             self._newer = {}
 
     def _count(self, t: Trajectory) -> None:
-        replayed = t.num_replayed
-        rate = self._rates.setdefault(replayed, [0, 0])
-        rate[0] += t.success
-        rate[1] += 1
+        if t.expert:
+            went = self._rates.pop(t.expert.id, {})
+            went[t.num_replayed] = (went.get(t.num_replayed, "") + "01"[t.success])[-RECENT:]
+            self._rates[t.expert.id] = went
+            while len(self._rates) > MAX_EXPERTS:
+                self._rates.pop(next(iter(self._rates)))
         self._recent.append(t.success)
         if self.settings.expert == "success" and t.success and t.heard is not None:
             chunks = [
@@ -180,11 +232,14 @@ class Starts:
             found = {"opening": t.heard[0], "chunks": chunks}
             (self._newer if t.task.id in self._experts else self._experts)[t.task.id] = found
 
-    def row(self) -> dict[str, float]:
-        """Metrics."""
+    def row(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics of a step, whose episodes `learn` has taken in."""
+        experts = {t.expert for g in groups for t in g.trajectories if t.expert}
+        forks = [self.fork(e) is not None for e in experts]
         return {
             "starts/distance_n": float(min(self.distance, max(self._longest, 1))),
-            "starts/fork_n": float(-1 if self.fork is None else self.fork),
+            "starts/fork_frac": float(np.mean(forks)) if forks else 0.0,
+            "starts/fallback_n": float(sum(g.demonstration is not None for g in groups)),
             "starts/experts_n": float(len(self._experts) if self.settings.expert == "success" else len(self._gold)),
         }
 
@@ -193,7 +248,7 @@ class Starts:
         return {
             "distance": self.distance,
             "recent": [bool(x) for x in self._recent],
-            "rates": {str(k): [int(x) for x in v] for k, v in self._rates.items()},
+            "rates": {e: {str(j): went for j, went in rates.items()} for e, rates in self._rates.items()},
             "longest": self._longest,
             "experts": self._experts,
             "newer": self._newer,
@@ -202,19 +257,18 @@ class Starts:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state()`."""
         self.distance, self._recent, self._longest = state["distance"], list(state["recent"]), state["longest"]
-        self._rates = {int(k): list(v) for k, v in state["rates"].items()}
+        self._rates = {e: {int(j): went for j, went in rates.items()} for e, rates in state["rates"].items()}
         self._experts, self._newer = dict(state["experts"]), dict(state["newer"])
-        self._find_fork()
 
     async def _expert(self, task: Task) -> Start | None:
         if self.settings.expert == "success":
             found = self._experts.get(task.id)
             if found is None:
                 return None
-            chunks = (Chunk(c["text"], np.array(c["tokens"], np.int32), c["digest"]) for c in found["chunks"])
-            return Start(found["opening"], tuple(chunks), 0)
+            chunks = [Chunk(c["text"], np.array(c["tokens"], np.int32), c["digest"]) for c in found["chunks"]]
+            return Start.whole(found["opening"], chunks)
         if task.id not in self._gold:
-            while len(self._gold) >= MAX_GOLD:
+            while len(self._gold) >= MAX_EXPERTS:
                 self._gold.pop(next(iter(self._gold)))
             self._gold[task.id] = asyncio.ensure_future(self._play_gold(task))
         return await self._gold[task.id]
@@ -232,6 +286,6 @@ class Starts:
                     break
             if not result.success:
                 raise EnvError(f"the scripted answers to task {task.index} do not solve it", stage="gold")
-            return Start(digest(episode.opening), tuple(chunks), 0)
+            return Start.whole(digest(episode.opening), chunks)
         finally:
             await episode.close()

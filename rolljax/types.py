@@ -172,6 +172,11 @@ class Completion:
         return self.sampled.versions
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether a policy said it, and nobody for it."""
+        return bool((self.versions >= 0).all())
+
+    @property
     def experts(self) -> np.ndarray | None:
         """`[T, L, k]`: those that each token took itself, -1 where that is not known (the last one: it was never
         computed). None: nobody asked."""
@@ -206,6 +211,14 @@ class Turn:
     """See `Completion`. Too many numbers for a file."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expert:
+    """An episode that others begin like. id: a hash of all that was said in it. turns: of the whole episode."""
+
+    id: str
+    turns: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """One episode: its turns, its reward by named parts, how it ended, and whose fault it was."""
@@ -224,6 +237,10 @@ class Trajectory:
     """A hash of what the environment said at the opening and after each turn, where starts ask for it."""
     attempts: int = 1
     """How often it was begun; more than 1 after faults of the infrastructure."""
+    loops: int = 0
+    """Attempts that were discarded because the policy repeated itself to no effect."""
+    expert: Expert | None = None
+    """Behind whose first turns it was to start, maybe behind none of them."""
     env_s: float = 0.0
     sample_s: float = 0.0
 
@@ -271,6 +288,8 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     cancelled: int = 0
     """Spare episodes that were let go when enough others were complete."""
+    demonstration: Trajectory | None = None
+    """What an expert did where all of the trajectories failed; nobody played it (`starts.fallback`)."""
 
     @property
     def rewards(self) -> np.ndarray:

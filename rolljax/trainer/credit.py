@@ -215,6 +215,17 @@ def chunk_returns(rewards_N: np.ndarray, num_turns_N: np.ndarray, gamma: float) 
     return spread(rewards_N, mask) * np.power(float(gamma), distance)
 
 
+def expert_returns(expert_turns_N: np.ndarray, turns_NT: np.ndarray, expert_NT: np.ndarray, gamma: float) -> np.ndarray:
+    """`gamma^(K*-1-k)` at an expert's tokens in turn k, K* the turns of the expert's own episode; float64 `[N, T]`.
+
+    The outcome of an expert is 1. An episode that replays its first turns may be longer or shorter; that says nothing
+    about how far they were from the expert's success. 0 at all other tokens.
+    """
+    expert = np.asarray(expert_NT, bool)
+    distance = np.asarray(expert_turns_N)[:, None] - 1 - np.asarray(turns_NT)
+    return np.where(expert, np.power(float(gamma), np.where(expert, distance, 0)), 0.0)
+
+
 def gae(
     rewards_NT: np.ndarray, values_NT: np.ndarray, mask_NT: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:

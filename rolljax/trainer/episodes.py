@@ -27,8 +27,8 @@ class Episodes:
       was told before it. num_turns [N].
     cut [N, K]: which turns' answers were cut by a limit of tokens. truncated [N]: whether any was. success [N]: solved.
     texts, domains [N]: text of all answers, name of the environment.
-    sampler_logp [N, T]: behaviour log-probs. expert [N, T]: tokens that were replayed, not sampled. limit_tok: most
-    tokens of one answer. step: of the phase.
+    sampler_logp [N, T]: behaviour log-probs. expert [N, T]: tokens that were replayed, not sampled. expert_turns [N]:
+    turns of the whole episode they come from. limit_tok: most tokens of one answer. step: of the phase.
 
     The rest is there if the algorithm asked for it (`Needs`): trainer_logp, recomputed before the step's first update
     (the proximal policy); ref_logp; scorer_logp; teacher_logp [S, N, T]; values [M, N, T] of the state before the
@@ -51,6 +51,7 @@ class Episodes:
     domains: tuple[str, ...]
     sampler_logp: np.ndarray
     expert: np.ndarray
+    expert_turns: np.ndarray
     limit_tok: int
     step: int = 0
     trainer_logp: np.ndarray | None = None
@@ -128,6 +129,7 @@ class Episodes:
             domains=tuple(t.task.env for t in every),
             sampler_logp=logp,
             expert=expert,
+            expert_turns=np.array([t.expert.turns if t.expert else len(t.turns) for t in every], np.int64),
             limit_tok=limit_tok,
             step=step,
         )

@@ -57,6 +57,8 @@ def test_episodes_start_behind_the_experts_turns(tmp_path, mode):
             replayed.add(len(expert))
         assert row["starts/distance_n"] == 1 and row["mismatch/abs_max_nat"] < 1e-4
     assert replayed == ({3} if mode == "rollback" else {0, 1, 2, 3})
+    if mode == "rollback":  # nobody finds the last key by chance, and it is imitated
+        assert sum(row["starts/fallback_n"] for row in written) > 0
 
 
 def test_where_episodes_start_survives_a_stop(tmp_path):

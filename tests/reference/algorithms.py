@@ -756,15 +756,17 @@ def ipa(
 
     count_masked: whether masked chunks stay in the denominators. An episode's first `expert_turns` turns (0 if left
     out) are imitated: no ratio, no mask, weight lambda_il times the turn's own instead of lambda_rl. The gradient of
-    these is that of `-lambda_il weight G logp`, with G from expert_reward, the outcome the expert had (None: that of the episode).
+    these is that of `-lambda_il weight G logp`, with G from expert_reward, the outcome the expert had (None: that of
+    the episode), discounted to the last of its `expert_length` turns (those of the episode if left out).
     """
     expert = [[k < e.get("expert_turns", 0) for k in turn_ids(e)] for e in episodes]
     advantages = []
     for e, row in zip(episodes, expert, strict=True):
         own = float(e["reward"])
         outcomes = [own if expert_reward is None or not x else expert_reward for x in row]
-        steps = per_turn(e, chunk_returns(1.0, len(e["turns"]), gamma))
-        advantages.append([g * outcome for g, outcome in zip(steps, outcomes, strict=True)])
+        last = [(e.get("expert_length", len(e["turns"])) if x else len(e["turns"])) - 1 for x in row]
+        ahead = [end - k for end, k in zip(last, turn_ids(e), strict=True)]
+        advantages.append([gamma**n * outcome for n, outcome in zip(ahead, outcomes, strict=True)])
     agree = [mismatch(e, "segment", None, (0.0, limit))[1] for e in episodes]
     keep = [[a or x for a, x in zip(r, s, strict=True)] for r, s in zip(agree, expert, strict=True)]
     counted = None if count_masked else keep

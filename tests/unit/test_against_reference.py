@@ -51,7 +51,7 @@ from rolljax.trainer.critic import Critic
 from rolljax.trainer.episodes import Episodes
 from rolljax.trainer.mismatch import Correction
 from rolljax.trainer.update import critic_loss, policy_loss
-from rolljax.types import Key, Task, Trajectory, Turn
+from rolljax.types import Expert, Key, Task, Trajectory, Turn
 from tests.reference import algorithms as ref
 from tests.synthetic import CLASSES, LIMIT_TOK, Objective, learner, samples_of, trained
 
@@ -118,7 +118,8 @@ class World:
                 )
             )
         key, task = Key(0, 0, group, sibling), Task(str(rng.choice(["toy", "other"])), group, f"task {group}")
-        return Trajectory(key, task, tuple(turns), reward, {}, reward > 0, "truncated" if cut else "ok")
+        expert = Expert("e", replayed + int(rng.integers(0, 4))) if replay else None
+        return Trajectory(key, task, tuple(turns), reward, {}, reward > 0, "truncated" if cut else "ok", expert=expert)
 
     def near(self, logp, scale, salt):
         """Log-probs of another policy. Float32 numbers, so that both sides are given the same."""
@@ -196,6 +197,7 @@ def told(groups, e, logps, algorithm):
                 "text": "\n".join(turn.text for turn in t.turns),
                 "teachers": [not x.domains or t.task.env in x.domains for x in teachers],
                 "expert_turns": sum(int(turn.versions[0] < 0) for turn in t.turns),
+                **({"expert_length": t.expert.turns} if t.expert else {}),
             }
         )
     return out

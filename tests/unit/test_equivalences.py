@@ -160,7 +160,7 @@ ALWAYS = {
         Gspo(clip_low=0.2, clip_high=0.2, aggregation="token-mean"), GRPO, groups=one_token
     ),
     "IPA of one chunk is TOPR of sequences": Same(
-        Ipa(correction=None, anchor="behaviour"),
+        Ipa(failure=-1.0, correction=None, anchor="behaviour"),
         SequenceTopr(**PLAIN),
         groups=with_rewards(1.0, -1.0, 0.5, -1.0, max_turns=1),
     ),

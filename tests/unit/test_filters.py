@@ -84,9 +84,12 @@ def test_faults_are_counted_by_kind(made):
         "faults/limit_n": 1,
         "faults/set_aside_n": 0,
         "faults/retried_n": 2,
+        "faults/looped_n": 0,
         "faults/tampered_n": 0,
         "rollout/cancelled_n": 2,
     }
+    looped = dataclasses.replace(limit, loops=2)
+    assert faults_row([dataclasses.replace(groups[0], trajectories=(looped,))])["faults/looped_n"] == 2
     aside = dataclasses.replace(limit, status="failed", fault=Fault("env", "set_aside", ""))
     row = faults_row([dataclasses.replace(groups[0], trajectories=(aside,))])
     assert row["faults/set_aside_n"] == row["faults/env_n"] == 1

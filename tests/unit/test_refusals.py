@@ -565,7 +565,7 @@ WARNED: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (SequenceTopr(), ONE_UPDATE, {"updates_per_step": 1, "epochs": 2}),
     (Kimi(), ONE_UPDATE, {"updates_per_step": 2}),
     (Cispo(**NO_CLIP), ONE_UPDATE, {"updates_per_step": 2}),
-    (Ipa(), ONE_UPDATE | {"turns": 8}, {"turns": 8}),
+    (Ipa(failure=-1.0), ONE_UPDATE | {"turns": 8}, {"turns": 8}),
     (Rft(cap=4), {"group_size": 2}, {"group_size": 4}),
     (Reinforce(), {"updates_per_step": 2}, {"updates_per_step": 2, "algorithm": Reinforce(correction=CAPPED)}),
 ]

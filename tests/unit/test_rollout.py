@@ -14,7 +14,7 @@ from rolljax.errors import ConfigError, InfraError, SamplerError
 from rolljax.policies import GoldPolicy
 from rolljax.rollout import RolloutConfig, Rollouts
 from rolljax.starts import Chunk, Start, digest
-from rolljax.types import Completion, Fault, Key, Message, Sampled, Task
+from rolljax.types import EVAL_STREAM, Completion, Fault, Key, Message, Sampled, Task
 
 LAKE = Task("frozen_lake", 0, "SFF\nHFH\nFFG")
 KEY = Key(0, 0, 0, 0)
@@ -397,12 +397,42 @@ def test_restarts_are_limited(chat):
     assert got.status == "truncated" and got.fault.stage == "context"
 
 
-def test_an_answer_without_effect_is_heard_three_times(chat):
-    got, _ = play(chat, ["x", "same", "same", "same", "same"], Echo(), Echo().task(0), cfg=RolloutConfig(repeats=3))
-    assert len(got.turns) == 4 and got.status == "truncated"
+LOOPING = ["x", "same", "same", "same", "-", "-", "-", "-", "-"]
+
+
+def test_a_loop_is_discarded_and_begun_again(chat):
+    """arXiv 2512.24873, section 3.2.4.1, dynamic trajectory filtering: rejected, and a new one from the same state."""
+    cfg = RolloutConfig(repeats=3)
+    got, policy = play(chat, [*LOOPING, "x", "y", "stop"], Echo(), Echo().task(0), cfg=cfg)
+    assert got.status == "ok" and [t.text for t in got.turns] == ["x", "y", "stop"] and got.reward == 3
+    assert (got.loops, got.attempts) == (1, 1)
+    np.testing.assert_array_equal(policy.seen[0][4], policy.seen[0][0])
+    got, _ = play(chat, ["x"] * 8 + ["stop"], Echo(), Echo().task(0), cfg=cfg)
+    assert got.status == "ok" and not got.loops  # the same answer, but what it does is not the same
+
+
+def test_what_always_loops_is_left_out(chat):
+    got, _ = play(chat, LOOPING * 3, Echo(), Echo().task(0), cfg=RolloutConfig(repeats=3, retries=2))
+    assert got.status == "failed" and (got.fault.kind, got.fault.stage) == ("agent", "repeat")
+    assert (got.loops, got.attempts) == (3, 1)
+
+
+def test_a_loop_behind_an_expert_is_begun_again_behind_it(chat):
+    """What the expert said twice is no loop of the policy's; its own one is, and starts at the same place."""
+    _, whole = recorded(chat, ["same", "same", "stop"])
+    start = dataclasses.replace(whole, chunks=whole.chunks[:2])
+    answers = ["-", "-", "x", "same", "same", "-", "-", "-", "-", "-", "-", "y", "stop"]
+    got, _ = play(chat, answers, Echo(), Echo().task(0), cfg=RolloutConfig(repeats=2), start=start)
+    assert [t.text for t in got.turns] == ["same", "same", "y", "stop"] and got.status == "ok"
+    assert (got.loops, got.num_replayed, got.expert) == (1, 2, whole.expert)
+
+
+def test_a_loop_counts_in_an_evaluation(chat):
+    cfg = RolloutConfig(repeats=3)
+    group = roll(chat, Echo(), Script(chat, LOOPING), LAKE, cfg=cfg, stream=EVAL_STREAM, step=0, index=0, group_size=1)
+    (got,) = group.trajectories
+    assert len(got.turns) == 4 and got.status == "truncated" and not got.loops
     assert (got.fault.kind, got.fault.stage) == ("agent", "repeat")
-    got, _ = play(chat, ["x"] * 8 + ["stop"], Echo(), Echo().task(0), cfg=RolloutConfig(repeats=3))
-    assert got.status == "ok"  # the same answer, but what it does is not the same
 
 
 def test_answers_of_another_form_cost_something(chat):
@@ -457,7 +487,7 @@ def recorded(chat, answers):
     """An expert's episode of `Echo`."""
     got, _ = play(chat, answers, Echo(), Echo().task(0), listen=True)
     chunks = (Chunk(t.text, t.tokens, h) for t, h in zip(got.turns, got.heard[1:], strict=True))
-    return got, Start(got.heard[0], tuple(chunks), 1)
+    return got, dataclasses.replace(Start.whole(got.heard[0], tuple(chunks)), imitate=1)
 
 
 def test_a_replayed_beginning_is_the_experts_and_the_rest_the_policys(chat):

@@ -12,7 +12,9 @@ import pytest
 from rolljax.envs.games.key_door_chain import KeyDoorChain
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import ConfigError, EnvError
-from rolljax.starts import ExpertStarts, Starts, crucial_fork
+from rolljax.starts import RECENT, Chunk, ExpertStarts, Start, Starts, crucial_fork, fallback
+from rolljax.trainer.algorithms.ipa import Ipa
+from rolljax.trainer.episodes import Episodes
 from rolljax.types import Fault, Group, Key, Trajectory, Turn
 
 CHAIN = KeyDoorChain(length=5, max_turns=6)
@@ -42,13 +44,14 @@ def turn(text, chat, version=0):
     return Turn(np.zeros(1, np.int32), tokens, np.zeros(n, np.float32), np.full(n, version), "stop", 0.0, text)
 
 
-def went(chat, task, replayed, successes, *, turns="abcde", heard=None, status="ok"):
+def went(chat, task, replayed, successes, *, turns="abcde", heard=None, status="ok", expert=None, fault=None):
     """A group whose trajectories began with so many replayed turns and ended like this."""
+    fault = fault or (Fault("infra", "step", "gone") if status == "failed" else None)
 
     def one(i, success):
         made = tuple(turn(x, chat, -1 if k < replayed else 0) for k, x in enumerate(turns))
-        fault = Fault("infra", "step", "gone") if status == "failed" else None
-        return Trajectory(Key(0, 0, 0, i), task, made, float(success), {}, success, status, fault, heard=heard)
+        said = {"heard": heard, "expert": expert}
+        return Trajectory(Key(0, 0, 0, i), task, made, float(success), {}, success, status, fault, **said)
 
     return Group(task, 0, 0, tuple(one(i, s) for i, s in enumerate(successes)))
 
@@ -110,24 +113,125 @@ def test_it_ends_at_the_beginning(pool, chat):
     s, task = starts(pool, chat, window=1), CHAIN.task(0)
     for _ in range(9):
         (start,) = choose(s, task)
-        s.learn([went(chat, task, len(start.chunks) if start else 0, [True])], 0)
-    assert s.distance == 5 and choose(s, task) == [None]
+        s.learn([went(chat, task, len(start.chunks), [True])], 0)
+    (start,) = choose(s, task)
+    assert s.distance == 5 and not start.chunks and start.expert.turns == 5
 
 
 def test_failures_of_the_machine_say_nothing(pool, chat):
     s, task = starts(pool, chat, window=2), CHAIN.task(0)
     choose(s, task)
     s.learn([went(chat, task, 4, [True, True], status="failed")], 0)
-    assert s.distance == 1 and s.row()["starts/distance_n"] == 1
+    assert s.distance == 1 and s.row([])["starts/distance_n"] == 1
+
+
+# ---- the crucial chunk of one expert (arXiv 2512.24873, section 3.2.4.4) ---------------------------------------------
 
 
 def test_behind_the_crucial_chunk_nothing_is_imitated(pool, chat):
     s, task = starts(pool, chat, window=1000), CHAIN.task(0)
-    choose(s, task)
-    s.learn([went(chat, task, 1, [False] * 16), went(chat, task, 2, [True] * 16)], 0)
-    assert s.fork == 1 and s.row()["starts/fork_n"] == 1
     (start,) = choose(s, task)
-    assert (len(start.chunks), start.imitate) == (4, 2)
+    groups = [went(chat, task, j, [j > 1] * 16, expert=start.expert) for j in (1, 2, 4)]
+    s.learn(groups, 0)
+    assert s.fork(start.expert) == 1 and s.row(groups)["starts/fork_frac"] == 1
+    (start,) = choose(s, task)
+    assert (len(start.chunks), start.imitate, start.crucial) == (4, 2, None)
+
+
+def test_rates_belong_to_one_expert(pool, chat):
+    """One task is mastered, the other one's third chunk is not: pooled, neither has a gap that says so."""
+    s, tasks = starts(pool, chat, window=1000), [CHAIN.task(i) for i in (0, 1)]
+    experts = [choose(s, t)[0].expert for t in tasks]
+    assert experts[0] != experts[1]
+    for j in (2, 3, 4):
+        s.learn([went(chat, tasks[0], j, [True] * 32, expert=experts[0])], 0)
+        s.learn([went(chat, tasks[1], j, [j > 2] * 8, expert=experts[1])], 0)
+    assert [s.fork(e) for e in experts] == [None, 2]
+
+
+def test_tasks_with_the_same_episode_have_one_expert(pool, chat):
+    """Walks of one corridor are different tasks, and the expert's episode is the same one."""
+    s = starts(pool, chat)
+    (one,), (walk,), (other,) = (choose(s, CHAIN.task(i)) for i in (0, 4, 1))
+    assert CHAIN.task(0).id != CHAIN.task(4).id and one.expert == walk.expert != other.expert
+
+
+def test_a_rate_is_the_present_policys(pool, chat):
+    s, task = starts(pool, chat, window=1000), CHAIN.task(0)
+    (start,) = choose(s, task)
+    s.learn([went(chat, task, 4, [False] * 100, expert=start.expert)], 0)
+    assert s.fork(start.expert) == 4
+    s.learn([went(chat, task, 4, [True] * RECENT, expert=start.expert)], 1)
+    assert s.fork(start.expert) is None
+
+
+def test_the_last_chunk_can_be_the_crucial_one(pool, chat):
+    """Behind the whole episode the success rate is 1: it is the expert's own success."""
+    s, task = starts(pool, chat, window=1000), CHAIN.task(0)
+    (start,) = choose(s, task)
+    s.learn([went(chat, task, 4, [False] * 8, expert=start.expert)], 0)
+    (start,) = choose(s, task)
+    assert len(start.chunks) == 4 and start.crucial.text == task.content.split()[2][4]
+
+
+def test_a_loop_is_no_success(pool, chat):
+    s, task = starts(pool, chat, window=1000), CHAIN.task(0)
+    (start,) = choose(s, task)
+    looped = Fault("agent", "repeat", "again")
+    s.learn([went(chat, task, 4, [False] * 8, expert=start.expert, status="failed", fault=looped)], 0)
+    assert s.fork(start.expert) == 4
+
+
+# ---- the fallback of eq. 10: nobody succeeds at the fork ------------------------------------------------------------
+
+
+def at_the_fork(chat, text="abcde", keep=2):
+    chunks = [Chunk(x, chat.answer_ids(x), "") for x in text]
+    whole = Start.whole("", chunks)
+    return dataclasses.replace(whole, chunks=whole.chunks[:keep], imitate=keep, crucial=chunks[keep])
+
+
+def test_the_crucial_chunk_is_imitated_where_all_fail(chat):
+    """Eq. 10 imitates the expert's chunks c*_1 to c*_f; the last one was not replayed."""
+    start, task = at_the_fork(chat), CHAIN.task(0)
+    failed = went(chat, task, 2, [False] * 4, turns="abx", expert=start.expert).trajectories
+    shown = fallback(start, failed)
+    assert [t.text for t in shown.turns] == ["a", "b", "c"] and shown.num_replayed == 3 and not shown.success
+    np.testing.assert_array_equal(shown.turns[2].tokens, chat.answer_ids("c"))
+    np.testing.assert_array_equal(shown.turns[2].prompt_ids, failed[0].turns[2].prompt_ids)
+    # as often as the chunks before it, which all four replay
+    assert [t.weight for t in shown.turns] == [0, 0, 4]
+
+
+@pytest.mark.parametrize("successes", [[True], [False, True, False]])
+def test_one_success_at_the_fork_is_enough(chat, successes):
+    start = at_the_fork(chat)
+    assert fallback(start, went(chat, CHAIN.task(0), 2, successes, turns="abx").trajectories) is None
+
+
+def test_there_is_no_fallback_elsewhere(chat):
+    start, task = at_the_fork(chat), CHAIN.task(0)
+    failed = went(chat, task, 2, [False] * 4, turns="abx").trajectories
+    assert fallback(dataclasses.replace(start, crucial=None), failed) is None
+    assert fallback(start, went(chat, task, 2, [False] * 4, turns="ab").trajectories) is None  # nobody got that far
+    assert fallback(start, went(chat, task, 2, [False] * 4, status="failed").trajectories) is None
+
+
+def test_credit_of_the_fallback_is_that_of_eq_10(chat):
+    """Gradient of eq. 10 by hand: lambda_IL gamma^(K*-k) for each of the G = 4 times that a chunk is imitated, K* = 5
+    the expert's chunks; nothing for the chunks of failures."""
+    start, task = at_the_fork(chat), CHAIN.task(0)
+    failed = went(chat, task, 2, [False] * 4, turns="abx", expert=start.expert).trajectories
+    e = Episodes.of([[*failed, fallback(start, failed)]], limit_tok=4)
+    e = dataclasses.replace(e, trainer_logp=e.sampler_logp)
+    algorithm = Ipa(imitation=0.1, gamma=0.95)
+    credit = algorithm.credit(e, {})
+    assert credit.keep.all()
+    c = credit.advantages * credit.weights
+    per_chunk = [sum(c[n][e.turns[n] == k][0] for n in range(5)) for k in range(3)]
+    np.testing.assert_allclose(per_chunk, [4 * 0.1 * 0.95 ** (5 - k) for k in (1, 2, 3)], rtol=1e-12)
+    fresh = ~e.expert & e.mask
+    assert fresh.any() and (c[fresh] == 0).all()
 
 
 # ---- parallel -------------------------------------------------------------------------------------------------------
@@ -165,10 +269,12 @@ def test_all_of_its_state_survives_a_stop(pool, chat):
     s = starts(pool, chat, **settings)
     s.learn([went(chat, task, 0, [True, False, True, True], turns="abc", heard=("o", "1", "2", "3"))], 0)
     choose(s, task)
-    s.learn([went(chat, task, 2, [True, True, True])], 1)
+    (start,) = choose(s, task)
+    s.learn([went(chat, task, 2, [True, True, True], expert=start.expert)], 1)
+    assert s.state()["rates"] == {start.expert.id: {"2": "111"}}
     again = starts(pool, chat, **settings)
     again.restore(json.loads(json.dumps(s.state())))
-    assert again.state() == s.state() and again.row() == s.row() and again.distance == 2
+    assert again.state() == s.state() and again.row([]) == s.row([]) and again.distance == 2
     left, right = choose(s, task)[0], choose(again, task)[0]
     assert [c.text for c in left.chunks] == [c.text for c in right.chunks] == ["a"]
     np.testing.assert_array_equal(left.chunks[0].tokens, right.chunks[0].tokens)

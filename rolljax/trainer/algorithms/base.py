@@ -165,6 +165,11 @@ class Algorithm(abc.ABC):
     refills: int = 0
     """Rounds of further groups that are drawn while fewer groups than asked for teach something."""
 
+    @property
+    def imitates(self) -> bool:
+        """Whether it learns from an expert's turns (`Phase.starts`), besides what the policy makes of them."""
+        return False
+
     @abc.abstractmethod
     def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
         """Per-token loss of one micro-batch (arrays `[B, T]`, clean where `batch.scale` is 0)."""
