@@ -54,6 +54,8 @@ class Progress:
     """What the phase's algorithm carries from step to step."""
     starts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Where the phase's episodes start (`starts.Starts.state`)."""
+    put_off: list[list[int]] = dataclasses.field(default_factory=list)
+    """Groups that were slow and come back: index of the task, step and number of the group (`buffer.Due`)."""
     failed_steps: int = 0
     """Consecutive steps in which no trajectory survived."""
     finished: bool = False

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from rolljax import durable, frozen
-from rolljax.buffer import Buffer, Stopped
+from rolljax.buffer import Buffer, Due, Stopped
 from rolljax.checkpoint import Progress, Saved
 from rolljax.cluster import ALONE, Alone, Leader
 from rolljax.envs.tasks import TaskStream
@@ -250,6 +250,7 @@ def train(
                 progress.finished = progress.phase + 1 == len(recipe.phases)
                 if not progress.finished:
                     progress.phase, progress.step, progress.memory, progress.starts = progress.phase + 1, 0, {}, {}
+                    progress.put_off = []
                     with timed(progress.other_wall_s, "start"), team.turn("open_phase", progress):
                         learner, state = open_phase(plan, folder, progress, state.params, base, state.critics)
                 save()
@@ -279,23 +280,21 @@ def steps(
     starts, notices = open_starts(rooms, phase, progress), Notices(recipe, phase)
     rollouts = rooms.rollouts(rooms.actor(phase), listen=starts is not None)
 
-    async def start(step: int, tasks: list[Task], first: int) -> list[Group]:
-        episodes = len(tasks) * (phase.group_size + phase.spare_siblings)
+    async def start(due: list[Due], wanted: int) -> list[Group]:
+        episodes = len(due) * (phase.group_size + phase.spare_siblings)
         hold = rooms.sampler.hold if sampled and rooms.agents is None else None
         barrier = Barrier(episodes, hold) if rooms.pool.opens_at_once else None
-        groups = [
-            start_group(rollouts, starts, t, phase, Key(progress.phase, step, first + i, 0), barrier)
-            for i, t in enumerate(tasks)
-        ]
-        return await first_complete(groups, min(phase.prompts_per_step, len(tasks)))
+        return await start_groups(rollouts, starts, phase, progress.phase, due, wanted, barrier)
 
     buffer = Buffer(
         rooms.background,
         stream,
         start,
-        prompts_per_step=phase.prompts_per_step + phase.spare_groups,
+        prompts_per_step=phase.prompts_per_step,
         staleness=phase.staleness,
         num_steps=phase.steps,
+        spares=phase.spare_groups,
+        put_off=[Due(recipe.env.task(index), step, group) for index, step, group in progress.put_off],
     )
     try:
         while progress.step < phase.steps and phase.name not in progress.phase_end:
@@ -312,9 +311,9 @@ def steps(
                 if text:
                     console.warn(text)
             row = made.row | describe(groups, progress.version) | faults_row(groups)
+            row |= buffer.row()
             row |= {
-                "groups/started_n": len(groups) + phase.spare_groups,
-                "groups/cancelled_n": phase.spare_groups,
+                "groups/started_n": len(groups) + row["groups/cancelled_n"],
                 "groups/trained_n": made.num_trained,
                 "groups/dropped_failed_n": len(groups) - len(whole),
                 "groups/dropped_credit_n": len(whole) - made.num_trained,
@@ -331,8 +330,8 @@ def steps(
                 progress.version + 1,
             )
             progress.stream_position = buffer.position()
+            progress.put_off = [[d.task.index, d.step, d.index] for d in buffer.put_off()]
             progress.phase_steps[phase.name] = progress.step
-            row["groups/waiting_n"] = buffer.num_waiting
             evaluate_now = phase.eval_every and progress.step % phase.eval_every == 0
             if sampled or evaluate_now:
                 with clock.part("publish"):
@@ -363,6 +362,20 @@ def open_starts(rooms: Rooms, phase: Phase, progress: Progress) -> Starts | None
     if progress.starts:
         starts.restore(progress.starts)
     return starts
+
+
+async def start_groups(
+    rollouts: Rollouts,
+    starts: Starts | None,
+    phase: Phase,
+    stream: int,
+    due: Sequence[Due],
+    wanted: int,
+    barrier: Barrier | None = None,
+) -> list[Group]:
+    """`wanted` of the groups that are due, those that are complete first."""
+    groups = [start_group(rollouts, starts, d.task, phase, Key(stream, d.step, d.index, 0), barrier) for d in due]
+    return await first_complete(groups, wanted)
 
 
 async def start_group(
@@ -406,7 +419,7 @@ async def first_complete(groups: Sequence[Coroutine[None, None, Group]], wanted:
             (done if whole else lost).append(group)
             if len(done) == wanted:
                 break
-        return sorted(done + lost[: wanted - len(done)], key=lambda g: g.index)
+        return sorted(done + lost[: wanted - len(done)], key=lambda g: (g.step, g.index))
     finally:
         for group_future in running:
             group_future.cancel()
@@ -425,7 +438,7 @@ def collect(
         useful = num_useful(groups, learner, step, recipe) if refills else phase.prompts_per_step
         if useful >= phase.prompts_per_step or done == refills:
             break
-        groups += buffer.more(step, phase.prompts_per_step - useful, len(groups), recipe.wait_s)
+        groups += buffer.more(step, phase.prompts_per_step - useful, recipe.wait_s)
     if not useful and surviving(groups, recipe.filters):
         raise TrainerError(
             f"step {step + 1} of {phase.name}: after {refills} refills none of {len(groups)} groups teaches anything; "

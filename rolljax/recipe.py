@@ -37,8 +37,10 @@ class Phase:
     epochs: how many times each is gone through.
     temperature: of sampling, and of the trainer's log-probs. top_k, top_p, min_p: tokens cut from the sampled law.
     staleness: how many steps ahead of the trainer groups may be started (0: every token is on-policy).
-    spare_groups, spare_siblings: so many more groups, and trajectories of each group, are begun; the first that are
-      complete are trained on and the others let go, so that stragglers hold nobody up. Which these are depends on time,
+    spare_groups: in every second step so many more groups are begun; the first that are complete are trained on and
+      the others put off to the step between, which waits for all of its own. Every answer is trained in the end,
+      long ones later. spare_siblings: so many more trajectories of each group are begun; the first that are complete
+      make the group and the others are let go for good, which favours short answers. Which these are depends on time,
       so such a run cannot be repeated to the bit.
     starts: begin episodes behind an expert's first turns (`starts.ExpertStarts`).
     row_len, micro_rows: tokens of a packed row, which must hold one whole trajectory, and rows of a micro-batch. 0: the
@@ -88,6 +90,21 @@ class Phase:
                 setting="Phase.prompts_per_step",
                 value=self.prompts_per_step,
                 remedy=f"choose a multiple of {self.updates_per_step}: every update takes an equal number of groups",
+            )
+        if self.spare_groups > self.prompts_per_step:
+            raise ConfigError(
+                f"are more than prompts_per_step = {self.prompts_per_step}: one step could not take them all back",
+                setting="Phase.spare_groups",
+                value=self.spare_groups,
+                remedy=f"choose at most {self.prompts_per_step}; an eighth of prompts_per_step is usual",
+            )
+        if self.spare_groups and self.steps < self.staleness + 2:
+            raise ConfigError(
+                f"can have no effect in {self.steps} steps at staleness = {self.staleness}: no step is left that could "
+                "take back what is put off",
+                setting="Phase.spare_groups",
+                value=self.spare_groups,
+                remedy="set it to 0",
             )
         if self.stop_at_reward is not None and not self.eval_every:
             raise ConfigError(
@@ -299,7 +316,13 @@ class Recipe:
             for i, p in enumerate(self.phases)
             for text in p.algorithm.check(p.setup(self.max_turns, first=i == 0, environment=self.env.name))
         ]
-        return [*self.env.warnings(), *said]
+        short = [
+            f"phase {p.name}: spare_siblings = {p.spare_siblings} lets the slowest answers go for good: short ones are "
+            "trained on more often than they are given (spare_groups brings slow groups back)"
+            for p in self.phases
+            if p.spare_siblings
+        ]
+        return [*self.env.warnings(), *said, *short]
 
     def _lengths(self, phase: Phase) -> tuple[int, int, int]:
         """Siblings that must stand in one row; tokens of their prompt, and of what each says, in the worst case."""

@@ -133,12 +133,12 @@ class Barrier:
 
     def __init__(self, episodes: int, hold: Callable[[], Callable[[], None]] | None = None) -> None:
         self._expected, self._hold = episodes, hold
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[tuple[int, int, int], asyncio.Future[None]]] = []
 
     async def arrive(self, key: Key) -> None:
         """Wait for the others."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((key.group, key.sibling, future))
+        self._waiting.append(((key.step, key.group, key.sibling), future))
         self._open()
         await future
 
@@ -150,7 +150,7 @@ class Barrier:
     def _open(self) -> None:
         if len(self._waiting) >= self._expected:
             release = self._hold() if self._hold else None
-            for *_, future in sorted(self._waiting, key=lambda w: w[:2]):
+            for _, future in sorted(self._waiting, key=lambda w: w[0]):
                 if not future.done():
                     future.set_result(None)
             if release:  # behind the episodes, which submit their first prompts now

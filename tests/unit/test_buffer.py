@@ -118,22 +118,23 @@ class Trainer:
     def __init__(self, background, stream, staleness, latency=lambda: 0.0, first=0):
         self.now, self.ages, self.dealt, self.cancelled, self.latency = first, {}, {}, [], latency
 
-        def start(step, tasks, first):
+        def start(due, wanted):
+            step = due[0].step if due else first
             self.ages[step] = step - self.now
-            self.dealt[step] = self.dealt.get(step, []) + tasks
-            return self.groups(step, tasks, first)
+            self.dealt[step] = self.dealt.get(step, []) + [d.task for d in due]
+            return self.groups(due)
 
         self.buffer = Buffer(background, stream, start, prompts_per_step=PROMPTS, staleness=staleness, num_steps=STEPS)
 
-    async def groups(self, step, tasks, first):
-        async def one(i, task):
+    async def groups(self, due):
+        async def one(d):
             await asyncio.sleep(self.latency())
-            return Group(task, step, i, ())
+            return Group(d.task, d.step, d.index, ())
 
         try:
-            return list(await asyncio.gather(*(one(first + i, t) for i, t in enumerate(tasks))))
+            return list(await asyncio.gather(*map(one, due)))
         except asyncio.CancelledError:
-            self.cancelled.append(step)
+            self.cancelled.append(due[0].step)
             raise
 
     def run(self, until=STEPS):
@@ -143,6 +144,10 @@ class Trainer:
             trained.append([g.task for g in self.buffer.collect(self.now, 30)])
             self.now += 1
         return trained
+
+
+def waiting(buffer):
+    return buffer.row()["groups/waiting_n"]
 
 
 def in_order(num_steps=STEPS):
@@ -156,7 +161,7 @@ def test_tasks_belong_to_steps_whatever_the_latencies(make_background, staleness
     trainer = Trainer(make_background(), TaskStream(SPEC, 0, 0.1), staleness, lambda: rng.random() * 0.03)
     assert trainer.run() == in_order()
     assert trainer.dealt == dict(enumerate(in_order()))
-    assert trainer.buffer.num_waiting == 0
+    assert waiting(trainer.buffer) == 0
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -170,11 +175,11 @@ def test_the_age_bound_is_held_and_reached(make_background, staleness):
 
 def test_groups_ahead_are_counted_as_waiting(make_background):
     trainer = Trainer(make_background(), TaskStream(SPEC, 0, 0.1), staleness=2)
-    waiting = []
+    found = []
     for step in range(STEPS):
         trainer.run(step + 1)
-        waiting.append(trainer.buffer.num_waiting)
-    assert waiting == [6, 6, 6, 6, 3, 0]
+        found.append(waiting(trainer.buffer))
+    assert found == [6, 6, 6, 6, 3, 0]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -196,9 +201,9 @@ def test_cancel_puts_the_stream_back(make_background, staleness):
     before = trainer.run(2)
     slow[0] = 60.0
     trainer.buffer.fill(2)
-    assert trainer.buffer.num_waiting == PROMPTS * (staleness + 1)
+    assert waiting(trainer.buffer) == PROMPTS * (staleness + 1)
     trainer.buffer.cancel()
-    assert trainer.buffer.num_waiting == 0
+    assert waiting(trainer.buffer) == 0
     again = Trainer(make_background(), stream, staleness, first=2)
     assert before + again.run() == in_order()
 
@@ -233,11 +238,11 @@ def test_further_groups_take_the_next_tasks_and_go_on_counting(make_background, 
     dealt = [next(stream) for _ in range(PROMPTS * (staleness + 1))]
     groups = trainer.buffer.collect(0, 30)
     for num in (2, 1):
-        groups += trainer.buffer.more(0, num, len(groups), 30)
+        groups += trainer.buffer.more(0, num, 30)
         dealt += [next(stream) for _ in range(num)]
     assert [g.index for g in groups] == list(range(PROMPTS + 3)) and {g.step for g in groups} == {0}
     assert [g.task for g in groups] == dealt[:PROMPTS] + dealt[-3:]
-    assert trainer.buffer.num_waiting == PROMPTS * staleness
+    assert waiting(trainer.buffer) == PROMPTS * staleness
 
     # the steps that were in flight keep their tasks, later ones follow
     trainer.now = 1
@@ -247,7 +252,7 @@ def test_further_groups_take_the_next_tasks_and_go_on_counting(make_background, 
 
 def test_more_of_no_groups_is_nothing(make_background):
     trainer = Trainer(make_background(), TaskStream(SPEC, 0, 0.1), 0)
-    assert trainer.buffer.more(0, 0, 3, 30) == []
+    assert trainer.buffer.more(0, 0, 30) == []
     assert trainer.run() == in_order()
 
 
@@ -255,7 +260,7 @@ def test_after_a_save_further_groups_are_not_drawn_again(make_background):
     """Where nothing is in flight the position stands behind them."""
     trainer = Trainer(make_background(), TaskStream(SPEC, 0, 0.1), 0)
     trainer.run(1)
-    extra = [g.task for g in trainer.buffer.more(0, 2, PROMPTS, 30)]
+    extra = [g.task for g in trainer.buffer.more(0, 2, 30)]
     stream = TaskStream(SPEC, 0, 0.1)
     stream.restore(trainer.buffer.position())
     after = Trainer(make_background(), stream, 0, first=1).run()
@@ -266,4 +271,4 @@ def test_after_a_save_further_groups_are_not_drawn_again(make_background):
 def test_hanging_further_groups_name_their_step(make_background):
     trainer = Trainer(make_background(), TaskStream(SPEC, 0, 0.1), 0, lambda: 60.0)
     with pytest.raises(HangError, match="further groups of step 4"):
-        trainer.buffer.more(3, 2, 0, 0.1)
+        trainer.buffer.more(3, 2, 0.1)
