@@ -21,13 +21,17 @@ def is_empty(result: Credit, e: Episodes) -> bool:
 
 
 def could_teach(algorithm: Algorithm, e: Episodes, memory: Memory) -> bool:
-    """Whether credit would keep anything of these episodes had they gone as well as can be: no answer cut, good and bad
-    ones in every group, the sampler as the trainer."""
+    """Whether credit would keep anything of these episodes had they gone as well as can be: every one short and not cut,
+    good and bad ones in every group, the sampler as the trainer."""
     return not is_empty(algorithm.credit(at_best(algorithm, e), memory), e)
 
 
 def at_best(algorithm: Algorithm, e: Episodes) -> Episodes:
-    """The episodes with rewards evenly spaced over 1 in every group, around the middle of what a filter asks for."""
+    """The first sampled token of each episode, with rewards evenly spaced over 1 in every group, around the middle of what a
+    filter asks for."""
+    sampled = e.mask & ~e.expert
+    first = np.where(sampled.any(1, keepdims=True), sampled, e.mask)
+    first &= first.cumsum(1) == 1
     low, high = getattr(algorithm, "solve_range", None) or (0.0, 1.0)
     rewards = np.zeros(e.num)
     for group in np.unique(e.groups):
@@ -38,6 +42,8 @@ def at_best(algorithm: Algorithm, e: Episodes) -> Episodes:
     by_turn[np.arange(e.num), e.num_turns - 1] = rewards
     return dataclasses.replace(
         e,
+        mask=first,
+        turns=np.where(first, e.turns, -1),
         rewards=rewards,
         turn_rewards=by_turn,
         success=rewards >= rewards.mean(),

@@ -60,6 +60,14 @@ def test_answers_that_are_all_cut_are_nobodys_fault():
     assert is_empty(algorithm.credit(e, {}), e) and could_teach(algorithm, e, {})
 
 
+def test_answers_that_are_all_too_long_are_nobodys_fault():
+    algorithm = Grpo(wrong_max_tok=2, right_max_tok=2)
+    e = episodes(algorithm, 0.0, 0.0, 1.0, 1.0)
+    assert is_empty(algorithm.credit(e, {}), e) and could_teach(algorithm, e, {})
+    never = Grpo(wrong_max_tok=1, right_max_tok=1)
+    assert not could_teach(never, e, {})
+
+
 @pytest.mark.parametrize("algorithm", [ELSEWHERE, NEVER_ONE], ids=["routing", "filter"])
 def test_what_can_never_teach_is_known(algorithm):
     e = episodes(algorithm, 0.0, 0.0, 1.0, 1.0)
@@ -74,12 +82,12 @@ def test_recorded_turns_of_weight_0_can_never_teach():
     assert is_empty(Sft().credit(e, {}), e) and not could_teach(Sft(), e, {})
 
 
-def test_the_best_case_changes_rewards_and_nothing_else():
+def test_the_best_case_is_one_token_with_rewards_that_differ():
     e = episodes(DROP, 0.0, 0.0, 0.0, 0.0)
     best = at_best(Grpo(solve_range=(0.25, 0.75)), e)
     np.testing.assert_allclose(best.rewards.reshape(3, 4), [[0, 1 / 3, 2 / 3, 1]] * 3)
     np.testing.assert_allclose(best.turn_rewards.sum(1), best.rewards)
-    assert best.mask is e.mask and best.sampler_logp is e.sampler_logp
+    assert (best.mask.sum(1) == 1).all() and best.sampler_logp is e.sampler_logp
 
 
 def step(model, params, algorithm, *rewards):
