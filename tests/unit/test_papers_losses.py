@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rolljax import cli
 from rolljax.errors import ConfigError
 from rolljax.trainer import objectives, shaping, vocab
-from rolljax.trainer.algorithms.base import Law, PolicyGradient
+from rolljax.trainer.algorithms.base import Law, PolicyGradient, Setup
 from rolljax.trainer.algorithms.cispo import Cispo
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
 from rolljax.trainer.algorithms.grpo import Grpo
@@ -458,3 +459,35 @@ def test_defaults_are_the_papers_or_say_why_not(cls):
     for name, stated in cls.paper.items():
         equal = getattr(cls(), name) == stated.value
         assert equal != bool(stated.why), f"{cls.__name__}.{name}"
+
+
+# ---- settings that cannot work, and the preset -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["length_reward", "difficulty_weight"])
+def test_what_compares_siblings_needs_some(name):
+    algorithm = Reinforce(**{name: True})
+    with pytest.raises(ConfigError, match=name):
+        algorithm.check(Setup(group_size=1))
+    algorithm.check(Setup(group_size=2))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"sft_coef": -0.1}, {"length_reward": -0.5}, {"wrong_max_tok": 0}, {"right_max_tok": -1}]
+)
+def test_tricks_out_of_range_are_refused(bad):
+    with pytest.raises(ConfigError, match=f"Reinforce.{next(iter(bad))}"):
+        Reinforce(**bad)
+
+
+@pytest.mark.parametrize("bad", [{"mean": "batch"}, {"std": "batch"}, {"whiten": True}])
+def test_the_order_says_what_reinforce_pp_normalises(bad):
+    with pytest.raises(ConfigError, match="order"):
+        ReinforcePP(**bad)
+
+
+def test_the_law_of_tricks_or_traps_is_a_preset():
+    """arXiv 2508.08221, section 3: temperature .99, top-p .99, top-k 100."""
+    setting = 'grpo.Grpo.anchor = "proximal"'
+    phase = cli.load_recipe(["quickstart", "laws/tricks_or_traps"], [setting]).value.phases[-1]
+    assert (phase.temperature, phase.top_p, phase.top_k) == (0.99, 0.99, 100)
