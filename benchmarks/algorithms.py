@@ -161,7 +161,7 @@ def surrogate_runs(seeds: int, steps: int) -> Iterable[Run]:
         for lag in LAGS:
 
             def go(advance: Advance, cls: type[Any] = cls, lag: int = lag) -> Numbers:
-                algorithm = cls(mean="batch", std="none")
+                algorithm = cls(mean="batch", std="none", aggregation="token-mean")
                 problem = lambda s: toys.Bandit(s, group_size=64)  # noqa: E731
                 return success(
                     toys.train(problem, algorithm, seeds=seeds, steps=steps, lr=12, lag=lag, advance=advance)
@@ -181,7 +181,7 @@ def stale_runs(seeds: int, steps: int) -> Iterable[Run]:
 
             def go(advance: Advance, cls: type[Any] = cls, kind: str = kind, lag: int = lag) -> Numbers:
                 problem, lr = problems[kind]
-                algorithm = cls(mean="none", std="none")
+                algorithm = cls(mean="none", std="none", aggregation="token-mean")
                 h = toys.train(problem, algorithm, seeds=seeds, steps=steps, lr=lr, lag=lag, advance=advance)
                 return {
                     "largest_logit": curve(h.measured["largest_logit"]),
@@ -216,7 +216,7 @@ def guess_runs(seeds: int, steps: int) -> Iterable[Run]:
     for gamma in (0.9, 1.0):
 
         def go(advance: Advance, gamma: float = gamma) -> Numbers:
-            h = toys.train(toys.GuessTheNumber, ReBn(gamma=gamma), seeds=seeds, steps=steps, lr=20, advance=advance)
+            h = toys.train(toys.GuessTheNumber, ReBn(gamma=gamma), seeds=seeds, steps=steps, lr=100, advance=advance)
             return {
                 "turns": curve(h.measured["turns"]),
                 "final_turns": round(float(h.measured["turns"][:, -1].mean()), 3),

@@ -507,7 +507,8 @@ def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 
     members = [[n for n in range(g, g + size) if keep[n]] for g in range(0, num, size)]
     kept = [group for group in members if group]
     scale = np.zeros(mask.shape)
-    scales = token_scales([[mask[n] for n in group] for group in kept], algorithm.aggregation, e.limit_tok)
+    masks, turns = ([[x[n] for n in group] for group in kept] for x in (mask, e.turns))
+    scales = token_scales(masks, algorithm.aggregation, e.limit_tok, turns)
     for group, values in zip(kept, scales, strict=True):
         scale[group] = values
     sequence = np.broadcast_to(1 + np.arange(num)[:, None] % size, mask.shape)
@@ -519,6 +520,7 @@ def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 
         "ref_logp": e.ref_logp,
         "weights": credit.weights,
         "entropy_weights": credit.entropy_weights,
+        "rewards": credit.rewards,
         **_critic_columns(algorithm, e, credit, mask),
     }
     ints = {

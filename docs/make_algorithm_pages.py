@@ -100,8 +100,7 @@ AttentionRhythm: When one reward for a long answer shall be spent on the tokens 
 SegmentReward: When a policy trained on preferences is at hand as a scorer, and answers have good and bad parts:
   segments that contradict the outcome get no gradient.
 TurnReinforce: The baseline for several turns. Simple and unbiased; high variance, as nothing is subtracted.
-ReBn: Several turns with rewards along the way, any discount, no groups. In environments with a limit on turns set
-  `mask_truncated = False`: running out of turns is a failure to learn from.
+ReBn: Several turns with rewards along the way, any discount, no groups.
 GiGpo: Several turns with one reward at the end, where siblings come back to the same states: those turns are compared
   with each other. It needs environments whose observations repeat exactly.
 Ipa: Long episodes with tools and a reward at the end: credit, ratio and filter per turn, which is what the
@@ -349,7 +348,7 @@ def coefficients(algorithm: Algorithm) -> dict[tuple[float, float], float]:
     a, r = (jnp.float32(x)[:, None] for x in zip(*cases, strict=True))
     logp = jnp.full(a.shape, -2.0)
     anchor = logp - jnp.log(r)
-    batch = batch_of(a.shape, advantages=a, sampler_logp=anchor, trainer_logp=anchor)
+    batch = batch_of(a.shape, advantages=a, rewards=a, sampler_logp=anchor, trainer_logp=anchor)
 
     def loss(logp: jax.Array) -> jax.Array:
         return algorithm.objective(Policy(logp, jnp.zeros_like(logp), jnp.zeros_like(logp)), batch).loss.sum()

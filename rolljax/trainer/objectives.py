@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from rolljax.errors import ConfigError
 
-Level = Literal["token", "chunk", "sequence", "product"]
+Level = Literal["token", "chunk", "sequence", "trajectory"]
 KlKind = Literal["k1", "abs", "k2", "k3"]
 
 LOG_RATIO_LIMIT = 30.0
@@ -66,8 +66,8 @@ def log_ratio(
       logp_BT, anchor_logp_BT: `[B, T]` float32, nats; may be anything outside of the mask.
       mask_BT: `[B, T]` bool, the tokens that count.
       level: "token", each token its own; "chunk" and "sequence", the mean over the tokens of the chunk (ratio:
-        geometric mean; IPA) or of the sequence (GSPO, arXiv 2507.18071), the same at each of its tokens; "product", the
-        sum over the sequence (the ratio of whole trajectories).
+        geometric mean; IPA) or of the sequence (GSPO, arXiv 2507.18071), the same at each of its tokens; "trajectory",
+        the sum over the sequence (ratio: product; TOPR).
       sequence_ids_BT, chunk_ids_BT: `[B, T]` int32 as in `segment_sum`; read by the level that needs them.
 
     Returns: within +-`LOG_RATIO_LIMIT`. At level "token" 0 outside of the mask.
@@ -81,10 +81,10 @@ def log_ratio(
         delta_BT = segment_mean(delta_BT, chunk_ids_BT, mask_BT)
     elif level == "sequence":
         delta_BT = segment_mean(delta_BT, sequence_ids_BT, mask_BT)
-    elif level == "product":
+    elif level == "trajectory":
         delta_BT = segment_sum(delta_BT, sequence_ids_BT)
     elif level != "token":
-        remedy = '"token", "chunk", "sequence" or "product"'
+        remedy = '"token", "chunk", "sequence" or "trajectory"'
         raise ConfigError("is not a level of the ratio", setting="level", value=level, remedy=remedy)
     return jnp.clip(delta_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 

@@ -486,7 +486,7 @@ def policy_loss(
     for n, episode in enumerate(episodes):
         logp, still, other = flat(episode, "logp"), frozen(episode), flat(episode, anchor)
         members = units(episode, level, valid[n] if ratio_over == "valid" else None)
-        joined = math.fsum if level == "product" else mean
+        joined = math.fsum if level == "trajectory" else mean
         good = float(episode["reward"]) > 0
         mine = {**settings, "good": good} if split == "reward" else settings
         for t in range(length(episode)):
@@ -500,7 +500,7 @@ def policy_loss(
             loss += share * factors[n][t] * token.loss
             grad[n][t] += share * factors[n][t] * token.by_logp
             for u in members[t]:
-                slope = token.by_log_ratio if level == "product" else token.by_log_ratio / size
+                slope = token.by_log_ratio if level == "trajectory" else token.by_log_ratio / size
                 grad[n][u] += share * factors[n][t] * slope
             if sft and good:
                 loss -= share * sft * logp[t]
@@ -652,7 +652,7 @@ def cispo(episodes: list[Episode], **options: Any) -> Result:
 
 def topr(episodes: list[Episode], **options: Any) -> Result:
     """Tapered by the trajectory's ratio where the reward is not positive; `A = R` unless told otherwise."""
-    defaults = {"level": "product", "split": "reward", "aggregation": "seq-mean-token-sum"}
+    defaults = {"level": "trajectory", "split": "reward", "aggregation": "seq-mean-token-sum"}
     return outcome(episodes, **with_defaults(options, surrogate="topr", centre="none", scale="none", **defaults))
 
 

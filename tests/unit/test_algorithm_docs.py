@@ -95,9 +95,11 @@ def test_a_page_explains_every_setting(cls):
 
 
 def test_docstrings_are_taken_apart():
-    paragraphs, meanings = pages.read_doc(topr.Topr, ["positive", "negative", "mean"])
-    assert len(paragraphs) == 1 and paragraphs[0].startswith("TOPR (arXiv 2503.14286): good tokens")
-    assert set(meanings) == {"positive", "negative"} and meanings["positive"].startswith("weights of the two halves")
+    paragraphs, meanings = pages.read_doc(topr.Topr, ["level", "positive", "negative", "mean"])
+    assert len(paragraphs) == 2 and paragraphs[0].startswith("TOPR (arXiv 2503.14286): trajectories of positive")
+    assert set(meanings) == {"level", "positive", "negative"} and meanings["positive"].startswith(
+        "weights of the two halves"
+    )
     inherited = pages.meanings_of(distill.Distill)
     assert inherited["tau"].startswith("temperature") and inherited["coef"] == "see above."
     assert pages.shown(DecoupledPpo().correction) == "Correction(weight_cap=2.0)"

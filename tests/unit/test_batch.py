@@ -90,7 +90,8 @@ def unpacked(rows):
 def expected(groups, aggregation, limit_tok):
     """Records of the samples as they are."""
     records = []
-    scales = token_scales([[s.mask for s in g] for g in groups], aggregation, limit_tok)
+    masks, turns = ([[x(s) for s in g] for g in groups] for x in (lambda s: s.mask, lambda s: s.turns))
+    scales = token_scales(masks, aggregation, limit_tok, turns)
     for s, scale in zip((s for g in groups for s in g), (x for g in scales for x in g), strict=True):
         turns = np.full(len(s.tokens), -1)
         turns[s.at] = s.turns
@@ -301,7 +302,7 @@ def test_a_batch_has_exactly_the_arrays_that_were_given():
     shape = PackShape(2, 1, 12)
     batch = pack([[plain]], shape, 1.0).batch
     optional = {"trainer_logp", "ref_logp", "weights", "entropy_weights", "returns", "old_values_C", "critic_weights_C"}
-    optional |= {"chosen_Lk"}
+    optional |= {"rewards", "chosen_Lk"}
     assert set(batch.arrays()) == set(ARRAYS) - optional
     assert all(a.shape == (2, 1, 12) for a in batch.arrays().values()) and not batch.advantages.any()
     for name in optional:

@@ -29,6 +29,7 @@ from rolljax.trainer.algorithms.lite_ppo import LitePpo
 from rolljax.trainer.algorithms.opd import Opd, Teacher
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.raft import RaftPP
+from rolljax.trainer.algorithms.rebn import ReBn
 from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.reinforce_pp import ReinforcePP
 from rolljax.trainer.algorithms.rft import Rft
@@ -46,7 +47,7 @@ GRPO = Grpo(aggregation="token-mean")
 MEANS: dict[str, Any] = {"aggregation": "seq-mean-token-mean"}
 NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}
 GROUP: dict[str, Any] = {"mean": "group", "std": "group"}
-PLAIN: dict[str, Any] = {"mean": "none", "std": "none"}
+SUMS: dict[str, Any] = {"aggregation": "seq-mean-token-sum"}
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
@@ -127,9 +128,9 @@ ON_POLICY = {
     "GRPO without a clip is REINFORCE": Same(Grpo(**NO_CLIP), Reinforce(**GROUP, **MEANS)),
     "GRPO inside its clip is REINFORCE": Same(GRPO, Reinforce(**GROUP)),
     "TIS is REINFORCE": Same(Tis(), Reinforce(**GROUP)),
-    "TOPR is REINFORCE": Same(Topr(), Reinforce(**GROUP)),
+    "TOPR is REINFORCE": Same(Topr(**GROUP), Reinforce(**GROUP, **SUMS)),
     "CISPO is REINFORCE": Same(Cispo(), Reinforce(**GROUP)),
-    "Kimi is REINFORCE with the group's mean": Same(Kimi(), Reinforce(mean="group")),
+    "Kimi is REINFORCE with the group's mean": Same(Kimi(), Reinforce(mean="group", **SUMS)),
     "GSPO is GRPO": Same(Gspo(), Grpo()),
     "RAFT++ on good answers is REINFORCE": Same(
         RaftPP(clip_high=None), Reinforce(**MEANS), groups=with_rewards(1.0, 0.5, 1.0, 2.0)
@@ -154,25 +155,32 @@ ALWAYS = {
     },
     "segment rewards that must keep all is GRPO": Same(SegmentReward(min_keep=1.0), Grpo(), exact=True),
     "TOPR of good answers is vanilla": Same(
-        Topr(**PLAIN), Reinforce(), exact=True, groups=with_rewards(1.0, 0.5, 1.0, 2.0)
+        Topr(), Reinforce(**SUMS), exact=True, groups=with_rewards(1.0, 0.5, 1.0, 2.0)
+    ),
+    "TOPR of single tokens is ROLL's": Same(Topr(), Topr(level="token"), groups=one_token),
+    "Kimi's square of one token is its own": Same(Kimi(), Kimi(square="token"), groups=one_token),
+    "turns divide as sequences where there is one": Same(
+        ReBn(), ReBn(aggregation="seq-sum-norm"), exact=True, groups=one_turn
     ),
     "GSPO of single tokens is PPO's clip": Same(
         Gspo(clip_low=0.2, clip_high=0.2, aggregation="token-mean"), GRPO, groups=one_token
     ),
     "IPA of one chunk is TOPR of sequences": Same(
         Ipa(failure=-1.0, correction=None, anchor="behaviour"),
-        SequenceTopr(**PLAIN),
+        SequenceTopr(aggregation="token-mean"),
         groups=with_rewards(1.0, -1.0, 0.5, -1.0, max_turns=1),
     ),
     "Dr. GRPO is GRPO without its divisors": Same(
         DrGrpo(), dataclasses.replace(GRPO, std="none"), factor=tokens_per_sequence_of
     ),
-    "RLOO is the group's mean times G/(G-1)": Same(Rloo(), Reinforce(mean="group"), factor=4 / 3),
+    "RLOO is the group's mean times G/(G-1)": Same(Rloo(), Reinforce(mean="group", **SUMS), factor=4 / 3),
     "decoupled PPO with one old policy is PPO's clip": Same(DecoupledPpo(), GRPO, episodes=proximal_is_behaviour),
     "CISPO without clips is TIS without a cap": Same(Cispo(**NO_CLIP), Tis(cap=1e9), exact=True),
     "PPO without clips weighs by the ratio": Same(Grpo(**NO_CLIP, aggregation="token-mean"), Tis(cap=1e9)),
     "Lite PPO of one group is GRPO": Same(LitePpo(), GRPO, exact=True, groups=one_group),
-    "REINFORCE++ of one group is GRPO": Same(ReinforcePP(), GRPO, exact=True, groups=one_group),
+    "REINFORCE++ of one group, rewards first, is GRPO": Same(
+        ReinforcePP(order="rewards"), GRPO, exact=True, groups=one_group
+    ),
     "GiGPO without turns is GRPO": Same(GiGpo(turn_weight=0.0), GRPO, exact=True),
     "AsyPPO without masks is PPO": Same(
         AsyPpo(mask_frac=0.0, entropy_mask_frac=0.0), Ppo(critic=Critic(num=2), entropy_coef=0.01)

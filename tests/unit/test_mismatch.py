@@ -1,5 +1,6 @@
 """Mismatch of trainer and sampler: levels, weights and filters, against hand-computed numbers and a loop."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rolljax.errors import ConfigError
-from rolljax.trainer.mismatch import Correction, levels_stats, log_ratio
+from rolljax.trainer.mismatch import Correction, log_ratio
 
 LEVELS = ["token", "segment", "geometric", "sequence"]
 # one trajectory: two sampled tokens, one of a tool (outside the mask), two sampled tokens
@@ -103,7 +104,7 @@ def test_corrections_are_the_loop(case, level, cap, ratio_band, prob_band):
     before = trainer.copy(), sampler.copy(), mask.copy(), turns.copy()
     weights, keep = Correction(level, cap, ratio_band, prob_band).apply(trainer, sampler, mask, turns)
     ratio = np.exp(pooled(trainer - sampler, mask, turns, level))
-    diff = np.exp(pooled(trainer, mask, turns, level)) - np.exp(pooled(sampler, mask, turns, level))
+    diff = pooled(np.exp(trainer) - np.exp(sampler), mask, turns, level)
     for place in np.ndindex(mask.shape):
         if not mask[place]:
             assert weights[place] == 0 and not keep[place]
@@ -130,14 +131,39 @@ def test_a_sampler_that_agrees_is_not_corrected(case, level):
 
 
 @given(cases())
-def test_one_filter_after_another(case):
+def test_several_at_once(case):
+    """Each sees the tokens that all see; weights are multiplied, and every filter must keep a token."""
     trainer, sampler, mask, turns = case
-    _, first = Correction("token", None, ratio_band=(0.5, 2)).apply(trainer, sampler, mask, turns)
-    _, both = Correction("segment", None, ratio_band=(0.9, 1.1)).apply(trainer, sampler, first, turns)
-    assert not (both & ~first).any()
-    # the second filter sees only what the first one left
-    want = pooled(trainer - sampler, first, turns, "segment")
-    np.testing.assert_allclose(log_ratio(trainer, sampler, first, turns, "segment"), want, atol=1e-9)
+    settings = (("token", 1.2, (0.5, 2)), ("segment", None, (0.9, 1.1)), ("sequence", 3.0, None))
+    alone = [Correction(*s).apply(trainer, sampler, mask, turns) for s in settings]
+    first, *others = (Correction(*s) for s in settings)
+    weights, keep = dataclasses.replace(first, also=tuple(others)).apply(trainer, sampler, mask, turns)
+    np.testing.assert_allclose(weights, np.prod([w for w, _ in alone], axis=0))
+    np.testing.assert_array_equal(keep, np.all([k for _, k in alone], axis=0))
+
+
+def test_weights_anywhere_are_weights():
+    filters = Correction(weight_cap=None, ratio_band=(0, 5))
+    assert not filters.weighs and not dataclasses.replace(filters, also=(filters,)).weighs
+    assert dataclasses.replace(filters, also=(Correction("sequence"),)).weighs
+
+
+def test_differences_of_probabilities_are_rolls():
+    """github.com/alibaba/ROLL, roll/utils/train_infer_corrections.py: token differences, their mean over a segment or a
+    sequence ("geometric"), or their sum over the sequence."""
+    apart = np.exp(TRAINER[0]) - np.exp(SAMPLER[0])
+    first, second = apart[:2].mean(), apart[3:].mean()
+    assert not np.isclose(first, np.exp(TRAINER[0, :2].mean()) - np.exp(SAMPLER[0, :2].mean()), rtol=1e-2)
+    for level, numbers in (
+        ("segment", [first, first, second, second]),
+        ("geometric", [apart[[0, 1, 3, 4]].mean()] * 4),
+        ("sequence", [apart[[0, 1, 3, 4]].sum()] * 4),
+    ):
+        for number in numbers:
+            kept = Correction(level, None, prob_band=(number - 1e-9, number + 1e-9)).apply(
+                TRAINER, SAMPLER, MASK, TURNS
+            )[1]
+            np.testing.assert_array_equal(kept[0, [0, 1, 3, 4]], np.isclose(numbers, number))
 
 
 @given(cases(size=1000.0))
@@ -146,31 +172,6 @@ def test_stays_finite_however_far_apart(case):
     for level in LEVELS:
         weights, keep = Correction(level, ratio_band=(0, 5), prob_band=(-1, 1)).apply(trainer, sampler, mask, turns)
         assert np.isfinite(weights).all() and (weights <= 1.2).all() and not (keep & ~mask).any()
-    assert all(math.isfinite(v) and v < np.finfo(np.float32).max for v in levels_stats(*case).values())
-
-
-def test_stats():
-    got = levels_stats(TRAINER, SAMPLER, MASK, TURNS)
-    gap = np.array([0.1, 0.3, 0.0, -0.4])
-    assert got["mismatch/start_k3_nat"] == pytest.approx(np.mean(np.exp(gap) - gap - 1))
-    want = {"token": (0.2, math.exp(0.3)), "segment": (0.2, 1.221403), "geometric": (0, 1), "sequence": (0, 1)}
-    for level, (mean, largest) in want.items():
-        assert got[f"mismatch/{level}_abs_nat"] == pytest.approx(mean, abs=1e-9)
-        assert got[f"mismatch/{level}_ratio_max"] == pytest.approx(largest, abs=1e-6)
-    nothing = levels_stats(TRAINER, SAMPLER, np.zeros_like(MASK), TURNS)
-    assert nothing.keys() == got.keys() and set(nothing.values()) == {0.0, 1.0}
-    below = levels_stats(SAMPLER - 0.5, SAMPLER, MASK, TURNS)
-    assert below["mismatch/token_ratio_max"] == pytest.approx(math.exp(-0.5))
-
-
-@given(cases())
-def test_stats_are_token_means(case):
-    trainer, sampler, mask, turns = case
-    got = levels_stats(*case)
-    for level in LEVELS:
-        values = pooled(trainer - sampler, mask, turns, level)[mask]
-        assert got[f"mismatch/{level}_abs_nat"] == pytest.approx(np.abs(values).mean() if values.size else 0, abs=1e-9)
-        assert got[f"mismatch/{level}_ratio_max"] == pytest.approx(np.exp(values.max()) if values.size else 1)
 
 
 def test_float32_log_probs_are_subtracted_in_float64():

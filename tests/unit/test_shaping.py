@@ -17,6 +17,7 @@ from rolljax.trainer.shaping import (
     difficulty_mask,
     kl_estimate,
     kl_in_reward,
+    length_reward,
     overlong_penalty,
     sample_weights,
     select_for_imitation,
@@ -147,6 +148,13 @@ def test_difficulty_and_degenerate_are_the_loops(case):
 def test_degenerate_ignores_rounding():
     rewards, groups = np.array([0.3, 0.1 + 0.2, 1e-9, 0.0]), np.array([0, 0, 1, 1])
     np.testing.assert_array_equal(degenerate(rewards, groups), [True, True, False, False])
+
+
+def test_length_reward_is_kimis():
+    """arXiv 2501.12599, section 2.3.3; the same in github.com/huggingface/open-r1, src/open_r1/rewards.py, len_reward."""
+    lengths, groups = np.array([10, 20, 40, 10, 40, 7, 7]), np.array([0, 0, 0, 1, 1, 2, 2])
+    solved = np.array([1, 1, 1, 0, 0, 1, 0], bool)
+    np.testing.assert_allclose(length_reward(lengths, solved, groups), [0.5, 0.5 - 1 / 3, -0.5, 0, -0.5, 0, 0])
 
 
 def test_sample_weights():

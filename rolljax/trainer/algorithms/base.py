@@ -252,8 +252,8 @@ class PolicyGradient(Algorithm):
     ratio_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that act on the ratio and can be switched off with None."""
     level: ClassVar[objectives.Level] = "token"
-    """What the ratio is taken over: a token; the geometric mean of a turn or of the whole trajectory ("chunk",
-    "sequence"); the product over the trajectory."""
+    """What the ratio is taken over: a token; the geometric mean of a turn ("chunk") or of the whole trajectory
+    ("sequence"); the product over the trajectory ("trajectory")."""
 
     # ---- what an algorithm writes -----------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ class ReinforcePP(ClippedRatio):
     order: Literal["tokens", "rewards"] = "tokens"
     mean: Mean = "none"
     std: Std = "none"
-    whiten: bool = True
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "order": Stated("tokens", f"arXiv 2501.03262, eq. 8 to 10; {_CODE}"),
@@ -50,7 +49,7 @@ class ReinforcePP(ClippedRatio):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, only in (("mean", "none"), ("std", "none"), ("whiten", True)):
+        for name, only in (("mean", "none"), ("std", "none"), ("whiten", False)):
             if getattr(self, name) != only:
                 raise self.refuse(name, "can have no effect: `order` says what is normalised", f"leave it at {only!r}")
 

@@ -24,12 +24,12 @@ class Topr(OutcomeGradient):
     The reward is the advantage: failures must have a negative one, or there must be a baseline (`mean`), to be pushed
     away at all.
 
-    level: what the ratio is of: the whole trajectory (`product`, the paper's), each `token` (ROLL), or the geometric
-      mean over a trajectory (`sequence`).
+    level: what the ratio is of: the whole trajectory (the product over its tokens, as in the paper), each `token` (as
+      in ROLL), or the `sequence` (the geometric mean).
     positive, negative: weights of the two halves (1, 1 is the paper's; others are "weighted TOPR").
     """
 
-    level: objectives.Level = "product"  # type: ignore[misc]
+    level: objectives.Level = "trajectory"  # type: ignore[misc]
     aggregation: Aggregation = "seq-mean-token-sum"
     mean: Mean = "none"
     std: Std = "none"
@@ -37,7 +37,7 @@ class Topr(OutcomeGradient):
     negative: float = 1.0
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "level": Stated("product", "arXiv 2503.14286, eq. 8: pi(tau)/mu(tau) of the trajectory"),
+        "level": Stated("trajectory", "arXiv 2503.14286, eq. 8: pi(tau)/mu(tau) of the trajectory"),
         "aggregation": Stated("seq-mean-token-sum", "arXiv 2503.14286, eq. 8: the gradient of log pi(tau)"),
         "mean": Stated("none", "arXiv 2503.14286, eq. 8: R(tau) itself"),
         "std": Stated("none", "arXiv 2503.14286, eq. 8: R(tau) itself"),
