@@ -17,7 +17,7 @@ from rolljax.trainer.algorithms.rft import Rft
 from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.paper import Stated
 
-FINDS = Stated(None, "arXiv 2411.00809, abstract: segments end where the token reward changes, by meaning")
+STATED = {"reward_beta": Stated(0.1, "arXiv 2305.18290, appendix B: that of the policy whose implicit reward it is")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SegmentReward(_SegmentedGradient, Grpo):
       min_keep: an answer of which less would be left is not masked at all.
     """
 
-    paper: ClassVar[Mapping[str, Stated]] = {"delta": FINDS}
+    paper: ClassVar[Mapping[str, Stated]] = STATED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SegmentPpo(_SegmentedGradient, Ppo):
       left is not masked at all.
     """
 
-    paper: ClassVar[Mapping[str, Stated]] = {"delta": FINDS}
+    paper: ClassVar[Mapping[str, Stated]] = STATED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class SegmentDpo(_Segmented, Dpo):
       left is not masked at all.
     """
 
-    paper: ClassVar[Mapping[str, Stated]] = {"delta": FINDS}
+    paper: ClassVar[Mapping[str, Stated]] = STATED
 
     def credit(self, e: Episodes, memory: Memory) -> Credit:
         credit = super().credit(e, memory)
@@ -134,8 +134,9 @@ class SegmentDpo(_Segmented, Dpo):
 class SegmentPairDpo(SegmentDpo):
     """DPO (arXiv 2305.18290) with adaptive segment-wise reward (arXiv 2411.00809) on recorded pairs of answers."""
 
+    paper: ClassVar[Mapping[str, Stated]] = STATED
+
     source: ClassVar[Source] = "pairs"
-    paper: ClassVar[Mapping[str, Stated]] = {"delta": FINDS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,7 @@ class SegmentRft(_Segmented, Rft):
       left is not masked at all.
     """
 
-    paper: ClassVar[Mapping[str, Stated]] = {"delta": FINDS}
+    paper: ClassVar[Mapping[str, Stated]] = STATED
 
     def credit(self, e: Episodes, memory: Memory) -> Credit:
         credit = super().credit(e, memory)
