@@ -148,6 +148,7 @@ class SegmentRft(_Segmented, Rft):
     reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends
       (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of which less would be
       left is not masked at all.
+    cap: answers of a prompt, at most. similarity: an answer whose text is as like another as this is left out.
     """
 
     paper: ClassVar[Mapping[str, Stated]] = STATED
