@@ -99,6 +99,10 @@ AttentionRhythm: When one reward for a long answer shall be spent on the tokens 
   costs one forward pass of a few layers with explicit attention.
 SegmentReward: When a policy trained on preferences is at hand as a scorer, and answers have good and bad parts:
   segments that contradict the outcome get no gradient.
+SegmentPpo: As `SegmentReward`, with a critic for a baseline: it sees every token, the policy the segments that agree.
+SegmentDpo: As `Dpo`, where answers of a pair have parts in common with good and bad ones, and a scorer can tell them.
+SegmentPairDpo: As `SegmentDpo`, when pairs have been recorded already.
+SegmentRft: As `Rft`, where right answers contain detours, and a scorer can tell them.
 TurnReinforce: The baseline for several turns. Simple and unbiased; high variance, as nothing is subtracted.
 ReBn: Several turns with rewards along the way, any discount, no groups.
 GiGpo: Several turns with one reward at the end, where siblings come back to the same states: those turns are compared

@@ -155,7 +155,6 @@ INERT_ALONE = {
     "lookback",
     "min_segment",
     "min_keep",
-    "beta",  # of segment rewards: it moves thresholds that are relative, too
     "alpha",
     "tau",
     "top_k",  # inside the model's divergence
@@ -180,7 +179,8 @@ def fingerprint(cls, **settings):
     objective = Objective(algorithm)
     packed = objective.rows(kept)
     total, (grad, *rest), _ = objective(packed, moved(kept))
-    return (total, *[float(np.abs(g).sum()) for part in (grad, *rest) for g in part], algorithm.needs())
+    targets = [float(np.abs(s.columns["returns"]).sum()) for g in kept for s in g if "returns" in s.columns]
+    return (total, *[float(np.abs(g).sum()) for part in (grad, *rest) for g in part], *targets, algorithm.needs())
 
 
 # ---- the objective --------------------------------------------------------------------------------------------------

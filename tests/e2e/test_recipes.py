@@ -37,6 +37,9 @@ RECIPES = {
     "algorithms/decoupled_ppo": (RL, {"policy/ratio_mean"}),
     "sft_dpo_grpo": (RL | DPO, {"optim/grad_norm"}),
     "distill": (DISTILL | {"Distill.top_k": 8}, {"distill/divergence_nat"}),
+    "algorithms/segment_ppo": (RL | DPO | {"Critic.warmup_steps": 1}, {"credit/segment_frac", "critic/loss"}),
+    "algorithms/segment_dpo": (RL | DPO, {"credit/segment_frac", "preference/margin_nat"}),
+    "algorithms/segment_rft": (RL | DPO, {"credit/segment_frac"}),
     "reward_model_ppo": (
         RL
         | {"reward_model/Phase.steps": 2, "reward_model/Phase.prompts_per_step": 8}

@@ -183,7 +183,8 @@ ALWAYS = {
     ),
     "GiGPO without turns is GRPO": Same(GiGpo(turn_weight=0.0), GRPO, exact=True),
     "AsyPPO without masks is PPO": Same(
-        AsyPpo(mask_frac=0.0, entropy_mask_frac=0.0), Ppo(critic=Critic(num=2), entropy_coef=0.01)
+        AsyPpo(mask_frac=0.0, entropy_mask_frac=0.0),
+        Ppo(critic=Critic(num=2), entropy_coef=0.01, whiten=False, aggregation="seq-mean-token-mean"),
     ),
     "two critics that agree are one": Same(Ppo(critic=Critic(num=2)), Ppo(), episodes=alike),
     "REINFORCE of turns is REINFORCE, if there is one": Same(TurnReinforce(), Reinforce(), exact=True, groups=one_turn),
@@ -313,7 +314,8 @@ def test_the_entropy_bonus_is_the_same_for_both_ppos():
     logps = policy(groups, 0, True)
     two = Critic(num=2)
     _, left = gradients(AsyPpo(mask_frac=0.0, entropy_mask_frac=0.0, critic=two), groups, 0, as_they_are, logps)
-    _, right = gradients(Ppo(critic=two, entropy_coef=0.01), groups, 0, as_they_are, logps)
+    ppo = Ppo(critic=two, entropy_coef=0.01, aggregation="seq-mean-token-mean")
+    _, right = gradients(ppo, groups, 0, as_they_are, logps)
     for a, b in zip(left, right, strict=True):
         assert (a[1] < 0).all()
         np.testing.assert_array_equal(a[1], b[1])

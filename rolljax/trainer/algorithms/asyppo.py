@@ -37,11 +37,11 @@ class AsyPpo(Ppo):
     aggregation: Aggregation = "seq-mean-token-mean"
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "critic.num": Stated(2, "arXiv 2510.01656, section 5 and figure 9 (b)"),
-        "critic.shard": Stated("response", "arXiv 2510.01656, section 4.1: every prompt's responses, dealt out evenly"),
-        "critic.first": Stated(True, "arXiv 2510.01656, algorithm 1: critics, then values, GAE and masks, then policy"),
-        "critic.epochs": Stated(4, "arXiv 2510.01656, section 5: updates to data 4"),
-        "critic.clip": Stated(None, "arXiv 2510.01656, section 4.1: the plain squared error to the return"),
+        "critic": Stated(
+            Critic(num=2, epochs=4, first=True),
+            "arXiv 2510.01656: two (figure 9 b), each on its own share of every prompt's responses (section 4.1), "
+            "updates to data 4 (section 5), before values, GAE and masks (algorithm 1)",
+        ),
         "value_lam": Stated(1.0, "arXiv 2510.01656, section 4.1: the target R_t is the Monte-Carlo return"),
         "mask_frac": Stated(0.2, "arXiv 2510.01656, figure 10 (left)"),
         "entropy_mask_frac": Stated(0.2, "arXiv 2510.01656, figure 10 (middle)"),

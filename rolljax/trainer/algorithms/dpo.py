@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import jax
@@ -15,6 +16,7 @@ from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import Algorithm, Frozen, Memory, Needs, Policy, Setup, Source, TokenLoss
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.paper import Stated
 
 
 def pairs(e: Episodes, source: Source) -> tuple[np.ndarray, np.ndarray]:
@@ -35,6 +37,15 @@ def check_pairs(source: Source, setup: Setup) -> None:
             value=setup.group_size,
             remedy="set group_size = 2" if source == "pairs" else "set group_size to 2 or more; 8 gives clearer pairs",
         )
+
+
+STATED = {
+    "loss": Stated("sigmoid", "arXiv 2305.18290, equation 7"),
+    "beta": Stated(0.1, "arXiv 2305.18290, appendix B"),
+    "label_smoothing": Stated(0.0, "arXiv 2305.18290, equation 7: labels are taken as they are"),
+    "sft_coef": Stated(0.0, "arXiv 2305.18290, equation 7: no term beside the preference"),
+    "reference": Stated("phase_start", "arXiv 2305.18290, section 4: the policy that training starts from"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +69,7 @@ class Dpo(Algorithm):
     reference: Frozen = "phase_start"
 
     whole_groups: ClassVar[bool] = True
+    paper: ClassVar[Mapping[str, Stated]] = STATED
 
     @property
     def aggregation(self) -> Aggregation:
@@ -124,3 +136,4 @@ class PairDpo(Dpo):
     prompts."""
 
     source: ClassVar[Source] = "pairs"
+    paper: ClassVar[Mapping[str, Stated]] = STATED

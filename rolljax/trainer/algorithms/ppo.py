@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import Mean, Std
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,24 @@ class Ppo(ClippedRatio):
     lam: float = 0.95
     value_lam: float | None = None
     critic: Critic = Critic()
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "clip_low": Stated(0.2, "arXiv 1707.06347, table 3"),
+        "clip_high": Stated(0.2, "arXiv 1707.06347, table 3"),
+        "gamma": Stated(
+            0.99, "arXiv 1707.06347, table 3", "answers end: arXiv 2203.02155, appendix C.4, discounts nothing"
+        ),
+        "lam": Stated(0.95, "arXiv 1707.06347, table 3"),
+        "value_lam": Stated(None, "arXiv 1707.06347, equation 9: the target is the one of the advantages"),
+        "entropy_coef": Stated(0.0, "arXiv 1707.06347, section 6.1: no entropy bonus in continuous control"),
+        "aggregation": Stated("token-mean", "arXiv 1707.06347, section 2.1: the mean over a batch of samples"),
+        "whiten": Stated(True, "github.com/openai/baselines, baselines/ppo2/model.py: advantages normalised"),
+        "critic": Stated(
+            Critic(epochs=10),
+            "arXiv 1707.06347, algorithm 1, equation 9 and table 3",
+            "as for language models in arXiv 2203.02155, appendix C.4: one pass over each step's data",
+        ),
+    }
 
     def needs(self) -> Needs:
         return dataclasses.replace(super().needs(), critics=self.critic)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from rolljax.trainer import shaping
 from rolljax.trainer.algorithms.base import Algorithm, Memory, Policy, Setup, TokenLoss
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +22,19 @@ class Rft(Algorithm):
 
     cap: int = 4
     similarity: float = 0.9
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "cap": Stated(
+            None,
+            "arXiv 2308.01825, section 3.3: every distinct path among 100 samples",
+            "a step has few answers to a prompt, and prompts that are solved often would drown the others",
+        ),
+        "similarity": Stated(
+            "distinct lists of equations",
+            "arXiv 2308.01825, section 3.3",
+            "not every task has equations: texts are compared",
+        ),
+    }
 
     def credit(self, e: Episodes, memory: Memory) -> Credit:
         chosen = shaping.select_for_imitation(e.success, e.groups, e.texts, self.cap, self.similarity)

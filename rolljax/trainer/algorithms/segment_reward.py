@@ -3,53 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
 from rolljax.trainer import segments
-from rolljax.trainer.algorithms.base import Frozen, Memory, Needs
+from rolljax.trainer.algorithms.base import Algorithm, Frozen, Memory, Needs, PolicyGradient, Setup, Source
+from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.grpo import Grpo
+from rolljax.trainer.algorithms.ppo import Ppo
+from rolljax.trainer.algorithms.rft import Rft
 from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.paper import Stated
+
+STATED = {"reward_beta": Stated(0.1, "arXiv 2305.18290, appendix B: that of the policy whose implicit reward it is")}
 
 
 @dataclasses.dataclass(frozen=True)
-class SegmentReward(Grpo):
-    """Adaptive segment-wise reward: GRPO (arXiv 2402.03300) whose gradient is kept to the segments that agree with the
-    sign of the trajectory's advantage.
-
-    A token's reward is `beta (scorer_logp - base_logp)`, the implicit reward of a policy that was trained on
-    preferences (arXiv 2305.18290). It jumps where a segment ends; a segment's reward is its mean.
-
-    scorer, base: the two frozen policies: `phase_start`, `run_start` or a local Hugging Face folder.
-    delta: the least jump (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of
-    which less would be left is not masked at all.
-    """
+class _Segmented(Algorithm):
+    """What segment-level rewards share: a token's reward, the segments it makes, and those that agree with a sign."""
 
     scorer: Frozen = "phase_start"
     base: Frozen = "run_start"
-    beta: float = 0.1
+    reward_beta: float = 0.1
     delta: float | None = None
     min_segment: int = 3
     min_keep: float = 0.2
 
     def needs(self) -> Needs:
-        needs = super().needs()
-        return dataclasses.replace(needs, scorer=self.scorer, teachers=(self.base,))
+        return dataclasses.replace(super().needs(), scorer=self.scorer, teachers=(self.base,))
 
-    def finish(self, e: Episodes, advantages: np.ndarray, keep, memory: Memory, stats) -> Credit:
-        credit = super().finish(e, advantages, keep, memory, stats)
-        q = self.beta * (e.given("scorer_logp") - e.given("teacher_logp")[0])
-        signs = np.sign(np.where(e.mask, credit.advantages, 0).sum(1))
-        agree = segments.agreement_mask(
-            q, e.mask, signs, delta=self.delta, min_len=self.min_segment, min_keep=self.min_keep
+    def agreeing(self, e: Episodes, signs_N: np.ndarray) -> np.ndarray:
+        """Tokens `[N, T]` of segments whose reward has the trajectory's sign."""
+        q = self.reward_beta * (e.given("scorer_logp") - e.given("teacher_logp")[0])
+        return segments.agreement_mask(
+            q, e.mask, signs_N, delta=self.delta, min_len=self.min_segment, min_keep=self.min_keep
         )
-        valid = e.mask if credit.mask is None else credit.mask
-        share = float(agree[valid].mean()) if valid.any() else 0.0
-        # tokens of other segments lose their advantage, not their place in the denominator
-        weights = agree * (1.0 if credit.weights is None else credit.weights)
-        return dataclasses.replace(credit, weights=weights, stats={**credit.stats, "credit/segment_frac": share})
 
-    def check(self, setup):
+    def share(self, agree: np.ndarray, e: Episodes, credit: Credit) -> dict[str, float]:
+        """The metrics of `credit`, and which share of its tokens agrees."""
+        valid = e.mask if credit.mask is None else credit.mask & e.mask
+        valid = valid if credit.keep is None else valid & credit.keep[:, None]
+        return {**credit.stats, "credit/segment_frac": float(agree[valid].mean()) if valid.any() else 0.0}
+
+    def check(self, setup: Setup) -> list[str]:
         if self.scorer == self.base:
             raise self.refuse("scorer", "is the base: every token's reward is 0", "name two different policies")
         if setup.first_phase and {self.scorer, self.base} == {"phase_start", "run_start"}:
@@ -59,3 +57,103 @@ class SegmentReward(Grpo):
                 "put a Dpo phase before it, or name a local Hugging Face folder",
             )
         return super().check(setup)
+
+
+class _SegmentedGradient(_Segmented, PolicyGradient):
+    """Of a policy gradient: a token of another segment loses its advantage, not its place in the denominator. No
+    dataclass: its fields would hide other defaults of the algorithms it is mixed into."""
+
+    def finish(
+        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, memory: Memory, stats: Mapping[str, float]
+    ) -> Credit:
+        credit = super().finish(e, advantages, keep, memory, stats)
+        agree = self.agreeing(e, np.sign(np.where(e.mask, credit.advantages, 0).sum(1)))
+        weights = agree * (1.0 if credit.weights is None else credit.weights)
+        stats = self.share(agree, e, dataclasses.replace(credit, keep=None))
+        return dataclasses.replace(credit, weights=weights, stats=stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentReward(_SegmentedGradient, Grpo):
+    """Adaptive segment-wise reward (arXiv 2411.00809): GRPO (arXiv 2402.03300) whose gradient is kept to the segments
+    that agree with the sign of the trajectory's advantage.
+
+    A token's reward is `reward_beta (scorer_logp - base_logp)`, the implicit reward of a policy that was trained on
+    preferences (arXiv 2305.18290). It jumps where a segment ends; a segment's reward is its mean.
+
+    scorer, base: the two frozen policies: `phase_start`, `run_start` or a local Hugging Face folder.
+    reward_beta: see above. delta: the least jump (None: one standard deviation of all of them). min_segment: tokens.
+      min_keep: an answer of which less would be left is not masked at all.
+    """
+
+    paper: ClassVar[Mapping[str, Stated]] = STATED
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentPpo(_SegmentedGradient, Ppo):
+    """PPO (arXiv 1707.06347) with adaptive segment-wise reward (arXiv 2411.00809): its gradient is kept to the segments
+    that agree with the sign of the trajectory's advantage; the critic learns from every token.
+
+    scorer, base: the two frozen policies: `phase_start`, `run_start` or a local Hugging Face folder.
+    reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends
+      (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of which less would be
+      left is not masked at all.
+    """
+
+    paper: ClassVar[Mapping[str, Stated]] = STATED
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentDpo(_Segmented, Dpo):
+    """DPO (arXiv 2305.18290) with adaptive segment-wise reward (arXiv 2411.00809): what the better answer gained and
+    the worse one lost on the reference is summed over the segments that agree, of the better answer those that are
+    rewarded, of the worse one those that are not.
+
+    scorer, base: the two frozen policies: `phase_start`, `run_start` or a local Hugging Face folder.
+    reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends
+      (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of which less would be
+      left is not masked at all.
+    """
+
+    paper: ClassVar[Mapping[str, Stated]] = STATED
+
+    def credit(self, e: Episodes, memory: Memory) -> Credit:
+        credit = super().credit(e, memory)
+        signs = np.sign(credit.advantages.sum(1))
+        agree = self.agreeing(e, signs)
+        stats = self.share(agree, e, credit)
+        return dataclasses.replace(credit, advantages=np.where(agree, credit.advantages, 0.0), stats=stats)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss == "simpo":
+            raise self.refuse("loss", "is a mean over answers, of which segments are left out", "choose sigmoid or ipo")
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentPairDpo(SegmentDpo):
+    """DPO (arXiv 2305.18290) with adaptive segment-wise reward (arXiv 2411.00809) on recorded pairs of answers."""
+
+    paper: ClassVar[Mapping[str, Stated]] = STATED
+
+    source: ClassVar[Source] = "pairs"
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentRft(_Segmented, Rft):
+    """Rejection fine-tuning (arXiv 2308.01825) with adaptive segment-wise reward (arXiv 2411.00809): of right answers
+    only the segments that are rewarded are imitated, and a step's loss is the mean over their tokens.
+
+    scorer, base: the two frozen policies: `phase_start`, `run_start` or a local Hugging Face folder.
+    reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends
+      (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of which less would be
+      left is not masked at all.
+    cap: answers of a prompt, at most. similarity: an answer whose text is as like another as this is left out.
+    """
+
+    paper: ClassVar[Mapping[str, Stated]] = STATED
+
+    def credit(self, e: Episodes, memory: Memory) -> Credit:
+        credit = super().credit(e, memory)
+        agree = self.agreeing(e, np.ones(e.num))
+        return dataclasses.replace(credit, mask=agree, stats=self.share(agree, e, credit))
