@@ -16,7 +16,7 @@ from rolljax.trainer.algorithms import cispo, distill, dpo, grpo, gspo, kimi, re
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
 from rolljax.trainer.algorithms.ipa import Ipa
 from rolljax.trainer.batch import PackShape, Sample
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.learner import Learner
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.optimizer import AdamW
@@ -79,7 +79,7 @@ def test_links_lead_somewhere():
 
 def test_every_algorithm_is_in_the_index_and_in_the_decision_table():
     text = (DOCS / "algorithms.md").read_text()
-    table = text[: text.index("## All of them")]
+    table = text[text.index("## Which one") : text.index("## All of them")]
     for module, classes in pages.algorithm_classes().items():
         for cls in classes:
             assert f"[`{module}.{cls.__name__}`](algorithms/{module}.md#" in text
@@ -193,19 +193,26 @@ def test_no_recipe_is_left_over():
 
 
 @pytest.fixture
-def raft(tmp_path, monkeypatch):
-    """The example's file, imported from the working directory as a user's would be."""
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL)
-    name = re.match(r"# (\w+)\.py\n", code)[1]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 20
-    (tmp_path / f"{name}.py").write_text(code)
+def example(tmp_path, monkeypatch):
+    """An example's file, imported from the working directory as a user's would be."""
+    made = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module(name)
-    del sys.modules[name]
+
+    def load(name):
+        (code,) = re.findall(rf"```python\n(# {name}\.py\n.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL)
+        assert len([line for line in code.splitlines() if line.strip()]) <= 21
+        (tmp_path / f"{name}.py").write_text(code)
+        made.append(name)
+        return importlib.import_module(name)
+
+    yield load
+    for name in made:
+        del sys.modules[name]
 
 
-def test_the_examples_command_is_accepted(raft, capsys):
+def test_the_examples_command_is_accepted(example, capsys):
+    example("raft")
     text = (DOCS / "algorithms.md").read_text()
     setting = re.search(r"python -m rolljax.train --gin quickstart --set '(rl/Phase.algorithm[^']*)'", text)[1]
     assert train.main(["--gin", "quickstart", "--set", setting, "--dry_run"]) == 0
@@ -215,21 +222,39 @@ def test_the_examples_command_is_accepted(raft, capsys):
     assert "threshold" in capsys.readouterr().err
 
 
+def test_the_second_example_is_accepted(example, capsys):
+    """Credit and objective of its own, rehearsed."""
+    example("best_of")
+    setting = "rl/Phase.algorithm = @best_of.BestOf()"
+    assert train.main(["--gin", "quickstart", "--set", setting, "--dry_run"]) == 0
+    assert "rl: BestOf" in capsys.readouterr().out
+
+
+def test_every_field_is_explained():
+    """Writers of algorithms find all that credit gets and gives."""
+    text = (DOCS / "algorithms.md").read_text()
+    for cls in (Episodes, Credit):
+        table = re.search(rf"\| `{cls.__name__}` \| shape .*?\n\n", text, re.DOTALL)[0]
+        first = [line.split("|")[1] for line in table.splitlines()[2:] if line]
+        assert re.findall(r"`(\w+)`", " ".join(first)) == [f.name for f in dataclasses.fields(cls)]
+
+
 def trajectory(rng, group, sibling, prompt, reward):
     tokens = rng.integers(0, 264, 6).astype(np.int32)
     turn = Turn(prompt, tokens, np.full(6, -5.6, np.float32), np.zeros(6, np.int32), "stop", reward, "")
     return Trajectory(Key(0, 0, group, sibling), Task("t", group, "t"), (turn,), reward, {}, reward > 0, "ok")
 
 
-def test_the_example_learns(raft, model, params):
+@pytest.mark.parametrize("name", ["raft", "best_of"])
+def test_the_example_learns(example, name, model, params):
     """One update makes what was rewarded likelier, and the rest not much."""
+    module = example(name)
     rng = np.random.default_rng(0)
     groups = []
     for g in range(4):
         prompt = rng.integers(0, 264, 8).astype(np.int32)
         groups.append([trajectory(rng, g, s, prompt, float(s == g)) for s in range(4)])
-    # a proximal anchor, so that the learner reads log-probs
-    algorithm = raft.Raft(anchor="proximal")
+    algorithm = module.Raft() if name == "raft" else module.BestOf()
     mesh = MeshSpec().build(jax.devices()[:1])
     optimizer = AdamW(lr=1e-3)
     learner = Learner(mesh, model, algorithm, optimizer, PackShape(1, 4, 64), steps=1, groups_per_step=4, limit_tok=6)
@@ -237,9 +262,10 @@ def test_the_example_learns(raft, model, params):
     samples = [[Sample.of(t) for t in group] for group in groups]
     e = Episodes.of(groups, limit_tok=6)
 
-    before = learner.read(state, samples, e).trainer_logp
+    reader = dataclasses.replace(learner, algorithm=grpo.Grpo(anchor="proximal"))  # it reads log-probs
+    before = reader.read(state, samples, e).trainer_logp
     step = learner.step(state, groups, {}, 0)
-    after = learner.read(step.state, samples, e).trainer_logp
+    after = reader.read(step.state, samples, e).trainer_logp
     rise = (after - before).mean(1)
     assert step.num_trained == 4 and rise[e.rewards == 1].min() > 0.02
     assert rise[e.rewards == 1].mean() > 2 * np.abs(rise[e.rewards == 0]).mean()
