@@ -139,13 +139,15 @@ AsyPpo: none: its authors' code is not published
 Tis: tests/unit/test_papers_losses.py::test_tis_truncates_to_one: ROLL's loss
 Cispo: tests/e2e/test_trl.py::test_cispo: loss and gradient of TRL's own GRPOTrainer
 Cispo: tests/unit/test_papers_losses.py::test_cispo_has_no_lower_bound: equations 4 and 5 of the paper
-Topr: tests/unit/test_papers_losses.py::test_topr_tapers_whole_trajectories_by_the_sign_of_the_reward: equation 8
-SequenceTopr: tests/unit/test_papers_losses.py::test_topr_tapers_whole_trajectories_by_the_sign_of_the_reward: equation 8
+Topr: tests/unit/test_papers_losses.py::test_topr_tapers_whole_trajectories_by_the_sign_of_the_reward: equation 8 of the
+  paper
+SequenceTopr: tests/unit/test_papers_losses.py::test_topr_tapers_whole_trajectories_by_the_sign_of_the_reward: equation
+  8 of the paper
 Kimi: tests/unit/test_papers_losses.py::test_kimi_squares_the_sum: equation 3 of the paper
 DecoupledPpo: tests/e2e/test_trl.py::test_decoupled_ppo_corrects_for_the_sampler: TRL's own GRPOTrainer
 DecoupledPpo: tests/unit/test_papers_losses.py::test_decoupled_ppo_is_areals_below_the_cap: the authors' loss
-AttentionRhythm: tests/unit/test_papers_defaults.py::test_attention_rhythm_amplifies_the_anchors: the paper's factor
-  on verl's advantages; its authors have published no code
+AttentionRhythm: tests/unit/test_papers_defaults.py::test_attention_rhythm_amplifies_the_anchors: the paper's factors
+  on verl's advantages; no code of the authors is published
 SegmentReward: none: its authors have published no code
 TurnReinforce: tests/unit/test_papers_losses.py::test_turns_get_their_discounted_return: ROLL's returns
 ReBn: tests/unit/test_papers_losses.py::test_rebn_has_gems_gradient: the loss of the authors' repository
