@@ -392,7 +392,7 @@ class PolicyGradient(Algorithm):
         if self.solve_range is None or ((means > low) & (means < high)).any():
             return []
         return [
-            f"if rewards are 0 or 1, nothing is ever trained on: no mean of {setup.group_size} of them is between {low} "
+            f"if rewards are 0 or 1, nothing is trained on: no mean of {setup.group_size} of them is between {low} "
             f"and {high} ({type(self).__name__}.solve_range)"
         ]
 
