@@ -157,14 +157,14 @@ DecoupledPpo: tests/unit/test_papers_losses.py::test_decoupled_ppo_is_areals_bel
 AttentionRhythm: tests/unit/test_papers_defaults.py::test_attention_rhythm_amplifies_the_anchors: the paper's factors
   on verl's advantages; no code of the authors is published
 SegmentReward: none: the paper has segments under PPO, DPO and rejection sampling; under GRPO they are ours
-SegmentPpo: tests/unit/test_papers_critics.py::test_segments_of_ppo_keep_their_advantage_and_their_place: the paper's
-  rule; its authors publish no code
+SegmentPpo: tests/unit/test_papers_critics.py::test_segments_of_ppo_keep_their_advantage_and_their_place: the rule of
+  the paper; its authors publish no code
 SegmentDpo: tests/unit/test_papers_critics.py::test_segments_of_dpo_are_what_is_summed: the paper's rule; its authors
   publish no code
 SegmentPairDpo: tests/unit/test_papers_critics.py::test_segments_of_dpo_are_what_is_summed: the same, there on sampled
   pairs
-SegmentRft: tests/unit/test_papers_critics.py::test_segments_of_right_answers_are_imitated: the paper's rule; its authors
-  publish no code
+SegmentRft: tests/unit/test_papers_critics.py::test_segments_of_right_answers_are_imitated: the rule of the paper; its
+  authors publish no code
 TurnReinforce: tests/unit/test_papers_losses.py::test_turns_get_their_discounted_return: ROLL's returns
 ReBn: tests/unit/test_papers_losses.py::test_rebn_has_gems_gradient: the loss of the authors' repository
 GiGpo: tests/unit/test_papers_defaults.py::test_gigpo: the two advantages of the authors' repository
