@@ -61,6 +61,7 @@ EVERY = 5
 _CRITIC_LR = AdamW(lr=0.05)
 SETTINGS: dict[str, dict[str, Any]] = {
     "asyppo.AsyPpo": {"critic": Critic(num=2, epochs=4, warmup_steps=10, optimizer=_CRITIC_LR)},
+    "dapo.Dapo": {"overlong_cache": 0},
     "opd.Opd": {"teachers": (Teacher("teacher"),)},
     "ppo.Ppo": {"critic": Critic(optimizer=_CRITIC_LR)},
     "segment_reward.SegmentReward": {"scorer": "teacher", "base": "run_start", "min_segment": 1},
@@ -257,7 +258,7 @@ def critic_numbers(values: np.ndarray) -> Numbers:
 
 
 def mixture_runs(seeds: int, steps: int) -> Iterable[Run]:
-    cases = {"GRPO": Grpo(), "GRPO, flat groups kept": Grpo(drop_degenerate=False), "Lite PPO": LitePpo()}
+    cases = {"GRPO": Grpo(), "GRPO, flat groups left out": Grpo(drop_degenerate=True), "Lite PPO": LitePpo()}
     for name, algorithm in cases.items():
 
         def go(advance: Advance, algorithm: Algorithm = algorithm) -> Numbers:
@@ -311,6 +312,7 @@ _CRITICS = ["critic.Critic.optimizer = @value/optimizer.AdamW()", "value/optimiz
 LM_SETTINGS: dict[str, list[str]] = {
     "ppo.Ppo": ["Ppo.critic = @critic.Critic()", *_CRITICS],
     "asyppo.AsyPpo": ["AsyPpo.critic = @critic.Critic()", "critic.Critic.num = 2", *_CRITICS],
+    "dapo.Dapo": ["Dapo.overlong_cache = 1"],
     "dpo.Dpo": ["rl/Phase.updates_per_step = 1"],
 }
 """What the language model's run of an algorithm needs beside the quickstart's settings."""

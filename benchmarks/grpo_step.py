@@ -65,7 +65,7 @@ def ours(args: argparse.Namespace) -> None:
     learner = Learner(
         mesh,
         model,
-        Grpo(clip_low=None, clip_high=None, drop_degenerate=False),
+        Grpo(aggregation="token-mean", clip_low=None, clip_high=None),
         AdamW(a.lr, b2=0.999),
         PackShape(-(-rows // a.micro_rows), a.micro_rows, row_len),
         steps=total,

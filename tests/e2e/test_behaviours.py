@@ -69,7 +69,7 @@ def trajectories(played):
 
 
 CASES = {
-    "dropped groups": (lambda: toys.Bandit(1, symbols=2), Grpo()),
+    "dropped groups": (lambda: toys.Bandit(1, symbols=2), Grpo(drop_degenerate=True)),
     "several turns": (lambda: toys.Bandit(1, symbols=2), GiGpo(clip_low=0.3)),
     "pairs": (lambda: toys.Bandit(1, symbols=2), Dpo()),
     "replayed": (lambda: toys.Chain(1, start="everywhere", actions=2), Ipa()),

@@ -212,7 +212,7 @@ def assert_clipped(stats):
 def test_grpo(folder, frozen, agree):
     frozen = large_rewards(frozen)
     verdict = trl.grpo(folder, frozen, loss_type="grpo", epsilon=0.2)
-    stats = agree(Grpo(aggregation="seq-mean-token-mean", drop_degenerate=False), frozen, verdict)
+    stats = agree(Grpo(), frozen, verdict)
     assert_clipped(stats)
 
 
@@ -221,7 +221,7 @@ def test_grpo_with_kl_entropy_bonus_and_temperature(folder, frozen, agree):
     verdict = trl.grpo(
         folder, frozen, loss_type="dapo", beta=0.05, use_bias_correction_kl=False, entropy_coef=0.02, temperature=0.8
     )
-    agree(Grpo(drop_degenerate=False, kl_coef=0.05, entropy_coef=0.02), frozen, verdict, temperature=0.8)
+    agree(Grpo(aggregation="token-mean", kl_coef=0.05, entropy_coef=0.02), frozen, verdict, temperature=0.8)
 
 
 def test_dapo_without_truncated_answers(folder, frozen, agree):
@@ -229,7 +229,9 @@ def test_dapo_without_truncated_answers(folder, frozen, agree):
     verdict = trl.grpo(
         folder, frozen, loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True
     )
-    assert_clipped(agree(Dapo(drop_degenerate=False, refills=0, mask_truncated=True), frozen, verdict))
+    assert_clipped(
+        agree(Dapo(drop_degenerate=False, refills=0, overlong_cache=0, mask_truncated=True), frozen, verdict)
+    )
 
 
 def test_dapo_drops_groups_that_teach_nothing(folder, frozen, agree):
@@ -242,7 +244,7 @@ def test_dapo_drops_groups_that_teach_nothing(folder, frozen, agree):
         truncated=frozen.truncated[kept],
         rewards=frozen.rewards[kept],
     )
-    agree(Dapo(), frozen, trl.grpo(folder, rest, loss_type="dapo", epsilon=0.2, epsilon_high=0.28))
+    agree(Dapo(overlong_cache=0), frozen, trl.grpo(folder, rest, loss_type="dapo", epsilon=0.2, epsilon_high=0.28))
 
 
 def test_dr_grpo(folder, frozen, agree):

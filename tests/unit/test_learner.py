@@ -341,7 +341,7 @@ def test_a_step_without_a_surviving_trajectory_changes_nothing(model, params, al
 
 
 def test_an_adaptive_coefficient_is_carried_on_without_another_program(model, params, frozen, groups):
-    found = learner(model, Grpo(kl_coef=0.1, kl_target=0.01, kl_horizon=16), frozen=frozen)
+    found = learner(model, Grpo(aggregation="token-mean", kl_coef=0.1, kl_target=0.01, kl_horizon=16), frozen=frozen)
     state, memory, used = found.init(params), {}, []
     for step in range(3):
         result = found.step(state, groups, memory, step)

@@ -11,6 +11,7 @@ import pytest
 
 from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
 from rolljax.trainer.algorithms.dapo import Dapo
+from rolljax.trainer.algorithms.gigpo import GiGpo
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.opd import Opd, Teacher
 from rolljax.trainer.algorithms.raft import RaftPP
@@ -151,3 +152,31 @@ def test_attention_rhythm_amplifies_the_anchors(step):
         gamma[top] = 1.5
         slopes.append(clipped_slope(a * gamma, np.exp(new - old)) / len(new) / scores.size)
     agree(got, slopes)
+
+
+def test_gigpo():
+    """GiGPO's authors, github.com/langfengQ/verl-agent, gigpo/core_gigpo.py: discounted returns of turns; both parts
+    less the mean, over the unbiased deviation + 1e-6, of the group and of turns in one state of it (a state that comes
+    once: 0); joint with weight 1. Episodes count once each in the mean of theirs (compute_mean_std_cross_steps
+    False, as in equation 3 of arXiv 2505.10978; the repository's own default counts them once per turn)."""
+    groups = groups_of(np.random.default_rng(0), rewards=BINARY)
+    e = episodes_of(np.random.default_rng(0), groups, GiGpo().needs())
+    got = GiGpo().credit(e, {}).advantages
+
+    episode = outcome_advantages(e.rewards.reshape(4, 4))
+    states: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    for n in range(e.num):
+        running = 0.0
+        for k in reversed(range(e.num_turns[n])):
+            running = e.turn_rewards[n, k] + 0.95 * running
+            states.setdefault((e.groups[n], e.states[n, k]), []).append((n, k, running))
+    turn = np.zeros_like(e.turn_rewards)
+    for same in states.values():
+        returns = np.array([r for _, _, r in same])
+        std = returns.std(ddof=1) if len(same) > 1 else 1.0
+        for n, k, r in same:
+            turn[n, k] = (r - returns.mean()) / (std + 1e-6)
+    assert max(map(len, states.values())) == 4
+    for n in range(e.num):
+        want = [episode[n] + turn[n, k] for k in e.turns[n][e.mask[n]]]
+        np.testing.assert_allclose(got[n][e.mask[n]], want, rtol=1e-6, atol=1e-9)

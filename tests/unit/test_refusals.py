@@ -379,6 +379,13 @@ TABLE = {
         lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("alfworld", "shop"))))),
         lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("alfworld", "records"))))),
     ),
+    "teachers that do not count": Refused(
+        "Teacher.coef",
+        0.0,
+        ("reward_coef too", "every advantage would be 0"),
+        lambda build: build(Opd(teachers=(Teacher("run_start", 0.0),))),
+        lambda build: build(Opd(teachers=(Teacher("run_start", 0.0),), reward_coef=1.0)),
+    ),
     "nobody to learn from": Refused(
         "Opd.teachers", (), ("@Teacher()",), lambda build: build(Opd()), lambda build: build(Opd(teachers=TEACHERS))
     ),
@@ -578,6 +585,13 @@ def test_warned(build, algorithm, suspicious, usual):
     assert warning.startswith(f"phase phase 0: {type(algorithm).__name__}")
     assert any(part in warning for part in ("differs from REINFORCE", "no effect", "nothing corrects"))
     assert build(**{"algorithm": algorithm, **usual}).warnings() == []
+
+
+def test_a_range_that_no_group_can_be_in_is_warned_about(build):
+    """Means of 4 rewards of 0 or 1 are quarters; rewards of other sizes have others, so it is no error."""
+    (text,) = build(Grpo(solve_range=(0.3, 0.45))).warnings()
+    assert "no mean of 4" in text and "Grpo.solve_range" in text
+    assert build(Grpo(solve_range=(0.3, 0.55))).warnings() == []
 
 
 @pytest.mark.parametrize("algorithm", [Reinforce(), Rloo(), Grpo(**NO_CLIP), Rft(), Dpo()])

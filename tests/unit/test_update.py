@@ -32,7 +32,11 @@ ROW_LEN, TEMPERATURE = 48, 0.8
 SHAPE = PackShape(3, 4, ROW_LEN)
 # eps this large makes a parameter's change a smooth function of its gradient
 OPTIMIZER = AdamW(lr=1e-2, eps=1e-2, clip_norm=1e6)
-GRPO, GSPO, DPO = Grpo(clip_high=0.28), Gspo(clip_low=0.15, clip_high=0.15), Dpo(beta=0.2, sft_coef=0.1)
+GRPO, GSPO, DPO = (
+    Grpo(aggregation="token-mean", clip_high=0.28),
+    Gspo(clip_low=0.15, clip_high=0.15),
+    Dpo(beta=0.2, sft_coef=0.1),
+)
 PPO = Ppo(critic=Critic(num=2, clip=0.3, optimizer=OPTIMIZER))
 ALGORITHMS = {"token": GRPO, "sequence": GSPO, "pair": DPO}
 MESHES = {"one": (MeshSpec(), 1), "data": (MeshSpec(data=8), 8), "all": (MeshSpec(data=2, fsdp=2, tensor=2), 8)}

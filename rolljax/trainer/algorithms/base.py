@@ -460,7 +460,18 @@ class PolicyGradient(Algorithm):
                 "reference's whole law",
                 "set anchor = 'proximal', or sample from the whole law",
             )
-        return self._check_ratio(setup)
+        return [*self._narrow_range(setup), *self._check_ratio(setup)]
+
+    def _narrow_range(self, setup: Setup) -> list[str]:
+        """That no group can be in `solve_range`, if rewards are 0 or 1."""
+        low, high = self.solve_range or (0.0, 1.0)
+        means = np.arange(setup.group_size + 1) / setup.group_size
+        if self.solve_range is None or ((means > low) & (means < high)).any():
+            return []
+        return [
+            f"if rewards are 0 or 1, nothing is trained on: no mean of {setup.group_size} of them is between {low} "
+            f"and {high} ({type(self).__name__}.solve_range)"
+        ]
 
     def _check_groups(self, setup: Setup) -> None:
         names = ("drop_degenerate", "solve_range", "refills", "length_reward", "difficulty_weight")

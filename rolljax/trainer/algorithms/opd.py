@@ -87,6 +87,13 @@ class Opd(OutcomeGradient):
                 value=(),
                 remedy="give at least one @Teacher() with policy = a local Hugging Face folder",
             )
+        if not self.reward_coef and not any(teacher.coef for teacher in self.teachers):
+            raise ConfigError(
+                "is 0 for every teacher, and Opd.reward_coef too: every advantage would be 0",
+                setting="Teacher.coef",
+                value=0.0,
+                remedy="1 is usual",
+            )
         for teacher in self.teachers:
             if setup.environment and teacher.domains and setup.environment not in teacher.domains:
                 raise ConfigError(
