@@ -32,8 +32,8 @@ DOORS = {
     ],
     "IPA, rollback": [],
     "IPA, parallel": [PARALLEL],
-    "IPA, rollback, failure -1": ["Ipa.failure = -1.0"],
-    "IPA, parallel, failure -1": [PARALLEL, "Ipa.failure = -1.0"],
+    "IPA, rollback, failure -1": ["Ipa.failure = -1.0", "ipa/Phase.steps = 40"],
+    "IPA, parallel, failure -1": [PARALLEL, "Ipa.failure = -1.0", "ipa/Phase.steps = 40"],
 }
 
 FORM = [
@@ -93,10 +93,10 @@ def tasks(out: Path, names: list[str], seeds: int, figure: Path | None) -> None:
         fig.savefig(figure, dpi=120)
 
 
-def form(out: Path, seed: int) -> Path:
+def form(out: Path) -> Path:
     """A folder of weights that answer with a random key."""
-    home, folder = out / f"form_{seed}", out / f"form_{seed}_hf"
-    finished("agent_ipa", home, [f"Recipe.seed = {seed}", *FORM])
+    home, folder = out / "form", out / "form_hf"
+    finished("agent_ipa", home, FORM)
     command = [sys.executable, "-m", "rolljax.export", "--run", str(home), "--to", str(folder)]
     if not folder.exists():
         subprocess.run(command, check=True, cwd=ROOT)
@@ -114,7 +114,7 @@ def doors(out: Path, seeds: int, figure: Path | None) -> None:
     for seed in range(seeds):
         for i, (name, settings) in enumerate(DOORS.items()):
             home = out / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
-            start = [f"Recipe.model = '{form(out, seed)}'"] if name == "GRPO" else []
+            start = [f"Recipe.model = '{form(out)}'"] if name == "GRPO" else []
             s = finished("agent_ipa", home, [f"Recipe.seed = {seed}", *start, *settings])
             points = [(0, s["heldout_reward"][0]["mean"]), *heldout(home)]
             at = dict(points)

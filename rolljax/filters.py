@@ -19,9 +19,9 @@ class FilterConfig:
     """What is done with trajectories that would teach the wrong thing.
 
     Those lost to a fault of environment or infrastructure never take part: they are no wrong answers, and group means
-    are taken over the others.
+    are taken over the others. Nor do those that looped in every attempt.
 
-    max_failed_frac: with a larger share of them in a step, the step is skipped: what is left may not be typical.
+    max_failed_frac: with a larger share of lost ones in a step, the step is skipped: what is left may not be typical.
     tampering: what to do with an episode whose environment saw the policy tamper with it (its metric `tamper_n`).
       alarm: count it; zero: its reward becomes 0 at most, and it did not succeed; drop: it takes no part.
     drop_failures_over_tok: unsuccessful trajectories with more sampled tokens than this take no part (0: off); very
@@ -49,7 +49,7 @@ def surviving(groups: Sequence[Group], cfg: FilterConfig = FilterConfig()) -> li
     """The trajectories that take part, by group, and what experts show to those that failed; groups of which too few
     are left are not there. Empty if the step is to be skipped."""
     every = [t for g in groups for t in g.trajectories]
-    if sum(t.status == "failed" for t in every) > cfg.max_failed_frac * len(every):
+    if sum(lost(t) for t in every) > cfg.max_failed_frac * len(every):
         return []
     alive = [[judged(t, cfg) for t in g.trajectories if takes_part(t, cfg)] for g in groups]
     return [
@@ -57,6 +57,11 @@ def surviving(groups: Sequence[Group], cfg: FilterConfig = FilterConfig()) -> li
         for a, g in zip(alive, groups, strict=True)
         if len(a) >= min(2, len(g.trajectories))
     ]
+
+
+def lost(t: Trajectory) -> bool:
+    """Whether something else than the policy's own loops kept the trajectory from its end."""
+    return t.status == "failed" and not (t.fault and t.fault.kind == "agent")
 
 
 def takes_part(t: Trajectory, cfg: FilterConfig) -> bool:

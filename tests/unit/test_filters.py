@@ -43,6 +43,21 @@ def test_of_eight_three_lost_ones_are_left_out_and_five_end_the_step(made):
     assert siblings(surviving([failing(group, 0, 1, 2, 3, 5)], FilterConfig(max_failed_frac=1.0))) == [[4, 6, 7]]
 
 
+def test_loops_are_left_out_and_never_end_a_step(made):
+    group = made(*[1.0, 0.0] * 4)
+    assert siblings(surviving([failing(group, 0, 1, 2, 3, 5, kind="agent")])) == [[4, 6, 7]]
+
+
+def test_a_demonstration_takes_part_beside_the_group_it_is_for(made):
+    group, alone = made(0, 0, index=0), made(1, 0, index=1)
+    shown = made(0, 0, 0, index=0).trajectories[2]
+    groups = [
+        dataclasses.replace(group, demonstration=shown),
+        failing(dataclasses.replace(alone, demonstration=shown), 0),
+    ]
+    assert siblings(surviving(groups)) == [[0, 1, 2]]
+
+
 def test_a_group_needs_two_unless_it_is_one(made):
     groups = [failing(made(1, 0), 0), made(1, 0, index=1), made(1, index=2)]
     assert siblings(surviving(groups)) == [[0, 1], [0]]
