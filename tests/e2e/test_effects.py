@@ -64,9 +64,9 @@ def test_lite_ppo_is_not_worse_at_hard_prompts(mixture):
     assert easy["Lite PPO"] >= easy["GRPO"] - 0.01
 
 
-def test_which_of_its_tricks_does_it():
-    """Where all answers are equally long the mean over tokens is GRPO's, and the batch's deviation alone does not
-    steady anything: it shrinks as prompts are solved."""
+def test_equally_long_answers_leave_it_the_deviation_of_the_batch():
+    """The mean over tokens is then GRPO's. The batch's deviation shrinks as prompts are solved, and gradients grow, so
+    that their variance is not lower; hard prompts are learned no worse."""
     found = effects.mixture(("GRPO", "Lite PPO"), seeds=3, long=False)
     assert effects.variance_ratio(found["GRPO"], found["Lite PPO"]).mean() < 1.3
     assert np.all(found["Lite PPO"].measured["hard"][:, -1] >= found["GRPO"].measured["hard"][:, -1] - 0.02)

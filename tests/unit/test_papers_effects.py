@@ -26,7 +26,6 @@ from rolljax.trainer.algorithms.gspo import Gspo
 from rolljax.trainer.algorithms.rloo import Rloo
 from rolljax.trainer.episodes import Episodes
 from rolljax.trainer.update import clean_batch
-
 from tests.reference import algorithms as ref
 
 GROUPS, SIZE, LIMIT = 3, 4, 7
@@ -120,10 +119,9 @@ def clipped(ratio, advantages, low, high):
 
 
 def rloo_advantages(rewards, index=INDEX):
-    """arXiv 2402.14740, equation of section 3.2; as in github.com/volcengine/verl, verl/trainer/ppo/core_algos.py,
-    `compute_rloo_outcome_advantage`: n/(n-1) of the reward less the group's mean; and in github.com/huggingface/trl,
-    trl/trainer/rloo_trainer.py, and github.com/OpenRLHF/OpenRLHF, openrlhf/trainer/ppo_utils/experience_maker.py: less
-    the mean of the others."""
+    """arXiv 2402.14740. github.com/volcengine/verl, verl/trainer/ppo/core_algos.py, `compute_rloo_outcome_advantage`:
+    n/(n-1) of the reward less the group's mean. github.com/huggingface/trl, trl/trainer/rloo_trainer.py, and
+    github.com/OpenRLHF/OpenRLHF, openrlhf/trainer/ppo_utils/experience_maker.py: less the mean of the others."""
     n = np.array([(index == i).sum() for i in index])
     scaled = n / (n - 1) * (rewards - group_mean(rewards, index))
     others = (group_mean(rewards, index) * n - rewards) / (n - 1)
@@ -160,7 +158,7 @@ def test_dr_grpo():
 
 
 def test_dr_grpo_is_rloo_but_for_a_constant():
-    """arXiv 2503.20783, appendix A: its advantage is (G - 1) / G of RLOO's."""
+    """Of groups of G answers its advantage is (G - 1) / G of RLOO's, from both definitions."""
     dr, rloo = (a.credit(batch_of(), {}).advantages for a in (DrGrpo(drop_degenerate=False), Rloo()))
     np.testing.assert_allclose(dr, (SIZE - 1) / SIZE * rloo, atol=1e-12)
 
@@ -170,7 +168,7 @@ def test_dr_grpo_is_rloo_but_for_a_constant():
 
 def gspo_loss(logp, low, high):
     """arXiv 2507.18071, equations 5 to 7; verl's `compute_policy_loss_gspo` has the same gradient."""
-    std = np.array([REWARDS[INDEX == i].std(ddof=1) for i in INDEX])
+    std = np.array([REWARDS[i == INDEX].std(ddof=1) for i in INDEX])
     advantages = (REWARDS - group_mean(REWARDS)) / (std + 1e-6)
     ratio = np.exp(((logp - OLD) * MASK).sum(1) / LENGTHS)
     return clipped(ratio, advantages, low, high).mean()
@@ -210,7 +208,7 @@ def dapo_loss(logp, cache):
     """arXiv 2503.14476, equations 8 to 13: rewards with the penalty; groups whose answers are all right or all wrong
     taken out; ratios clipped at .2 below and .28 above; mean over the tokens of all answers that are left."""
     rewards = REWARDS + np.minimum(-(LENGTHS - (LIMIT - cache)) / cache, 0)
-    std = np.array([rewards[INDEX == i].std(ddof=1) for i in INDEX])
+    std = np.array([rewards[i == INDEX].std(ddof=1) for i in INDEX])
     advantages = ((rewards - group_mean(rewards)) / (std + 1e-6))[:, None]
     right = group_mean(REWARDS)
     part = MASK & ((right > 0) & (right < 1))[:, None]
@@ -270,7 +268,7 @@ def gigpo_advantages(divide, gamma=0.95, weight=1.0):
             returns[n, k] = TURN_REWARDS[n, k] + gamma * (returns[n, k + 1] if k + 1 < turns else 0)
     inside, step = np.arange(3) < TURNS[:, None], np.zeros(STATES.shape)
     for state in np.unique(STATES[inside]):
-        where = inside & (STATES == state)
+        where = inside & (state == STATES)
         step[where] = normed(returns[where]) if where.sum() > 1 else 0.0
     return np.where(inside, episode[:, None] + weight * step, 0)
 
@@ -278,7 +276,7 @@ def gigpo_advantages(divide, gamma=0.95, weight=1.0):
 @pytest.mark.parametrize("std", ["group", "none"], ids=["mean_std_norm", "mean_norm"])
 def test_gigpo(std):
     algorithm = GiGpo(std=std, drop_degenerate=False)
-    assert (algorithm.gamma, algorithm.turn_weight) == (0.95, 1.0)  # section 5.1
+    assert (algorithm.gamma, algorithm.turn_weight) == (0.95, 1.0)  # ROLL's GiGPO: step_reward_gamma .95, weights 1
     want = gigpo_advantages(std == "group")
     np.testing.assert_allclose(algorithm.credit(gigpo_batch(), {}).advantages, want, atol=1e-9)
     episodes = [
