@@ -105,7 +105,7 @@ def draw(path: Path, rhythms: plan_task.History, runs: Mapping[str, toys.History
 
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     for name, curves in zip(RHYTHMS, rhythms.success, strict=True):
-        left.plot(curves.mean(0), label=name)
+        left.plot(curves.mean(0), "--" if name.startswith("none") else "-", label=name)
         left.fill_between(range(curves.shape[1]), curves.min(0), curves.max(0), alpha=0.15)
     left.set(title="attention rhythm: what is amplified", xlabel="step", ylabel="probability of the right plan")
     for name in ("GRPO", "Lite PPO"):
