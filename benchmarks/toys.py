@@ -378,7 +378,8 @@ class Walk(Toy):
 class Prompts(Toy):
     """Several prompts, each with a string of its own to say; `hard` of them are hard, the others easy from the start.
 
-    easy_rate, hard_rate: how often the untrained policy says the whole string. A group of answers to every prompt.
+    easy_rate, hard_rate: how often the untrained policy says the whole string. length, easy_length: symbols of it (0:
+    easy ones are as long as hard ones). A group of answers to every prompt.
     """
 
     def __init__(
@@ -391,6 +392,7 @@ class Prompts(Toy):
         hard_rate: float = 0.05,
         symbols: int = 5,
         length: int = 3,
+        easy_length: int = 0,
         group_size: int = 8,
     ) -> None:
         self.rng = np.random.default_rng(seed)
@@ -400,10 +402,12 @@ class Prompts(Toy):
         self.hidden = self.rng.integers(0, symbols, (prompts, length))
         self.hard = np.arange(prompts) < hard
         self.rates = np.where(self.hard, hard_rate, easy_rate)
+        self.lengths = np.where(self.hard, length, easy_length or length)
+        self.asked = np.arange(length) < self.lengths[:, None]
 
     def start(self) -> np.ndarray:
         table = np.zeros((self.rows, self.symbols))
-        right = self.rates ** (1 / self.length)
+        right = self.rates ** (1 / self.lengths)
         logit = np.log(right * (self.symbols - 1) / (1 - right))
         table[np.arange(self.rows), self.hidden.reshape(-1)] = np.repeat(logit, self.length)
         return table
@@ -413,9 +417,10 @@ class Prompts(Toy):
         rows = prompt[:, None] * self.length + np.arange(self.length)
         law = log_softmax(table)
         tokens = draw(self.rng, law[rows])
-        rewards = (tokens == self.hidden[prompt]).all(1).astype(np.float64)
+        mask = self.asked[prompt]
+        rewards = ((tokens == self.hidden[prompt]) | ~mask).all(1).astype(np.float64)
         turn_rewards = np.zeros(rows.shape)
-        turn_rewards[:, -1] = rewards
+        turn_rewards[np.arange(len(prompt)), mask.sum(1) - 1] = rewards
         found = episodes(
             rewards,
             law[rows, tokens],
@@ -425,12 +430,13 @@ class Prompts(Toy):
             step=step,
             limit_tok=self.limit_tok,
             tokens=tokens,
+            mask=mask,
         )
         return Played(found, rows, tokens, rows)
 
     def measure(self, table: np.ndarray) -> Mapping[str, float]:
         logp = log_softmax(table)[np.arange(self.rows), self.hidden.reshape(-1)]
-        success = np.exp(logp.reshape(self.prompts, self.length).sum(1))
+        success = np.exp((logp.reshape(self.prompts, self.length) * self.asked).sum(1))
         return {"hard": float(success[self.hard].mean()), "easy": float(success[~self.hard].mean())}
 
 

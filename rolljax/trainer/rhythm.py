@@ -6,30 +6,48 @@ it (future attention influence). The factors multiply advantages of either sign 
 
 Tokens are ranked within their own trajectory, only those under the mask, as if they stood next to each other. The
 number chosen is `floor(top * tokens)`, the earlier of equal ones first. Shapes: N trajectories, T tokens. float64.
+
+As the paper's controls the factors can also go to as many tokens of the other end, or to any (`Pick`).
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 
 from rolljax.trainer.credit import left_aligned, put_back, share
 
+Pick = Literal["top", "random", "bottom"]
+"""Which tokens get the factors: those that rank highest, any, or those that rank lowest."""
 
-def local_gamma(waad_NT: np.ndarray, mask_NT: np.ndarray, amp: float = 1.5, top: float = 0.4) -> np.ndarray:
+
+def local_gamma(
+    waad_NT: np.ndarray, mask_NT: np.ndarray, amp: float = 1.5, top: float = 0.4, pick: Pick = "top", seed: int = 0
+) -> np.ndarray:
     """`amp` where WAAD jumps most to the next token (a plan begins), else 1; float64 `[N, T]`.
 
     The last token has no next one and ranks last.
+
+    Args:
+      seed: of the draw, where `pick` is random.
     """
     _check(amp, top)
     order, valid, (waad,) = left_aligned(mask_NT, waad_NT)
-    return put_back(1.0 + (amp - 1.0) * _top(_jumps(waad, valid), valid, top), order)
+    return put_back(1.0 + (amp - 1.0) * _top(_ranks(_jumps(waad, valid), pick, seed), valid, top), order)
 
 
-def global_gamma(fai_NT: np.ndarray, mask_NT: np.ndarray, amp: float = 1.5, top: float = 0.4) -> np.ndarray:
-    """`amp` where FAI is highest (an anchor later tokens return to), else 1; float64 `[N, T]`."""
+def global_gamma(
+    fai_NT: np.ndarray, mask_NT: np.ndarray, amp: float = 1.5, top: float = 0.4, pick: Pick = "top", seed: int = 0
+) -> np.ndarray:
+    """`amp` where FAI is highest (an anchor later tokens return to), else 1; float64 `[N, T]`.
+
+    Args:
+      seed: of the draw, where `pick` is random.
+    """
     _check(amp, top)
     order, valid, (fai,) = left_aligned(mask_NT, fai_NT)
-    return put_back(1.0 + (amp - 1.0) * _top(fai, valid, top), order)
+    return put_back(1.0 + (amp - 1.0) * _top(_ranks(fai, pick, seed), valid, top), order)
 
 
 def coupled_gamma(
@@ -67,6 +85,13 @@ def coupled_gamma(
 def _check(amp: float, top: float) -> None:
     if amp < 1 or not 0 <= top <= 1:
         raise ValueError(f"amp is at least 1 and top from 0 to 1, not {amp!r} and {top!r}")
+
+
+def _ranks(values_NT: np.ndarray, pick: Pick, seed: int) -> np.ndarray:
+    """What tokens are ranked by, highest first."""
+    if pick == "random":
+        return np.random.default_rng(seed).random(values_NT.shape)
+    return -values_NT if pick == "bottom" else values_NT
 
 
 def _pairs(valid_NT: np.ndarray) -> np.ndarray:

@@ -108,3 +108,23 @@ def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
             assert row["mismatch/abs_max_nat"] < 1e-4
     assert summary(tmp_path / "run")["stop_reason"] == "all phases done"
     assert np.isfinite([row["loss/total"] for row in rows(tmp_path / "run")]).all()
+
+
+def test_a_run_that_goes_on_takes_back_the_groups_that_were_put_off(tmp_path):
+    from rolljax import cli
+
+    settings = {k: v for k, v in IPA.items() if not k.startswith("ExpertStarts")}
+    settings |= {"ipa/Phase.starts": None, "ipa/Phase.spare_groups": 2, "ipa/Phase.steps": 2}
+    argv = arguments("agent_ipa", "", settings)
+    config = cli.load_recipe([argv[1]], argv[5::2])
+    plan, folder = make_plan(config.value), RunFolder(tmp_path / "run")
+    folder.prepare(config, fresh=False)
+    with pytest.raises(Stopped):
+        loop.train(plan, folder, console := StopAt(1), lambda: getattr(console, "stopped", False))
+    saved = folder.checkpoints.latest(print).progress.put_off
+    _, progress = loop.train(plan, folder, Console())
+    assert [step for _, step, _ in saved] == [0, 0] and progress.put_off == []
+    written = rows(tmp_path / "run")
+    assert [row["groups/back_n"] for row in written] == [0, 2]
+    late = {(t["task"]["index"], t["key"]["step"], t["key"]["group"]) for t in trajectories(tmp_path / "run", 2)}
+    assert {tuple(due) for due in saved} < late

@@ -357,6 +357,13 @@ TABLE = {
         lambda build: build(AttentionRhythm(rhythm="local", share=0.3)),
         lambda build: build(AttentionRhythm(rhythm="coupled", share=0.3)),
     ),
+    "another end of two statistics": Refused(
+        "AttentionRhythm.pick",
+        "bottom",
+        ("coupled", "global"),
+        lambda build: build(AttentionRhythm(rhythm="coupled", pick="bottom")),
+        lambda build: build(AttentionRhythm(rhythm="global", pick="bottom")),
+    ),
     "a scorer that is its base": Refused(
         "SegmentReward.scorer",
         "run_start",

@@ -177,3 +177,27 @@ def test_a_quantile_that_is_a_value_counts(percent):
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError):
         coupled_gamma(WAAD, FAI, ALL, **bad)
+
+
+# ---- the paper's controls: as many tokens of the other end, or any --------------------------------------------------
+
+
+def test_the_bottom_is_what_ranks_lowest():
+    """FAI .4 .1 .367 .1 0 0: the two zeros. Jumps .5 .9 .4 .5 .3 and none for the last token: that one, and .3."""
+    np.testing.assert_array_equal(global_gamma(FAI, ALL, pick="bottom"), [[1, 1, 1, 1, 1.5, 1.5]])
+    np.testing.assert_array_equal(local_gamma(WAAD, ALL, pick="bottom"), [[1, 1, 1, 1, 1.5, 1.5]])
+
+
+@pytest.mark.parametrize("gamma", [local_gamma, global_gamma])
+@given(case=cases(), seed=st.integers(0, 9))
+def test_any_tokens_are_as_many_and_follow_from_the_seed_alone(gamma, case, seed):
+    waad, fai, mask = case
+    values = waad if gamma is local_gamma else fai
+    found = gamma(values, mask, pick="random", seed=seed)
+    np.testing.assert_array_equal((found > 1).sum(1), (gamma(values, mask) > 1).sum(1))
+    np.testing.assert_array_equal(found, gamma(np.where(mask, 1.0, np.nan), mask, pick="random", seed=seed))
+
+
+def test_any_tokens_are_chosen_equally_often():
+    found = np.mean([global_gamma(FAI, ALL, top=0.5, pick="random", seed=s) > 1 for s in range(2000)], axis=0)
+    np.testing.assert_allclose(found, 0.5, atol=0.05)

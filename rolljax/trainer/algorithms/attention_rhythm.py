@@ -14,6 +14,7 @@ from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.episodes import Episodes
 from rolljax.trainer.paper import Stated
+from rolljax.trainer.rhythm import Pick
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,8 @@ class AttentionRhythm(Grpo):
     where attention shows planning (`local`: jumps of the windowed span), influence on later tokens (`global`), or both
     (`coupled`: the influence of tokens that follow from a plan is shared with the plan).
 
-    rhythm: which of the three. amplify: the factor; 1 is plain GRPO. top: share of each answer's tokens. maps: which
+    rhythm: which of the three. amplify: the factor; 1 is plain GRPO. top: share of each answer's tokens. pick: amplify
+      that share where the statistic ranks highest or, as the paper's controls, lowest or anywhere. maps: which
       statistics of which layers.
     share, lookback: of the coupled form: what moves to the plan, and how many tokens before it may be.
     """
@@ -30,6 +32,7 @@ class AttentionRhythm(Grpo):
     rhythm: Literal["local", "global", "coupled"] = "coupled"
     amplify: float = 1.5
     top: float = 0.4
+    pick: Pick = "top"
     share: float = 0.5
     lookback: int = 2
     maps: AttentionMaps = AttentionMaps()
@@ -56,9 +59,9 @@ class AttentionRhythm(Grpo):
         """What each token's advantage is multiplied by, `[N, T]`, at least 1."""
         waad, fai = e.given("waad"), e.given("fai")
         if self.rhythm == "local":
-            return rhythm.local_gamma(waad, e.mask, self.amplify, self.top)
+            return rhythm.local_gamma(waad, e.mask, self.amplify, self.top, self.pick, e.step)
         if self.rhythm == "global":
-            return rhythm.global_gamma(fai, e.mask, self.amplify, self.top)
+            return rhythm.global_gamma(fai, e.mask, self.amplify, self.top, self.pick, e.step)
         return rhythm.coupled_gamma(waad, fai, e.mask, self.amplify, self.top, self.share, self.lookback)
 
     def __post_init__(self) -> None:
@@ -71,4 +74,6 @@ class AttentionRhythm(Grpo):
     def check(self, setup):
         if self.rhythm != "coupled" and (self.share, self.lookback) != (0.5, 2):
             raise self.refuse("share", "and lookback belong to the coupled form only", "set rhythm = 'coupled'")
+        if self.rhythm == "coupled" and self.pick != "top":
+            raise self.refuse("pick", "has no meaning for the coupled form", "set rhythm = 'global' or 'local'")
         return super().check(setup)

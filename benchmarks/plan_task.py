@@ -1,0 +1,280 @@
+"""A task in which one token decides and the others follow from it, for transformers of a few thousand weights.
+
+    question x -> n p n f1 n f2 n f3 ...    p: the plan, f_k: what follows from it at place k, n: noise
+
+The model was taught (supervised, plans at random) to keep to its plan: every `f_k` is a function of `p` and `k`, so
+that later tokens look back at the plan. What it has to find out by reinforcement is which plan is right, the same one
+for all questions: reward 1 if the plan and all that follows are right. Nobody tells it that the plan decides.
+
+Several runs are trained side by side by plain gradient descent, as in `toys.py`, each with weights, answers and a
+secret of its own. The rest is what a run uses: the model, its attention statistics, `Episodes`, `Algorithm.credit`, the
+scales of the aggregation, `TokenBatch` and `update.policy_loss`.
+
+Shape letters: R runs, N answers of a step, T tokens of one, S of one with its question, V symbols; L, B, K, C as in the
+map of the code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rolljax.model.attention import attention, packed
+from rolljax.model.decoder import Model, Params
+from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.trainer import attention_stats, update
+from rolljax.trainer.aggregation import token_scales
+from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
+from rolljax.trainer.algorithms.base import Algorithm
+from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.episodes import Credit, Episodes
+
+QUESTIONS, PLANS, NOISE, FOLLOWS, GROUP = 4, 8, 4, 4, 8
+PLACES = 1 + FOLLOWS
+LENGTH = 2 * PLACES
+"""Tokens of an answer: noise and plan, then noise and what follows, again and again."""
+PLAN = 1
+"""Place of the plan in the answer."""
+FIRST_PLAN = QUESTIONS
+FIRST_FOLLOW = FIRST_PLAN + PLANS
+FIRST_NOISE = FIRST_FOLLOW + 2 * FOLLOWS
+VOCAB = FIRST_NOISE + NOISE * PLACES
+LAYERS, HEADS = 1, 1
+MODEL = Model(
+    Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        ffn_size=64,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=16,
+        init_std=0.1,
+    )
+)
+ASKED = np.repeat(np.arange(QUESTIONS), GROUP)
+"""The question of every answer of a step, `[N]`."""
+
+
+def symbols(plans: np.ndarray) -> np.ndarray:
+    """Plan and what follows from it, `[..., PLACES]`, for plans `[...]`: one of two symbols at every place, which half
+    of the plans share, so that only the plan itself tells what follows."""
+    k = np.arange(FOLLOWS)
+    bits = (plans[..., None] * (2 * k + 1) // 4 + k) % 2
+    return np.concatenate([FIRST_PLAN + plans[..., None], FIRST_FOLLOW + 2 * k + bits], -1)
+
+
+def noise(rng: np.random.Generator, num: int) -> np.ndarray:
+    """Symbols that mean nothing, others at each place, `[num, PLACES]`."""
+    return FIRST_NOISE + NOISE * np.arange(PLACES) + rng.integers(0, NOISE, (num, PLACES))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _taught(params: Params, data: jax.Array, steps: int, batch: int) -> Params:
+    tx = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
+
+    def loss(params: Params, tokens: jax.Array) -> jax.Array:
+        ones = jnp.ones_like(tokens)
+        positions = jnp.broadcast_to(jnp.arange(1 + LENGTH), tokens.shape)
+        decoder = MODEL.bind(params)
+        hidden = decoder(tokens, positions, packed(ones, ones, positions)).hidden
+        logp = jax.nn.log_softmax(decoder.logits(hidden)[:, :-1])
+        return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
+
+    def step(i: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
+        params, state = carry
+        tokens = jax.lax.dynamic_slice_in_dim(data, i * batch, batch)
+        updates, state = tx.update(jax.grad(loss)(params, tokens), state)
+        return optax.apply_updates(params, updates), state
+
+    return jax.lax.fori_loop(0, steps, step, (params, tx.init(params)))[0]
+
+
+def taught(seed: int, steps: int = 400, batch: int = 32) -> Params:
+    """A model that says any plan to any question, and keeps to it."""
+    rng = np.random.default_rng(seed)
+    data = np.zeros((steps * batch, 1 + LENGTH), np.int32)
+    data[:, 0] = rng.integers(0, QUESTIONS, len(data))
+    data[:, 1::2] = noise(rng, len(data))
+    data[:, 1 + PLAN :: 2] = symbols(rng.integers(0, PLANS, len(data)))
+    return _taught(MODEL.init(seed), jnp.asarray(data), steps, batch)
+
+
+def _next_law(params: Params, tokens_N: jax.Array, at: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    """Log-probs `[N, V]` of what comes after token number `at`; the cache `[L, N, S, K, C]` twice."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: Any, window: Any = None) -> Any:
+        cache = tuple(c.at[layer, :, at].set(new[:, 0]) for c, new in zip(cache, (k, v), strict=True))
+        seen = jnp.broadcast_to(jnp.arange(1 + LENGTH) <= at, (len(q), 1, 1 + LENGTH))
+        return attention(q, cache[0][layer], cache[1][layer], seen), cache
+
+    decoder = MODEL.bind(params)
+    out = decoder(tokens_N[:, None], jnp.full((len(tokens_N), 1), at), attend, cache)
+    return jax.nn.log_softmax(decoder.logits(out.hidden[:, 0])), out.cache
+
+
+@jax.jit
+@jax.vmap
+def sample(params: Params, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Answers and their log-probs, `[R, N, T]`."""
+    cfg, num = MODEL.cfg, len(ASKED)
+    empty = jnp.zeros((cfg.num_layers, num, 1 + LENGTH, cfg.num_kv_heads, cfg.head_dim))
+
+    def step(carry: Any, t: jax.Array) -> Any:
+        token, cache = carry
+        law, cache = _next_law(params, token, t, cache)
+        drawn = jax.random.categorical(jax.random.fold_in(key, t), law)
+        return (drawn, cache), (drawn, jnp.take_along_axis(law, drawn[:, None], 1)[:, 0])
+
+    first = (jnp.asarray(ASKED, jnp.int32), (empty, empty))
+    _, (tokens, logp) = jax.lax.scan(step, first, jnp.arange(LENGTH))
+    return tokens.T, logp.T
+
+
+def episodes(tokens: np.ndarray, logp: np.ndarray, right: np.ndarray, step: int, rhythm: Any) -> Episodes:
+    """The answers `[N, T]` of one run; `right []`: the plan they should have."""
+    rewards = (tokens[:, PLAN::2] == symbols(right)).all(1).astype(np.float64)
+    num, mask = len(tokens), np.ones(tokens.shape, bool)
+    return Episodes(
+        rewards=rewards,
+        groups=np.arange(num) // GROUP,
+        mask=mask,
+        turns=np.zeros(tokens.shape, np.int64),
+        turn_rewards=rewards[:, None],
+        turn_weights=np.ones((num, 1)),
+        states=ASKED[:, None].astype(np.int64),
+        num_turns=np.ones(num, np.int64),
+        truncated=np.zeros(num, bool),
+        success=rewards > 0,
+        texts=("",) * num,
+        domains=("plan",) * num,
+        sampler_logp=np.asarray(logp, np.float64),
+        expert=np.zeros(tokens.shape, bool),
+        limit_tok=LENGTH,
+        step=step,
+        waad=rhythm.waad_MBT[0][:, 1:],
+        fai=rhythm.fai_MBT[0][:, 1:],
+    )
+
+
+def layout() -> dict[str, np.ndarray]:
+    """What rows of a question and its answer look like, `[N, S]`, whatever they say."""
+    shape = (len(ASKED), 1 + LENGTH)
+    places = np.broadcast_to(np.arange(1 + LENGTH), shape).astype(np.int32)
+    answer = (places > 0).astype(np.int32)
+    return {
+        "positions": places,
+        "segment_ids": np.ones(shape, np.int32),
+        "branch_ids": answer,
+        "prev": np.maximum(places - 1, 0),
+        "sequence_ids": answer,
+        "chunk_ids": answer,
+    }
+
+
+def pack(algorithm: Algorithm, tokens: np.ndarray, e: Episodes, credit: Credit) -> TokenBatch:
+    """A row `[S]` for every answer."""
+    mask = e.mask if credit.mask is None else credit.mask & e.mask
+    keep = np.ones(e.num, bool) if credit.keep is None else credit.keep
+    mask = mask & keep[:, None]
+    scale = np.zeros(mask.shape)
+    scale[keep] = np.array(token_scales([mask[keep]], algorithm.aggregation, e.limit_tok)[0]).reshape(-1, LENGTH)
+    behind = lambda x: np.pad(x, ((0, 0), (1, 0))).astype(np.float32)  # noqa: E731
+    return TokenBatch(
+        tokens=np.concatenate([ASKED[:, None], tokens], 1).astype(np.int32),  # type: ignore[arg-type]
+        **layout(),  # type: ignore[arg-type]
+        scale=behind(scale),  # type: ignore[arg-type]
+        advantages=behind(credit.advantages),  # type: ignore[arg-type]
+        sampler_logp=behind(e.sampler_logp),  # type: ignore[arg-type]
+        num_micro=np.int32(1),  # type: ignore[arg-type]
+        num_tokens=np.float32(mask.sum()),  # type: ignore[arg-type]
+        num_computed=np.float32(e.mask.sum()),  # type: ignore[arg-type]
+        num_sequences=np.float32(mask.any(1).sum()),  # type: ignore[arg-type]
+        temperature=np.float32(1),  # type: ignore[arg-type]
+        kl_coef=np.float32(0),  # type: ignore[arg-type]
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _descend(algorithm: Algorithm, params: Params, batch: TokenBatch, lr: jax.Array) -> Params:
+    """Every run's own step down the loss."""
+    loss = update.policy_loss(MODEL, algorithm, {})
+    grads = jax.vmap(jax.grad(loss, has_aux=True))(params, batch)[0]
+    return jax.tree.map(lambda p, g: p - lr * g, params, grads)
+
+
+@jax.jit
+@jax.vmap
+def success(params: Params, right: jax.Array) -> jax.Array:
+    """Mean probability of the right plan `right [R]`, over questions and the noise before it, `[R]`."""
+    x, n = (a.reshape(-1) for a in jnp.meshgrid(jnp.arange(QUESTIONS), FIRST_NOISE + jnp.arange(NOISE), indexing="ij"))
+    tokens = jnp.stack([x, n], 1)
+    ones, positions = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(2), tokens.shape)
+    decoder = MODEL.bind(params)
+    law = jax.nn.softmax(decoder.logits(decoder(tokens, positions, packed(ones, ones, positions)).hidden[:, 1]))
+    return law[:, FIRST_PLAN + right].mean()
+
+
+def rhythms(maps: attention_stats.AttentionMaps) -> Callable[[Params, np.ndarray], list[attention_stats.Rhythm]]:
+    """From the parameters and answers `[R, N, T]` of all runs to the attention statistics of each."""
+    measure, rows = attention_stats.make_attention_stats(MODEL, None, maps), layout()
+
+    @jax.jit
+    @jax.vmap
+    def heads(params: Params, tokens_NT: jax.Array) -> attention_stats.HeadStats:
+        tokens = jnp.concatenate([jnp.asarray(ASKED, jnp.int32)[:, None], tokens_NT], 1)
+        sampled = rows["sequence_ids"] > 0
+        return measure(params, tokens, rows["positions"], rows["segment_ids"], rows["branch_ids"], sampled)
+
+    def read(params: Params, tokens: np.ndarray) -> list[attention_stats.Rhythm]:
+        found = jax.device_get(heads(params, tokens))
+        each = [jax.tree.map(lambda x, r=r: x[r], found) for r in range(len(tokens))]
+        return [attention_stats.reduce([one], maps) for one in each]
+
+    return read
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class History:
+    """success `[A, seeds, steps + 1]`: mean probability of the right plan, by algorithm and seed. factors `[A, T]`:
+    what the advantages of the tokens of an answer were multiplied by, on average."""
+
+    success: np.ndarray
+    factors: np.ndarray
+
+    @property
+    def speed(self) -> np.ndarray:
+        """Mean success over the steps, `[A, seeds]`."""
+        return self.success[..., 1:].mean(-1)
+
+
+def train(
+    algorithms: Sequence[AttentionRhythm], maps: attention_stats.AttentionMaps, *, seeds: int, steps: int, lr: float
+) -> History:
+    """Train the same taught models on the same random numbers with each algorithm. All must have the same objective."""
+    each = [(a, s) for a in algorithms for s in range(seeds)]
+    secrets = np.array([np.random.default_rng([s, 1]).integers(0, PLANS) for _, s in each])
+    start = [taught(s) for s in range(seeds)] * len(algorithms)
+    params = jax.tree.map(lambda *x: jnp.stack(x), *start)
+    read, curves, factors = rhythms(maps), [np.asarray(success(params, secrets))], np.zeros((len(each), LENGTH))
+    for step in range(steps):
+        keys = jnp.stack([jax.random.fold_in(jax.random.key(s), step) for _, s in each])
+        tokens, logp = (np.asarray(x) for x in sample(params, keys))
+        batches = []
+        for r, rhythm in enumerate(read(params, tokens)):
+            algorithm = each[r][0]
+            e = episodes(tokens[r], logp[r], secrets[r], step, rhythm)
+            batches.append(pack(algorithm, tokens[r], e, algorithm.credit(e, {})))
+            factors[r] += algorithm.factors(e).mean(0)
+        batch = jax.tree.map(lambda *x: np.stack(x), *batches)
+        params = _descend(algorithms[0], params, batch, jnp.float32(lr))
+        curves.append(np.asarray(success(params, secrets)))
+    shape = (len(algorithms), seeds)
+    return History(np.array(curves).T.reshape(*shape, -1), (factors / steps).reshape(*shape, -1).mean(1))
