@@ -21,14 +21,14 @@ def is_empty(result: Credit, e: Episodes) -> bool:
 
 
 def could_teach(algorithm: Algorithm, e: Episodes, memory: Memory) -> bool:
-    """Whether credit would keep anything of these episodes had they gone as well as can be: every one short and not cut,
+    """Whether credit would keep anything of these episodes had they gone as well as can be: all of them short and whole,
     good and bad ones in every group, the sampler as the trainer."""
     return not is_empty(algorithm.credit(at_best(algorithm, e), memory), e)
 
 
 def at_best(algorithm: Algorithm, e: Episodes) -> Episodes:
-    """The first sampled token of each episode, with rewards evenly spaced over 1 in every group, around the middle of what a
-    filter asks for."""
+    """The first sampled token of each episode, with rewards evenly spaced over 1 in every group, around the middle of
+    what a filter asks for."""
     sampled = e.mask & ~e.expert
     first = np.where(sampled.any(1, keepdims=True), sampled, e.mask)
     first &= first.cumsum(1) == 1
