@@ -21,8 +21,8 @@ def is_empty(result: Credit, e: Episodes) -> bool:
 
 
 def could_teach(algorithm: Algorithm, e: Episodes, memory: Memory) -> bool:
-    """Whether credit would keep anything of these episodes had they gone as well as can be: all of them short and whole,
-    good and bad ones in every group, the sampler as the trainer."""
+    """Whether credit would keep anything of these episodes had they gone as well as can be: all short and whole, good
+    and bad ones in every group, the sampler as the trainer."""
     return not is_empty(algorithm.credit(at_best(algorithm, e), memory), e)
 
 
