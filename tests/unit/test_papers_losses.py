@@ -25,7 +25,7 @@ from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from rolljax.trainer.algorithms.rloo import Rloo
 from rolljax.trainer.algorithms.tis import Tis
-from rolljax.trainer.algorithms.topr import Topr
+from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.forward import hidden_before, read_policy
 from rolljax.trainer.mismatch import Correction
@@ -450,7 +450,21 @@ def test_skewed_divergence_is_distillms():
 
 # ---- defaults -------------------------------------------------------------------------------------------------------
 
-STATED = (ReBn, Cispo, Kimi, Topr, Rloo, Reinforce, ReinforcePP, ReinforcePPBaseline, LitePpo, Tis, DecoupledPpo)
+STATED = (
+    ReBn,
+    Cispo,
+    Kimi,
+    Topr,
+    Rloo,
+    Reinforce,
+    ReinforcePP,
+    ReinforcePPBaseline,
+    LitePpo,
+    Tis,
+    DecoupledPpo,
+    SequenceTopr,
+    TurnReinforce,
+)
 
 
 @pytest.mark.parametrize("cls", STATED, ids=lambda c: c.__name__)
