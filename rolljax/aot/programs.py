@@ -198,6 +198,7 @@ def batch_shapes(learner: Learner) -> TokenBatch:
     names = {*ints, "scale", "advantages", "sampler_logp", "weights"}
     names |= {"trainer_logp"} if needs.trainer_logp else set()
     names |= {"ref_logp"} if needs.ref else set()
+    names |= {"rewards"} if needs.rewards else set()
     names |= {"returns", "old_values_C", "critic_weights_C"} if critics else set()
     rows = (shape.num_micro, shape.micro_rows, shape.row_len)
     arrays: dict[str, Any] = dict.fromkeys(ARRAYS)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rolljax import cli
+from rolljax.aot.programs import batch_shapes
 from rolljax.errors import ConfigError
 from rolljax.trainer import objectives, shaping, vocab
 from rolljax.trainer.algorithms.base import Law, PolicyGradient, Setup
@@ -25,10 +26,14 @@ from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from rolljax.trainer.algorithms.rloo import Rloo
 from rolljax.trainer.algorithms.tis import Tis
-from rolljax.trainer.algorithms.topr import Topr
+from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
+from rolljax.trainer.batch import PackShape
 from rolljax.trainer.forward import hidden_before, read_policy
+from rolljax.trainer.learner import Learner
+from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.mismatch import Correction
+from rolljax.trainer.optimizer import AdamW
 from tests.synthetic import LIMIT_TOK, SHAPE, Objective, episodes_of, groups_of, samples_of, trained, trajectory
 
 SAID = ((4, 2, 3), (1, 5, 2), (3, 3, 1), (2, 4, 6))
@@ -450,7 +455,21 @@ def test_skewed_divergence_is_distillms():
 
 # ---- defaults -------------------------------------------------------------------------------------------------------
 
-STATED = (ReBn, Cispo, Kimi, Topr, Rloo, Reinforce, ReinforcePP, ReinforcePPBaseline, LitePpo, Tis, DecoupledPpo)
+STATED = (
+    ReBn,
+    Cispo,
+    Kimi,
+    Topr,
+    Rloo,
+    Reinforce,
+    ReinforcePP,
+    ReinforcePPBaseline,
+    LitePpo,
+    Tis,
+    DecoupledPpo,
+    SequenceTopr,
+    TurnReinforce,
+)
 
 
 @pytest.mark.parametrize("cls", STATED, ids=lambda c: c.__name__)
@@ -491,3 +510,11 @@ def test_the_law_of_tricks_or_traps_is_a_preset():
     setting = 'grpo.Grpo.anchor = "proximal"'
     phase = cli.load_recipe(["quickstart", "laws/tricks_or_traps"], [setting]).value.phases[-1]
     assert (phase.temperature, phase.top_p, phase.top_k) == (0.99, 0.99, 100)
+
+
+@pytest.mark.parametrize("algorithm", [Topr(), Grpo(sft_coef=0.1), Grpo()], ids=["topr", "cross-entropy", "grpo"])
+def test_the_rewards_that_an_objective_asks_for_are_there_when_it_is_compiled_ahead(algorithm, model):
+    mesh = MeshSpec().build(jax.devices()[:1])
+    learner = Learner(mesh, model, algorithm, AdamW(), PackShape(1, 2, 32), steps=1, groups_per_step=1)
+    shapes = batch_shapes(learner)
+    assert (shapes.rewards is not None) == algorithm.needs().rewards == (algorithm != Grpo())

@@ -60,6 +60,7 @@ class Needs:
     trainer_logp: log-probs by the weights at the start of the step. ref, scorer, teachers: frozen policies that score
     every sampled token. law: a frozen policy whose whole next-token distribution the objective is compared with, inside
     the update. critics: value models, trained beside the policy. attention: statistics of the policy's attention maps.
+    rewards: the objective asks which trajectories were rewarded; credit hands them on.
     """
 
     trainer_logp: bool = False
@@ -69,6 +70,7 @@ class Needs:
     law: Law | None = None
     critics: Critic | None = None
     attention: AttentionMaps | None = None
+    rewards: bool = False
 
     @property
     def frozen(self) -> tuple[Frozen, ...]:
@@ -300,6 +302,7 @@ class PolicyGradient(Algorithm):
             trainer_logp=self.anchor == "proximal" or self.correction is not None,
             ref=self.reference if sampled_kl else "",
             law=Law(self.reference, "reverse", tau=None) if self.kl_coef and self.kl == "full" else None,
+            rewards=self.uses_rewards(),
         )
 
     def credit(self, e: Episodes, memory: Memory) -> Credit:
