@@ -41,7 +41,7 @@ from rolljax.trainer.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBase
 from rolljax.trainer.algorithms.reward_model import PairRewardModel, RewardModel
 from rolljax.trainer.algorithms.rft import Rft
 from rolljax.trainer.algorithms.rloo import Rloo
-from rolljax.trainer.algorithms.segment_reward import SegmentReward
+from rolljax.trainer.algorithms.segment_reward import SegmentDpo, SegmentPairDpo, SegmentPpo, SegmentReward, SegmentRft
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
@@ -435,16 +435,12 @@ CASES = {
             ref.grpo, **GRPO, reward_clip=0.9, advantage_clip=0.8, centre="batch", scale="none", difficulty=(-0.6, 0.8)
         ),
     ),
-    "Grpo, short answers": Case(
-        Grpo(length_reward=0.5, drop_degenerate=False), with_rewards(ref.grpo, short, **TOKEN_MEAN)
-    ),
+    "Grpo, short answers": Case(Grpo(length_reward=0.5), with_rewards(ref.grpo, short, **GRPO)),
     "Grpo, long answers left out": Case(
-        Grpo(wrong_max_tok=6, right_max_tok=9, drop_degenerate=False, mean="none", std="none"),
-        without(ref.grpo, too_long, **TOKEN_MEAN, centre="none", scale="none"),
+        Grpo(wrong_max_tok=6, right_max_tok=9, mean="none", std="none"),
+        without(ref.grpo, too_long, **GRPO, centre="none", scale="none"),
     ),
-    "Grpo, weighed": Case(
-        Grpo(difficulty_weight=True, length_weight=True, drop_degenerate=False), weighed(ref.grpo, **TOKEN_MEAN)
-    ),
+    "Grpo, weighed": Case(Grpo(difficulty_weight=True, length_weight=True), weighed(ref.grpo, **GRPO)),
     "Grpo, cross-entropy of what was rewarded": Case(Grpo(sft_coef=0.3), partial(ref.grpo, **GRPO, sft=0.3)),
     "Grpo, two corrections": Case(
         Grpo(anchor="proximal", correction=Correction(**ALL_FILTERS, also=(Correction("sequence", None, (0.7, 1.5)),))),
@@ -618,7 +614,8 @@ CASES = {
 
 
 def test_every_class_is_compared():
-    assert {type(case.algorithm) for case in CASES.values()} | {Distill} == set(CLASSES)
+    segments = {SegmentPpo, SegmentDpo, SegmentPairDpo, SegmentRft}  # test_papers_critics.py
+    assert {type(case.algorithm) for case in CASES.values()} | {Distill} | segments == set(CLASSES)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -36,8 +36,8 @@ def test_time_ends_a_computation_that_never_looks_at_signals():
 @linux
 def test_memory_beyond_what_is_here_is_too_much():
     here = bytearray(2**26)
-    assert bounded(lambda: len(bytearray(2**28)), memory_gib=0.5) == 2**28
-    assert bounded(lambda: len(bytearray(2**28)), memory_gib=0.1) == TooMuch("memory")
+    assert bounded(lambda: len(bytearray(2**28)), memory_gib=0.5, cpu_s=60) == 2**28
+    assert bounded(lambda: len(bytearray(2**28)), memory_gib=0.1, cpu_s=60) == TooMuch("memory")
     assert len(here) == 2**26
 
 

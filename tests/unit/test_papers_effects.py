@@ -51,12 +51,14 @@ def batch_of(rewards=REWARDS):
         turn_weights=np.ones((num, 1)),
         states=INDEX[:, None].astype(np.int64),
         num_turns=np.ones(num, np.int64),
+        cut=np.zeros((num, 1), bool),
         truncated=np.zeros(num, bool),
         success=np.asarray(rewards) > 0,
         texts=("",) * num,
         domains=("x",) * num,
         sampler_logp=OLD,
         expert=np.zeros(MASK.shape, bool),
+        expert_turns=np.ones(num, np.int64),
         limit_tok=LIMIT,
     )
 
