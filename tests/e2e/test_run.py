@@ -197,7 +197,7 @@ def test_staleness_bounds_the_age_and_loses_nothing(tmp_path):
 
 
 def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path, capsys):
-    changes = {"warm_start__AdamW_dot_lr": "1e30", "MeshSpec_dot_data": 1, "Recipe_dot_save_every": 1}
+    changes = {"warm_start__Muon_dot_lr": "1e30", "MeshSpec_dot_data": 1, "Recipe_dot_save_every": 1}
     run_dir = tmp_path / "run"
     assert train.main(arguments(run_dir, **changes)) == 5
     assert "published or saved" in capsys.readouterr().err
