@@ -48,6 +48,6 @@ def test_two_mini_critics_beat_one_of_the_same_size(mini, entropy_coef):
 
 
 def test_mini_critics_help_because_they_have_learned_from_the_step(mini):
-    """Algorithm 1 of arXiv 2510.01656: critics first, then values and advantages."""
+    """As in arXiv 2510.01656: critics first, then values and advantages."""
     late = learned(AsyPpo(critic=dataclasses.replace(TWO, first=False)))
     assert mini.mean() > late.mean() + 0.05, (mini, late)

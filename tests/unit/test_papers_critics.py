@@ -46,7 +46,7 @@ def moved(e, groups):
     return [near[n, :length] for n, length in enumerate(lengths)]
 
 
-# ---- AsyPPO: the order of algorithm 1 -------------------------------------------------------------------------------
+# ---- AsyPPO: the order of a step ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,8 @@ def learner(model, algorithm, **settings):
 
 
 def test_values_and_masks_are_those_of_the_updated_critics(model, params, groups):
-    """AsyPPO (arXiv 2510.01656), algorithm 1: critics are updated, then values, their deviation, GAE and both masks are
-    computed, then the policy is updated. Section 5: several updates per datum, of the policy too if asked."""
+    """AsyPPO (arXiv 2510.01656): critics are updated, then values, their deviation, GAE and both masks are computed, then
+    the policy is updated; with several updates per datum, of the policy too if asked."""
     critic = Critic(num=2, model=SMALL, epochs=4, first=True, optimizer=AdamW(lr=1e-2))
     algorithm = Watched(critic=critic)
     found = learner(model, algorithm, epochs=2)
@@ -130,8 +130,8 @@ def baselines_gae(last_rewards, values, mask, gamma=1.0, lam=0.95):
 
 
 def test_asyppo_is_its_last_equation(groups):
-    """Arxiv 2510.01656, section 4.2, last equation: the mean over responses of 1/|o| times the sum over tokens of the
-    masked clipped surrogate and the filtered entropy bonus."""
+    """Arxiv 2510.01656, section 4.2, the objective with both masks: the mean over responses of 1/|o| times the sum over
+    tokens of the masked clipped surrogate and the filtered entropy bonus."""
     algorithm = AsyPpo(entropy_coef=0.05)
     e = episodes_of(np.random.default_rng(4), groups, algorithm.needs())
     logps = moved(e, groups)

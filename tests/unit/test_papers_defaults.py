@@ -140,8 +140,8 @@ def test_distillation_from_two_teachers_and_rewards(step):
 
 
 def test_attention_rhythm_amplifies_the_anchors(step):
-    """arXiv 2510.13554: 1.5 times the advantage on the 40 % of an answer's tokens with the highest FAI, GRPO's objective
-    otherwise."""
+    """arXiv 2510.13554 (version 2), equations 12, 16 and 17: 1.5 times the advantage, of either sign, on the 40 % of an
+    answer's tokens with the highest FAI, GRPO's objective otherwise."""
     scores, sampler, logp, ours = step
     e, got = ours(AttentionRhythm(rhythm="global"))
     slopes = []

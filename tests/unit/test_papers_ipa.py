@@ -6,10 +6,11 @@ ROLL knows chunks as runs of ones in the mask of sampled tokens; rolljax as turn
   return is the reward on its last token plus gamma times the return of the run behind it; all of its tokens have it.
 - ratios: `compute_segment_masked_mean` in the same file. The mean of the log ratio over a run; its exponential is the
   geometric mean of the paper's eq. 8.
-- the filter: `train_infer_correction` of examples/agentic_demo/openreward_endless_terminals_IPA_qwen35_2b.yaml, in the
-  history at dab543a: a run takes part up to a ratio of 5.
+- the filter: `train_infer_correction` of examples/agentic_demo/openreward_endless_terminals_IPA_qwen35_2b.yaml, a
+  contributor's, in the history at 53fce5a: a run takes part up to a ratio of 5. The paper's H has no number.
 - the loss: `pg_variant: topr` of roll/pipeline/agentic/agentic_actor_pg_worker.py is eq. 9 without a filter: no ratio
-  where the outcome is positive, the ratio cut at 1 where it is not.
+  where the outcome is positive, the ratio cut at 1 where it is not. (That file asks for an `ipa_chunk`, which ROLL does
+  not have.)
 """
 
 import dataclasses

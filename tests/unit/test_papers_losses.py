@@ -336,8 +336,9 @@ def test_tis_truncates_to_one():
 
 
 def test_decoupled_ppo_is_areals_below_the_cap():
-    """github.com/inclusionAI/AReaL, ppo_actor_loss_fn: PPO's clip around the proximal policy times proximal/behaviour.
-    It leaves tokens above behav_imp_weight_cap out; ours caps their weight, and can leave them out, too."""
+    """github.com/inclusionAI/AReaL, areal/utils/functional/functional.py, ppo_actor_loss_fn: PPO's clip around the
+    proximal policy times proximal/behaviour. Its rejection_sampling can leave out tokens above a bound (`mask`) or cap
+    their weight (`clamp`); ours caps it, and can leave them out, too."""
     groups = groups_of(np.random.default_rng(2), num_groups=1, group_size=4)
     logps = moved(groups)
     for algorithm, cap in (
@@ -443,8 +444,8 @@ def test_turns_get_their_discounted_return():
 
 
 def test_skewed_divergence_is_distillms():
-    """arXiv 2402.03898, eq. 3; github.com/jongwooko/distillm, distillm/losses.py, skewed_forward_kl: KL(p || .1 p +
-    .9 q) with teacher p and student q."""
+    """arXiv 2402.03898, section 3.1; github.com/jongwooko/distillm, distillm/losses.py, skewed_forward_kl: KL(p ||
+    .1 p + .9 q) with teacher p and student q."""
     rng = np.random.default_rng(0)
     student, teacher = (rng.normal(0, 1, (3, 9)).astype(np.float32) for _ in range(2))
     got = vocab.divergence(jnp.asarray(student), jnp.eye(9), jnp.asarray(teacher), jnp.eye(9), "skewed", alpha=0.1)

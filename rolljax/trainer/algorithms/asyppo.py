@@ -20,9 +20,9 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class AsyPpo(Ppo):
     """AsyPPO (arXiv 2510.01656): several small critics, each fitted to the returns of its own share of every prompt's
-    responses. They learn from a step first (Algorithm 1); their mean is then the value. Where they agree most there is
-    little to learn, and the surrogate is left out (`mask_frac`); where they disagree most the state is noise, and the
-    entropy bonus is left out (`entropy_mask_frac`).
+    responses. They learn from a step first; their mean is then the value. Where they agree most there is little to
+    learn, and the surrogate is left out (`mask_frac`); where they disagree most the state is noise, and the entropy
+    bonus is left out (`entropy_mask_frac`).
 
     Give `critic.model` a shape well below the policy's; with None the critics are as large as the policy. The paper's
     updates per datum are `Critic.epochs` for the critics and `Phase.epochs` for the policy.
@@ -40,13 +40,15 @@ class AsyPpo(Ppo):
         "critic": Stated(
             Critic(num=2, epochs=4, first=True),
             "arXiv 2510.01656: two (figure 9 b), each on its own share of every prompt's responses (section 4.1), "
-            "updates to data 4 (section 5), before values, GAE and masks (algorithm 1)",
+            "updates to data 4 (as in figure 5 b), before values, GAE and masks",
         ),
-        "value_lam": Stated(1.0, "arXiv 2510.01656, section 4.1: the target R_t is the Monte-Carlo return"),
+        "value_lam": Stated(1.0, "arXiv 2510.01656, section 4.1: the critics' target R_t is the Monte-Carlo return"),
         "mask_frac": Stated(0.2, "arXiv 2510.01656, figure 10 (left)"),
         "entropy_mask_frac": Stated(0.2, "arXiv 2510.01656, figure 10 (middle)"),
-        "aggregation": Stated("seq-mean-token-mean", "arXiv 2510.01656, section 4.2, last equation: 1/|o|"),
-        "whiten": Stated(False, "arXiv 2510.01656, section 4.2, last equation: the advantage of GAE as it is"),
+        "aggregation": Stated(
+            "seq-mean-token-mean", "arXiv 2510.01656, section 4.2, the objective with both masks: 1/|o|"
+        ),
+        "whiten": Stated(False, "arXiv 2510.01656, section 4.2: the advantage of GAE as it is"),
     }
 
     def credit(self, e: Episodes, memory: Memory) -> Credit:

@@ -16,12 +16,15 @@ from rolljax.trainer.episodes import Episodes
 from rolljax.trainer.paper import Stated
 from rolljax.trainer.rhythm import Pick
 
+PAPER = "arXiv 2510.13554 (version 2)"
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRhythm(Grpo):
-    """ "Attention Illuminates LLM Reasoning" (arXiv 2510.13554): GRPO whose advantages, of either sign, are amplified
-    where attention shows planning (`local`: jumps of the windowed span), influence on later tokens (`global`), or both
-    (`coupled`: the influence of tokens that follow from a plan is shared with the plan).
+    """ "Attention Illuminates LLM Reasoning" (arXiv 2510.13554): GRPO whose advantages are amplified where attention
+    shows planning (`local`: jumps of the windowed span), influence on later tokens (`global`), or both (`coupled`: the
+    influence of tokens that follow from a plan is shared with the plan). As in version 2 of the paper advantages of
+    either sign are amplified; in version 1 only those that are not negative were, and FAI reached to 50 tokens.
 
     rhythm: which of the three. amplify: the factor; 1 is plain GRPO. top: share of each answer's tokens. pick: amplify
       that share where the statistic ranks highest or, as the paper's controls, lowest or anywhere. maps: which
@@ -38,15 +41,20 @@ class AttentionRhythm(Grpo):
     maps: AttentionMaps = AttentionMaps()
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "rhythm": Stated("coupled", "arXiv 2510.13554, experiments: the best of the three forms"),
-        "amplify": Stated(1.5, "arXiv 2510.13554, experiments, gamma_amp"),
-        "top": Stated(0.4, "arXiv 2510.13554, experiments, the top 40 % of tokens"),
-        "mean": Stated("group", "arXiv 2510.13554, GRPO's advantages"),
-        "std": Stated("group", "arXiv 2510.13554, GRPO's advantages"),
-        "aggregation": Stated("seq-mean-token-mean", "arXiv 2510.13554, GRPO's objective (1/|o| per response)"),
-        "drop_degenerate": Stated(False, "arXiv 2510.13554, GRPO's objective"),
-        "kl_coef": Stated(0.0, "arXiv 2510.13554, experiments: no KL term"),
-        "entropy_coef": Stated(0.0, "arXiv 2510.13554, experiments: no entropy bonus"),
+        "rhythm": Stated("coupled", f"{PAPER}, tables 3 and 4: the best of the three on average"),
+        "amplify": Stated(1.5, f"{PAPER}, section 5.2, gamma_amp"),
+        "top": Stated(0.4, f"{PAPER}, section 5.3.1, q = 40 %; table 5"),
+        "lookback": Stated(2, f"{PAPER}, section 5.3.1: k is 1, 2 or 3"),
+        "maps": Stated(
+            AttentionMaps(),
+            f"{PAPER}, section 5.3.1: W = 10, H from 10 to 100; 5.1: five layers from L/3 to 2L/3; 4.1: 30 % of heads",
+        ),
+        "mean": Stated("group", f"{PAPER}, section 3.2, equation 6"),
+        "std": Stated("group", f"{PAPER}, section 3.2, equation 6"),
+        "aggregation": Stated("seq-mean-token-mean", f"{PAPER}, section 5.2, equation 12: 1/|o| per response"),
+        "drop_degenerate": Stated(False, f"{PAPER}, section 5.3.1: on top of GRPO"),
+        "kl_coef": Stated(0.0, f"{PAPER}, section 5.3.1: no KL term"),
+        "entropy_coef": Stated(0.0, f"{PAPER}, section 5.3.1: no entropy bonus"),
     }
 
     def needs(self) -> Needs:

@@ -28,11 +28,16 @@ class Cispo(OutcomeGradient):
     unified_mask: bool = False
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "clip_low": Stated(None, "arXiv 2506.13585, section 3.1: no lower bound on the weight"),
+        "clip_low": Stated(None, "arXiv 2506.13585, section 3.1, after eq. 5: no lower bound on the weight"),
         "unified_mask": Stated(False, "arXiv 2506.13585, eq. 4 and 5; the mask is the general form, eq. 6 and 7"),
         "aggregation": Stated("token-mean", "arXiv 2506.13585, eq. 4: divided by the sum of the answers' lengths"),
         "mean": Stated("group", "arXiv 2506.13585, section 3.1: group-relative advantage"),
         "std": Stated("group", "arXiv 2506.13585, section 3.1: group-relative advantage"),
+        "drop_degenerate": Stated(
+            True,
+            "arXiv 2506.13585, section 3.1: DAPO's dynamic sampling, and its length penalty, are used as well",
+            "they are choices of data and reward beside the loss: drop_degenerate, refills and overlong_cache",
+        ),
         "kl_coef": Stated(0.0, "arXiv 2506.13585, section 3.1: no KL term"),
     }
 

@@ -11,7 +11,7 @@ from rolljax.trainer.algorithms.base import ClippedRatio
 from rolljax.trainer.paper import Stated
 
 PAPER = "arXiv 2503.14476"
-SCRIPT = "github.com/volcengine/verl, recipe/dapo/run_dapo_qwen2.5_32b.sh"
+SCRIPT = "github.com/volcengine/verl at 2e1a1a6, recipe/dapo/run_dapo_qwen2.5_32b.sh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Dapo(ClippedRatio):
             "a round here draws only the groups that are missing, so that none is thrown away: more, smaller rounds",
         ),
         "overlong_cache": Stated(4096, f"{PAPER}, section 4.1 (of 20480 tokens; equation 13)"),
-        "mask_truncated": Stated(False, f"{PAPER}, section 3.4 (the soft penalty took the filter's place)"),
+        "mask_truncated": Stated(
+            False, f"{SCRIPT}: no filter; {PAPER}, section 3.4 and table 1, has one on the way to the soft penalty"
+        ),
         "kl_coef": Stated(0.0, f"{PAPER}, section 2.3"),
         "entropy_coef": Stated(0.0, f"{SCRIPT}: entropy_coeff=0"),
     }

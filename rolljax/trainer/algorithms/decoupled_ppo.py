@@ -20,13 +20,15 @@ class DecoupledPpo(ClippedRatio):
     correction: Correction | None = Correction(level="token", weight_cap=2.0)
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "anchor": Stated("proximal", "arXiv 2110.00641, section 3; arXiv 2505.24298, section 5.2"),
+        "anchor": Stated("proximal", "arXiv 2110.00641, section 2; arXiv 2505.24298, section 5.2"),
         "correction": Stated(
             "weights without a cap",
-            "arXiv 2505.24298, section 5.2; github.com/inclusionAI/AReaL can drop tokens (behav_imp_weight_cap)",
+            "arXiv 2505.24298, section 5.2; github.com/inclusionAI/AReaL, areal/api/cli_args.py, rejection_sampling: "
+            "none unless asked for, then tokens are dropped or weights capped (before, behave_imp_weight_cap: dropped "
+            "above 5)",
             "one token that the sampler found unlikely would outweigh a batch; AReaL's filter is ratio_band = (0, cap)",
         ),
-        "clip_low": Stated(0.2, "arXiv 2505.24298, table of hyperparameters"),
-        "clip_high": Stated(0.2, "arXiv 2505.24298, table of hyperparameters"),
-        "kl_coef": Stated(0.0, "arXiv 2505.24298, section 5.2: no KL term"),
+        "clip_low": Stated(0.2, "arXiv 2505.24298, appendix B.1, table 3"),
+        "clip_high": Stated(0.2, "arXiv 2505.24298, appendix B.1, table 3"),
+        "kl_coef": Stated(0.0, "arXiv 2505.24298, appendix B.1, table 3: no reference model"),
     }

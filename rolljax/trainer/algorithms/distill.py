@@ -34,7 +34,10 @@ class Distill(Sft):
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "divergence": Stated("forward", "arXiv 1503.02531, section 2: cross-entropy with the teacher's soft targets"),
-        "alpha": Stated(0.1, "arXiv 2402.03898, skew KL with alpha = 0.1"),
+        "alpha": Stated(
+            0.1,
+            "arXiv 2402.03898, algorithm 1; github.com/jongwooko/distillm, distillm/losses.py, lam of the skewed ones",
+        ),
         "top_k": Stated(0, "arXiv 1503.02531, section 2: all classes"),
     }
 

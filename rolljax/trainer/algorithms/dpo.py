@@ -41,10 +41,12 @@ def check_pairs(source: Source, setup: Setup) -> None:
 
 STATED = {
     "loss": Stated("sigmoid", "arXiv 2305.18290, equation 7"),
-    "beta": Stated(0.1, "arXiv 2305.18290, appendix B"),
+    "beta": Stated(0.1, "arXiv 2305.18290, appendix B (0.5 for the summaries of TL;DR)"),
     "label_smoothing": Stated(0.0, "arXiv 2305.18290, equation 7: labels are taken as they are"),
     "sft_coef": Stated(0.0, "arXiv 2305.18290, equation 7: no term beside the preference"),
-    "reference": Stated("phase_start", "arXiv 2305.18290, section 4: the policy that training starts from"),
+    "reference": Stated(
+        "phase_start", "arXiv 2305.18290, section 4, DPO outline: the policy that training starts from"
+    ),
 }
 
 

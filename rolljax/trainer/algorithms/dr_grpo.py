@@ -23,7 +23,10 @@ class DrGrpo(ClippedRatio):
     paper: ClassVar[Mapping[str, Stated]] = {
         "mean": Stated("group", "arXiv 2503.20783, section 3.2"),
         "std": Stated("none", "arXiv 2503.20783, section 3.2"),
-        "aggregation": Stated("seq-sum-norm", "arXiv 2503.20783, section 3.2"),
+        "aggregation": Stated("seq-sum-norm", "arXiv 2503.20783, section 3.2 and listing 1"),
         "drop_degenerate": Stated(False, "arXiv 2503.20783, section 3.2"),
-        "kl_coef": Stated(0.0, "github.com/sail-sg/understand-r1-zero, examples/qwen2.5-math-7b.sh: --beta 0"),
+        "kl_coef": Stated(
+            0.0,
+            "arXiv 2503.20783, section 3; github.com/sail-sg/understand-r1-zero, examples/qwen2.5-math-7b.sh: --beta 0",
+        ),
     }

@@ -30,16 +30,18 @@ class GiGpo(ClippedRatio):
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "mean": Stated("group", "arXiv 2505.10978, equation 3"),
-        "std": Stated("group", f"arXiv 2505.10978, equation 3; {SCRIPT}: mode=mean_std_norm"),
+        "std": Stated("group", f"arXiv 2505.10978, equation 3 (either); {SCRIPT}: mode=mean_std_norm"),
         "episode_weight": Stated(1.0, "arXiv 2505.10978, equation 8"),
-        "turn_weight": Stated(1.0, f"arXiv 2505.10978, equation 8; {SCRIPT}: step_advantage_w=1.0"),
-        "gamma": Stated(0.95, f"{SCRIPT}: algorithm.gamma=0.95"),
-        "aggregation": Stated("token-mean", "github.com/langfengQ/verl-agent, verl/trainer/config: loss_agg_mode"),
+        "turn_weight": Stated(1.0, f"arXiv 2505.10978, appendix E.1; {SCRIPT}: step_advantage_w=1.0"),
+        "gamma": Stated(0.95, f"arXiv 2505.10978, appendix E.1; {SCRIPT}: algorithm.gamma=0.95"),
+        "aggregation": Stated(
+            "token-mean", "github.com/langfengQ/verl-agent, verl/trainer/config/ppo_trainer.yaml: loss_agg_mode"
+        ),
         "drop_degenerate": Stated(False, "arXiv 2505.10978, equation 3"),
         "kl": Stated("k3", f"{SCRIPT}: kl_loss_type=low_var_kl"),
         "kl_coef": Stated(
             0.01,
-            f"{SCRIPT}: kl_loss_coef=0.01",
+            f"arXiv 2505.10978, appendix E.1; {SCRIPT}: kl_loss_coef=0.01",
             "the term needs a second copy of the weights and a forward pass; set it where the policy drifts",
         ),
     }

@@ -28,5 +28,5 @@ class Gspo(ClippedRatio):
         "clip_high": Stated(4e-4, "arXiv 2507.18071, section 5.1"),
         "aggregation": Stated("seq-mean-token-mean", "arXiv 2507.18071, equation 5"),
         "drop_degenerate": Stated(False, "arXiv 2507.18071, equation 5"),
-        "kl_coef": Stated(0.0, "arXiv 2507.18071, equation 5 (left out for brevity, its coefficient is not given)"),
+        "kl_coef": Stated(0.0, "arXiv 2507.18071, section 2 (left out for brevity, its coefficient is not given)"),
     }

@@ -17,8 +17,9 @@ from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.mismatch import Correction
 from rolljax.trainer.paper import Stated
 
-ROLL = "github.com/alibaba/ROLL at dab543a, examples/agentic_demo/openreward_endless_terminals_IPA_qwen35_2b.yaml"
-"""The only settings of it that were published; a later commit took the file out."""
+ROLL = "github.com/alibaba/ROLL at 53fce5a, examples/agentic_demo/openreward_endless_terminals_IPA_qwen35_2b.yaml"
+"""The only settings of it that were published, by a contributor, not by the paper's authors. A later commit took the
+file out; no code of ROLL reads its `pg_variant: ipa_chunk` and its `ipa_failure_reward`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +40,15 @@ class Ipa(PolicyGradient):
     """
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "gamma": Stated(0.95, f"{ROLL}, step_reward_gamma; arXiv 2512.24873, eq. 7 without a number"),
+        "gamma": Stated(
+            0.95, f"{ROLL}, step_reward_gamma, as ROLL's default; arXiv 2512.24873, eq. 7 without a number"
+        ),
         "failure": Stated(
             0.0, f"{ROLL}, ipa_failure_reward; arXiv 2512.24873, section 3.2.4.2: R only gives positive feedback"
         ),
-        "anchor": Stated("proximal", "arXiv 2512.24873, eq. 8: the trainer's old policy"),
+        "anchor": Stated(
+            "proximal", "arXiv 2512.24873, eq. 8: the trainer's old policy (the file of ROLL: the sampler)"
+        ),
         "correction": Stated(
             Correction(level="segment", weight_cap=None, ratio_band=(0.0, 5.0)),
             f"{ROLL}, train_infer_correction; arXiv 2512.24873, below eq. 8, H without a number",
