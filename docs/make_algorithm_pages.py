@@ -118,7 +118,8 @@ Distill: tests/unit/test_papers_losses.py::test_skewed_divergence_is_distillms: 
   plain one is the definition of a KL divergence
 Opd: tests/unit/test_papers_defaults.py::test_on_policy_distillation: the advantages of tinker-cookbook
 Opd: tests/unit/test_papers_defaults.py::test_distillation_from_two_teachers_and_rewards: ROLL's mixture of both
-Rft: none: a choice of answers and a cross-entropy; the paper's authors publish data, no training code
+Rft: none: a choice of answers and a cross-entropy; the authors' code (github.com/OFA-Sys/gsm8k-ScRel) chooses by
+  equations, which answers here need not have
 Dpo: tests/e2e/test_trl.py::test_dpo: loss and gradient of TRL's own DPOTrainer
 Dpo: tests/unit/test_papers_critics.py::test_dpo_is_its_authors: the authors' loss
 PairDpo: tests/e2e/test_trl.py::test_dpo: the same objective, there on sampled pairs
@@ -127,8 +128,10 @@ PairRewardModel: none: its loss is equation 1 of the paper, whose authors publis
 Reinforce: none: with the ratio at 1 and no baseline it is the definition; TRL and verl have no such trainer
 Rloo: tests/unit/test_papers_effects.py::test_rloo: TRL's loss
 Rloo: tests/unit/test_papers_losses.py::test_rloo_sums_over_an_answer: the estimator of the paper
-ReinforcePP: tests/unit/test_papers_losses.py::test_reinforce_pp_normalises_over_all_tokens: equations 8 to 10
-ReinforcePPBaseline: tests/unit/test_papers_losses.py::test_reinforce_pp_with_a_baseline: the estimator of the paper
+ReinforcePP: tests/unit/test_papers_losses.py::test_reinforce_pp_normalises_over_all_tokens: equations 4 and 5 of the
+  paper and OpenRLHF's advantages
+ReinforcePPBaseline: tests/unit/test_papers_losses.py::test_reinforce_pp_with_a_baseline: equations 6 and 7 of the
+  paper and OpenRLHF's advantages
 Grpo: tests/e2e/test_trl.py::test_grpo: loss and gradient of TRL's own GRPOTrainer
 Grpo: tests/unit/test_papers_defaults.py::test_grpo: verl's advantages under equation 3 of the paper
 Grpo: tests/unit/test_papers_defaults.py::test_grpo_with_the_papers_kl_term: and equation 4
@@ -139,7 +142,7 @@ Dapo: tests/unit/test_papers_defaults.py::test_dapo_counts_tokens_of_groups_that
 Dapo: tests/unit/test_papers_defaults.py::test_dapo_punishes_long_answers_as_in_its_runs: equation 13, section 4.1
 Dapo: tests/unit/test_papers_effects.py::test_dapo: the loss as in verl's recipe
 LitePpo: tests/unit/test_papers_losses.py::test_lite_ppo_divides_by_the_batch: ROLL's normalisation of rewards
-RaftPP: tests/unit/test_papers_defaults.py::test_raft_plus_plus: the loss of section 2 of the paper
+RaftPP: tests/unit/test_papers_defaults.py::test_raft_plus_plus: equation 6 of the paper
 Gspo: tests/e2e/test_trl.py::test_gspo: loss and gradient of TRL's own GRPOTrainer
 Gspo: tests/unit/test_papers_effects.py::test_gspo: the loss with the clips of section 5.1
 Ppo: tests/unit/test_papers_critics.py::test_ppo_is_that_of_baselines: advantages, clip and value loss of the
@@ -152,8 +155,8 @@ Cispo: tests/e2e/test_trl.py::test_cispo: loss and gradient of TRL's own GRPOTra
 Cispo: tests/unit/test_papers_losses.py::test_cispo_has_no_lower_bound: equations 4 and 5 of the paper
 Topr: tests/unit/test_papers_losses.py::test_topr_tapers_whole_trajectories_by_the_sign_of_the_reward: equation 8 of the
   paper
-SequenceTopr: tests/unit/test_papers_losses.py::test_topr_tapers_whole_trajectories_by_the_sign_of_the_reward: equation
-  8 of the paper
+SequenceTopr: tests/unit/test_papers_losses.py::test_topr_with_a_geometric_mean_is_the_baseline_of_ipa: equations 4 and
+  5 of IPA's paper
 Kimi: tests/unit/test_papers_losses.py::test_kimi_squares_the_sum: equation 3 of the paper
 DecoupledPpo: tests/e2e/test_trl.py::test_decoupled_ppo_corrects_for_the_sampler: TRL's own GRPOTrainer
 DecoupledPpo: tests/unit/test_papers_losses.py::test_decoupled_ppo_is_areals_below_the_cap: the authors' loss

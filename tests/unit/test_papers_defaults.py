@@ -105,7 +105,8 @@ def test_dapo_punishes_long_answers_as_in_its_runs():
 
 
 def test_raft_plus_plus(step):
-    """RAFT++ (arXiv 2504.11343, section 2): the mean over rewarded answers of 1/|a| over tokens of the clipped ratio."""
+    """RAFT++ (arXiv 2504.11343, version 2, equation 6): the mean over rewarded answers of 1/|a| over tokens of the
+    clipped ratio."""
     scores, sampler, logp, ours = step
     right = scores.reshape(-1) == 1
     slopes = [
@@ -126,8 +127,8 @@ def test_on_policy_distillation(step):
 
 
 def test_distillation_from_two_teachers_and_rewards(step):
-    """alibaba/ROLL's multi-teacher form: an advantage of rewards less the sum of coefficients times (student -
-    teacher)."""
+    """github.com/alibaba/ROLL, roll/utils/functionals.py, use_opd: an advantage of rewards less the sum of
+    coefficients times (student - teacher)."""
     scores, sampler, _, ours = step
     algorithm = Opd(teachers=(Teacher("run_start", 0.7), Teacher("phase_start", 0.2)), reward_coef=1.0)
     e, got = ours(algorithm)

@@ -121,8 +121,9 @@ def clipped(ratio, advantages, low, high):
 
 
 def rloo_advantages(rewards, index=INDEX):
-    """arXiv 2402.14740. github.com/volcengine/verl, verl/trainer/ppo/core_algos.py, `compute_rloo_outcome_advantage`:
-    n/(n-1) of the reward less the group's mean. github.com/huggingface/trl, trl/trainer/rloo_trainer.py, and
+    """arXiv 2402.14740, section 2.3.
+    github.com/volcengine/verl, verl/trainer/ppo/core_algos.py, `compute_rloo_outcome_advantage`: n/(n-1) of the
+    reward less the group's mean. github.com/huggingface/trl, trl/trainer/rloo_trainer.py, and
     github.com/OpenRLHF/OpenRLHF, openrlhf/trainer/ppo_utils/experience_maker.py: less the mean of the others."""
     n = np.array([(index == i).sum() for i in index])
     scaled = n / (n - 1) * (rewards - group_mean(rewards, index))

@@ -223,7 +223,8 @@ def openrlhf(groups, e, beta, baseline=False):
 
 
 def test_reinforce_pp_normalises_over_all_tokens():
-    """arXiv 2501.03262, eq. 8 to 10: A_t = r - beta sum_{i >= t} KL(i), normalised over the tokens of the batch."""
+    """arXiv 2501.03262 (version 9), eq. 4 and 5: A_t = r - beta sum_{i >= t} KL(i), normalised over the tokens of the
+    batch."""
     groups = groups_of(np.random.default_rng(1), num_groups=1, group_size=6)
     logps = moved(groups)
     algorithm = ReinforcePP(kl_reward_coef=0.2)
@@ -248,6 +249,7 @@ def test_reinforce_pp_in_rolls_order():
 
 
 def test_reinforce_pp_with_a_baseline():
+    """arXiv 2501.03262 (version 9), eq. 6 and 7."""
     groups = groups_of(np.random.default_rng(1), num_groups=1, group_size=6)
     e = episodes_of(np.random.default_rng(0), groups, ReinforcePPBaseline().needs())
     got = ReinforcePPBaseline().credit(e, {}).advantages
@@ -300,8 +302,21 @@ def test_topr_tapers_whole_trajectories_by_the_sign_of_the_reward():
     assert advantages[1] < 0 < e.rewards[1]
 
 
+def test_topr_with_a_geometric_mean_is_the_baseline_of_ipa():
+    """arXiv 2512.24873, section 3.2.4.1, eq. 4 and 5: the ratio is the geometric mean over a trajectory's tokens, cut
+    to [0, 1], for non-positive rewards only."""
+    rewards = [[1.0, -1.0, 0.5, -0.5, -1.0, -1.0]]
+    groups = groups_of(np.random.default_rng(2), num_groups=1, group_size=6, rewards=rewards)
+    logps = moved(groups)
+    _, got, e = slopes(SequenceTopr(), groups, logps)
+    means = [np.exp(np.log(x).mean()) for x in ratios(groups, logps)]
+    taper = [1.0 if r > 0 else min(mean, 1.0) for r, mean in zip(e.rewards, means, strict=True)]
+    same(got, [np.full(len(p), -w * r / 6) for p, w, r in zip(logps, taper, e.rewards, strict=True)])
+    assert len({round(w, 6) for w in taper}) > 2
+
+
 def test_rloo_sums_over_an_answer():
-    """arXiv 2402.14740: mean over k of (R_i - mean of the others) grad log pi of the whole answer."""
+    """arXiv 2402.14740, section 2.3: mean over k of (R_i - mean of the others) grad log pi of the whole answer."""
     groups = groups_of(np.random.default_rng(2), num_groups=1, group_size=4)
     logps = behaviour(groups)
     _, got, e = slopes(Rloo(), groups, [x.astype(np.float32) for x in logps])
@@ -411,8 +426,8 @@ def test_samples_are_weighed_as_in_roll():
 
 
 def test_cross_entropy_of_what_was_rewarded():
-    """github.com/alibaba/ROLL, roll/pipeline/rlvr/rlvr_config.py, postive_loss_coef: a supervised loss on samples with
-    scores > 0, beside the policy's."""
+    """github.com/alibaba/ROLL before its v0.2.0, roll/pipeline/rlvr/actor_worker.py, postive_loss_coef: a supervised
+    loss on samples with scores > 0, beside the policy's (there times the advantage; since v0.2.0 it is not read)."""
     groups = groups_of(np.random.default_rng(2), num_groups=1, group_size=4, rewards=[[1.0, 0.0, -1.0, 0.5]])
     logps = moved(groups)
     _, plain, e = slopes(Reinforce(), groups, logps)
@@ -507,7 +522,7 @@ def test_the_order_says_what_reinforce_pp_normalises(bad):
 
 
 def test_the_law_of_tricks_or_traps_is_a_preset():
-    """arXiv 2508.08221, section 3: temperature .99, top-p .99, top-k 100."""
+    """arXiv 2508.08221, section 3.1: temperature .99, top-p .99, top-k 100."""
     setting = 'grpo.Grpo.anchor = "proximal"'
     phase = cli.load_recipe(["quickstart", "laws/tricks_or_traps"], [setting]).value.phases[-1]
     assert (phase.temperature, phase.top_p, phase.top_k) == (0.99, 0.99, 100)

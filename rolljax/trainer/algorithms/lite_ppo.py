@@ -36,11 +36,11 @@ class LitePpo(ClippedRatio):
             "a batch of nearly equal rewards would be divided by nearly 0",
         ),
         "aggregation": Stated("token-mean", "arXiv 2508.08221, section 5, and section 4.3"),
-        "clip_low": Stated(0.2, "arXiv 2508.08221, section 5: vanilla PPO loss"),
-        "clip_high": Stated(0.2, "arXiv 2508.08221, section 5: vanilla PPO loss"),
+        "clip_low": Stated(0.2, "arXiv 2508.08221, section 5: vanilla PPO loss; section 4.2: its usual bound"),
+        "clip_high": Stated(0.2, "arXiv 2508.08221, section 5: vanilla PPO loss; section 4.2: its usual bound"),
         "mask_truncated": Stated(False, "arXiv 2508.08221, section 5: no overlong filtering"),
         "drop_degenerate": Stated(False, "arXiv 2508.08221, section 5: no dynamic sampling"),
-        "kl_coef": Stated(0.0, "arXiv 2508.08221, section 5: critic-free, no KL term"),
+        "kl_coef": Stated(0.0, "arXiv 2508.08221, section 5, and equation 1: PPO's loss, which has no KL term"),
     }
 
     def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +52,7 @@ class LitePpo(ClippedRatio):
 def guideline(
     *, aligned: bool = False, concentrated: bool = False, params_b: float = 4.0, max_answer_tok: int = 8192
 ) -> LitePpo:
-    """Lite PPO with the settings that "Tricks or Traps?" (arXiv 2508.08221) found best for a situation.
+    """Lite PPO with the settings that "Tricks or Traps?" (arXiv 2508.08221) found best for a situation (section 4).
 
     Args:
       aligned: the model was instruction-tuned (else a base model): it profits from a higher upper clip and from a loss

@@ -42,13 +42,14 @@ class Opd(OutcomeGradient):
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "reward_coef": Stated(
-            0.0, "github.com/thinking-machines-lab/tinker-cookbook, tinker_cookbook/distillation/train_on_policy.py"
+            0.0,
+            "github.com/thinking-machines-lab/tinker-cookbook, tinker_cookbook/distillation/datasets.py: rewards are 0",
         ),
         "aggregation": Stated(
             "seq-mean-token-mean",
-            "arXiv 2306.13649, section 2 (the divergence of a sequence is the mean over its tokens)",
+            "arXiv 2306.13649, equation 2: the divergence of a sequence is the mean over its tokens",
             "every token has a teacher's word, so every token counts the same; as in the policy-gradient form of "
-            "github.com/thinking-machines-lab/tinker-cookbook, which sums over tokens",
+            "github.com/thinking-machines-lab/tinker-cookbook, where a loss is a sum over tokens",
         ),
     }
 

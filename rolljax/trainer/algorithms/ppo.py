@@ -40,13 +40,17 @@ class Ppo(ClippedRatio):
     critic: Critic = Critic()
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "clip_low": Stated(0.2, "arXiv 1707.06347, table 3"),
-        "clip_high": Stated(0.2, "arXiv 1707.06347, table 3"),
+        "clip_low": Stated(0.2, "arXiv 1707.06347, section 6.1 and table 1: the best of three"),
+        "clip_high": Stated(0.2, "arXiv 1707.06347, section 6.1 and table 1: the best of three"),
         "gamma": Stated(
             0.99, "arXiv 1707.06347, table 3", "answers end: arXiv 2203.02155, appendix C.4, discounts nothing"
         ),
         "lam": Stated(0.95, "arXiv 1707.06347, table 3"),
-        "value_lam": Stated(None, "arXiv 1707.06347, equation 9: the target is the one of the advantages"),
+        "value_lam": Stated(
+            None,
+            "github.com/openai/baselines, baselines/ppo2/runner.py: returns are advantages plus values "
+            "(arXiv 1707.06347, equation 9, leaves the target open)",
+        ),
         "entropy_coef": Stated(0.0, "arXiv 1707.06347, section 6.1: no entropy bonus in continuous control"),
         "aggregation": Stated("token-mean", "arXiv 1707.06347, section 2.1: the mean over a batch of samples"),
         "whiten": Stated(True, "github.com/openai/baselines, baselines/ppo2/model.py: advantages normalised"),

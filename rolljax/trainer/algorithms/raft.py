@@ -27,11 +27,13 @@ class RaftPP(ClippedRatio):
     clip_low: float | None = None
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "mean": Stated("none", "arXiv 2504.11343, section 2"),
-        "std": Stated("none", "arXiv 2504.11343, section 2"),
-        "aggregation": Stated("seq-mean-token-mean", "arXiv 2504.11343, section 2 (1/|a| of the RAFT++ loss)"),
-        "anchor": Stated("behaviour", "arXiv 2504.11343, section 2"),
-        "kl_coef": Stated(0.0, "arXiv 2504.11343, section 2"),
+        "mean": Stated("none", "arXiv 2504.11343 (version 2), equation 6: an indicator in the place of an advantage"),
+        "std": Stated("none", "arXiv 2504.11343 (version 2), equation 6: an indicator in the place of an advantage"),
+        "aggregation": Stated("seq-mean-token-mean", "arXiv 2504.11343 (version 2), equation 6: 1/|D| and 1/|a|"),
+        "anchor": Stated(
+            "behaviour", "arXiv 2504.11343 (version 2), equation 6: the ratio is to the policy that sampled"
+        ),
+        "kl_coef": Stated(0.0, "arXiv 2504.11343 (version 2), equation 6: no such term"),
     }
 
     def __post_init__(self) -> None:

@@ -15,6 +15,17 @@ from rolljax.trainer.episodes import Episodes
 from rolljax.trainer.paper import Stated
 
 _CODE = "github.com/OpenRLHF/OpenRLHF, openrlhf/trainer/ppo_utils/experience_maker.py"
+_PAPER = "arXiv 2501.03262 (version 9)"
+_CLIP = Stated(
+    0.2,
+    "arXiv 2501.03262 (version 1), table 1; github.com/OpenRLHF/OpenRLHF, openrlhf/cli/train_ppo_ray.py, "
+    "actor.eps_clip",
+)
+_SUM = Stated(
+    "token-mean",
+    "github.com/OpenRLHF/OpenRLHF, openrlhf/models/loss.py, token_level_loss "
+    f"({_PAPER}, equation 1: the mean over an answer's tokens first)",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +42,11 @@ class ReinforcePP(ClippedRatio):
     std: Std = "none"
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "order": Stated("tokens", f"arXiv 2501.03262, eq. 8 to 10; {_CODE}"),
-        "clip_low": Stated(0.2, "github.com/OpenRLHF/OpenRLHF, openrlhf/cli/train_ppo_ray.py, eps_clip_low_high"),
-        "clip_high": Stated(0.2, "github.com/OpenRLHF/OpenRLHF, openrlhf/cli/train_ppo_ray.py, eps_clip_low_high"),
-        "kl_reward": Stated("k1", "arXiv 2501.03262, eq. 9"),
+        "order": Stated("tokens", f"{_PAPER}, equations 4 and 5; {_CODE}"),
+        "clip_low": _CLIP,
+        "clip_high": _CLIP,
+        "aggregation": _SUM,
+        "kl_reward": Stated("k1", f"{_PAPER}, equation 4"),
     }
 
     def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
@@ -65,10 +77,11 @@ class ReinforcePPBaseline(ClippedRatio):
     kl: Literal["k1", "abs", "k2", "k3", "full"] = "k2"
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "mean": Stated("group", f"arXiv 2501.03262, REINFORCE++ w/ baseline; {_CODE}, reinforce_baseline"),
-        "std": Stated("none", f"{_CODE}, reinforce_baseline"),
-        "whiten": Stated(True, f"arXiv 2501.03262, REINFORCE++ w/ baseline; {_CODE}"),
-        "kl": Stated("k2", "arXiv 2501.03262, REINFORCE++ w/ baseline"),
+        "mean": Stated("group", f"{_PAPER}, equation 6; {_CODE}, reinforce_baseline"),
+        "std": Stated("none", f"{_PAPER}, equation 6; {_CODE}, reinforce_baseline"),
+        "whiten": Stated(True, f"{_PAPER}, equation 7; {_CODE}"),
+        "kl": Stated("k2", f"{_PAPER}, equation 8"),
+        "aggregation": _SUM,
     }
 
     def whitened(self, advantages: np.ndarray, part: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ class Rft(Algorithm):
         ),
         "similarity": Stated(
             "distinct lists of equations",
-            "arXiv 2308.01825, section 3.3",
+            "arXiv 2308.01825, section 3.3; github.com/OFA-Sys/gsm8k-ScRel, collect_rejection_sampling.py",
             "not every task has equations: texts are compared",
         ),
     }

@@ -21,7 +21,9 @@ class Rloo(Reinforce):
     aggregation: Aggregation = "seq-mean-token-sum"
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "mean": Stated("leave_one_out", "arXiv 2402.14740, the RLOO estimator"),
-        "std": Stated("none", "arXiv 2402.14740, the RLOO estimator"),
-        "aggregation": Stated("seq-mean-token-sum", "arXiv 2402.14740: the whole completion is one action"),
+        "mean": Stated("leave_one_out", "arXiv 2402.14740, section 2.3: the RLOO estimator"),
+        "std": Stated("none", "arXiv 2402.14740, section 2.3: the RLOO estimator"),
+        "aggregation": Stated(
+            "seq-mean-token-sum", "arXiv 2402.14740, section 2.2: the whole completion is one action"
+        ),
     }

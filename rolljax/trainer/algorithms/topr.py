@@ -61,11 +61,11 @@ class Topr(OutcomeGradient):
 
 @dataclasses.dataclass(frozen=True)
 class SequenceTopr(Topr):
-    """TOPR (arXiv 2503.14286) with one ratio per trajectory, the geometric mean over its tokens: the token-level
-    baseline that IPA starts from."""
+    """TOPR (arXiv 2503.14286) with one ratio per trajectory, the geometric mean over its tokens: the baseline that
+    IPA starts from (arXiv 2512.24873, section 3.2.4.1)."""
 
     level: objectives.Level = "sequence"  # type: ignore[misc]
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "level": Stated("sequence", "arXiv 2512.24873, the token-level baseline of section IPA"),
+        "level": Stated("sequence", "arXiv 2512.24873, section 3.2.4.1, equations 4 and 5: the geometric mean"),
     }
