@@ -3,7 +3,8 @@
     python examples/rl_loop.py            # the quickstart's first steps: warm start, then GRPO
 
 It makes the same model see the same tasks in the same order, draws the same samples, and gets the same losses as
-`python -m rolljax.train --gin configs/quickstart.gin` with the same numbers of steps (tests/e2e/test_twin.py).
+`python -m rolljax.train --gin configs/quickstart.gin` with the same numbers of steps, and
+with AdamW in the warm start too (tests/e2e/test_twin.py).
 
 Deliberately absent: packing several updates' worth of micro-batches into one program, checkpoints, evaluation, several
 devices, environments that take more than one turn, and everything that can go wrong.

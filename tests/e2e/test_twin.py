@@ -18,6 +18,8 @@ def test_twin_gives_the_same_losses(tmp_path):
     spec.loader.exec_module(twin)
     settings = [
         "ReasoningGym.partial_credit = True",  # so that groups differ long before any word is right
+        "warm_start/Phase.optimizer = @warm_start/AdamW()",  # the twin's; Muon would be longer than the twin
+        "warm_start/AdamW.lr = 3e-3",
         "warm_start/Phase.steps = 8",
         "warm_start/Phase.stop_at_reward = None",
         "warm_start/Phase.eval_every = 0",

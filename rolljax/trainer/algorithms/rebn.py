@@ -42,6 +42,11 @@ class ReBn(ClippedRatio):
         "aggregation": Stated(
             "turn-sum-norm", f"{_GEM}, Learner._init: masked sum over generate_max_length, mean of turns"
         ),
+        "anchor": Stated(
+            "proximal",
+            "github.com/sail-sg/oat, oat/algorithms/ppo.py: ratios to the learner's own log-probs",
+            "sampler and trainer are one model function here, and agree without a further forward pass",
+        ),
         "mask_truncated": Stated(False, "github.com/sail-sg/oat, oat/algorithms/ppo.py, ignore_no_eos"),
         "clip_low": Stated(0.2, "github.com/sail-sg/oat, oat/algorithms/ppo.py, cliprange"),
         "clip_high": Stated(0.2, "github.com/sail-sg/oat, oat/algorithms/ppo.py, cliprange"),
