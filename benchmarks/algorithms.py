@@ -47,8 +47,8 @@ from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
+from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.mismatch import Correction
 from rolljax.trainer.optimizer import AdamW
 
 ROOT = Path(__file__).parents[1]

@@ -45,12 +45,13 @@ def ours(args: argparse.Namespace) -> None:
     from rolljax.model.decoder import Model
     from rolljax.model.families.qwen3 import Qwen3Config
     from rolljax.sampler.client import Sampler
-    from rolljax.sampler.engine import Engine, SamplerConfig
+    from rolljax.sampler.engine import Engine
+    from rolljax.sampler.settings import SamplerConfig
     from rolljax.trainer.algorithms.grpo import Grpo
     from rolljax.trainer.batch import PackShape, num_rows_bound
-    from rolljax.trainer.learner import Learner
     from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
     from rolljax.trainer.optimizer import AdamW
+    from rolljax.trainer.phase_trainer import PhaseTrainer
     from rolljax.trainer.publish import make_publish
     from rolljax.types import Key, SamplingParams, Task, Trajectory, Turn
 
@@ -62,7 +63,7 @@ def ours(args: argparse.Namespace) -> None:
     longest = a.prompt_len + a.new_tokens
     row_len = a.row_len or a.prompt_len + 4 * a.new_tokens
     rows = num_rows_bound(a.prompts, a.generations, a.prompt_len, a.new_tokens, row_len)
-    learner = Learner(
+    learner = PhaseTrainer(
         mesh,
         model,
         Grpo(aggregation="token-mean", clip_low=None, clip_high=None),

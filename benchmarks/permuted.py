@@ -6,8 +6,8 @@ import numpy as np
 
 from rolljax.trainer.algorithms.base import Memory
 from rolljax.trainer.algorithms.grpo import Grpo
-from rolljax.trainer.credit import spread
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.estimators import spread
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from rolljax.trainer.aggregation import token_scales
 from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
 from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.credit.episodes import Credit, Episodes
 
 QUESTIONS, PLANS, NOISE, FOLLOWS, GROUP = 4, 8, 4, 4, 8
 PLACES = 1 + FOLLOWS

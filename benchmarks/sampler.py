@@ -50,7 +50,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     from rolljax.model.decoder import Model
     from rolljax.model.families.qwen3 import Qwen3Config
     from rolljax.sampler.client import Sampler
-    from rolljax.sampler.engine import Engine, SamplerConfig
+    from rolljax.sampler.engine import Engine
+    from rolljax.sampler.settings import SamplerConfig
     from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
     from rolljax.trainer.publish import make_publish
     from rolljax.types import SamplingParams

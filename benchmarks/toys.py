@@ -2,7 +2,7 @@
 
 The policy is a table of logits, one row for every state it can be in, and critics are tables of values. Everything else
 is what a run uses: `Episodes`, `Algorithm.credit`, the scales of the aggregation, `TokenBatch`, `Algorithm.objective`,
-`Algorithm.critic_loss` and the critics' optimizer. What a step does, and in which order, is `Learner.step`.
+`Algorithm.critic_loss` and the critics' optimizer. What a step does, and in which order, is `PhaseTrainer.step`.
 
 Shape letters: S seeds that are trained side by side, R rows of the table, V symbols, N trajectories, T tokens of one,
 M critics; B rows of a batch (groups) and L tokens of such a row.
@@ -25,7 +25,7 @@ from rolljax.trainer import masked
 from rolljax.trainer.aggregation import token_scales
 from rolljax.trainer.algorithms.base import Algorithm, Policy
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.update import clean_batch
 
 
@@ -502,7 +502,7 @@ class Worth(Toy):
 
 
 def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 0.0) -> TokenBatch:
-    """What `Learner.credited` and `trainer.batch.pack` make of a step, a group to a row; `positions` are table rows."""
+    """What `PhaseTrainer.credited` and `batch.pack` make of a step, a group to a row; `positions` are table rows."""
     e = played.episodes
     mask = e.mask if credit.mask is None else credit.mask & e.mask
     keep = (np.ones(e.num, bool) if credit.keep is None else credit.keep) & mask.any(1)
@@ -741,7 +741,7 @@ def _mean_return(e: Episodes, credit: Credit) -> float:
 def read(
     algorithm: Algorithm, toy: Toy, played: Played, table: np.ndarray, first: np.ndarray, values: np.ndarray | None
 ) -> Played:
-    """The trajectories with everything that the algorithm asks for (as `Learner.read`): the teacher is the toy's, the
+    """The trajectories with everything that the algorithm asks for (`PhaseTrainer.read`): the teacher is the toy's, the
     policies of the start of the phase and of the run are `first`."""
     needs = algorithm.needs()
     at = lambda t: log_softmax(t)[played.rows, played.tokens]  # noqa: E731

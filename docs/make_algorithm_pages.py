@@ -25,7 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 
-from rolljax import config_check
+from rolljax.config import check
 from rolljax.trainer import algorithms
 from rolljax.trainer.algorithms.base import Algorithm, Policy, PolicyGradient
 from rolljax.trainer.algorithms.distill import Distill
@@ -300,14 +300,14 @@ def cell(text: str) -> str:
 
 def settings(cls: type[Algorithm]) -> list[str]:
     """Settings of its own (new ones and changed defaults) and those that it shares, as tables."""
-    hints, meanings = config_check.hints(cls), meanings_of(cls)
+    hints, meanings = check.hints(cls), meanings_of(cls)
     base = {f.name: _field_default(f) for f in dataclasses.fields(PolicyGradient)}
     own: list[str] = []
     shared: list[str] = []
     newest = sorted(dataclasses.fields(cls), key=lambda f: _depth(cls, f.name))  # type: ignore[arg-type]
     for field in newest:
         default = _field_default(field)
-        values = config_check.describe(hints[field.name])
+        values = check.describe(hints[field.name])
         row = f"| `{field.name}` | `{shown(default)}` | {cell(values)} | {cell(linked(meanings[field.name]))} |"
         same = field.name in base and base[field.name] == default
         (shared if same and issubclass(cls, PolicyGradient) else own).append(row)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
 
 if TYPE_CHECKING:
-    from rolljax.config import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.recipe import Recipe
 
 
@@ -91,10 +91,10 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> 
 
 def load_recipe(files: list[str], settings: list[str]) -> Loaded[Recipe]:
     """Read and check a recipe."""
-    from rolljax import config
+    from rolljax.config import loader
     from rolljax.recipe import Recipe
 
-    return config.load(files, settings, root=Recipe)
+    return loader.load(files, settings, root=Recipe)
 
 
 def run_verb(main: Callable[[], int], loaded: Callable[[], Loaded[Recipe] | None] = lambda: None) -> int:

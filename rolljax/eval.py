@@ -15,10 +15,10 @@ from rolljax import cli
 from rolljax.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from rolljax.config import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.model.decoder import Params
     from rolljax.recipe import Recipe
-    from rolljax.rooms import Plan
+    from rolljax.run.preflight import Preflight
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -39,13 +39,13 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> int:
         import numpy as np
 
-        from rolljax.rooms import Rooms
-        from rolljax.rooms import plan as make_plan
+        from rolljax.run.preflight import check as check_run
+        from rolljax.run.runtime import Runtime
 
         config.append(read_config(args))
-        plan = make_plan(config[0].value)
+        plan = check_run(config[0].value)
         params, version = read_params(plan, args.run)
-        with Rooms(plan, params, version) as rooms:
+        with Runtime(plan, params, version) as rooms:
             trajectories = rooms.evaluate(version)
         alive = [t for t in trajectories if t.status != "failed"]
         rewards = np.array([t.reward for t in alive])
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def read_config(args: argparse.Namespace) -> Loaded[Recipe]:
     """The recipe of a run, or the one given with `--gin` around a model folder."""
-    from rolljax.runfolder import stored_config
+    from rolljax.run.folder import stored_config
 
     if args.run:
         return cli.load_recipe([stored_config(args.run), *args.gin], args.set)
@@ -81,12 +81,12 @@ def read_config(args: argparse.Namespace) -> Loaded[Recipe]:
     return cli.load_recipe(args.gin, [*args.set, f"Recipe.model = {args.model!r}"])
 
 
-def read_params(plan: Plan, run: str | None) -> tuple[Params, int]:
+def read_params(plan: Preflight, run: str | None) -> tuple[Params, int]:
     """What `Model.bind` takes, and its policy version: a run's latest checkpoint, or the recipe's own start."""
     from rolljax.loop import make_learner
-    from rolljax.progress import Console
-    from rolljax.rooms import frozen_base, start_params
-    from rolljax.runfolder import RunFolder
+    from rolljax.run.console import Console
+    from rolljax.run.folder import RunFolder
+    from rolljax.run.initial_weights import frozen_base, start_params
 
     if run is None:
         return plan.model.whole(start_params(plan), frozen_base(plan)), 0

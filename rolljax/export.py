@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rolljax import cli, durable
+from rolljax import cli
 from rolljax.errors import ConfigError
+from rolljax.run import durable
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -62,17 +63,17 @@ def export(run: str | None, folder: str | None, to: Path, *, adapter: bool = Fal
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    from rolljax.distributed import devices
     from rolljax.eval import read_params
     from rolljax.model import hf, lora
     from rolljax.model.decoder import Model
     from rolljax.model.tokenizer import load_tokenizer
-    from rolljax.rooms import plain_params
-    from rolljax.rooms import plan as make_plan
-    from rolljax.runfolder import stored_config
+    from rolljax.run.folder import stored_config
+    from rolljax.run.initial_weights import plain_params
+    from rolljax.run.preflight import check as check_run
+    from rolljax.trainer.mesh import available_devices
 
     if run is not None:
-        plan = make_plan(cli.load_recipe([stored_config(run)], []).value)
+        plan = check_run(cli.load_recipe([stored_config(run)], []).value)
         model, base, tokenizer = plan.model, plan.recipe.model, plan.chat.tokenizer
         if not adapter:
             source = base if isinstance(base, str) else None
@@ -92,7 +93,7 @@ def export(run: str | None, folder: str | None, to: Path, *, adapter: bool = Fal
         raise ConfigError("is for runs", setting="--adapter", remedy="leave it out, or name the --run")
     assert folder is not None
     model, tokenizer = Model(hf.read_config(folder)), load_tokenizer(folder)
-    here = SingleDeviceSharding(devices()[0])
+    here = SingleDeviceSharding(available_devices()[0])
     params = hf.load(folder, model, jax.tree.map(lambda _: here, model.abstract()))
     hf.save(to, model, params, tokenizer, source=folder, **how)
 

@@ -29,31 +29,34 @@ from typing import Any
 
 import numpy as np
 
-from rolljax import durable, frozen
-from rolljax.buffer import Buffer, Due, Stopped
-from rolljax.checkpoint import Progress, Saved
-from rolljax.cluster import ALONE, Alone, Leader
+from rolljax.cluster.lockstep import ALONE, Alone, Leader
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import EnvError, RolljaxError, TrainerError
-from rolljax.filters import faults_row, surviving
 from rolljax.metrics import ENV_PREFIX
 from rolljax.model import hf
 from rolljax.model.decoder import Params
 from rolljax.model.lora import Base
-from rolljax.notices import Notices, samples
-from rolljax.progress import Console
 from rolljax.recipe import Phase, Recipe
-from rolljax.rollout import Barrier, Rollouts, fault_of
-from rolljax.rooms import Geometry, Plan, Rooms, frozen_base, mean_reward, plain_params, start_params
-from rolljax.runfolder import RESULT, RunFolder
+from rolljax.rollout.episodes import Barrier, Rollouts, fault_of
+from rolljax.rollout.filters import faults_row, surviving
+from rolljax.rollout.starts import Starts, fallback
+from rolljax.run import durable, reference_policies
+from rolljax.run.buffer import Buffer, Due
+from rolljax.run.checkpoint import Progress, Saved
+from rolljax.run.console import Console
+from rolljax.run.folder import RESULT, RunFolder
+from rolljax.run.initial_weights import frozen_base, plain_params, start_params
+from rolljax.run.notices import Notices, samples
+from rolljax.run.preflight import Preflight, ResolvedRecipe
+from rolljax.run.runtime import Runtime, mean_reward
 from rolljax.sampler.client import SamplerStats
-from rolljax.starts import Starts, fallback
-from rolljax.trainer.episodes import Episodes
-from rolljax.trainer.learner import Learner, NotFinite, Step
-from rolljax.trainer.state import Learned, TrainState, fingerprint
+from rolljax.threads.event_loop import Stopped
+from rolljax.threads.watchdog import Watchdog
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.phase_trainer import NotFinite, PhaseTrainer, Step
+from rolljax.trainer.state import ParamState, TrainState, fingerprint
 from rolljax.trainer.update import Frozen
 from rolljax.types import Group, Key, Task, Trajectory
-from rolljax.watchdog import Watchdog
 
 ALL_STEPS = "all steps done"
 """Why a phase ended that did all of them."""
@@ -90,10 +93,10 @@ class Clock:
         return time.perf_counter() - self._start
 
 
-def make_learner(plan: Geometry, index: int, frozen: Frozen, base: Base | None = None) -> Learner:
+def make_learner(plan: ResolvedRecipe, index: int, frozen: Frozen, base: Base | None = None) -> PhaseTrainer:
     """The trainer of one phase."""
     recipe, phase = plan.recipe, plan.recipe.phases[index]
-    return Learner(
+    return PhaseTrainer(
         plan.mesh,
         plan.model,
         phase.algorithm,
@@ -112,7 +115,7 @@ def make_learner(plan: Geometry, index: int, frozen: Frozen, base: Base | None =
     )
 
 
-def begin(plan: Geometry, folder: RunFolder, saved: Saved | None) -> tuple[Base | None, Learner, TrainState]:
+def begin(plan: ResolvedRecipe, folder: RunFolder, saved: Saved | None) -> tuple[Base | None, PhaseTrainer, TrainState]:
     """What a run starts with, or goes on with from a checkpoint."""
     base = frozen_base(plan)
     if saved:
@@ -121,27 +124,29 @@ def begin(plan: Geometry, folder: RunFolder, saved: Saved | None) -> tuple[Base 
 
 
 def open_phase(
-    plan: Geometry,
+    plan: ResolvedRecipe,
     folder: RunFolder,
     progress: Progress,
     params: Params,
     base: Base | None,
-    previous: Learned | None = None,
-) -> tuple[Learner, TrainState]:
+    previous: ParamState | None = None,
+) -> tuple[PhaseTrainer, TrainState]:
     """The learner and the fresh state of the phase that begins now."""
-    policies = frozen.load(plan, progress.phase, folder, params, base, starts=True)
+    policies = reference_policies.load(plan, progress.phase, folder, params, base, starts=True)
     learner = make_learner(plan, progress.phase, policies, base)
     return learner, learner.init(params, previous)
 
 
-def reopen_phase(plan: Geometry, folder: RunFolder, saved: Saved, base: Base | None) -> tuple[Learner, TrainState]:
+def reopen_phase(
+    plan: ResolvedRecipe, folder: RunFolder, saved: Saved, base: Base | None
+) -> tuple[PhaseTrainer, TrainState]:
     """The learner and the saved state of the phase that goes on."""
     progress = saved.progress
     empty = make_learner(plan, progress.phase, {}, base)
     state = folder.checkpoints.state(saved.name, empty.abstract(), empty.shardings)
     if progress.finished:  # it is only looked at
         return empty, state
-    policies = frozen.load(plan, progress.phase, folder, state.params, base, starts=progress.step == 0)
+    policies = reference_policies.load(plan, progress.phase, folder, state.params, base, starts=progress.step == 0)
     return dataclasses.replace(empty, frozen=policies), state
 
 
@@ -160,7 +165,7 @@ def reopen(progress: Progress, phases: Sequence[Phase]) -> None:
         del progress.phase_end[phase.name]
 
 
-def result(plan: Geometry, folder: RunFolder, state: TrainState, tokenizer: Any) -> str:
+def result(plan: ResolvedRecipe, folder: RunFolder, state: TrainState, tokenizer: Any) -> str:
     """Write the trained policy as a Hugging Face folder; returns the fingerprint of the whole state.
 
     Args:
@@ -175,7 +180,7 @@ def result(plan: Geometry, folder: RunFolder, state: TrainState, tokenizer: Any)
 
 
 def train(
-    plan: Plan,
+    plan: Preflight,
     folder: RunFolder,
     console: Console,
     should_stop: Callable[[], bool] = lambda: False,
@@ -225,7 +230,7 @@ def train(
     if progress.stream_position:
         stream.restore(progress.stream_position)
     console.say("compiling the sampler")
-    with Rooms(plan, learner.whole(state.params), progress.version, should_stop, team, watchdog) as rooms:
+    with Runtime(plan, learner.whole(state.params), progress.version, should_stop, team, watchdog) as rooms:
         try:
             is_new = not progress.heldout_reward
             with timed(progress.other_wall_s, "start", began):
@@ -265,11 +270,11 @@ def train(
 
 
 def steps(
-    learner: Learner,
+    learner: PhaseTrainer,
     state: TrainState,
     progress: Progress,
     stream: TaskStream,
-    rooms: Rooms,
+    rooms: Runtime,
     folder: RunFolder,
     console: Console,
 ) -> Iterator[TrainState]:
@@ -353,7 +358,7 @@ def steps(
         buffer.cancel()
 
 
-def open_starts(rooms: Rooms, phase: Phase, progress: Progress) -> Starts | None:
+def open_starts(rooms: Runtime, phase: Phase, progress: Progress) -> Starts | None:
     """Where the phase's episodes start, as far as that was learned already."""
     if phase.starts is None:
         return None
@@ -426,7 +431,7 @@ async def first_complete(groups: Sequence[Coroutine[None, None, Group]], wanted:
 
 
 def collect(
-    buffer: Buffer, learner: Learner, phase: Phase, step: int, recipe: Recipe, notices: Notices
+    buffer: Buffer, learner: PhaseTrainer, phase: Phase, step: int, recipe: Recipe, notices: Notices
 ) -> tuple[list[Group], str]:
     """The groups of a step, and what is to be said of them; with refills, until enough of them teach something.
 
@@ -448,14 +453,18 @@ def collect(
     return groups, notices.refills(useful, len(groups))
 
 
-def num_useful(groups: Sequence[Group], learner: Learner, step: int, recipe: Recipe) -> int:
+def num_useful(groups: Sequence[Group], learner: PhaseTrainer, step: int, recipe: Recipe) -> int:
     """How many groups of a step teach something."""
     episodes = Episodes.of(surviving(groups, recipe.filters), limit_tok=learner.limit_tok, step=step)
     return len(np.unique(episodes.groups[learner.algorithm.teaches(episodes)]))
 
 
 def update(
-    learner: Learner, state: TrainState, groups: Sequence[Sequence[Trajectory]], folder: RunFolder, progress: Progress
+    learner: PhaseTrainer,
+    state: TrainState,
+    groups: Sequence[Sequence[Trajectory]],
+    folder: RunFolder,
+    progress: Progress,
 ) -> Step:
     """All updates of a step, and the gate: a step that is not finite ends the run here."""
     try:
@@ -528,7 +537,7 @@ def report(
     console.step(place | row)
 
 
-def evaluate(rooms: Rooms, progress: Progress, name: str) -> list[Trajectory]:
+def evaluate(rooms: Runtime, progress: Progress, name: str) -> list[Trajectory]:
     """Held-out reward at a phase border, put on record."""
     trajectories = rooms.evaluate(progress.total_steps)
     entry = {"phase": name, "step": progress.total_steps, "mean": mean_reward(trajectories), "n": len(trajectories)}

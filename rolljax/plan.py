@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rolljax.aot.chips import Chip
     from rolljax.aot.programs import Program
     from rolljax.aot.report import Report
-    from rolljax.config import Loaded
+    from rolljax.config.loader import Loaded
     from rolljax.recipe import Recipe
-    from rolljax.rooms import Geometry
+    from rolljax.run.preflight import ResolvedRecipe
 
 EXIT_TOO_LARGE = 1
 WIDTH = 200
@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
         config.append(cli.load_recipe(args.gin, args.set))
         chip = chips.chip(args.topology)
-        from rolljax.rooms import geometry
+        from rolljax.run.preflight import resolve
 
-        plan = geometry(config[0].value, chips.devices(args.topology))
+        plan = resolve(config[0].value, chips.devices(args.topology))
         reports = list(compile_all(plan, chip, args.only, args.hlo))
         show(plan, chip, args.topology, reports)
         if args.json:
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     return cli.run_verb(run, lambda: config[0] if config else None)
 
 
-def compile_all(plan: Geometry, chip: Chip, only: list[str], hlo: Path | None) -> Iterator[Report]:
+def compile_all(plan: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path | None) -> Iterator[Report]:
     """Compile one program after the other, and say which on stderr."""
     from rich.console import Console
 
@@ -85,11 +85,11 @@ def compile_all(plan: Geometry, chip: Chip, only: list[str], hlo: Path | None) -
         yield report
 
 
-def programs(plan: Geometry) -> Iterator[Program]:
+def programs(plan: ResolvedRecipe) -> Iterator[Program]:
     """All programs of a run: of each phase that differs from those before it, of the sampler, and between them."""
     from rolljax.aot import programs as aot
     from rolljax.loop import make_learner
-    from rolljax.rooms import base_shapes
+    from rolljax.run.initial_weights import base_shapes
 
     mesh, model, recipe = plan.mesh, plan.model, plan.recipe
     base = base_shapes(plan)
@@ -115,7 +115,7 @@ def programs(plan: Geometry) -> Iterator[Program]:
 # ---- what is said ---------------------------------------------------------------------------------------------------
 
 
-def to_json(plan: Geometry, chip: Chip, topology: str, reports: list[Report]) -> dict[str, Any]:
+def to_json(plan: ResolvedRecipe, chip: Chip, topology: str, reports: list[Report]) -> dict[str, Any]:
     """Everything that was found, and what it rests on."""
     import dataclasses
 
@@ -135,7 +135,7 @@ def to_json(plan: Geometry, chip: Chip, topology: str, reports: list[Report]) ->
     }
 
 
-def step_times(plan: Geometry, reports: list[Report]) -> dict[str, dict[str, float]]:
+def step_times(plan: ResolvedRecipe, reports: list[Report]) -> dict[str, dict[str, float]]:
     """Seconds of a whole step at best, by phase: rollout, training, publish, one after the other.
 
     Every answer is taken to be of full length; prefill is not counted, as nothing is known of prompts. Phases that do
@@ -163,7 +163,7 @@ def step_times(plan: Geometry, reports: list[Report]) -> dict[str, dict[str, flo
     return found
 
 
-def show(plan: Geometry, chip: Chip, topology: str, reports: list[Report]) -> None:
+def show(plan: ResolvedRecipe, chip: Chip, topology: str, reports: list[Report]) -> None:
     """The report, on stdout."""
     from rich.console import Console
 
@@ -275,7 +275,7 @@ def _collectives(report: Report, most: int = 12) -> Any:
     return table
 
 
-def next_settings(plan: Geometry, report: Report) -> list[str]:
+def next_settings(plan: ResolvedRecipe, report: Report) -> list[str]:
     """What to change so that a program fits, the likeliest first."""
     from rolljax.trainer.mesh import num_batch_shards
 

@@ -6,18 +6,18 @@ import dataclasses
 
 from jax.sharding import Mesh
 
-from rolljax.agents.program import AgentProgram
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
 from rolljax.errors import ConfigError
-from rolljax.filters import FilterConfig
 from rolljax.model.attention import Implementation
 from rolljax.model.decoder import DecoderConfig, Dtype, Remat
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.lora import Lora
-from rolljax.rollout import RolloutConfig
-from rolljax.sampler.engine import SamplerConfig
-from rolljax.starts import ExpertStarts
+from rolljax.rollout.agents.program import AgentProgram
+from rolljax.rollout.episodes import RolloutConfig
+from rolljax.rollout.filters import FilterConfig
+from rolljax.rollout.starts import ExpertStarts
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.base import Algorithm, Setup
 from rolljax.trainer.batch import PackShape, num_rows_bound
 from rolljax.trainer.critic import Critic

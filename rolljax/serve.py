@@ -25,9 +25,10 @@ from rolljax.errors import EXIT_INTERRUPTED, ConfigError
 
 if TYPE_CHECKING:
     from rolljax.model.decoder import DecoderConfig, Params
-    from rolljax.sampler.engine import Engine, SamplerConfig
-    from rolljax.sampler.openai_types import Served
-    from rolljax.sampler.server import Service
+    from rolljax.sampler.engine import Engine
+    from rolljax.sampler.settings import SamplerConfig
+    from rolljax.serving.schema import Served
+    from rolljax.serving.server import Service
 
 API_KEY = "ROLLJAX_API_KEY"
 MAX_CONTEXT = 4096
@@ -83,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
             allow_open_files(4 * args.max_concurrency)
             engine, params, version, served = load(args)
             from rolljax.sampler.client import Sampler
-            from rolljax.sampler.server import Limits, Service
-            from rolljax.watchdog import Watchdog
+            from rolljax.serving.server import Limits, Service
+            from rolljax.threads.watchdog import Watchdog
 
             sampler = Sampler(engine, params, version, vocabulary=served.vocabulary, longest_prompt=0)
             watchdog = Watchdog()
@@ -169,9 +170,10 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
     from rolljax.model import hf
     from rolljax.model.decoder import DecoderConfig, Dtype, Model
     from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
-    from rolljax.rooms import Plan, micro_tok
-    from rolljax.sampler.engine import Engine, SamplerConfig
-    from rolljax.sampler.openai_types import Served
+    from rolljax.run.preflight import Preflight, micro_tok
+    from rolljax.sampler.engine import Engine
+    from rolljax.sampler.settings import SamplerConfig
+    from rolljax.serving.schema import Served
     from rolljax.trainer.mesh import SLOT_AXES, MeshSpec, param_shardings
     from rolljax.trainer.publish import make_publish
 
@@ -197,7 +199,7 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
         params, version = hf.load(args.model, model, where, computed=True), 0
     else:
         sized = recipe.sized(mesh, micro_tok(mesh, model))
-        params, version = read_params(Plan(sized, mesh, model, Chat(tokenizer), [], (), 0), args.run)
+        params, version = read_params(Preflight(sized, mesh, model, Chat(tokenizer), [], (), 0), args.run)
     return Engine(model.plain, sizes, mesh, SLOT_AXES), make_publish(mesh, model)(params), version, served
 
 
@@ -225,7 +227,7 @@ def read_sizes(args: argparse.Namespace, sizes: SamplerConfig, cfg: DecoderConfi
 
 def run_server(service: Service, listener: socket.socket, drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Requests for tokens are taken when everything is compiled."""
-    from rolljax.sampler.server_http import make_server
+    from rolljax.serving.http_server import make_server
 
     server = make_server(service, keep_alive_s=KEEP_ALIVE_S, closing_s=CLOSING_S)
 

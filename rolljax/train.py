@@ -24,13 +24,13 @@ from rolljax import cli
 from rolljax.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, CheckpointError, StorageError
 
 if TYPE_CHECKING:
-    from rolljax.checkpoint import Progress
-    from rolljax.cluster import Alone, Follower, Leader
-    from rolljax.config import Loaded
+    from rolljax.cluster.lockstep import Alone, Follower, Leader
+    from rolljax.config.loader import Loaded
     from rolljax.model.decoder import Model
     from rolljax.recipe import Recipe
-    from rolljax.rooms import Plan
-    from rolljax.runfolder import RunFolder
+    from rolljax.run.checkpoint import Progress
+    from rolljax.run.folder import RunFolder
+    from rolljax.run.preflight import Preflight
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -49,12 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     joined: list[Alone | Leader | Follower] = []
 
     def run() -> int:
-        from rolljax import cluster, distributed
+        from rolljax.cluster import distributed, lockstep
 
         processes = distributed.start()
         if args.dry_run:
             distributed.require_one(processes)
-        joined.append(cluster.join(processes))
+        joined.append(lockstep.join(processes))
         with joined[0].guard():
             config.append(cli.load_recipe(args.gin, args.set))
             return one_process(args, config[0], joined[0], began)
@@ -70,18 +70,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def one_process(args: argparse.Namespace, config: Loaded[Recipe], team: Alone | Leader | Follower, began: float) -> int:
     """What this process, which set out at `began`, does of a run, or all there is to do; returns the exit code."""
-    from rolljax import frozen, rehearsal, rooms
-    from rolljax.cluster import Follower
+    from rolljax.cluster.lockstep import Follower
+    from rolljax.run import preflight, reference_policies, rehearsal
 
     folder = args.run_dir or Path("runs") / Path(args.gin[-1]).stem
     if isinstance(team, Follower):
-        from rolljax.follow import follow
+        from rolljax.run.follow import follow
 
-        geometry = rooms.geometry(config.value)
-        frozen.check(geometry)
+        resolved = preflight.resolve(config.value)
+        reference_policies.check(resolved)
         with stop_on_signal(team.ask_to_stop):
-            return follow(geometry, config, folder, team)
-    plan = rooms.plan(config.value)
+            return follow(resolved, config, folder, team)
+    plan = preflight.check(config.value)
     checked = rehearsal.check(plan)
     if args.dry_run:
         print(describe(plan, checked))
@@ -90,7 +90,7 @@ def one_process(args: argparse.Namespace, config: Loaded[Recipe], team: Alone | 
 
 
 def train(
-    plan: Plan,
+    plan: Preflight,
     config: Loaded[Recipe],
     path: str | Path,
     *,
@@ -99,7 +99,7 @@ def train(
     began: float | None = None,
 ) -> int:
     """Run, continue or decline to repeat the run in folder `path`; returns the exit code. `began`: see `loop.train`."""
-    from rolljax.runfolder import RunFolder
+    from rolljax.run.folder import RunFolder
 
     folder = RunFolder(path)
     with folder.lock():
@@ -110,11 +110,11 @@ def train(
         return _train(plan, folder, team, notes, began or time.perf_counter())
 
 
-def _train(plan: Plan, folder: RunFolder, team: Alone | Leader, notes: list[str], began: float) -> int:
+def _train(plan: Preflight, folder: RunFolder, team: Alone | Leader, notes: list[str], began: float) -> int:
     from rolljax import loop
-    from rolljax.buffer import Stopped
-    from rolljax.progress import Console
-    from rolljax.runfolder import DONE
+    from rolljax.run.console import Console
+    from rolljax.run.folder import DONE
+    from rolljax.threads.event_loop import Stopped
 
     console = Console()
     for text in notes:
@@ -217,7 +217,7 @@ def describe_adapters(model: Model) -> str:
     return f"adapters  {trained:,} parameters: rank {lora.rank} beside {maps}; base weights in {base}"
 
 
-def describe(plan: Plan, checked: Sequence[str] = ()) -> str:
+def describe(plan: Preflight, checked: Sequence[str] = ()) -> str:
     """What would run: mesh, model, batch geometry, what was `checked`, and the first task as the model will see it."""
     from rolljax.trainer.mesh import MESH_AXES
 

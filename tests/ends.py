@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
-from rolljax import durable
-from rolljax.checkpoint import Checkpoints, damage
+from rolljax.run import durable
+from rolljax.run.checkpoint import Checkpoints, damage
 
 
 class Killed(BaseException):

@@ -13,8 +13,8 @@ import numpy as np
 from rolljax.trainer import algorithms, masked
 from rolljax.trainer.algorithms.base import Algorithm, Policy
 from rolljax.trainer.batch import PackShape, Sample, pack
-from rolljax.trainer.episodes import Episodes
-from rolljax.trainer.learner import Learner
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.update import clean_batch
 from rolljax.types import Key, Task, Trajectory, Turn
 
@@ -93,7 +93,7 @@ def samples_of(groups):
 
 def learner(algorithm):
     """Only its credit is used here: mesh, model and optimizer are not touched."""
-    return Learner(None, None, algorithm, None, SHAPE, steps=1, groups_per_step=4, limit_tok=LIMIT_TOK)
+    return PhaseTrainer(None, None, algorithm, None, SHAPE, steps=1, groups_per_step=4, limit_tok=LIMIT_TOK)
 
 
 def credited(algorithm, groups, seed=0):

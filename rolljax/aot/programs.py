@@ -1,6 +1,6 @@
 """A run's real programs, compiled for devices that are not there.
 
-    update, critics, read    of each phase, as its `Learner` makes them
+    update, critics, read    of each phase, as its `PhaseTrainer` makes them
     decode, prefill, insert  of the sampler's `Engine`
     publish                  from the trainer's weights to the sampler's
 
@@ -30,11 +30,12 @@ from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.hf import read_config
 from rolljax.model.lora import Adapted, Base
 from rolljax.model.moe import SLACK
-from rolljax.sampler.engine import Engine, Inserts, Pieces, SamplerConfig
+from rolljax.sampler.engine import Engine, Inserts, Pieces
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import ARRAYS, SCALARS, TokenBatch
-from rolljax.trainer.learner import Learner
 from rolljax.trainer.mesh import SLOT_AXES, param_shardings
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.publish import make_write
 from rolljax.trainer.update import batch_shardings
 
@@ -146,7 +147,7 @@ def computed_params(mesh: Mesh, model: Model, *, fsdp: bool = True) -> Params:
 
 
 def frozen_shapes(mesh: Mesh, model: Model, algorithm: Algorithm, base: Base | None) -> dict[str, tuple[Model, Params]]:
-    """Shapes of the policies that stay as they are while an algorithm trains, by source (`rolljax.frozen`).
+    """Shapes of the policies that stay as they are while an algorithm trains, by source (`run.reference_policies`).
 
     With adapters all of the run's own are the base, adapters off; a later phase's start adds adapters, which are small.
     """
@@ -190,8 +191,8 @@ def attention_flops(cfg: DecoderConfig, tokens: int, context: float) -> float:
 # ---- the trainer ----------------------------------------------------------------------------------------------------
 
 
-def batch_shapes(learner: Learner) -> TokenBatch:
-    """What `Learner.train` hands to the updates. Optional weights are taken to be there."""
+def batch_shapes(learner: PhaseTrainer) -> TokenBatch:
+    """What `PhaseTrainer.train` hands to the updates. Optional weights are taken to be there."""
     shape, needs = learner.shape, learner.algorithm.needs()
     critics = needs.critics.num if needs.critics else 0
     ints = ("tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "chunk_ids")
@@ -218,13 +219,13 @@ def batch_shapes(learner: Learner) -> TokenBatch:
 class Trainer:
     """Shapes of all that a phase's trainer keeps on its devices."""
 
-    learner: Learner
+    learner: PhaseTrainer
     state: Any
     batch: Any
     frozen: Mapping[str, Any]
 
     @staticmethod
-    def of(learner: Learner) -> Trainer:
+    def of(learner: PhaseTrainer) -> Trainer:
         state = placed(learner.abstract(), learner.shardings)
         frozen = {name: params for name, (_, params) in learner.frozen.items()}
         return Trainer(learner, state, batch_shapes(learner), frozen)

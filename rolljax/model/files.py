@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +88,20 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a finite number")
     return value
+
+
+@contextlib.contextmanager
+def byte_bar(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr for work on `total` bytes, gone when it is done; nothing where there is no terminal.
+
+    Its value is called with the bytes that are done. shown: False shows nothing.
+    """
+    from rich.console import Console as Rich
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Rich(stderr=True, highlight=False)
+    text = TextColumn("{task.description}", markup=False)
+    with Progress(*columns, text, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)

@@ -26,11 +26,10 @@ from rolljax.errors import CheckpointError, ConfigError
 from rolljax.model import shards
 from rolljax.model.decoder import DecoderConfig, Dtype, Model, Params
 from rolljax.model.families import known
-from rolljax.model.files import copied, inside, read_json
+from rolljax.model.files import byte_bar, copied, inside, read_json
 from rolljax.model.folder import Folder, Multimodal, Transform, folder_remedy, same
 from rolljax.model.shards import DTYPES, Planned, Shards, listed
 from rolljax.model.tokenizer import save_tokenizer
-from rolljax.progress import byte_bar
 
 INDEX, WEIGHTS = shards.INDEX.format("model"), shards.WEIGHTS.format("model")
 GENERATION = "generation_config.json"

@@ -16,12 +16,13 @@ from typing import TypeVar
 import numpy as np
 
 from rolljax.errors import HangError, SamplerError
-from rolljax.inbox import Inbox
 from rolljax.model.decoder import Params
 from rolljax.model.vocabulary import Vocabulary
-from rolljax.sampler.engine import MAX_STOP_IDS, MIN_PIECE, Engine
+from rolljax.sampler.engine import MAX_STOP_IDS, Engine
 from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS
 from rolljax.sampler.scheduler import Request, SamplerLoad, SamplerStats, Scheduler
+from rolljax.sampler.settings import MIN_PIECE
+from rolljax.threads.inbox import Inbox
 from rolljax.types import Completion, FinishReason, Sampled, SamplingParams
 
 T = TypeVar("T")

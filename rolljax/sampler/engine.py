@@ -16,190 +16,26 @@ Shape letters beside the model's: S slots, R prefill rows, W pages per row, N pa
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rolljax.errors import ConfigError
 from rolljax.model.attention import packed
-from rolljax.model.axes import MESH_AXES
-from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.model.decoder import Model, Params
 from rolljax.model.layers import Mixture
 from rolljax.sampler.kernels import paths_for
 from rolljax.sampler.kv import Path
 from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS, Law, draw, fold_address
+from rolljax.sampler.settings import MIN_PIECE, MIN_ROWS, SamplerConfig
 
 EXPERT_AXIS = "expert"
 """The mesh axis over which experts are split."""
 MAX_STOP_IDS = 4
-MIN_PIECE = 32
-"""Fewest tokens a prefill program is made for; pieces are padded to this, or to a doubling of it."""
-MIN_WIDTH = 64
-"""Fewest tokens of context a program is made for."""
-MIN_ROWS = 4
-"""Fewest rows a decode program is made for."""
 MAX_UNROLLED_LAYERS = 8
 """On CPU the layers of models up to this depth are written out in the decode program."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplerConfig:
-    """Sizes of the sampler, and its choices.
-
-    slots: sequences that decode at the same time. max_context: most tokens of a prompt and its answer together.
-    page_size: tokens per KV page. pages: KV pages (default: enough for every slot at full length).
-    prefill_chunk: prompt tokens computed at once; a longer prompt is prefilled in pieces, and decoding never waits for
-    more than one. steps_per_dispatch: decode steps between two looks of the host.
-
-    prefix_match: which keys and values a prompt may start from. 'turns': those of a whole earlier prompt or answer that
-    it extends (and every full `prefill_chunk`), so that what is computed never depends on what else ran before; 'any':
-    the longest common beginning with anything in the cache (best for serving); 'off': none.
-    on_publish: what happens to running requests when the weights change. 'recompute': their keys and values are made
-    again by the new weights; 'keep': they go on with what the old weights made (PipelineRL, arXiv:2509.19128).
-    reuse_stale: let new requests start from keys and values that older weights made.
-    attention: 'kernel' reads pages where they are (Pallas: TPU, GPU), 'dense' copies the context out of them (XLA, any
-    device). 'auto': the kernel on TPU, dense elsewhere.
-    tensor, expert: devices that the layers of the sampler's weights are split over, and their experts; the rest share
-    out the slots (default: as the trainer's mesh has them). Decoding reads all of a device's weights for every token of
-    its slots, so it wants them split further than training does.
-    programs: how many sizes of prompts and contexts there are programs for. A server compiles all of them before it
-    begins: on CPU 'few' take a fourth of that time, and pad more.
-    record_experts: of models with experts, hand out which ones each decoded token took; the trainer then takes the same
-    (router replay, arXiv:2510.11370).
-    """
-
-    slots: int = 64
-    max_context: int = 512
-    page_size: int = 16
-    pages: int | None = None
-    prefill_chunk: int = 512
-    steps_per_dispatch: int = 8
-    prefix_match: Literal["turns", "any", "off"] = "turns"
-    on_publish: Literal["recompute", "keep"] = "recompute"
-    reuse_stale: bool = False
-    attention: Literal["auto", "dense", "kernel"] = "auto"
-    tensor: int | None = None
-    expert: int | None = None
-    programs: Literal["many", "few"] = "many"
-    record_experts: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "max_context", "page_size", "steps_per_dispatch", "tensor", "expert"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", setting=f"SamplerConfig.{name}", value=getattr(self, name))
-        if self.prefill_chunk < MIN_PIECE or self.prefill_chunk & (self.prefill_chunk - 1):
-            raise ConfigError(
-                f"must be a power of two, at least {MIN_PIECE}",
-                setting="SamplerConfig.prefill_chunk",
-                value=self.prefill_chunk,
-            )
-        if self.prefill_chunk % self.page_size:
-            raise ConfigError(
-                f"is not a multiple of page_size={self.page_size}",
-                setting="SamplerConfig.prefill_chunk",
-                value=self.prefill_chunk,
-                remedy="choose a page size that is a power of two",
-            )
-        if self.pages is not None and self.pages <= self.pages_per_sequence:
-            raise ConfigError(
-                "is less than one sequence needs",
-                setting="SamplerConfig.pages",
-                value=self.pages,
-                remedy=f"{self.max_context} tokens need {self.pages_per_sequence + 1} pages of {self.page_size}",
-            )
-
-    @property
-    def pages_per_sequence(self) -> int:
-        return -(-self.max_context // self.page_size)
-
-    @property
-    def num_pages(self) -> int:
-        return self.pages or (self.slots + self.prefill_chunk // MIN_PIECE) * self.pages_per_sequence
-
-    def mesh(self, trainer: Mesh) -> Mesh:
-        """The sampler's mesh over the devices of the trainer's.
-
-        Raises:
-          ConfigError: the devices do not divide by what `tensor` and `expert` ask for.
-        """
-        if self.tensor is None and self.expert is None:
-            return trainer
-        tensor, expert = self.tensor or trainer.shape["tensor"], self.expert or trainer.shape["expert"]
-        if trainer.size % (tensor * expert):
-            name = "tensor" if self.tensor else "expert"
-            raise ConfigError(
-                f"{trainer.size} devices do not divide by tensor x expert = {tensor} x {expert}",
-                setting=f"SamplerConfig.{name}",
-                value=getattr(self, name),
-                remedy=f"choose a divisor of {trainer.size}",
-            )
-        sizes = {"data": trainer.size // (tensor * expert), "expert": expert, "tensor": tensor}
-        return Mesh(trainer.devices.reshape([sizes.get(axis, 1) for axis in MESH_AXES]), MESH_AXES)
-
-    def check_shards(self, num_shards: int) -> None:
-        """Raise `ConfigError` unless slots, prefill rows and pages can be split over so many batch shards."""
-        if self.slots % num_shards:
-            raise ConfigError(
-                f"does not divide over {num_shards} batch shards of the mesh",
-                setting="SamplerConfig.slots",
-                value=self.slots,
-                remedy=f"choose a multiple of {num_shards}",
-            )
-        each = self.num_pages // num_shards
-        if each <= self.pages_per_sequence:
-            raise ConfigError(
-                f"over {num_shards} batch shards leave {each} each, less than one sequence needs",
-                setting="SamplerConfig.pages",
-                value=self.num_pages,
-                remedy=f"at least {(self.pages_per_sequence + 1) * num_shards}",
-            )
-
-    def check_experts(self, model: DecoderConfig) -> None:
-        """Raise `ConfigError` if experts are to be recorded of a model that has none."""
-        if self.record_experts and not model.routing:
-            raise ConfigError(
-                f"can have no effect: {type(model).__name__} has no experts",
-                setting="SamplerConfig.record_experts",
-                value=True,
-                remedy="leave it out",
-            )
-
-    @property
-    def pieces(self) -> tuple[int, ...]:
-        """Padded lengths that a prefill program exists for, growing from `MIN_PIECE` to `prefill_chunk`."""
-        sizes, step = [MIN_PIECE], 2 if self.programs == "many" else 4
-        while sizes[-1] < min(self.prefill_chunk, self.max_context):
-            sizes.append(min(sizes[-1] * step, self.prefill_chunk))
-        return tuple(sizes)
-
-    def piece(self, tokens: int) -> int:
-        """The padded length for so many new tokens of a prompt."""
-        return next((size for size in self.pieces if size >= tokens), self.pieces[-1])
-
-    def rows(self, piece: int, num_shards: int) -> int:
-        """Prefill rows per batch shard of the program for that padded length: about `prefill_chunk` tokens in all."""
-        return max(1, self.prefill_chunk // (piece * num_shards))
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Pages of context that a program exists for, shrinking from the whole context to `MIN_WIDTH` tokens."""
-        widths, step = [self.pages_per_sequence], 2 if self.programs == "many" else 4
-        while widths[0] * self.page_size >= step * MIN_WIDTH:
-            widths.insert(0, -(-widths[0] // step))
-        return tuple(widths)
-
-    @property
-    def laws(self) -> tuple[tuple[bool, bool], ...]:
-        """Kinds of laws that programs exist for: whether they truncate, and whether likely tokens are reported."""
-        few = ((False, False), (True, True))
-        return few if self.programs == "few" else (*few, (True, False), (False, True))
-
-    def law(self, truncate: bool, top: bool) -> tuple[bool, bool]:
-        """The kind of law whose program draws so: with more than is needed where there are few."""
-        return (truncate or top, truncate or top) if self.programs == "few" else (truncate, top)
 
 
 @jax.tree_util.register_dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,27 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rolljax.distributed import devices as found_devices
 from rolljax.errors import ConfigError
 from rolljax.model.axes import BATCH_AXES, MESH_AXES, PARAM_RULES, SLOT_AXES, spec
+
+
+def available_devices() -> list[jax.Device]:
+    """All devices that JAX finds.
+
+    Raises:
+      ConfigError: none of the kind that `JAX_PLATFORMS` asks for.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as e:
+        said = next(iter(str(e).strip().splitlines()), "")
+        raise ConfigError(
+            "asks for devices that are not here" + (f": {said}" if said else ""),
+            setting="JAX_PLATFORMS",
+            value=os.environ.get("JAX_PLATFORMS"),
+            remedy="pip install 'rolljax[cuda]' (or [tpu]) and look whether the driver works (nvidia-smi); or leave "
+            "the variable out, or set it to cpu",
+        ) from e
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +81,7 @@ class MeshSpec:
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """The mesh over `devices` (default: all of them)."""
-        devices = found_devices() if devices is None else devices
+        devices = available_devices() if devices is None else devices
         sizes = self.sizes(len(devices))
         return Mesh(np.array(devices[: int(np.prod(sizes))]).reshape(sizes), MESH_AXES)
 

@@ -15,7 +15,7 @@ from rolljax.model.decoder import Params
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Learned:
+class ParamState:
     """Parameters, optimizer state and the number of optimizer updates taken (int32 scalar).
 
     Of the critics every leaf has a leading axis M: they are one stack, and one program.
@@ -31,8 +31,8 @@ class Learned:
 class TrainState:
     """The policy, and the critics when there are any."""
 
-    policy: Learned
-    critics: Learned | None = None
+    policy: ParamState
+    critics: ParamState | None = None
 
     @property
     def params(self) -> Params:

@@ -29,7 +29,7 @@ from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import ONE_PART, Split, read_policy, read_values
 from rolljax.trainer.mesh import put, replicated, rows
 from rolljax.trainer.optimizer import Optimizer, Transformation, grad_norm_parts
-from rolljax.trainer.state import Learned
+from rolljax.trainer.state import ParamState
 
 Stats = dict[str, Any]
 """Arrays; and of a model with experts its `Load`, until the update has added it up."""
@@ -181,8 +181,8 @@ def gradients(
 
 
 def apply(
-    tx: Transformation, state: Learned, grads: Params, loss: jax.Array, num_tokens: jax.Array
-) -> tuple[Learned, Stats]:
+    tx: Transformation, state: ParamState, grads: Params, loss: jax.Array, num_tokens: jax.Array
+) -> tuple[ParamState, Stats]:
     """One optimizer update, unless something is not finite or there was nothing to train on: then the old state."""
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
@@ -190,7 +190,7 @@ def apply(
     ok = finite & some
     updates, opt_state = tx.update(grads, state.opt_state, state.params, ok=ok)
     params = optax.apply_updates(state.params, updates)
-    new = Learned(params, opt_state, state.num_updates + ok.astype(jnp.int32))
+    new = ParamState(params, opt_state, state.num_updates + ok.astype(jnp.int32))
     return new, {
         "grad_norm": grad_norm,
         "update_norm": optax.tree.norm(updates),
@@ -199,8 +199,8 @@ def apply(
     }
 
 
-PolicyUpdate = Callable[..., tuple[Learned, Stats]]
-CriticUpdate = Callable[..., tuple[Learned, Stats]]
+PolicyUpdate = Callable[..., tuple[ParamState, Stats]]
+CriticUpdate = Callable[..., tuple[ParamState, Stats]]
 
 
 def batch_shardings(mesh: Mesh, like: TokenBatch) -> TokenBatch:
@@ -221,7 +221,7 @@ def make_policy_update(
     algorithm: Algorithm,
     optimizer: Optimizer,
     num_updates: int,
-    shardings: Learned,
+    shardings: ParamState,
     frozen_models: Mapping[str, Model],
 ) -> PolicyUpdate:
     """Jit the policy's update for this mesh: `(state, batch, frozen parameters, base) -> (state, statistics)`.
@@ -232,8 +232,8 @@ def make_policy_update(
     tx, rate = optimizer.build(num_updates), optimizer.rate(num_updates)
 
     def update(
-        state: Learned, batch: TokenBatch, frozen: Mapping[str, Params], base: Base | None = None
-    ) -> tuple[Learned, Stats]:
+        state: ParamState, batch: TokenBatch, frozen: Mapping[str, Params], base: Base | None = None
+    ) -> tuple[ParamState, Stats]:
         models = {name: (frozen_models[name], params) for name, params in frozen.items()}
         with on_mesh(mesh):
             grads, stats = gradients(model, algorithm, state.params, batch, models, Split.of(mesh), base)
@@ -246,7 +246,7 @@ def make_policy_update(
 
 
 def make_critic_update(
-    mesh: Mesh, model: ValueModel, algorithm: Algorithm, settings: Critic, num_updates: int, shardings: Learned
+    mesh: Mesh, model: ValueModel, algorithm: Algorithm, settings: Critic, num_updates: int, shardings: ParamState
 ) -> CriticUpdate:
     """Jit one update of all critics, each on its own share of the batch: `(state, batch, base) -> (state, statistics)`.
 
@@ -256,8 +256,8 @@ def make_critic_update(
     loss_fn = critic_loss(model, algorithm)
 
     def one(
-        state: Learned, old_values: jax.Array, weights: jax.Array, batch: TokenBatch, base: Base | None
-    ) -> tuple[Learned, Stats]:
+        state: ParamState, old_values: jax.Array, weights: jax.Array, batch: TokenBatch, base: Base | None
+    ) -> tuple[ParamState, Stats]:
         batch = dataclasses.replace(batch, old_values_C=old_values, critic_weights_C=weights)
 
         def grad_fn(b: TokenBatch):
@@ -268,7 +268,7 @@ def make_critic_update(
         new, applied = apply(tx, state, grads, stats["critic/loss"], batch.num_tokens)
         return new, {**stats, **{f"critic/{k}": v for k, v in applied.items()}}
 
-    def update(state: Learned, batch: TokenBatch, base: Base | None = None) -> tuple[Learned, Stats]:
+    def update(state: ParamState, batch: TokenBatch, base: Base | None = None) -> tuple[ParamState, Stats]:
         split = jax.vmap(one, in_axes=(0, -1, -1, None, None))
         with on_mesh(mesh):
             state, stats = split(state, batch.given("old_values_C"), batch.given("critic_weights_C"), batch, base)

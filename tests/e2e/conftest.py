@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rolljax.progress import Console
+from rolljax.run.console import Console
 
 from ..conftest import EMITTERS
 

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 import rolljax
-from rolljax import config
+from rolljax.config import loader
 from rolljax.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +136,7 @@ class Runner:
             first = "" if "include" in text else "include 'quickstart.gin'\n"
             text = "from __gin__ import dynamic_registration\n" + imports(text) + first + text
         path.write_text(text)
-        config.load([str(path)], root=Recipe)
+        loader.load([str(path)], root=Recipe)
 
     def _python(self, text):
         if reason_not_to_run(text):

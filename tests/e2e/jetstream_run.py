@@ -23,7 +23,8 @@ import jax
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
-from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 
@@ -39,7 +40,7 @@ def weights(seed, devices):
 
 
 def make_engine(stop_ids, devices, **options):
-    from rolljax.sampler.jetstream import JetStreamEngine
+    from rolljax.sampler.jetstream.engine import JetStreamEngine
 
     engine = Engine(MODEL, dataclasses.replace(CONFIG, steps_per_dispatch=1), MeshSpec().build(devices), BATCH_AXES)
     return JetStreamEngine(engine, weights(1, devices), byte_tokenizer(), stop_ids=stop_ids, **options)
@@ -123,7 +124,7 @@ def server(js, plan):
     """The gRPC server, and JetStream's benchmark against it."""
     import grpc
 
-    from rolljax.sampler.jetstream_compat import run_server
+    from rolljax.sampler.jetstream.compat import run_server
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -191,7 +192,7 @@ def benchmark(engine, port, plan):
 def main(scenario, plan, result, source=None):
     if source:
         sys.path.insert(0, source)
-    from rolljax.sampler.jetstream_compat import load
+    from rolljax.sampler.jetstream.compat import load
 
     js = load()
     with open(plan) as f:

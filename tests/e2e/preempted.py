@@ -16,7 +16,8 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler import client
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.types import SamplingParams
 

@@ -10,8 +10,8 @@ import httpx2
 import openai
 
 from rolljax import serve
-from rolljax.sampler.server import Service
-from rolljax.sampler.server_http import make_server
+from rolljax.serving.http_server import make_server
+from rolljax.serving.server import Service
 
 KEY = "sesame"
 

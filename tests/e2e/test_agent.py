@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from rolljax import train
-from rolljax.agents.host import AgentHost, AgentRollouts
-from rolljax.agents.program import AgentProgram
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
 from rolljax.envs.pool import EnvPool, PoolConfig
-from rolljax.policies import SamplerPolicy
+from rolljax.rollout.agents.host import AgentHost, AgentRollouts
+from rolljax.rollout.agents.program import AgentProgram
+from rolljax.rollout.policies import SamplerPolicy
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Message, SamplingParams, Task

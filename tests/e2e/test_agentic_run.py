@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from rolljax import loop, train
-from rolljax.buffer import Stopped
 from rolljax.metrics import check_row
-from rolljax.progress import Console
-from rolljax.rooms import plan as make_plan
-from rolljax.runfolder import RunFolder
+from rolljax.run.console import Console
+from rolljax.run.folder import RunFolder
+from rolljax.run.preflight import check as check_run
+from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, StopAt, rows, summary
@@ -67,7 +67,7 @@ def test_where_episodes_start_survives_a_stop(tmp_path):
 
     argv = arguments("agent_ipa", "", IPA)
     config = cli.load_recipe([argv[1]], argv[5::2])
-    plan = make_plan(config.value)
+    plan = check_run(config.value)
 
     def run(folder, console):
         folder.prepare(config, fresh=False)
@@ -96,7 +96,7 @@ def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
     }
     settings = {k: v for k, v in settings.items() if not k.startswith("ExpertStarts")}
     argv = arguments("agent_ipa", tmp_path / "run", settings)
-    argv += ["--set", "Recipe.rollout = @rolljax.rollout.RolloutConfig()"]
+    argv += ["--set", "Recipe.rollout = @rolljax.rollout.episodes.RolloutConfig()"]
     assert train.main(argv) == 0
     for step, row in enumerate(rows(tmp_path / "run")):
         assert check_row(row) == []
@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_takes_back_the_groups_that_were_put_off(tmp_path):
     settings |= {"ipa/Phase.starts": None, "ipa/Phase.spare_groups": 2, "ipa/Phase.steps": 2}
     argv = arguments("agent_ipa", "", settings)
     config = cli.load_recipe([argv[1]], argv[5::2])
-    plan, folder = make_plan(config.value), RunFolder(tmp_path / "run")
+    plan, folder = check_run(config.value), RunFolder(tmp_path / "run")
     folder.prepare(config, fresh=False)
     with pytest.raises(Stopped):
         loop.train(plan, folder, console := StopAt(1), lambda: getattr(console, "stopped", False))

@@ -28,10 +28,10 @@ from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.batch import PackShape, Sample
+from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.episodes import Episodes
-from rolljax.trainer.learner import Learner
 from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.types import Key, Task, Trajectory, Turn
 
 
@@ -108,7 +108,7 @@ def test_a_step_of_a_toy_is_what_the_trainer_would_pack(case):
 
     credit = algorithm.credit(e, {})
     ours = toys.pack(algorithm, played, credit)
-    learner = Learner(
+    learner = PhaseTrainer(
         None,
         None,
         algorithm,

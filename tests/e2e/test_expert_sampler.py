@@ -9,7 +9,8 @@ from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3_moe import Qwen3MoeConfig
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import SamplingParams

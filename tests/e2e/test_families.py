@@ -19,7 +19,8 @@ from rolljax.model import families, hf
 from rolljax.model.attention import packed
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer import vocab
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.types import SamplingParams

@@ -6,8 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from rolljax import rooms, train, watchdog
+from rolljax import train
 from rolljax.metrics import check_row
+from rolljax.run import preflight
+from rolljax.threads import watchdog
 
 from .conftest import QUICKSTART, rows, summary
 
@@ -140,7 +142,7 @@ def test_a_run_that_hangs_says_where(tmp_path, capfd, monkeypatch):
     """A wait is named after a while, and at its end the stacks of all threads are kept."""
     monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
     monkeypatch.setattr(watchdog, "QUIET_S", 0.5)
-    monkeypatch.setattr(rooms, "check_rewards", nothing)  # which would find out before the run that nothing answers
+    monkeypatch.setattr(preflight, "check_rewards", nothing)  # which would find out before the run that nothing answers
     changes = {"PoolConfig_dot_where": "'thread'", "PoolConfig_dot_close_s": 1.0, "Recipe_dot_wait_s": 8.0}
     assert start(tmp_path / "run", [""], tmp_path, **changes, Faulty_dot_latency_s=1000.0) == 7
     err = capfd.readouterr().err

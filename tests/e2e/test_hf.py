@@ -123,7 +123,8 @@ def test_an_export_that_is_killed_leaves_no_half_a_folder(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "in")
     code = """if True:
         import os, sys
-        from rolljax import durable, export
+        from rolljax import export
+        from rolljax.run import durable
         durable.reach = lambda point, path: point == "written" and path.name == "out" and os._exit(9)
         sys.exit(export.main(sys.argv[1:]))
     """

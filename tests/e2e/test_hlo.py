@@ -78,9 +78,9 @@ def update(spec, lora=None):
     from rolljax.model.families.qwen3 import Qwen3Config
     from rolljax.trainer.algorithms.grpo import Grpo
     from rolljax.trainer.batch import PackShape
-    from rolljax.trainer.learner import Learner
     from rolljax.trainer.mesh import param_shardings
     from rolljax.trainer.optimizer import AdamW
+    from rolljax.trainer.phase_trainer import PhaseTrainer
     from rolljax.trainer.update import batch_shardings
 
     mesh = spec.build()
@@ -92,7 +92,7 @@ def update(spec, lora=None):
     if lora:
         shapes = jax.eval_shape(model.base, model.plain.abstract())
         base = like(shapes, param_shardings(mesh, lora.base_axes(model.plain.axes()), shapes))
-    learner = Learner(mesh, model, Grpo(), AdamW(), PackShape(1, B, T), 10, 4, base=base)
+    learner = PhaseTrainer(mesh, model, Grpo(), AdamW(), PackShape(1, B, T), 10, 4, base=base)
     batch = learner.pack([]).batch
     state = like(learner.abstract().policy, learner.shardings.policy)
     args = state, like(batch, batch_shardings(mesh, batch)), {}, base

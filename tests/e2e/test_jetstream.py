@@ -17,11 +17,11 @@ import pytest
 
 from rolljax.errors import ConfigError, SamplerError
 from rolljax.model.tokenizer import byte_tokenizer
-from rolljax.sampler import jetstream, jetstream_compat
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.jetstream import NO_BOS
-from rolljax.sampler.jetstream_compat import ExistingPrefix
+from rolljax.sampler.jetstream import compat, engine
+from rolljax.sampler.jetstream.compat import ExistingPrefix
+from rolljax.sampler.jetstream.engine import NO_BOS
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import SamplingParams
@@ -34,7 +34,7 @@ PROMPTS = [RNG.integers(0, 256, n).tolist() for n in (60, 31, 32, 64, 5, 1, 17, 
 LONG = RNG.integers(0, 256, 90).tolist()
 MAX_TOKENS = [30, 12, 1, 20, 25, 30, 7, 11, 2, 30, 1000, 16]
 TEXTS = ["What is 2 + 2?", "Count to three.", "Grüße", "x", "one two three four", "the end"]
-LOAD = jetstream_compat.load.__wrapped__
+LOAD = compat.load.__wrapped__
 
 
 def in_process(asked, *params):
@@ -177,10 +177,10 @@ def without():
     def missing():
         raise ConfigError("is missing")
 
-    spec = importlib.util.spec_from_file_location("jetstream_without", jetstream.__file__)
+    spec = importlib.util.spec_from_file_location("jetstream_without", engine.__file__)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jetstream_compat, "load", missing)
+        patch.setattr(compat, "load", missing)
         patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
     return module
@@ -222,15 +222,15 @@ def first_of(result, row=0):
 
 
 def test_the_engine_has_the_members_of_both_interfaces(without):
-    from jetstream.engine import engine_api
+    from engine.engine import engine_api
 
-    assert issubclass(jetstream.JetStreamEngine, engine_api.Engine)
-    assert not jetstream.JetStreamEngine.first_from_prefill
-    assert issubclass(without.JetStreamEngine, jetstream_compat.Engine)
+    assert issubclass(engine.JetStreamEngine, engine_api.Engine)
+    assert not engine.JetStreamEngine.first_from_prefill
+    assert issubclass(without.JetStreamEngine, compat.Engine)
     assert without.JetStreamEngine.first_from_prefill
-    assert jetstream_compat.Engine.__abstractmethods__ == set(HEAD)
+    assert compat.Engine.__abstractmethods__ == set(HEAD)
 
-    class Both(jetstream.JetStreamEngine, HeadEngine):
+    class Both(engine.JetStreamEngine, HeadEngine):
         pass
 
     class Neither(HeadEngine):
@@ -320,18 +320,18 @@ def test_a_slot_that_is_filled_again_before_it_is_freed_goes_on(head, ours):
 
 
 def test_text_comes_token_by_token():
-    tokenizer = build(jetstream).build_tokenizer()
+    tokenizer = build(engine).build_tokenizer()
     ids = tokenizer.encode("Grüße")
     pieces = [tokenizer.decode([i]) for i in ids]
     assert pieces == ["G", "r", "<0xC3>", "<0xBC>", "<0xC3>", "<0x9F>", "e"]
-    assert jetstream_compat.load().token_utils.text_tokens_to_str(pieces) == tokenizer.decode(ids) == "Grüße"
+    assert compat.load().token_utils.text_tokens_to_str(pieces) == tokenizer.decode(ids) == "Grüße"
     padded, length = tokenizer.encode("ab", is_bos=True, max_prefill_length=32, jax_padding=False)
     assert (len(padded), length, padded[0]) == (16, 3, NO_BOS)
 
 
 def test_what_jetstream_cannot_use_is_refused(head, monkeypatch):
     mesh = MeshSpec().build(jax.devices()[:1])
-    make = lambda cfg, **o: jetstream.JetStreamEngine(Engine(MODEL, cfg, mesh, BATCH_AXES), {}, byte_tokenizer(), **o)  # noqa: E731
+    make = lambda cfg, **o: engine.JetStreamEngine(Engine(MODEL, cfg, mesh, BATCH_AXES), {}, byte_tokenizer(), **o)  # noqa: E731
     one = dataclasses.replace(CONFIG, steps_per_dispatch=1)
     for cfg, options, setting in (
         (CONFIG, {}, "steps_per_dispatch"),

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from rolljax import cli, durable, loop, train
-from rolljax.checkpoint import MANIFEST, Checkpoints
-from rolljax.cluster import ALONE
+from rolljax import cli, loop, train
+from rolljax.cluster.lockstep import ALONE
 from rolljax.errors import ConfigError
-from rolljax.rooms import plan as make_plan
-from rolljax.runfolder import RunFolder
+from rolljax.run import durable
+from rolljax.run.checkpoint import MANIFEST, Checkpoints
+from rolljax.run.folder import RunFolder
+from rolljax.run.preflight import check as check_run
 from rolljax.trainer.state import fingerprint
 from tests.ends import Killed, at_points, end
 
@@ -46,7 +47,7 @@ def checked(**changes):
     """Settings and plan."""
     args = train.parse(arguments("-", **TINY | changes))
     config = cli.load_recipe(args.gin, args.set)
-    return config, make_plan(config.value)
+    return config, check_run(config.value)
 
 
 def start(run_dir, **changes):
@@ -258,7 +259,8 @@ def test_killed_at_every_point(watched, tmp_path, capsys):
 
 KILLED_BY_CHANCE = """
 import os, random, signal, sys, threading
-from rolljax import durable, train
+from rolljax import train
+from rolljax.run import durable
 chance, passed = random.Random(int(sys.argv[1])), 0
 last = chance.randrange(int(sys.argv[2]))
 def reach(point, path):

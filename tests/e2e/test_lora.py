@@ -21,7 +21,7 @@ from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.lora import Adapted
-from rolljax.rooms import plan as make_plan
+from rolljax.run.preflight import check as check_run
 from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, rows, summary
@@ -78,7 +78,7 @@ def trained(arguments, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plan(trained):
-    return make_plan(cli.load_recipe([str(trained / "config.gin")], []).value)
+    return check_run(cli.load_recipe([str(trained / "config.gin")], []).value)
 
 
 @pytest.fixture(scope="module")

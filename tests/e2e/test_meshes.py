@@ -1,6 +1,6 @@
 """The update of the trainer gives the same loss and the same gradients on every mesh, in one process and in two.
 
-Run as a script it is one of the two processes: `test_meshes.py OUT FOLDER COPY`, found by `rolljax.distributed`. It also
+Run as a script it is one of the two processes: `test_meshes.py OUT FOLDER COPY`, found by `rolljax.cluster.distributed`. It also
 reads a Hugging Face folder onto the mesh of both, and writes it again.
 """
 
@@ -50,11 +50,11 @@ def one_update(mesh):
 
     from rolljax.trainer.algorithms.grpo import Grpo
     from rolljax.trainer.batch import PackShape
-    from rolljax.trainer.learner import Learner
     from rolljax.trainer.optimizer import AdamW
+    from rolljax.trainer.phase_trainer import PhaseTrainer
 
     optimizer = AdamW(b1=0.0, clip_norm=1e9)  # its first moment is then the gradient
-    learner = Learner(mesh, model(), Grpo(clip_high=0.2), optimizer, PackShape(2, 8, 64), 10, 4)
+    learner = PhaseTrainer(mesh, model(), Grpo(clip_high=0.2), optimizer, PackShape(2, 8, 64), 10, 4)
     state, row = learner.train(learner.init(weights()), groups(), 0.0, 0)
     is_adam = lambda x: hasattr(x, "mu")  # noqa: E731
     gradients = next(x.mu for x in jax.tree.leaves(state.policy.opt_state, is_leaf=is_adam) if is_adam(x))
@@ -141,7 +141,7 @@ def test_two_processes_read_a_folder_and_write_it(processes):
 
 
 def test_a_run_refuses_to_be_several_processes(monkeypatch):
-    from rolljax import distributed
+    from rolljax.cluster import distributed
     from rolljax.errors import ConfigError
 
     for name in ("JAX_COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS", "TPU_PROCESS_ADDRESSES"):
@@ -159,7 +159,7 @@ def test_a_run_refuses_to_be_several_processes(monkeypatch):
 
 
 def main(out, folder, copy):
-    from rolljax import distributed
+    from rolljax.cluster import distributed
     from rolljax.model import hf
     from rolljax.model.tokenizer import byte_tokenizer
     from rolljax.trainer.mesh import param_shardings

@@ -16,13 +16,14 @@ from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3_moe import Qwen3MoeConfig
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.forward import hidden_before, read_policy
-from rolljax.trainer.learner import Learner
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.types import Key, SamplingParams, Task, Trajectory, Turn
 
 from ..families import load, make_folder
@@ -111,7 +112,7 @@ def test_the_trainer_takes_the_experts_of_the_sampler(params, rows, read):
 
 def test_a_step_replays_and_reports(params, trajectories):
     mesh = MeshSpec().build(jax.devices()[:1])
-    learner = Learner(
+    learner = PhaseTrainer(
         mesh,
         MODEL,
         Grpo(anchor="proximal", kl_coef=0.0),

@@ -9,7 +9,7 @@ import json
 import jax
 import pytest
 
-from rolljax import config
+from rolljax.config import loader
 from rolljax.recipe import Recipe
 
 from .plan_run import ROOT, needs_libtpu, plan
@@ -29,7 +29,7 @@ def test_every_config_is_short_and_says_its_command():
         text = (ROOT / "configs" / f"{name}.gin").read_text()
         assert len(text.splitlines()) <= 30
         assert f"#   python -m rolljax.plan --gin {name} --topology v" in text
-        recipe = config.load([name], [], root=Recipe).value
+        recipe = loader.load([name], [], root=Recipe).value
         assert recipe.phases[0].row_len >= 4096
 
 
@@ -135,13 +135,13 @@ def test_a_step_is_its_programs_in_turn():
     """512 answers of 3072 tokens: rollout, two updates, publish. Nothing is said of a step of which a part is missing."""
     from rolljax.aot.report import Memory, Report, Time
     from rolljax.plan import step_times
-    from rolljax.rooms import geometry
+    from rolljax.run.preflight import resolve
 
-    recipe = config.load(["qwen3_0p6b_grpo_v5e_1"], [], root=Recipe).value
+    recipe = loader.load(["qwen3_0p6b_grpo_v5e_1"], [], root=Recipe).value
     memory = Memory({}, 0.0, {}, 0.0, 0.0, 1.0)
     seconds = {"rl/update": 60.0, "decode": 0.5, "publish": 0.25}
     reports = [Report(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0)) for name, s in seconds.items()]
-    found = geometry(recipe, jax.devices()[:1])
+    found = resolve(recipe, jax.devices()[:1])
     waves, dispatches = 512 // 16, 3072 // 8
     want = {"rollout_s": waves * dispatches * 0.5, "train_s": 120.0, "publish_s": 0.25}
     assert step_times(found, reports) == {"rl": want}
@@ -151,7 +151,7 @@ def test_a_step_is_its_programs_in_turn():
 def test_of_a_folder_only_its_config_is_read(tmp_path):
     """Memory from shapes alone, on devices of this machine: no weights, no tokenizer, nothing compiled."""
     from rolljax.plan import programs
-    from rolljax.rooms import geometry
+    from rolljax.run.preflight import resolve
 
     shape = {
         "vocab_size": 512,
@@ -167,8 +167,8 @@ def test_of_a_folder_only_its_config_is_read(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **shape}))
     settings = [f'Recipe.model = "{tmp_path}"']
-    recipe = config.load(["qwen3_0p6b_grpo_v5e_1"], settings, root=Recipe).value
-    found = {p.name: p for p in programs(geometry(recipe, jax.devices()[:1]))}
+    recipe = loader.load(["qwen3_0p6b_grpo_v5e_1"], settings, root=Recipe).value
+    found = {p.name: p for p in programs(resolve(recipe, jax.devices()[:1]))}
     assert list(found) == ["rl/update", "decode", "prefill", "insert", "publish"]
     layer = 64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 192 + 2 * 64 + 2 * 16
     assert found["publish"].own["parameters"] == 4 * (2 * layer + 512 * 64 + 64)

@@ -4,10 +4,10 @@ runs of the shipped files with smaller numbers, and the exact continuation of on
 import pytest
 
 from rolljax import loop, train
-from rolljax.buffer import Stopped
 from rolljax.metrics import check_row
-from rolljax.rooms import plan as make_plan
-from rolljax.runfolder import RunFolder
+from rolljax.run.folder import RunFolder
+from rolljax.run.preflight import check as check_run
+from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, StopAt, rows, summary
@@ -85,7 +85,7 @@ def test_critics_references_and_memory_survive_a_stop(tmp_path):
     def run(folder, stop_at=None):
         args = train.parse(arguments("algorithms/asyppo", folder, settings))
         config = cli.load_recipe(args.gin, args.set)
-        plan, out = make_plan(config.value), RunFolder(folder)
+        plan, out = check_run(config.value), RunFolder(folder)
         out.prepare(config, fresh=False)
         console = StopAt(stop_at)
         return loop.train(plan, out, console, should_stop=lambda: console.stopped)

@@ -9,12 +9,12 @@ import pytest
 
 from rolljax import eval as eval_verb
 from rolljax import export, loop, train
-from rolljax.buffer import Stopped
 from rolljax.metrics import check_row
-from rolljax.progress import Console
-from rolljax.rooms import Rooms
-from rolljax.rooms import plan as make_plan
-from rolljax.runfolder import RunFolder
+from rolljax.run.console import Console
+from rolljax.run.folder import RunFolder
+from rolljax.run.preflight import check as check_run
+from rolljax.run.runtime import Runtime
+from rolljax.threads.event_loop import Stopped
 from rolljax.types import SamplingParams
 
 from .conftest import ROOT, arguments, rows, summary
@@ -66,13 +66,13 @@ def test_export_in_transformers_decodes_as_our_sampler(trained):
     from rolljax import cli
 
     config = cli.load_recipe([str(trained / "config.gin")], ["Evaluation.tasks = 50"])
-    plan = make_plan(config.value)
+    plan = check_run(config.value)
     params, version = eval_verb.read_params(plan, str(trained))
     prompts = []
     env = plan.recipe.env.make()
     for task in plan.heldout:
         prompts.append(plan.chat.prompt_ids(env.reset(task)))
-    with Rooms(plan, params, version) as rooms:
+    with Runtime(plan, params, version) as rooms:
         greedy = SamplingParams(0.0, 8, plan.chat.stop_ids)
 
         async def everything():
@@ -156,7 +156,7 @@ def load(argv):
 
     args = train.parse(argv)
     config = cli.load_recipe(args.gin, args.set)
-    return config, make_plan(config.value)
+    return config, check_run(config.value)
 
 
 def test_nothing_compiles_after_the_first_rl_step(tmp_path):

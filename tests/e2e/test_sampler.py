@@ -13,7 +13,8 @@ import pytest
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.forward import read_policy
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec

@@ -20,16 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolljax import cli, serve
-from rolljax.checkpoint import Progress
 from rolljax.loop import make_learner
 from rolljax.model import hf
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.rooms import plan as make_plan
-from rolljax.runfolder import RunFolder
+from rolljax.run.checkpoint import Progress
+from rolljax.run.folder import RunFolder
+from rolljax.run.preflight import check as check_run
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine, SamplerConfig
-from rolljax.sampler.openai_types import Served
-from rolljax.sampler.server import Limits
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
+from rolljax.serving.schema import Served
+from rolljax.serving.server import Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import SamplingParams
@@ -626,7 +627,7 @@ def run_folder(tmp_path_factory, params):
     """A run folder as training leaves it behind, with a checkpoint of policy version 5."""
     folder = RunFolder(tmp_path_factory.mktemp("runs") / "tiny-run")
     config = cli.load_recipe([QUICKSTART], ["MeshSpec.data = 1"])
-    plan = make_plan(config.value)
+    plan = check_run(config.value)
     folder.prepare(config, fresh=False)
     state = make_learner(plan, 0, {}).init(params)
     progress = Progress(total_steps=5, step=5, version=5)

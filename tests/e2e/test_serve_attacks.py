@@ -11,11 +11,12 @@ import httpx2
 import jax
 import pytest
 
-from rolljax.sampler import server_http
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine, SamplerConfig
-from rolljax.sampler.openai_types import Served
-from rolljax.sampler.server import LARGE_BODY, Limits
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
+from rolljax.serving import http_server
+from rolljax.serving.schema import Served
+from rolljax.serving.server import LARGE_BODY, Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 
@@ -117,7 +118,7 @@ def test_connections_that_wait_give_way(start):
 
 
 def test_the_rest_of_a_refused_body_is_not_waited_for(start, monkeypatch):
-    monkeypatch.setattr(server_http, "LINGER_S", 0.2)
+    monkeypatch.setattr(http_server, "LINGER_S", 0.2)
     running = start()
     for lines in (["Content-Length: 99999999999"], ["Authorization: Bearer no", "Content-Length: 1000"]):
         answer = everything(connect(running, head(*lines) + b"x"))

@@ -9,9 +9,10 @@ import openai
 import pytest
 
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine, SamplerConfig
-from rolljax.sampler.openai_types import Served
-from rolljax.sampler.server import Limits
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
+from rolljax.serving.schema import Served
+from rolljax.serving.server import Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 

@@ -26,11 +26,11 @@ from rolljax.trainer.algorithms.gspo import Gspo
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape
-from rolljax.trainer.episodes import Episodes
-from rolljax.trainer.learner import Learner, Sample
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.mesh import MeshSpec
-from rolljax.trainer.mismatch import Correction
 from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.phase_trainer import PhaseTrainer, Sample
 from rolljax.trainer.update import gradients
 from rolljax.types import Key, Task, Trajectory, Turn
 
@@ -148,7 +148,7 @@ def trajectory(frozen, n):
 
 def ours(model, params, algorithm, frozen, temperature=1.0):
     """Loss, gradient by tensor of the folder, and statistics of one update on the batch."""
-    learner = Learner(
+    learner = PhaseTrainer(
         mesh=MeshSpec().build(jax.devices()[:1]),
         model=model,
         algorithm=algorithm,

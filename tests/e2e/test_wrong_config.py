@@ -3,7 +3,7 @@
 import pytest
 
 from rolljax import train
-from rolljax.runfolder import RunFolder
+from rolljax.run.folder import RunFolder
 
 from .conftest import QUICKSTART
 
@@ -12,7 +12,7 @@ IMPORTS = """from __gin__ import dynamic_registration
 from rolljax import recipe
 from rolljax.envs.adapters import reasoning_gym
 from rolljax.model.families import qwen3
-from rolljax.sampler import engine
+from rolljax.sampler import settings
 from rolljax.trainer import mesh
 from rolljax.trainer import optimizer
 from rolljax.trainer.algorithms import grpo
@@ -57,7 +57,7 @@ TABLE = [
     ("slots do not divide", "", ["SamplerConfig.slots = 6", "MeshSpec.data = 4"], ["slots", "multiple of 4"]),
     ("mesh too large", "", ["MeshSpec.data = 16"], ["--set 'MeshSpec.data = 16'", "16 devices", "8"]),
     ("tensor does not divide", "", ["MeshSpec.tensor = 4", "MeshSpec.data = 1"], ["MeshSpec.tensor", "kv_heads", "2"]),
-    ("context too short", "engine.SamplerConfig.max_context = 48", [], ["broken.gin:10", "max_context", "set it to"]),
+    ("context too short", "settings.SamplerConfig.max_context = 48", [], ["broken.gin:10", "max_context", "set it to"]),
     ("row too short", "rl/recipe.Phase.row_len = 64", [], ["broken.gin:10", "row_len", "80"]),
     ("no room for a prompt", "recipe.Recipe.max_answer_tok = 80", [], ["broken.gin:10", "max_answer_tok"]),
     ("inert clip", "rl/recipe.Phase.updates_per_step = 1", [], ["clip_high", "no effect", "updates_per_step"]),

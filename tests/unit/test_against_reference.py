@@ -47,9 +47,9 @@ from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.batch import PackShape
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.episodes import Episodes
-from rolljax.trainer.mismatch import Correction
 from rolljax.trainer.update import critic_loss, policy_loss
 from rolljax.types import Expert, Key, Task, Trajectory, Turn
 from tests.reference import algorithms as ref

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.sampler.openai_session import ENDED_KEPT, Session, SessionRules, Sessions
-from rolljax.sampler.openai_types import ApiError, Served
+from rolljax.serving.schema import ApiError, Served
+from rolljax.serving.session import ENDED_KEPT, Session, SessionRules, Sessions
 from rolljax.types import Completion, Sampled, SamplingParams
 
 CONTEXT = 400

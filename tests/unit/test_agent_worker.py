@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from rolljax.agents.program import AgentProgram
-from rolljax.agents.worker import STDERR_KEPT, Worker, check_machine, read_answer, resolve
 from rolljax.errors import ConfigError, EnvError, InfraError
+from rolljax.rollout.agents.program import AgentProgram
+from rolljax.rollout.agents.worker import STDERR_KEPT, Worker, check_machine, read_answer, resolve
 
 TASK = {
     "id": "0-1-2-3",

@@ -16,11 +16,11 @@ from rolljax.trainer.algorithms import cispo, distill, dpo, grpo, gspo, kimi, re
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
 from rolljax.trainer.algorithms.ipa import Ipa
 from rolljax.trainer.batch import PackShape, Sample
-from rolljax.trainer.episodes import Credit, Episodes
-from rolljax.trainer.learner import Learner
+from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.paper import Stated
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.types import Key, Task, Trajectory, Turn
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -284,7 +284,9 @@ def test_the_example_learns(example, name, model, params):
     algorithm = module.Raft() if name == "raft" else module.BestOf()
     mesh = MeshSpec().build(jax.devices()[:1])
     optimizer = AdamW(lr=1e-3)
-    learner = Learner(mesh, model, algorithm, optimizer, PackShape(1, 4, 64), steps=1, groups_per_step=4, limit_tok=6)
+    learner = PhaseTrainer(
+        mesh, model, algorithm, optimizer, PackShape(1, 4, 64), steps=1, groups_per_step=4, limit_tok=6
+    )
     state = learner.init(jax.tree.map(jnp.copy, params))
     samples = [[Sample.of(t) for t in group] for group in groups]
     e = Episodes.of(groups, limit_tok=6)

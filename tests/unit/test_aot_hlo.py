@@ -15,9 +15,9 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.batch import PackShape
-from rolljax.trainer.learner import Learner
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.phase_trainer import PhaseTrainer
 
 AXES = {"fsdp": 4, "tensor": 2}
 
@@ -161,7 +161,7 @@ def update():
     """A small update over fsdp 4 x tensor 2, compiled: 2 micro-batches of 4 rows of 64 tokens."""
     shape = Qwen3Config(512, 3, 64, 4, 2, 32, 256, tie_embeddings=False)
     model = Model(shape, "float32", "full")
-    learner = Learner(
+    learner = PhaseTrainer(
         MeshSpec(data=1, fsdp=4, tensor=2).build(),
         model,
         Grpo(),

@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
-from rolljax.buffer import Background, Buffer, Stopped
 from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import EnvError, HangError
+from rolljax.run.buffer import Buffer
+from rolljax.threads.event_loop import EventLoop, Stopped
 from rolljax.types import Group
 
 SPEC = ReasoningGym("chain_sum")
@@ -22,7 +23,7 @@ def make_background():
     made = []
 
     def make(should_stop=lambda: False):
-        made.append(Background(should_stop))
+        made.append(EventLoop(should_stop))
         return made[-1]
 
     yield make
@@ -93,7 +94,7 @@ def test_a_result_that_arrives_just_after_a_poll_is_not_lost(make_background):
 
 def test_close_cancels_what_is_left_and_ends_the_thread():
     before = set(threading.enumerate())
-    background, started, cancelled = Background(lambda: False), threading.Event(), threading.Event()
+    background, started, cancelled = EventLoop(lambda: False), threading.Event(), threading.Event()
 
     async def forever():
         started.set()

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rolljax import cluster
-from rolljax.cluster import ALONE, Follower, Leader
+from rolljax.cluster import lockstep
+from rolljax.cluster.lockstep import ALONE, Follower, Leader
 from rolljax.errors import ConfigError, InfraError
-from rolljax.runfolder import RunFolder
+from rolljax.run.folder import RunFolder
 
 KEY = b"key"
 WAIT_S = 60
@@ -22,9 +22,9 @@ WAIT_S = 60
 def exits(monkeypatch):
     """The exit codes that processes would have ended with at once."""
     codes = []
-    monkeypatch.setattr(cluster, "_exit", codes.append)
-    monkeypatch.setattr(cluster, "GRACE_S", 1e6)
-    monkeypatch.setattr(cluster, "NOTICE_S", 0.2)
+    monkeypatch.setattr(lockstep, "_exit", codes.append)
+    monkeypatch.setattr(lockstep, "GRACE_S", 1e6)
+    monkeypatch.setattr(lockstep, "NOTICE_S", 0.2)
     return codes
 
 
@@ -33,11 +33,11 @@ def pair():
     """A leader and two followers of it, and the followers' connections."""
     with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
         made = []
-        joining = threading.Thread(target=lambda: made.append(Leader(cluster.accept(listener, 2))))
+        joining = threading.Thread(target=lambda: made.append(Leader(lockstep.accept(listener, 2))))
         joining.start()
         with pytest.raises(multiprocessing.AuthenticationError):
             Client(listener.address, authkey=b"another")
-        connections = [cluster.connect(listener.address, KEY, i) for i in (1, 2)]
+        connections = [lockstep.connect(listener.address, KEY, i) for i in (1, 2)]
         joining.join(WAIT_S)
     (leader,) = made
     followers = [Follower(c) for c in connections]
@@ -86,7 +86,7 @@ def test_a_greeting_waits_for_all(pair):
     leader, followers, _ = pair
     greeting = threading.Thread(target=leader.greet, args=({"a": 1},))
     greeting.start()
-    assert next(followers[0].turns()) == (cluster.GREET, {"a": 1})
+    assert next(followers[0].turns()) == (lockstep.GREET, {"a": 1})
     followers[0].ready()
     greeting.join(0.3)
     assert greeting.is_alive()
@@ -146,8 +146,8 @@ def test_what_cannot_be_read_is_a_loss(pair):
 def test_a_process_that_cannot_end_in_order_is_cut_off(pair, exits, monkeypatch):
     leader, followers, _ = pair
     cut = threading.Event()
-    monkeypatch.setattr(cluster, "GRACE_S", 0.01)
-    monkeypatch.setattr(cluster, "_exit", lambda code: (exits.append(code), cut.set()))
+    monkeypatch.setattr(lockstep, "GRACE_S", 0.01)
+    monkeypatch.setattr(lockstep, "_exit", lambda code: (exits.append(code), cut.set()))
     leader.end(5)
     assert cut.wait(WAIT_S)
     assert exits == [5]
@@ -156,7 +156,7 @@ def test_a_process_that_cannot_end_in_order_is_cut_off(pair, exits, monkeypatch)
 def test_other_processes_share_folder_and_settings(tmp_path, monkeypatch):
     config, another = (SimpleNamespace(operative="", resolved={"seed": seed}) for seed in (1, 2))
     folder, elsewhere = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
-    monkeypatch.setattr("rolljax.runfolder.FOUND_S", 0.2)
+    monkeypatch.setattr("rolljax.run.folder.FOUND_S", 0.2)
     with folder.lock():
         folder.prepare(config, fresh=False)
         folder.mark("of this run")

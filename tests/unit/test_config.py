@@ -1,4 +1,4 @@
-"""rolljax.config: what loads, and what every broken config says."""
+"""rolljax.config.loader: what loads, and what every broken config says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import config_fixture as fx
 
-from rolljax import config
+from rolljax.config import loader
 from rolljax.errors import ConfigError
 
 HEAD = "from __gin__ import dynamic_registration\nimport config_fixture as fx\n"  # two lines: bindings start at 3
@@ -31,7 +31,7 @@ def load(tmp_path, monkeypatch):
         Path("main.gin").write_text(HEAD + text)
         for name, other in others.items():
             Path(f"{name}.gin").write_text(other)
-        return config.load(files, settings, root=fx.Recipe)
+        return loader.load(files, settings, root=fx.Recipe)
 
     yield run
     assert not gin.config._CONFIG and not gin.config._IMPORTS and not gin.config.config_is_locked()
@@ -50,7 +50,7 @@ steps = 100
 
 
 def test_no_files_gives_defaults_with_ints_made_floats(load):
-    loaded = config.load([], root=fx.Recipe)
+    loaded = loader.load([], root=fx.Recipe)
     assert loaded.value == fx.Recipe()
     assert type(loaded.value.rate) is float
 
@@ -109,7 +109,7 @@ def test_include_finds_configs_that_come_with_rolljax(tmp_path, monkeypatch):
         "from __gin__ import dynamic_registration\nfrom rolljax import recipe\n"
         "include 'quickstart.gin'\nrl/recipe.Phase.steps = 7\n"
     )
-    assert config.load(["mine.gin"], root=Recipe).value.phases[1].steps == 7
+    assert loader.load(["mine.gin"], root=Recipe).value.phases[1].steps == 7
 
 
 def test_include_is_beside_the_file_and_may_be_overridden(load, tmp_path):
@@ -228,15 +228,15 @@ def test_operative_is_a_runnable_file_with_macros(load):
     loaded = load(PHASES + "fx.Recipe.rate = 1e999", 'Recipe.name = it\'s "q"')
     assert "steps = 100" in loaded.operative and "%steps" in loaded.operative
     again = load("", "steps = 7", files=["again.gin"], again=loaded.operative)
-    assert config.diff(loaded.resolved, again.resolved) == [("phases[1].steps", 100, 7)]
+    assert loader.diff(loaded.resolved, again.resolved) == [("phases[1].steps", 100, 7)]
 
 
 def test_diff(load):
     one, two = load(PHASES), load(PHASES, "Recipe.phases = [@warm/Phase()]", "Recipe.seed = 2")
-    changes = {path: (a, b) for path, a, b in config.diff(one.resolved, two.resolved)}
+    changes = {path: (a, b) for path, a, b in loader.diff(one.resolved, two.resolved)}
     assert changes["seed"] == (0, 2)
-    assert changes["phases[1].steps"] == (100, config.ABSENT)
-    assert not config.diff(one.resolved, one.resolved)
+    assert changes["phases[1].steps"] == (100, load.ABSENT)
+    assert not loader.diff(one.resolved, one.resolved)
 
 
 def test_loads_are_independent(load):
@@ -267,7 +267,7 @@ def test_off_the_main_thread_is_refused():
 
     def run():
         try:
-            config.load([], root=fx.Recipe)
+            loader.load([], root=fx.Recipe)
         except RuntimeError as e:
             caught.append(e)
 
@@ -373,7 +373,7 @@ def test_broken(load, tmp_path, text, settings, fragments):
     message = str(caught.value)
     for fragment in fragments:
         assert fragment in message, message
-    assert "rolljax.config." not in message and "In call to configurable" not in message
+    assert "rolljax.config.loader." not in message and "In call to configurable" not in message
     assert type(caught.value) is ConfigError
 
 
@@ -384,9 +384,9 @@ def test_missing_file_suggests_a_sibling(load):
 
 def test_missing_field_of_the_root(load):
     with pytest.raises(ConfigError, match="Needs.path has no default and is not set"):
-        config.load([], root=fx.Needs)
+        loader.load([], root=fx.Needs)
 
 
 def test_root_must_be_a_frozen_dataclass():
     with pytest.raises(ConfigError, match="not a frozen dataclass"):
-        config.load([], root=fx.NotAConfig)
+        loader.load([], root=fx.NotAConfig)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rolljax.trainer.credit import (
+from rolljax.trainer.credit.estimators import (
     Groups,
     Running,
     at_last,

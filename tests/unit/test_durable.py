@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from rolljax import durable
-from rolljax.checkpoint import Checkpoints, Progress, damage
 from rolljax.errors import CheckpointError, ConfigError, StorageError
-from rolljax.runfolder import RunFolder
+from rolljax.run import durable
+from rolljax.run.checkpoint import Checkpoints, Progress, damage
+from rolljax.run.folder import RunFolder
 from tests.ends import Killed, at_points
 
 

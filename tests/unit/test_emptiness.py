@@ -15,11 +15,11 @@ from rolljax.trainer.algorithms.raft import RaftPP
 from rolljax.trainer.algorithms.rft import Rft
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape
-from rolljax.trainer.emptiness import at_best, could_teach, is_empty
-from rolljax.trainer.learner import Learner
+from rolljax.trainer.credit.emptiness import at_best, could_teach, is_empty
+from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.mesh import MeshSpec
-from rolljax.trainer.mismatch import Correction
 from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from tests.synthetic import episodes_of, groups_of
 
 DROP = Grpo(drop_degenerate=True)
@@ -94,7 +94,7 @@ def step(model, params, algorithm, *rewards):
     """A step on two groups that both have these rewards."""
     mesh = MeshSpec().build(jax.devices()[:1])
     settings = {"steps": 1, "groups_per_step": 2, "limit_tok": 16}
-    learner = Learner(mesh, model, algorithm, AdamW(), PackShape(2, 2, 96), **settings)
+    learner = PhaseTrainer(mesh, model, algorithm, AdamW(), PackShape(2, 2, 96), **settings)
     groups = groups_of(np.random.default_rng(0), num_groups=2, group_size=2, rewards=[rewards] * 2)
     return learner.step(learner.init(jax.tree.map(jnp.copy, params)), groups, {}, 0)
 

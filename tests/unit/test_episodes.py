@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolljax.trainer.batch import Sample
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Key, Task, Trajectory, Turn
 from tests.synthetic import groups_of
 

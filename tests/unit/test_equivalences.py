@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolljax.trainer import segments
 from rolljax.trainer.algorithms.asyppo import AsyPpo
 from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
 from rolljax.trainer.algorithms.base import Algorithm
@@ -39,8 +38,9 @@ from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
+from rolljax.trainer.credit import segments
+from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.mismatch import Correction
 from tests.synthetic import LIMIT_TOK, episodes_of, groups_of, trained
 
 GRPO = Grpo(aggregation="token-mean")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rolljax.errors import ConfigError
-from rolljax.filters import FilterConfig, faults_row, surviving
+from rolljax.rollout.filters import FilterConfig, faults_row, surviving
 from rolljax.types import Fault, Group, Key, Task
 from tests.synthetic import trajectory
 

@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rolljax
-from rolljax.agents.worker import read_answer
 from rolljax.envs.adapters import gymnasium, taubench
 from rolljax.envs.adapters.openenv import OpenEnv, OpenEnvEnv
 from rolljax.envs.adapters.reasoning_gym_scores import FORMS
@@ -40,8 +39,9 @@ from rolljax.envs.tools.schema import problem_of
 from rolljax.envs.worlds import bm25, itinerary, pages, shopper
 from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.model.tokenizer import MARK, UNMARK
-from rolljax.rollout import linear_pattern
-from rolljax.sampler.openai_types import ApiError, parse_json
+from rolljax.rollout.agents.worker import read_answer
+from rolljax.rollout.episodes import linear_pattern
+from rolljax.serving.schema import ApiError, parse_json
 
 ROOT = Path(rolljax.__file__).parent
 TEXT = {"type": "string"}

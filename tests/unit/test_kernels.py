@@ -13,9 +13,10 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from rolljax.errors import ConfigError
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
-from rolljax.sampler.engine import Engine, Inserts, Pieces, SamplerConfig
+from rolljax.sampler.engine import Engine, Inserts, Pieces
 from rolljax.sampler.kernels import PagedPath, RaggedPath, paths_for
 from rolljax.sampler.kv import DensePath
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 
 MODEL = Model(Qwen3Config(init_std=0.1))

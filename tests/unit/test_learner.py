@@ -24,12 +24,12 @@ from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.reward_model import PairRewardModel
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.batch import PackShape, pack
+from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.episodes import Episodes
-from rolljax.trainer.learner import Learner, NotFinite
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.optimizer import AdamW
-from rolljax.trainer.state import Learned, fingerprint
+from rolljax.trainer.phase_trainer import NotFinite, PhaseTrainer
+from rolljax.trainer.state import ParamState, fingerprint
 from tests.synthetic import VOCAB, groups_of, samples_of, trajectory
 
 ROW_LEN, TEMPERATURE, STEPS = 64, 0.7, 5
@@ -48,7 +48,9 @@ PROXIMAL = DecoupledPpo(drop_degenerate=True)
 
 def learner(model, algorithm, *, mesh=None, shape=SHAPE, groups_per_step=4, **settings):
     settings = {"steps": STEPS, "temperature": TEMPERATURE, "limit_tok": 16, "optimizer": OPTIMIZER, **settings}
-    return Learner(mesh or on_devices(), model, algorithm, shape=shape, groups_per_step=groups_per_step, **settings)
+    return PhaseTrainer(
+        mesh or on_devices(), model, algorithm, shape=shape, groups_per_step=groups_per_step, **settings
+    )
 
 
 @pytest.fixture(scope="module")
@@ -495,7 +497,7 @@ def test_what_is_promised_of_the_state_is_what_it_is(model, params, kind, device
     previous = None
     if kind == "previous":
         stack = jax.jit(jax.vmap(lambda seed: found.value_model.init(seed, params)))(jnp.arange(2))
-        previous = Learned(stack, None, jnp.zeros(2, jnp.int32))
+        previous = ParamState(stack, None, jnp.zeros(2, jnp.int32))
     state = found.init(params, previous)
     promised, where = found.abstract(), found.shardings
     assert jax.tree.structure(promised) == jax.tree.structure(state) == jax.tree.structure(where)

@@ -21,9 +21,9 @@ from rolljax.trainer.algorithms.reward_model import RewardModel
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.learner import Learner
 from rolljax.trainer.mesh import MeshSpec, param_shardings
 from rolljax.trainer.optimizer import Adafactor, AdamW, Lion, Muon
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.publish import make_publish
 from rolljax.trainer.state import fingerprint
 from rolljax.trainer.update import put_batch
@@ -180,7 +180,7 @@ def learner(model, algorithm, *, mesh=None, base=None, optimizer=None, steps=50)
         base = jax.jit(model.base)(weights())
     base = jax.device_put(base, param_shardings(mesh, model.lora.base_axes(model.plain.axes()), base))
     settings = {"steps": steps, "groups_per_step": 4, "limit_tok": 16, "base": base}
-    return Learner(mesh, model, algorithm, optimizer or AdamW(lr=1e-2), ROWS, **settings)
+    return PhaseTrainer(mesh, model, algorithm, optimizer or AdamW(lr=1e-2), ROWS, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rolljax.errors import ConfigError
-from rolljax.trainer.mismatch import Correction, log_ratio
+from rolljax.trainer.credit.mismatch import Correction, log_ratio
 
 LEVELS = ["token", "segment", "geometric", "sequence"]
 # one trajectory: two sampled tokens, one of a tool (outside the mask), two sampled tokens

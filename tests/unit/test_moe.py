@@ -21,8 +21,9 @@ from rolljax.model.families.qwen3_moe import Qwen3MoeConfig
 from rolljax.model.folder import Folder
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Phase, Recipe
-from rolljax.rooms import geometry
-from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.run.preflight import resolve
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.forward import Split, read_policy
@@ -309,14 +310,14 @@ def test_a_recipe_with_settings_of_experts_in_the_wrong_place_is_refused(model, 
     phase = Phase("sft", Sft(), 1, prompts_per_step=8)
     recipe = Recipe(FrozenLake(), (phase,), model=model, **changes)
     with pytest.raises(ConfigError, match=says):
-        geometry(recipe, jax.devices()[:1])
+        resolve(recipe, jax.devices()[:1])
 
 
 def test_the_balance_of_a_folder_can_be_set(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf.write_config(MODEL.cfg, byte_tokenizer())))
     phase = Phase("sft", Sft(), 1, prompts_per_step=8)
     recipe = Recipe(FrozenLake(), (phase,), model=str(tmp_path), router_aux_coef=0.0)
-    assert geometry(recipe, jax.devices()[:1]).model.cfg.routing.aux_coef == 0
+    assert resolve(recipe, jax.devices()[:1]).model.cfg.routing.aux_coef == 0
 
 
 def test_experts_that_do_not_divide_over_their_axis_are_refused():

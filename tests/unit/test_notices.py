@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from rolljax.envs.games.frozen_lake import FrozenLake
-from rolljax.notices import SHOWN_CHARS, STILL_STEPS, Notices, samples
 from rolljax.recipe import Phase, Recipe
+from rolljax.run.notices import SHOWN_CHARS, STILL_STEPS, Notices, samples
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.sft import Sft

@@ -12,7 +12,7 @@ from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.errors import ConfigError
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.recipe import Phase, Recipe
-from rolljax.rooms import geometry
+from rolljax.run.preflight import resolve
 from rolljax.trainer.algorithms.asyppo import AsyPpo
 from rolljax.trainer.algorithms.base import Setup
 from rolljax.trainer.algorithms.dpo import Dpo
@@ -20,12 +20,12 @@ from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.rft import Rft
 from rolljax.trainer.algorithms.segment_reward import SegmentDpo, SegmentPairDpo, SegmentPpo, SegmentReward, SegmentRft
 from rolljax.trainer.batch import PackShape
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.segments import agreement_mask
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.episodes import Episodes
-from rolljax.trainer.learner import Learner
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.optimizer import AdamW
-from rolljax.trainer.segments import agreement_mask
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.state import fingerprint
 from tests import synthetic
 from tests.synthetic import episodes_of, groups_of, samples_of, trained
@@ -65,7 +65,7 @@ def learner(model, algorithm, **settings):
     shape = PackShape(3, 4, 64)
     steps = {"steps": 5, "groups_per_step": 4, "limit_tok": 16, **settings}
     mesh = MeshSpec().build(jax.devices()[:1])
-    return Learner(mesh, model, algorithm, AdamW(lr=1e-2), shape, **steps)
+    return PhaseTrainer(mesh, model, algorithm, AdamW(lr=1e-2), shape, **steps)
 
 
 def test_values_and_masks_are_those_of_the_updated_critics(model, params, groups):
@@ -177,7 +177,7 @@ def test_a_critic_no_smaller_than_the_policy_is_refused_or_warned_about():
         algorithm = AsyPpo(critic=dataclasses.replace(mini, model=shape))
         phase = Phase(name="rl", algorithm=algorithm, steps=5, prompts_per_step=8, group_size=8, updates_per_step=2)
         recipe = Recipe(env=FrozenLake(), model=Qwen3Config(), phases=(phase,))
-        return geometry(recipe, jax.devices()[:1])
+        return resolve(recipe, jax.devices()[:1])
 
     assert plan(SMALL).model.cfg == Qwen3Config()
     for shape in (Qwen3Config(), Qwen3Config(num_layers=3)):

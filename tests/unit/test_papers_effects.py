@@ -17,14 +17,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import toys
 
-from rolljax.trainer import masked, shaping
+from rolljax.trainer import masked
 from rolljax.trainer.algorithms.base import Policy
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.dr_grpo import DrGrpo
 from rolljax.trainer.algorithms.gigpo import GiGpo
 from rolljax.trainer.algorithms.gspo import Gspo
 from rolljax.trainer.algorithms.rloo import Rloo
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit import shaping
+from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.update import clean_batch
 from tests.reference import algorithms as ref
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from rolljax.trainer.algorithms.ipa import Ipa
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Expert, Key, Task, Trajectory, Turn
 from tests.reference import algorithms as ref
 from tests.synthetic import trained

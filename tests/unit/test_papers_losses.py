@@ -14,7 +14,7 @@ import pytest
 from rolljax import cli
 from rolljax.aot.programs import batch_shapes
 from rolljax.errors import ConfigError
-from rolljax.trainer import objectives, shaping, vocab
+from rolljax.trainer import objectives, vocab
 from rolljax.trainer.algorithms.base import Law, PolicyGradient, Setup
 from rolljax.trainer.algorithms.cispo import Cispo
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
@@ -29,11 +29,12 @@ from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.batch import PackShape
+from rolljax.trainer.credit import shaping
+from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.forward import hidden_before, read_policy
-from rolljax.trainer.learner import Learner
 from rolljax.trainer.mesh import MeshSpec
-from rolljax.trainer.mismatch import Correction
 from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from tests.synthetic import LIMIT_TOK, SHAPE, Objective, episodes_of, groups_of, samples_of, trained, trajectory
 
 SAID = ((4, 2, 3), (1, 5, 2), (3, 3, 1), (2, 4, 6))
@@ -154,7 +155,7 @@ def test_estimators_without_a_useful_gradient_are_refused_as_losses(kind):
 
 def gem(groups, logps, gamma, ignore_cut=False):
     """github.com/axon-rl/gem, examples/train_oat/train_oat.py (prepare_trajectories, compute_monte_carlo_advantages,
-    Learner._init) and github.com/sail-sg/oat, oat/algorithms/ppo.py (learning_step): every turn is a sample; its return
+    PhaseTrainer._init) and github.com/sail-sg/oat, oat/algorithms/ppo.py (learning_step): every turn is a sample; its return
     is normalised over all turns (population, 1e-9); PPO's clip of .2; a masked sum over generate_max_length; a turn that
     was cut is multiplied by 0 only with ignore_no_eos; the mean over all turns."""
     returns, cut = [], []
@@ -531,6 +532,6 @@ def test_the_law_of_tricks_or_traps_is_a_preset():
 @pytest.mark.parametrize("algorithm", [Topr(), Grpo(sft_coef=0.1), Grpo()], ids=["topr", "cross-entropy", "grpo"])
 def test_the_rewards_that_an_objective_asks_for_are_there_when_it_is_compiled_ahead(algorithm, model):
     mesh = MeshSpec().build(jax.devices()[:1])
-    learner = Learner(mesh, model, algorithm, AdamW(), PackShape(1, 2, 32), steps=1, groups_per_step=1)
+    learner = PhaseTrainer(mesh, model, algorithm, AdamW(), PackShape(1, 2, 32), steps=1, groups_per_step=1)
     shapes = batch_shapes(learner)
     assert (shapes.rewards is not None) == algorithm.needs().rewards == (algorithm != Grpo())

@@ -14,9 +14,10 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.families.qwen3_moe import Qwen3MoeConfig
 from rolljax.recipe import Phase, Recipe
-from rolljax.rooms import geometry
+from rolljax.run.preflight import resolve
 from rolljax.sampler.client import Sampler
-from rolljax.sampler.engine import Engine, SamplerConfig
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.mesh import MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish, make_write
@@ -106,4 +107,4 @@ def test_a_sampler_whose_weights_cannot_be_made_ends():
 )
 def test_a_sampler_that_cannot_be_split_is_refused(settings, says):
     with pytest.raises(ConfigError, match=f"(?s){says}"):
-        geometry(Recipe(FrozenLake(), (Phase("sft", Sft(), 1, prompts_per_step=8),), sampler=SamplerConfig(**settings)))
+        resolve(Recipe(FrozenLake(), (Phase("sft", Sft(), 1, prompts_per_step=8),), sampler=SamplerConfig(**settings)))

@@ -8,9 +8,9 @@ import pytest
 from rolljax.envs.games.countdown import Countdown
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.recipe import Phase, Recipe
-from rolljax.rollout import RolloutConfig
-from rolljax.rooms import geometry
-from rolljax.sampler.engine import SamplerConfig
+from rolljax.rollout.episodes import RolloutConfig
+from rolljax.run.preflight import resolve
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.mesh import MeshSpec
@@ -28,7 +28,7 @@ def recipe(max_context=200, algorithm=None, mesh=None, **phase):
 
 
 def shape(devices=1, **settings):
-    found = geometry(recipe(**settings), jax.devices()[:devices]).recipe
+    found = resolve(recipe(**settings), jax.devices()[:devices]).recipe
     return found.pack_shape(found.phases[0])
 
 
@@ -61,13 +61,13 @@ def test_what_is_asked_for_stays():
 
 
 def test_a_context_that_drops_its_oldest_turns_has_more_rows():
-    plain = geometry(dataclasses.replace(recipe(), env=FrozenLake()), jax.devices()[:1]).recipe
+    plain = resolve(dataclasses.replace(recipe(), env=FrozenLake()), jax.devices()[:1]).recipe
     cut = dataclasses.replace(plain, rollout=RolloutConfig(context="drop_oldest"))
     assert cut.pack_shape(cut.phases[0]).num_micro > plain.pack_shape(plain.phases[0]).num_micro
 
 
 def test_a_device_takes_what_its_memory_keeps():
-    small, remat = (geometry(recipe(), jax.devices()[:1]).model for _ in range(2))
+    small, remat = (resolve(recipe(), jax.devices()[:1]).model for _ in range(2))
     remat = dataclasses.replace(remat, remat="full")
     assert remat.saved_bytes < small.saved_bytes
     deep = dataclasses.replace(small, cfg=dataclasses.replace(small.cfg, num_layers=20))

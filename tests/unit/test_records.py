@@ -16,12 +16,12 @@ from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.records import Answer, Records
 from rolljax.envs.tasks import TaskStream, held_out
 from rolljax.errors import ConfigError, DataError, EnvError
-from rolljax.policies import GoldPolicy
-from rolljax.rollout import Rollouts
+from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.policies import GoldPolicy
 from rolljax.trainer.algorithms.dpo import PairDpo
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape, Sample, pack
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Key, Message, Task, Trajectory, Turn
 
 DATA = Path(__file__).parents[1] / "data"

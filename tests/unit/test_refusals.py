@@ -15,7 +15,7 @@ from rolljax.envs.records import Records
 from rolljax.errors import ConfigError
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.recipe import Phase, Recipe
-from rolljax.sampler.engine import SamplerConfig
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.asyppo import AsyPpo
 from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
 from rolljax.trainer.algorithms.cispo import Cispo
@@ -41,8 +41,8 @@ from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
+from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.mismatch import Correction
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.gin")
 MAX_CONTEXT, MAX_ANSWER = 64, 16

@@ -10,7 +10,7 @@ import types
 import jax
 import pytest
 
-from rolljax import rehearsal, train
+from rolljax import train
 from rolljax.envs import tasks
 from rolljax.envs.records import Records
 from rolljax.errors import DataError
@@ -19,7 +19,8 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Phase
-from rolljax.sampler.engine import SamplerConfig
+from rolljax.run import rehearsal
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.opd import Opd, Teacher
@@ -58,7 +59,7 @@ ALGORITHMS = """
     import numpy as np
     from rolljax.trainer.algorithms.grpo import Grpo
     from rolljax.trainer.algorithms.base import TokenLoss
-    from rolljax.trainer.episodes import Credit
+    from rolljax.trainer.credit.episodes import Credit
 
     @dataclasses.dataclass(frozen=True)
     class InCredit(Grpo):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rolljax.trainer.rhythm import coupled_gamma, global_gamma, local_gamma
+from rolljax.trainer.credit.rhythm import coupled_gamma, global_gamma, local_gamma
 
 # of a six-token trajectory with attention rows [1], [.5 .5], [.6 .2 .2], ...
 WAAD = np.array([[0, 0.5, 1.4, 1.0, 1.5, 1.8]])

@@ -11,9 +11,9 @@ from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import ConfigError, InfraError, SamplerError
-from rolljax.policies import GoldPolicy
-from rolljax.rollout import RolloutConfig, Rollouts
-from rolljax.starts import Chunk, Start, digest
+from rolljax.rollout.episodes import RolloutConfig, Rollouts
+from rolljax.rollout.policies import GoldPolicy
+from rolljax.rollout.starts import Chunk, Start, digest
 from rolljax.types import EVAL_STREAM, Completion, Fault, Key, Message, Sampled, Task
 
 LAKE = Task("frozen_lake", 0, "SFF\nHFH\nFFG")

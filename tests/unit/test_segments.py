@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rolljax.trainer.segments import agreement_mask, pivots, segment_rewards
+from rolljax.trainer.credit.segments import agreement_mask, pivots, segment_rewards
 
 Q = np.array([[0.1, 0.12, 0.08, -0.6, -0.55, -0.5, 0.4, 0.45]])
 ALL = np.ones((1, 8), bool)

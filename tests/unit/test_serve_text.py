@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rolljax.errors import ConfigError
 from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.model.vocabulary import TextStream, Vocabulary
-from rolljax.sampler.openai_text import CompletionLogprobs
-from rolljax.sampler.openai_types import ApiError, parse_json
+from rolljax.serving.schema import ApiError, parse_json
+from rolljax.serving.text import CompletionLogprobs
 from rolljax.types import Message
 from tests.spellers import llama
 

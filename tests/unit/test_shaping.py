@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rolljax.trainer.shaping import (
+from rolljax.trainer.credit.shaping import (
     adaptive_beta,
     best_and_worst,
     degenerate,

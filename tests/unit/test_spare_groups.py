@@ -10,14 +10,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rolljax.buffer import Background, Buffer, Due
 from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import ConfigError
 from rolljax.loop import start_groups
 from rolljax.recipe import Phase
-from rolljax.rollout import Barrier, Rollouts
+from rolljax.rollout.episodes import Barrier, Rollouts
+from rolljax.run.buffer import Buffer, Due
+from rolljax.threads.event_loop import EventLoop
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.types import Completion, Message, Sampled, Task
 
@@ -86,7 +87,7 @@ class Run:
         spec = OneAnswer()
         self.pool, self.stream = EnvPool(PoolConfig(), spec), TaskStream(spec, 0, 0.1)
         self.rollouts = Rollouts(self.pool, chat, Drawn(), 1, 500, LIMIT)
-        self.background = Background(lambda: False)
+        self.background = EventLoop(lambda: False)
         self.buffer = self.make()
 
     def make(self, put_off=()):

@@ -12,9 +12,9 @@ import pytest
 from rolljax.envs.games.key_door_chain import KeyDoorChain
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import ConfigError, EnvError
-from rolljax.starts import RECENT, Chunk, ExpertStarts, Start, Starts, crucial_fork, fallback
+from rolljax.rollout.starts import RECENT, Chunk, ExpertStarts, Start, Starts, crucial_fork, fallback
 from rolljax.trainer.algorithms.ipa import Ipa
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Fault, Group, Key, Trajectory, Turn
 
 CHAIN = KeyDoorChain(length=5, max_turns=6)

@@ -63,7 +63,7 @@ def test_imports_are_found():
 def test_rooms_import_only_what_stands_left_of_them(room):
     files = [f for f in FILES if name_of(f).startswith(f"{room}/")]
     assert files
-    above = {"rolljax.loop", "rolljax.rollout", "rolljax.buffer", "rolljax.rooms", "rolljax.recipe"}
+    above = {"rolljax.loop", "rolljax.rollout.episodes", "rolljax.run.buffer", "rolljax.run.runtime", "rolljax.recipe"}
     wrong = [
         f"{name_of(f)} imports {name}"
         for f in files
@@ -164,7 +164,7 @@ def test_simple_queues_are_found(code):
 
 
 def test_no_thread_waits_on_a_simple_queue():
-    """Before Python 3.13 its waits may outlast their time-out for good: see `rolljax.inbox`."""
+    """Before Python 3.13 its waits may outlast their time-out for good: see `rolljax.threads.inbox`."""
     files = [f for name in ("rolljax", "benchmarks", "examples") for f in sorted((ROOT.parent / name).rglob("*.py"))]
     assert len(files) > len(FILES)
     texts = {f: text for f in files if "queue" in (text := f.read_text())}

@@ -22,9 +22,9 @@ from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import ARRAYS, PackShape, Sample, pack
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import read_policy, read_values
-from rolljax.trainer.learner import Learner
 from rolljax.trainer.mesh import MeshSpec, replicated
 from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.state import fingerprint
 from rolljax.trainer.update import make_critic_update, make_policy_update, policy_loss, put_batch
 
@@ -170,7 +170,7 @@ def quick(jitted):
 def start(model, params):
     """A fresh state with critics, on the host: placed on every mesh without another program."""
     mesh = MeshSpec().build(jax.devices()[:1])
-    learner = Learner(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4, seed=3)
+    learner = PhaseTrainer(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4, seed=3)
     return jax.device_get(learner.init(params))
 
 
@@ -182,7 +182,7 @@ def on_mesh(start):
     def get(algorithm, name, model):
         spec, num_devices = MESHES[name]
         mesh = spec.build(jax.devices()[:num_devices])
-        where = Learner(mesh, model, algorithm, OPTIMIZER, SHAPE, steps=10, groups_per_step=4).shardings.policy
+        where = PhaseTrainer(mesh, model, algorithm, OPTIMIZER, SHAPE, steps=10, groups_per_step=4).shardings.policy
         update = quick(make_policy_update(mesh, model, algorithm, OPTIMIZER, 10, where, {}))
         return update, lambda: jax.device_put(start.policy, where), mesh
 
@@ -443,7 +443,7 @@ def test_distillation_reads_the_frozen_policy_it_is_given(model, params, start, 
     """On a mesh that splits the vocabulary: the KL of the two softmaxes, written out. The teacher has another shape."""
     algorithm = Distill(teacher="run_start", coef=1.0, cross_entropy=0.0, tau=1.3)
     on = MESHES["all"][0].build()
-    where = Learner(on, model, algorithm, OPTIMIZER, SHAPE, steps=10, groups_per_step=4).shardings.policy
+    where = PhaseTrainer(on, model, algorithm, OPTIMIZER, SHAPE, steps=10, groups_per_step=4).shardings.policy
     frozen_model = dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, num_layers=1, hidden_size=32))
     update = quick(make_policy_update(on, model, algorithm, OPTIMIZER, 10, where, {"run_start": frozen_model}))
     teacher = jax.jit(lambda: frozen_model.init(5))()
@@ -477,7 +477,7 @@ def critics_on(model, start):
     def get(name):
         spec, num_devices = MESHES[name]
         mesh = spec.build(jax.devices()[:num_devices])
-        learner = Learner(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4)
+        learner = PhaseTrainer(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4)
         where = learner.shardings.critics
         update = quick(make_critic_update(mesh, learner.value_model, PPO, PPO.critic, 10, where))
         return update, lambda: jax.device_put(start.critics, where), mesh

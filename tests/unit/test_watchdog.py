@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from rolljax import watchdog
-from rolljax.buffer import Background
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import HangError
-from rolljax.inbox import Inbox
-from rolljax.watchdog import LOOK_S, LOOKS, QUIET_S, Watchdog
+from rolljax.threads import watchdog
+from rolljax.threads.event_loop import EventLoop
+from rolljax.threads.inbox import Inbox
+from rolljax.threads.watchdog import LOOK_S, LOOKS, QUIET_S, Watchdog
 from tests.faulty import FaultyThread, play
 
 WAIT_S = 60
@@ -142,7 +142,7 @@ def test_a_state_that_cannot_be_read_stops_nothing(dog, told):
 
 
 def test_waits_of_the_event_loop_have_their_names(dog, told):
-    background = Background(lambda: False, dog)
+    background = EventLoop(lambda: False, dog)
     dog.state = lambda: "sampler idle"
     try:
         with pytest.raises(HangError, match=r"for the groups of step 7 \(sampler idle\)") as e:

@@ -23,8 +23,8 @@ from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.threads import ThreadRunner
 from rolljax.errors import ConfigError, EnvError, InfraError, NeighbourError
+from rolljax.threads.watchdog import Sleeper
 from rolljax.types import Message, Task
-from rolljax.watchdog import Sleeper
 
 NUM_THREADS = 2
 """For environments that compute: more would only wait for the interpreter's lock."""
@@ -116,7 +116,7 @@ class EnvPool:
 
     @property
     def inboxes(self) -> tuple[Sleeper, ...]:
-        """What threads of this pool wait for that wait without an end (`rolljax.watchdog`)."""
+        """What threads of this pool wait for that wait without an end (`rolljax.threads.watchdog`)."""
         return (self._runner.calls,) if isinstance(self._runner, ThreadRunner) else ()
 
     @property

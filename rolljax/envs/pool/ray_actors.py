@@ -25,7 +25,7 @@ from rolljax.envs.pool.play import Host
 from rolljax.envs.pool.processes import spec_bytes, worker_environ
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import ConfigError
-from rolljax.inbox import Inbox
+from rolljax.threads.inbox import Inbox
 
 PASSED = ("JAX_PLATFORMS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

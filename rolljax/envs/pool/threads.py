@@ -22,7 +22,7 @@ from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.play import Play
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import EnvError, InfraError, RolljaxError
-from rolljax.inbox import Inbox
+from rolljax.threads.inbox import Inbox
 from rolljax.types import Task
 
 AT_ONCE = 16

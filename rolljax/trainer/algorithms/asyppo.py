@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer import credit as credits
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import Memory, Setup
 from rolljax.trainer.algorithms.ppo import Ppo
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.paper import Stated
 
 

@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from rolljax.trainer import rhythm
 from rolljax.trainer.algorithms.base import Memory, Needs
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.attention_stats import AttentionMaps
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit import rhythm
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.rhythm import Pick
 from rolljax.trainer.paper import Stated
-from rolljax.trainer.rhythm import Pick
 
 PAPER = "arXiv 2510.13554 (version 2)"
 

@@ -19,14 +19,15 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.model.moe import Load
-from rolljax.trainer import credit as credits
-from rolljax.trainer import objectives, shaping
+from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit import shaping
+from rolljax.trainer.credit.episodes import Credit, Episodes
+from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.episodes import Credit, Episodes
-from rolljax.trainer.mismatch import Correction
 from rolljax.trainer.paper import Stated
 
 Source = Literal["gold", "sampler", "pairs"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from rolljax.trainer.algorithms.base import ClippedRatio
-from rolljax.trainer.mismatch import Correction
+from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.paper import Stated
 
 

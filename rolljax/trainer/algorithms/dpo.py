@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from rolljax.errors import ConfigError
-from rolljax.trainer import objectives, shaping
+from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import Algorithm, Frozen, Memory, Needs, Policy, Setup, Source, TokenLoss
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.credit import shaping
+from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.paper import Stated
 
 

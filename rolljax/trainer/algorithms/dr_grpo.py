@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import ClippedRatio
-from rolljax.trainer.credit import Std
+from rolljax.trainer.credit.estimators import Std
 from rolljax.trainer.paper import Stated
 
 

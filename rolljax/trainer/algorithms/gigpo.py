@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer import credit as credits
 from rolljax.trainer.algorithms.base import ClippedRatio, Memory
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.paper import Stated
 
 SCRIPT = "github.com/langfengQ/verl-agent, examples/gigpo_trainer/run_alfworld.sh"

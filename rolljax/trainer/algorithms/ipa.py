@@ -9,12 +9,12 @@ from typing import ClassVar, Literal
 import jax
 import numpy as np
 
-from rolljax.trainer import credit as credits
 from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import Memory, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.episodes import Credit, Episodes
-from rolljax.trainer.mismatch import Correction
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit.episodes import Credit, Episodes
+from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.paper import Stated
 
 ROLL = "github.com/alibaba/ROLL at 53fce5a, examples/agentic_demo/openreward_endless_terminals_IPA_qwen35_2b.yaml"

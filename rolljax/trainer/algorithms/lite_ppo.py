@@ -10,8 +10,8 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.trainer.algorithms.base import ClippedRatio
-from rolljax.trainer.credit import Std
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.estimators import Std
 from rolljax.trainer.paper import Stated
 
 

@@ -13,7 +13,7 @@ from rolljax.errors import ConfigError
 from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import Frozen, Memory, Needs, OutcomeGradient, Setup
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.paper import Stated
 
 

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rolljax.trainer import credit as credits
 from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import ClippedRatio, Memory, Needs, token_rewards
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.credit import Mean, Std
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit.episodes import Credit, Episodes
+from rolljax.trainer.credit.estimators import Mean, Std
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.paper import Stated
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import ClippedRatio, Memory
-from rolljax.trainer.credit import Mean, Std, spread
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.estimators import Mean, Std, spread
 from rolljax.trainer.paper import Stated
 
 

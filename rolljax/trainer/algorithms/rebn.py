@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer import credit as credits
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import ClippedRatio, Memory
-from rolljax.trainer.credit import Mean, Std
-from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit.episodes import Credit, Episodes
+from rolljax.trainer.credit.estimators import Mean, Std
 from rolljax.trainer.paper import Stated
 
 _GEM = "github.com/axon-rl/gem, examples/train_oat/train_oat.py"
@@ -40,7 +40,7 @@ class ReBn(ClippedRatio):
             "episodes of several turns are what the class is for, and there 0.9 prefers short solutions",
         ),
         "aggregation": Stated(
-            "turn-sum-norm", f"{_GEM}, Learner._init: masked sum over generate_max_length, mean of turns"
+            "turn-sum-norm", f"{_GEM}, PhaseTrainer._init: masked sum over generate_max_length, mean of turns"
         ),
         "anchor": Stated(
             "proximal",

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from rolljax.trainer import credit as credits
 from rolljax.trainer.algorithms.base import ClippedRatio, Memory
-from rolljax.trainer.credit import Mean, Std
-from rolljax.trainer.episodes import Episodes
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.estimators import Mean, Std
 from rolljax.trainer.paper import Stated
 
 _CODE = "github.com/OpenRLHF/OpenRLHF, openrlhf/trainer/ppo_utils/experience_maker.py"

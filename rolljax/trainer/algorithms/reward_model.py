@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rolljax.trainer import credit as credits
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import Algorithm, Memory, Needs, Policy, Setup, Source, TokenLoss
 from rolljax.trainer.algorithms.dpo import check_pairs, pairs
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.episodes import Credit, Episodes
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.paper import Stated
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer import shaping
 from rolljax.trainer.algorithms.base import Algorithm, Memory, Policy, Setup, TokenLoss
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.credit import shaping
+from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.paper import Stated
 
 

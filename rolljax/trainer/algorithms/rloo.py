@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.reinforce import Reinforce
-from rolljax.trainer.credit import Mean
+from rolljax.trainer.credit.estimators import Mean
 from rolljax.trainer.paper import Stated
 
 

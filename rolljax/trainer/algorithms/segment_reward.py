@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer import segments
 from rolljax.trainer.algorithms.base import Algorithm, Frozen, Memory, Needs, PolicyGradient, Setup, Source
 from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.rft import Rft
-from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.credit import segments
+from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.paper import Stated
 
 STATED = {"reward_beta": Stated(0.1, "arXiv 2305.18290, appendix B: that of the policy whose implicit reward it is")}

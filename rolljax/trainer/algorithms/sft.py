@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 
 from rolljax.errors import ConfigError
-from rolljax.trainer import credit as credits
 from rolljax.trainer.algorithms.base import Algorithm, Memory, Policy, Setup, Source, TokenLoss
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit.episodes import Credit, Episodes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import OutcomeGradient
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.credit import Mean, Std
+from rolljax.trainer.credit.estimators import Mean, Std
 from rolljax.trainer.paper import Stated
 
 

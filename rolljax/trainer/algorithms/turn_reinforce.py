@@ -9,11 +9,11 @@ from typing import ClassVar
 import jax
 import numpy as np
 
-from rolljax.trainer import credit as credits
 from rolljax.trainer import objectives
 from rolljax.trainer.algorithms.base import Memory, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
-from rolljax.trainer.episodes import Credit, Episodes
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.paper import Stated
 
 

@@ -1,0 +1,324 @@
+"""The processes of one run: the first leads, the others do with their devices what it does with its own.
+
+A program whose arrays lie on a mesh of several processes runs when all of them start it, and all must start theirs in
+one order. The leader decides: before it starts any such work it takes a turn, which tells the others what comes
+(`Leader.turn`); they do the same, one after the other (`Follower.turns`). Only the leader has environments, a scheduler
+and a run folder to write; what the others need of these travels with the turn.
+
+A process that is lost cannot be replaced, and work that it took part in may wait for it forever: the others end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from rolljax.errors import InfraError, RolljaxError
+from rolljax.threads.inbox import Inbox
+
+JOIN_S = 300.0
+"""Longest wait for all processes to connect."""
+GRACE_S = 30.0
+"""What a process gets to end in order once that must happen; then it is cut off, wherever it waits."""
+NOTICE_S = 2.0
+"""A failure that a lost process has caused may be seen before the loss is: so long it is looked for."""
+GREET, READY, STOP, FAILED, END = "greet", "ready", "stop", "failed", "end"
+_KEY_BYTES, _ADDRESS_BYTES = 32, 256
+
+
+class Alone:
+    """The only process of a run: every turn is its own."""
+
+    def guard(self) -> contextlib.AbstractContextManager[None]:
+        """Around all work: a failure is known to the others, and one that a lost process has caused says so."""
+        return contextlib.nullcontext()
+
+    def turn(self, kind: str, payload: Any = None) -> contextlib.AbstractContextManager[None]:
+        """Around work on the mesh: the others are told to do it too, and nothing else is started meanwhile.
+
+        Raises:
+          InfraError: a process is lost.
+        """
+        return contextlib.nullcontext()
+
+    def greet(self, greeting: Any) -> None:
+        """Wait until all others have found `greeting` in order."""
+
+    def asked_to_stop(self) -> bool:
+        """Whether another process was told to stop.
+
+        Raises:
+          InfraError: a process is lost.
+        """
+        return False
+
+    def end(self, code: int) -> None:
+        """The last thing that is called: the others end with the same exit code."""
+
+
+ALONE = Alone()
+
+
+class _Member:
+    """What leaders and followers share: connections, each read by a thread, and what happens when one is lost."""
+
+    def __init__(self) -> None:
+        self._loss = ""
+        self._is_lost = threading.Event()
+        self._has_ended = False
+
+    def _listen(self, connection: Connection, other: str) -> None:
+        try:
+            while True:
+                self._take(other, *connection.recv())
+        except (EOFError, OSError):
+            loss = f"{other} ended before the run did"
+        except Exception as e:  # border of the thread
+            loss = f"what {other} said cannot be read: {type(e).__name__}: {e}"
+        if not self._has_ended:
+            self._lose(loss)
+
+    def _take(self, other: str, kind: str, payload: Any) -> None:
+        raise NotImplementedError
+
+    def _start(self, connection: Connection, other: str) -> None:
+        threading.Thread(target=self._listen, args=(connection, other), daemon=True).start()
+
+    def _lose(self, text: str) -> None:
+        if not self._is_lost.is_set():
+            self._loss = text
+            self._cut_off(f"{InfraError.owner} error: {text}", InfraError.exit_code)
+            self._is_lost.set()
+
+    def _check(self) -> None:
+        if self._is_lost.is_set():
+            raise InfraError(self._loss)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:
+            if self._is_lost.wait(NOTICE_S):
+                raise InfraError(self._loss) from e
+            self._failed(e)
+            raise
+
+    def _failed(self, error: Exception) -> None:
+        """This process has failed by itself."""
+
+    def _cut_off(self, text: str, code: int) -> None:
+        """End this process before long: the main thread may wait for a device that waits for another process."""
+
+        def cut() -> None:
+            if text:
+                print(text, file=sys.stderr)  # noqa: T201
+            _exit(code)
+
+        timer = threading.Timer(GRACE_S, cut)
+        timer.daemon = True
+        timer.start()
+
+
+class Leader(_Member):
+    """The first process; see `Alone` for what its methods are for."""
+
+    def __init__(self, connections: dict[int, Connection]) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._connections = connections
+        self._stop = threading.Event()
+        self._ready: Inbox[str] = Inbox("the leader")
+        for number, connection in connections.items():
+            self._start(connection, f"process {number}")
+
+    def _take(self, other: str, kind: str, payload: Any) -> None:
+        if kind == STOP:
+            self._stop.set()
+        elif kind == READY:
+            self._ready.put(other)
+        else:
+            self._lose(f"{other} failed: {payload}")
+
+    def _send(self, kind: str, payload: Any) -> None:
+        data = pickle.dumps((kind, payload), protocol=pickle.HIGHEST_PROTOCOL)
+        for number, connection in self._connections.items():
+            try:
+                connection.send_bytes(data)
+            except OSError:
+                self._lose(f"process {number} ended before the run did")
+                self._check()
+
+    @contextlib.contextmanager
+    def turn(self, kind: str, payload: Any = None) -> Iterator[None]:
+        with self._lock:
+            self._check()
+            self._send(kind, payload)
+            yield
+
+    def greet(self, greeting: Any) -> None:
+        self._send(GREET, greeting)
+        waiting = len(self._connections)
+        while waiting:
+            self._check()
+            with contextlib.suppress(queue.Empty):
+                self._ready.take(0.1)
+                waiting -= 1
+
+    def asked_to_stop(self) -> bool:
+        self._check()
+        return self._stop.is_set()
+
+    def end(self, code: int) -> None:
+        self._has_ended = True
+        if self._is_lost.is_set():
+            _exit(code)  # in order it would wait for the lost one
+        with contextlib.suppress(InfraError):
+            self._send(END, code)
+        self._cut_off("", code)
+
+
+class Follower(_Member):
+    """Any other process."""
+
+    code = 0
+    """What the leader ended with."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        self._inbox: Inbox[tuple[str, Any]] = Inbox("the main thread")
+        self._start(connection, "process 0")
+
+    def _take(self, other: str, kind: str, payload: Any) -> None:
+        self._has_ended |= kind == END
+        self._inbox.put((kind, payload))
+
+    def _lose(self, text: str) -> None:
+        super()._lose(text)
+        self._inbox.put((FAILED, text))
+
+    def ready(self) -> None:
+        """The leader's greeting is in order."""
+        self._say(READY)
+
+    def ask_to_stop(self) -> None:
+        """Have the leader end the run after this step."""
+        self._say(STOP)
+
+    def turns(self) -> Iterator[tuple[str, Any]]:
+        """What to do, one after the other, until the leader ends the run.
+
+        Raises:
+          InfraError: the leader is lost.
+        """
+        while True:
+            kind, payload = self._inbox.take()
+            if kind == END:
+                self.code = payload
+                return
+            self._check()
+            yield kind, payload
+
+    def _failed(self, error: Exception) -> None:
+        self._say(FAILED, str(error) if isinstance(error, RolljaxError) else f"{type(error).__name__}: {error}")
+
+    def _say(self, kind: str, payload: Any = None) -> None:
+        with contextlib.suppress(OSError):  # a leader that is gone is noticed where it is listened to
+            self._connection.send((kind, payload))
+
+    def end(self, code: int) -> None:
+        if self._has_ended:
+            self._cut_off("", code)
+        else:
+            _exit(code)
+
+
+def join(processes: int) -> Alone | Leader | Follower:
+    """Connect the processes that `distributed.start` has joined; all of them call it.
+
+    The channel is TCP from the first process to each other one. Its address and a random key reach them over the mesh.
+
+    Raises:
+      InfraError: they do not find each other.
+    """
+    if processes == 1:
+        return Alone()
+    import jax
+    import numpy as np
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    told = np.zeros(_KEY_BYTES + _ADDRESS_BYTES, np.uint8)
+    if jax.process_index() == 0:
+        key = secrets.token_bytes(_KEY_BYTES)
+        with Listener(("", 0), backlog=processes, authkey=key) as listener:
+            text = key + f"{_own_host()}:{listener.address[1]}".encode()
+            told[: len(text)] = np.frombuffer(text, np.uint8)
+            broadcast_one_to_all(told)
+            return Leader(accept(listener, processes - 1))
+    data = np.asarray(broadcast_one_to_all(told)).astype(np.uint8).tobytes()
+    key, address = data[:_KEY_BYTES], data[_KEY_BYTES:].rstrip(b"\0").decode()
+    host, port = address.rsplit(":", 1)
+    try:
+        return Follower(connect((host, int(port)), key, jax.process_index()))
+    except (OSError, EOFError, AuthenticationError) as e:
+        raise InfraError(f"process 0 cannot be reached at {address}: {type(e).__name__}: {e}") from e
+
+
+def accept(listener: Listener, count: int) -> dict[int, Connection]:
+    """The connections of so many others, by their process number; whoever does not know the key is turned away."""
+    found: dict[int, Connection] = {}
+    has_all, too_late = threading.Event(), threading.Event()
+
+    def run() -> None:
+        while len(found) < count and not too_late.is_set():
+            with contextlib.suppress(OSError, EOFError, AuthenticationError):
+                connection = _without_delay(listener.accept())
+                found[connection.recv()] = connection
+        has_all.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    if not has_all.wait(JOIN_S):
+        too_late.set()
+        raise InfraError(f"only {len(found)} of {count} other processes have connected within {JOIN_S:.0f} s")
+    return found
+
+
+def connect(address: tuple[str, int], key: bytes, process: int) -> Connection:
+    """The connection of one of the others."""
+    connection = _without_delay(Client(address, authkey=key))
+    connection.send(process)
+    return connection
+
+
+def _without_delay(connection: Connection) -> Connection:
+    """Small messages are sent at once; those of a turn would otherwise wait for the last one's receipt."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as s:
+        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _own_host() -> str:
+    """A name or address of this machine that the others can reach."""
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if coordinator:
+        return coordinator.rsplit(":", 1)[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect(("10.255.255.255", 1))  # sends nothing: it only picks the interface
+        return s.getsockname()[0]
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Settings: gin files and --set to one checked tree of frozen dataclasses."""

@@ -1,0 +1,1 @@
+"""Episodes: environment and policy taking turns."""

@@ -1,0 +1,237 @@
+"""Episodes that agent programs play: a server for their calls, processes to run them in, a trajectory of each.
+
+    task -> EnvPool -> opening messages -> program -> calls -> sampler
+                                              |          |
+                            its answer -> Episode.step   +-> Session -> Turn* -> Trajectory
+
+The environment opens the episode and judges the program's answer, in one step. What happens in between is the
+program's: its prompts, its tools, how it cuts its context. Its calls are recorded where they are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import uvicorn
+
+from rolljax.envs.pool import Episode
+from rolljax.errors import EnvError, InfraError, SamplerError
+from rolljax.model.tokenizer import Chat
+from rolljax.rollout.agents.program import AgentProgram
+from rolljax.rollout.agents.worker import Worker
+from rolljax.rollout.episodes import Record, Rollouts
+from rolljax.rollout.policies import SamplerPolicy
+from rolljax.rollout.starts import Start
+from rolljax.sampler.client import Sampler
+from rolljax.serving.http_server import make_server
+from rolljax.serving.schema import Served
+from rolljax.serving.server import Limits, Service
+from rolljax.serving.session import Call, Session, SessionRules, Sessions
+from rolljax.types import Turn
+
+MIN_WAIT_S = 0.02
+"""Shortest wait between two looks at the clock of an episode."""
+KEEP_ALIVE_S = 3600
+"""Idle connections are the program's to close: one that is closed here may lose the call it is just then used for."""
+
+
+class OutOfTime(Exception):
+    """A program did not answer in time."""
+
+
+class AgentHost:
+    """The server that a run's agent programs talk to, and their processes. It lives on one event loop.
+
+    Args:
+      max_context: tokens of prompt and answer. model_name: the name that `/v1/models` tells.
+    """
+
+    def __init__(
+        self, program: AgentProgram, sampler: Sampler, chat: Chat, max_context: int, model_name: str = "policy"
+    ) -> None:
+        self.program, self.sampler, self.sessions = program, sampler, Sessions()
+        vocab_size = sampler.engine.model.cfg.vocab_size
+        served = Served(model_name, chat.tokenizer, chat, vocab_size, max_context)
+        self.service = Service(sampler, served, Limits(), self.sessions)
+        self.url = ""
+        self._opening = asyncio.Lock()
+        self._places = asyncio.Semaphore(program.concurrency)
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Future[None] | None = None
+        self._workers: set[Worker] = set()
+        self._idle: list[Worker] = []
+        self._stopping: set[asyncio.Future[None]] = set()
+
+    async def open(self) -> None:
+        """Begin to serve, on a free port of this machine, unless that is so already."""
+        async with self._opening:
+            if self._serving is not None:
+                return
+            listener = socket.socket()
+            listener.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            self._server = make_server(self.service, keep_alive_s=KEEP_ALIVE_S, closing_s=1)
+            self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+            while not self._server.started:
+                if self._serving.done():
+                    raise InfraError("the server for agent programs did not start", stage="reset")
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        """End every program, then the server."""
+        self.service.draining = True
+        for worker in self._workers:
+            worker.kill()
+        await asyncio.gather(*self._stopping, *(w.stop(0) for w in self._workers), return_exceptions=True)
+        self._workers.clear()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        self.service.close()
+
+    @contextlib.asynccontextmanager
+    async def worker(self, session: Session) -> AsyncIterator[Worker]:
+        """A program that plays nothing else. It is kept for the next episode where that is wanted and all went well."""
+        async with self._places:
+            while self._idle and not self._idle[-1].alive:
+                self._retire(self._idle.pop())
+            worker = self._idle.pop() if self._idle else await self._start(session)
+            well = False
+            try:
+                yield worker
+                well = True
+            finally:
+                if well and self.program.reuse:
+                    self._idle.append(worker)
+                else:
+                    self._retire(worker, kill=not well)
+
+    async def play(self, worker: Worker, episode: Episode, name: str, session: Session) -> str:
+        """The program's answer.
+
+        Raises:
+          OutOfTime: it gave none in time. EnvError: the program failed.
+        """
+        opening = [{"role": m.role, "content": m.content} for m in episode.opening]
+        task = {"id": name, "messages": opening, "base_url": self.url, "api_key": session.key}
+        asking = asyncio.ensure_future(worker.ask(task))
+        start_s = time.monotonic()
+        try:
+            while not asking.done():
+                left_s = self.program.deadline_s - (time.monotonic() - start_s - session.busy_s())
+                if left_s <= 0:
+                    raise OutOfTime
+                await asyncio.wait([asking], timeout=max(left_s, MIN_WAIT_S))
+            return asking.result()
+        finally:
+            asking.cancel()
+
+    async def _start(self, session: Session) -> Worker:
+        variables = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": session.key}
+        worker = await Worker.start(self.program, {} if self.program.reuse else variables)
+        self._workers.add(worker)
+        return worker
+
+    def _retire(self, worker: Worker, *, kill: bool = False) -> None:
+        """Let a program end beside what goes on."""
+        if kill:
+            worker.kill()
+        self._workers.discard(worker)
+        ending = asyncio.ensure_future(worker.stop())
+        self._stopping.add(ending)
+        ending.add_done_callback(self._stopping.discard)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class AgentRollouts(Rollouts):
+    """Rollouts whose episodes are played by the host's programs. `policy` must be the sampler's."""
+
+    host: AgentHost
+
+    async def play_out(self, episode: Episode, record: Record, start: Start | None) -> None:
+        assert isinstance(self.policy, SamplerPolicy) and start is None
+        await self.host.open()
+        program, key, sessions = self.host.program, record.key, self.host.sessions
+        address = (self.policy.seed % 2**31, key.stream, key.step, key.group, key.sibling)
+        session = sessions.open(SessionRules(self.policy.params, address, program.max_calls, program.max_restarts))
+        name = f"{key.stream}-{key.step}-{key.group}-{key.sibling}"
+        answer = ""
+        failure: EnvError | OutOfTime | None = None
+        try:
+            async with self.host.worker(session) as worker:
+                start_s = time.perf_counter()
+                try:
+                    answer = await self.host.play(worker, episode, name, session)
+                finally:
+                    record.sample_s += session.busy_s()
+                    record.env_s += time.perf_counter() - start_s - session.busy_s()
+        except (EnvError, OutOfTime) as e:
+            failure = e
+        finally:
+            self.host.service.end(session)
+        calls = self._take_down(session, record)
+        if self.host.sampler.error:
+            raise SamplerError(str(self.host.sampler.error))
+        if isinstance(failure, EnvError) and not session.limit:
+            raise failure
+        if not record.turns:
+            raise EnvError("the program made no call of the model that was answered", stage="program")
+        if isinstance(failure, OutOfTime):
+            record.cut("time", f"the program did not answer within {program.deadline_s:g} s of its own")
+        elif failure is not None:
+            record.cut("calls", f"the program failed when it had had its {session.limit}: {failure}")
+        await self._judge(episode, answer, record, calls)
+
+    async def _judge(self, episode: Episode, answer: str, record: Record, calls: list[Call]) -> None:
+        """Give the answer to the environment; its reward belongs to the call that was made last."""
+        with record.waiting_for_env():
+            result = await episode.step(answer)
+        last = max(range(len(calls)), key=lambda i: calls[i].index)
+        record.turns[last] = dataclasses.replace(record.turns[last], reward=result.reward)
+        record.reward, record.success = result.reward, result.success
+        record.parts |= result.reward_parts
+        record.metrics |= result.metrics
+        if record.status != "ok":
+            return
+        if result.truncated:
+            record.cut("env", "the environment ended the episode before its end")
+        elif not result.terminated:
+            record.cut("program", "the environment does not take the program's answer for an end", kind="agent")
+        elif record.turns[last].finish_reason != "stop":
+            record.cut("answer", f"the model's last answer was cut: {record.turns[last].finish_reason}")
+
+    def _take_down(self, session: Session, record: Record) -> list[Call]:
+        """Put the calls that were answered on record, a turn for each; returns them in the same order."""
+        streams = session.streams()
+        calls = [call for stream in streams for call in stream]
+        record.turns = [_turn(call) for call in calls]
+        if record.turns:
+            record.turns[0] = dataclasses.replace(record.turns[0], restart=False)
+        record.metrics |= {
+            "agent_calls_n": float(len(record.turns)),
+            "agent_restarts_n": float(max(len(streams) - 1, 0)),
+            "agent_dropped_n": float(session.dropped),
+            "agent_overridden_n": float(sum(bool(call.overridden) for call in calls)),
+        }
+        return calls
+
+
+def _turn(call: Call) -> Turn:
+    assert call.completion is not None
+    sampled, restart = call.completion, call.before is None
+    return Turn(
+        call.new_ids,
+        sampled.tokens,
+        sampled.sampler_logp,
+        sampled.versions,
+        sampled.finish_reason,
+        0.0,
+        call.text,
+        restart=restart,
+        experts=sampled.experts,
+    )

@@ -1,0 +1,291 @@
+"""Where episodes start: at the task's own start, or behind a piece of an expert's episode (IPA, arXiv 2512.24873).
+
+A policy that never succeeds from the start learns nothing from outcomes. Put behind all but the last chunk of a
+success, it can succeed; once it does, the start moves one chunk towards the beginning (sequential rollback), or starts
+behind every chunk are tried side by side (parallel initialisation). A chunk is one turn: all that the policy says
+between two looks at the environment.
+
+The environment is brought there by replaying the expert's actions in a fresh episode; what it says must be what it said
+to the expert, to the letter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from rolljax.envs.pool import EnvPool
+from rolljax.errors import ConfigError, EnvError
+from rolljax.model.tokenizer import Chat
+from rolljax.rollout.policies import EXPERT
+from rolljax.types import Expert, Group, Message, Task, Trajectory
+
+MAX_EXPERTS = 4096
+"""Experts' episodes, and their success rates, that are remembered."""
+RECENT = 32
+"""Episodes that a success rate is taken over: it is the present policy's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """One turn of an expert: its tokens, and a hash of what the environment said then."""
+
+    text: str
+    tokens: np.ndarray
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """The chunks to replay before the policy takes over, of this expert's; maybe none.
+
+    opening: hash of the opening messages. imitate: how many of the first chunks are learned from; those behind it only
+    lead there. crucial: the chunk that comes next, if it is the crucial one: learned from if nobody succeeds here.
+    """
+
+    expert: Expert
+    opening: str
+    chunks: tuple[Chunk, ...]
+    imitate: int
+    crucial: Chunk | None = None
+
+    @staticmethod
+    def whole(opening: str, chunks: Sequence[Chunk]) -> Start:
+        """All of an expert's episode. Two that read the same, whatever their tasks, are one expert."""
+        said = json.dumps([opening, *([c.text, c.digest] for c in chunks)])
+        return Start(Expert(_hash(said), len(chunks)), opening, tuple(chunks), len(chunks))
+
+
+def digest(messages: Sequence[Message]) -> str:
+    """16 hex digits that stand for what was said."""
+    return _hash(json.dumps([[m.role, m.content] for m in messages]))
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertStarts:
+    """Chunk-level initialised resampling.
+
+    mode: rollback starts behind all but the last `distance` chunks; the distance, the same for all tasks, is 1 at first
+      and grows by one whenever the success rate of the last `window` episodes at it reaches `threshold`, until episodes
+      start at the beginning. parallel gives every group a start of its own, drawn uniformly over all chunks.
+    expert: gold plays the environment's scripted answers; success replays the policy's own newest success on the same
+      task (tasks it never solved start at their beginning).
+    refresh_every: steps between taking over newer successes.
+    fork_gap: an expert's crucial chunk is the one behind which the policy's success rate is higher than before it by
+      more than this, with one-sided p below .05 and at least 8 of the last 32 episodes on either side; behind the whole
+      episode the rate is 1. Chunks behind the crucial one are not imitated; it is imitated itself where it is replayed,
+      and where a whole group that starts before it fails.
+    """
+
+    mode: Literal["rollback", "parallel"] = "rollback"
+    expert: Literal["gold", "success"] = "gold"
+    threshold: float = 0.7
+    window: int = 64
+    refresh_every: int = 20
+    fork_gap: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "fork_gap"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError("must be in (0, 1]", setting=f"ExpertStarts.{name}", value=getattr(self, name))
+        for name in ("window", "refresh_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", setting=f"ExpertStarts.{name}", value=getattr(self, name))
+
+
+def crucial_fork(rates: Sequence[tuple[int, int]], gap: float = 0.3) -> int | None:
+    """Index of the crucial chunk: success rates behind it are clearly higher than before it.
+
+    Args:
+      rates: successes and episodes that started behind 0, 1, 2, ... chunks.
+      gap: least difference of the rates, beside Fisher's exact test at one-sided p < .05 with 8 episodes on each side.
+
+    Returns:
+      The chunk with the largest difference, or None.
+    """
+    best, found = 0.0, None
+    for f, ((s0, n0), (s1, n1)) in enumerate(zip(rates, rates[1:], strict=False)):
+        if min(n0, n1) < 8:
+            continue
+        difference = s1 / n1 - s0 / n0
+        if difference > max(gap, best) and _fisher(s0, n0, s1, n1) < 0.05:
+            best, found = difference, f
+    return found
+
+
+def _fisher(s0: int, n0: int, s1: int, n1: int) -> float:
+    """P(at least s1 of the s0 + s1 successes fall on the n1 side) if the side does not matter."""
+    from scipy.stats import hypergeom
+
+    return float(hypergeom.sf(s1 - 1, n0 + n1, s0 + s1, n1))
+
+
+def fallback(start: Start, trajectories: Sequence[Trajectory]) -> Trajectory | None:
+    """What an expert did where everyone failed (arXiv 2512.24873, eq. 10): its turns up to the crucial one.
+
+    None if the group does not start right before the expert's crucial chunk, or somebody succeeded. The turns before
+    the crucial one are imitated in every trajectory that replays them, and weigh nothing here; the crucial one weighs
+    as much as all of these together.
+    """
+    alive = [t for t in trajectories if t.status != "failed"]
+    first = len(start.chunks)
+    like = next((t for t in alive if len(t.turns) > first), None)
+    if start.crucial is None or like is None or any(t.success for t in alive):
+        return None
+    none = np.zeros(len(start.crucial.tokens))
+    crucial = dataclasses.replace(
+        like.turns[first],
+        tokens=start.crucial.tokens,
+        sampler_logp=none.astype(np.float32),
+        versions=np.full(len(none), EXPERT, np.int32),
+        finish_reason="stop",
+        text=start.crucial.text,
+        weight=float(len(alive)),
+        experts=None,
+    )
+    before = (dataclasses.replace(turn, weight=0.0) for turn in like.turns[:first])
+    key = dataclasses.replace(like.key, sibling=len(trajectories))
+    return Trajectory(key, like.task, (*before, crucial), like.reward, {}, False, "ok", expert=start.expert)
+
+
+class Starts:
+    """Chooses the start of every group and learns from how they went. All of its state is in `state()`."""
+
+    def __init__(self, settings: ExpertStarts, pool: EnvPool, chat: Chat, seed: int, max_turns: int) -> None:
+        self.settings, self._pool, self._chat, self._seed, self._max_turns = settings, pool, chat, seed, max_turns
+        self.distance = 1
+        self._recent: list[bool] = []
+        """Successes at the distance in use, the newest last."""
+        self._rates: dict[str, dict[int, str]] = {}
+        """Expert -> chunks replayed -> how the last episodes there went: "1" for a success, the newest last."""
+        self._longest = 0
+        self._experts: dict[str, dict[str, Any]] = {}
+        """Task id -> texts, token ids and hashes of the success that is replayed."""
+        self._newer: dict[str, dict[str, Any]] = {}
+        self._gold: dict[str, asyncio.Future[Start]] = {}
+
+    def fork(self, expert: Expert) -> int | None:
+        """The crucial chunk of an expert's episode, if one stands out."""
+        went = self._rates.get(expert.id, {})
+        rates = [(went.get(j, "").count("1"), len(went.get(j, ""))) for j in range(expert.turns)]
+        certain = rates[-1][1]  # behind the last chunk is the expert's success
+        return crucial_fork([*rates, (certain, certain)], self.settings.fork_gap)
+
+    async def choose(self, task: Task, step: int, index: int) -> Start | None:
+        """Where group `index` of `step` starts; None: at the beginning, for want of an expert."""
+        expert = await self._expert(task)
+        if expert is None:
+            return None
+        length = len(expert.chunks)
+        self._longest = max(self._longest, length)
+        if self.settings.mode == "rollback":
+            keep = max(0, length - self.distance)
+        else:
+            keep = int(np.random.default_rng([self._seed, step, index]).integers(length))
+        fork = self.fork(expert.expert)
+        return dataclasses.replace(
+            expert,
+            chunks=expert.chunks[:keep],
+            imitate=keep if fork is None else min(keep, fork + 1),
+            crucial=expert.chunks[keep] if keep == fork else None,
+        )
+
+    def learn(self, groups: Sequence[Group], step: int) -> None:
+        """Take in how a step's episodes went."""
+        for group in groups:
+            for t in group.trajectories:
+                if t.status != "failed" or (t.fault and t.fault.kind == "agent"):
+                    self._count(t)
+        settings = self.settings
+        recent = self._recent[-settings.window :]
+        if len(recent) == settings.window and np.mean(recent) >= settings.threshold and self.distance < self._longest:
+            self.distance += 1
+            recent = []
+        self._recent = recent
+        if settings.expert == "success" and (step + 1) % settings.refresh_every == 0:
+            self._experts |= self._newer
+            self._newer = {}
+
+    def _count(self, t: Trajectory) -> None:
+        if t.expert:
+            went = self._rates.pop(t.expert.id, {})
+            went[t.num_replayed] = (went.get(t.num_replayed, "") + "01"[t.success])[-RECENT:]
+            self._rates[t.expert.id] = went
+            while len(self._rates) > MAX_EXPERTS:
+                self._rates.pop(next(iter(self._rates)))
+        self._recent.append(t.success)
+        if self.settings.expert == "success" and t.success and t.heard is not None:
+            chunks = [
+                {"text": turn.text, "tokens": np.asarray(turn.tokens).tolist(), "digest": heard}
+                for turn, heard in zip(t.turns, t.heard[1:], strict=True)
+            ]
+            found = {"opening": t.heard[0], "chunks": chunks}
+            (self._newer if t.task.id in self._experts else self._experts)[t.task.id] = found
+
+    def row(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics of a step, whose episodes `learn` has taken in."""
+        experts = {t.expert for g in groups for t in g.trajectories if t.expert}
+        forks = [self.fork(e) is not None for e in experts]
+        return {
+            "starts/distance_n": float(min(self.distance, max(self._longest, 1))),
+            "starts/fork_frac": float(np.mean(forks)) if forks else 0.0,
+            "starts/fallback_n": float(sum(g.demonstration is not None for g in groups)),
+            "starts/experts_n": float(len(self._experts) if self.settings.expert == "success" else len(self._gold)),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as JSON."""
+        return {
+            "distance": self.distance,
+            "recent": [bool(x) for x in self._recent],
+            "rates": {e: {str(j): went for j, went in rates.items()} for e, rates in self._rates.items()},
+            "longest": self._longest,
+            "experts": self._experts,
+            "newer": self._newer,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state()`."""
+        self.distance, self._recent, self._longest = state["distance"], list(state["recent"]), state["longest"]
+        self._rates = {e: {int(j): went for j, went in rates.items()} for e, rates in state["rates"].items()}
+        self._experts, self._newer = dict(state["experts"]), dict(state["newer"])
+
+    async def _expert(self, task: Task) -> Start | None:
+        if self.settings.expert == "success":
+            found = self._experts.get(task.id)
+            if found is None:
+                return None
+            chunks = [Chunk(c["text"], np.array(c["tokens"], np.int32), c["digest"]) for c in found["chunks"]]
+            return Start.whole(found["opening"], chunks)
+        if task.id not in self._gold:
+            while len(self._gold) >= MAX_EXPERTS:
+                self._gold.pop(next(iter(self._gold)))
+            self._gold[task.id] = asyncio.ensure_future(self._play_gold(task))
+        return await self._gold[task.id]
+
+    async def _play_gold(self, task: Task) -> Start:
+        """The scripted player's episode."""
+        episode = await self._pool.open(task)
+        try:
+            chunks = []
+            for _ in range(self._max_turns):
+                text = await episode.gold()
+                result = await episode.step(text)
+                chunks.append(Chunk(text, self._chat.answer_ids(text), digest(result.messages)))
+                if result.terminated or result.truncated:
+                    break
+            if not result.success:
+                raise EnvError(f"the scripted answers to task {task.index} do not solve it", stage="gold")
+            return Start.whole(digest(episode.opening), chunks)
+        finally:
+            await episode.close()

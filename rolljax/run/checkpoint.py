@@ -1,0 +1,230 @@
+"""Checkpoints: everything a run needs to go on, saved together, and trusted only if every byte is as it was written.
+
+A checkpoint is the train state and one JSON record (`Progress`): phase and step, the position of the task stream, the
+policy version, held-out rewards and wall seconds so far. Randomness is addressed, not stored, and rollouts in flight
+are made again from their addresses, so this is all there is.
+
+It is a folder: the arrays as Orbax writes them, `progress.json`, and a manifest with the SHA-256 of every file
+(`sha256sum -c manifest.sha256` checks it by hand). It is filled beside its place and takes its name, which no other
+checkpoint had or will have, when all of it is on the disk. Reading takes the newest that agrees with its manifest.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from rolljax.errors import CheckpointError, boundary
+from rolljax.run import durable
+from rolljax.trainer.state import TrainState
+
+MANIFEST, ARRAYS, PROGRESS = "manifest.sha256", "arrays", "progress.json"
+_NAME = re.compile(r"(\d{6,})_step_\d+")
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)\n")
+_READERS = 8
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a run stands. `phase` and `step` are what comes next; `total_steps` counts over all phases."""
+
+    phase: int = 0
+    step: int = 0
+    total_steps: int = 0
+    version: int = 0
+    stream_position: str = ""
+    heldout_reward: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    phase_wall_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    other_wall_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds outside of phases: `start` (settings, checks, weights, compiling the sampler, the first evaluation),
+    `save`, `result`."""
+    phase_steps: dict[str, int] = dataclasses.field(default_factory=dict)
+    phase_end: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Why each finished phase ended."""
+    memory: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What the phase's algorithm carries from step to step."""
+    starts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Where the phase's episodes start (`starts.Starts.state`)."""
+    put_off: list[list[int]] = dataclasses.field(default_factory=list)
+    """Groups that were slow and come back: index of the task, step and number of the group (`buffer.Due`)."""
+    failed_steps: int = 0
+    """Consecutive steps in which no trajectory survived."""
+    finished: bool = False
+    """The last phase is done."""
+
+
+class Saved(NamedTuple):
+    """A committed checkpoint."""
+
+    name: str
+    progress: Progress
+
+
+class Checkpoints:
+    """The checkpoints of one run folder. Where a run is several processes, all of them save and read arrays together,
+    and the first one does everything else."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).absolute()
+        self._good: set[str] = set()
+        """Checked, or written by this process."""
+        self._bad: dict[str, str] = {}
+        """What is wrong with those that are damaged."""
+
+    def names(self) -> list[str]:
+        """What is there, the newest last."""
+        if not self.folder.is_dir():
+            return []
+        found = [entry.name for entry in self.folder.iterdir() if _NAME.fullmatch(entry.name)]
+        return sorted(found, key=_serial)
+
+    def next_name(self, progress: Progress) -> str:
+        """Of a checkpoint that would be saved now."""
+        names = self.names()
+        return f"{_serial(names[-1]) + 1 if names else 1:06}_step_{progress.total_steps}"
+
+    def save(self, name: str, state: TrainState, progress: Progress) -> None:
+        """Commit a checkpoint as `name`, which is a new one.
+
+        Raises:
+          StorageError: the disk does not take it. CheckpointError: Orbax does not write it.
+        """
+        write(self.folder / name, state, {PROGRESS: json.dumps(dataclasses.asdict(progress), indent=1) + "\n"})
+        self._good.add(name)
+
+    def latest(self, warn: Callable[[str], None]) -> Saved | None:
+        """The newest checkpoint that is whole; None if there is none at all.
+
+        Args:
+          warn: is told about each newer one that is not.
+
+        Raises:
+          CheckpointError: there are checkpoints, and none is whole.
+        """
+        for name in reversed(self.names()):
+            if name not in self._good | self._bad.keys():
+                if problem := damage(self.folder / name):
+                    self._bad[name] = f"{self.folder / name}: {problem}"
+                    warn(f"warning: a checkpoint is damaged and left out: {self._bad[name]}")
+                else:
+                    self._good.add(name)
+            if name in self._good:
+                return Saved(name, self._progress(name))
+        if self._bad:
+            raise CheckpointError("no checkpoint is whole; --fresh starts over\n  " + "\n  ".join(self._bad.values()))
+        return None
+
+    def _progress(self, name: str) -> Progress:
+        path = self.folder / name / PROGRESS
+        with boundary(CheckpointError, f"reading {path}, which another version of rolljax may have written"):
+            return Progress(**json.loads(path.read_text()))
+
+    def state(self, name: str, abstract: TrainState, shardings: TrainState) -> TrainState:
+        """The train state, placed as `shardings` say, on whatever mesh they are of."""
+        return read(self.folder / name, abstract, shardings)
+
+    def retain(self, keep: int) -> None:
+        """Take away all but the newest `keep`, and those that were found damaged."""
+        whole = [name for name in self.names() if name not in self._bad]
+        for name in {*whole[:-keep], *self._bad}:
+            if (self.folder / name).exists():
+                durable.remove(self.folder / name)
+        self._bad.clear()
+
+    def oldest_step(self) -> int:
+        """`total_steps` of the oldest checkpoint there is, 0 without one."""
+        names = self.names()
+        return int(names[0].rpartition("_")[2]) if names else 0
+
+
+def _serial(name: str) -> int:
+    return int(name.partition("_")[0])
+
+
+# ---- a folder of arrays ---------------------------------------------------------------------------------------------
+
+
+def write(path: Path, tree: Any, texts: dict[str, str]) -> None:
+    """Commit arrays and small files as folder `path`, with a manifest; the processes that hold the arrays all call it.
+
+    Each process writes its parts. When Orbax says that all are written, the first one writes the manifest, has the disk
+    take everything, and gives the folder its name.
+
+    Raises:
+      StorageError, CheckpointError: it cannot be written; what was there before still is.
+    """
+    import orbax.checkpoint as ocp
+
+    leads = jax.process_index() == 0
+    place = durable.folder(path) if leads else contextlib.nullcontext(durable.beside(path))
+    with boundary(CheckpointError, f"saving {path}"), durable.storing(path), place as temporary:
+        with contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler())) as checkpointer:
+            checkpointer.save(temporary / ARRAYS, args=ocp.args.StandardSave(tree))
+        if leads:
+            for name, text in texts.items():
+                (temporary / name).write_text(text)
+            (temporary / MANIFEST).write_text(_manifest(digests(temporary, _files(temporary))))
+
+
+def read(path: Path, abstract: Any, shardings: Any) -> Any:
+    """The arrays of a folder that `write` made, placed as `shardings` say; their holders all call it."""
+    import orbax.checkpoint as ocp
+
+    like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+    with (
+        boundary(CheckpointError, f"reading {path}"),
+        contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler())) as checkpointer,
+    ):
+        return checkpointer.restore(path / ARRAYS, args=ocp.args.StandardRestore(like))
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a folder that `write` made, one file by name; empty if it is as it was written."""
+    try:
+        text = (path / MANIFEST).read_text()
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, UnicodeDecodeError) as e:
+        return f"{MANIFEST} cannot be read: {e}"
+    written = {name: digest for digest, name in _LINE.findall(text)}
+    if _manifest(written) != text:
+        return f"{MANIFEST} is not as it was written"
+    there = set(_files(path)) - {MANIFEST}
+    for name in sorted(there ^ set(written)):
+        return f"{name} is missing" if name in written else f"{name} is not in {MANIFEST}"
+    try:
+        found = digests(path, list(written))
+    except OSError as e:
+        return f"{e.filename} cannot be read: {e.strerror}"
+    wrong = [name for name in written if found[name] != written[name]]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return f"{wrong[0]} is not as it was written{more}" if wrong else ""
+
+
+def digests(path: Path, names: list[str]) -> dict[str, str]:
+    """SHA-256 of files of a folder, in hexadecimal digits."""
+
+    def one(name: str) -> str:
+        with open(path / name, "rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+        return dict(zip(names, pool.map(one, names), strict=True))
+
+
+def _manifest(written: dict[str, str]) -> str:
+    """What `sha256sum` would print."""
+    return "".join(f"{digest}  {name}\n" for name, digest in written.items())
+
+
+def _files(path: Path) -> list[str]:
+    return sorted(entry.relative_to(path).as_posix() for entry in path.rglob("*") if not entry.is_dir())

@@ -1,0 +1,399 @@
+"""The run folder: every file a run leaves behind, and nothing outside it.
+
+config.gin            the settings that were read, complete and runnable
+config.resolved.json  every setting with its value, defaults included
+env.json              versions, devices, command
+metrics.jsonl         one object per step (`metrics.NAMES`)
+rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
+ckpt/                 checkpoints (Orbax)
+hf/                   the result as a Hugging Face folder
+curves.png            reward and health over steps
+summary.json          held-out reward at each phase border, steps, wall seconds, stop reason; of a run that is complete
+                      it is written last
+crash/                what led to a stop that nobody asked for
+
+All of it is written through `durable`: a run that is killed at any time goes on by the same command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rolljax.errors import CheckpointError, ConfigError
+from rolljax.recipe import RESUMABLE, Recipe
+from rolljax.run import durable
+from rolljax.run.checkpoint import Checkpoints, Progress, Saved
+from rolljax.types import Trajectory
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "gin-config",
+    "transformers",
+    "reasoning-gym",
+)
+
+RESOLVED, LOCK = "config.resolved.json", ".lock"
+METRICS, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "rollouts", "ckpt"
+RESULT, CURVES, SUMMARY = "hf", "curves.png", "summary.json"
+DONE = "all phases done"
+"""Why a complete run stopped."""
+_OF_PHASE = re.compile(r"phases\[(\d+)\]\.(.*)")
+FOUND_S = 30.0
+"""Longest that a shared file system takes to show one process what another wrote."""
+
+
+class RunFolder:
+    """Files of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes of this machine from writing here.
+
+        Raises:
+          ConfigError: one is at it already, or the folder holds something else.
+        """
+        import fcntl
+
+        self._check_ours()
+        with contextlib.ExitStack() as stack:
+            with durable.storing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                f = stack.enter_context(open(self.path / LOCK, "w"))
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    "is being written by another process",
+                    setting="--run_dir",
+                    value=str(self.path),
+                    remedy="wait for it to end, or name another folder",
+                ) from None
+            yield
+
+    def mark(self, text: str) -> None:
+        """Leave a mark for other processes of the run; the folder is locked by this one."""
+        with durable.storing(self.path):
+            (self.path / LOCK).write_text(text)
+
+    def check_shared(self, config: Any, mark: str) -> None:
+        """Check that this is the folder of the process that left `mark`, and that its settings are those of `config`.
+
+        Raises:
+          ConfigError: one of them is not.
+        """
+        from rolljax.config.loader import diff
+
+        deadline = time.monotonic() + FOUND_S
+        while not _holds(self.path / LOCK, mark):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    "is not the folder that the first process writes to",
+                    setting="--run_dir",
+                    value=str(self.path.absolute()),
+                    remedy="name a folder on a file system that all processes share",
+                )
+            time.sleep(0.1)
+        for path, theirs, own in diff(json.loads((self.path / RESOLVED).read_text()), config.resolved):
+            raise ConfigError(
+                f"is {own!r} here, but {theirs!r} in the first process",
+                setting=path,
+                remedy="start all processes with the same configs and settings",
+            )
+
+    def prepare(self, config: Any, *, fresh: bool) -> list[str]:
+        """Make the folder, or check that what is there may be continued by this config.
+
+        Args:
+          config: a `config.Loaded`. fresh: delete an earlier run first.
+
+        Returns:
+          What the user should know about settings that were changed.
+
+        Raises:
+          ConfigError: the folder holds something else, or a run with other settings. CheckpointError: it is damaged.
+          StorageError: it cannot be written.
+        """
+        self._check_ours()
+        with durable.storing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        durable.sweep(self.path)
+        if fresh:
+            self._clear()
+        stored, notes = self.path / RESOLVED, []
+        if stored.is_file():
+            notes = self._check_same(self._stored(), config)
+        durable.write(stored, json.dumps(config.resolved, indent=1) + "\n")  # from here on it is a run folder
+        with durable.storing(self.path):
+            (self.path / ROLLOUTS).mkdir(exist_ok=True)
+        durable.write(self.path / "config.gin", config.operative)
+        durable.write(self.path / "env.json", json.dumps(_environment(), indent=1) + "\n")
+        return notes
+
+    def _clear(self) -> None:
+        """Take away an earlier run. What says that this is a run folder goes last, and checkpoints first: nobody goes
+        on from a part of it."""
+        first_last = {CHECKPOINTS: 0, RESOLVED: 2}
+        for entry in sorted(self.path.iterdir(), key=lambda e: first_last.get(e.name, 1)):
+            if entry.name != LOCK:
+                durable.remove(entry)
+
+    def _stored(self) -> dict[str, object]:
+        path = self.path / RESOLVED
+        try:
+            return dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as e:
+            raise CheckpointError(f"{path} is damaged: {e}; --fresh starts over") from e
+
+    def _check_ours(self) -> None:
+        """Raise unless the folder is absent, empty, or a run folder."""
+        with durable.storing(self.path):
+            if not self.path.exists() or (self.path / RESOLVED).is_file():
+                return
+            is_ours = self.path.is_dir() and all(
+                entry.name == LOCK or durable.is_temporary(entry) for entry in self.path.iterdir()
+            )
+        if not is_ours:
+            raise ConfigError(
+                "is not empty and not a run folder",
+                setting="--run_dir",
+                value=str(self.path),
+                remedy="name another folder",
+            )
+
+    def _check_same(self, old: Mapping[str, object], config: Any) -> list[str]:
+        """Raise unless all that has changed is of no importance for what is done already; what is to be known else."""
+        from rolljax.config.loader import diff
+
+        changes = [c for c in diff(dict(old), config.resolved) if not c[0].startswith(RESUMABLE)]
+        notes: list[str] = []
+        saved = self.latest(notes.append) if changes else None
+        progress = saved.progress if saved else Progress()
+        for path, before, now in changes:
+            of_phase = _OF_PHASE.fullmatch(path)
+            index, name = (int(of_phase[1]), of_phase[2]) if of_phase else (-1, "")
+            if index > progress.phase:  # nothing of it is done yet
+                continue
+            if index < progress.phase or name != "steps":
+                raise ConfigError(
+                    f"is {now!r} now, but the run in {self.path} was made with {before!r}",
+                    setting=path,
+                    remedy="go back to the old value, name another --run_dir, or start over with --fresh",
+                )
+            if config.value.phases[index].steps < progress.step:
+                raise ConfigError(
+                    f"is {now!r} now, but {progress.step} steps of this phase are done in {self.path}",
+                    setting=path,
+                    remedy=f"set it to {progress.step} or more, name another --run_dir, or start over with --fresh",
+                )
+            notes += _steps_note(config.value, index, before, progress)
+        return notes
+
+    def phase_start(self, phase: str) -> Path:
+        """Where the weights that a phase began with are kept, if its algorithm refers to them."""
+        return self.path / "phase_start" / phase
+
+    @functools.cached_property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.path / CHECKPOINTS)
+
+    def latest(self, warn: Callable[[str], None]) -> Saved | None:
+        """The newest checkpoint that is whole; None if nothing is done yet. No other process is asked.
+
+        Args:
+          warn: is told about newer ones that are damaged.
+
+        Raises:
+          CheckpointError: none is whole, or there is none although steps are done.
+        """
+        saved = self.checkpoints.latest(warn)
+        if saved is None and (rows := self.rows()):
+            raise CheckpointError(
+                f"{self.path} has {len(rows)} steps on record, but no checkpoint to go on from; --fresh starts over"
+            )
+        return saved
+
+    def retain(self, checkpoints: int, rollouts: int | None) -> None:
+        """Take away all but the newest `checkpoints`, and all but the newest `rollouts` files before the oldest of them
+        (None: none), so that a run that goes on from any of them ends with the same files."""
+        self.checkpoints.retain(checkpoints)
+        self._retain_rollouts(rollouts, self.checkpoints.oldest_step())
+
+    def _retain_rollouts(self, keep: int | None, until: int) -> None:
+        if keep is None:
+            return
+        files = {_step_of(file): file for file in (self.path / ROLLOUTS).glob("step_*.jsonl")}
+        for step in sorted(step for step in files if step <= until)[:-keep]:
+            durable.remove(files[step])
+
+    # ---- metrics and rollouts
+
+    def forget_after(self, step: int, warn: Callable[[str], None]) -> None:
+        """Drop metrics rows and rollouts of steps after `step`: they are about to be made again.
+
+        Args:
+          warn: is told if rows of earlier steps are missing.
+        """
+        path = self.path / METRICS
+        if path.is_file():
+            rows = {row["step"]: line for line in path.read_text(errors="replace").splitlines() if (row := _row(line))}
+            durable.write(path, "".join(f"{rows[s]}\n" for s in sorted(rows) if s <= step))
+            if missing := sorted({*range(1, step + 1)} - {*rows}):
+                warn(f"warning: {path} is damaged: it lacks {len(missing)} row(s), the first of step {missing[0]}")
+        for file in (self.path / ROLLOUTS).glob("step_*.jsonl"):
+            if _step_of(file) > step:
+                durable.remove(file)
+
+    def write_row(self, row: Mapping[str, Any]) -> None:
+        """Append one step to metrics.jsonl."""
+        durable.append(self.path / METRICS, json.dumps(row))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows of metrics.jsonl that are whole."""
+        path = self.path / METRICS
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        return [row for line in lines if (row := _row(line))]
+
+    def write_rollouts(self, step: int, trajectories: Iterable[Trajectory]) -> None:
+        """Write rollouts/step_N.jsonl."""
+        lines = (json.dumps(t.to_json(), separators=(",", ":")) + "\n" for t in trajectories)
+        durable.write(self.path / ROLLOUTS / f"step_{step}.jsonl", "".join(lines))
+
+    def write_crash(self, name: str, arrays: Mapping[str, Any]) -> Path:
+        """Keep the batch that led to a stop."""
+        import numpy as np
+
+        path, data = self.path / "crash" / f"{name}.npz", io.BytesIO()
+        np.savez(data, **arrays)
+        with durable.storing(path):
+            path.parent.mkdir(exist_ok=True)
+        durable.write(path, data.getvalue())
+        return path
+
+    # ---- the end
+
+    def finish(self, progress: Progress, reason: str, state_sha256: str = "", keep_rollouts: int | None = None) -> None:
+        """Draw the curves and write the summary.
+
+        Args:
+          state_sha256: the fingerprint of the whole train state.
+          keep_rollouts: so many of the newest files of rollouts stay (None: all).
+        """
+        from rolljax.run.curves import draw
+
+        durable.write(self.path / CURVES, draw(self.rows(), progress.heldout_reward))
+        if reason == DONE:
+            self._retain_rollouts(keep_rollouts, progress.total_steps)
+        self.write_summary(progress, reason, state_sha256)
+
+    def write_summary(self, progress: Progress, stop_reason: str, state_sha256: str = "") -> None:
+        """Write summary.json."""
+        summary = {
+            "stop_reason": stop_reason,
+            "steps": progress.total_steps,
+            "phase_steps": progress.phase_steps,
+            "phase_end": progress.phase_end,
+            "phase_wall_s": progress.phase_wall_s,
+            "other_wall_s": progress.other_wall_s,
+            "wall_s": sum(progress.phase_wall_s.values()) + sum(progress.other_wall_s.values()),
+            "heldout_reward": progress.heldout_reward,
+            "version": progress.version,
+            "state_sha256": state_sha256,
+        }
+        durable.write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+
+    def is_complete(self, progress: Progress) -> bool:
+        """Whether all that a run leaves at its end is there, and of this end."""
+        try:
+            summary = json.loads((self.path / SUMMARY).read_text())
+            said = [summary[key] for key in ("stop_reason", "phase_steps")]
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+        results = (self.path / RESULT).is_dir() and (self.path / CURVES).is_file()
+        return progress.finished and results and said == [DONE, progress.phase_steps]
+
+
+def stored_config(run: str | Path) -> str:
+    """Path of the config a run can be read back from.
+
+    Raises:
+      CheckpointError: not a run folder.
+    """
+    path = Path(run) / "config.gin"
+    if not path.is_file():
+        raise CheckpointError(f"{run} is not a run folder: it has no config.gin")
+    return str(path)
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text() == text
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None if it is no whole row."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _step_of(rollouts: Path) -> int:
+    return int(rollouts.stem.removeprefix("step_"))
+
+
+def _steps_note(recipe: Recipe, index: int, before: object, progress: Progress) -> list[str]:
+    """What other steps change in a phase that has begun, where its rates fall over all of them."""
+    phase = recipe.phases[index]
+    critics = phase.algorithm.needs().critics
+    optimizers = [phase.optimizer, *([critics.optimizer] if critics else [])]
+    falling = sorted({o.schedule for o in optimizers if o.schedule != "constant"})
+    if not falling or not progress.step:
+        return []
+    return [
+        f"warning: {phase.name}/Phase.steps is {phase.steps}, and was {before} for the {progress.step} steps that are "
+        f"done: the learning rate ({', '.join(falling)}) falls over all steps, so the result is not that of a run that "
+        f"had {phase.steps} from its start"
+    ]
+
+
+def _environment() -> dict[str, Any]:
+    import jax
+
+    return {
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in PACKAGES if _installed(name)},
+        "platform": jax.default_backend(),
+        "devices": jax.device_count(),
+        "command": _command(sys.argv),
+    }
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _command(argv: Sequence[str]) -> list[str]:
+    return [Path(argv[0]).name, *argv[1:]]

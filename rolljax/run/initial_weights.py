@@ -1,0 +1,56 @@
+"""The weights that a run starts from: random ones, or those of a Hugging Face folder, placed on the mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rolljax.model import hf
+from rolljax.model.decoder import Params
+from rolljax.model.lora import Base
+from rolljax.run.preflight import ResolvedRecipe
+from rolljax.trainer.mesh import param_shardings
+
+
+def start_params(plan: ResolvedRecipe) -> Params:
+    """What a run trains, as it starts: weights, random or the folder's, or fresh adapters; placed on the mesh."""
+    model, seed = plan.model, plan.recipe.seed
+    shardings = param_shardings(plan.mesh, model.axes(), model.abstract())
+    if isinstance(plan.recipe.model, str) and not model.lora:
+        return hf.load(plan.recipe.model, model, shardings)
+    return jax.jit(lambda: model.init(seed), out_shardings=shardings)()
+
+
+def base_shapes(plan: ResolvedRecipe) -> Base | None:
+    """Shapes, dtypes and shardings of the weights that adapters stand beside; None where everything is trained."""
+    model, lora = plan.model, plan.model.lora
+    if lora is None:
+        return None
+    shapes = jax.eval_shape(model.base, model.plain.abstract())
+    shardings = param_shardings(plan.mesh, lora.base_axes(model.plain.axes()), shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def frozen_base(plan: ResolvedRecipe) -> Base | None:
+    """The weights that adapters stand beside, on the mesh; None where everything is trained."""
+    model = plan.model
+    placed = base_shapes(plan)
+    if placed is None:
+        return None
+    plain, shardings = model.plain, jax.tree.map(lambda x: x.sharding, placed)
+    if isinstance(plan.recipe.model, str):
+        where = param_shardings(plan.mesh, plain.axes(), plain.abstract())
+        weights = hf.load(plan.recipe.model, plain, where, computed=True)
+        return jax.jit(model.base, out_shardings=shardings, donate_argnums=0)(weights)
+    seed = plan.recipe.seed
+    return jax.jit(lambda: model.base(plain.init(seed)), out_shardings=shardings)()
+
+
+def plain_params(plan: ResolvedRecipe, whole: Params) -> Params:
+    """All weights in float32, adapters added, of what `Model.bind` takes."""
+    model = plan.model
+    if model.lora is None:
+        return whole
+    shardings = param_shardings(plan.mesh, model.plain.axes(), model.plain.abstract())
+    to_float32 = lambda p: jax.tree.map(lambda x: x.astype(jnp.float32), model.merged(p))  # noqa: E731
+    return jax.jit(to_float32, out_shardings=shardings)(whole)

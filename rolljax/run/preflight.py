@@ -1,0 +1,286 @@
+"""Everything about a run that can be checked before anything is allocated."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rolljax.envs.pool import EnvPool, Episode
+from rolljax.envs.tasks import held_out
+from rolljax.errors import CheckpointError, ConfigError, EnvError
+from rolljax.model import hf
+from rolljax.model.attention import implementation
+from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.folder import folder_remedy
+from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
+from rolljax.recipe import Recipe
+from rolljax.rollout.agents.worker import check_machine
+from rolljax.trainer.algorithms.asyppo import AsyPpo
+from rolljax.trainer.critic import Critic
+from rolljax.trainer.mesh import num_batch_shards, num_slot_shards, param_shardings
+from rolljax.types import Message, Task
+
+PROBED_TASKS = 64
+"""Training tasks whose prompts are measured before a run starts."""
+PROBED_AT_ONCE = 32
+CPU_MICRO_TOK, DEVICE_MICRO_TOK = 1024, 16_384
+"""Tokens of a micro-batch where the recipe does not say: of all CPU devices together; of each other device, at most."""
+ACTIVATIONS_FRAC = 0.25
+SMALL_MEMORY = 16 << 30
+"""Bytes of a device that does not say how much it has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedRecipe:
+    """A recipe checked against its model's shape and the devices."""
+
+    recipe: Recipe
+    mesh: Mesh
+    model: Model
+
+    @property
+    def sampler_mesh(self) -> Mesh:
+        """Of the sampler, over the same devices."""
+        return self.recipe.sampler.mesh(self.mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preflight(ResolvedRecipe):
+    """And against its tokenizer and its tasks; nothing is allocated yet."""
+
+    chat: Chat
+    heldout: list[Task]
+    first_prompt: tuple[Message, ...]
+    longest_prompt_tok: int
+
+
+def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> ResolvedRecipe:
+    """Check what needs no weights, no tokenizer and no environment.
+
+    Args:
+      devices: default: all there are.
+
+    Raises:
+      ConfigError: a mesh that does not divide or leaves a process out, a context that the model does not have.
+      CheckpointError: an unreadable `config.json`.
+    """
+    mesh = recipe.mesh.build(devices)
+    if devices is None and jax.process_count() > 1 and mesh.size < jax.device_count():
+        raise ConfigError(
+            f"takes {mesh.size} of {jax.device_count()} devices, but {jax.process_count()} processes share all of them",
+            setting="Recipe.mesh",
+            value=recipe.mesh,
+            remedy="let one axis be -1, or the product of the axes the number of devices",
+        )
+    recipe.check_mesh(mesh)
+    sampler_mesh = recipe.sampler.mesh(mesh)
+    recipe.sampler.check_shards(num_slot_shards(sampler_mesh))
+    cfg = recipe.model if isinstance(recipe.model, DecoderConfig) else _folder_config(recipe.model)
+    recipe.sampler.check_experts(cfg)
+    if recipe.router_aux_coef is not None:
+        cfg = _rebalanced(cfg, recipe)
+    model = Model(cfg, recipe.dtype, recipe.remat, recipe.attention, recipe.lora)
+    for each in (model.plain, model):
+        param_shardings(mesh, each.axes(), each.abstract())
+    owner = "MeshSpec" if sampler_mesh is mesh else "SamplerConfig"
+    param_shardings(sampler_mesh, model.plain.axes(), model.plain.abstract(), fsdp=False, owner=owner)
+    recipe = recipe.sized(mesh, micro_tok(mesh, model))
+    for phase in recipe.phases:
+        rows = (phase.micro_rows, phase.row_len, cfg.num_heads, cfg.head_dim)
+        implementation(recipe.attention, mesh, rows, jnp.dtype(recipe.dtype))
+    if recipe.sampler.max_context > cfg.max_position:
+        raise ConfigError(
+            f"is more than the model's {cfg.max_position} positions",
+            setting="SamplerConfig.max_context",
+            value=recipe.sampler.max_context,
+            remedy=f"at most {cfg.max_position}",
+        )
+    for phase in recipe.phases:
+        if isinstance(phase.algorithm, AsyPpo):
+            _check_mini(phase.algorithm.critic, model)
+    return ResolvedRecipe(recipe, mesh, model)
+
+
+def _check_mini(critic: Critic, policy: Model) -> None:
+    """Mini-critics are smaller than the policy (of ones that share its shape, `AsyPpo.check` warns)."""
+    if not isinstance(critic.model, DecoderConfig):
+        return
+    size, limit = Model(critic.model).num_params(), policy.num_params()
+    if size >= limit:
+        raise ConfigError(
+            f"is no smaller than the policy: a critic has {size:,} parameters, the policy {limit:,}",
+            setting="Critic.model",
+            remedy="give a smaller shape, or choose Ppo, whose one critic may have any",
+        )
+
+
+def micro_tok(mesh: Mesh, model: Model) -> int:
+    """Tokens of a micro-batch that the mesh does well with, on all batch shards together.
+
+    On CPU few, whose activations stay in its caches; elsewhere enough to keep a device busy, if what the backward
+    pass keeps of them takes no more than `ACTIVATIONS_FRAC` of its memory.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return CPU_MICRO_TOK
+    try:
+        memory = device.memory_stats()["bytes_limit"]
+    except (jax.errors.JaxRuntimeError, NotImplementedError, KeyError, TypeError):  # a device that is not there
+        memory = SMALL_MEMORY
+    parts = mesh.shape["context"] * mesh.shape["tensor"]
+    fit = int(ACTIVATIONS_FRAC * memory * parts / model.saved_bytes)
+    return num_batch_shards(mesh) * min(fit, DEVICE_MICRO_TOK)
+
+
+def _rebalanced(cfg: DecoderConfig, recipe: Recipe) -> DecoderConfig:
+    problem = None
+    if not cfg.routing:
+        problem = (f"can have no effect: {type(cfg).__name__} has no experts", "leave it out")
+    elif not isinstance(recipe.model, str):
+        problem = ("is for the model of a folder", f"set {type(cfg).__name__}.router_aux_coef")
+    if problem:
+        message, remedy = problem
+        raise ConfigError(message, setting="Recipe.router_aux_coef", value=recipe.router_aux_coef, remedy=remedy)
+    changes: dict[str, Any] = {"router_aux_coef": recipe.router_aux_coef}
+    return dataclasses.replace(cfg, **changes)
+
+
+def _folder_config(folder: str) -> DecoderConfig:
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            "is not a Hugging Face model folder: it has no config.json",
+            setting="Recipe.model",
+            value=folder,
+            remedy=folder_remedy(folder),
+        )
+    return hf.read_config(folder)
+
+
+def check(recipe: Recipe) -> Preflight:
+    """Check everything that can be checked without allocating anything.
+
+    Raises:
+      ConfigError: a vocabulary smaller than the tokenizer's, prompts that do not fit, a mesh that does not divide.
+      DataError: too few held-out tasks. CheckpointError: an unreadable model folder.
+    """
+    found = resolve(recipe)
+    recipe, mesh, model = found.recipe, found.mesh, found.model
+    if isinstance(recipe.model, DecoderConfig):
+        chat = Chat(byte_tokenizer())
+        if model.cfg.vocab_size < len(chat.tokenizer):
+            raise ConfigError(
+                f"is smaller than the byte tokenizer's {len(chat.tokenizer)} tokens",
+                setting=f"{type(model.cfg).__name__}.vocab_size",
+                value=model.cfg.vocab_size,
+                remedy=f"at least {len(chat.tokenizer)}; 264 divides well",
+            )
+    else:
+        chat = Chat(load_tokenizer(recipe.model))
+    if recipe.agent:
+        check_machine(recipe.agent)
+    if recipe.env.max_turns > 1:
+        chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
+    heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
+    openings = asyncio.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
+    prompts = [chat.prompt_ids(messages) for messages in openings]
+    longest, highest = max(map(len, prompts)), max(int(ids.max(initial=0)) for ids in prompts)
+    if max(highest, *chat.stop_ids) >= model.cfg.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer of {recipe.model} makes token {max(highest, *chat.stop_ids)} of a prompt; the model has "
+            f"{model.cfg.vocab_size}: the folder's tokenizer is another model's"
+        )
+    if longest + recipe.max_answer_tok > recipe.sampler.max_context:
+        raise ConfigError(
+            f"is too short: prompts of {recipe.env.name} take {longest} tokens, an answer {recipe.max_answer_tok}",
+            setting="SamplerConfig.max_context",
+            value=recipe.sampler.max_context,
+            remedy=f"set it to {longest + recipe.max_answer_tok} or more",
+        )
+    return Preflight(recipe, mesh, model, chat, heldout, openings[0], longest)
+
+
+async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
+    """The opening messages of those `tasks` that start, through a pool of the recipe's own kind: whatever an
+    environment does when it starts, it does not do it to this process.
+
+    Raises:
+      EnvError: none of them starts. ConfigError: pairs are asked of an environment that has none.
+    """
+    pool = EnvPool(recipe.pool, recipe.env)
+    pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
+
+    async def opening(task: Task) -> tuple[Message, ...] | EnvError:
+        try:
+            episode = await pool.open(task)
+        except EnvError as e:
+            return e
+        if task is tasks[0]:
+            if pairs:
+                await check_pairs(episode, recipe.env.name)
+            await check_rewards(pool, episode, task, gold=any(p.algorithm.source != "sampler" for p in recipe.phases))
+        await episode.close()
+        return episode.opening
+
+    try:
+        found: list[tuple[Message, ...] | EnvError] = []
+        for first in range(0, len(tasks), PROBED_AT_ONCE):
+            found += await asyncio.gather(*map(opening, tasks[first : first + PROBED_AT_ONCE]))
+    finally:
+        pool.close()
+    openings = [x for x in found if not isinstance(x, EnvError)]
+    if not openings:
+        assert isinstance(found[-1], EnvError)
+        raise found[-1]
+    return openings
+
+
+async def check_rewards(pool: EnvPool, first: Episode, task: Task, *, gold: bool) -> None:
+    """Give the gold answer in `first`, an open episode of `task`, and an empty one in another.
+
+    gold: a phase learns from gold answers, so that there must be one.
+
+    Raises:
+      EnvError: the environment fails, or its reward is not a finite number.
+    """
+    empty = await pool.open(task)
+    for episode, kind in ((first, "the gold answer"), (empty, "an empty answer")):
+        try:
+            text = await episode.gold() if episode is first else ""
+        except EnvError as e:
+            if gold:
+                raise EnvError(f"{pool.spec.name}, task {task.index}: no gold answer: {e}", stage="gold") from e
+            continue
+        try:
+            reward = (await episode.step(text)).reward
+        except EnvError as e:
+            raise EnvError(
+                f"{pool.spec.name}, task {task.index}, {kind}: {e}; try it alone: python -m rolljax.validate",
+                stage="step",
+            ) from e
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise EnvError(
+                f"{pool.spec.name}, task {task.index}, {kind}: the reward is {reward!r}, not a finite number",
+                stage="step",
+            )
+    await empty.close()
+
+
+async def check_pairs(episode: Episode, name: str) -> None:
+    """Raise `ConfigError` if the environment cannot be a source of pairs."""
+    try:
+        await episode.rejected()
+    except EnvError as e:
+        raise ConfigError(
+            f"learns from pairs: {e}",
+            setting="Phase.algorithm",
+            value=name,
+            remedy="an environment with rejected answers (envs.records.Records), or Dpo / RewardModel on sampled ones",
+        ) from e

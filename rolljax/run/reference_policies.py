@@ -1,0 +1,96 @@
+"""Policies that stay as they are while a phase trains: references, teachers, scorers.
+
+A source is `run_start` (the weights the run began with: made again), `phase_start` (the weights this phase began with:
+saved beside the checkpoints when it begins) or a local Hugging Face folder with the same vocabulary.
+
+Where adapters are trained, the weights the run began with are the base itself, adapters off; of later phases' starts
+only the adapters are saved and kept.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from rolljax.errors import CheckpointError, ConfigError
+from rolljax.model import hf
+from rolljax.model.decoder import Model, Params
+from rolljax.model.lora import Adapted, Base
+from rolljax.run import checkpoint
+from rolljax.run.folder import RunFolder
+from rolljax.run.initial_weights import start_params
+from rolljax.run.preflight import ResolvedRecipe
+from rolljax.trainer.mesh import param_shardings
+from rolljax.trainer.update import Frozen
+
+OWN = ("run_start", "phase_start")
+
+
+def check(plan: ResolvedRecipe) -> None:
+    """Raise `ConfigError` for a source that is no policy this run could use."""
+    for phase in plan.recipe.phases:
+        for source in phase.algorithm.needs().frozen:
+            if source not in OWN:
+                _model(plan, source, type(phase.algorithm).__name__)
+
+
+def load(
+    plan: ResolvedRecipe, phase: int, folder: RunFolder, params: Params, base: Base | None, *, starts: bool
+) -> Frozen:
+    """The frozen policies of a phase by source, on the mesh; matrices in the compute dtype.
+
+    Args:
+      phase: its index. params: what is trained of the policy, as it is now. base: the frozen weights beside it.
+      starts: the phase begins now, so that these are its starting weights; otherwise they are read back.
+    """
+    model, settings = plan.model, plan.recipe.phases[phase]
+    shardings = param_shardings(plan.mesh, model.axes(), model.abstract())
+    computed = model.computed if base is None else lambda adapters: adapters
+    found: dict[str, tuple[Model, Params]] = {}
+    for source in settings.algorithm.needs().frozen:
+        if base is not None and (source == "run_start" or source == "phase_start" and phase == 0):
+            found[source] = (model, Adapted(base, None))
+        elif source == "run_start":
+            found[source] = (model, jax.jit(computed, out_shardings=shardings, donate_argnums=0)(start_params(plan)))
+        elif source == "phase_start":
+            saved = folder.phase_start(settings.name)
+            if starts:
+                checkpoint.write(saved.absolute(), params, {})
+                kept = jax.jit(lambda p: computed(jax.tree.map(jnp.copy, p)), out_shardings=shardings)(params)
+            else:
+                kept = jax.jit(computed, donate_argnums=0)(_read(saved.absolute(), model, shardings))
+            found[source] = (model, model.whole(kept, base))
+        else:
+            other = _model(plan, source, "Needs")
+            where = param_shardings(plan.mesh, other.axes(), other.abstract())
+            found[source] = (other, hf.load(source, other, where, computed=True))
+    return found
+
+
+def _model(plan: ResolvedRecipe, folder: str, owner: str) -> Model:
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            "names a frozen policy that is not there",
+            setting=owner,
+            value=folder,
+            remedy="phase_start, run_start, or a local Hugging Face folder with config.json and *.safetensors",
+        )
+    cfg = hf.read_config(folder)
+    if cfg.vocab_size != plan.model.cfg.vocab_size:
+        raise ConfigError(
+            f"names a policy with {cfg.vocab_size} tokens in its vocabulary; this one has {plan.model.cfg.vocab_size}",
+            setting=owner,
+            value=folder,
+            remedy="both must share one tokenizer",
+        )
+    return Model(cfg, plan.recipe.dtype)
+
+
+def _read(path: Path, model: Model, shardings: Params) -> Params:
+    if jax.process_index() == 0 and (problem := checkpoint.damage(path)):
+        raise CheckpointError(
+            f"{path}, the weights that the phase began with, is damaged: {problem}; --fresh starts over"
+        )
+    return checkpoint.read(path, model.abstract(), shardings)

@@ -1,0 +1,1 @@
+"""The sampler behind JetStream's engine interface."""

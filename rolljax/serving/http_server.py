@@ -1,0 +1,194 @@
+"""Connections and the requests on them: uvicorn's HTTP/1.1 with deadlines and bounds for what has not arrived whole.
+
+A client that opens connections and leaves them, or sends its request byte by byte, costs one place among the
+connections for `Limits.head_s` and `Limits.body_s` seconds, and the oldest of these give way when places run out. The
+body's deadline and its size are kept in `server.Service`, where it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any, Literal, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from rolljax.serving.responses import dump
+from rolljax.serving.schema import ApiError
+from rolljax.serving.server import Service
+
+HEAD_BYTES = 32 * 1024
+"""Of a request line and headers together, and of trailers."""
+HEAD_FIELDS = 100
+URL_BYTES = 8 * 1024
+PIPELINED = 16
+"""Requests of a connection that wait for the answers before theirs."""
+LINGER_S = 2.0
+"""How long the rest of a body is thrown away after its request was answered; then the connection ends."""
+
+
+def make_server(service: Service, *, keep_alive_s: float, closing_s: int) -> uvicorn.Server:
+    """An HTTP server that logs errors only.
+
+    Args:
+      keep_alive_s: seconds that a connection stays open without a request. closing_s: that connections get at the end.
+    """
+    config = uvicorn.Config(
+        service.app,
+        http=cast(Any, functools.partial(Protocol, Door(service))),
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=cast(int, keep_alive_s),
+        timeout_graceful_shutdown=closing_s,
+    )
+    return uvicorn.Server(config)
+
+
+class Door:
+    """The connections of a server that have no whole request, the longest waiting first."""
+
+    def __init__(self, service: Service) -> None:
+        self.limits = service.limits
+        self.waiting: dict[Protocol, None] = {}
+
+    def enter(self, connection: Protocol) -> None:
+        """Take in a connection; where there are too many, the one that has waited longest goes."""
+        self.waiting[connection] = None
+        if len(connection.connections) > self.limits.connections:
+            next(iter(self.waiting)).transport.abort()
+
+    def wait(self, connection: Protocol) -> None:
+        """A connection waits for its next request."""
+        self.waiting.pop(connection, None)
+        self.waiting[connection] = None
+
+    def leave(self, connection: Protocol) -> None:
+        """A connection has a whole request, or is gone."""
+        self.waiting.pop(connection, None)
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, door: Door, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._door = door
+        self._part: Literal["none", "head", "body"] = "none"
+        """Of the request that is being received."""
+        self._part_bytes = self._fields = self._field_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusal: ApiError | None = None
+
+    # ---- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_head()
+        self._door.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._door.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._part == "none":
+            self._begin_head()
+        self._part_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._part == "head" and self._part_bytes > HEAD_BYTES:
+            self._refuse(_head_too_large())
+        elif self._part == "body" and self._part_bytes > 2 * self._door.limits.body_bytes + HEAD_BYTES:
+            self.transport.abort()  # the most that chunks of a sensible size add was refused before
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._refusal or ApiError(400, "this is not HTTP/1.1"))
+
+    # ---- the parts of a request, as the parser finds them
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._part == "none":
+            self._begin_head()
+        self._fields = self._field_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > URL_BYTES:
+            self._stop_parsing(ApiError(414, f"the URL is longer than {URL_BYTES} bytes"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields += 1
+        self._field_bytes += len(name) + len(value)
+        if self._fields > HEAD_FIELDS or self._field_bytes > HEAD_BYTES:
+            self._stop_parsing(_head_too_large())
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= PIPELINED:
+            self._stop_parsing(ApiError(429, f"more than {PIPELINED} requests wait on this connection"))
+        self._part, self._part_bytes = "body", 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._part = "none"
+        self._stop_timer()
+        self._door.leave(self)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() or not self.cycle.response_complete:
+            return
+        self._door.wait(self)
+        if self._part == "body":
+            self._start_timer(LINGER_S, self.transport.close)
+
+    # ---- deadlines and refusals
+
+    def _begin_head(self) -> None:
+        self._part, self._part_bytes = "head", 0
+        self._start_timer(self._door.limits.head_s, self._late)
+
+    def _late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:  # it may be that nothing is read meanwhile
+            self._start_timer(self._door.limits.head_s, self._late)
+            return
+        if self._part_bytes:
+            self._refuse(ApiError(408, f"no whole request within {self._door.limits.head_s:g} s"))
+        else:
+            self.transport.close()
+
+    def _start_timer(self, seconds: float, call: Any) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, call)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_parsing(self, error: ApiError) -> None:
+        """Leave the parser, which passes it on as an invalid request."""
+        self._refusal = error
+        raise ValueError(error.message)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is no request, and end the connection; in the middle of another answer only end it."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = dump(error.json())
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+        self.transport.close()
+
+
+def _head_too_large() -> ApiError:
+    return ApiError(431, f"the headers are more than {HEAD_FIELDS}, or larger than {HEAD_BYTES} bytes")

@@ -1,0 +1,301 @@
+"""Bodies of OpenAI requests as fields, checked one by one.
+
+    bytes -> JSON (strict) -> CompletionBody | ChatBody (pydantic) -> Job (openai_read)
+
+Every refusal is an `ApiError` that names the field, the value and the remedy. Fields that change nothing about the
+answer are accepted, fields whose meaning is not implemented are refused unless they hold their neutral value, and so
+are fields that nobody knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from rolljax.model.tokenizer import Chat
+from rolljax.model.vocabulary import Vocabulary
+from rolljax.types import SamplingParams
+
+if TYPE_CHECKING:
+    from rolljax.serving.session import Call
+
+MAX_DEPTH = 64
+MAX_STOP_CHARS = 256
+INT64 = 2**63
+
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "request_id",
+}  # fmt: skip
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "suffix": ("",),
+    "echo": (False,),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+"""Fields that are not implemented, and the values with which they mean nothing (null is always one)."""
+
+
+class ApiError(Exception):
+    """A refusal in OpenAI's shape. `param` names the field it is about."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def json(self) -> dict[str, Any]:
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refuse(param: str, message: str, value: Any = ...) -> ApiError:
+    """A 400 about one field."""
+    got = "" if value is ... else f", got {short(value)}"
+    return ApiError(400, f"{param}: {message}{got}", param=param)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Served:
+    """What a request is checked against. chat: None for a tokenizer without a chat template."""
+
+    name: str
+    tokenizer: Any
+    chat: Chat | None
+    vocab_size: int
+    max_context: int
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        return self.chat.vocabulary if self.chat is not None else Vocabulary(self.tokenizer)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer unless a request says `ignore_eos`."""
+        if self.chat is not None:
+            return self.chat.stop_ids
+        eos = self.tokenizer.eos_token_id
+        return () if eos is None else (eos,)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    """`ids [P]` int32; text as it was given, or as the ids spell it."""
+
+    ids: np.ndarray
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Said:
+    """A conversation as chat templates take it: text as content, tool arguments as objects."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    options: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """One HTTP request as the sampler understands it.
+
+    alternatives: likely tokens reported beside each sampled one; None: no log-probs at all. raw_logprobs: those of the
+    model's own law instead of the law sampled from. seed: None draws one.
+    said: the conversation of a chat. In a session: overridden are the fields that have no effect, call is the record,
+    and address that of the randomness (else it follows from the seed).
+    """
+
+    chat: bool
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    n: int
+    seed: int | None
+    priority: int
+    alternatives: int | None
+    raw_logprobs: bool
+    echo: bool
+    return_token_ids: bool
+    stream: bool
+    include_usage: bool
+    said: Said | None = None
+    overridden: tuple[str, ...] = ()
+    call: Call | None = None
+    address: tuple[int, ...] | None = None
+
+
+# ---- the fields
+
+
+def _stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stops):
+        raise ValueError(f"must be a text of 1 to {MAX_STOP_CHARS} characters, or a list of up to 4 of them")
+    if len(stops) > 4:
+        raise ValueError("must be at most 4 texts")
+    if any("\ufffd" in s for s in stops):
+        raise ValueError("cannot hold U+FFFD, which answers show for bytes that are no text")
+    return tuple(stops)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class Body(BaseModel):
+    """Fields that completions and chat share. None means the default."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    max_tokens: int | None = Field(None, ge=0, lt=INT64)
+    n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = None
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionBody(Body):
+    prompt: Any
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class ChatBody(Body):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+# ---- from bytes to a body
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """A JSON object, strictly: UTF-8, every key once, finite numbers, no lone surrogates, not nested without end."""
+    try:
+        body = json.loads(raw.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite)
+    except UnicodeDecodeError as e:
+        raise ApiError(400, f"the body is not UTF-8: byte {e.start} is {raw[e.start]:#04x}") from None
+    except RecursionError:
+        raise ApiError(400, f"the body is nested too deeply, at most {MAX_DEPTH} levels") from None
+    except ValueError as e:
+        raise ApiError(400, f"the body is not JSON: {e}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {short(body)}")
+    _check(body, "", 0)
+    return body
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        key = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise refuse(key, "is given more than once")
+    return result
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ApiError(400, f"the body holds {text[:40]}, which is not a finite number")
+    return value
+
+
+def _check(value: Any, where: str, depth: int) -> None:
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise refuse(where, "holds half of a surrogate pair, which is no text")
+    elif isinstance(value, (dict, list)):
+        if depth > MAX_DEPTH:
+            raise ApiError(400, f"the body is nested too deeply, at most {MAX_DEPTH} levels")
+        named = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in named:
+            _check(key, where or str(key), depth)
+            if not isinstance(item, (int, float)):
+                _check(item, _path((where, key)), depth + 1)
+
+
+def _path(parts: Sequence[str | int]) -> str:
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts if p != "")
+    return path.removeprefix(".")
+
+
+def short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, (dict, list, str)) else json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+B = TypeVar("B", bound=Body)
+
+
+def check_body(kind: type[B], raw: dict[str, Any]) -> B:
+    """The body as its fields; see the top of this file for what is refused."""
+    try:
+        body = kind.model_validate(raw)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        path = _path(first["loc"])
+        if first["type"] == "missing":
+            raise refuse(path, "is missing") from None
+        raise refuse(path, first["msg"].removeprefix("Value error, "), first["input"]) from None
+    for name, value in (body.model_extra or {}).items():
+        if value is None or name in IGNORED:
+            continue
+        if name not in NEUTRAL:
+            near = difflib.get_close_matches(name, [*kind.model_fields, *NEUTRAL, *IGNORED], 1)
+            raise refuse(name, "is not a known field" + (f"; did you mean {near[0]}?" if near else "; leave it out"))
+        if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL[name]):
+            raise refuse(name, "is not supported; leave it out", value)
+    return body

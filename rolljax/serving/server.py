@@ -1,0 +1,449 @@
+"""An OpenAI-compatible HTTP server over the in-process sampler, as an ASGI application.
+
+    server_http (requests) -> openai_types (fields) -> openai_read (Job) -> openai_answer (Sampler) -> JSON or SSE
+
+Every request is watched while it is answered: when its client hangs up, its work in the sampler is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import hmac
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rolljax.sampler.client import Sampler
+from rolljax.serving.metrics import ServerMetrics
+from rolljax.serving.requests import read_chat, read_completion
+from rolljax.serving.responses import Json, Run, dump
+from rolljax.serving.schema import ApiError, Job, Served, parse_json, short
+from rolljax.serving.session import Session, Sessions
+
+T = TypeVar("T")
+SMALL_BODY, LARGE_BODY = 4 * 1024, 128 * 1024
+"""Bytes up to which a body is parsed and tokenised on the event loop, and from which by a thread for large ones."""
+REHEARSALS = 8
+"""Rounds of requests of the server's own before it is ready."""
+HELD_BODIES = 8
+"""Bodies of full size whose bytes may be held before they are tokenised."""
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+OPEN_TO_ALL = ("/health", "/ready")
+PATHS = (*GENERATING, "/v1/models", *OPEN_TO_ALL, "/metrics")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a server takes on.
+
+    keys: bearer tokens that open it (none: it is open). concurrency: requests answered at the same time. body_bytes: of
+    one request. body_s, head_s: seconds for a body, and for what stands before it, to arrive.
+    """
+
+    keys: tuple[str, ...] = ()
+    concurrency: int = 1024
+    body_bytes: int = 8 * 2**20
+    body_s: float = 30.0
+    head_s: float = 10.0
+
+    @property
+    def connections(self) -> int:
+        """Connections at the same time; those that wait for a request give way to others."""
+        return 2 * self.concurrency
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all large bodies that are not tokenised yet, beyond `LARGE_BODY` of each."""
+        return HELD_BODIES * self.body_bytes
+
+
+class HungUp(Exception):
+    """The client has left."""
+
+
+class Service:
+    """The server's state, and its endpoints. `app` is the ASGI application.
+
+    sessions: with them, the key of an open session lets its program in, and its calls are recorded; without another key
+    in `limits` nobody else is let in.
+    """
+
+    def __init__(self, sampler: Sampler, served: Served, limits: Limits, sessions: Sessions | None = None) -> None:
+        self.sampler, self.served, self.limits, self.sessions = sampler, served, limits, sessions
+        self.metrics = ServerMetrics(sampler)
+        self.metrics.open.set_function(lambda: self.open)
+        self.draining = False
+        self.compiled: tuple[int, int] | None = None
+        """While the server warms up: programs that are compiled, and all of them."""
+        self.open = 0
+        """Requests for tokens that have arrived whole and are being answered."""
+        self.runs: set[Run] = set()
+        self._held_bytes = 0
+        self._created = int(time.time())
+        self._reader, self._large_reader = (
+            concurrent.futures.ThreadPoolExecutor(1, f"rolljax-serve-{name}") for name in ("reader", "large-reader")
+        )
+        self.app: ASGIApp = Gate(
+            Starlette(
+                routes=[
+                    Route("/v1/completions", self.completions, methods=["POST"]),
+                    Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                    Route("/v1/models", self.models),
+                    Route("/v1/models/{name:path}", self.one_model),
+                    Route("/health", self.health),
+                    Route("/ready", self.ready),
+                    Route("/metrics", self.show_metrics),
+                ],
+                exception_handlers={
+                    ApiError: _api_error,
+                    HTTPException: _http_error,
+                    HungUp: _gone,
+                    ClientDisconnect: _gone,
+                    Exception: _internal_error,
+                },
+            ),
+            self,
+        )
+
+    # ---- endpoints
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, chat=True)
+
+    async def models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.served.name:
+            message = f"the model is {self.served.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return _json(self._model())
+
+    async def health(self, _: Request) -> Response:
+        reason = self.unavailable()
+        if reason:
+            return _json({"status": "unavailable", "reason": reason}, 503)
+        return _json({"status": "ok", "policy_version": self.sampler.version})
+
+    async def show_metrics(self, _: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def ready(self, _: Request) -> Response:
+        reason = self.unready()
+        if not reason:
+            return _json({"status": "ready", "policy_version": self.sampler.version})
+        done, programs = self.compiled or (0, 0)
+        return _json({"status": "unready", "reason": reason, "compiled": done, "programs": programs}, 503)
+
+    def unavailable(self) -> str:
+        """Why the server is of no use; empty when it is."""
+        if self.draining:
+            return "the server is shutting down"
+        return f"the sampler has stopped: {self.sampler.error}" if self.sampler.error else ""
+
+    def unready(self) -> str:
+        """Why no request can be taken now; empty when one can."""
+        if self.compiled is None:
+            return self.unavailable()
+        done, programs = self.compiled
+        return self.unavailable() or f"the server is compiling: {done} of {programs} programs"
+
+    async def warm_up(self, show: Callable[[int, int], None]) -> None:
+        """Compile what requests can need, and take none before; `show` is told how many programs of how many are done.
+
+        Raises:
+          SamplerError: the sampler has stopped.
+        """
+
+        def done(programs: int, of: int) -> None:
+            self.compiled = programs, of
+            show(programs, of)
+
+        self.compiled = 0, 0
+        await self.sampler.warm_up(done)
+        await self._rehearse()
+        self.compiled = None
+
+    async def _rehearse(self) -> None:
+        """Answer requests of our own, so that the first of others finds everything in place, and fast."""
+        ours: list[tuple[bool, Json]] = [
+            (False, {"prompt": "x"}),
+            (True, {"messages": [{"role": "user", "content": "x"}]}),
+        ]
+        for chat, body in ours[: 1 + (self.served.chat is not None)] * REHEARSALS:
+            with contextlib.suppress(ApiError):  # a template may refuse it
+                job = await self._read(dump(body | {"max_tokens": 9}), chat, None)
+                for stream in (False, True):
+                    run = Run(self, dataclasses.replace(job, stream=stream), time.perf_counter())
+                    with contextlib.closing(run):
+                        if stream:
+                            async for _ in run.events():
+                                pass
+                        else:
+                            dump(await run.whole())
+
+    def _model(self) -> Json:
+        return {
+            "id": self.served.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "rolljax",
+            "max_model_len": self.served.max_context,
+        }
+
+    # ---- one request for tokens
+
+    async def _answer(self, request: Request, *, chat: bool) -> Response:
+        started_s = time.perf_counter()
+        session: Session | None = request.scope.get("rolljax_session")
+        async with self._received(request) as body:
+            self._admit(request.scope)
+            job = await self._read(body, chat, session)
+        run = Run(self, job if session is None else session.begin(job), started_s)
+        if job.stream:
+            return EventStream(run)
+        try:
+            return _json(await until_hangup(request.receive, run.whole()))
+        finally:
+            run.close()
+
+    def _admit(self, scope: Scope) -> None:
+        """Count a request that has arrived whole among those that are answered, until its `Gate` is left.
+
+        Raises:
+          ApiError: as many are answered already, or no more are taken.
+        """
+        if refusal := self.full():
+            raise refusal
+        self.open += 1
+        scope["rolljax_admitted"] = True
+
+    def full(self) -> ApiError | None:
+        """Why no further request can be answered."""
+        if reason := self.unready():
+            return ApiError(503, reason, code="unavailable", headers={"Retry-After": "5"})
+        if self.open >= self.limits.concurrency:
+            message = f"{self.open} requests are open, which is the most at a time; try again (--max_concurrency)"
+            return ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+        return None
+
+    async def _read(self, body: bytes, chat: bool, session: Session | None) -> Job:
+        def read() -> Job:
+            raw = parse_json(body)
+            if session is not None:
+                return session.read(raw, chat, self.served)
+            return read_chat(raw, self.served) if chat else read_completion(raw, self.served)
+
+        if len(body) <= SMALL_BODY:
+            return read()
+        reader = self._reader if len(body) <= LARGE_BODY else self._large_reader
+        return await asyncio.get_running_loop().run_in_executor(reader, read)
+
+    @contextlib.asynccontextmanager
+    async def _received(self, request: Request) -> AsyncIterator[bytes]:
+        """The whole body of a JSON request. While it is in use, what is large about it counts among what is held."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            message = f"content-type: must be application/json, got {short(kind) if kind else 'none'}"
+            raise ApiError(415, message, param="content-type")
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise ApiError(415, "content-encoding: bodies must not be compressed", param="content-encoding")
+        length = request.headers.get("content-length", "0")
+        body, large = bytearray(), 0
+        self._check_size(int(length) if length.isdecimal() else 0)
+        try:
+            try:
+                async with asyncio.timeout(self.limits.body_s):
+                    async for part in request.stream():
+                        body += part
+                        large += self._hold(len(body), large)
+            except TimeoutError:
+                message = f"no whole body within {self.limits.body_s:g} s, but {len(body)} bytes of it (--body_s)"
+                raise ApiError(408, message) from None
+            yield bytes(body)
+        finally:
+            self._held_bytes -= large
+
+    def _hold(self, size: int, large: int) -> int:
+        """Hold a body that has grown to `size` bytes, `large` of which are counted; returns how many more are."""
+        if size > self.limits.body_bytes:
+            message = (
+                f"the body is larger than {self.limits.body_bytes / 2**20:g} MiB; send less, or raise --max_body_mib"
+            )
+            raise ApiError(413, message)
+        more = max(size - LARGE_BODY, 0) - large
+        if self._held_bytes + more > self.limits.held_bytes:
+            message = "too many large bodies are being received; try again, or send less at a time"
+            raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+        self._held_bytes += more
+        return more
+
+    def _check_size(self, size: int) -> None:
+        limit = self.limits.body_bytes
+        if size > limit:
+            raise ApiError(413, f"the body is larger than {limit / 2**20:g} MiB; send less, or raise --max_body_mib")
+
+    # ---- the end
+
+    def end(self, session: Session) -> None:
+        """Take no more calls of a session, and give up those that are running."""
+        assert self.sessions is not None
+        self.sessions.end(session)
+        for run in list(self.runs):
+            if run.job.call is not None and run.job.call.session is session:
+                run.abort()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, wait for those that are open, abort what is left after `timeout_s`."""
+        self.draining = True
+        deadline_s = time.monotonic() + timeout_s
+        while self.open and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        for run in list(self.runs):
+            run.abort()
+
+    def close(self) -> None:
+        for reader in (self._reader, self._large_reader):
+            reader.shutdown()
+
+
+class Gate:
+    """Before every endpoint: keys, draining, the limit of open requests, and the counting of all of it."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        service, path = self._service, scope["path"]
+        started_s, status = time.perf_counter(), [499]
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status[0] = message["status"]
+            await send(message)
+
+        generating = path in GENERATING and scope["method"] == "POST"
+        refusal = self._refusal(scope, path, generating)
+        try:
+            if refusal is not None:
+                await _error(refusal)(scope, receive, counted)
+            else:
+                await self._app(scope, receive, counted)
+        finally:
+            service.open -= scope.get("rolljax_admitted", False)
+            service.metrics.requests.labels(path if path in PATHS else "other", str(status[0])).inc()
+            if generating:
+                service.metrics.seconds.observe(time.perf_counter() - started_s)
+
+    def _refusal(self, scope: Scope, path: str, generating: bool) -> ApiError | None:
+        if path not in OPEN_TO_ALL and (refusal := self._let_in(scope)):
+            return refusal
+        return self._service.full() if generating else None
+
+    def _let_in(self, scope: Scope) -> ApiError | None:
+        """Look at the key, and put the session that it opens into the scope."""
+        keys, sessions = self._service.limits.keys, self._service.sessions
+        if not keys and sessions is None:
+            return None
+        kind, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        key = given.strip() if kind.lower() == b"bearer" else b""
+        fits = [hmac.compare_digest(key, k.encode()) for k in keys]
+        if any(fits):
+            return None
+        try:
+            session = None if sessions is None else sessions.find(key.decode("latin-1"))
+        except ApiError as e:
+            return e
+        if session is not None:
+            scope["rolljax_session"] = session
+            return None
+        message = "no valid key: send the header 'Authorization: Bearer KEY' with a key the server was started with"
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+class EventStream(Response):
+    """Server-sent events of a run."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for events in self._run.events():
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+        try:
+            with contextlib.suppress(HungUp):
+                await until_hangup(receive, write())
+        finally:
+            self._run.close()
+
+
+async def until_hangup(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client hangs up (`HungUp`). The body must have been read."""
+
+    async def hangup() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(hangup())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HungUp
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait(tasks)
+
+
+def _json(value: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dump(value), status, headers, media_type="application/json")
+
+
+def _error(error: ApiError) -> Response:
+    return _json(error.json(), error.status, error.headers)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods, in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    message = {404: f"{what}: no such route; there are {', '.join(PATHS)}", 405: f"{what}: use another method"}
+    return _error(ApiError(error.status_code, message.get(error.status_code, error.detail), headers=error.headers))
+
+
+async def _gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads: it is for the metrics
+
+
+async def _internal_error(_: Request, error: Exception) -> Response:
+    return _error(ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error"))

@@ -1,0 +1,270 @@
+"""A session: the calls that one agent program makes of the model, kept as the token streams they really were.
+
+    body -> Session.read (the trainer's settings over the program's) -> Session.begin (address, record) -> sampler
+
+A program sends the whole conversation with every call, as text. Tokenised again, the model's own words might become
+other tokens than it sampled. So where a conversation begins with that of an earlier call and the answer the program
+was given then, the prompt is that call's prompt and sampled ids, followed by what the chat template writes for the new
+messages alone. What is stored is then what was sampled, and calls of one conversation are one stream that only grows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rolljax.errors import ConfigError
+from rolljax.model.tokenizer import Chat
+from rolljax.sampler.engine import MAX_STOP_IDS
+from rolljax.serving.requests import conversation_ids, read_chat, read_completion
+from rolljax.serving.schema import ApiError, Job, Said, Served, refuse
+from rolljax.types import Completion, Message, SamplingParams
+
+ENDED_KEPT = 4096
+"""Sessions that have ended and are still told so; earlier ones are unknown."""
+LAW = ("temperature", "top_k", "top_p", "min_p")
+"""Fields of the sampled law, which is the trainer's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionRules:
+    """What the trainer decides about a session.
+
+    params: the sampled law, the ids that end an answer, and the most tokens of one.
+    address: of the session's randomness, up to 5 integers; the number of the call is the next.
+    max_calls: calls that are answered. max_restarts: how often a conversation may begin that goes on with no other.
+    """
+
+    params: SamplingParams
+    address: tuple[int, ...]
+    max_calls: int
+    max_restarts: int
+
+
+class Call:
+    """One call, from when it is taken until it is answered.
+
+    index: its number in the session. prompt_ids `[P]`. before: the call whose stream the prompt goes on with.
+    overridden: fields of the request that had no effect. completion, text: its answer, and how the program was told it;
+    None and empty until then.
+    """
+
+    def __init__(self, session: Session, index: int, job: Job, before: Call | None) -> None:
+        self.session, self.index, self.before = session, index, before
+        self.prompt_ids, self.said, self.overridden = job.prompts[0].ids, job.said, job.overridden
+        self.completion: Completion | None = None
+        self.text = ""
+        self._sampling = True
+
+    @property
+    def stream(self) -> np.ndarray:
+        """Prompt and sampled ids."""
+        assert self.completion is not None
+        return np.concatenate([self.prompt_ids, self.completion.tokens])
+
+    @property
+    def new_ids(self) -> np.ndarray:
+        """The part of the prompt that is new to the stream it goes on with; all of it where it goes on with none."""
+        return self.prompt_ids if self.before is None else self.prompt_ids[len(self.before.stream) :]
+
+    def sampled(self) -> None:
+        """The sampler is done, with or without success: from here on the time is the program's own."""
+        if self._sampling:
+            self._sampling = False
+            self.session._sampling(-1)
+
+    def answered(self, completion: Completion, text: str) -> None:
+        """The program is about to be told `text`."""
+        self.completion, self.text = completion, text
+        self.session._answered()
+
+    def close(self) -> None:
+        """The request is over. One that was not answered leaves nothing behind but its number."""
+        self.sampled()
+        if self.completion is None:
+            self.session._drop(self)
+
+
+class Session:
+    """The calls of one run of a program. Everything but `read` belongs to the server's event loop.
+
+    key: what the program says to be let in. calls: in the order they were taken; dropped: those that the program hung
+    up on, or that failed. limit: what the last refused call ran into, until another is answered.
+    """
+
+    def __init__(self, rules: SessionRules) -> None:
+        self.key = f"session-{secrets.token_urlsafe(18)}"
+        self.rules = rules
+        self.calls: list[Call] = []
+        self.dropped = 0
+        self.limit = ""
+        self.ended = False
+        self._open = 0
+        self._busy_s = 0.0
+        self._since_s = 0.0
+
+    def read(self, raw: dict[str, Any], chat: bool, served: Served) -> Job:
+        """The job of a body, under the rules of the session. The model's name is not looked at.
+
+        Raises:
+          ApiError: a body that would be refused anywhere; more than one prompt or answer; an echoed prompt.
+        """
+        body = raw | {"model": None} if isinstance(raw.get("model"), str) else raw
+        try:
+            job = read_chat(body, served, self._prompt_ids) if chat else read_completion(body, served)
+        except ApiError as e:
+            if e.code == "context_length_exceeded":
+                self.limit = f"the context of {served.max_context} tokens"
+            raise
+        if len(job.prompts) * job.n > 1:
+            raise refuse("n" if job.n > 1 else "prompt", "a session samples one answer a call; send several calls")
+        if job.echo:
+            raise refuse("echo", "is not for sessions; leave it out", True)
+        rules, asked = self.rules.params, job.params
+        stop_ids = tuple(sorted({*asked.stop_ids, *rules.stop_ids}))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise refuse("stop_token_ids", f"at most {MAX_STOP_IDS} ids, with the session's own, can end an answer")
+        params = dataclasses.replace(
+            rules,
+            max_tokens=min(asked.max_tokens, rules.max_tokens),
+            stop_ids=stop_ids,
+            stop=asked.stop,
+            top_logprobs=asked.top_logprobs,
+        )
+        overridden = [n for n in LAW if raw.get(n) is not None and getattr(asked, n) != getattr(rules, n)]
+        overridden += [n for n in ("seed", "ignore_eos") if raw.get(n) not in (None, False)]
+        return dataclasses.replace(job, params=params, seed=None, priority=0, overridden=tuple(overridden))
+
+    def begin(self, job: Job) -> Job:
+        """Take a call: the job with its address and its record.
+
+        Raises:
+          ApiError: the session has ended, or has no more calls or conversations to give.
+        """
+        if self.ended:
+            raise ended()
+        rules, before = self.rules, self._goes_on_with(job.prompts[0].ids)
+        taken = len(self.calls) + self.dropped
+        if taken >= rules.max_calls:
+            raise self._limited("max_calls", f"{rules.max_calls} calls")
+        if before is None and sum(c.before is None for c in self.calls) > rules.max_restarts:
+            raise self._limited("max_restarts", f"{rules.max_restarts + 1} conversations")
+        call = Call(self, taken, job, before)
+        self.calls.append(call)
+        self._sampling(1)
+        return dataclasses.replace(job, call=call, address=(*rules.address, call.index))
+
+    def streams(self) -> list[list[Call]]:
+        """The answered calls by the token stream they belong to, each in order; streams by their first call."""
+        answered = [c for c in self.calls if c.completion is not None]
+        after = {id(c.before): c for c in answered if c.before is not None}
+        streams = []
+        for first in (c for c in answered if c.before is None):
+            stream = [first]
+            while id(stream[-1]) in after:
+                stream.append(after[id(stream[-1])])
+            streams.append(stream)
+        return streams
+
+    def busy_s(self) -> float:
+        """Seconds in which the sampler was at work for the session."""
+        return self._busy_s + (time.monotonic() - self._since_s if self._open else 0.0)
+
+    # ---- token-exact prompts
+
+    def _prompt_ids(self, chat: Chat, said: Said) -> np.ndarray:
+        """Ids of a conversation; those of an earlier call and its answer as they were sampled."""
+        fresh = conversation_ids(chat, said)
+        for call in sorted(self.calls, key=lambda c: (len(c.prompt_ids), c.index), reverse=True):
+            if call.completion is None or call.said is None or not _continues(said, call.said, call.text):
+                continue
+            new = _plain(said.messages[len(call.said.messages) + 1 :])
+            closed = int(call.completion.tokens[-1]) in chat.stop_ids
+            try:
+                delta = chat.delta_ids(new, closed=closed)
+            except ConfigError:  # a template that rewrites earlier turns
+                return fresh
+            if np.array_equal(fresh[len(fresh) - len(delta) :], delta):
+                return np.concatenate([call.stream, delta])
+        return fresh
+
+    def _goes_on_with(self, ids: np.ndarray) -> Call | None:
+        """The call with the longest stream that `ids` begins with, and that no other goes on with."""
+        taken = {id(c.before) for c in self.calls}
+        free = [c for c in self.calls if c.completion is not None and id(c) not in taken]
+        longest = sorted(free, key=lambda c: len(c.stream), reverse=True)
+        return next((c for c in longest if np.array_equal(ids[: len(c.stream)], c.stream)), None)
+
+    # ---- what calls report
+
+    def _answered(self) -> None:
+        self.limit = ""
+
+    def _drop(self, call: Call) -> None:
+        self.calls.remove(call)
+        self.dropped += 1
+
+    def _sampling(self, change: int) -> None:
+        now = time.monotonic()
+        if self._open:
+            self._busy_s += now - self._since_s
+        self._open, self._since_s = self._open + change, now
+
+    def _limited(self, code: str, what: str) -> ApiError:
+        self.limit = what
+        return ApiError(403, f"this session has had its {what}; finish with what you have", code=code)
+
+
+class Sessions:
+    """Sessions by their key."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Session] = {}
+        self._ended: dict[str, None] = {}
+
+    def open(self, rules: SessionRules) -> Session:
+        """A new session."""
+        session = Session(rules)
+        self._open[session.key] = session
+        return session
+
+    def end(self, session: Session) -> None:
+        """Take no more calls of it."""
+        session.ended = True
+        del self._open[session.key]
+        self._ended[session.key] = None
+        if len(self._ended) > ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
+
+    def find(self, key: str) -> Session | None:
+        """The session of a key.
+
+        Raises:
+          ApiError: it has ended.
+        """
+        if key in self._ended:
+            raise ended()
+        return self._open.get(key)
+
+
+def ended() -> ApiError:
+    return ApiError(410, "this session has ended: its program has answered, failed or run out of time", code="ended")
+
+
+def _continues(said: Said, before: Said, answer: str) -> bool:
+    """Whether a conversation is an earlier one, the answer to it, and more."""
+    n = len(before.messages)
+    return (
+        said.messages[:n] == before.messages
+        and said.messages[n : n + 1] == [{"role": "assistant", "content": answer}]
+        and (said.tools, said.options) == (before.tools, before.options)
+    )
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    return [Message(m["role"], m["content"]) for m in messages]

@@ -1,0 +1,1 @@
+"""What threads of this process share: queues, waits, an event loop."""

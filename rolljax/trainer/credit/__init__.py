@@ -1,0 +1,1 @@
+"""From trajectories to advantages, in NumPy on the host."""

@@ -1,0 +1,52 @@
+"""Whether a step of which nothing is trained on is the rewards' doing, or could never have been otherwise. NumPy only.
+
+Rewards that are all equal teach nothing today and may tomorrow. Settings that leave everything out whatever is sampled
+(filters that cannot pass, weights that are all 0) never will: a run would go on for ever and learn nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from rolljax.trainer.algorithms.base import Algorithm, Memory
+from rolljax.trainer.credit.episodes import Credit, Episodes
+
+
+def is_empty(result: Credit, e: Episodes) -> bool:
+    """Whether credit left no token to train on."""
+    mask = e.mask if result.mask is None else e.mask & result.mask
+    return not (mask if result.keep is None else mask & result.keep[:, None]).any()
+
+
+def could_teach(algorithm: Algorithm, e: Episodes, memory: Memory) -> bool:
+    """Whether credit would keep anything of these episodes had they gone as well as can be: all short and whole, good
+    and bad ones in every group, the sampler as the trainer."""
+    return not is_empty(algorithm.credit(at_best(algorithm, e), memory), e)
+
+
+def at_best(algorithm: Algorithm, e: Episodes) -> Episodes:
+    """The first sampled token of each episode, with rewards evenly spaced over 1 in every group, around the middle of
+    what a filter asks for."""
+    sampled = e.mask & ~e.expert
+    first = np.where(sampled.any(1, keepdims=True), sampled, e.mask)
+    first &= first.cumsum(1) == 1
+    low, high = getattr(algorithm, "solve_range", None) or (0.0, 1.0)
+    rewards = np.zeros(e.num)
+    for group in np.unique(e.groups):
+        members = np.flatnonzero(e.groups == group)
+        spaced = np.linspace(-0.5, 0.5, len(members)) if len(members) > 1 else np.array([0.5])
+        rewards[members] = (low + high) / 2 + spaced
+    by_turn = np.zeros_like(e.turn_rewards)
+    by_turn[np.arange(e.num), e.num_turns - 1] = rewards
+    return dataclasses.replace(
+        e,
+        mask=first,
+        turns=np.where(first, e.turns, -1),
+        rewards=rewards,
+        turn_rewards=by_turn,
+        success=rewards >= rewards.mean(),
+        truncated=np.zeros(e.num, bool),
+        trainer_logp=None if e.trainer_logp is None else e.sampler_logp,
+    )
