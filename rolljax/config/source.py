@@ -486,7 +486,7 @@ def _shipped() -> list[str]:
     return sorted(found)
 
 
-_CONFIGS = (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs")
+_CONFIGS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
 """Where they are: in the installed package, in a checkout."""
 
 
