@@ -63,7 +63,7 @@ def ours(args: argparse.Namespace) -> None:
     longest = a.prompt_len + a.new_tokens
     row_len = a.row_len or a.prompt_len + 4 * a.new_tokens
     rows = num_rows_bound(a.prompts, a.generations, a.prompt_len, a.new_tokens, row_len)
-    learner = PhaseTrainer(
+    trainer = PhaseTrainer(
         mesh,
         model,
         Grpo(aggregation="token-mean", clip_low=None, clip_high=None),
@@ -73,7 +73,7 @@ def ours(args: argparse.Namespace) -> None:
         groups_per_step=a.prompts,
         limit_tok=a.new_tokens,
     )
-    state = learner.init(jax.jit(lambda: model.init(a.seed))())
+    state = trainer.init(jax.jit(lambda: model.init(a.seed))())
     before = jax.tree.map(np.asarray, state.params)
     publish = make_publish(mesh, model)
     engine = Engine(model, SamplerConfig(slots=a.prompts * a.generations, max_context=longest), mesh, BATCH_AXES)
@@ -109,7 +109,7 @@ def ours(args: argparse.Namespace) -> None:
             [trajectory(p, answers[g * a.generations + s], i, g, s) for s in range(a.generations)]
             for g, p in enumerate(prompts)
         ]
-        state = learner.step(state, groups, {}, i).state
+        state = trainer.step(state, groups, {}, i).state
         jax.block_until_ready(state.params)
         rec.add_train(start)
     rec.begin_step()

@@ -16,7 +16,7 @@ class PermutedGrpo(Grpo):
 
     def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
         values = super().advantages(e, rewards, memory)[:, 0]
-        kept = np.flatnonzero(self.teaches(e))
+        kept = np.flatnonzero(self.has_signal(e))
         # the seed is of the data, so that a continued run permutes alike
         rng = np.random.default_rng(abs(hash(tuple(rewards.tolist()))))
         values[kept] = values[rng.permutation(kept)]

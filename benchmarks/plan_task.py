@@ -177,7 +177,7 @@ def layout() -> dict[str, np.ndarray]:
         "branch_ids": answer,
         "prev": np.maximum(places - 1, 0),
         "sequence_ids": answer,
-        "chunk_ids": answer,
+        "turn_ids": answer,
     }
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from rolljax.trainer import masked
 from rolljax.trainer.aggregation import token_scales
-from rolljax.trainer.algorithms.base import Algorithm, Policy
+from rolljax.trainer.algorithms.base import Algorithm, PolicyOutputs
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.update import clean_batch
@@ -536,7 +536,7 @@ def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 
         "branch_ids": sequence,
         "prev": np.zeros(mask.shape),
         "sequence_ids": np.where(e.mask, sequence, 0),
-        "chunk_ids": np.where(e.mask, (sequence - 1) * length + e.turns + 1, 0),
+        "turn_ids": np.where(e.mask, (sequence - 1) * length + e.turns + 1, 0),
     }
     return TokenBatch(
         **{n: into_rows(x).astype(np.int32) for n, x in ints.items()},  # type: ignore[arg-type]
@@ -564,11 +564,11 @@ def _critic_columns(algorithm: Algorithm, e: Episodes, credit: Credit, part: np.
     return {"returns": credit.returns, "old_values_C": values, "critic_weights_C": weights}
 
 
-def read_table(table: jax.Array, batch: TokenBatch) -> Policy:
+def read_table(table: jax.Array, batch: TokenBatch) -> PolicyOutputs:
     """What a table `[R, V]` says about rows `[B, L]`."""
     logp = jax.nn.log_softmax(table)
     entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
-    return Policy(logp[batch.positions, batch.tokens], entropy[batch.positions])
+    return PolicyOutputs(logp[batch.positions, batch.tokens], entropy[batch.positions])
 
 
 def policy_loss(algorithm: Algorithm, table: jax.Array, batch: TokenBatch) -> jax.Array:
@@ -701,7 +701,7 @@ def train(
                 every = [p.valued(values) for p, values in zip(every, critics.values, strict=True)]
                 credited = [algorithm.credit(p.episodes, m) for p, m in zip(every, memories, strict=True)]
                 batch = _stacked(algorithm, every, credited, memories)
-        memories = [credit.memory for credit in credited]
+        memories = [credit.carry for credit in credited]
         if settings is None or step >= settings.warmup_steps:
             for _ in range(epochs):
                 grads = np.asarray(policy_gradients(algorithm, jnp.float32(tables), batch), np.float64)
@@ -725,8 +725,8 @@ def _stacked(
     """The batches of all seeds, with a leading S."""
     coef = getattr(algorithm, "kl_coef", 0.0)
     batches = [
-        pack(algorithm, played, credit, memory.get("kl_coef", coef))
-        for played, credit, memory in zip(every, credited, memories, strict=True)
+        pack(algorithm, played, credit, carry.get("kl_coef", coef))
+        for played, credit, carry in zip(every, credited, memories, strict=True)
     ]
     return jax.tree.map(lambda *x: np.stack(x), *batches)
 

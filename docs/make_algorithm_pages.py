@@ -377,7 +377,7 @@ def batch_of(shape: tuple[int, int], **arrays: jax.Array) -> TokenBatch:
     scalars = dict.fromkeys(("num_micro", "num_tokens", "num_sequences", "temperature", "kl_coef"), jnp.float32(1))
     given = {
         **dict.fromkeys(("tokens", "positions", "branch_ids", "prev"), zeros),
-        **dict.fromkeys(("segment_ids", "sequence_ids", "chunk_ids"), ones),
+        **dict.fromkeys(("segment_ids", "sequence_ids", "turn_ids"), ones),
         "scale": jnp.ones(shape),
         **dict.fromkeys(("advantages", "sampler_logp"), jnp.zeros(shape)),
     }

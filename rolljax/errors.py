@@ -60,6 +60,38 @@ class ConfigError(RolljaxError, ValueError):
         return "\n".join(lines)
 
 
+def check_range(
+    settings: object,
+    *names: str,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    remedy: str = "",
+) -> None:
+    """Check that fields of a settings object are numbers within a range; None is within every range.
+
+    Args:
+      names: fields of `settings`. low, high: the range, ends included. above, below: the range, ends excluded.
+      remedy: of the error.
+
+    Raises:
+      ConfigError: one is not; it names the class, the field and the value.
+    """
+    ends = [f"at least {low:g}" if low is not None else f"more than {above:g}" if above is not None else ""]
+    ends += [f"at most {high:g}" if high is not None else f"less than {below:g}" if below is not None else ""]
+    text = {"at least 0": "must not be negative", "more than 0": "must be positive"}
+    what = " and ".join(end for end in ends if end)
+    for name in names:
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        fits = (low is None or value >= low) and (above is None or value > above)
+        if not (fits and (high is None or value <= high) and (below is None or value < below)):
+            setting = f"{type(settings).__name__}.{name}"
+            raise ConfigError(text.get(what, f"must be {what}"), setting=setting, value=value, remedy=remedy)
+
+
 class DataError(RolljaxError, ValueError):
     """Tasks that cannot be made, read or split."""
 

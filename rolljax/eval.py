@@ -83,20 +83,20 @@ def read_config(args: argparse.Namespace) -> Loaded[Recipe]:
 
 def read_params(plan: Preflight, run: str | None) -> tuple[Params, int]:
     """What `Model.bind` takes, and its policy version: a run's latest checkpoint, or the recipe's own start."""
-    from rolljax.loop import make_learner
+    from rolljax.loop import make_trainer
     from rolljax.run.console import Console
     from rolljax.run.folder import RunFolder
-    from rolljax.run.initial_weights import frozen_base, start_params
+    from rolljax.run.initial_weights import base_weights, start_params
 
     if run is None:
-        return plan.model.whole(start_params(plan), frozen_base(plan)), 0
+        return plan.model.full_params(start_params(plan), base_weights(plan)), 0
     folder = RunFolder(run)
     saved = folder.latest(Console().say)
     if saved is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
-    learner = make_learner(plan, saved.progress.phase, {}, frozen_base(plan))
-    state = folder.checkpoints.state(saved.name, learner.abstract(), learner.shardings)
-    return learner.whole(state.params), saved.progress.version
+    trainer = make_trainer(plan, saved.progress.phase, {}, base_weights(plan))
+    state = folder.checkpoints.state(saved.name, trainer.abstract(), trainer.shardings)
+    return trainer.full_params(state.params), saved.progress.version
 
 
 if __name__ == "__main__":

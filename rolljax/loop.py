@@ -38,14 +38,14 @@ from rolljax.model.decoder import Params
 from rolljax.model.lora import Base
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import Barrier, Rollouts, fault_of
-from rolljax.rollout.filters import faults_row, surviving
-from rolljax.rollout.starts import Starts, fallback
+from rolljax.rollout.filters import faults_row, filter_groups
+from rolljax.rollout.starts import StartCurriculum, fallback
 from rolljax.run import durable, reference_policies
 from rolljax.run.buffer import Buffer, Due
 from rolljax.run.checkpoint import Progress, Saved
 from rolljax.run.console import Console
 from rolljax.run.folder import RESULT, RunFolder
-from rolljax.run.initial_weights import frozen_base, plain_params, start_params
+from rolljax.run.initial_weights import base_weights, plain_params, start_params
 from rolljax.run.notices import Notices, samples
 from rolljax.run.preflight import Preflight, ResolvedRecipe
 from rolljax.run.runtime import Runtime, mean_reward
@@ -55,13 +55,13 @@ from rolljax.threads.watchdog import Watchdog
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.phase_trainer import NotFinite, PhaseTrainer, Step
 from rolljax.trainer.state import ParamState, TrainState, fingerprint
-from rolljax.trainer.update import Frozen
+from rolljax.trainer.update import ReferencePolicies
 from rolljax.types import Group, Key, Task, Trajectory
 
 ALL_STEPS = "all steps done"
 """Why a phase ended that did all of them."""
 MAX_FAILED_STEPS = 3
-"""Steps in a row without one surviving trajectory after which the run stops."""
+"""Steps in a row without one filter_groups trajectory after which the run stops."""
 PARTS = {
     "rollout": "rollouts",
     "update": "the update (the first of a phase is compiled)",
@@ -93,7 +93,9 @@ class Clock:
         return time.perf_counter() - self._start
 
 
-def make_learner(plan: ResolvedRecipe, index: int, frozen: Frozen, base: Base | None = None) -> PhaseTrainer:
+def make_trainer(
+    plan: ResolvedRecipe, index: int, references: ReferencePolicies, base: Base | None = None
+) -> PhaseTrainer:
     """The trainer of one phase."""
     recipe, phase = plan.recipe, plan.recipe.phases[index]
     return PhaseTrainer(
@@ -109,7 +111,7 @@ def make_learner(plan: ResolvedRecipe, index: int, frozen: Frozen, base: Base | 
         temperature=phase.temperature,
         limit_tok=recipe.max_answer_tok,
         seed=recipe.seed,
-        frozen=frozen,
+        references=references,
         base=base,
         replay_experts=recipe.sampler.record_experts and phase.algorithm.source == "sampler",
     )
@@ -117,7 +119,7 @@ def make_learner(plan: ResolvedRecipe, index: int, frozen: Frozen, base: Base | 
 
 def begin(plan: ResolvedRecipe, folder: RunFolder, saved: Saved | None) -> tuple[Base | None, PhaseTrainer, TrainState]:
     """What a run starts with, or goes on with from a checkpoint."""
-    base = frozen_base(plan)
+    base = base_weights(plan)
     if saved:
         return base, *reopen_phase(plan, folder, saved, base)
     return base, *open_phase(plan, folder, Progress(), start_params(plan), base)
@@ -131,23 +133,23 @@ def open_phase(
     base: Base | None,
     previous: ParamState | None = None,
 ) -> tuple[PhaseTrainer, TrainState]:
-    """The learner and the fresh state of the phase that begins now."""
+    """The trainer and the fresh state of the phase that begins now."""
     policies = reference_policies.load(plan, progress.phase, folder, params, base, starts=True)
-    learner = make_learner(plan, progress.phase, policies, base)
-    return learner, learner.init(params, previous)
+    trainer = make_trainer(plan, progress.phase, policies, base)
+    return trainer, trainer.init(params, previous)
 
 
 def reopen_phase(
     plan: ResolvedRecipe, folder: RunFolder, saved: Saved, base: Base | None
 ) -> tuple[PhaseTrainer, TrainState]:
-    """The learner and the saved state of the phase that goes on."""
+    """The trainer and the saved state of the phase that goes on."""
     progress = saved.progress
-    empty = make_learner(plan, progress.phase, {}, base)
+    empty = make_trainer(plan, progress.phase, {}, base)
     state = folder.checkpoints.state(saved.name, empty.abstract(), empty.shardings)
     if progress.finished:  # it is only looked at
         return empty, state
     policies = reference_policies.load(plan, progress.phase, folder, state.params, base, starts=progress.step == 0)
-    return dataclasses.replace(empty, frozen=policies), state
+    return dataclasses.replace(empty, references=policies), state
 
 
 def has_more(progress: Progress, phases: Sequence[Phase]) -> bool:
@@ -171,7 +173,7 @@ def result(plan: ResolvedRecipe, folder: RunFolder, state: TrainState, tokenizer
     Args:
       tokenizer: goes along; None in processes that do not lead, which write nothing.
     """
-    whole = plan.model.whole(state.params, frozen_base(plan))
+    whole = plan.model.full_params(state.params, base_weights(plan))
     source = plan.recipe.model if isinstance(plan.recipe.model, str) else None
     path = folder.path / RESULT
     with durable.folder(path) if tokenizer else contextlib.nullcontext(path) as place:
@@ -205,7 +207,7 @@ def train(
     if saved and saved.progress.finished and has_more(saved.progress, recipe.phases):
         reopen(saved.progress, recipe.phases)
     with team.turn("begin", saved):
-        base, learner, state = begin(plan, folder, saved)
+        base, trainer, state = begin(plan, folder, saved)
     progress = saved.progress if saved else Progress()
 
     watchdog = Watchdog(console.say, console.waiting, folder.path / "crash")
@@ -230,7 +232,7 @@ def train(
     if progress.stream_position:
         stream.restore(progress.stream_position)
     console.say("compiling the sampler")
-    with Runtime(plan, learner.whole(state.params), progress.version, should_stop, team, watchdog) as rooms:
+    with Runtime(plan, trainer.full_params(state.params), progress.version, should_stop, team, watchdog) as rooms:
         try:
             is_new = not progress.heldout_reward
             with timed(progress.other_wall_s, "start", began):
@@ -241,7 +243,7 @@ def train(
             while not progress.finished:
                 phase = recipe.phases[progress.phase]
                 console.start_phase(phase.name, phase.steps, progress.step)
-                for after_step in steps(learner, state, progress, stream, rooms, folder, console):
+                for after_step in steps(trainer, state, progress, stream, rooms, folder, console):
                     state = after_step
                     if progress.total_steps % recipe.save_every == 0:
                         save()
@@ -249,15 +251,15 @@ def train(
                         raise Stopped
                 console.wait("evaluating on held-out tasks")
                 with timed(progress.phase_wall_s, phase.name):
-                    rooms.publish(learner.whole(state.params), progress.version)
+                    rooms.publish(trainer.full_params(state.params), progress.version)
                     show(console, evaluate(rooms, progress, phase.name))
                 progress.phase_end.setdefault(phase.name, ALL_STEPS)
                 progress.finished = progress.phase + 1 == len(recipe.phases)
                 if not progress.finished:
-                    progress.phase, progress.step, progress.memory, progress.starts = progress.phase + 1, 0, {}, {}
+                    progress.phase, progress.step, progress.carry, progress.starts = progress.phase + 1, 0, {}, {}
                     progress.put_off = []
                     with timed(progress.other_wall_s, "start"), team.turn("open_phase", progress):
-                        learner, state = open_phase(plan, folder, progress, state.params, base, state.critics)
+                        trainer, state = open_phase(plan, folder, progress, state.params, base, state.critics)
                 save()
                 console.end_phase()
                 console.say(border_line(phase.name, progress))
@@ -270,7 +272,7 @@ def train(
 
 
 def steps(
-    learner: PhaseTrainer,
+    trainer: PhaseTrainer,
     state: TrainState,
     progress: Progress,
     stream: TaskStream,
@@ -306,12 +308,12 @@ def steps(
             clock, before = Clock(rooms.watchdog), rooms.sampler.stats
             buffer.fill(progress.step)
             with clock.part("rollout"):
-                groups, short = collect(buffer, learner, phase, progress.step, recipe, notices)
+                groups, short = collect(buffer, trainer, phase, progress.step, recipe, notices)
             with clock.part("update"):
-                whole = surviving(groups, recipe.filters)
-                with rooms.team.turn("step", (whole, progress.memory, progress.step)):
-                    made = update(learner, state, whole, folder, progress)
-            state, progress.memory = made.state, dict(made.memory)
+                whole = filter_groups(groups, recipe.filters)
+                with rooms.team.turn("step", (whole, progress.carry, progress.step)):
+                    made = update(trainer, state, whole, folder, progress)
+            state, progress.carry = made.state, dict(made.carry)
             for text in [short, *notices.step(groups)]:
                 if text:
                     console.warn(text)
@@ -340,7 +342,7 @@ def steps(
             evaluate_now = phase.eval_every and progress.step % phase.eval_every == 0
             if sampled or evaluate_now:
                 with clock.part("publish"):
-                    rooms.publish(learner.whole(state.params), progress.version)
+                    rooms.publish(trainer.full_params(state.params), progress.version)
             if evaluate_now:
                 with clock.part("eval"):
                     found = rooms.evaluate(progress.total_steps, interruptible=False)
@@ -358,12 +360,12 @@ def steps(
         buffer.cancel()
 
 
-def open_starts(rooms: Runtime, phase: Phase, progress: Progress) -> Starts | None:
+def open_starts(rooms: Runtime, phase: Phase, progress: Progress) -> StartCurriculum | None:
     """Where the phase's episodes start, as far as that was learned already."""
     if phase.starts is None:
         return None
     recipe = rooms.recipe
-    starts = Starts(phase.starts, rooms.pool, rooms.plan.chat, recipe.seed, recipe.env.max_turns)
+    starts = StartCurriculum(phase.starts, rooms.pool, rooms.plan.chat, recipe.seed, recipe.env.max_turns)
     if progress.starts:
         starts.restore(progress.starts)
     return starts
@@ -371,7 +373,7 @@ def open_starts(rooms: Runtime, phase: Phase, progress: Progress) -> Starts | No
 
 async def start_groups(
     rollouts: Rollouts,
-    starts: Starts | None,
+    starts: StartCurriculum | None,
     phase: Phase,
     stream: int,
     due: Sequence[Due],
@@ -384,7 +386,7 @@ async def start_groups(
 
 
 async def start_group(
-    rollouts: Rollouts, starts: Starts | None, task: Task, phase: Phase, key: Key, barrier: Barrier | None
+    rollouts: Rollouts, starts: StartCurriculum | None, task: Task, phase: Phase, key: Key, barrier: Barrier | None
 ) -> Group:
     """One group, from where it is to start. `key`: of its first trajectory."""
     try:
@@ -431,36 +433,38 @@ async def first_complete(groups: Sequence[Coroutine[None, None, Group]], wanted:
 
 
 def collect(
-    buffer: Buffer, learner: PhaseTrainer, phase: Phase, step: int, recipe: Recipe, notices: Notices
+    buffer: Buffer, trainer: PhaseTrainer, phase: Phase, step: int, recipe: Recipe, notices: Notices
 ) -> tuple[list[Group], str]:
-    """The groups of a step, and what is to be said of them; with refills, until enough of them teach something.
+    """The groups of a step, and what is to be said of them; with dynamic sampling, until enough of them
+    have a signal.
 
     Raises:
-      TrainerError: after all refills not one group teaches anything.
+      TrainerError: after all dynamic-sampling rounds not one group has a signal.
     """
-    groups, refills = buffer.collect(step, recipe.wait_s), learner.algorithm.refills
-    for done in range(refills + 1):
-        useful = num_useful(groups, learner, step, recipe) if refills else phase.prompts_per_step
-        if useful >= phase.prompts_per_step or done == refills:
+    groups, rounds = buffer.collect(step, recipe.wait_s), trainer.algorithm.dynamic_sampling_rounds
+    for done in range(rounds + 1):
+        useful = num_useful(groups, trainer, step, recipe) if rounds else phase.prompts_per_step
+        if useful >= phase.prompts_per_step or done == rounds:
             break
         groups += buffer.more(step, phase.prompts_per_step - useful, recipe.wait_s)
-    if not useful and surviving(groups, recipe.filters):
+    if not useful and filter_groups(groups, recipe.filters):
         raise TrainerError(
-            f"step {step + 1} of {phase.name}: after {refills} refills none of {len(groups)} groups teaches anything; "
+            f"step {step + 1} of {phase.name}: after {rounds} dynamic-sampling rounds none of {len(groups)} groups "
+            "has a signal; "
             "look at rollouts/ for whether tasks are all too easy or all too hard, or raise "
-            f"{type(learner.algorithm).__name__}.refills"
+            f"{type(trainer.algorithm).__name__}.dynamic_sampling_rounds"
         )
-    return groups, notices.refills(useful, len(groups))
+    return groups, notices.dynamic_sampling_rounds(useful, len(groups))
 
 
-def num_useful(groups: Sequence[Group], learner: PhaseTrainer, step: int, recipe: Recipe) -> int:
+def num_useful(groups: Sequence[Group], trainer: PhaseTrainer, step: int, recipe: Recipe) -> int:
     """How many groups of a step teach something."""
-    episodes = Episodes.of(surviving(groups, recipe.filters), limit_tok=learner.limit_tok, step=step)
-    return len(np.unique(episodes.groups[learner.algorithm.teaches(episodes)]))
+    episodes = Episodes.of(filter_groups(groups, recipe.filters), limit_tok=trainer.limit_tok, step=step)
+    return len(np.unique(episodes.groups[trainer.algorithm.has_signal(episodes)]))
 
 
 def update(
-    learner: PhaseTrainer,
+    trainer: PhaseTrainer,
     state: TrainState,
     groups: Sequence[Sequence[Trajectory]],
     folder: RunFolder,
@@ -468,7 +472,7 @@ def update(
 ) -> Step:
     """All updates of a step, and the gate: a step that is not finite ends the run here."""
     try:
-        return learner.step(state, groups, progress.memory, progress.step)
+        return trainer.step(state, groups, progress.carry, progress.step)
     except NotFinite as e:
         arrays = {name: np.asarray(array) for name, array in e.batch.arrays().items()}
         path = folder.write_crash(f"step_{progress.total_steps + 1}", arrays)

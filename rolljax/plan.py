@@ -88,7 +88,7 @@ def compile_all(plan: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path | N
 def programs(plan: ResolvedRecipe) -> Iterator[Program]:
     """All programs of a run: of each phase that differs from those before it, of the sampler, and between them."""
     from rolljax.aot import programs as aot
-    from rolljax.loop import make_learner
+    from rolljax.loop import make_trainer
     from rolljax.run.initial_weights import base_shapes
 
     mesh, model, recipe = plan.mesh, plan.model, plan.recipe
@@ -96,18 +96,18 @@ def programs(plan: ResolvedRecipe) -> Iterator[Program]:
     sampler = aot.SamplerShapes.of(model, recipe.sampler, plan.sampler_mesh)
     trainers, seen = [], set()
     for index, phase in enumerate(recipe.phases):
-        learner = make_learner(plan, index, aot.frozen_shapes(mesh, model, phase.algorithm, base), base)
-        trainers.append(aot.Trainer.of(learner))
-        key = (phase.algorithm, phase.optimizer, learner.shape)
+        trainer = make_trainer(plan, index, aot.reference_shapes(mesh, model, phase.algorithm, base), base)
+        trainers.append(aot.Trainer.of(trainer))
+        key = (phase.algorithm, phase.optimizer, trainer.shape)
         if key not in seen:
             yield from trainers[-1].programs(phase.name, sampler.resident())
         seen.add(key)
     largest = max((t.resident() for t in trainers), key=lambda sizes: sum(sizes.values()))
     yield from sampler.programs(largest)
-    learner = trainers[0].learner
-    trained = learner.whole(trainers[0].state.policy.params)
+    trainer = trainers[0].trainer
+    trained = trainer.full_params(trainers[0].state.policy.params)
     resident = largest | sampler.resident()
-    own = {k: v for k, v in resident.items() if k in ("parameters", "frozen base", "sampler weights")}
+    own = {k: v for k, v in resident.items() if k in ("parameters", "base weights", "sampler weights")}
     beside = {k: v for k, v in resident.items() if k not in own}
     yield aot.publish_program(mesh, plan.sampler_mesh, model, trained, sampler.params, own, beside)
 

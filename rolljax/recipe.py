@@ -251,7 +251,7 @@ class Recipe:
                 longest = f"trajectory (SamplerConfig.max_context = {self.sampler.max_context})"
                 pair = "pair of answers with its prompt, which must stand in one row"
                 raise ConfigError(
-                    f"is shorter than the longest {pair if phase.algorithm.whole_groups else longest}",
+                    f"is shorter than the longest {pair if phase.algorithm.unsplit_groups else longest}",
                     setting="Phase.row_len",
                     value=phase.row_len,
                     remedy=f"set it to {shortest} or more, or leave it out",
@@ -264,7 +264,7 @@ class Recipe:
                     value=phase.starts,
                     remedy="leave it out, or choose an environment with several turns",
                 )
-            if phase.algorithm.whole_groups and self.rollout.max_restarts:
+            if phase.algorithm.unsplit_groups and self.rollout.max_restarts:
                 raise ConfigError(
                     f"is not possible: {type(phase.algorithm).__name__} compares whole trajectories of one sequence",
                     setting="RolloutConfig.context",
@@ -292,7 +292,7 @@ class Recipe:
                 raise ConfigError(
                     "cannot replay turns to an agent program", setting="Phase.starts", remedy="leave it out"
                 )
-            if phase.algorithm.whole_groups and agent.max_restarts:
+            if phase.algorithm.unsplit_groups and agent.max_restarts:
                 raise ConfigError(
                     f"must be 0: {type(phase.algorithm).__name__} compares whole trajectories of one sequence",
                     setting="AgentProgram.max_restarts",
@@ -328,7 +328,7 @@ class Recipe:
         """Siblings that must stand in one row; tokens of their prompt, and of what each says, in the worst case."""
         context = self.sampler.max_context
         response = self.max_answer_tok if self.max_turns == 1 else context - 1
-        return 2 if phase.algorithm.whole_groups else 1, context - response, response
+        return 2 if phase.algorithm.unsplit_groups else 1, context - response, response
 
     def shortest_row(self, phase: Phase) -> int:
         """Tokens of the longest thing that must stand in one row: a trajectory, or a pair with its prompt."""
@@ -338,7 +338,7 @@ class Recipe:
     def pack_shape(self, phase: Phase) -> PackShape:
         """Fixed shape of the batches of a phase that is `sized`: room for the worst case, whatever the lengths are."""
         size, prompt, response = self._lengths(phase)
-        whole = phase.algorithm.whole_groups
+        whole = phase.algorithm.unsplit_groups
         rows = num_rows_bound(
             phase.prompts_per_step // phase.updates_per_step,
             size if whole else phase.group_size + (phase.starts is not None and phase.algorithm.imitates),

@@ -233,7 +233,7 @@ class Trajectory:
     fault: Fault | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Numbers of the environment, summed over the turns."""
-    heard: tuple[str, ...] | None = None
+    observation_hashes: tuple[str, ...] | None = None
     """A hash of what the environment said at the opening and after each turn, where starts ask for it."""
     attempts: int = 1
     """How often it was begun; more than 1 after faults of the infrastructure."""

@@ -28,7 +28,7 @@ hypothesis.settings.load_profile("repo")
 
 # Files that take longest, so that no worker is left with one of them when the others are done.
 LONGEST = [
-    "test_resume", "test_run", "test_plan", "test_scheduler", "test_learner", "test_moe", "test_hlo", "test_meshes",
+    "test_resume", "test_run", "test_plan", "test_scheduler", "test_phase_trainer", "test_moe", "test_hlo", "test_meshes",
     "test_jetstream", "test_agent", "test_families", "test_trl", "test_recipes", "test_twin", "test_update", "test_serve",
     "test_lora", "test_vocab", "test_algorithms", "test_sampler", "test_optimizer", "test_agentic_run",
     "test_faulty_run", "test_expert_sampler", "test_kills",

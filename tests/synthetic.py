@@ -91,7 +91,7 @@ def samples_of(groups):
     return [[Sample.of(t) for t in group] for group in groups]
 
 
-def learner(algorithm):
+def trainer(algorithm):
     """Only its credit is used here: mesh, model and optimizer are not touched."""
     return PhaseTrainer(None, None, algorithm, None, SHAPE, steps=1, groups_per_step=4, limit_tok=LIMIT_TOK)
 
@@ -100,7 +100,7 @@ def credited(algorithm, groups, seed=0):
     """Groups that take part, with their columns."""
     rng = np.random.default_rng(seed)
     e = episodes_of(rng, groups, algorithm.needs())
-    return learner(algorithm).credited(samples_of(groups), e, algorithm.credit(e, {}))
+    return trainer(algorithm).credited(samples_of(groups), e, algorithm.credit(e, {}))
 
 
 class Objective:
@@ -132,7 +132,7 @@ class Objective:
             aggregation=algorithm.aggregation,
             limit_tok=LIMIT_TOK,
             kl_coef=self.kl_coef if kl_coef is None else kl_coef,
-            whole=algorithm.whole_groups,
+            whole=algorithm.unsplit_groups,
         )
 
     def __call__(self, packed, logps, put=lambda x: x):
@@ -166,7 +166,7 @@ def trained(algorithm, groups, e, logps, shape=SHAPE, *, memory=None, mask=None)
     credit = algorithm.credit(e, memory)
     if mask is not None:
         credit = dataclasses.replace(credit, mask=mask if credit.mask is None else mask & credit.mask)
-    kept = learner(algorithm).credited(samples, e, credit)
+    kept = trainer(algorithm).credited(samples, e, credit)
     grads = [np.zeros((3, len(x))) for x in logps]
     if not kept:
         return 0.0, grads

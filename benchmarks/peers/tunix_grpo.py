@@ -118,7 +118,7 @@ def main():
     rollout.generate = timed_generate
     cluster.update_actor = timed_update
 
-    learner = grpo_learner.GRPOLearner(
+    trainer = grpo_learner.GRPOLearner(
         rl_cluster=cluster,
         reward_fns=lambda prompts, completions, **kw: [bc.reward(c) for c in completions],
         algo_config=grpo_learner.GRPOConfig(
@@ -130,7 +130,7 @@ def main():
     )
     data = [{"prompts": np.array(b)} for b in bc.prompt_batches(args, total + 1)]
     before = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
-    learner.train(data)
+    trainer.train(data)
     rec.begin_step()
     after = [np.asarray(x) for x in jax.tree.leaves(nnx.state(cluster.actor_trainer.model, nnx.Param))]
 

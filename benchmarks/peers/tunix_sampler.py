@@ -1,9 +1,9 @@
-"""Tunix's own sampler through its `VanillaRollout`: what `rollout_engine="vanilla"` runs in its GRPO learner.
+"""Tunix's own sampler through its `VanillaRollout`: what `rollout_engine="vanilla"` runs in its GRPO trainer.
 
     /tmp/peers/tunix/bin/python benchmarks/peers/tunix_sampler.py --workload fixed
 
 How it was made fair: one static batch of all 64 sequences, every sample with its own copy of the prompt (Tunix's GRPO
-learner repeats prompts before it calls the rollout); prompts unpadded and a KV cache of exactly prompt + new tokens
+trainer repeats prompts before it calls the rollout); prompts unpadded and a KV cache of exactly prompt + new tokens
 (Tunix's command line adds 256 slots); top_p 1 without top_k, for which Tunix skips its sort; log-probabilities are
 returned, as rolljax does (`--no-logprobs`: without); a tokenizer that costs nothing. In `conversation` every turn has
 a rollout of its own, so that no turn computes on padding or on a cache larger than it needs: better than what one

@@ -146,13 +146,15 @@ def computed_params(mesh: Mesh, model: Model, *, fsdp: bool = True) -> Params:
     return placed(shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=fsdp))
 
 
-def frozen_shapes(mesh: Mesh, model: Model, algorithm: Algorithm, base: Base | None) -> dict[str, tuple[Model, Params]]:
+def reference_shapes(
+    mesh: Mesh, model: Model, algorithm: Algorithm, base: Base | None
+) -> dict[str, tuple[Model, Params]]:
     """Shapes of the policies that stay as they are while an algorithm trains, by source (`run.reference_policies`).
 
     With adapters all of the run's own are the base, adapters off; a later phase's start adds adapters, which are small.
     """
     found: dict[str, tuple[Model, Params]] = {}
-    for source in algorithm.needs().frozen:
+    for source in algorithm.needs().references:
         if source not in ("run_start", "phase_start"):
             other = Model(read_config(source), model.dtype)
             found[source] = (other, computed_params(mesh, other))
@@ -191,11 +193,11 @@ def attention_flops(cfg: DecoderConfig, tokens: int, context: float) -> float:
 # ---- the trainer ----------------------------------------------------------------------------------------------------
 
 
-def batch_shapes(learner: PhaseTrainer) -> TokenBatch:
+def batch_shapes(trainer: PhaseTrainer) -> TokenBatch:
     """What `PhaseTrainer.train` hands to the updates. Optional weights are taken to be there."""
-    shape, needs = learner.shape, learner.algorithm.needs()
+    shape, needs = trainer.shape, trainer.algorithm.needs()
     critics = needs.critics.num if needs.critics else 0
-    ints = ("tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "chunk_ids")
+    ints = ("tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "turn_ids")
     names = {*ints, "scale", "advantages", "sampler_logp", "weights"}
     names |= {"trainer_logp"} if needs.trainer_logp else set()
     names |= {"ref_logp"} if needs.ref else set()
@@ -206,51 +208,52 @@ def batch_shapes(learner: PhaseTrainer) -> TokenBatch:
     for name in names:
         tail: tuple[int, ...] = (critics,) if name.endswith("_C") else ()
         arrays[name] = jax.ShapeDtypeStruct((*rows, *tail), jnp.int32 if name in ints else jnp.float32)
-    routing = learner.model.cfg.routing
-    if routing and learner.replay_experts:
-        tail = (learner.model.cfg.num_layers, routing.per_token)
+    routing = trainer.model.cfg.routing
+    if routing and trainer.replay_experts:
+        tail = (trainer.model.cfg.num_layers, routing.per_token)
         arrays["chosen_Lk"] = jax.ShapeDtypeStruct((*rows, *tail), routing.dtype)
     scalars = {n: jax.ShapeDtypeStruct((), jnp.int32 if n == "num_micro" else jnp.float32) for n in SCALARS}
     batch = TokenBatch(**arrays, **scalars)  # type: ignore[arg-type]
-    return placed(batch, batch_shardings(learner.mesh, batch))
+    return placed(batch, batch_shardings(trainer.mesh, batch))
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
     """Shapes of all that a phase's trainer keeps on its devices."""
 
-    learner: PhaseTrainer
+    trainer: PhaseTrainer
     state: Any
     batch: Any
-    frozen: Mapping[str, Any]
+    references: Mapping[str, Any]
 
     @staticmethod
-    def of(learner: PhaseTrainer) -> Trainer:
-        state = placed(learner.abstract(), learner.shardings)
-        frozen = {name: params for name, (_, params) in learner.frozen.items()}
-        return Trainer(learner, state, batch_shapes(learner), frozen)
+    def of(trainer: PhaseTrainer) -> Trainer:
+        state = placed(trainer.abstract(), trainer.shardings)
+        references = {name: params for name, (_, params) in trainer.references.items()}
+        return Trainer(trainer, state, batch_shapes(trainer), references)
 
     def resident(self) -> dict[str, float]:
         """Bytes of one device between updates."""
         policy, critics = self.state.policy, self.state.critics
         sizes = {"parameters": device_bytes(policy.params), "optimizer": device_bytes(policy.opt_state)}
-        if self.learner.base is not None:
-            sizes["frozen base"] = device_bytes(self.learner.base)
-        frozen = {n: p for n, p in self.frozen.items() if not isinstance(p, Adapted)}  # those are the base itself
-        if frozen:
-            sizes["frozen policies"] = device_bytes(frozen)
+        if self.trainer.base is not None:
+            sizes["base weights"] = device_bytes(self.trainer.base)
+        # adapted ones are the base itself
+        references = {n: p for n, p in self.references.items() if not isinstance(p, Adapted)}
+        if references:
+            sizes["reference policies"] = device_bytes(references)
         if critics is not None:
             sizes["critics"] = device_bytes(critics)
         return sizes
 
     def programs(self, phase: str, beside: Sizes) -> Iterator[Program]:
         """Of this phase. beside: the sampler's share of HBM."""
-        learner, batch = self.learner, self.batch
-        shape, model, needs = learner.shape, learner.model, learner.algorithm.needs()
+        trainer, batch = self.trainer, self.batch
+        shape, model, needs = trainer.shape, trainer.model, trainer.algorithm.needs()
         tokens = shape.num_micro * shape.micro_rows * shape.row_len
         forward = 2 * matmul_params(model) * tokens + attention_flops(model.cfg, tokens, shape.row_len / 2)
         rest = self.resident()
-        base = () if learner.base is None else (learner.base,)
+        base = () if trainer.base is None else (trainer.base,)
 
         def program(name: str, jitted: Any, args: tuple, own: tuple[str, ...], flops: float, grads: Any) -> Program:
             sizes = {k: rest[k] for k in own if k in rest} | {"batch": device_bytes(batch)}
@@ -262,7 +265,7 @@ class Trainer:
             return Program(
                 f"{phase}/{name}",
                 lower,
-                learner.mesh,
+                trainer.mesh,
                 sizes,
                 {**others, **beside},
                 host,
@@ -272,19 +275,19 @@ class Trainer:
             )
 
         policy = self.state.policy
-        if learner.algorithm.trains_policy:
-            args: tuple[Any, ...] = (policy, batch, dict(self.frozen), *base)
-            own: tuple[str, ...] = ("parameters", "optimizer", "frozen base", "frozen policies")
+        if trainer.algorithm.trains_policy:
+            args: tuple[Any, ...] = (policy, batch, dict(self.references), *base)
+            own: tuple[str, ...] = ("parameters", "optimizer", "base weights", "reference policies")
             factor = 2 if model.lora else 3  # frozen weights have no gradients
-            yield program("update", learner._update_policy, args, own, factor * forward, policy.params)
+            yield program("update", trainer._update_policy, args, own, factor * forward, policy.params)
         if self.state.critics is not None:
             critics = self.state.critics
-            own = ("critics", "frozen base")
-            yield program("critics", learner._update_critics, (critics, batch, *base), own, 0.0, critics.params)
+            own = ("critics", "base weights")
+            yield program("critics", trainer._update_critics, (critics, batch, *base), own, 0.0, critics.params)
         if needs.trainer_logp:
-            own = ("parameters", "frozen base")
-            args = (learner.whole(policy.params), batch)
-            yield program("read", learner._logp(model), args, own, forward, None)
+            own = ("parameters", "base weights")
+            args = (trainer.full_params(policy.params), batch)
+            yield program("read", trainer._logp(model), args, own, forward, None)
 
 
 # ---- the sampler ----------------------------------------------------------------------------------------------------

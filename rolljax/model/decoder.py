@@ -310,12 +310,12 @@ class Model:
         return dataclasses.replace(self, lora=None)
 
     def base(self, params: Params) -> Base:
-        """Frozen weights for the adapters, of a plain decoder's parameters."""
+        """ReferencePolicies weights for the adapters, of a plain decoder's parameters."""
         assert self.lora
         base = self.lora.base(self.plain.axes(), params)
         return dataclasses.replace(base, params=self.computed(base.params))
 
-    def whole(self, params: Params, base: Base | None) -> Params:
+    def full_params(self, params: Params, base: Base | None) -> Params:
         """What `bind` takes, of what is trained and, with adapters, what is frozen."""
         if self.lora is None:
             return params

@@ -35,7 +35,7 @@ INT8_MAX = 127
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """Frozen weights of a decoder."""
+    """ReferencePolicies weights of a decoder."""
 
     params: Params
     """The decoder's tree; int8 where `scales` has an entry."""
@@ -129,7 +129,7 @@ class Lora:
         return {"layers": layers}
 
     def base(self, axes: Params, params: Params) -> Base:
-        """Frozen weights: maps that become int8, the rest as it is."""
+        """ReferencePolicies weights: maps that become int8, the rest as it is."""
         scales, layers = {}, dict(params["layers"])
         for name in linear_maps(axes) if self.int8_base else ():
             layers[name], scales[name] = to_int8(name, layers[name])

@@ -34,9 +34,9 @@ class ValueModel:
         """Logical axis names of every parameter, same tree."""
         return {"trunk": self.trunk.axes(), "value": {"w": ("embed",), "b": ()}}
 
-    def whole(self, params: Params, base: Base | None) -> Params:
-        """What `read_values` takes, of what is trained and the trunk's frozen weights (`Model.whole`)."""
-        return {**params, "trunk": self.trunk.whole(params["trunk"], base)}
+    def full_params(self, params: Params, base: Base | None) -> Params:
+        """What `read_values` takes, of what is trained and the trunk's frozen weights (`Model.full_params`)."""
+        return {**params, "trunk": self.trunk.full_params(params["trunk"], base)}
 
     def head(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Values `[...]` float32 of hidden states `[..., D]`."""

@@ -191,7 +191,8 @@ class Rollouts:
     """Everything a rollout needs beside its task.
 
     max_turns, max_context, max_answer_tok: most answers of an episode, tokens of a sequence, tokens of an answer.
-    listen: keep a hash of what the environment says (`Trajectory.heard`). tally: where episodes are counted.
+    listen: keep a hash of what the environment says (`Trajectory.observation_hashes`). tally: counts
+    episodes.
     """
 
     pool: EnvPool
@@ -252,7 +253,7 @@ class Rollouts:
         try:
             episode = await self._open(record.task, record, barrier)
             try:
-                await self.play_out(episode, record, start)
+                await self.run_episode(episode, record, start)
             finally:
                 await episode.close()
         except RolljaxError as e:
@@ -272,11 +273,11 @@ class Rollouts:
             await barrier.arrive(record.key)
         return episode
 
-    async def play_out(self, episode: Episode, record: Record, start: Start | None) -> None:
-        talk = _Talk(self.chat.prompt_ids(episode.opening))
+    async def run_episode(self, episode: Episode, record: Record, start: Start | None) -> None:
+        talk = TokenStream(self.chat.prompt_ids(episode.opening))
         replay = start.chunks if start else ()
         if self.listen:
-            record.heard = [digest(episode.opening)]
+            record.observation_hashes = [digest(episode.opening)]
         if start and replay and start.opening != digest(episode.opening):
             raise EnvError("opens with other words than it did for the expert", stage="replay")
         for turn in range(self.max_turns):
@@ -294,7 +295,7 @@ class Rollouts:
             weight = float(start is None or turn >= len(replay) or turn < start.imitate)
             record.add(talk, answer, text, result, weight)
             if self.listen:
-                record.heard.append(digest(result.messages))
+                record.observation_hashes.append(digest(result.messages))
             if turn < len(replay) and replay[turn].digest != digest(result.messages):
                 raise EnvError(f"says something else after action {turn + 1} than it did to the expert", stage="replay")
             if self._ended(record, answer, result):
@@ -302,7 +303,7 @@ class Rollouts:
             talk.grow(answer.tokens, self.chat.delta_ids(result.messages, closed=True))
         record.cut("turns", f"{self.max_turns} turns are over")
 
-    def _room(self, talk: _Talk) -> bool:
+    def _room(self, talk: TokenStream) -> bool:
         """Whether another answer may begin; makes room for it if that is wanted."""
         if self.cfg.context == "drop_oldest" and len(talk.stream) + self.max_answer_tok > self.max_context:
             limit = min(int(self.cfg.keep_frac * self.max_context), self.max_context - self.max_answer_tok)
@@ -351,7 +352,7 @@ def fault_of(error: RolljaxError) -> Fault:
     return Fault("env" if isinstance(error, DataError) else "infra", error.owner, str(error))
 
 
-class _Talk:
+class TokenStream:
     """The token stream of an episode.
 
     stream: all that the model sees. new_ids: its end that no turn has on record yet. restarted: it has just begun anew.
@@ -397,7 +398,7 @@ class Record:
     success: bool = False
     status: Status = "ok"
     fault: Fault | None = None
-    heard: list[str] = dataclasses.field(default_factory=list)
+    observation_hashes: list[str] = dataclasses.field(default_factory=list)
     env_s: float = 0.0
     sample_s: float = 0.0
     repeats: int = 0
@@ -409,7 +410,7 @@ class Record:
         yield
         self.env_s += time.perf_counter() - start
 
-    def add(self, talk: _Talk, answer: Completion, text: str, result: StepResult, weight: float) -> None:
+    def add(self, talk: TokenStream, answer: Completion, text: str, result: StepResult, weight: float) -> None:
         self.turns.append(
             Turn(
                 talk.new_ids,
@@ -456,7 +457,7 @@ class Record:
             self.status,
             self.fault,
             self.metrics,
-            tuple(self.heard) if self.heard else None,
+            tuple(self.observation_hashes) if self.observation_hashes else None,
             self.attempt,
             self.loops,
             self.expert,

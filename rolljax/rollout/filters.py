@@ -45,7 +45,7 @@ class FilterConfig:
             )
 
 
-def surviving(groups: Sequence[Group], cfg: FilterConfig = FilterConfig()) -> list[list[Trajectory]]:
+def filter_groups(groups: Sequence[Group], cfg: FilterConfig = FilterConfig()) -> list[list[Trajectory]]:
     """The trajectories that take part, by group, and what experts show to those that failed; groups of which too few
     are left are not there. Empty if the step is to be skipped."""
     every = [t for g in groups for t in g.trajectories]

@@ -56,7 +56,7 @@ class Start:
     crucial: Chunk | None = None
 
     @staticmethod
-    def whole(opening: str, chunks: Sequence[Chunk]) -> Start:
+    def full(opening: str, chunks: Sequence[Chunk]) -> Start:
         """All of an expert's episode. Two that read the same, whatever their tasks, are one expert."""
         said = json.dumps([opening, *([c.text, c.digest] for c in chunks)])
         return Start(Expert(_hash(said), len(chunks)), opening, tuple(chunks), len(chunks))
@@ -158,7 +158,7 @@ def fallback(start: Start, trajectories: Sequence[Trajectory]) -> Trajectory | N
     return Trajectory(key, like.task, (*before, crucial), like.reward, {}, False, "ok", expert=start.expert)
 
 
-class Starts:
+class StartCurriculum:
     """Chooses the start of every group and learns from how they went. All of its state is in `state()`."""
 
     def __init__(self, settings: ExpertStarts, pool: EnvPool, chat: Chat, seed: int, max_turns: int) -> None:
@@ -224,12 +224,12 @@ class Starts:
             while len(self._rates) > MAX_EXPERTS:
                 self._rates.pop(next(iter(self._rates)))
         self._recent.append(t.success)
-        if self.settings.expert == "success" and t.success and t.heard is not None:
+        if self.settings.expert == "success" and t.success and t.observation_hashes is not None:
             chunks = [
-                {"text": turn.text, "tokens": np.asarray(turn.tokens).tolist(), "digest": heard}
-                for turn, heard in zip(t.turns, t.heard[1:], strict=True)
+                {"text": turn.text, "tokens": np.asarray(turn.tokens).tolist(), "digest": observation_hashes}
+                for turn, observation_hashes in zip(t.turns, t.observation_hashes[1:], strict=True)
             ]
-            found = {"opening": t.heard[0], "chunks": chunks}
+            found = {"opening": t.observation_hashes[0], "chunks": chunks}
             (self._newer if t.task.id in self._experts else self._experts)[t.task.id] = found
 
     def row(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -266,7 +266,7 @@ class Starts:
             if found is None:
                 return None
             chunks = [Chunk(c["text"], np.array(c["tokens"], np.int32), c["digest"]) for c in found["chunks"]]
-            return Start.whole(found["opening"], chunks)
+            return Start.full(found["opening"], chunks)
         if task.id not in self._gold:
             while len(self._gold) >= MAX_EXPERTS:
                 self._gold.pop(next(iter(self._gold)))
@@ -286,6 +286,6 @@ class Starts:
                     break
             if not result.success:
                 raise EnvError(f"the scripted answers to task {task.index} do not solve it", stage="gold")
-            return Start.whole(digest(episode.opening), chunks)
+            return Start.full(digest(episode.opening), chunks)
         finally:
             await episode.close()

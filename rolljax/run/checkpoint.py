@@ -50,10 +50,10 @@ class Progress:
     phase_steps: dict[str, int] = dataclasses.field(default_factory=dict)
     phase_end: dict[str, str] = dataclasses.field(default_factory=dict)
     """Why each finished phase ended."""
-    memory: dict[str, float] = dataclasses.field(default_factory=dict)
+    carry: dict[str, float] = dataclasses.field(default_factory=dict)
     """What the phase's algorithm carries from step to step."""
     starts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Where the phase's episodes start (`starts.Starts.state`)."""
+    """Where the phase's episodes start (`starts.StartCurriculum.state`)."""
     put_off: list[list[int]] = dataclasses.field(default_factory=list)
     """Groups that were slow and come back: index of the task, step and number of the group (`buffer.Due`)."""
     failed_steps: int = 0

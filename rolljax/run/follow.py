@@ -55,14 +55,14 @@ class Hands:
         """One turn of the leader."""
         match kind:
             case "begin":
-                self._base, self._learner, self._state = loop.begin(self._plan, self._folder, payload)
+                self._base, self._trainer, self._state = loop.begin(self._plan, self._folder, payload)
             case "open_phase":
                 self._open_phase(payload)
             case "step":
                 with contextlib.suppress(NotFinite):  # the leader says so, and ends the run
-                    self._state = self._learner.step(self._state, *payload).state
+                    self._state = self._trainer.step(self._state, *payload).state
             case "publish":
-                params = self._learner.whole(self._state.params)
+                params = self._trainer.full_params(self._state.params)
                 self._sampler.params = self._write(params, self._sampler.params)
             case "save":
                 name, progress = payload
@@ -74,6 +74,6 @@ class Hands:
 
     def _open_phase(self, progress: Progress) -> None:
         state = self._state
-        self._learner, self._state = loop.open_phase(
+        self._trainer, self._state = loop.open_phase(
             self._plan, self._folder, progress, state.params, self._base, state.critics
         )

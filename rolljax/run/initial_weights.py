@@ -31,7 +31,7 @@ def base_shapes(plan: ResolvedRecipe) -> Base | None:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def frozen_base(plan: ResolvedRecipe) -> Base | None:
+def base_weights(plan: ResolvedRecipe) -> Base | None:
     """The weights that adapters stand beside, on the mesh; None where everything is trained."""
     model = plan.model
     placed = base_shapes(plan)

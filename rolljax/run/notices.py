@@ -33,16 +33,16 @@ class Notices:
             texts += [self._cuts(every), self._first_answers(every), self._stillness(every)]
         return [text for text in texts if text]
 
-    def refills(self, useful: int, drawn: int) -> str:
-        """That all refills were not enough to fill a step with groups that teach something."""
+    def dynamic_sampling_rounds(self, useful: int, drawn: int) -> str:
+        """That all dynamic-sampling rounds were not enough to fill a step with groups that teach something."""
         wanted = self._phase.prompts_per_step
-        if useful >= wanted or not self._once("refills"):
+        if useful >= wanted or not self._once("dynamic_sampling_rounds"):
             return ""
-        name = type(self._phase.algorithm).__name__
+        name, rounds = type(self._phase.algorithm).__name__, self._phase.algorithm.dynamic_sampling_rounds
         return (
-            f"only {useful} of {wanted} groups of this step teach something after {self._phase.algorithm.refills} "
-            f"refills ({drawn} groups drawn); steps like this train on fewer. Raise {name}.refills, or choose tasks "
-            "that are neither always nor never solved"
+            f"only {useful} of {wanted} groups of a step have a signal after {rounds} rounds ({drawn} groups drawn): "
+            f"steps like this train on fewer. Raise {name}.dynamic_sampling_rounds, or choose tasks that are "
+            "neither always nor never solved"
         )
 
     @property

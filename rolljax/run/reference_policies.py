@@ -23,7 +23,7 @@ from rolljax.run.folder import RunFolder
 from rolljax.run.initial_weights import start_params
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.trainer.mesh import param_shardings
-from rolljax.trainer.update import Frozen
+from rolljax.trainer.update import ReferencePolicies
 
 OWN = ("run_start", "phase_start")
 
@@ -31,14 +31,14 @@ OWN = ("run_start", "phase_start")
 def check(plan: ResolvedRecipe) -> None:
     """Raise `ConfigError` for a source that is no policy this run could use."""
     for phase in plan.recipe.phases:
-        for source in phase.algorithm.needs().frozen:
+        for source in phase.algorithm.needs().references:
             if source not in OWN:
                 _model(plan, source, type(phase.algorithm).__name__)
 
 
 def load(
     plan: ResolvedRecipe, phase: int, folder: RunFolder, params: Params, base: Base | None, *, starts: bool
-) -> Frozen:
+) -> ReferencePolicies:
     """The frozen policies of a phase by source, on the mesh; matrices in the compute dtype.
 
     Args:
@@ -49,7 +49,7 @@ def load(
     shardings = param_shardings(plan.mesh, model.axes(), model.abstract())
     computed = model.computed if base is None else lambda adapters: adapters
     found: dict[str, tuple[Model, Params]] = {}
-    for source in settings.algorithm.needs().frozen:
+    for source in settings.algorithm.needs().references:
         if base is not None and (source == "run_start" or source == "phase_start" and phase == 0):
             found[source] = (model, Adapted(base, None))
         elif source == "run_start":
@@ -61,7 +61,7 @@ def load(
                 kept = jax.jit(lambda p: computed(jax.tree.map(jnp.copy, p)), out_shardings=shardings)(params)
             else:
                 kept = jax.jit(computed, donate_argnums=0)(_read(saved.absolute(), model, shardings))
-            found[source] = (model, model.whole(kept, base))
+            found[source] = (model, model.full_params(kept, base))
         else:
             other = _model(plan, source, "Needs")
             where = param_shardings(plan.mesh, other.axes(), other.abstract())

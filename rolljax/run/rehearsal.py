@@ -18,13 +18,13 @@ import numpy as np
 
 import rolljax
 from rolljax.errors import ConfigError
-from rolljax.loop import make_learner
+from rolljax.loop import make_trainer
 from rolljax.model import hf
 from rolljax.recipe import Phase
 from rolljax.run import reference_policies
 from rolljax.run.preflight import Preflight, ResolvedRecipe
 from rolljax.trainer import masked
-from rolljax.trainer.algorithms.base import Algorithm, Needs, Policy, TokenLoss
+from rolljax.trainer.algorithms.base import Algorithm, Needs, PolicyOutputs, TokenLoss
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.credit.emptiness import could_teach
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -46,7 +46,9 @@ def check(plan: Preflight) -> list[str]:
     """
     reference_policies.check(plan)
     folders = [plan.recipe.model] if isinstance(plan.recipe.model, str) else []
-    folders += [s for p in plan.recipe.phases for s in p.algorithm.needs().frozen if s not in reference_policies.OWN]
+    folders += [
+        s for p in plan.recipe.phases for s in p.algorithm.needs().references if s not in reference_policies.OWN
+    ]
     said = [_weights(plan, folder) for folder in dict.fromkeys(folders)]
     done: set[Any] = set()
     for index, phase in enumerate(plan.recipe.phases):
@@ -73,22 +75,22 @@ def rehearse(plan: ResolvedRecipe, index: int) -> None:
       ConfigError: one of them fails.
     """
     phase, rng = plan.recipe.phases[index], np.random.default_rng(plan.recipe.seed)
-    algorithm, learner = phase.algorithm, make_learner(plan, index, {})
+    algorithm, trainer = phase.algorithm, make_trainer(plan, index, {})
     with _blamed(phase, "the optimizer's state cannot be made"):
-        learner.abstract()
+        trainer.abstract()
     kept: list[list[Sample]] = []
-    memory: Any = {}
+    carry: Any = {}
     for alike in (False, True):  # a second step, whose rewards are all the same
         groups = made_up(plan, phase, rng, alike=alike)
         samples = [[Sample.of(t) for t in group] for group in groups]
-        episodes = answered(Episodes.of(groups, limit_tok=learner.limit_tok), algorithm.needs(), rng)
+        episodes = answered(Episodes.of(groups, limit_tok=trainer.limit_tok), algorithm.needs(), rng)
         with _blamed(phase, "credit fails on made-up episodes"):
-            algorithm.teaches(episodes)
-            result = algorithm.credit(episodes, memory)
+            algorithm.has_signal(episodes)
+            result = algorithm.credit(episodes, carry)
             _check_credit(result, episodes)
-            kept = kept or learner.credited(samples, episodes, result)
-            lost = not kept and not could_teach(algorithm, episodes, memory)
-            memory = result.memory
+            kept = kept or trainer.credited(samples, episodes, result)
+            lost = not kept and not could_teach(algorithm, episodes, carry)
+            carry = result.carry
         if lost:
             raise ConfigError(
                 f"{type(algorithm).__name__} keeps nothing to train on, whatever the rewards of its trajectories are: "
@@ -99,9 +101,9 @@ def rehearse(plan: ResolvedRecipe, index: int) -> None:
             )
     if not kept:  # it has no use for these rewards: the objective is tried all the same
         everyone = dataclasses.replace(result, keep=None, mask=None)
-        kept = learner.credited(samples, episodes, everyone)
+        kept = trainer.credited(samples, episodes, everyone)
     with _blamed(phase, "the objective cannot be traced"):
-        trace(algorithm, _packed(learner, kept).batch)
+        trace(algorithm, _packed(trainer, kept).batch)
 
 
 @contextlib.contextmanager
@@ -194,11 +196,11 @@ def _check_credit(result: Credit, e: Episodes) -> None:
 # ---- objective ------------------------------------------------------------------------------------------------------
 
 
-def _packed(learner: PhaseTrainer, kept: list[list[Sample]]) -> Packed:
+def _packed(trainer: PhaseTrainer, kept: list[list[Sample]]) -> Packed:
     length = max(sum(len(s.tokens) for s in group) for group in kept)
-    settings = {"aggregation": learner.algorithm.aggregation, "whole": learner.algorithm.whole_groups}
+    settings = {"aggregation": trainer.algorithm.aggregation, "whole": trainer.algorithm.unsplit_groups}
     shape = PackShape(1, len(kept), length)
-    return pack(kept, shape, learner.temperature, limit_tok=learner.limit_tok, **settings)  # type: ignore[arg-type]
+    return pack(kept, shape, trainer.temperature, limit_tok=trainer.limit_tok, **settings)  # type: ignore[arg-type]
 
 
 def trace(algorithm: Algorithm, batch: TokenBatch) -> None:
@@ -208,7 +210,7 @@ def trace(algorithm: Algorithm, batch: TokenBatch) -> None:
     each = jax.ShapeDtypeStruct(micro.tokens.shape, np.float32)
 
     def policy_loss(logp: jax.Array, entropy: jax.Array, divergence: jax.Array, b: TokenBatch) -> Any:
-        out = algorithm.objective(Policy(logp, entropy, divergence if needs.law else None), clean_batch(b, logp))
+        out = algorithm.objective(PolicyOutputs(logp, entropy, divergence if needs.law else None), clean_batch(b, logp))
         if not isinstance(out, TokenLoss):
             raise TypeError(f"it returns a {type(out).__name__}, not a TokenLoss")
         return _total(out.loss, b), (dict(out.mean), dict(out.largest))

@@ -43,7 +43,7 @@ class TokenBatch:
     sequence_ids: jax.Array
     """Numbers the sequences of a row; 0 where no token is sampled. A sequence is never split over rows; a trajectory is
     one, and one more for every time its stream starts anew."""
-    chunk_ids: jax.Array
+    turn_ids: jax.Array
     """The same for turns."""
     scale: jax.Array
     """float32 share of the token's loss in the update's loss, by the aggregation; 0 for all that is not trained on."""
@@ -90,7 +90,7 @@ class TokenBatch:
 
 SCALARS = ("num_micro", "num_tokens", "num_computed", "num_sequences", "temperature", "kl_coef")
 ARRAYS = tuple(f.name for f in dataclasses.fields(TokenBatch) if f.name not in SCALARS)
-_INTS = ("tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "chunk_ids")
+_INTS = ("tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "turn_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,7 +369,7 @@ class _RowWriter:
         turns = s.sample.turns[own] - s.sample.turns[own][:1]
         self.sequence += 1
         self.arrays["sequence_ids"][at] = self.sequence
-        self.arrays["chunk_ids"][at] = self.chunk + 1 + turns
+        self.arrays["turn_ids"][at] = self.chunk + 1 + turns
         self.chunk += int(turns.max(initial=-1)) + 1
         self.arrays["scale"][at] = scale[own]
         for name, values in s.sample.columns.items():

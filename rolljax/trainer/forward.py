@@ -14,7 +14,7 @@ from rolljax.model.gather import before
 from rolljax.model.moe import Load
 from rolljax.model.value import ValueModel
 from rolljax.trainer import vocab
-from rolljax.trainer.algorithms.base import Law, Policy
+from rolljax.trainer.algorithms.base import Law, PolicyOutputs
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.mesh import num_batch_shards
 
@@ -62,7 +62,7 @@ def read_policy(
     entropy_grad: bool = False,
     law: tuple[Law, Model, Params] | None = None,
     split: Split = ONE_PART,
-) -> Policy:
+) -> PolicyOutputs:
     """Log-prob and entropy of every token of rows `[B, T]`, and the divergence from a frozen law if there is one.
 
     Tokens without a predecessor, and those of scale 0, get whatever stands there; mask before use. The logits `[B, T,
@@ -74,7 +74,7 @@ def read_policy(
         hidden, head, batch.tokens, batch.temperature, softcap=cap, entropy_grad=entropy_grad, **how
     )
     if law is None:
-        return Policy(logp, entropy, load=load)
+        return PolicyOutputs(logp, entropy, load=load)
     settings, frozen_model, frozen_params = law
     teacher, teacher_hidden, _ = hidden_before(frozen_model, jax.lax.stop_gradient(frozen_params), unchosen(batch))
     teacher_cap = frozen_model.cfg.final_softcap
@@ -93,11 +93,11 @@ def read_policy(
             teacher_softcap=teacher_cap,
             **how,
         )
-        return Policy(logp, entropy, factor * divergence, load)
+        return PolicyOutputs(logp, entropy, factor * divergence, load)
     ids, teacher_logp = vocab.topk(teacher_hidden, teacher.head_matrix, settings.top_k, tau, softcap=teacher_cap, **how)
     student_logp = vocab.logp_at(hidden, head, ids, tau, softcap=cap, **how)
     divergence = tau**2 * vocab.topk_divergence(student_logp, jax.lax.stop_gradient(teacher_logp), settings.remainder)
-    return Policy(logp, entropy, factor * divergence, load)
+    return PolicyOutputs(logp, entropy, factor * divergence, load)
 
 
 def read_values(model: ValueModel, params: Params, batch: TokenBatch) -> jax.Array:

@@ -2,7 +2,7 @@
 
     trajectories -> Episodes -> read what the algorithm needs -> credit -> pack -> updates
 
-`PhaseTrainer` holds the phase's programs and nothing that changes: state and memory go in and come out.
+`PhaseTrainer` holds the phase's programs and nothing that changes: state and carry go in and come out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
 from rolljax.trainer import attention_stats
-from rolljax.trainer.algorithms.base import Algorithm, Memory
+from rolljax.trainer.algorithms.base import Algorithm, Carry
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.credit import estimators
 from rolljax.trainer.credit.emptiness import could_teach
@@ -34,7 +34,7 @@ from rolljax.trainer.forward import Split, read_policy, read_values, unchosen
 from rolljax.trainer.mesh import param_shardings, put, replicated, rows
 from rolljax.trainer.optimizer import Optimizer, opt_state_shardings
 from rolljax.trainer.state import ParamState, TrainState
-from rolljax.trainer.update import Frozen, make_critic_update, make_policy_update, put_batch
+from rolljax.trainer.update import ReferencePolicies, make_critic_update, make_policy_update, put_batch
 from rolljax.types import Trajectory
 
 Row = dict[str, float]
@@ -54,7 +54,7 @@ class Step:
     """What a step made: the state, what the algorithm carries on, metrics, and how many groups were trained on."""
 
     state: TrainState
-    memory: Memory
+    carry: Carry
     row: Row
     num_trained: int
 
@@ -65,8 +65,8 @@ class PhaseTrainer:
 
     steps, updates_per_step, epochs: how many updates there will be, for the schedule and for dealing out groups.
     groups_per_step, shape: groups of a full step, and the fixed shape that holds one update's share of them.
-    frozen: the policies that `algorithm.needs().frozen` names. base: the frozen weights of a model with adapters; the
-      policy's parameters are then its adapters. replay_experts: tokens take the experts that they took in the sampler.
+    references: the policies that `algorithm.needs().references` names. base: the frozen weights of a model with
+      adapters; the policy's parameters are then its adapters. replay_experts: tokens take the experts that they took in the sampler.
     """
 
     mesh: Mesh
@@ -81,7 +81,7 @@ class PhaseTrainer:
     temperature: float = 1.0
     limit_tok: int = 1
     seed: int = 0
-    frozen: Frozen = dataclasses.field(default_factory=dict)
+    references: ReferencePolicies = dataclasses.field(default_factory=dict)
     base: Base | None = None
     replay_experts: bool = False
 
@@ -133,9 +133,9 @@ class PhaseTrainer:
             replicated(self.mesh),  # type: ignore[arg-type]
         )
 
-    def whole(self, params: Params) -> Params:
+    def full_params(self, params: Params) -> Params:
         """The policy's parameters as `Model.bind` takes them: beside the frozen weights, if there are any."""
-        return self.model.whole(params, self.base)
+        return self.model.full_params(params, self.base)
 
     @property
     def num_updates(self) -> int:
@@ -195,29 +195,29 @@ class PhaseTrainer:
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
-    def step(self, state: TrainState, groups: Groups, memory: Memory, step: int) -> Step:
+    def step(self, state: TrainState, groups: Groups, carry: Carry, step: int) -> Step:
         """Credit and all updates of a step.
 
         Args:
-          groups: the trajectories that take part. memory: what the step before returned; empty at first.
+          groups: the trajectories that take part. carry: what the step before returned; empty at first.
 
         Raises:
           NotFinite: a loss or gradient was not finite. The state is then the one before that update.
           TrainerError: nothing of these trajectories can be trained on, whatever their rewards.
         """
         if not groups:  # not one trajectory survived
-            return Step(state, memory, self.train(state, [], 0.0, step)[1], 0)
+            return Step(state, carry, self.train(state, [], 0.0, step)[1], 0)
         samples = [[Sample.of(t, self._unknown_experts) for t in group] for group in groups]
         episodes = self.read(state, samples, Episodes.of(groups, limit_tok=self.limit_tok, step=step))
-        result = self.algorithm.credit(episodes, memory)
+        result = self.algorithm.credit(episodes, carry)
         kept = self.credited(samples, episodes, result)
-        if not kept and not could_teach(self.algorithm, episodes, memory):
+        if not kept and not could_teach(self.algorithm, episodes, carry):
             raise TrainerError(
                 f"step {step + 1} of the phase: {type(self.algorithm).__name__} leaves out all {episodes.num} "
                 "trajectories, and would whatever their rewards: look at its filters, at the weights of recorded turns "
                 "and at what its teachers teach"
             )
-        kl_coef = self._kl_coef(memory)
+        kl_coef = self._kl_coef(carry)
         if step == 0:
             state, kept = self._first_values(state, kept)
         parts: list[Row] | None = None
@@ -226,11 +226,11 @@ class PhaseTrainer:
             episodes = dataclasses.replace(
                 episodes, values=self._read_values(state, self._lots(samples), episodes.mask)
             )
-            unfitted, result = result, self.algorithm.credit(episodes, memory)
+            unfitted, result = result, self.algorithm.credit(episodes, carry)
             result = dataclasses.replace(result, stats={**result.stats, **_of_unfitted(unfitted)})
             kept = self.credited(samples, episodes, result)
         state, row = self.train(state, kept, kl_coef, step, parts)
-        return Step(state, result.memory, {**row, **credit_row(episodes, result)}, len(kept))
+        return Step(state, result.carry, {**row, **credit_row(episodes, result)}, len(kept))
 
     def train(
         self,
@@ -248,10 +248,10 @@ class PhaseTrainer:
         batches = self._batches(kept, kl_coef)
         state, parts = self._fit_critics(state, batches, step) if fitted is None else (state, list(fitted))
         if self.algorithm.trains_policy and not (self.critic and step < self.critic.warmup_steps):
-            frozen = {name: params for name, (_, params) in self.frozen.items()}
+            references = {name: params for name, (_, params) in self.references.items()}
             for _ in range(self.epochs):
                 for batch, placed in batches:
-                    policy, stats = self._update_policy(state.policy, placed, frozen, self.base)
+                    policy, stats = self._update_policy(state.policy, placed, references, self.base)
                     state = dataclasses.replace(state, policy=policy)
                     parts.append(self._checked(stats, "optim", batch, step))
         row = {name: reduce_parts(name, [p[name] for p in parts if name in p]) for name in set().union(*parts)}
@@ -302,11 +302,11 @@ class PhaseTrainer:
             aggregation=self.algorithm.aggregation,
             limit_tok=self.limit_tok,
             kl_coef=kl_coef,
-            whole=self.algorithm.whole_groups,
+            whole=self.algorithm.unsplit_groups,
         )
 
-    def _kl_coef(self, memory: Memory) -> float:
-        return memory.get("kl_coef", getattr(self.algorithm, "kl_coef", 0.0))
+    def _kl_coef(self, carry: Carry) -> float:
+        return carry.get("kl_coef", getattr(self.algorithm, "kl_coef", 0.0))
 
     # ---- what credit needs to know ----------------------------------------------------------------------------------
 
@@ -315,16 +315,16 @@ class PhaseTrainer:
         needs = self.algorithm.needs()
         policies: dict[str, tuple[Model, Params]] = {}
         if needs.trainer_logp:
-            policies["trainer_logp"] = (self.model, self.whole(state.params))
+            policies["trainer_logp"] = (self.model, self.full_params(state.params))
         if needs.ref:
-            policies["ref_logp"] = self.frozen[needs.ref]
+            policies["ref_logp"] = self.references[needs.ref]
         if needs.scorer:
-            policies["scorer_logp"] = self.frozen[needs.scorer]
-        policies |= {f"teacher{i}": self.frozen[name] for i, name in enumerate(needs.teachers)}
+            policies["scorer_logp"] = self.references[needs.scorer]
+        policies |= {f"teacher{i}": self.references[name] for i, name in enumerate(needs.teachers)}
         if not (policies or needs.critics or needs.attention) or not samples:
             return episodes
         lots = self._lots(samples)
-        found = self._read_attention(self.whole(state.params), lots) if needs.attention else {}
+        found = self._read_attention(self.full_params(state.params), lots) if needs.attention else {}
         for packed in lots:
             for name, values in self._read_lot(packed, policies).items():
                 found.setdefault(name, []).extend(values)
@@ -339,7 +339,7 @@ class PhaseTrainer:
     def _lots(self, samples: Sequence[Sequence[Sample]]) -> list[Packed]:
         """All samples, in packs of this phase's shape. Where groups stay whole it has room for pairs only, and what is
         read does not depend on who stands beside whom."""
-        if self.algorithm.whole_groups:
+        if self.algorithm.unsplit_groups:
             samples = [group[i : i + 2] for group in samples for i in range(0, len(group), 2)]
         size = -(-self.groups_per_step // self.updates_per_step)
         return [self.pack(samples[start : start + size]) for start in range(0, len(samples), size)]
@@ -380,7 +380,7 @@ class PhaseTrainer:
     @functools.cached_property
     def _values(self) -> Any:
         def all_critics(params: Params, batch: TokenBatch, base: Base | None) -> jax.Array:
-            one = lambda p, b: read_values(self.value_model, self.value_model.whole(p, base), b)  # noqa: E731
+            one = lambda p, b: read_values(self.value_model, self.value_model.full_params(p, base), b)  # noqa: E731
             with on_mesh(self.mesh):
                 return jax.vmap(functools.partial(_over_micro, one), in_axes=(0, None))(params, batch)
 
@@ -395,7 +395,7 @@ class PhaseTrainer:
             self.optimizer,
             self.num_updates,
             self.shardings.policy,
-            {name: model for name, (model, _) in self.frozen.items()},
+            {name: model for name, (model, _) in self.references.items()},
         )
 
     @functools.cached_property

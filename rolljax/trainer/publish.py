@@ -55,7 +55,7 @@ def make_write(mesh: Mesh, model: Model, to: Mesh) -> Any:
     """The jitted `(params, over) -> over`, both meshes over the same devices: one layer after the other is gathered and
     written, so that besides both no more than a layer is ever in memory. `over` is donated."""
     plain, (_, here, there) = model.plain, _weights(mesh, model, to)
-    axes = model.whole(model.axes(), model.lora.base_axes(plain.axes()) if model.lora else None)
+    axes = model.full_params(model.axes(), model.lora.base_axes(plain.axes()) if model.lora else None)
 
     def at(params: Params, i: jax.Array | int) -> Params:
         """Layer `i`, and what is of no layer, as they will lie."""

@@ -34,8 +34,8 @@ from rolljax.trainer.state import ParamState
 Stats = dict[str, Any]
 """Arrays; and of a model with experts its `Load`, until the update has added it up."""
 LossFn = Callable[[Params, TokenBatch], tuple[jax.Array, tuple[Stats, Stats]]]
-Frozen = Mapping[str, tuple[Model, Params]]
-"""Frozen policies by where they come from."""
+ReferencePolicies = Mapping[str, tuple[Model, Params]]
+"""Policies that stay as they are, by where they come from."""
 
 
 def clean_batch(batch: TokenBatch, logp: jax.Array) -> TokenBatch:
@@ -51,12 +51,12 @@ def clean_batch(batch: TokenBatch, logp: jax.Array) -> TokenBatch:
     )
 
 
-def policy_loss(model: Model, algorithm: Algorithm, frozen: Frozen, split: Split = ONE_PART) -> LossFn:
+def policy_loss(model: Model, algorithm: Algorithm, references: ReferencePolicies, split: Split = ONE_PART) -> LossFn:
     """The policy's share of the loss from one micro-batch, and its statistics (sums over tokens, maxima)."""
     law = algorithm.needs().law
 
     def loss_fn(params: Params, batch: TokenBatch) -> tuple[jax.Array, tuple[Stats, Stats]]:
-        with_law = (law, *frozen[law.policy]) if law else None
+        with_law = (law, *references[law.policy]) if law else None
         policy = read_policy(model, params, batch, entropy_grad=algorithm.entropy_grad, law=with_law, split=split)
         load, policy = policy.load, dataclasses.replace(policy, load=None)
         policy = jax.tree.map(lambda x: masked.clean(x, batch.scale), policy)
@@ -125,7 +125,7 @@ def mismatch_stats(logp: jax.Array, batch: TokenBatch) -> tuple[Stats, Stats]:
     """How far the trainer's log-probs are from the sampler's, per token, turn and trajectory: means and maxima."""
     trained = (batch.scale != 0).astype(jnp.float32)
     gap = jax.lax.stop_gradient(logp) - batch.sampler_logp
-    turn = jnp.abs(objectives.segment_mean(gap, batch.chunk_ids, trained))
+    turn = jnp.abs(objectives.segment_mean(gap, batch.turn_ids, trained))
     sequence = jnp.abs(objectives.segment_mean(gap, batch.sequence_ids, trained))
     product = jnp.abs(objectives.segment_sum(gap * trained, batch.sequence_ids))
     return {
@@ -161,7 +161,7 @@ def gradients(
     algorithm: Algorithm,
     params: Params,
     batch: TokenBatch,
-    frozen: Frozen | None = None,
+    references: ReferencePolicies | None = None,
     split: Split = ONE_PART,
     base: Base | None = None,
 ) -> tuple[Params, Stats]:
@@ -169,8 +169,8 @@ def gradients(
 
     base: frozen weights of a model with adapters, whose parameters these are.
     """
-    loss_fn = policy_loss(model, algorithm, frozen or {}, split)
-    grad_fn = jax.grad(lambda p, b: loss_fn(model.whole(p, base), b), has_aux=True)
+    loss_fn = policy_loss(model, algorithm, references or {}, split)
+    grad_fn = jax.grad(lambda p, b: loss_fn(model.full_params(p, base), b), has_aux=True)
     grads, stats = accumulate(lambda b: grad_fn(params, b), batch)
     if "policy/ratio_sq" in stats:
         square = stats.pop("policy/ratio_sq")
@@ -222,7 +222,7 @@ def make_policy_update(
     optimizer: Optimizer,
     num_updates: int,
     shardings: ParamState,
-    frozen_models: Mapping[str, Model],
+    reference_models: Mapping[str, Model],
 ) -> PolicyUpdate:
     """Jit the policy's update for this mesh: `(state, batch, frozen parameters, base) -> (state, statistics)`.
 
@@ -232,9 +232,9 @@ def make_policy_update(
     tx, rate = optimizer.build(num_updates), optimizer.rate(num_updates)
 
     def update(
-        state: ParamState, batch: TokenBatch, frozen: Mapping[str, Params], base: Base | None = None
+        state: ParamState, batch: TokenBatch, references: Mapping[str, Params], base: Base | None = None
     ) -> tuple[ParamState, Stats]:
-        models = {name: (frozen_models[name], params) for name, params in frozen.items()}
+        models = {name: (reference_models[name], params) for name, params in references.items()}
         with on_mesh(mesh):
             grads, stats = gradients(model, algorithm, state.params, batch, models, Split.of(mesh), base)
         stats["optim/lr"] = jnp.asarray(rate(state.num_updates), jnp.float32)
@@ -262,7 +262,7 @@ def make_critic_update(
 
         def grad_fn(b: TokenBatch):
             old, w = b.given("old_values_C"), b.given("critic_weights_C")
-            return jax.grad(lambda p: loss_fn(model.whole(p, base), old, w, b), has_aux=True)(state.params)
+            return jax.grad(lambda p: loss_fn(model.full_params(p, base), old, w, b), has_aux=True)(state.params)
 
         grads, stats = accumulate(grad_fn, batch)
         new, applied = apply(tx, state, grads, stats["critic/loss"], batch.num_tokens)

@@ -89,7 +89,7 @@ def test_every_file_holds_an_algorithm():
 
 @each
 def test_it_is_a_value(cls):
-    """Frozen, hashable, equal by value: it is a static part of jitted programs."""
+    """ReferencePolicies, hashable, equal by value: it is a static part of jitted programs."""
     algorithm = cls()
     assert algorithm == cls() and hash(algorithm) == hash(cls())
     assert algorithm.source in ("gold", "sampler", "pairs")
@@ -116,11 +116,11 @@ def test_credit_is_finite_and_writes_to_nothing(cls):
     groups = groups_of(rng, group_size=group_size(cls), rewards=[r[: group_size(cls)] for r in flat])
     e = episodes_of(rng, groups, algorithm.needs())
     before = {f.name: np.array(getattr(e, f.name), copy=True) for f in dataclasses.fields(e)}
-    memory = {}
+    carry = {}
     for _ in range(2):
-        credit = algorithm.credit(e, memory)
-        memory = credit.memory
-        assert all(isinstance(v, float) for v in memory.values())
+        credit = algorithm.credit(e, carry)
+        carry = credit.carry
+        assert all(isinstance(v, float) for v in carry.values())
         for name in ("advantages", "weights", "returns", "critic_weights", "entropy_weights"):
             array = getattr(credit, name)
             assert array is None or np.isfinite(np.where(e.mask, array, 0)).all(), name
@@ -147,7 +147,7 @@ def test_every_setting_does_something(cls):
 
 INERT_ALONE = {
     "kl_horizon",  # with kl_target
-    "refills",  # the loop's
+    "dynamic_sampling_rounds",  # the loop's
     "mask_truncated",  # nothing is truncated here
     "drop_degenerate",  # no group is
     "min_std",  # for flat batches
@@ -247,7 +247,7 @@ def test_packing_padding_and_order_change_nothing(cls, objectives, world):
 @each
 def test_alone_in_its_row_a_sequence_has_the_same_gradient(cls, objectives, world):
     """Nothing leaks between trajectories that share a row (pairs stay together: their loss is one)."""
-    if cls.whole_groups:
+    if cls.unsplit_groups:
         pytest.skip("a pair is one loss")
     groups, objective = world(cls), objectives(cls)
     logps = moved(groups)

@@ -108,7 +108,7 @@ def test_a_step_of_a_toy_is_what_the_trainer_would_pack(case):
 
     credit = algorithm.credit(e, {})
     ours = toys.pack(algorithm, played, credit)
-    learner = PhaseTrainer(
+    trainer = PhaseTrainer(
         None,
         None,
         algorithm,
@@ -119,7 +119,7 @@ def test_a_step_of_a_toy_is_what_the_trainer_would_pack(case):
         limit_tok=e.limit_tok,
     )  # type: ignore[arg-type]
     samples = [[Sample.of(t) for t in group] for group in groups]
-    packed = learner.pack(learner.credited(samples, e, credit))
+    packed = trainer.pack(trainer.credited(samples, e, credit))
     theirs = packed.batch
     assert theirs.num_tokens == ours.num_tokens and theirs.num_sequences == ours.num_sequences
     keep = e.mask.any(1) if credit.keep is None else credit.keep & e.mask.any(1)
@@ -153,7 +153,7 @@ def test_a_step_of_a_toy_is_what_the_trainer_would_pack(case):
                 np.testing.assert_allclose(
                     got.reshape(*e.mask.shape, *tail)[n][e.mask[n]], want.reshape(-1, *tail)[at], rtol=2e-5, atol=1e-6
                 )
-        for name in ("sequence_ids", "chunk_ids"):  # other numbers, the same parts
+        for name in ("sequence_ids", "turn_ids"):  # other numbers, the same parts
             want = getattr(theirs, name).reshape(-1)[at]
             got = getattr(ours, name).reshape(e.mask.shape)[n][e.mask[n]]
             np.testing.assert_array_equal(want - want[0], got - got[0])

@@ -92,11 +92,11 @@ def update(spec, lora=None):
     if lora:
         shapes = jax.eval_shape(model.base, model.plain.abstract())
         base = like(shapes, param_shardings(mesh, lora.base_axes(model.plain.axes()), shapes))
-    learner = PhaseTrainer(mesh, model, Grpo(), AdamW(), PackShape(1, B, T), 10, 4, base=base)
-    batch = learner.pack([]).batch
-    state = like(learner.abstract().policy, learner.shardings.policy)
+    trainer = PhaseTrainer(mesh, model, Grpo(), AdamW(), PackShape(1, B, T), 10, 4, base=base)
+    batch = trainer.pack([]).batch
+    state = like(trainer.abstract().policy, trainer.shardings.policy)
     args = state, like(batch, batch_shardings(mesh, batch)), {}, base
-    text = learner._update_policy.lower(*args).compile().as_text()
+    text = trainer._update_policy.lower(*args).compile().as_text()
     computations = read(text)
     (backward,) = (c for c in computations if any("rematted_computation" in x.name for x in c))
     ffn = [(D, F // n) for n in (1, mesh.shape["tensor"])]

@@ -345,8 +345,8 @@ def test_108_corruptions_of_a_real_run(watched, tmp_path, capsys, monkeypatch):
     state, begin, begun = watched.state("before rollouts/step_5.jsonl", tmp_path / "run"), loop.begin, []
 
     def look(plan, folder, saved):
-        _, learner, found = begin(plan, folder, saved)
-        begun.append((saved.progress.step, fingerprint((found, learner.frozen))))
+        _, trainer, found = begin(plan, folder, saved)
+        begun.append((saved.progress.step, fingerprint((found, trainer.references))))
         raise Killed
 
     monkeypatch.setattr(loop, "begin", look)

@@ -112,7 +112,7 @@ def test_the_trainer_takes_the_experts_of_the_sampler(params, rows, read):
 
 def test_a_step_replays_and_reports(params, trajectories):
     mesh = MeshSpec().build(jax.devices()[:1])
-    learner = PhaseTrainer(
+    trainer = PhaseTrainer(
         mesh,
         MODEL,
         Grpo(anchor="proximal", kl_coef=0.0),
@@ -123,7 +123,7 @@ def test_a_step_replays_and_reports(params, trajectories):
         replay_experts=True,
     )
     groups = [trajectories[:2], trajectories[2:]]
-    step = learner.step(learner.init(jax.tree.map(jnp.copy, params)), groups, {}, 0)
+    step = trainer.step(trainer.init(jax.tree.map(jnp.copy, params)), groups, {}, 0)
     router = {k: v for k, v in step.row.items() if k.startswith("router/")}
     assert len(router) == 5 and metrics.check_row(step.row) == []
     known = sum(int((t.turns[0].experts[:, 0, 0] >= 0).sum()) for t in trajectories)

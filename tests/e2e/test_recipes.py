@@ -118,7 +118,10 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path):
 
 def test_a_run_ends_when_no_refill_teaches_anything(tmp_path, capsys):
     """As in the authors' code, which raises after `max_num_gen_batches` (github.com/volcengine/verl, recipe/dapo)."""
-    settings = RL | {"ReasoningGym.partial_credit": False, "rl/Phase.steps": 1, "Dapo.refills": 2}
+    settings = RL | {"ReasoningGym.partial_credit": False, "rl/Phase.steps": 1, "Dapo.dynamic_sampling_rounds": 2}
     assert train.main(arguments("algorithms/dapo", tmp_path / "run", settings)) == 5
     said = capsys.readouterr().err
-    assert "after 2 refills none of 24 groups teaches anything" in said and "Dapo.refills" in said
+    assert (
+        "after 2 dynamic-sampling rounds none of 24 groups has a signal" in said
+        and "Dapo.dynamic_sampling_rounds" in said
+    )

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolljax import cli, serve
-from rolljax.loop import make_learner
+from rolljax.loop import make_trainer
 from rolljax.model import hf
 from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.run.checkpoint import Progress
@@ -629,7 +629,7 @@ def run_folder(tmp_path_factory, params):
     config = cli.load_recipe([QUICKSTART], ["MeshSpec.data = 1"])
     plan = check_run(config.value)
     folder.prepare(config, fresh=False)
-    state = make_learner(plan, 0, {}).init(params)
+    state = make_trainer(plan, 0, {}).init(params)
     progress = Progress(total_steps=5, step=5, version=5)
     folder.checkpoints.save(folder.checkpoints.next_name(progress), state, progress)
     return folder.path

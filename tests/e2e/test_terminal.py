@@ -134,7 +134,7 @@ END
         "poisoned start-up": [
             "printf 'import os\\nos._exit(0)\\n' | tee sitecustomize.py conftest.py usercustomize.py json.py > pytest.py"
         ],
-        "surviving daemon": [
+        "filter_groups daemon": [
             '(setsid nohup bash -c \'trap "" TERM; while :; do mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; '
             "sleep 0.2; done' > /dev/null 2>&1 &)"
         ],

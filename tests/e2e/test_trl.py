@@ -148,7 +148,7 @@ def trajectory(frozen, n):
 
 def ours(model, params, algorithm, frozen, temperature=1.0):
     """Loss, gradient by tensor of the folder, and statistics of one update on the batch."""
-    learner = PhaseTrainer(
+    trainer = PhaseTrainer(
         mesh=MeshSpec().build(jax.devices()[:1]),
         model=model,
         algorithm=algorithm,
@@ -169,7 +169,7 @@ def ours(model, params, algorithm, frozen, temperature=1.0):
     if frozen.advantages is not None:
         credit = dataclasses.replace(credit, advantages=padded(frozen.advantages))
     samples = [[Sample.of(t) for t in group] for group in groups]
-    packed = learner.pack(learner.credited(samples, episodes, credit), getattr(algorithm, "kl_coef", 0.0))
+    packed = trainer.pack(trainer.credited(samples, episodes, credit), getattr(algorithm, "kl_coef", 0.0))
     assert (packed.batch.segment_ids > 0).any(-1).sum() > 1
     update = jax.jit(lambda p, b: gradients(model, algorithm, p, b), compiler_options=QUICKER)
     grads, stats = update(params, packed.batch)
@@ -230,7 +230,11 @@ def test_dapo_without_truncated_answers(folder, frozen, agree):
         folder, frozen, loss_type="dapo", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True
     )
     assert_clipped(
-        agree(Dapo(drop_degenerate=False, refills=0, overlong_cache=0, mask_truncated=True), frozen, verdict)
+        agree(
+            Dapo(drop_degenerate=False, dynamic_sampling_rounds=0, overlong_cache=0, mask_truncated=True),
+            frozen,
+            verdict,
+        )
     )
 
 

@@ -53,7 +53,7 @@ from rolljax.trainer.critic import Critic
 from rolljax.trainer.update import critic_loss, policy_loss
 from rolljax.types import Expert, Key, Task, Trajectory, Turn
 from tests.reference import algorithms as ref
-from tests.synthetic import CLASSES, LIMIT_TOK, Objective, learner, samples_of, trained
+from tests.synthetic import CLASSES, LIMIT_TOK, Objective, samples_of, trained, trainer
 
 ROWS = PackShape(2, 4, 96)
 REWARDS = {
@@ -372,7 +372,7 @@ class Case:
     reference: object
     size: int | None = None
     replay: bool = False
-    teaches: int = len(RICH)
+    has_signal: int = len(RICH)
     """Batches that at least must have a gradient."""
 
 
@@ -492,7 +492,7 @@ CASES = {
         ),
     ),
     "LitePpo": Case(LitePpo(), ref.lite_ppo),
-    "LitePpo, flat batches left out": Case(LitePpo(min_std=0.8), partial(ref.lite_ppo, min_std=0.8), teaches=2),
+    "LitePpo, flat batches left out": Case(LitePpo(min_std=0.8), partial(ref.lite_ppo, min_std=0.8), has_signal=2),
     # other weights of the ratio
     "Tis": Case(Tis(cap=1.1, kl_coef=0.1, kl="k2"), partial(ref.tis, cap=1.1, kl_loss=0.1, kl_kind="k2")),
     "Cispo": Case(Cispo(kl_coef=0.1), partial(ref.cispo, clip_low=None, clip_high=0.28, kl_loss=0.1)),
@@ -632,7 +632,7 @@ def test_agrees_with_the_reference(name):
         largest.append(agree(loss, [g[0] for g in grads], want))
 
     on_worlds(compare, 8)
-    assert sum(x > 1e-3 for x in largest) >= case.teaches, "too few of the batches teach anything"
+    assert sum(x > 1e-3 for x in largest) >= case.has_signal, "too few of the batches teach anything"
 
 
 # ---- what is carried from step to step ------------------------------------------------------------------------------
@@ -640,13 +640,13 @@ def test_agrees_with_the_reference(name):
 
 def two_steps(algorithm):
     """Groups, episodes and log-probs of two steps, and what the first one hands to the second."""
-    steps, memory = [], {}
+    steps, carry = [], {}
     for seed in (5, 6):
         world = World(seed, 3, 4, 2, 5, "graded")
         groups = world.groups()
         e = world.episodes(groups, algorithm.needs())
-        steps.append((groups, e, moved(world, groups, e, algorithm), memory))
-        memory = algorithm.credit(e, memory).memory
+        steps.append((groups, e, moved(world, groups, e, algorithm), carry))
+        carry = algorithm.credit(e, carry).carry
     return steps
 
 
@@ -654,9 +654,9 @@ def test_running_statistics():
     algorithm = Reinforce(mean="running", std="running")
     steps = two_steps(algorithm)
     seen = []
-    for groups, e, logps, memory in steps:
+    for groups, e, logps, carry in steps:
         seen += e.rewards.tolist()
-        loss, grads = trained(algorithm, groups, e, logps, ROWS, memory=memory)
+        loss, grads = trained(algorithm, groups, e, logps, ROWS, carry=carry)
         want = ref.reinforce(told(groups, e, logps, algorithm), baseline=ref.mean(seen), scale=ref.std(seen))
         assert agree(loss, [g[0] for g in grads], want) > 1e-3
 
@@ -666,8 +666,8 @@ def test_an_adaptive_kl_coefficient(where):
     coef = {"kl_coef": 0.2, "kl": "k2"} if where == "loss" else {"kl_reward_coef": 0.2}
     algorithm = Reinforce(**coef, kl_target=1.0, kl_horizon=40)
     beta, betas = 0.2, []
-    for groups, e, logps, memory in two_steps(algorithm):
-        loss, grads = trained(algorithm, groups, e, logps, ROWS, memory=memory)
+    for groups, e, logps, carry in two_steps(algorithm):
+        loss, grads = trained(algorithm, groups, e, logps, ROWS, carry=carry)
         episodes = told(groups, e, logps, algorithm)
         options = {"kl_loss": beta, "kl_kind": "k2"} if where == "loss" else {"kl_reward": beta}
         assert agree(loss, [g[0] for g in grads], ref.reinforce(episodes, **options)) > 1e-3
@@ -749,7 +749,7 @@ class Rows:
     def __init__(self, algorithm, groups, e, width, seed):
         samples = samples_of(groups)
         place = {id(s.tokens): n for n, s in enumerate(s for group in samples for s in group)}
-        kept = learner(algorithm).credited(samples, e, algorithm.credit(e, {}))
+        kept = trainer(algorithm).credited(samples, e, algorithm.credit(e, {}))
         self.which = [place[id(s.tokens)] for group in kept for s in group]
         self.packed = Objective(algorithm).rows(kept, ONE)
         batch = self.packed.batch

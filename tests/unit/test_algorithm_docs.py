@@ -284,16 +284,16 @@ def test_the_example_learns(example, name, model, params):
     algorithm = module.Raft() if name == "raft" else module.BestOf()
     mesh = MeshSpec().build(jax.devices()[:1])
     optimizer = AdamW(lr=1e-3)
-    learner = PhaseTrainer(
+    trainer = PhaseTrainer(
         mesh, model, algorithm, optimizer, PackShape(1, 4, 64), steps=1, groups_per_step=4, limit_tok=6
     )
-    state = learner.init(jax.tree.map(jnp.copy, params))
+    state = trainer.init(jax.tree.map(jnp.copy, params))
     samples = [[Sample.of(t) for t in group] for group in groups]
     e = Episodes.of(groups, limit_tok=6)
 
-    reader = dataclasses.replace(learner, algorithm=grpo.Grpo(anchor="proximal"))  # it reads log-probs
+    reader = dataclasses.replace(trainer, algorithm=grpo.Grpo(anchor="proximal"))  # it reads log-probs
     before = reader.read(state, samples, e).trainer_logp
-    step = learner.step(state, groups, {}, 0)
+    step = trainer.step(state, groups, {}, 0)
     after = reader.read(step.state, samples, e).trainer_logp
     rise = (after - before).mean(1)
     assert step.num_trained == 4 and rise[e.rewards == 1].min() > 0.02

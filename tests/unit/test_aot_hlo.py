@@ -161,7 +161,7 @@ def update():
     """A small update over fsdp 4 x tensor 2, compiled: 2 micro-batches of 4 rows of 64 tokens."""
     shape = Qwen3Config(512, 3, 64, 4, 2, 32, 256, tie_embeddings=False)
     model = Model(shape, "float32", "full")
-    learner = PhaseTrainer(
+    trainer = PhaseTrainer(
         MeshSpec(data=1, fsdp=4, tensor=2).build(),
         model,
         Grpo(),
@@ -170,19 +170,19 @@ def update():
         steps=1,
         groups_per_step=1,
     )
-    program = next(programs.Trainer.of(learner).programs("rl", {}))
-    return learner, program, program.lower().compile()
+    program = next(programs.Trainer.of(trainer).programs("rl", {}))
+    return trainer, program, program.lower().compile()
 
 
 def test_matmul_flops_are_the_formulas(update):
     """Forward, recomputed, and twice that backward, each 2 flops per parameter and token; the layer's last matmul is not
     recomputed. A head in several parts computes its logits twice. Attention's own blocks come on top."""
-    learner, program, compiled = update
-    work = hlo.read(compiled.as_text(), dict(learner.mesh.shape), program.trips)
-    cfg, tokens = learner.model.cfg, 2 * 4 * 64
+    trainer, program, compiled = update
+    work = hlo.read(compiled.as_text(), dict(trainer.mesh.shape), program.trips)
+    cfg, tokens = trainer.model.cfg, 2 * 4 * 64
     D, F, H, K, C = cfg.hidden_size, cfg.ffn_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     layer = D * C * (2 * H + 2 * K) + 3 * D * F
-    assert programs.matmul_params(learner.model) == 3 * layer + cfg.vocab_size * D
+    assert programs.matmul_params(trainer.model) == 3 * layer + cfg.vocab_size * D
     dense = 2 * tokens * (3 * (4 * layer - D * F) + 4 * cfg.vocab_size * D)
     # one block of all queries and keys: scores and mixture forward, again, and twice that backward
     attention = 2 * 3 * (2 + 2 + 4) * 2 * 4 * H * C * 64 * 64
@@ -190,13 +190,13 @@ def test_matmul_flops_are_the_formulas(update):
 
 
 def test_memory_is_what_memory_analysis_says(update):
-    learner, program, compiled = update
+    trainer, program, compiled = update
     memory = compiled.memory_analysis()
     arguments = sum(v for k, v in program.own.items() if k != "gradients")
     assert arguments == pytest.approx(memory.argument_size_in_bytes, rel=0.01)
     state = program.own["parameters"] + program.own["optimizer"]
     assert memory.alias_size_in_bytes == pytest.approx(state, rel=0.01)
-    params = sum(x.size for x in jax.tree.leaves(learner.model.abstract())) * 4
+    params = sum(x.size for x in jax.tree.leaves(trainer.model.abstract())) * 4
     assert program.own["gradients"] == program.own["parameters"] >= params / 8
 
 

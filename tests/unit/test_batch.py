@@ -73,7 +73,7 @@ def unpacked(rows):
             chain = np.array(chain[::-1])
             np.testing.assert_array_equal(rows["positions"][r, chain], np.arange(len(chain)))
             assert set(segments[chain]) == {segment} and set(branches[chain]) <= {0, branch}
-            sequence, chunk = rows["sequence_ids"][r, chain], rows["chunk_ids"][r, chain]
+            sequence, chunk = rows["sequence_ids"][r, chain], rows["turn_ids"][r, chain]
             np.testing.assert_array_equal(sequence > 0, chunk > 0)
             (own,) = set(sequence[sequence > 0].tolist())
             chunks = set(chunk[chunk > 0].tolist())
@@ -317,7 +317,7 @@ def test_a_batch_has_exactly_the_arrays_that_were_given():
     assert set(batch.arrays()) == set(ARRAYS) - optional | {"returns", "old_values_C", "trainer_logp"}
     assert batch.old_values_C.shape == (2, 1, 12, 2)
     np.testing.assert_array_equal(batch.anchor("proximal"), batch.given("returns") * 2)
-    ints = {"tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "chunk_ids"}
+    ints = {"tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "turn_ids"}
     assert {n for n, a in batch.arrays().items() if a.dtype == np.int32} == ints
     assert all(a.dtype == np.float32 for n, a in batch.arrays().items() if n not in ints)
     assert {getattr(batch, n).shape for n in SCALARS} == {()}

@@ -94,9 +94,9 @@ def step(model, params, algorithm, *rewards):
     """A step on two groups that both have these rewards."""
     mesh = MeshSpec().build(jax.devices()[:1])
     settings = {"steps": 1, "groups_per_step": 2, "limit_tok": 16}
-    learner = PhaseTrainer(mesh, model, algorithm, AdamW(), PackShape(2, 2, 96), **settings)
+    trainer = PhaseTrainer(mesh, model, algorithm, AdamW(), PackShape(2, 2, 96), **settings)
     groups = groups_of(np.random.default_rng(0), num_groups=2, group_size=2, rewards=[rewards] * 2)
-    return learner.step(learner.init(jax.tree.map(jnp.copy, params)), groups, {}, 0)
+    return trainer.step(trainer.init(jax.tree.map(jnp.copy, params)), groups, {}, 0)
 
 
 def test_a_step_that_can_train_on_nothing_is_an_error(model, params):

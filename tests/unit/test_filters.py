@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rolljax.errors import ConfigError
-from rolljax.rollout.filters import FilterConfig, faults_row, surviving
+from rolljax.rollout.filters import FilterConfig, faults_row, filter_groups
 from rolljax.types import Fault, Group, Key, Task
 from tests.synthetic import trajectory
 
@@ -38,14 +38,14 @@ def siblings(groups):
 
 def test_of_eight_three_lost_ones_are_left_out_and_five_end_the_step(made):
     group = made(*[1.0, 0.0] * 4)
-    assert siblings(surviving([failing(group, 0, 3, 5)])) == [[1, 2, 4, 6, 7]]
-    assert surviving([failing(group, 0, 1, 2, 3, 5)]) == []
-    assert siblings(surviving([failing(group, 0, 1, 2, 3, 5)], FilterConfig(max_failed_frac=1.0))) == [[4, 6, 7]]
+    assert siblings(filter_groups([failing(group, 0, 3, 5)])) == [[1, 2, 4, 6, 7]]
+    assert filter_groups([failing(group, 0, 1, 2, 3, 5)]) == []
+    assert siblings(filter_groups([failing(group, 0, 1, 2, 3, 5)], FilterConfig(max_failed_frac=1.0))) == [[4, 6, 7]]
 
 
 def test_loops_are_left_out_and_never_end_a_step(made):
     group = made(*[1.0, 0.0] * 4)
-    assert siblings(surviving([failing(group, 0, 1, 2, 3, 5, kind="agent")])) == [[4, 6, 7]]
+    assert siblings(filter_groups([failing(group, 0, 1, 2, 3, 5, kind="agent")])) == [[4, 6, 7]]
 
 
 def test_a_demonstration_takes_part_beside_the_group_it_is_for(made):
@@ -55,12 +55,12 @@ def test_a_demonstration_takes_part_beside_the_group_it_is_for(made):
         dataclasses.replace(group, demonstration=shown),
         failing(dataclasses.replace(alone, demonstration=shown), 0),
     ]
-    assert siblings(surviving(groups)) == [[0, 1, 2]]
+    assert siblings(filter_groups(groups)) == [[0, 1, 2]]
 
 
 def test_a_group_needs_two_unless_it_is_one(made):
     groups = [failing(made(1, 0), 0), made(1, 0, index=1), made(1, index=2)]
-    assert siblings(surviving(groups)) == [[0, 1], [0]]
+    assert siblings(filter_groups(groups)) == [[0, 1], [0]]
 
 
 @pytest.mark.parametrize("do, rewards", [("alarm", [1, 0]), ("zero", [0, 0]), ("drop", None)])
@@ -69,7 +69,7 @@ def test_tampering(made, do, rewards):
     first, *rest = group.trajectories
     group = dataclasses.replace(group, trajectories=(dataclasses.replace(first, metrics={"tamper_n": 2.0}), *rest))
     assert faults_row([group])["faults/tampered_n"] == 1
-    (left,) = surviving([group], FilterConfig(tampering=do))
+    (left,) = filter_groups([group], FilterConfig(tampering=do))
     if do == "drop":
         assert siblings([left]) == [[1, 2]]
     else:
@@ -82,7 +82,7 @@ def test_very_long_failures_may_be_left_out(made):
     short = dataclasses.replace(group.trajectories[2].turns[0], tokens=group.trajectories[2].turns[0].tokens[:2])
     ts = (*group.trajectories[:2], dataclasses.replace(group.trajectories[2], turns=(short,)))
     group = dataclasses.replace(group, trajectories=ts)
-    assert siblings(surviving([group], FilterConfig(drop_failures_over_tok=4))) == [[0, 2]]
+    assert siblings(filter_groups([group], FilterConfig(drop_failures_over_tok=4))) == [[0, 2]]
 
 
 def test_faults_are_counted_by_kind(made):
@@ -117,5 +117,5 @@ def test_settings_that_cannot_work_are_refused():
 
 
 def test_keys_stay(made):
-    (left,) = surviving([made(1.0, 0.0)])
+    (left,) = filter_groups([made(1.0, 0.0)])
     assert [t.key for t in left] == [Key(0, 0, 0, 0), Key(0, 0, 0, 1)]

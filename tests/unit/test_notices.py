@@ -87,10 +87,15 @@ def test_a_good_and_a_bad_answer_are_shown_on_one_line_each():
 
 def test_a_step_that_refills_did_not_fill_is_told_once():
     phase = Phase(
-        "rl", Dapo(overlong_cache=0, refills=3), steps=5, prompts_per_step=8, group_size=4, updates_per_step=2
+        "rl",
+        Dapo(overlong_cache=0, dynamic_sampling_rounds=3),
+        steps=5,
+        prompts_per_step=8,
+        group_size=4,
+        updates_per_step=2,
     )
     notices = of(phase)
-    assert notices.refills(8, 20) == ""
-    text = notices.refills(5, 32)
-    assert text.startswith("only 5 of 8 groups") and "after 3 refills (32 groups drawn)" in text
-    assert "Dapo.refills" in text and notices.refills(4, 32) == ""
+    assert notices.dynamic_sampling_rounds(8, 20) == ""
+    text = notices.dynamic_sampling_rounds(5, 32)
+    assert text.startswith("only 5 of 8 groups") and "after 3 rounds (32 groups drawn)" in text
+    assert "Dapo.dynamic_sampling_rounds" in text and notices.dynamic_sampling_rounds(4, 32) == ""

@@ -55,13 +55,13 @@ class Watched(AsyPpo):
 
     seen: list = dataclasses.field(default_factory=list, hash=False, compare=False)
 
-    def credit(self, e, memory):
-        result = super().credit(e, memory)
+    def credit(self, e, carry):
+        result = super().credit(e, carry)
         self.seen.append((e, result))
         return result
 
 
-def learner(model, algorithm, **settings):
+def trainer(model, algorithm, **settings):
     shape = PackShape(3, 4, 64)
     steps = {"steps": 5, "groups_per_step": 4, "limit_tok": 16, **settings}
     mesh = MeshSpec().build(jax.devices()[:1])
@@ -73,7 +73,7 @@ def test_values_and_masks_are_those_of_the_updated_critics(model, params, groups
     the policy is updated; with several updates per datum, of the policy too if asked."""
     critic = Critic(num=2, model=SMALL, epochs=4, first=True, optimizer=AdamW(lr=1e-2))
     algorithm = Watched(critic=critic)
-    found = learner(model, algorithm, epochs=2)
+    found = trainer(model, algorithm, epochs=2)
     state = found.init(params)
     samples, plain = samples_of(groups), Episodes.of(groups, limit_tok=16)
     before = found.read(state, samples, plain).values
@@ -104,7 +104,7 @@ def test_values_and_masks_are_those_of_the_updated_critics(model, params, groups
 def test_the_policy_learns_from_the_second_credit(model, params, groups):
     """The advantages of updated critics are what is trained on: the same update, made by hand."""
     algorithm = Watched(critic=Critic(num=2, model=SMALL, epochs=2, first=True, optimizer=AdamW(lr=1e-2)))
-    found = learner(model, algorithm)
+    found = trainer(model, algorithm)
     first = found.step(found.init(params), groups, {}, 0)
     e, result = algorithm.seen[-1]
     kept = found.credited(samples_of(groups), e, result)
@@ -156,7 +156,7 @@ def test_critics_average_over_tokens_whatever_the_policy_does(groups):
     by their length."""
     algorithm = AsyPpo()
     e = episodes_of(np.random.default_rng(4), groups, algorithm.needs())
-    found = synthetic.learner(algorithm)
+    found = synthetic.trainer(algorithm)
     batch = found.pack(found.credited(samples_of(groups), e, algorithm.credit(e, {}))).batch
     assert len(np.unique(batch.scale)) > 3  # the policy's shares hang on lengths
     share = np.asarray(algorithm.critic_scale(batch))[..., None] * batch.critic_weights_C

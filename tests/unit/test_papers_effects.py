@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import toys
 
 from rolljax.trainer import masked
-from rolljax.trainer.algorithms.base import Policy
+from rolljax.trainer.algorithms.base import PolicyOutputs
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.dr_grpo import DrGrpo
 from rolljax.trainer.algorithms.gigpo import GiGpo
@@ -71,7 +71,7 @@ def ours(algorithm, e, logp=NEW):
 
     def loss(logp):
         rows = masked.clean(jnp.reshape(logp, batch.scale.shape), batch.scale)
-        policy = Policy(rows, jnp.zeros_like(rows))
+        policy = PolicyOutputs(rows, jnp.zeros_like(rows))
         return masked.total(algorithm.objective(policy, clean_batch(batch, rows)).loss, batch.scale)
 
     value, grad = jax.value_and_grad(loss)(jnp.float32(logp))
@@ -224,7 +224,7 @@ def test_dapo():
     want = by_differences(lambda logp: dapo_loss(logp, 4))
     agree(ours(algorithm, batch_of()), want)
     agree(twin(ref.dapo(told(), LIMIT, 4)), want)
-    assert algorithm.teaches(batch_of()).tolist() == (INDEX < 2).tolist()
+    assert algorithm.has_signal(batch_of()).tolist() == (INDEX < 2).tolist()
 
 
 # ---- GiGPO ----------------------------------------------------------------------------------------------------------

@@ -525,13 +525,13 @@ def test_the_order_says_what_reinforce_pp_normalises(bad):
 def test_the_law_of_tricks_or_traps_is_a_preset():
     """arXiv 2508.08221, section 3.1: temperature .99, top-p .99, top-k 100."""
     setting = 'grpo.Grpo.anchor = "proximal"'
-    phase = cli.load_recipe(["quickstart", "laws/tricks_or_traps"], [setting]).value.phases[-1]
+    phase = cli.load_recipe(["quickstart", "presets/tricks_or_traps"], [setting]).value.phases[-1]
     assert (phase.temperature, phase.top_p, phase.top_k) == (0.99, 0.99, 100)
 
 
 @pytest.mark.parametrize("algorithm", [Topr(), Grpo(sft_coef=0.1), Grpo()], ids=["topr", "cross-entropy", "grpo"])
 def test_the_rewards_that_an_objective_asks_for_are_there_when_it_is_compiled_ahead(algorithm, model):
     mesh = MeshSpec().build(jax.devices()[:1])
-    learner = PhaseTrainer(mesh, model, algorithm, AdamW(), PackShape(1, 2, 32), steps=1, groups_per_step=1)
-    shapes = batch_shapes(learner)
+    trainer = PhaseTrainer(mesh, model, algorithm, AdamW(), PackShape(1, 2, 32), steps=1, groups_per_step=1)
+    shapes = batch_shapes(trainer)
     assert (shapes.rewards is not None) == algorithm.needs().rewards == (algorithm != Grpo())

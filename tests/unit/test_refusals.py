@@ -301,8 +301,8 @@ TABLE = {
         lambda build: build(Reinforce(drop_degenerate=True), group_size=1),
         lambda build: build(Reinforce(drop_degenerate=True), group_size=4),
     ),
-    "refills for nothing": Refused(
-        "Dapo.refills",
+    "dynamic_sampling_rounds for nothing": Refused(
+        "Dapo.dynamic_sampling_rounds",
         30,
         ("no group is ever dropped", "drop_degenerate"),
         lambda build: build(Dapo(overlong_cache=0, drop_degenerate=False)),

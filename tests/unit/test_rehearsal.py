@@ -63,7 +63,7 @@ ALGORITHMS = """
 
     @dataclasses.dataclass(frozen=True)
     class InCredit(Grpo):
-        def advantages(self, e, rewards, memory):
+        def advantages(self, e, rewards, carry):
             return e.reward * e.mask
 
     @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ ALGORITHMS = """
 
     @dataclasses.dataclass(frozen=True)
     class Shapes(Grpo):
-        def credit(self, e, memory):
+        def credit(self, e, carry):
             return Credit(e.rewards)
 
     @dataclasses.dataclass(frozen=True)
@@ -98,8 +98,8 @@ ALGORITHMS = """
 
     @dataclasses.dataclass(frozen=True)
     class Infinite(Grpo):
-        def advantages(self, e, rewards, memory):
-            return super().advantages(e, rewards, memory) / np.zeros(())
+        def advantages(self, e, rewards, carry):
+            return super().advantages(e, rewards, carry) / np.zeros(())
 """
 SAYS = {
     "Deaf": ["keeps nothing to train on, whatever the rewards", "filters"],

@@ -486,13 +486,13 @@ def test_a_turn_is_one_chunk_whatever_stands_in_it(chat):
 def recorded(chat, answers):
     """An expert's episode of `Echo`."""
     got, _ = play(chat, answers, Echo(), Echo().task(0), listen=True)
-    chunks = (Chunk(t.text, t.tokens, h) for t, h in zip(got.turns, got.heard[1:], strict=True))
-    return got, dataclasses.replace(Start.whole(got.heard[0], tuple(chunks)), imitate=1)
+    chunks = (Chunk(t.text, t.tokens, h) for t, h in zip(got.turns, got.observation_hashes[1:], strict=True))
+    return got, dataclasses.replace(Start.full(got.observation_hashes[0], tuple(chunks)), imitate=1)
 
 
 def test_a_replayed_beginning_is_the_experts_and_the_rest_the_policys(chat):
     whole, start = recorded(chat, ["a", "b", "stop"])
-    assert len(whole.heard) == 4 and whole.heard[-1] == digest(())
+    assert len(whole.observation_hashes) == 4 and whole.observation_hashes[-1] == digest(())
     two = dataclasses.replace(start, chunks=start.chunks[:2])
     got, policy = play(chat, ["-", "-", "c", "stop"], Echo(), Echo().task(0), start=two)
     assert [t.text for t in got.turns] == ["a", "b", "c", "stop"] and got.status == "ok"

@@ -12,7 +12,7 @@ import pytest
 from rolljax.envs.games.key_door_chain import KeyDoorChain
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import ConfigError, EnvError
-from rolljax.rollout.starts import RECENT, Chunk, ExpertStarts, Start, Starts, crucial_fork, fallback
+from rolljax.rollout.starts import RECENT, Chunk, ExpertStarts, Start, StartCurriculum, crucial_fork, fallback
 from rolljax.trainer.algorithms.ipa import Ipa
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Fault, Group, Key, Trajectory, Turn
@@ -28,7 +28,7 @@ def pool():
 
 
 def starts(pool, chat, **settings):
-    return Starts(ExpertStarts(**settings), pool, chat, seed=3, max_turns=CHAIN.max_turns)
+    return StartCurriculum(ExpertStarts(**settings), pool, chat, seed=3, max_turns=CHAIN.max_turns)
 
 
 def choose(s, task, count=1, step=0):
@@ -44,13 +44,15 @@ def turn(text, chat, version=0):
     return Turn(np.zeros(1, np.int32), tokens, np.zeros(n, np.float32), np.full(n, version), "stop", 0.0, text)
 
 
-def went(chat, task, replayed, successes, *, turns="abcde", heard=None, status="ok", expert=None, fault=None):
+def went(
+    chat, task, replayed, successes, *, turns="abcde", observation_hashes=None, status="ok", expert=None, fault=None
+):
     """A group whose trajectories began with so many replayed turns and ended like this."""
     fault = fault or (Fault("infra", "step", "gone") if status == "failed" else None)
 
     def one(i, success):
         made = tuple(turn(x, chat, -1 if k < replayed else 0) for k, x in enumerate(turns))
-        said = {"heard": heard, "expert": expert}
+        said = {"observation_hashes": observation_hashes, "expert": expert}
         return Trajectory(Key(0, 0, 0, i), task, made, float(success), {}, success, status, fault, **said)
 
     return Group(task, 0, 0, tuple(one(i, s) for i, s in enumerate(successes)))
@@ -187,7 +189,7 @@ def test_a_loop_is_no_success(pool, chat):
 
 def at_the_fork(chat, text="abcde", keep=2):
     chunks = [Chunk(x, chat.answer_ids(x), "") for x in text]
-    whole = Start.whole("", chunks)
+    whole = Start.full("", chunks)
     return dataclasses.replace(whole, chunks=whole.chunks[:keep], imitate=keep, crucial=chunks[keep])
 
 
@@ -253,10 +255,10 @@ def test_parallel_starts_are_spread_over_all_chunks_and_belong_to_their_address(
 def test_own_successes_are_replayed_and_refreshed(pool, chat):
     s, task = starts(pool, chat, expert="success", refresh_every=3), CHAIN.task(0)
     assert choose(s, task) == [None]
-    s.learn([went(chat, task, 0, [False, True], turns="abc", heard=("o", "1", "2", "3"))], 0)
+    s.learn([went(chat, task, 0, [False, True], turns="abc", observation_hashes=("o", "1", "2", "3"))], 0)
     (start,) = choose(s, task)
     assert [(c.text, c.digest) for c in start.chunks] == [("a", "1"), ("b", "2")] and start.opening == "o"
-    s.learn([went(chat, task, 0, [True], turns="xyz", heard=("o", "4", "5", "6"))], 1)
+    s.learn([went(chat, task, 0, [True], turns="xyz", observation_hashes=("o", "4", "5", "6"))], 1)
     assert [c.text for c in choose(s, task)[0].chunks][0] == "a"
     s.learn([], 2)
     assert [c.text for c in choose(s, task)[0].chunks][0] == "x"
@@ -267,7 +269,7 @@ def test_all_of_its_state_survives_a_stop(pool, chat):
     task = CHAIN.task(0)
     settings = {"expert": "success", "window": 3}
     s = starts(pool, chat, **settings)
-    s.learn([went(chat, task, 0, [True, False, True, True], turns="abc", heard=("o", "1", "2", "3"))], 0)
+    s.learn([went(chat, task, 0, [True, False, True, True], turns="abc", observation_hashes=("o", "1", "2", "3"))], 0)
     choose(s, task)
     (start,) = choose(s, task)
     s.learn([went(chat, task, 2, [True, True, True], expert=start.expert)], 1)
@@ -295,7 +297,7 @@ def test_an_expert_that_fails_is_an_error(chat):
     pool = EnvPool(PoolConfig(), spec)
     try:
         with pytest.raises(EnvError, match="do not solve"):
-            choose(Starts(ExpertStarts(), pool, chat, 0, spec.max_turns), spec.task(0))
+            choose(StartCurriculum(ExpertStarts(), pool, chat, 0, spec.max_turns), spec.task(0))
     finally:
         pool.close()
 

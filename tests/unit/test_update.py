@@ -93,7 +93,7 @@ def units(groups):
 
 def packed_rows(groups, algorithm, shape=SHAPE):
     return pack(
-        groups, shape, TEMPERATURE, aggregation=algorithm.aggregation, limit_tok=30, whole=algorithm.whole_groups
+        groups, shape, TEMPERATURE, aggregation=algorithm.aggregation, limit_tok=30, whole=algorithm.unsplit_groups
     )
 
 
@@ -125,7 +125,7 @@ def alone(groups, algorithm):
     it. Only its scales know of the others."""
     scales = token_scales([[s.mask for s in g] for g in groups], algorithm.aggregation, 30)
     lots = list(zip(groups, scales, strict=True))
-    if not algorithm.whole_groups:
+    if not algorithm.unsplit_groups:
         lots = [([s], [scale]) for g, scales in lots for s, scale in zip(g, scales, strict=True)]
     rows = []
     for members, scales in lots:
@@ -170,8 +170,8 @@ def quick(jitted):
 def start(model, params):
     """A fresh state with critics, on the host: placed on every mesh without another program."""
     mesh = MeshSpec().build(jax.devices()[:1])
-    learner = PhaseTrainer(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4, seed=3)
-    return jax.device_get(learner.init(params))
+    trainer = PhaseTrainer(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4, seed=3)
+    return jax.device_get(trainer.init(params))
 
 
 @pytest.fixture(scope="module")
@@ -477,9 +477,9 @@ def critics_on(model, start):
     def get(name):
         spec, num_devices = MESHES[name]
         mesh = spec.build(jax.devices()[:num_devices])
-        learner = PhaseTrainer(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4)
-        where = learner.shardings.critics
-        update = quick(make_critic_update(mesh, learner.value_model, PPO, PPO.critic, 10, where))
+        trainer = PhaseTrainer(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4)
+        where = trainer.shardings.critics
+        update = quick(make_critic_update(mesh, trainer.value_model, PPO, PPO.critic, 10, where))
         return update, lambda: jax.device_put(start.critics, where), mesh
 
     return get

@@ -113,7 +113,7 @@ class _Server:
         session: Session | None = None
         try:
             session = await self.sessions.open(self.ref)
-            talk = _Talk(session)
+            talk = TokenStream(session)
             while True:
                 async with asyncio.timeout(self.sessions.limits.idle_s):
                     text = await socket.receive_text()
@@ -141,7 +141,7 @@ async def _last_word(socket: WebSocket, answer: dict[str, Any]) -> None:
         await socket.send_text(json.dumps(answer))
 
 
-class _Talk:
+class TokenStream:
     """Answers messages of one session."""
 
     def __init__(self, session: Session) -> None:

@@ -153,7 +153,7 @@ class AgentRollouts(Rollouts):
 
     host: AgentHost
 
-    async def play_out(self, episode: Episode, record: Record, start: Start | None) -> None:
+    async def run_episode(self, episode: Episode, record: Record, start: Start | None) -> None:
         assert isinstance(self.policy, SamplerPolicy) and start is None
         await self.host.open()
         program, key, sessions = self.host.program, record.key, self.host.sessions

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import Memory, Setup
+from rolljax.trainer.algorithms.base import Carry, Setup
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -51,8 +51,8 @@ class AsyPpo(Ppo):
         "whiten": Stated(False, "arXiv 2510.01656, section 4.2: the advantage of GAE as it is"),
     }
 
-    def credit(self, e: Episodes, memory: Memory) -> Credit:
-        credit = super().credit(e, memory)
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
+        credit = super().credit(e, carry)
         _, spread = credits.critic_spread(e.given("values"))
         valid = e.mask if credit.mask is None else credit.mask
         valid = valid if credit.keep is None else valid & credit.keep[:, None]

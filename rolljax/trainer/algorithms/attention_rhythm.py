@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import Memory, Needs
+from rolljax.trainer.algorithms.base import Carry, Needs
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.credit import rhythm
@@ -60,8 +60,8 @@ class AttentionRhythm(Grpo):
     def needs(self) -> Needs:
         return dataclasses.replace(super().needs(), attention=self.maps)
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
-        return super().advantages(e, rewards, memory) * self.factors(e)
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+        return super().advantages(e, rewards, carry) * self.factors(e)
 
     def factors(self, e: Episodes) -> np.ndarray:
         """What each token's advantage is multiplied by, `[N, T]`, at least 1."""

@@ -31,8 +31,8 @@ from rolljax.trainer.critic import Critic
 from rolljax.trainer.paper import Stated
 
 Source = Literal["gold", "sampler", "pairs"]
-Memory = Mapping[str, float]
-Frozen = str
+Carry = Mapping[str, float]
+PolicySource = str
 """Where a frozen policy comes from: `phase_start`, `run_start`, or a local Hugging Face folder."""
 
 
@@ -40,13 +40,14 @@ Frozen = str
 class Law:
     """A frozen policy whose whole next-token distribution is compared with the trained one's, inside the update.
 
-    kind: forward is KL(frozen || trained), reverse KL(trained || frozen); for the others see `trainer.vocab`. tau: both
+    kind: forward is KL(reference || trained), reverse KL(trained || reference); for the others see `trainer.vocab`.
+      tau: both
     laws are taken at it, and the result is multiplied by tau^2 (None: the laws that tokens are drawn from, as they
     are). alpha: of the skewed divergence. top_k: compare only on the frozen policy's k most
     likely tokens (0: all), the rest as one `bucket` or `renormalise`d away.
     """
 
-    policy: Frozen
+    policy: PolicySource
     kind: Literal["forward", "reverse", "js", "skewed", "adaptive"] = "forward"
     tau: float | None = 1.0
     alpha: float = 0.1
@@ -65,16 +66,16 @@ class Needs:
     """
 
     trainer_logp: bool = False
-    ref: Frozen = ""
-    scorer: Frozen = ""
-    teachers: tuple[Frozen, ...] = ()
+    ref: PolicySource = ""
+    scorer: PolicySource = ""
+    teachers: tuple[PolicySource, ...] = ()
     law: Law | None = None
     critics: Critic | None = None
     attention: AttentionMaps | None = None
     rewards: bool = False
 
     @property
-    def frozen(self) -> tuple[Frozen, ...]:
+    def references(self) -> tuple[PolicySource, ...]:
         """Every frozen policy once."""
         law = self.law.policy if self.law else ""
         return tuple(dict.fromkeys(name for name in (self.ref, self.scorer, *self.teachers, law) if name))
@@ -104,7 +105,7 @@ class Setup:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class PolicyOutputs:
     """What the model that is trained says about a micro-batch; arrays `[B, T]` float32, aligned to the token they
     describe.
 
@@ -138,7 +139,7 @@ class Algorithm(abc.ABC):
     """Who acts in the environments: the policy, the gold answers that come with them, or pairs of a gold answer and a
     rejected one."""
     trains_policy: ClassVar[bool] = True
-    whole_groups: ClassVar[bool] = False
+    unsplit_groups: ClassVar[bool] = False
     """The loss relates members of a group, so that a group must not be split over rows."""
     paper: ClassVar[Mapping[str, Stated]] = {}
     """What the paper states for this class's settings; a class says it for itself, nothing is inherited."""
@@ -157,15 +158,16 @@ class Algorithm(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def credit(self, e: Episodes, memory: Memory) -> Credit:
-        """Advantages, and who takes part. `memory` is what the step before returned in `Credit.memory`; empty at
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
+        """Advantages, and who takes part. `carry` is what the step before returned in `Credit.carry`; empty at
         first."""
 
-    def teaches(self, e: Episodes) -> np.ndarray:
-        """Which trajectories credit will keep, as far as rewards alone tell, bool `[N]`; decides about refills."""
+    def has_signal(self, e: Episodes) -> np.ndarray:
+        """Which trajectories credit will keep, as far as rewards alone tell, bool `[N]`; dynamic
+        sampling draws further groups for those without."""
         return np.ones(e.num, bool)
 
-    refills: int = 0
+    dynamic_sampling_rounds: int = 0
     """Rounds of further groups that are drawn while fewer groups than asked for teach something."""
 
     @property
@@ -174,7 +176,7 @@ class Algorithm(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+    def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         """Per-token loss of one micro-batch (arrays `[B, T]`, clean where `batch.scale` is 0)."""
 
     def critic_scale(self, batch: TokenBatch) -> jax.Array:
@@ -223,7 +225,8 @@ class PolicyGradient(Algorithm):
     entropy_coef: weight of the entropy bonus. sft_coef: weight of the cross-entropy of trajectories whose reward is
       positive, beside the surrogate.
     correction: weights and filters for a gap between sampler and trainer (`mismatch.Correction`).
-    refills: rounds of further groups that are drawn while fewer groups than asked for teach something (DAPO).
+    dynamic_sampling_rounds: rounds of further groups that are drawn while fewer groups than asked for have a signal
+      (DAPO).
     """
 
     aggregation: Aggregation = "token-mean"
@@ -246,11 +249,11 @@ class PolicyGradient(Algorithm):
     kl_reward: Literal["k1", "abs", "k2", "k3"] = "k1"
     kl_target: float | None = None
     kl_horizon: int = 10_000
-    reference: Frozen = "phase_start"
+    reference: PolicySource = "phase_start"
     entropy_coef: float = 0.0
     sft_coef: float = 0.0
     correction: Correction | None = None
-    refills: int = 0
+    dynamic_sampling_rounds: int = 0
 
     ratio_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that act on the ratio and can be switched off with None."""
@@ -261,7 +264,7 @@ class PolicyGradient(Algorithm):
     # ---- what an algorithm writes -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         """`[N, T]` from prepared rewards `[N]`."""
 
     @abc.abstractmethod
@@ -280,9 +283,9 @@ class PolicyGradient(Algorithm):
         """Whether the objective asks which trajectories were rewarded (`TokenBatch.rewards`)."""
         return self.sft_coef > 0
 
-    def remember(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> Memory:
+    def remember(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> Carry:
         """What is carried to the next step, brought up to date before this step's advantages."""
-        return memory
+        return carry
 
     def clip(self, rewards: np.ndarray) -> np.ndarray:
         """Rewards `[N]`, normalised where they are, within `reward_clip`."""
@@ -292,7 +295,7 @@ class PolicyGradient(Algorithm):
         """Advantages `[N, T]` as `whiten` has them, over the tokens `part` that take part."""
         return credits.whiten(advantages, part) if self.whiten else advantages
 
-    def teaches(self, e: Episodes) -> np.ndarray:
+    def has_signal(self, e: Episodes) -> np.ndarray:
         return self.prepare(e)[1]
 
     # ---- the rest is the same for all -------------------------------------------------------------------------------
@@ -306,14 +309,14 @@ class PolicyGradient(Algorithm):
             rewards=self.uses_rewards(),
         )
 
-    def credit(self, e: Episodes, memory: Memory) -> Credit:
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
         rewards, keep = self.prepare(e)
-        memory = self.remember(e, rewards, memory)
-        advantages = self.advantages(e, rewards, memory)
-        penalty, memory, stats = self.kl_penalty(e, memory)
+        carry = self.remember(e, rewards, carry)
+        advantages = self.advantages(e, rewards, carry)
+        penalty, carry, stats = self.kl_penalty(e, carry)
         if penalty is not None:
             advantages = advantages + credits.discounted(penalty, e.mask, 1.0)
-        return self.finish(e, advantages, keep, memory, stats)
+        return self.finish(e, advantages, keep, carry, stats)
 
     def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
         """Rewards `[N]` before they are normalised, and which trajectories take part `[N]`."""
@@ -334,17 +337,17 @@ class PolicyGradient(Algorithm):
             rewards = rewards + self.length_reward * shaping.length_reward(e.lengths, e.success, e.groups)
         return rewards, keep
 
-    def kl_penalty(self, e: Episodes, memory: Memory) -> tuple[np.ndarray | None, dict[str, float], dict[str, float]]:
+    def kl_penalty(self, e: Episodes, carry: Carry) -> tuple[np.ndarray | None, dict[str, float], dict[str, float]]:
         """Token rewards `[N, T]` of a KL penalty (None: there is none), the adapted coefficient, and the KL
         measured."""
         if not self.needs().ref:
-            return None, dict(memory), {}
+            return None, dict(carry), {}
         logp = e.trainer_logp if e.trainer_logp is not None else e.sampler_logp
         ref = e.given("ref_logp")
         kind: Literal["k1", "abs", "k2", "k3"] = self.kl_reward if self.kl_reward_coef else "k1"
         measured = float(np.mean(shaping.kl_estimate(logp, ref, "k1")[e.mask])) if e.mask.any() else 0.0
-        beta = memory.get("kl_coef", self.kl_reward_coef or self.kl_coef)
-        carried = dict(memory)
+        beta = carry.get("kl_coef", self.kl_reward_coef or self.kl_coef)
+        carried = dict(carry)
         if self.kl_target is not None:
             carried["kl_coef"] = shaping.adaptive_beta(beta, measured, self.kl_target, self.kl_horizon, e.num)
         stats = {"kl/ref_k1_nat": measured, "kl/coef": beta}
@@ -358,7 +361,7 @@ class PolicyGradient(Algorithm):
         e: Episodes,
         advantages: np.ndarray,
         keep: np.ndarray,
-        memory: Memory,
+        carry: Carry,
         stats: Mapping[str, float],
     ) -> Credit:
         """What follows the advantages: normalisation over tokens, the clip, the correction of a mismatch, weights."""
@@ -379,7 +382,7 @@ class PolicyGradient(Algorithm):
             mask=mask,
             keep=keep,
             rewards=credits.spread(self.prepare(e)[0], e.mask) if self.uses_rewards() else None,
-            memory=dict(memory),
+            carry=dict(carry),
             stats=dict(stats),
         )
 
@@ -392,10 +395,10 @@ class PolicyGradient(Algorithm):
         )
         return weights
 
-    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+    def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         anchor = batch.anchor(self.anchor)
         mask = (batch.scale != 0).astype(jnp.float32)
-        log_ratio = objectives.log_ratio(policy.logp, anchor, mask, self.level, batch.sequence_ids, batch.chunk_ids)
+        log_ratio = objectives.log_ratio(policy.logp, anchor, mask, self.level, batch.sequence_ids, batch.turn_ids)
         ratio = jnp.exp(log_ratio)
         loss = self.surrogate(policy.logp, ratio, batch)
         if batch.weights is not None:
@@ -440,7 +443,7 @@ class PolicyGradient(Algorithm):
             "entropy_coef",
             "overlong_cache",
             "length_reward",
-            "refills",
+            "dynamic_sampling_rounds",
             "sft_coef",
         ):
             if getattr(self, name) < 0:
@@ -478,7 +481,7 @@ class PolicyGradient(Algorithm):
         ]
 
     def _check_groups(self, setup: Setup) -> None:
-        names = ("drop_degenerate", "solve_range", "refills", "length_reward", "difficulty_weight")
+        names = ("drop_degenerate", "solve_range", "dynamic_sampling_rounds", "length_reward", "difficulty_weight")
         by_group = [n for n in names if getattr(self, n)]
         if setup.group_size < 2 and (self.uses_groups() or by_group):
             raise ConfigError(
@@ -489,8 +492,10 @@ class PolicyGradient(Algorithm):
                 value=setup.group_size,
                 remedy="set group_size to 2 or more (8 is usual)",
             )
-        if self.refills and not self.drop_degenerate and self.solve_range is None:
-            raise self.refuse("refills", "can have no effect: no group is ever dropped", "set drop_degenerate = True")
+        if self.dynamic_sampling_rounds and not self.drop_degenerate and self.solve_range is None:
+            raise self.refuse(
+                "dynamic_sampling_rounds", "can have no effect: no group is ever dropped", "set drop_degenerate = True"
+            )
 
     def _check_kl(self) -> None:
         if self.kl_coef and self.kl_reward_coef:
@@ -573,16 +578,16 @@ class OutcomeGradient(PolicyGradient):
     mean: credits.Mean = "group"
     std: credits.Std = "group"
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
-        running = _running(memory) if "running" in (self.mean, self.std) else None
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+        running = _running(carry) if "running" in (self.mean, self.std) else None
         scores = credits.normalise(rewards, e.groups, mean=self.mean, std=self.std, running=running)
         return credits.spread(self.clip(scores), e.mask)
 
-    def remember(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> Memory:
+    def remember(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> Carry:
         if "running" not in (self.mean, self.std):
-            return memory
-        seen = _running(memory).add(rewards)
-        return {**memory, **{f"reward_{k}": v for k, v in dataclasses.asdict(seen).items()}}
+            return carry
+        seen = _running(carry).add(rewards)
+        return {**carry, **{f"reward_{k}": v for k, v in dataclasses.asdict(seen).items()}}
 
     def uses_groups(self) -> bool:
         return self.mean in ("group", "leave_one_out") or self.std == "group"
@@ -615,9 +620,9 @@ class ClippedRatio(OutcomeGradient):
             raise self.refuse("clip_low", "can have no effect: a ratio is never below 0", "choose less than 1")
 
 
-def _running(memory: Memory) -> credits.Running:
+def _running(carry: Carry) -> credits.Running:
     names = [f.name for f in dataclasses.fields(credits.Running)]
-    return credits.Running(**{n: memory.get(f"reward_{n}", 0.0) for n in names})
+    return credits.Running(**{n: carry.get(f"reward_{n}", 0.0) for n in names})
 
 
 def token_rewards(e: Episodes, rewards: np.ndarray) -> np.ndarray:

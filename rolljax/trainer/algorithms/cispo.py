@@ -36,7 +36,7 @@ class Cispo(OutcomeGradient):
         "drop_degenerate": Stated(
             True,
             "arXiv 2506.13585, section 3.1: DAPO's dynamic sampling, and its length penalty, are used as well",
-            "they are choices of data and reward beside the loss: drop_degenerate, refills and overlong_cache",
+            "they are choices of data and reward beside the loss: drop_degenerate, dynamic sampling, overlong_cache",
         ),
         "kl_coef": Stated(0.0, "arXiv 2506.13585, section 3.1: no KL term"),
     }

@@ -20,14 +20,14 @@ class Dapo(ClippedRatio):
     the step is full, the mean over tokens, a soft penalty for answers near the limit, and no KL term.
 
     `overlong_cache`: tokens before the limit over which the penalty falls to -1; the paper's 4096 belong to answers of
-    up to 20480, so that shorter ones need a fifth of theirs. `refills`: rounds after which a step goes on with what it
-    has, and says so; the run ends if that is nothing.
+    up to 20480, so that shorter ones need a fifth of theirs. `dynamic_sampling_rounds`: after so many a step goes on
+    with what it has, and says so; the run ends if that is nothing.
     """
 
     aggregation: Aggregation = "token-mean"
     clip_high: float | None = 0.28
     drop_degenerate: bool = True
-    refills: int = 30
+    dynamic_sampling_rounds: int = 30
     overlong_cache: int = 4096
 
     paper: ClassVar[Mapping[str, Stated]] = {
@@ -37,7 +37,7 @@ class Dapo(ClippedRatio):
         "clip_low": Stated(0.2, f"{PAPER}, section 4.1"),
         "clip_high": Stated(0.28, f"{PAPER}, section 4.1"),
         "drop_degenerate": Stated(True, f"{PAPER}, section 3.2, equation 11"),
-        "refills": Stated(
+        "dynamic_sampling_rounds": Stated(
             9,
             f"{SCRIPT}: max_num_gen_batches=10, each of three times the prompts of a step",
             "a round here draws only the groups that are missing, so that none is thrown away: more, smaller rounds",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from rolljax.errors import ConfigError
-from rolljax.trainer.algorithms.base import Frozen, Law, Needs, Policy, Setup, TokenLoss
+from rolljax.trainer.algorithms.base import Law, Needs, PolicyOutputs, PolicySource, Setup, TokenLoss
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.paper import Stated
@@ -23,7 +23,7 @@ class Distill(Sft):
     all), the rest as one bucket or renormalised away. cross_entropy: weight of the first part.
     """
 
-    teacher: Frozen = ""
+    teacher: PolicySource = ""
     divergence: Literal["forward", "reverse", "js", "skewed", "adaptive"] = "forward"
     coef: float = 0.5
     cross_entropy: float = 1.0
@@ -45,7 +45,7 @@ class Distill(Sft):
         law = Law(self.teacher, self.divergence, self.tau, self.alpha, self.top_k, self.remainder)
         return Needs(law=law)
 
-    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+    def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         assert policy.divergence is not None
         weight = 1.0 if batch.weights is None else batch.weights
         loss = weight * (self.coef * policy.divergence - self.cross_entropy * policy.logp)

@@ -13,7 +13,16 @@ import numpy as np
 from rolljax.errors import ConfigError
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import Algorithm, Frozen, Memory, Needs, Policy, Setup, Source, TokenLoss
+from rolljax.trainer.algorithms.base import (
+    Algorithm,
+    Carry,
+    Needs,
+    PolicyOutputs,
+    PolicySource,
+    Setup,
+    Source,
+    TokenLoss,
+)
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import shaping
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -69,9 +78,9 @@ class Dpo(Algorithm):
     label_smoothing: float = 0.0
     margin: float = 0.0
     sft_coef: float = 0.0
-    reference: Frozen = "phase_start"
+    reference: PolicySource = "phase_start"
 
-    whole_groups: ClassVar[bool] = True
+    unsplit_groups: ClassVar[bool] = True
     paper: ClassVar[Mapping[str, Stated]] = STATED
 
     @property
@@ -82,11 +91,11 @@ class Dpo(Algorithm):
     def needs(self) -> Needs:
         return Needs(ref="" if self.loss == "simpo" else self.reference)
 
-    def credit(self, e: Episodes, memory: Memory) -> Credit:
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
         sign, keep = pairs(e, self.source)
         return Credit(np.where(e.mask, sign[:, None], 0.0), keep=keep)
 
-    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+    def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         trained = (batch.scale != 0).astype(jnp.float32)
         length = jnp.maximum(objectives.segment_sum(trained, batch.sequence_ids), 1)
         sign = batch.advantages * trained

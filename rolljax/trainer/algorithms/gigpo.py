@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import ClippedRatio, Memory
+from rolljax.trainer.algorithms.base import Carry, ClippedRatio
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.paper import Stated
@@ -46,8 +46,8 @@ class GiGpo(ClippedRatio):
         ),
     }
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
-        episode = super().advantages(e, rewards, memory)
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+        episode = super().advantages(e, rewards, carry)
         returns = credits.turn_returns(e.turn_rewards, e.num_turns, self.gamma)
         turn = credits.same_state_normalised(returns, e.states, e.num_turns, e.groups, std=self.std != "none")
         return self.episode_weight * episode + self.turn_weight * credits.spread_turns(turn, e.turns, e.mask)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import Memory, PolicyGradient
+from rolljax.trainer.algorithms.base import Carry, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -71,14 +71,14 @@ class Ipa(PolicyGradient):
     correction: Correction | None = Correction(level="segment", weight_cap=None, ratio_band=(0.0, 5.0))
     level: ClassVar[Literal["token", "chunk", "sequence"]] = "chunk"
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         outcome = np.where(rewards > 0, rewards, self.failure)
         own = credits.spread_turns(credits.chunk_returns(outcome, e.num_turns, self.gamma), e.turns, e.mask)
         # an expert's chunks led to success once, whatever follows them here
         return np.where(e.expert, credits.expert_returns(e.expert_turns, e.turns, e.expert, self.gamma), own)
 
-    def finish(self, e, advantages, keep, memory, stats) -> Credit:
-        credit = super().finish(e, advantages, keep, memory, stats)
+    def finish(self, e, advantages, keep, carry, stats) -> Credit:
+        credit = super().finish(e, advantages, keep, carry, stats)
         # chunks that are left out still count in the denominator
         kept = e.mask if credit.mask is None else credit.mask
         own = self.fresh * kept * (1.0 if credit.weights is None else credit.weights)

@@ -19,7 +19,7 @@ from rolljax.trainer.paper import Stated
 class LitePpo(ClippedRatio):
     """Lite PPO ("Tricks or Traps?", arXiv 2508.08221): rewards less the group's mean, over the deviation of the whole
     batch; mean over tokens; PPO's clip; nothing else. The law it samples from is a preset of its own
-    (`configs/laws/tricks_or_traps.gin`).
+    (`configs/presets/tricks_or_traps.gin`).
 
     min_std: a step whose rewards deviate less than this over the whole batch teaches nothing and is left out.
     """

@@ -11,7 +11,7 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import Frozen, Memory, Needs, OutcomeGradient, Setup
+from rolljax.trainer.algorithms.base import Carry, Needs, OutcomeGradient, PolicySource, Setup
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.paper import Stated
@@ -22,7 +22,7 @@ class Teacher:
     """A frozen policy to learn from: a local Hugging Face folder with the student's tokenizer (or `run_start`), how
     much it counts, and the environments (names) it teaches; empty: all."""
 
-    policy: Frozen
+    policy: PolicySource
     coef: float = 1.0
     domains: tuple[str, ...] = ()
 
@@ -56,11 +56,9 @@ class Opd(OutcomeGradient):
     def needs(self) -> Needs:
         return dataclasses.replace(super().needs(), teachers=tuple(t.policy for t in self.teachers))
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         student = e.trainer_logp if e.trainer_logp is not None else e.sampler_logp
-        total = (
-            self.reward_coef * super().advantages(e, rewards, memory) if self.reward_coef else np.zeros(e.mask.shape)
-        )
+        total = self.reward_coef * super().advantages(e, rewards, carry) if self.reward_coef else np.zeros(e.mask.shape)
         for teacher, logp in zip(self.teachers, e.given("teacher_logp"), strict=True):
             taught = np.array([not teacher.domains or d in teacher.domains for d in e.domains], bool)
             total = total - teacher.coef * np.where(e.mask & taught[:, None], student - logp, 0.0)
@@ -111,7 +109,15 @@ class Opd(OutcomeGradient):
                 "sample from the whole law",
             )
         if not self.reward_coef:
-            for name in ("overlong_cache", "reward_clip", "mean", "std", "drop_degenerate", "solve_range", "refills"):
+            for name in (
+                "overlong_cache",
+                "reward_clip",
+                "mean",
+                "std",
+                "drop_degenerate",
+                "solve_range",
+                "dynamic_sampling_rounds",
+            ):
                 if getattr(self, name) != getattr(Opd(), name):
                     raise self.refuse(name, "can have no effect: reward_coef is 0", "set reward_coef")
         return super().check(setup)

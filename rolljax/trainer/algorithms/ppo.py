@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import ClippedRatio, Memory, Needs, token_rewards
+from rolljax.trainer.algorithms.base import Carry, ClippedRatio, Needs, token_rewards
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -64,22 +64,22 @@ class Ppo(ClippedRatio):
     def needs(self) -> Needs:
         return dataclasses.replace(super().needs(), critics=self.critic)
 
-    def credit(self, e: Episodes, memory: Memory) -> Credit:
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
         rewards, keep = self.prepare(e)
-        memory = self.remember(e, rewards, memory)
-        penalty, memory, stats = self.kl_penalty(e, memory)
-        per_token = self.rewards(e, rewards, memory) + (0 if penalty is None else penalty)
+        carry = self.remember(e, rewards, carry)
+        penalty, carry, stats = self.kl_penalty(e, carry)
+        per_token = self.rewards(e, rewards, carry) + (0 if penalty is None else penalty)
         values, spread = credits.critic_spread(e.given("values"))
         advantages, _ = credits.gae(per_token, values, e.mask, self.gamma, self.lam)
         returns = self.targets(per_token, values, e)
-        credit = self.finish(e, advantages, keep, memory, {**stats, **self.value_stats(e, values, spread, returns)})
+        credit = self.finish(e, advantages, keep, carry, {**stats, **self.value_stats(e, values, spread, returns)})
         return dataclasses.replace(credit, returns=returns, critic_weights=self.shares(e))
 
-    def rewards(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+    def rewards(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         """Token rewards `[N, T]`; normalised ones only at the end, where what was normalised is known."""
         if self.mean == self.std == "none":
             return token_rewards(e, self.clip(rewards))
-        return credits.at_last(self.advantages(e, rewards, memory)[:, 0], e.mask)
+        return credits.at_last(self.advantages(e, rewards, carry)[:, 0], e.mask)
 
     def targets(self, per_token: np.ndarray, values: np.ndarray, e: Episodes) -> np.ndarray:
         """What critics are fitted to, `[N, T]`; at a trace decay of 1 it does not depend on the values."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import ClippedRatio, Memory
+from rolljax.trainer.algorithms.base import Carry, ClippedRatio
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.estimators import Mean, Std, spread
 from rolljax.trainer.paper import Stated
@@ -51,5 +51,5 @@ class RaftPP(ClippedRatio):
         rewards, keep = super().prepare(e)
         return rewards, keep & (rewards > 0)
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         return spread(np.maximum(self.clip(rewards), 0), e.mask)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import ClippedRatio, Memory
+from rolljax.trainer.algorithms.base import Carry, ClippedRatio
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.credit.estimators import Mean, Std
@@ -44,7 +44,7 @@ class ReBn(ClippedRatio):
         ),
         "anchor": Stated(
             "proximal",
-            "github.com/sail-sg/oat, oat/algorithms/ppo.py: ratios to the learner's own log-probs",
+            "github.com/sail-sg/oat, oat/algorithms/ppo.py: ratios to the trainer's own log-probs",
             "sampler and trainer are one model function here, and agree without a further forward pass",
         ),
         "mask_truncated": Stated(False, "github.com/sail-sg/oat, oat/algorithms/ppo.py, ignore_no_eos"),
@@ -65,16 +65,16 @@ class ReBn(ClippedRatio):
         # cut turns lose their surrogate in `finish`; no episode is left out for them
         return super().prepare(dataclasses.replace(e, truncated=np.zeros(e.num, bool)))
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         shaped = e.turn_rewards.copy()
         shaped[np.arange(e.num), e.num_turns - 1] += self.clip(rewards) - e.rewards
         returns = credits.turn_returns(shaped, e.num_turns, self.gamma)
         return credits.spread_turns(credits.batch_return_normalised(returns, e.num_turns), e.turns, e.mask)
 
     def finish(
-        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, memory: Memory, stats: Mapping[str, float]
+        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, carry: Carry, stats: Mapping[str, float]
     ) -> Credit:
-        credit = super().finish(e, advantages, keep, memory, stats)
+        credit = super().finish(e, advantages, keep, carry, stats)
         if not self.mask_truncated:
             return credit
         whole = credits.spread_turns(~e.cut, e.turns, e.mask)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import ClippedRatio, Memory
+from rolljax.trainer.algorithms.base import Carry, ClippedRatio
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.estimators import Mean, Std
@@ -49,9 +49,9 @@ class ReinforcePP(ClippedRatio):
         "kl_reward": Stated("k1", f"{_PAPER}, equation 4"),
     }
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         if self.order == "tokens":
-            return super().advantages(e, rewards, memory)
+            return super().advantages(e, rewards, carry)
         scores = credits.normalise(rewards, mean="batch", std="batch")
         return credits.spread(self.clip(scores), e.mask)
 

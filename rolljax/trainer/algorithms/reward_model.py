@@ -12,7 +12,7 @@ import numpy as np
 
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import Algorithm, Memory, Needs, Policy, Setup, Source, TokenLoss
+from rolljax.trainer.algorithms.base import Algorithm, Carry, Needs, PolicyOutputs, Setup, Source, TokenLoss
 from rolljax.trainer.algorithms.dpo import check_pairs, pairs
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
@@ -44,7 +44,7 @@ class RewardModel(Algorithm):
 
     trains_policy: ClassVar[bool] = False
     paper: ClassVar[Mapping[str, Stated]] = STATED
-    whole_groups: ClassVar[bool] = True
+    unsplit_groups: ClassVar[bool] = True
 
     @property
     def aggregation(self) -> Aggregation:
@@ -54,12 +54,12 @@ class RewardModel(Algorithm):
     def needs(self) -> Needs:
         return Needs(critics=self.critic)
 
-    def credit(self, e: Episodes, memory: Memory) -> Credit:
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
         sign, keep = pairs(e, self.source)
         last = credits.at_last(np.ones(e.num), e.mask) > 0
         return Credit(np.zeros(e.mask.shape), mask=last, keep=keep, returns=np.where(last, sign[:, None], 0.0))
 
-    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+    def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         raise NotImplementedError("a reward model has no objective for the policy")
 
     def critic_loss(

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import Algorithm, Memory, Policy, Setup, TokenLoss
+from rolljax.trainer.algorithms.base import Algorithm, Carry, PolicyOutputs, Setup, TokenLoss
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import shaping
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -36,11 +36,11 @@ class Rft(Algorithm):
         ),
     }
 
-    def credit(self, e: Episodes, memory: Memory) -> Credit:
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
         chosen = shaping.select_for_imitation(e.success, e.groups, e.texts, self.cap, self.similarity)
         return Credit(np.where(e.mask, 1.0, 0.0), keep=chosen)
 
-    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+    def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         return TokenLoss(-policy.logp)
 
     def __post_init__(self) -> None:

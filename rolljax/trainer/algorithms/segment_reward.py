@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import Algorithm, Frozen, Memory, Needs, PolicyGradient, Setup, Source
+from rolljax.trainer.algorithms.base import Algorithm, Carry, Needs, PolicyGradient, PolicySource, Setup, Source
 from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.ppo import Ppo
@@ -24,8 +24,8 @@ STATED = {"reward_beta": Stated(0.1, "arXiv 2305.18290, appendix B: that of the 
 class _Segmented(Algorithm):
     """What segment-level rewards share: a token's reward, the segments it makes, and those that agree with a sign."""
 
-    scorer: Frozen = "phase_start"
-    base: Frozen = "run_start"
+    scorer: PolicySource = "phase_start"
+    base: PolicySource = "run_start"
     reward_beta: float = 0.1
     delta: float | None = None
     min_segment: int = 3
@@ -64,9 +64,9 @@ class _SegmentedGradient(_Segmented, PolicyGradient):
     dataclass: its fields would hide other defaults of the algorithms it is mixed into."""
 
     def finish(
-        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, memory: Memory, stats: Mapping[str, float]
+        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, carry: Carry, stats: Mapping[str, float]
     ) -> Credit:
-        credit = super().finish(e, advantages, keep, memory, stats)
+        credit = super().finish(e, advantages, keep, carry, stats)
         agree = self.agreeing(e, np.sign(np.where(e.mask, credit.advantages, 0).sum(1)))
         weights = agree * (1.0 if credit.weights is None else credit.weights)
         stats = self.share(agree, e, dataclasses.replace(credit, keep=None))
@@ -117,8 +117,8 @@ class SegmentDpo(_Segmented, Dpo):
 
     paper: ClassVar[Mapping[str, Stated]] = STATED
 
-    def credit(self, e: Episodes, memory: Memory) -> Credit:
-        credit = super().credit(e, memory)
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
+        credit = super().credit(e, carry)
         signs = np.sign(credit.advantages.sum(1))
         agree = self.agreeing(e, signs)
         stats = self.share(agree, e, credit)
@@ -153,7 +153,7 @@ class SegmentRft(_Segmented, Rft):
 
     paper: ClassVar[Mapping[str, Stated]] = STATED
 
-    def credit(self, e: Episodes, memory: Memory) -> Credit:
-        credit = super().credit(e, memory)
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
+        credit = super().credit(e, carry)
         agree = self.agreeing(e, np.ones(e.num))
         return dataclasses.replace(credit, mask=agree, stats=self.share(agree, e, credit))

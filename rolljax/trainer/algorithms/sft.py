@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from rolljax.errors import ConfigError
-from rolljax.trainer.algorithms.base import Algorithm, Memory, Policy, Setup, Source, TokenLoss
+from rolljax.trainer.algorithms.base import Algorithm, Carry, PolicyOutputs, Setup, Source, TokenLoss
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -23,11 +23,11 @@ class Sft(Algorithm):
 
     source: ClassVar[Source] = "gold"
 
-    def credit(self, e: Episodes, memory: Memory) -> Credit:
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
         weights = credits.spread_turns(e.turn_weights, e.turns, e.mask)
         return Credit(np.where(e.mask, 1.0, 0.0), weights=weights, mask=e.mask & (weights != 0))
 
-    def objective(self, policy: Policy, batch: TokenBatch) -> TokenLoss:
+    def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         return TokenLoss(-policy.logp * (1.0 if batch.weights is None else batch.weights))
 
     def check(self, setup: Setup) -> list[str]:

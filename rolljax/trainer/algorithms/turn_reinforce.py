@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import Memory, PolicyGradient
+from rolljax.trainer.algorithms.base import Carry, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -33,15 +33,15 @@ class TurnReinforce(PolicyGradient):
         "gamma": Stated(0.95, "github.com/alibaba/ROLL, roll/pipeline/agentic/agentic_config.py, step_reward_gamma"),
     }
 
-    def advantages(self, e: Episodes, rewards: np.ndarray, memory: Memory) -> np.ndarray:
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         shaped = e.turn_rewards.copy()
         shaped[np.arange(e.num), e.num_turns - 1] += self.clip(rewards) - e.rewards
         return credits.spread_turns(credits.turn_returns(shaped, e.num_turns, self.gamma), e.turns, e.mask)
 
     def finish(
-        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, memory: Memory, stats: Mapping[str, float]
+        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, carry: Carry, stats: Mapping[str, float]
     ) -> Credit:
-        credit = super().finish(e, advantages, keep, memory, stats)
+        credit = super().finish(e, advantages, keep, carry, stats)
         if not self.equal_turns:
             return credit
         part = e.mask & keep[:, None] & (True if credit.mask is None else credit.mask)

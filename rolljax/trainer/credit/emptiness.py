@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import Algorithm, Memory
+from rolljax.trainer.algorithms.base import Algorithm, Carry
 from rolljax.trainer.credit.episodes import Credit, Episodes
 
 
@@ -20,10 +20,10 @@ def is_empty(result: Credit, e: Episodes) -> bool:
     return not (mask if result.keep is None else mask & result.keep[:, None]).any()
 
 
-def could_teach(algorithm: Algorithm, e: Episodes, memory: Memory) -> bool:
+def could_teach(algorithm: Algorithm, e: Episodes, carry: Carry) -> bool:
     """Whether credit would keep anything of these episodes had they gone as well as can be: all short and whole, good
     and bad ones in every group, the sampler as the trainer."""
-    return not is_empty(algorithm.credit(at_best(algorithm, e), memory), e)
+    return not is_empty(algorithm.credit(at_best(algorithm, e), carry), e)
 
 
 def at_best(algorithm: Algorithm, e: Episodes) -> Episodes:

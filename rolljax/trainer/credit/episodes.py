@@ -144,7 +144,7 @@ class Credit:
     returns [N, T]: what critics are fitted to. critic_weights [M, N, T]: which critic learns where (None: all).
     entropy_weights [N, T]: factor of the entropy bonus (None: 1). rewards [N, T]: the trajectory's reward at each of
     its tokens, for objectives that tell good trajectories from bad ones (None: not asked for). stats: metrics by name.
-    memory: numbers carried to the next step (adaptive coefficients, running statistics); saved with the run.
+    carry: numbers carried to the next step (adaptive coefficients, running statistics); saved with the run.
     """
 
     advantages: np.ndarray
@@ -156,7 +156,7 @@ class Credit:
     entropy_weights: np.ndarray | None = None
     rewards: np.ndarray | None = None
     stats: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    carry: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def _padded(width: int, **lists: list[list[float]]) -> dict[str, np.ndarray]:
