@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from rolljax.config import check
 from rolljax.trainer import algorithms
-from rolljax.trainer.algorithms.base import Algorithm, Policy, PolicyGradient
+from rolljax.trainer.algorithms.base import Algorithm, PolicyGradient, PolicyOutputs
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.opd import Opd
@@ -393,7 +393,7 @@ def coefficients(algorithm: Algorithm) -> dict[tuple[float, float], float]:
     batch = batch_of(a.shape, advantages=a, rewards=a, sampler_logp=anchor, trainer_logp=anchor)
 
     def loss(logp: jax.Array) -> jax.Array:
-        return algorithm.objective(Policy(logp, jnp.zeros_like(logp), jnp.zeros_like(logp)), batch).loss.sum()
+        return algorithm.objective(PolicyOutputs(logp, jnp.zeros_like(logp), jnp.zeros_like(logp)), batch).loss.sum()
 
     return dict(zip(cases, map(float, -jax.grad(loss)(logp)[:, 0]), strict=True))
 
@@ -408,7 +408,7 @@ def pair_coefficients(algorithm: Dpo) -> dict[float, tuple[float, float]]:
         batch = dataclasses.replace(batch, sequence_ids=jnp.int32([[1, 2]]))
 
         def loss(logp: jax.Array, batch: TokenBatch = batch) -> jax.Array:
-            return algorithm.objective(Policy(logp, jnp.zeros_like(logp)), batch).loss[0, 0]
+            return algorithm.objective(PolicyOutputs(logp, jnp.zeros_like(logp)), batch).loss[0, 0]
 
         found[margin] = tuple(map(float, -jax.grad(loss)(logp)[0]))
     return found  # type: ignore[return-value]

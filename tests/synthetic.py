@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rolljax.trainer import algorithms, masked
-from rolljax.trainer.algorithms.base import Algorithm, Policy
+from rolljax.trainer.algorithms.base import Algorithm, PolicyOutputs
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.phase_trainer import PhaseTrainer
@@ -111,7 +111,7 @@ class Objective:
         self.kl_coef = getattr(algorithm, "kl_coef", 0.0) if kl_coef is None else kl_coef
 
         def loss(logp, entropy, divergence, batch):
-            policy = Policy(logp, entropy, divergence)
+            policy = PolicyOutputs(logp, entropy, divergence)
             policy = jax.tree.map(lambda x: masked.clean(x, batch.scale), policy)
             clean = clean_batch(batch, policy.logp)
             if not algorithm.trains_policy:

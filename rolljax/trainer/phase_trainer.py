@@ -66,7 +66,8 @@ class PhaseTrainer:
     steps, updates_per_step, epochs: how many updates there will be, for the schedule and for dealing out groups.
     groups_per_step, shape: groups of a full step, and the fixed shape that holds one update's share of them.
     references: the policies that `algorithm.needs().references` names. base: the frozen weights of a model with
-      adapters; the policy's parameters are then its adapters. replay_experts: tokens take the experts that they took in the sampler.
+      adapters; the policy's parameters are then its adapters. replay_experts: tokens take the experts that they took
+      in the sampler.
     """
 
     mesh: Mesh

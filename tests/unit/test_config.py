@@ -235,7 +235,7 @@ def test_diff(load):
     one, two = load(PHASES), load(PHASES, "Recipe.phases = [@warm/Phase()]", "Recipe.seed = 2")
     changes = {path: (a, b) for path, a, b in loader.diff(one.resolved, two.resolved)}
     assert changes["seed"] == (0, 2)
-    assert changes["phases[1].steps"] == (100, load.ABSENT)
+    assert changes["phases[1].steps"] == (100, loader.ABSENT)
     assert not loader.diff(one.resolved, one.resolved)
 
 

@@ -174,7 +174,7 @@ def test_int8_weights_are_near_and_small():
 # ---- training ---------------------------------------------------------------------------------------------------------
 
 
-def trainer(model, algorithm, *, mesh=None, base=None, optimizer=None, steps=50):
+def make_trainer(model, algorithm, *, mesh=None, base=None, optimizer=None, steps=50):
     mesh = mesh or MeshSpec().build(jax.devices()[:1])
     if base is None:
         base = jax.jit(model.base)(weights())
@@ -191,7 +191,7 @@ def groups():
 def test_fifty_updates_leave_the_base_as_it_was(groups):
     """Nor int8, nor scales, nor what stays float32."""
     model = model_of(int8_base=True)
-    trainer = trainer(model, Sft())
+    trainer = make_trainer(model, Sft())
     before = fingerprint(trainer.base)
     start = jax.device_get(jax.jit(lambda: model.init(0))())
     state, memory, losses = trainer.init(start), {}, []
@@ -219,7 +219,7 @@ def test_losses_and_updates_are_the_same_on_every_mesh(groups):
         ("fsdp", MeshSpec(data=1, fsdp=8), 8),
         ("both", MeshSpec(data=1, fsdp=2, tensor=4), 8),
     ):
-        trainer = trainer(model, Sft(), mesh=spec.build(jax.devices()[:n]), base=base, optimizer=optimizer)
+        trainer = make_trainer(model, Sft(), mesh=spec.build(jax.devices()[:n]), base=base, optimizer=optimizer)
         done = trainer.step(trainer.init(start), groups, {}, 0)
         found[name] = done.row, jax.device_get(done.state.params)
         if name == "both":
@@ -246,13 +246,13 @@ def test_the_state_is_that_of_the_adapters():
         * 2
         * sum(ins + out for ins, out in [(32, 48), (32, 24), (32, 24), (48, 32), (32, 40), (32, 40), (40, 32)])
     )
-    state = trainer(model, Sft()).abstract()
+    state = make_trainer(model, Sft()).abstract()
     assert num_bytes(state.policy.params) == adapters
     counters = 64
     assert 2 * adapters <= num_bytes(state.policy.opt_state) <= 2 * adapters + counters
     assert num_bytes(state) <= 3 * adapters + 2 * counters
     # every critic: adapters and a head of its own, on the one base
-    critics = trainer(model, Ppo(critic=Critic(num=2))).abstract().critics
+    critics = make_trainer(model, Ppo(critic=Critic(num=2))).abstract().critics
     assert num_bytes(critics.params) == 2 * (adapters + 4 * 33)
     assert num_bytes(critics.opt_state) <= 2 * 2 * (adapters + 4 * 33) + counters
 
@@ -261,7 +261,7 @@ def test_no_gradient_of_a_whole_weight_exists(groups):
     """Neither of a layer's maps nor of the vocabulary: what nobody asks for, compilers leave out."""
     cfg = dataclasses.replace(FAMILIES["qwen3"], hidden_size=56, ffn_size=88, vocab_size=264)
     model = Model(cfg, remat="full", lora=LORA)
-    trainer = trainer(model, Sft(), base=jax.jit(lambda: model.base(model.plain.init(0)))())
+    trainer = make_trainer(model, Sft(), base=jax.jit(lambda: model.base(model.plain.init(0)))())
     columns = lambda s: {"mask": np.ones(len(s.at), bool), "advantages": np.ones(len(s.at), np.float32)}  # noqa: E731
     samples = [[s.with_columns(**columns(s)) for s in group] for group in samples_of(groups)]
     batch = put_batch(trainer.mesh, trainer.pack(samples).batch)
@@ -277,7 +277,7 @@ def test_no_gradient_of_a_whole_weight_exists(groups):
 
 def test_critics_stand_on_the_same_base(groups):
     model = model_of()
-    trainer = trainer(model, RewardModel(critic=Critic(num=2, shard="all", optimizer=AdamW(lr=1e-2))))
+    trainer = make_trainer(model, RewardModel(critic=Critic(num=2, shard="all", optimizer=AdamW(lr=1e-2))))
     before = fingerprint(trainer.base)
     state = trainer.init(noisy(model.init(0)))
     trunk = state.critics.params["trunk"]["layers"]
@@ -287,7 +287,7 @@ def test_critics_stand_on_the_same_base(groups):
     assert np.isfinite(done.row["critic/loss"]) and fingerprint(trainer.base) == before
     now = done.state.critics.params["trunk"]["layers"]["q_b"]
     assert (np.asarray(now[0]) != np.asarray(now[1])).any()
-    own = trainer(model, Ppo(critic=Critic(model=dataclasses.replace(FAMILIES["qwen3"], num_layers=1))))
+    own = make_trainer(model, Ppo(critic=Critic(model=dataclasses.replace(FAMILIES["qwen3"], num_layers=1))))
     assert own.value_model.trunk.lora is None and "embed" in own.abstract().critics.params["trunk"]
 
 

@@ -46,7 +46,7 @@ SMALL = Qwen3Config(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, i
 PROXIMAL = DecoupledPpo(drop_degenerate=True)
 
 
-def trainer(model, algorithm, *, mesh=None, shape=SHAPE, groups_per_step=4, **settings):
+def make_trainer(model, algorithm, *, mesh=None, shape=SHAPE, groups_per_step=4, **settings):
     settings = {"steps": STEPS, "temperature": TEMPERATURE, "limit_tok": 16, "optimizer": OPTIMIZER, **settings}
     return PhaseTrainer(
         mesh or on_devices(), model, algorithm, shape=shape, groups_per_step=groups_per_step, **settings
@@ -92,7 +92,7 @@ def references(model):
 
 
 def read(model, params, references, groups, **settings):
-    found = trainer(model, Curious(), references=references, seed=5, **settings)
+    found = make_trainer(model, Curious(), references=references, seed=5, **settings)
     state = found.init(params)
     episodes = found.read(state, samples_of(groups), Episodes.of(groups, limit_tok=16, step=2))
     return jax.device_get(state), episodes
@@ -161,7 +161,7 @@ def test_log_probs_are_those_of_each_policy(model, params, references, groups, a
 
 def test_a_stream_that_starts_anew_is_read_from_its_new_start(model, params, groups):
     """As if each of its sequences were a trajectory of its own; credit still sees one episode."""
-    one, cut = trainer(model, PROXIMAL, shape=PackShape(8, 4, ROW_LEN)), []
+    one, cut = make_trainer(model, PROXIMAL, shape=PackShape(8, 4, ROW_LEN)), []
     for group in groups:
         cut.append([])
         for t in group:
@@ -223,7 +223,7 @@ def test_lots_and_meshes_change_nothing_that_is_read(model, params, references, 
 
 def test_more_groups_than_one_pack_holds_are_read_in_lots(model, params, groups):
     """Refills bring more groups than an update takes; all are read before credit chooses."""
-    one = trainer(model, PROXIMAL, shape=PackShape(1, 4, ROW_LEN), groups_per_step=1)
+    one = make_trainer(model, PROXIMAL, shape=PackShape(1, 4, ROW_LEN), groups_per_step=1)
     samples, e = samples_of(groups), Episodes.of(groups, limit_tok=16)
     with pytest.raises(DataError, match="more than 4 rows"):
         one.pack(samples)
@@ -236,7 +236,7 @@ def test_pairs_are_chosen_from_more_answers_than_fit_beside_each_other(model, pa
     row_len = max(sum(len(t.stream()[0]) for t in sorted(g, key=lambda t: -t.num_sampled_tok)[:2]) for g in groups)
     assert any(sum(len(t.stream()[0]) for t in g) > row_len * 1.5 for g in groups)
     shape = PackShape(1, len(groups), row_len)
-    found = trainer(model, Dpo(), shape=shape, references={"phase_start": (model, params)})
+    found = make_trainer(model, Dpo(), shape=shape, references={"phase_start": (model, params)})
     samples = samples_of(groups)
     e = found.read(None, samples, Episodes.of(groups, limit_tok=16))
     assert_rows(e.ref_logp, direct_logp(model, params, groups), e.mask)
@@ -251,7 +251,7 @@ def test_pairs_are_chosen_from_more_answers_than_fit_beside_each_other(model, pa
 def test_columns_carry_what_credit_said(model, groups, asked):
     """By token, in the order of the samples; who does not take part is left out, and empty groups with them."""
     _, e = asked
-    found = trainer(model, Curious())
+    found = make_trainer(model, Curious())
     rng = np.random.default_rng(0)
     credit = found.algorithm.credit(e, {})
     keep = np.arange(e.num) % 4 != 1
@@ -294,7 +294,7 @@ def test_columns_carry_what_credit_said(model, groups, asked):
 def test_updates_are_counted_over_shares_and_epochs(model, params, groups):
     """Two shares, three passes; the recomputed log-probs are those of the first update, whose ratio is therefore 1."""
     before = fingerprint(params)
-    found = trainer(model, PROXIMAL, updates_per_step=2, epochs=3)
+    found = make_trainer(model, PROXIMAL, updates_per_step=2, epochs=3)
     state = found.init(params)
     assert found.num_updates == STEPS * 6 == 30
     step = found.step(state, groups, {}, 0)
@@ -319,7 +319,7 @@ def test_updates_are_counted_over_shares_and_epochs(model, params, groups):
 def test_fewer_groups_than_updates_make_fewer_updates(model, params, groups):
     """Groups whose rewards are equal teach nothing, and a share without a group is no update."""
     flat = [[dataclasses.replace(t, reward=1.0) for t in g] for g in groups]
-    found = trainer(model, PROXIMAL, updates_per_step=2, steps=15)
+    found = make_trainer(model, PROXIMAL, updates_per_step=2, steps=15)
     state = found.init(params)
     before = fingerprint(state)
     nothing = found.step(state, flat, {"x": 1.0}, 0)
@@ -335,7 +335,7 @@ def test_fewer_groups_than_updates_make_fewer_updates(model, params, groups):
 
 @pytest.mark.parametrize("algorithm", [Ppo(), Curious(), Dpo(), PairRewardModel()], ids=lambda a: type(a).__name__)
 def test_a_step_without_a_surviving_trajectory_changes_nothing(model, params, algorithm):
-    found = trainer(model, algorithm, references=dict.fromkeys(algorithm.needs().references, (model, params)))
+    found = make_trainer(model, algorithm, references=dict.fromkeys(algorithm.needs().references, (model, params)))
     state = found.init(params)
     step = found.step(state, [], {"kl_coef": 0.5}, 0)
     assert step.state is state and step.carry == {"kl_coef": 0.5} and step.num_trained == 0
@@ -343,7 +343,7 @@ def test_a_step_without_a_surviving_trajectory_changes_nothing(model, params, al
 
 
 def test_an_adaptive_coefficient_is_carried_on_without_another_program(model, params, references, groups):
-    found = trainer(
+    found = make_trainer(
         model, Grpo(aggregation="token-mean", kl_coef=0.1, kl_target=0.01, kl_horizon=16), references=references
     )
     state, carry, used = found.init(params), {}, []
@@ -360,7 +360,7 @@ def test_an_adaptive_coefficient_is_carried_on_without_another_program(model, pa
 
 
 def test_what_is_not_finite_is_named_and_handed_over(model, params, groups):
-    found = trainer(model, PROXIMAL, steps=30)
+    found = make_trainer(model, PROXIMAL, steps=30)
     bad = groups[1][2]
     logp = bad.turns[0].sampler_logp.copy()
     logp[0] = np.nan
@@ -388,7 +388,7 @@ def test_critics_learn_first_and_start_from_the_mean_return(model, params, group
         for g in shifted
     ]
     algorithm = Ppo(critic=FIXED, lam=1.0)
-    found = trainer(model, algorithm, updates_per_step=2)
+    found = make_trainer(model, algorithm, updates_per_step=2)
     assert found.num_critic_updates == STEPS * 4
     state = found.init(params)
     assert not np.any(state.critics.params["value"]["b"])
@@ -436,7 +436,7 @@ def reward_model(model, params):
     """A phase that trains a reward model: accuracies on pairs never seen before, the states before and after."""
     rng = np.random.default_rng(0)
     algorithm = PairRewardModel(critic=Critic(num=2, optimizer=AdamW(lr=3e-3)))
-    found = trainer(model, algorithm, groups_per_step=16, steps=40)
+    found = make_trainer(model, algorithm, groups_per_step=16, steps=40)
     state = found.init(params)
     before = fingerprint(state.policy)
     rows = []
@@ -462,7 +462,7 @@ def test_the_next_phase_takes_the_critics_over(model, params, groups, reward_mod
     """Their weights, not their optimizer; they are not shifted to the mean return, and what they were stays readable."""
     trained = reward_model[2].critics
     held = fingerprint(trained)
-    found = trainer(model, Ppo(critic=dataclasses.replace(FIXED, model="previous")))
+    found = make_trainer(model, Ppo(critic=dataclasses.replace(FIXED, model="previous")))
     state = found.init(params, trained)
     assert fingerprint(state.critics.params) == fingerprint(trained.params)
     assert state.critics.num_updates.tolist() == [0, 0]
@@ -495,7 +495,7 @@ def test_what_is_promised_of_the_state_is_what_it_is(model, params, kind, device
     """`abstract` and `shardings` describe `init`: a checkpoint is read back by them."""
     algorithm = of_kind(kind)
     mesh = on_devices(8, data=2, fsdp=2, tensor=2) if devices == 8 else on_devices()
-    found = trainer(model, algorithm, mesh=mesh)
+    found = make_trainer(model, algorithm, mesh=mesh)
     previous = None
     if kind == "previous":
         stack = jax.jit(jax.vmap(lambda seed: found.value_model.init(seed, params)))(jnp.arange(2))
@@ -529,7 +529,7 @@ def test_critics_may_have_experts(model, params, groups):
     shape = PackShape(1, 8, SHAPE.row_len)
     made = []
     for mesh in (on_devices(), on_devices(8, data=1, fsdp=2, expert=2, tensor=2)):
-        found = trainer(model, algorithm, mesh=mesh, shape=shape)
+        found = make_trainer(model, algorithm, mesh=mesh, shape=shape)
         state = found.init(params)
         before = jax.device_get(state.critics.params)
         made.append(jax.device_get(found.step(state, groups, {}, 0).state.critics.params))
