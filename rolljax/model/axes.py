@@ -56,7 +56,7 @@ ACTIVATION_RULES: Rules = {
     "ffn": ("tensor",),
     "head_dim": (),
 }
-"""Axes of activations. `keys`: tokens that are looked at, which every part of a long row wants whole."""
+"""Axes of activations. `keys`: tokens that are looked at, of which every part of a long row wants all."""
 
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 
@@ -104,7 +104,7 @@ def current_mesh() -> Mesh | None:
 
 
 def constrain(x: jax.Array, *names: str | None, rules: Rules = ACTIVATION_RULES) -> jax.Array:
-    """`x`, its axes placed by their names (None: whole)."""
+    """`x`, its axes placed by their names (None: not split)."""
     mesh = current_mesh()
     if mesh is None or mesh.size == 1:
         return x

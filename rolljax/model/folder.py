@@ -53,11 +53,11 @@ class Folder:
         """A field that counts something.
 
         Raises:
-          CheckpointError: as `get`, or it is no whole number above 0, or more than `most`.
+          CheckpointError: as `get`, or it is no positive integer, or more than `most`.
         """
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is no whole number above 0")
+            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is no positive integer")
         if value > most:
             raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is more than {most:,}")
         return value

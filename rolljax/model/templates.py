@@ -71,7 +71,7 @@ class _Renderer:
             except EOFError:
                 self.close()
                 return {"error": "it broke the process that rendered it"}
-            except BaseException:  # interrupted: what comes next belongs to nobody
+            except BaseException:  # border: interrupted; what the process writes next belongs to nobody
                 self.close()
                 raise
 

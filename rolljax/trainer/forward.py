@@ -44,7 +44,7 @@ def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Deco
     decoder = model.bind(params)
     attend = packed(batch.segment_ids, batch.branch_ids, batch.positions, model.attention)
     chosen = None if batch.chosen_Lk is None else jnp.moveaxis(batch.chosen_Lk, 2, 0)
-    out = decoder(batch.tokens, batch.positions, attend, chosen_LBTk=chosen)
+    out = decoder(batch.tokens, batch.positions, attend, expert_ids_LBTk=chosen)
     load = out.mixtures and Load.of(out.mixtures, batch.segment_ids > 0, chosen)
     return decoder, before(out.hidden, batch.prev), load
 

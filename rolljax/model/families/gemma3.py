@@ -175,7 +175,7 @@ class Gemma3Layers(Layers):
         attend: Attend,
         cache: Any,
         index: jax.Array | int,
-        chosen_BTk: jax.Array | None,
+        expert_ids_BTk: jax.Array | None,
     ) -> tuple[jax.Array, Any, Mixture | None]:
         cfg = self.cfg
         norm = functools.partial(offset_norm, eps=cfg.rms_norm_eps)
