@@ -41,6 +41,7 @@ check: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_docs.py
 
 bench: setup-test
 	$(BIN)/python benchmarks/quickstart.py

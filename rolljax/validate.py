@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rolljax import cli
@@ -26,8 +26,8 @@ CONSTANT_TASKS = 30
 CONSTANTS_S = 20.0
 """Seconds after which no further task is begun for that."""
 
-Row = tuple[str, str, str]
-"""What was looked at; ok, fail, warn or nothing; what was seen."""
+Finding = tuple[str, str, str]
+"""Name of the check; ok, fail, warn or nothing; what was seen."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         with console.status("checking") if console.is_terminal else console:
             for name, verdict, seen in [
                 *check(spec, args.tasks),
-                *thoughtless(spec, args.tasks),
-                *measure(spec, args.tasks),
+                *findings("constant answers", lambda: thoughtless(spec, args.tasks)),
+                *findings("players", lambda: measure(spec, args.tasks)),
             ]:
                 table.add_row(name, verdict, seen, style=styles[verdict])
                 failed += verdict == "fail"
@@ -70,51 +70,52 @@ def main(argv: list[str] | None = None) -> int:
     return cli.run_verb(run)
 
 
-def check(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
+def findings(name: str, seen: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """What was seen, and what was raised on the way: whatever an environment raises is a finding.
+
+    Raises:
+      ConfigError: of this machine or the settings: every check would say it again.
+    """
+    from rolljax.errors import ConfigError, EnvError, RolljaxError, boundary
+
+    try:
+        with boundary(EnvError, "raised"):
+            yield from seen()
+    except ConfigError:
+        raise
+    except RolljaxError as e:
+        yield name, "fail", str(e)
+
+
+def check(spec: EnvSpec, num_tasks: int) -> Iterator[Finding]:
     """Every check, whatever becomes of the others."""
     from rolljax.envs.checks import CHECKS
-    from rolljax.errors import ConfigError, RolljaxError
 
     for name, run in CHECKS.items():
-        try:
-            yield name, "ok", run(spec, num_tasks)
-        except ConfigError:  # of this machine or the settings: every check would say it again
-            raise
-        except RolljaxError as e:
-            yield name, "fail", str(e)
-        except Exception as e:  # border: whatever an environment raises is what was found
-            yield name, "fail", f"{type(e).__name__}: {e}"
+        yield from findings(name, lambda name=name, run=run: [(name, "ok", run(spec, num_tasks))])
 
 
-def thoughtless(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
+def thoughtless(spec: EnvSpec, num_tasks: int) -> Iterator[Finding]:
     """Answers that take no thought: what wins more than chance without being gold is a hole."""
     from rolljax.envs import checks
 
-    name, num_tasks = "constant answers", min(num_tasks, CONSTANT_TASKS)
-    try:
-        found = checks.constant_wins(spec, num_tasks, CONSTANTS_S)
-    except Exception as e:  # border: as above
-        yield name, "fail", f"{type(e).__name__}: {e}"
-    else:
-        verdict = "fail" if found.hole is not None else "warn" if found.best.share > MUCH or found.pays else ""
-        yield name, verdict, str(found)
+    found = checks.constant_wins(spec, min(num_tasks, CONSTANT_TASKS), CONSTANTS_S)
+    verdict = "fail" if found.hole is not None else "warn" if found.best.share > MUCH or found.pays else ""
+    yield "constant answers", verdict, str(found)
 
 
-def measure(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
+def measure(spec: EnvSpec, num_tasks: int) -> Iterator[Finding]:
     """Players that know nothing, and speed."""
     from rolljax.envs import checks
 
-    try:
-        tasks = [spec.task(i) for i in range(num_tasks)]
-        player, how = checks.random_player(spec)
-        for name, act in ((how, player), ("empty answers", checks.always(""))):
-            solved = checks.success_frac(spec, tasks, act)
-            yield name, "warn" if solved > MUCH else "", f"solve {solved:.1%} of {num_tasks} tasks"
-        start = time.perf_counter()
-        steps = sum(len(checks.play(spec, task, player).results) for task in tasks)
-        yield "speed", "", f"{steps / (time.perf_counter() - start):,.0f} steps/s, reset included"
-    except Exception as e:  # border: as above
-        yield "players", "fail", f"{type(e).__name__}: {e}"
+    tasks = [spec.task(i) for i in range(num_tasks)]
+    player, how = checks.random_player(spec)
+    for name, act in ((how, player), ("empty answers", checks.always(""))):
+        solved = checks.success_frac(spec, tasks, act)
+        yield name, "warn" if solved > MUCH else "", f"solve {solved:.1%} of {num_tasks} tasks"
+    start = time.perf_counter()
+    steps = sum(len(checks.play(spec, task, player).results) for task in tasks)
+    yield "speed", "", f"{steps / (time.perf_counter() - start):,.0f} steps/s, reset included"
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def test_fifty_updates_leave_the_base_as_it_was(groups):
     state, memory, losses = trainer.init(start), {}, []
     for step in range(50):
         done = trainer.step(state, groups, memory, step)
-        state, memory = done.state, done.memory
+        state, memory = done.state, done.carry
         losses.append(done.row["loss/total"])
         assert done.row["optim/updates_n"] == 1
     assert losses[-1] < 0.6 * losses[0]
