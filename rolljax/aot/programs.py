@@ -211,7 +211,7 @@ def batch_shapes(trainer: PhaseTrainer) -> TokenBatch:
     routing = trainer.model.cfg.routing
     if routing and trainer.replay_experts:
         tail = (trainer.model.cfg.num_layers, routing.per_token)
-        arrays["chosen_Lk"] = jax.ShapeDtypeStruct((*rows, *tail), routing.dtype)
+        arrays["expert_ids_Lk"] = jax.ShapeDtypeStruct((*rows, *tail), routing.dtype)
     scalars = {n: jax.ShapeDtypeStruct((), jnp.int32 if n == "num_micro" else jnp.float32) for n in SCALARS}
     batch = TokenBatch(**arrays, **scalars)  # type: ignore[arg-type]
     return placed(batch, batch_shardings(trainer.mesh, batch))

@@ -68,7 +68,7 @@ class TokenBatch:
     returns: jax.Array | None = None
     old_values_C: jax.Array | None = None
     critic_weights_C: jax.Array | None = None
-    chosen_Lk: jax.Array | None = None
+    expert_ids_Lk: jax.Array | None = None
     """`[..., L, k]` experts that the policy's forward pass takes instead of its routers' choice, -1: that choice."""
 
     def anchor(self, name: Literal["behaviour", "proximal"]) -> jax.Array:
@@ -136,7 +136,7 @@ class Sample:
         if replay is not None:
             unknown = lambda t: np.broadcast_to(replay, (len(t.tokens), *replay.shape))  # noqa: E731
             taken = [unknown(t) if t.experts is None else t.experts for t in trajectory.turns]
-            columns["chosen_Lk"] = np.concatenate(taken) if taken else replay[None][:0]
+            columns["expert_ids_Lk"] = np.concatenate(taken) if taken else replay[None][:0]
         return Sample(tokens, at, turns, columns, trajectory.starts)
 
     def with_columns(self, **columns: np.ndarray) -> Sample:
@@ -210,7 +210,7 @@ def pack(
     arrays["prev"][:] = np.arange(shape.row_len)
     for name in {"scale", "advantages", *names} - {"mask"}:
         tail = np.shape(names[name])[1:] if name in names else ()
-        kind, empty = (names[name].dtype, -1) if name == "chosen_Lk" else (np.float32, 0)
+        kind, empty = (names[name].dtype, -1) if name == "expert_ids_Lk" else (np.float32, 0)
         arrays[name] = np.full((num_rows, shape.row_len, *tail), empty, kind)
     places = [[np.zeros(len(s.at), np.int64) for s in g] for g in groups]
     masks = [[s.mask for s in g] for g in groups]

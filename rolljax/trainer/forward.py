@@ -40,10 +40,10 @@ ONE_PART = Split()
 
 def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Decoder, jax.Array, Load | None]:
     """The bound decoder; for every token the final hidden state of its predecessor `batch.prev`, `[B, T, D]`; and how
-    the experts were used, if there are any. Those that `batch.chosen_Lk` names are used."""
+    the experts were used, if there are any. Those that `batch.expert_ids_Lk` names are used."""
     decoder = model.bind(params)
     attend = packed(batch.segment_ids, batch.branch_ids, batch.positions, model.attention)
-    chosen = None if batch.chosen_Lk is None else jnp.moveaxis(batch.chosen_Lk, 2, 0)
+    chosen = None if batch.expert_ids_Lk is None else jnp.moveaxis(batch.expert_ids_Lk, 2, 0)
     out = decoder(batch.tokens, batch.positions, attend, expert_ids_LBTk=chosen)
     load = out.mixtures and Load.of(out.mixtures, batch.segment_ids > 0, chosen)
     return decoder, before(out.hidden, batch.prev), load
@@ -51,7 +51,7 @@ def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Deco
 
 def unchosen(batch: TokenBatch) -> TokenBatch:
     """The batch for another model than the policy: it chooses its experts itself."""
-    return dataclasses.replace(batch, chosen_Lk=None)
+    return dataclasses.replace(batch, expert_ids_Lk=None)
 
 
 def read_policy(
