@@ -147,11 +147,8 @@ def test_paths_are_right(page):
         if not path or path[0] != span or "/" not in span:
             continue
         room = span.split("/")[0]
-        if room in first:
-            missing = not (ROOT / span).exists()
-        else:
-            missing = room in rooms and not (PACKAGE / span).exists()
-        if missing and span not in OTHERS and not is_known(span):
+        here = ROOT if room in first else PACKAGE if room in rooms else None
+        if here and not (here / span).exists() and span not in OTHERS and not is_known(span):
             wrong.append(span)
     assert not wrong
 
