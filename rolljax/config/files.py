@@ -8,7 +8,7 @@ from rolljax.config import check
 from rolljax.errors import ConfigError
 
 CONFIGS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
-"""Where they are: in the installed package, in a checkout."""
+"""Folders of the configs that come with rolljax: in the installed package, in a checkout."""
 
 
 def find_config(name: str) -> str:

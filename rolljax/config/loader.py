@@ -54,7 +54,7 @@ class Loaded(Generic[T]):
     _build: _Build = dataclasses.field(repr=False, compare=False)
 
     def locate(self, error: ConfigError) -> ConfigError:
-        """The same error with `where` filled from its `setting` ("Class.field"): file:line, --set text, or default."""
+        """The error with `where` filled from its `setting` ("Class.field"): file:line, --set text, or default."""
         return error.located_at(self._build.where(error.setting))
 
 

@@ -60,7 +60,10 @@ class Binding:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """Where a statement stands, and how names are resolved there; `layer` as in `Binding`."""
+    """Where a statement stands, and how names are resolved there.
+
+    layer: index of the file among the files, extended by its includes; `()` for a setting.
+    """
 
     where: str
     layer: tuple[int, ...]

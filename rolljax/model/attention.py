@@ -24,7 +24,7 @@ Implementation = Literal["auto", "xla", "splash", "cudnn"]
 
 NEG = -1e30
 MIN_BLOCK, MAX_BLOCKS = 64, 6
-"""Of queries in `in_blocks`: more blocks save more work, and take longer to compile."""
+"""Least queries of a block and most blocks of `in_blocks`: more blocks save more work, and take longer to compile."""
 
 
 class Window(NamedTuple):

@@ -56,7 +56,7 @@ class DecoderConfig(abc.ABC):
     tie_embeddings: bool = True
     max_position: int = 4096
     init_std: float = 0.02
-    """Of random weights. About `hidden_size ** -0.5` makes small models learn fastest."""
+    """Standard deviation of random weights. About `hidden_size ** -0.5` makes small models learn fastest."""
 
     architecture: ClassVar[str]
     """The model class that `config.json` names."""
@@ -110,7 +110,7 @@ class DecoderConfig(abc.ABC):
         return rms_norm(x_BTD, scale, self.rms_norm_eps)
 
     norm_std: ClassVar[float | None] = None
-    """Of fresh norm scales (None: all ones)."""
+    """Standard deviation of fresh norm scales (None: all ones)."""
 
     # ---- Hugging Face folders: see `hf.py` --------------------------------------------------------------------------
 
@@ -138,9 +138,9 @@ class Out(NamedTuple):
     hidden: jax.Array
     """`[B, T, D]`, after the last norm."""
     cache: Any
-    """As it left the last layer."""
+    """The KV cache as it left the last layer."""
     mixtures: Mixture | None
-    """Of every layer, with a leading L; None without experts."""
+    """Routing of every layer, with a leading L; None without experts."""
 
 
 class Decoder(nnx.Module):
@@ -290,7 +290,7 @@ class Model:
         return decoder
 
     def num_params(self) -> int:
-        """Of the decoder, without adapters."""
+        """Number of the decoder's parameters, without adapters."""
         return sum(x.size for x in jax.tree.leaves(self.plain.abstract()))
 
     def computed(self, params: Params) -> Params:

@@ -75,5 +75,5 @@ def before(hidden_BTD: jax.Array, prev_BT: jax.Array) -> jax.Array:
 
 
 def _split(mesh: Mesh, *axes: str) -> tuple[str, ...]:
-    """Those of the axes that split anything."""
+    """The axes, of those named, that split anything on this mesh."""
     return tuple(a for a in axes if mesh.shape.get(a, 1) > 1)

@@ -35,9 +35,9 @@ INDEX, WEIGHTS = shards.INDEX.format("model"), shards.WEIGHTS.format("model")
 GENERATION = "generation_config.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_MISSING = 10_000
-"""Tensors that are looked for in vain."""
+"""Most missing tensors before the search ends."""
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of a file of weights that is written."""
+"""Most bytes of a file of weights that is written."""
 
 
 def read_config(folder: str | Path) -> DecoderConfig:

@@ -156,7 +156,7 @@ class Layers(nnx.Module):
 
     @property
     def out_std(self) -> float:
-        """Of projections back to the hidden state: the sum over layers keeps its size."""
+        """Standard deviation of projections back to the hidden state: the sum over layers keeps its size."""
         return self.cfg.init_std / (2 * self.cfg.num_layers) ** 0.5
 
     # ---- computation ------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class PreNormLayers(Layers):
 
     @property
     def frequencies(self) -> jax.Array:
-        """Of the rotary embedding, `[C / 2]`."""
+        """Radians per position of the rotary embedding, `[C / 2]`."""
         return rope_frequencies(self.cfg.head_dim, self.cfg.rope_theta)
 
     def feed(

@@ -40,7 +40,7 @@ class Base:
     params: Params
     """The decoder's tree; int8 where `scales` has an entry."""
     scales: Mapping[str, jax.Array]
-    """Of int8 maps by name, float32 `[L, out]`: a weight is its int8 times the scale of its output."""
+    """Scales of int8 maps by name, float32 `[L, out]`: a weight is its int8 times the scale of its output."""
 
 
 @jax.tree_util.register_dataclass

@@ -30,7 +30,7 @@ SLACK = 1.25
 """Rows that a device with a part of the experts computes at once, over its even share of them. What does not fit is
 computed in further rounds: an uneven choice costs time, never memory and never a token."""
 ROW_TILES, TILE = (128, 512), 1024
-"""Of the TPU kernel: rows of a tile where experts have few tokens, or many; most columns of one."""
+"""Tiles of the TPU kernel: rows of one where experts have few tokens, or many; most columns of one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,22 +81,22 @@ class Routing:
 
 
 class Weights(NamedTuple):
-    """Of the experts of a layer: gate and up `[E, D, F]`, down `[E, F, D]`."""
+    """Weights of a layer's experts: gate and up `[E, D, F]`, down `[E, F, D]`."""
 
     gate: Any
     up: Any
     down: Any
     layer: Any = None
-    """Whose they are, where the others have all layers in front: kernels then read them where they lie."""
+    """Index of the layer, where the three hold all layers `[L, ...]`: kernels then read them in place."""
 
     def each(self, change: Callable[..., Any], *others: Any) -> Weights:
-        """With `change(weights, *others of these weights)` in place of each."""
+        """These weights, each of the three replaced by `change(it, *its entry of others)`."""
         gate, up, down = map(change, self[:3], *others)
         return Weights(gate, up, down, self.layer)
 
     @property
     def num(self) -> int:
-        """E."""
+        """Number of experts, E."""
         return self.gate.shape[-3]
 
 
@@ -196,7 +196,7 @@ class _Rounds(NamedTuple):
     order_A: jax.Array
     """Assignments, those of this device's experts first; as many as all rounds have."""
     ends_E: jax.Array
-    """Where in that order each expert's end."""
+    """Index in `order_A` behind each expert's last assignment."""
     rows: int
     needed: jax.Array | int
     """Rounds that hold anything."""
@@ -216,7 +216,7 @@ class _Rounds(NamedTuple):
         return _Rounds(jnp.pad(order, (0, rounds * rows - A)), ends, rows, needed)
 
     def __call__(self, i: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of round `i`: assignments `[R]`, which of them hold anything `[R]`, and how many each expert has `[E]`."""
+        """Round `i`: assignments `[R]`, which of them hold anything `[R]`, and how many each expert has `[E]`."""
         start = i * self.rows
         order = jax.lax.dynamic_slice_in_dim(self.order_A, start, self.rows)
         ends = jnp.clip(self.ends_E - start, 0, self.rows)
@@ -361,7 +361,7 @@ class Load:
 
     @staticmethod
     def of(mixtures: Mixture, counted_BT: jax.Array, expert_ids_LBTk: jax.Array | None = None) -> Load:
-        """Of all layers, over the tokens that are `counted_BT` (bool).
+        """The sums of all layers over the tokens that are `counted_BT` (bool).
 
         expert_ids_LBTk: the experts that were prescribed, -1 where the router chose.
         """

@@ -21,9 +21,9 @@ from rolljax.model.files import inside, parse_json, read_json
 
 INDEX, WEIGHTS = "{}.safetensors.index.json", "{}.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
-"""Of weights that are read."""
+"""Dtypes of weights that are read, by their names in safetensors."""
 _READ_BYTES = 32 * 2**20
-"""Of a file, looked at in one go."""
+"""Bytes of a file that are looked at in one go."""
 
 
 class Stored(NamedTuple):
@@ -31,10 +31,10 @@ class Stored(NamedTuple):
 
     file: str
     dtype: str
-    """As safetensors call it."""
+    """Name of the dtype in safetensors."""
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """Offset of the first byte in the file."""
 
     @property
     def nbytes(self) -> int:

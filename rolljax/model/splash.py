@@ -35,18 +35,19 @@ class Queries(NamedTuple):
 
     row_index: jax.Array
     run: jax.Array
-    """Number of its stretch; below 0 and its own for every padding token, which so sees itself only."""
+    """Number of the token's stretch of keys; below 0 and its own for every padding token, which so sees itself only."""
     run_start: jax.Array
     group: jax.Array
-    """Its segment where it looks at a shared prompt, -1 elsewhere."""
+    """The token's segment where it looks at a shared prompt, -1 elsewhere."""
     prompt_start: jax.Array
     prompt_end: jax.Array
     after_prompt: jax.Array
-    """Where it would stand if its branch followed the prompt: distances to the prompt's tokens are taken from here."""
+    """Index where the token would stand if its branch followed the prompt: distances to the prompt's tokens are
+    taken from here."""
 
 
 class Keys(NamedTuple):
-    """What they know of tokens as keys, int32 `[B, S]`."""
+    """What the kernels know of tokens as keys, int32 `[B, S]`."""
 
     run: jax.Array
     prompt: jax.Array
@@ -109,7 +110,7 @@ def mix(
 
 
 class _Look(NamedTuple):
-    """Of one row: every query looks at keys `low` to `high - 1` that have its id, as far as `bound` lets it."""
+    """What the queries of one row look at: keys `low` to `high - 1` that have its id, as far as `bound` lets it."""
 
     q_ids: jax.Array
     k_ids: jax.Array

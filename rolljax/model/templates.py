@@ -23,9 +23,9 @@ from rolljax.errors import ConfigError, boundary
 from rolljax.model import template_worker as worker
 
 DEADLINE_S = 10.0
-"""For one rendering; an ordinary one takes a fraction of a millisecond."""
+"""Seconds that one rendering may take; an ordinary one takes a fraction of a millisecond."""
 START_S = 120.0
-"""For the process to begin."""
+"""Seconds that the rendering process may take to begin."""
 
 
 def render(

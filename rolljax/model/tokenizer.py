@@ -44,7 +44,7 @@ FILES = (
     *VOCABULARIES, CONFIG, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""Of a folder, that a tokenizer is read from."""
+"""Files of a folder that a tokenizer is read from."""
 MARK, UNMARK = "\ufdd0", "\ufdd1"
 """Unicode noncharacters around the number of a text that a template must not see as it is."""
 
