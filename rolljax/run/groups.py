@@ -8,7 +8,9 @@ from collections.abc import Coroutine, Sequence
 
 from rolljax.errors import RolljaxError
 from rolljax.recipe import Phase
-from rolljax.rollout.episodes import Barrier, Rollouts, fault_of
+from rolljax.rollout.barrier import Barrier
+from rolljax.rollout.builder import fault_of
+from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.starts import StartCurriculum, fallback
 from rolljax.types import Group, Key, Task, Trajectory
 

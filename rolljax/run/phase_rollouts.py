@@ -10,7 +10,7 @@ import numpy as np
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import TrainerError
 from rolljax.recipe import Phase
-from rolljax.rollout.episodes import Barrier
+from rolljax.rollout.barrier import Barrier
 from rolljax.rollout.filters import filter_groups
 from rolljax.rollout.starts import StartCurriculum
 from rolljax.run.buffer import Buffer

@@ -14,7 +14,8 @@ from rolljax.errors import HangError
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Params
 from rolljax.recipe import Phase
-from rolljax.rollout.episodes import Rollouts, Tally
+from rolljax.rollout.barrier import Tally
+from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
 from rolljax.run.preflight import Preflight, ResolvedRecipe
 from rolljax.sampler.client import Sampler

@@ -15,7 +15,8 @@ from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import ConfigError
 from rolljax.recipe import Phase
-from rolljax.rollout.episodes import Barrier, Rollouts
+from rolljax.rollout.barrier import Barrier
+from rolljax.rollout.episodes import Rollouts
 from rolljax.run.buffer import Buffer
 from rolljax.run.groups import GroupDue, start_groups
 from rolljax.threads.event_loop import EventLoop
