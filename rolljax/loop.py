@@ -34,7 +34,7 @@ from rolljax.run.progress import ALL_STEPS, RunProgress
 from rolljax.run.recorder import Recorder
 from rolljax.run.runtime import Runtime, mean_reward
 from rolljax.run.step_metrics import StepTimer, groups_row, sampler_row, timed, trajectories_row
-from rolljax.run.trainer import LocalTrainer, Trainer
+from rolljax.run.trainer import LOCKSTEP_CALLS, LocalTrainer, Trainer
 from rolljax.threads.event_loop import Stopped
 from rolljax.threads.watchdog import Watchdog
 
@@ -60,7 +60,8 @@ def train(
       EnvError: no trajectory survived for `recorder.MAX_FAILED_STEPS` steps. HangError: a wait ran past its deadline.
     """
     recipe = preflight.recipe
-    trainer: Trainer = team.share("trainer", LocalTrainer(preflight, folder, preflight.chat.tokenizer))
+    local = LocalTrainer(preflight, folder, preflight.chat.tokenizer)
+    trainer: Trainer = team.share("trainer", local, LOCKSTEP_CALLS)
     progress, on_disk = open_trainer(trainer, preflight, folder, console)
     watchdog = Watchdog(console.say, console.waiting, folder.path / "crash")
     recorder = Recorder(recipe, folder, console, watchdog, trainer, progress, on_disk)

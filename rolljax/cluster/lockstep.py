@@ -19,7 +19,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, TypeVar, cast
@@ -45,11 +45,11 @@ class SingleProcess:
         """Around all work: a failure is known to the others, and one that a lost process has caused says so."""
         return contextlib.nullcontext()
 
-    def share(self, name: str, own: T) -> T:
+    def share(self, name: str, own: T, calls: Collection[str]) -> T:
         """What to use in place of this process's `own` object, of which every process has one under this name.
 
-        Methods of the result are called in all processes, in the order in which they are called here, whatever the
-        thread; their results are those of this process.
+        Methods named in `calls` are called in all processes, in the order in which they are called here, whatever the
+        thread; their results are those of this process. Everything else of the object is this process's own affair.
 
         Raises (as do methods of the result):
           InfraError: a process is lost.
@@ -164,8 +164,8 @@ class Leader(_Member):
                 self._lose(f"process {number} ended before the run did")
                 self._check()
 
-    def share(self, name: str, own: T) -> T:
-        return cast(T, Lockstep(self, name, own))
+    def share(self, name: str, own: T, calls: Collection[str]) -> T:
+        return cast(T, Lockstep(self, name, own, calls))
 
     @contextlib.contextmanager
     def broadcast(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
@@ -202,14 +202,14 @@ class Leader(_Member):
 
 
 class Lockstep:
-    """The leader's way to objects that every process has one of: each method call is broadcast, then made here."""
+    """The leader's way to an object that every process has one of: what is in `calls` is broadcast, then called here."""
 
-    def __init__(self, leader: Leader, name: str, own: Any) -> None:
-        self._leader, self._name, self._own = leader, name, own
+    def __init__(self, leader: Leader, name: str, own: Any, calls: Collection[str]) -> None:
+        self._leader, self._name, self._own, self._calls = leader, name, own, calls
 
     def __getattr__(self, attribute: str) -> Any:
         found = getattr(self._own, attribute)
-        if not callable(found):
+        if attribute not in self._calls:
             return found
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -244,7 +244,7 @@ class Follower(_Member):
         """Have the leader end the run after this step."""
         self._say(STOP)
 
-    def share(self, name: str, own: T) -> T:
+    def share(self, name: str, own: T, calls: Collection[str]) -> T:
         """Let the leader's calls of the object that it shares under this name be made of `own`."""
         self._shared[name] = own
         return own

@@ -36,7 +36,7 @@ class StepResult:
 class Trainer(Protocol):
     """Trains the policy of a run, phase by phase. Its state is its own.
 
-    Local (`LocalTrainer`), or in lock step over the processes of a mesh (`cluster.lockstep.Lockstep`).
+    On one process it is a `LocalTrainer`; on several, one in each, in lock step (`cluster.lockstep`).
     """
 
     def open_phase(self, progress: RunProgress) -> None:
@@ -67,6 +67,10 @@ class Trainer(Protocol):
     def result(self) -> str:
         """Write the policy as a Hugging Face folder; returns the fingerprint of the whole state, in hexadecimal."""
         ...
+
+
+LOCKSTEP_CALLS = ("open_phase", "restore", "step", "save", "result")
+"""Methods that all processes of a mesh must call in one order."""
 
 
 class LocalTrainer:

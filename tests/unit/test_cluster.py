@@ -71,7 +71,7 @@ class Counter:
 
 def served(follower, counter, check=lambda text: None):
     """A thread that does what the leader calls, and the errors it ends with."""
-    follower.share("counter", counter)
+    follower.share("counter", counter, ["add"])
     errors = []
 
     def serve():
@@ -87,7 +87,7 @@ def served(follower, counter, check=lambda text: None):
 
 def test_a_single_process_uses_its_own_objects():
     counter = Counter()
-    assert SINGLE_PROCESS.share("counter", counter) is counter
+    assert SINGLE_PROCESS.share("counter", counter, ["add"]) is counter
     with SINGLE_PROCESS.guard():
         assert not SINGLE_PROCESS.asked_to_stop()
 
@@ -96,7 +96,7 @@ def test_everyone_makes_the_calls_of_all_threads_in_one_order(pair):
     leader, followers, _ = pair
     own, others = Counter(), [Counter() for _ in followers]
     serving = [served(f, c)[0] for f, c in zip(followers, others, strict=True)]
-    counter, results = leader.share("counter", own), []
+    counter, results = leader.share("counter", own, ["add"]), []
 
     def work(name):
         for i in range(50):
@@ -120,7 +120,7 @@ def test_what_the_trainer_refuses_ends_the_leader_only(pair):
     leader, followers, _ = pair
     others = [Counter() for _ in followers]
     serving = [served(f, c) for f, c in zip(followers, others, strict=True)]
-    counter = leader.share("counter", Counter())
+    counter = leader.share("counter", Counter(), ["add"])
     with pytest.raises(TrainerError, match="not finite"):
         counter.add("bad", number=0)
     leader.end(5)
@@ -162,7 +162,7 @@ def test_the_leader_notices_a_lost_follower(pair, exits):
     with pytest.raises(InfraError, match="process 2 ended before the run did"), leader.guard():
         until_lost(leader)
         raise ValueError("what a collective says then")
-    for call in (leader.asked_to_stop, lambda: leader.share("counter", Counter()).add("a", number=1)):
+    for call in (leader.asked_to_stop, lambda: leader.share("counter", Counter(), ["add"]).add("a", number=1)):
         with pytest.raises(InfraError, match="process 2 ended"):
             call()
     leader.end(3)
