@@ -139,6 +139,11 @@ class Phase:
                 remedy="set Critic.epochs",
             )
 
+    @property
+    def samples(self) -> bool:
+        """Whether the policy acts in the environments; else their own answers are learned from."""
+        return self.algorithm.source == "sampler"
+
     def setup(self, max_turns: int, *, first: bool = False, environment: str = "") -> Setup:
         """What the algorithm is combined with. first: the phase is the run's first. environment: its name."""
         return Setup(

@@ -166,11 +166,11 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
     """The engine, its weights and their policy version, and what requests are checked against."""
     import jax
 
-    from rolljax.eval import read_params
     from rolljax.model import hf
     from rolljax.model.decoder import DecoderConfig, Dtype, Model
     from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
-    from rolljax.run.preflight import Preflight, micro_tok
+    from rolljax.run.preflight import ResolvedRecipe, micro_tok
+    from rolljax.run.trained import trained_params
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
     from rolljax.serving.schema import Served
@@ -198,8 +198,8 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
         where = param_shardings(mesh, model.axes(), model.abstract())
         params, version = hf.load(args.model, model, where, computed=True), 0
     else:
-        sized = recipe.sized(mesh, micro_tok(mesh, model))
-        params, version = read_params(Preflight(sized, mesh, model, Chat(tokenizer), [], (), 0), args.run)
+        resolved = ResolvedRecipe(recipe.sized(mesh, micro_tok(mesh, model)), mesh, model)
+        params, version = trained_params(resolved, args.run)
     return Engine(model.plain, sizes, mesh, SLOT_AXES), make_publish(mesh, model)(params), version, served
 
 

@@ -131,18 +131,24 @@ def packed(
     queries, keys = splash.rows(segment_ids_BT, branch_ids_BT, positions_BT)
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: jax.Array | int, window: Window | None = None
+        q_BTHC: jax.Array,
+        k_BTKC: jax.Array,
+        v_BTKC: jax.Array,
+        cache: Any,
+        layer: jax.Array | int,
+        window: Window | None = None,
     ) -> tuple[jax.Array, Any]:
         del layer
+        qkv = q_BTHC, k_BTKC, v_BTKC
         size, on = (window.size, window.on) if window else (None, True)
-        found = implementation(how, mesh, q.shape, q.dtype)
+        found = implementation(how, mesh, q_BTHC.shape, q_BTHC.dtype)
         if found == "splash":
             kernels = functools.partial(splash.mix, size=size, interpret=_platform(mesh) == "cpu")
-            return _on_shards(mesh, kernels, (q, k, v), queries, keys, jnp.asarray(on)), cache
+            return _on_shards(mesh, kernels, qkv, queries, keys, jnp.asarray(on)), cache
         mask = mask_BTS & inside(window, positions_BT, positions_BT)
         causal = _parts(mesh) == 1
         local: Callable[..., jax.Array] = _cudnn if found == "cudnn" else functools.partial(in_blocks, causal=causal)
-        return _on_shards(mesh, local, (q, k, v), mask), cache
+        return _on_shards(mesh, local, qkv, mask), cache
 
     return attend
 

@@ -49,19 +49,14 @@ def filter_groups(groups: Sequence[Group], cfg: FilterConfig = FilterConfig()) -
     """The trajectories that take part, by group, and what experts show to those that failed; groups of which too few
     are left are not there. Empty if the step is to be skipped."""
     every = [t for g in groups for t in g.trajectories]
-    if sum(lost(t) for t in every) > cfg.max_failed_frac * len(every):
+    if sum(t.lost for t in every) > cfg.max_failed_frac * len(every):
         return []
-    alive = [[judged(t, cfg) for t in g.trajectories if takes_part(t, cfg)] for g in groups]
+    alive = [[adjusted(t, cfg) for t in g.trajectories if takes_part(t, cfg)] for g in groups]
     return [
         [*a, g.demonstration] if g.demonstration else a
         for a, g in zip(alive, groups, strict=True)
         if len(a) >= min(2, len(g.trajectories))
     ]
-
-
-def lost(t: Trajectory) -> bool:
-    """Whether something else than the policy's own loops kept the trajectory from its end."""
-    return t.status == "failed" and not (t.fault and t.fault.kind == "agent")
 
 
 def takes_part(t: Trajectory, cfg: FilterConfig) -> bool:
@@ -73,7 +68,7 @@ def takes_part(t: Trajectory, cfg: FilterConfig) -> bool:
     return not (cfg.drop_failures_over_tok and not t.success and t.num_sampled_tok > cfg.drop_failures_over_tok)
 
 
-def judged(t: Trajectory, cfg: FilterConfig) -> Trajectory:
+def adjusted(t: Trajectory, cfg: FilterConfig) -> Trajectory:
     """The trajectory with the reward that counts."""
     if cfg.tampering != "zero" or not tampered(t):
         return t

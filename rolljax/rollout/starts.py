@@ -204,7 +204,7 @@ class StartCurriculum:
         """Take in how a step's episodes went."""
         for group in groups:
             for t in group.trajectories:
-                if t.status != "failed" or (t.fault and t.fault.kind == "agent"):
+                if not t.lost:
                     self._count(t)
         settings = self.settings
         recent = self._recent[-settings.window :]

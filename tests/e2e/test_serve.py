@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolljax import cli, serve
-from rolljax.loop import make_trainer
 from rolljax.model import hf
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.run.checkpoint import Progress
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
+from rolljax.run.progress import RunProgress
+from rolljax.run.trainer import make_trainer
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
@@ -630,7 +630,7 @@ def run_folder(tmp_path_factory, params):
     plan = check_run(config.value)
     folder.prepare(config, fresh=False)
     state = make_trainer(plan, 0, {}).init(params)
-    progress = Progress(total_steps=5, step=5, version=5)
+    progress = RunProgress(total_steps=5, step=5, version=5)
     folder.checkpoints.save(folder.checkpoints.next_name(progress), state, progress)
     return folder.path
 

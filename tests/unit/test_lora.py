@@ -194,10 +194,10 @@ def test_fifty_updates_leave_the_base_as_it_was(groups):
     trainer = make_trainer(model, Sft())
     before = fingerprint(trainer.base)
     start = jax.device_get(jax.jit(lambda: model.init(0))())
-    state, memory, losses = trainer.init(start), {}, []
+    state, carry, losses = trainer.init(start), {}, []
     for step in range(50):
-        done = trainer.step(state, groups, memory, step)
-        state, memory = done.state, done.carry
+        done = trainer.step(state, groups, carry, step)
+        state, carry = done.state, done.carry
         losses.append(done.row["loss/total"])
         assert done.row["optim/updates_n"] == 1
     assert losses[-1] < 0.6 * losses[0]
