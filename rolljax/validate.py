@@ -8,10 +8,9 @@ a policy solves without learning anything. Exit code 0, or 3 if a check fails.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rolljax import cli
@@ -27,8 +26,8 @@ CONSTANT_TASKS = 30
 CONSTANTS_S = 20.0
 """Seconds after which no further task is begun for that."""
 
-Finding = tuple[str, str, str]
-"""Name of the check; ok, fail, warn or nothing; what was seen."""
+Row = tuple[str, str, str]
+"""What was looked at; ok, fail, warn or nothing; what was seen."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -58,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         with console.status("checking") if console.is_terminal else console:
             for name, verdict, seen in [
                 *check(spec, args.tasks),
-                *findings("constant answers", lambda: thoughtless(spec, args.tasks)),
-                *findings("players", lambda: measure(spec, args.tasks)),
+                *thoughtless(spec, args.tasks),
+                *measure(spec, args.tasks),
             ]:
                 table.add_row(name, verdict, seen, style=styles[verdict])
                 failed += verdict == "fail"
@@ -71,57 +70,51 @@ def main(argv: list[str] | None = None) -> int:
     return cli.run_verb(run)
 
 
-def findings(name: str, seen: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What was seen, and what was raised on the way: whatever an environment raises is a finding.
-
-    Raises:
-      ConfigError: of this machine or the settings: every check would say it again.
-    """
-    from rolljax.errors import ConfigError, EnvError, RolljaxError, boundary
-
-    try:
-        with boundary(EnvError, "raised"):
-            yield from seen()
-    except ConfigError:
-        raise
-    except RolljaxError as e:
-        yield name, "fail", str(e)
-
-
-def checked(name: str, run: Callable[[EnvSpec, int], str], spec: EnvSpec, num_tasks: int) -> Iterator[Finding]:
-    """What one check has seen."""
-    yield name, "ok", run(spec, num_tasks)
-
-
-def check(spec: EnvSpec, num_tasks: int) -> Iterator[Finding]:
+def check(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
     """Every check, whatever becomes of the others."""
     from rolljax.envs.checks import CHECKS
+    from rolljax.errors import ConfigError, RolljaxError
 
     for name, run in CHECKS.items():
-        yield from findings(name, functools.partial(checked, name, run, spec, num_tasks))
+        try:
+            yield name, "ok", run(spec, num_tasks)
+        except ConfigError:  # of this machine or the settings: every check would say it again
+            raise
+        except RolljaxError as e:
+            yield name, "fail", str(e)
+        except Exception as e:  # border: whatever an environment raises is what was found
+            yield name, "fail", f"{type(e).__name__}: {e}"
 
 
-def thoughtless(spec: EnvSpec, num_tasks: int) -> Iterator[Finding]:
+def thoughtless(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
     """Answers that take no thought: what wins more than chance without being gold is a hole."""
     from rolljax.envs import checks
 
-    found = checks.constant_wins(spec, min(num_tasks, CONSTANT_TASKS), CONSTANTS_S)
-    verdict = "fail" if found.hole is not None else "warn" if found.best.share > MUCH or found.pays else ""
-    yield "constant answers", verdict, str(found)
+    name, num_tasks = "constant answers", min(num_tasks, CONSTANT_TASKS)
+    try:
+        found = checks.constant_wins(spec, num_tasks, CONSTANTS_S)
+    except Exception as e:  # border: as above
+        yield name, "fail", f"{type(e).__name__}: {e}"
+    else:
+        verdict = "fail" if found.hole is not None else "warn" if found.best.share > MUCH or found.pays else ""
+        yield name, verdict, str(found)
 
 
-def measure(spec: EnvSpec, num_tasks: int) -> Iterator[Finding]:
+def measure(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
     """Players that know nothing, and speed."""
     from rolljax.envs import checks
 
-    tasks = [spec.task(i) for i in range(num_tasks)]
-    player, how = checks.random_player(spec)
-    for name, act in ((how, player), ("empty answers", checks.always(""))):
-        solved = checks.success_frac(spec, tasks, act)
-        yield name, "warn" if solved > MUCH else "", f"solve {solved:.1%} of {num_tasks} tasks"
-    start = time.perf_counter()
-    steps = sum(len(checks.play(spec, task, player).results) for task in tasks)
-    yield "speed", "", f"{steps / (time.perf_counter() - start):,.0f} steps/s, reset included"
+    try:
+        tasks = [spec.task(i) for i in range(num_tasks)]
+        player, how = checks.random_player(spec)
+        for name, act in ((how, player), ("empty answers", checks.always(""))):
+            solved = checks.success_frac(spec, tasks, act)
+            yield name, "warn" if solved > MUCH else "", f"solve {solved:.1%} of {num_tasks} tasks"
+        start = time.perf_counter()
+        steps = sum(len(checks.play(spec, task, player).results) for task in tasks)
+        yield "speed", "", f"{steps / (time.perf_counter() - start):,.0f} steps/s, reset included"
+    except Exception as e:  # border: as above
+        yield "players", "fail", f"{type(e).__name__}: {e}"
 
 
 if __name__ == "__main__":
