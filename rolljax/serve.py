@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rolljax.model.decoder import DecoderConfig, Params
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
-    from rolljax.serving.schema import Served
+    from rolljax.serving.schema import ServedModel
     from rolljax.serving.server import Service
 
 API_KEY = "ROLLJAX_API_KEY"
@@ -162,7 +162,7 @@ def allow_open_files(wanted: int) -> None:
 # ---- the model
 
 
-def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
+def load(args: argparse.Namespace) -> tuple[Engine, Params, int, ServedModel]:
     """The engine, its weights and their policy version, and what requests are checked against."""
     import jax
 
@@ -173,7 +173,7 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
     from rolljax.run.preflight import Preflight, micro_tok
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
-    from rolljax.serving.schema import Served
+    from rolljax.serving.schema import ServedModel
     from rolljax.trainer.mesh import SLOT_AXES, MeshSpec, param_shardings
     from rolljax.trainer.publish import make_publish
 
@@ -192,7 +192,7 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
     sizes = read_sizes(args, sizes, cfg)
     chat = Chat(tokenizer) if tokenizer.chat_template else None
     name = args.served_model_name or Path(args.run or args.model).resolve().name
-    served = Served(name, tokenizer, chat, cfg.vocab_size, sizes.max_context)
+    served = ServedModel(name, tokenizer, chat, cfg.vocab_size, sizes.max_context)
     print(f"loading {name}", file=sys.stderr, flush=True)
     if recipe is None:
         where = param_shardings(mesh, model.axes(), model.abstract())

@@ -17,7 +17,7 @@ from rolljax.run.checkpoint import Progress
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.lockstep import FollowingEngine
+from rolljax.sampler.worker import EngineWorker
 from rolljax.trainer.phase_trainer import NotFinite
 from rolljax.trainer.publish import make_publish
 
@@ -49,7 +49,7 @@ class Hands:
         self._plan, self._folder = plan, folder
         self._write = make_publish(plan.mesh, plan.model, plan.sampler_mesh)
         engine = Engine(plan.model.plain, plan.recipe.sampler, plan.sampler_mesh, SLOT_AXES)
-        self._sampler = FollowingEngine(engine)
+        self._worker = EngineWorker(engine)
 
     def do(self, kind: str, payload: Any) -> None:
         """One turn of the leader."""
@@ -63,14 +63,17 @@ class Hands:
                     self._state = self._trainer.step(self._state, *payload).state
             case "publish":
                 params = self._trainer.full_params(self._state.params)
-                self._sampler.params = self._write(params, self._sampler.params)
+                self._worker.set_params(self._write(params, self._worker.params))
             case "save":
                 name, progress = payload
                 self._folder.checkpoints.save(name, self._state, progress)
             case "result":
                 loop.result(self._plan, self._folder, self._state, None)
+            case "engine":
+                name, args, kwargs = payload
+                getattr(self._worker, name)(*args, **kwargs)
             case _:
-                self._sampler.do(kind, payload)
+                raise ValueError(f"no such turn: {kind}")
 
     def _open_phase(self, progress: Progress) -> None:
         state = self._state

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 
@@ -20,7 +20,8 @@ from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
 from rolljax.run.preflight import Preflight
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.lockstep import LeadingEngine
+from rolljax.sampler.lockstep import LockstepEngine
+from rolljax.sampler.worker import EngineWorker
 from rolljax.threads.event_loop import EventLoop
 from rolljax.threads.watchdog import Watchdog
 from rolljax.trainer.publish import make_publish
@@ -48,14 +49,14 @@ class Runtime:
         self.plan, self.recipe, self.team = plan, plan.recipe, team
         self.watchdog, self._tally = watchdog or Watchdog(), Tally()
         self._write = make_publish(plan.mesh, plan.model, plan.sampler_mesh)
-        make = functools.partial(LeadingEngine, turn=team.turn) if plan.mesh.is_multi_process else Engine
         self.sampler = Sampler(
-            make(plan.model.plain, plan.recipe.sampler, plan.sampler_mesh, SLOT_AXES),
+            Engine(plan.model.plain, plan.recipe.sampler, plan.sampler_mesh, SLOT_AXES),
             self._weights(params),
             version,
             longest_prompt=plan.longest_prompt_tok,
             vocabulary=plan.chat.vocabulary,
             multi_turn=plan.recipe.max_turns > 1,
+            lockstep=self._lockstep,
         )
         self.pool = EnvPool(plan.recipe.pool, plan.recipe.env)
         self.background = EventLoop(should_stop, self.watchdog)
@@ -91,6 +92,11 @@ class Runtime:
         if version != self.sampler.version:
             with self.watchdog.waiting_for("the sampler to take new weights"):
                 self.sampler.publish(lambda old: self._weights(params, old), version)
+
+    def _lockstep(self, worker: EngineWorker) -> EngineWorker:
+        if not self.plan.mesh.is_multi_process:
+            return worker
+        return cast(EngineWorker, LockstepEngine(worker, self.team.turn))
 
     def _weights(self, params: Params, over: Params | None = None) -> Params:
         """The sampler's weights (`trainer.publish`)."""

@@ -27,7 +27,7 @@ Json = dict[str, Any]
 NOTHING = Sampled.of(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
 
 
-class Run:
+class Generation:
     """What one HTTP request asks of the sampler: an answer for each prompt and sibling.
 
     Raises:
@@ -42,8 +42,8 @@ class Run:
         self._created = int(time.time())
         self._events: asyncio.Queue[tuple[int, Sampled | None]] = asyncio.Queue()
         self._pending: list[Pending] = []
-        self._answers = [Answer(service, job, i) for i in range(len(job.prompts) * job.n)]
-        service.runs.add(self)
+        self._answers = [Choice(service, job, i) for i in range(len(job.prompts) * job.n)]
+        service.generations.add(self)
         try:
             self._submit()
         except SamplerError as e:
@@ -85,7 +85,7 @@ class Run:
 
     def close(self) -> None:
         """Must be called at the end, however it came."""
-        self.service.runs.discard(self)
+        self.service.generations.discard(self)
         self.abort()
         if self.job.call is not None:
             self.job.call.close()
@@ -136,7 +136,7 @@ class Run:
             chunks.append(e.json())
         yield b"".join(map(_event, chunks)) + b"data: [DONE]\n\n"
 
-    def _first(self, answer: Answer, prompt_logp: np.ndarray | None) -> Json:
+    def _first(self, answer: Choice, prompt_logp: np.ndarray | None) -> Json:
         """The chunk that opens an answer: its role, the echoed prompt, the prompt's ids."""
         job = self.job
         choice: Json = {"index": answer.index, "finish_reason": None}
@@ -224,7 +224,7 @@ class Run:
         }
 
 
-class Answer:
+class Choice:
     """One choice, piece by piece."""
 
     def __init__(self, service: Service, job: Job, index: int) -> None:

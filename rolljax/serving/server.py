@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rolljax.sampler.client import Sampler
 from rolljax.serving.metrics import ServerMetrics
 from rolljax.serving.requests import read_chat, read_completion
-from rolljax.serving.responses import Json, Run, dump
-from rolljax.serving.schema import ApiError, Job, Served, parse_json, short
+from rolljax.serving.responses import Generation, Json, dump
+from rolljax.serving.schema import ApiError, Job, ServedModel, parse_json, short
 from rolljax.serving.session import Session, Sessions
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Service:
     in `limits` nobody else is let in.
     """
 
-    def __init__(self, sampler: Sampler, served: Served, limits: Limits, sessions: Sessions | None = None) -> None:
+    def __init__(self, sampler: Sampler, served: ServedModel, limits: Limits, sessions: Sessions | None = None) -> None:
         self.sampler, self.served, self.limits, self.sessions = sampler, served, limits, sessions
         self.metrics = ServerMetrics(sampler)
         self.metrics.open.set_function(lambda: self.open)
@@ -87,13 +87,13 @@ class Service:
         """While the server warms up: programs that are compiled, and all of them."""
         self.open = 0
         """Requests for tokens that have arrived whole and are being answered."""
-        self.runs: set[Run] = set()
+        self.generations: set[Generation] = set()
         self._held_bytes = 0
         self._created = int(time.time())
         self._reader, self._large_reader = (
             concurrent.futures.ThreadPoolExecutor(1, f"rolljax-serve-{name}") for name in ("reader", "large-reader")
         )
-        self.app: ASGIApp = Gate(
+        self.app: ASGIApp = AccessMiddleware(
             Starlette(
                 routes=[
                     Route("/v1/completions", self.completions, methods=["POST"]),
@@ -187,7 +187,7 @@ class Service:
             with contextlib.suppress(ApiError):  # a template may refuse it
                 job = await self._read(dump(body | {"max_tokens": 9}), chat, None)
                 for stream in (False, True):
-                    run = Run(self, dataclasses.replace(job, stream=stream), time.perf_counter())
+                    run = Generation(self, dataclasses.replace(job, stream=stream), time.perf_counter())
                     with contextlib.closing(run):
                         if stream:
                             async for _ in run.events():
@@ -212,7 +212,7 @@ class Service:
         async with self._received(request) as body:
             self._admit(request.scope)
             job = await self._read(body, chat, session)
-        run = Run(self, job if session is None else session.begin(job), started_s)
+        run = Generation(self, job if session is None else session.begin(job), started_s)
         if job.stream:
             return EventStream(run)
         try:
@@ -221,7 +221,7 @@ class Service:
             run.close()
 
     def _admit(self, scope: Scope) -> None:
-        """Count a request that has arrived whole among those that are answered, until its `Gate` is left.
+        """Count a request that has arrived whole among those that are answered, until its `AccessMiddleware` is left.
 
         Raises:
           ApiError: as many are answered already, or no more are taken.
@@ -302,7 +302,7 @@ class Service:
         """Take no more calls of a session, and give up those that are running."""
         assert self.sessions is not None
         self.sessions.end(session)
-        for run in list(self.runs):
+        for run in list(self.generations):
             if run.job.call is not None and run.job.call.session is session:
                 run.abort()
 
@@ -312,7 +312,7 @@ class Service:
         deadline_s = time.monotonic() + timeout_s
         while self.open and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
-        for run in list(self.runs):
+        for run in list(self.generations):
             run.abort()
 
     def close(self) -> None:
@@ -320,7 +320,7 @@ class Service:
             reader.shutdown()
 
 
-class Gate:
+class AccessMiddleware:
     """Before every endpoint: keys, draining, the limit of open requests, and the counting of all of it."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -380,7 +380,7 @@ class Gate:
 class EventStream(Response):
     """Server-sent events of a run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Generation) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )

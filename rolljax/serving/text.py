@@ -15,7 +15,7 @@ UNLIKELY = -9999.0
 REPLACEMENT = "\ufffd"
 
 
-def laws(sampled: Sampled, raw: bool) -> tuple[list[float], np.ndarray]:
+def logprobs_of(sampled: Sampled, raw: bool) -> tuple[list[float], np.ndarray]:
     """Log-probs `[T]` and those of the alternatives `[T, n]`, of the model's own law or of the one sampled from."""
     logp, top = (
         (sampled.model_logp, sampled.top_model_logp) if raw else (sampled.sampler_logp, sampled.top_sampler_logp)
@@ -25,7 +25,7 @@ def laws(sampled: Sampled, raw: bool) -> tuple[list[float], np.ndarray]:
 
 def chat_logprobs(vocabulary: Vocabulary, sampled: Sampled, raw: bool) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
-    logp, top = laws(sampled, raw)
+    logp, top = logprobs_of(sampled, raw)
 
     def entry(token: int, value: float) -> dict[str, Any]:
         return {"token": vocabulary.name(token), "bytes": list(vocabulary.raw(token)), "logprob": value}
@@ -61,7 +61,7 @@ class CompletionLogprobs:
 
     def sampled(self, sampled: Sampled, raw: bool) -> dict[str, Any]:
         """Entries of sampled tokens: the alternatives of each, and the token itself among them."""
-        logp, top = laws(sampled, raw)
+        logp, top = logprobs_of(sampled, raw)
         tokens, name = sampled.tokens.tolist(), self._vocabulary.name
         alternatives: list[dict[str, float] | None] = [
             dict(zip(map(name, ids), values, strict=True)) | {name(token): value}

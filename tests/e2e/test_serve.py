@@ -29,7 +29,7 @@ from rolljax.run.preflight import check as check_run
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.serving.schema import Served
+from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
@@ -60,7 +60,7 @@ def sampler(start_sampler):
 
 @pytest.fixture(scope="module")
 def served(model, chat):
-    return Served("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT)
+    return ServedModel("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +342,7 @@ def test_a_hang_up_frees_the_slots(running, sampler, stream):
         connection.close()
     until(lambda: sampler.load().running == sampler.load().waiting == 0)
     assert sampler.stats.aborted > aborted
-    assert not running.service.runs and running.service.open == 0
+    assert not running.service.generations and running.service.open == 0
 
 
 def test_a_cancelled_client_frees_its_slot(running, sampler):

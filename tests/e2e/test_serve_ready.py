@@ -11,7 +11,7 @@ import pytest
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.serving.schema import Served
+from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
@@ -28,7 +28,9 @@ def cold(model, params, chat):
     cfg = SamplerConfig(slots=8, max_context=CONTEXT, prefill_chunk=128, prefix_match="any", programs="few")
     weights = make_publish(mesh, model)(params)
     sampler = Sampler(Engine(model, cfg, mesh, BATCH_AXES), weights, 0, vocabulary=chat.vocabulary, longest_prompt=0)
-    running = Running(sampler, Served("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT), Limits(keys=(KEY,)))
+    running = Running(
+        sampler, ServedModel("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT), Limits(keys=(KEY,))
+    )
     yield running
     running.close()
     sampler.close()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.serving.schema import ApiError, Served
+from rolljax.serving.schema import ApiError, ServedModel
 from rolljax.serving.session import ENDED_KEPT, Session, SessionRules, Sessions
 from rolljax.types import Completion, Sampled, SamplingParams
 
@@ -16,7 +16,7 @@ AGAIN = {"role": "user", "content": "51"}
 @pytest.fixture(scope="module")
 def served():
     chat = Chat(byte_tokenizer())
-    return Served("policy", chat.tokenizer, chat, 264, CONTEXT)
+    return ServedModel("policy", chat.tokenizer, chat, 264, CONTEXT)
 
 
 @pytest.fixture
