@@ -1,8 +1,8 @@
-"""Connections and the requests on them: uvicorn's HTTP/1.1 with deadlines and bounds for what has not arrived whole.
+"""Connections and the requests on them: uvicorn's HTTP/1.1 with deadlines and bounds for what arrives in parts.
 
-A client that opens connections and leaves them, or sends its request byte by byte, costs one place among the
-connections for `Limits.head_s` and `Limits.body_s` seconds, and the oldest of these give way when places run out. The
-body's deadline and its size are kept in `server.Service`, where it is read.
+A client that opens connections and leaves them, or sends its request byte by byte, takes one of the connections for
+`Limits.head_s` and `Limits.body_s` seconds, and the oldest of these give way when connections run out. The body's
+deadline and its size are kept in `server.Service`, where it is read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_server(service: Service, *, keep_alive_s: float, closing_s: int) -> uvi
 
 
 class ConnectionLimiter:
-    """The connections of a server that have no whole request, the longest waiting first."""
+    """The connections of a server that have no complete request, the longest waiting first."""
 
     def __init__(self, service: Service) -> None:
         self.limits = service.limits
@@ -68,16 +68,16 @@ class ConnectionLimiter:
         self.waiting[connection] = None
 
     def leave(self, connection: Protocol) -> None:
-        """A connection has a whole request, or is gone."""
+        """A connection has a complete request, or is gone."""
         self.waiting.pop(connection, None)
 
 
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, door: ConnectionLimiter, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limiter: ConnectionLimiter, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._limiter = door
+        self._limiter = limiter
         self._part: Literal["none", "head", "body"] = "none"
         """Of the request that is being received."""
         self._part_bytes = self._fields = self._field_bytes = 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.model.tokenizer import Chat
-from rolljax.sampler.engine import MAX_STOP_IDS
+from rolljax.sampler.arrays import MAX_STOP_IDS
 from rolljax.serving.schema import (
     ApiError,
     Body,

@@ -1,6 +1,6 @@
 """Bodies of OpenAI requests as fields, checked one by one.
 
-    bytes -> JSON (strict) -> CompletionBody | ChatBody (pydantic) -> Job (openai_read)
+    bytes -> JSON (strict) -> CompletionBody | ChatBody (pydantic) -> Job (serving.requests)
 
 Every refusal is an `ApiError` that names the field, the value and the remedy. Fields that change nothing about the
 answer are accepted, fields whose meaning is not implemented are refused unless they hold their neutral value, and so
@@ -116,7 +116,7 @@ class ServedModel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenizedPrompt:
-    """`ids [P]` int32; text as it was given, or as the ids spell it."""
+    """`ids [P]` int32; text as the request holds it, or as the ids spell it."""
 
     ids: np.ndarray
     text: str

@@ -20,7 +20,7 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.model.tokenizer import Chat
-from rolljax.sampler.engine import MAX_STOP_IDS
+from rolljax.sampler.arrays import MAX_STOP_IDS
 from rolljax.serving.requests import conversation_ids, read_chat, read_completion
 from rolljax.serving.schema import ApiError, Conversation, Job, ServedModel, refuse
 from rolljax.types import Completion, Message, SamplingParams
@@ -28,14 +28,14 @@ from rolljax.types import Completion, Message, SamplingParams
 ENDED_KEPT = 4096
 """Sessions that have ended and are still told so; earlier ones are unknown."""
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
-"""Fields of the sampled law, which is the trainer's."""
+"""Fields of a request that shape the sampling distribution, which is the trainer's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionRules:
     """What the trainer decides about a session.
 
-    params: the sampled law, the ids that end an answer, and the most tokens of one.
+    params: the sampling distribution, the ids that end an answer, and the most tokens of one.
     address: of the session's randomness, up to 5 integers; the number of the call is the next.
     max_calls: calls that are answered. max_restarts: how often a conversation may begin that goes on with no other.
     """
