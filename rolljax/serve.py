@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import dataclasses
 import gc
-import importlib.util
 import ipaddress
 import os
 import secrets
@@ -106,9 +105,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for what can be seen to be wrong before anything is loaded."""
     from rolljax.model.folder import folder_remedy
 
-    missing = [m for m in ("starlette", "uvicorn", "pydantic", "prometheus_client") if not importlib.util.find_spec(m)]
-    if missing:
-        raise ConfigError(f"serving needs {', '.join(missing)}", remedy="pip install -e '.[serve]'")
     for name, low, high in (("port", 0, 65535), ("max_concurrency", 1, 2**20), ("tensor", 1, 2**20)):
         if not low <= getattr(args, name) <= high:
             raise ConfigError(f"must be {low} to {high}", setting=f"--{name}", value=getattr(args, name))

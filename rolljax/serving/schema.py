@@ -281,7 +281,11 @@ B = TypeVar("B", bound=Body)
 
 
 def check_body(kind: type[B], raw: dict[str, Any]) -> B:
-    """The body as its fields; see the top of this file for what is refused."""
+    """The body as its checked fields.
+
+    Raises:
+      ApiError: a field is missing, malformed, unknown, or not implemented and not at its neutral value (`NEUTRAL`).
+    """
     try:
         body = kind.model_validate(raw)
     except ValidationError as e:
