@@ -1,4 +1,4 @@
-"""The HTTP server among clients that mean no good: what does not arrive whole, too much of everything, and nonsense.
+"""The HTTP server among clients that mean no good: what does not arrive completely, too much of everything, and nonsense.
 
 Every attack goes to a real server on the loopback address, and is over within seconds.
 """
@@ -65,7 +65,7 @@ def connections(running):
     return len(running.server.server_state.connections)
 
 
-# ---- what does not arrive whole
+# ---- what does not arrive completely
 
 
 def test_unfinished_bodies_hold_no_slot(start):

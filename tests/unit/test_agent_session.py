@@ -177,8 +177,8 @@ def test_ids_that_the_program_gives_back_are_taken_as_they_are(session, served):
     job = begin(session, served, prompt=[65, 66, 67, 68, 69])
     assert job.call.before is first.call and job.call.new_ids.tolist() == [69]
     answer(job, served, [70])
-    whole = begin(session, served, prompt=[65, 66, 67, 68, 69, 70])
-    assert whole.call.new_ids.tolist() == []
+    complete = begin(session, served, prompt=[65, 66, 67, 68, 69, 70])
+    assert complete.call.new_ids.tolist() == []
 
 
 def test_every_sampled_token_is_in_one_stream_only(session, served):
