@@ -43,7 +43,7 @@ class Phase:
       make the group and the others are let go for good, which favours short answers. Which these are depends on time,
       so such a run cannot be repeated to the bit.
     starts: begin episodes behind an expert's first turns (`starts.ExpertStarts`).
-    row_len, micro_rows: tokens of a packed row, which must hold one complete trajectory, and rows of a micro-batch. 0: the
+    row_len, micro_rows: tokens of a packed row, which must hold one trajectory, and rows of a micro-batch. 0: the
       shortest row that does, a multiple of 128, and as many rows as the devices do well with. `--dry_run` shows them.
     eval_every: evaluate on held-out tasks every so many steps (0: only at the end of the phase).
     stop_at_reward: end the phase early once such an evaluation reaches this reward.
