@@ -30,7 +30,7 @@ from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.hf import read_config
 from rolljax.model.lora import Adapted, Base
 from rolljax.model.moe import SLACK
-from rolljax.sampler.engine import Engine, Inserts, Pieces
+from rolljax.sampler.engine import Engine, Inserts, PrefillChunks
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import ARRAYS, SCALARS, TokenBatch
@@ -318,8 +318,8 @@ class SamplerShapes:
         like = lambda tree: jax.tree.map(  # noqa: E731
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state.token.sharding), tree
         )
-        piece, width = cfg.pieces[-1], cfg.pages_per_sequence
-        pieces = like(Pieces.empty(cfg.rows(piece, engine.num_shards) * engine.num_shards, piece, width))
+        piece, width = cfg.chunk_sizes[-1], cfg.pages_per_sequence
+        pieces = like(PrefillChunks.empty(cfg.prefill_rows(piece, engine.num_shards) * engine.num_shards, piece, width))
         table, slots = like(np.zeros((cfg.slots, width), np.int32)), like(np.zeros(cfg.slots, np.int32))
         vocab = NamedSharding(mesh, PartitionSpec(SLOT_AXES, "tensor"))
         logits = jax.ShapeDtypeStruct((len(pieces.count), model.cfg.vocab_size), jnp.float32, sharding=vocab)

@@ -88,7 +88,7 @@ class _Member:
                 self._take(other, *connection.recv())
         except (EOFError, OSError):
             loss = f"{other} ended before the run did"
-        except Exception as e:  # border of the thread
+        except Exception as e:  # border: the thread ends
             loss = f"what {other} said cannot be read: {type(e).__name__}: {e}"
         if not self._has_ended:
             self._lose(loss)
@@ -113,7 +113,7 @@ class _Member:
     def guard(self) -> Iterator[None]:
         try:
             yield
-        except Exception as e:
+        except Exception as e:  # border: a lost process may be what it comes from
             if self._is_lost.wait(NOTICE_S):
                 raise InfraError(self._loss) from e
             self._failed(e)
@@ -202,7 +202,7 @@ class Leader(_Member):
 
 
 class Lockstep:
-    """The leader's way to an object that every process has one of: what is in `calls` is broadcast, then called here."""
+    """The leader's way to an object that every process has one of: methods in `calls` are broadcast, then called."""
 
     def __init__(self, leader: Leader, name: str, own: Any, calls: Collection[str]) -> None:
         self._leader, self._name, self._own, self._calls = leader, name, own, calls

@@ -7,6 +7,7 @@ template's own separators. Nothing that was sampled is ever tokenised again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from rolljax.envs.base import StepResult
 from rolljax.envs.pool import EnvPool, Episode
 from rolljax.envs.text import clean
-from rolljax.errors import ConfigError, EnvError, NeighbourError, RolljaxError
+from rolljax.errors import ConfigError, EnvError, NeighbourError, RolljaxError, check_range
 from rolljax.model.tokenizer import Chat
 from rolljax.rollout.barrier import Barrier, Tally
 from rolljax.rollout.builder import TrajectoryBuilder, fault_of
@@ -48,7 +49,7 @@ class RolloutConfig:
     repeats: an answer that was given, and answered, in the same way this many times in a row is a loop (0: off). In
       training the episode is then discarded and begun again, and left out if it loops each time; in an evaluation it
       ends there, and counts.
-    answer_format: a regular expression that a whole answer must match; else `format_penalty` is added to the turn's
+    answer_format: a regular expression that all of an answer must match; else `format_penalty` is added to the turn's
       reward, as the part `format`. It is RE2's kind, which takes time linear in any answer: no look-ahead, no
       back-references. `.` is any character.
     """
@@ -62,19 +63,14 @@ class RolloutConfig:
     format_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("restarts", "retries", "repeats"):
-            if getattr(self, name) < 0:
-                raise ConfigError("must not be negative", setting=f"RolloutConfig.{name}", value=getattr(self, name))
+        check_range(self, "restarts", "retries", "repeats", low=0)
+        check_range(self, "keep_frac", above=0, below=1)
         if self.repeats == 1:
             raise ConfigError(
                 "would end every episode after its first answer",
                 setting="RolloutConfig.repeats",
                 value=1,
                 remedy="3 is usual, 0 is off",
-            )
-        if not 0 < self.keep_frac < 1:
-            raise ConfigError(
-                "must be between 0 and 1, both excluded", setting="RolloutConfig.keep_frac", value=self.keep_frac
             )
         if self.answer_format:
             linear_pattern(self.answer_format)
@@ -192,13 +188,12 @@ class Rollouts:
         return None
 
     async def _open(self, task: Task, builder: TrajectoryBuilder, barrier: Barrier | None) -> Episode:
-        try:
+        with contextlib.ExitStack() as unless_open:
+            if barrier:
+                unless_open.callback(barrier.leave)
             with builder.waiting_for_env():
                 episode = await self.pool.open(task)
-        except BaseException:
-            if barrier:
-                barrier.leave()
-            raise
+            unless_open.pop_all()
         if barrier:
             await barrier.arrive(builder.key)
         return episode

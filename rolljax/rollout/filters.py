@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rolljax.envs.pool.blame import SET_ASIDE
-from rolljax.errors import ConfigError
+from rolljax.errors import check_range
 from rolljax.types import Group, Trajectory
 
 Row = dict[str, float]
@@ -33,16 +33,8 @@ class FilterConfig:
     drop_failures_over_tok: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_failed_frac <= 1:
-            raise ConfigError(
-                "must be between 0 and 1", setting="FilterConfig.max_failed_frac", value=self.max_failed_frac
-            )
-        if self.drop_failures_over_tok < 0:
-            raise ConfigError(
-                "must not be negative",
-                setting="FilterConfig.drop_failures_over_tok",
-                value=self.drop_failures_over_tok,
-            )
+        check_range(self, "max_failed_frac", low=0, high=1)
+        check_range(self, "drop_failures_over_tok", low=0)
 
 
 def filter_groups(groups: Sequence[Group], cfg: FilterConfig = FilterConfig()) -> list[list[Trajectory]]:

@@ -46,11 +46,11 @@ def base_weights(resolved: ResolvedRecipe) -> Base | None:
     return jax.jit(lambda: model.base(plain.init(seed)), out_shardings=shardings)()
 
 
-def plain_params(resolved: ResolvedRecipe, whole: Params) -> Params:
+def plain_params(resolved: ResolvedRecipe, full: Params) -> Params:
     """All weights in float32, adapters added, of what `Model.bind` takes."""
     model = resolved.model
     if model.lora is None:
-        return whole
+        return full
     shardings = param_shardings(resolved.mesh, model.plain.axes(), model.plain.abstract())
     to_float32 = lambda p: jax.tree.map(lambda x: x.astype(jnp.float32), model.merged(p))  # noqa: E731
-    return jax.jit(to_float32, out_shardings=shardings)(whole)
+    return jax.jit(to_float32, out_shardings=shardings)(full)

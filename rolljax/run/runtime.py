@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rolljax.cluster.lockstep import SINGLE_PROCESS, Leader, SingleProcess
+from rolljax.cluster.lockstep import SINGLE_PROCESS, Follower, Leader, SingleProcess
 from rolljax.envs.pool import EnvPool
 from rolljax.errors import HangError
 from rolljax.model.axes import SLOT_AXES
@@ -20,6 +20,7 @@ from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
 from rolljax.run.preflight import Preflight, ResolvedRecipe
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
+from rolljax.sampler.worker import LOCKSTEP_CALLS, EngineWorker
 from rolljax.threads.event_loop import EventLoop
 from rolljax.threads.watchdog import Watchdog
 from rolljax.trainer.publish import make_publish
@@ -30,15 +31,26 @@ class WeightChannel:
     """From the trainer's weights to the sampler's, over the devices of one mesh: cast, and laid out for decoding.
 
     Args:
-      source: the trainer's weights now, as `Model.bind` takes them.
+      source: the trainer's weights now, as `Model.bind` takes them. worker: takes them, in place of those it has.
     """
 
-    def __init__(self, resolved: ResolvedRecipe, source: Callable[[], Params]) -> None:
-        self._write, self._source = make_publish(resolved.mesh, resolved.model, resolved.sampler_mesh), source
+    def __init__(self, resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> None:
+        self._write = make_publish(resolved.mesh, resolved.model, resolved.sampler_mesh)
+        self._source, self._worker = source, worker
 
-    def push(self, old: Params | None = None) -> Params:
-        """The sampler's weights, made anew; in place of `old`, which are given up for them."""
-        return self._write(self._source(), old)
+    def push(self) -> Params:
+        """Write the trainer's weights into the sampler's, and return these."""
+        self._worker.set_params(self._write(self._source(), self._worker.params))
+        return self._worker.params
+
+
+def share_sampler(
+    resolved: ResolvedRecipe, source: Callable[[], Params], team: SingleProcess | Leader | Follower
+) -> tuple[EngineWorker, WeightChannel]:
+    """This process's part of the sampler, shared with the other processes of the mesh. source: see `WeightChannel`."""
+    worker = EngineWorker(Engine(resolved.model.plain, resolved.recipe.sampler, resolved.sampler_mesh, SLOT_AXES))
+    channel = team.share("weights", WeightChannel(resolved, source, worker), ("push",))
+    return team.share("engine", worker, LOCKSTEP_CALLS), channel
 
 
 class Runtime:
@@ -61,11 +73,12 @@ class Runtime:
     ) -> None:
         self.preflight, self.recipe = preflight, preflight.recipe
         self.watchdog, self._tally = watchdog or Watchdog(), Tally()
-        self._channel = WeightChannel(preflight, weights)
+        worker, self._channel = share_sampler(preflight, weights, team)
         self.sampler = Sampler(
-            Engine(preflight.model.plain, preflight.recipe.sampler, preflight.sampler_mesh, SLOT_AXES),
+            worker.engine,
             self._channel.push(),
             version,
+            worker=worker,
             longest_prompt=preflight.longest_prompt_tok,
             vocabulary=preflight.chat.vocabulary,
             multi_turn=preflight.recipe.max_turns > 1,
@@ -105,7 +118,7 @@ class Runtime:
         """Give the sampler the trainer's weights, as policy version `version`."""
         if version != self.sampler.version:
             with self.watchdog.waiting_for("the sampler to take new weights"):
-                self.sampler.publish(self._channel.push, version)
+                self.sampler.publish(lambda _: self._channel.push(), version)
 
     def policy(self, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Policy:
         """The model as a policy."""

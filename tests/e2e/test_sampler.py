@@ -1,4 +1,4 @@
-"""The sampler's laws: one model function, and samples that depend on nothing but their address."""
+"""What the sampler promises: one model function, and samples that depend on nothing but their address."""
 
 import asyncio
 import copy

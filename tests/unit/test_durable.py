@@ -128,7 +128,7 @@ def test_a_killed_start_does_not_lock_its_user_out(tmp_path):
     def start(path, fresh):
         with RunFolder(path).lock():
             RunFolder(path).prepare(config, fresh=fresh)
-            RunFolder(path).mark("mark")
+            RunFolder(path).mark()
 
     start(tmp_path / "earlier", False)
     save(RunFolder(tmp_path / "earlier").checkpoints, 1)

@@ -450,7 +450,7 @@ def test_answers_of_another_form_cost_something(chat):
         ({"format_penalty": -1.0}, "no effect"),
         ({"repeats": 1}, "after its first answer"),
         ({"retries": -1}, "negative"),
-        ({"keep_frac": 1.0}, "between"),
+        ({"keep_frac": 1.0}, "less than 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, said):

@@ -30,7 +30,7 @@ from rolljax.rollout.policies import SamplerPolicy
 from rolljax.rollout.starts import Start
 from rolljax.sampler.client import Sampler
 from rolljax.serving.http_server import make_server
-from rolljax.serving.schema import Served
+from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import Limits, Service
 from rolljax.serving.session import Call, Session, SessionRules, Sessions
 from rolljax.types import Turn
@@ -57,7 +57,7 @@ class AgentHost:
     ) -> None:
         self.program, self.sampler, self.sessions = program, sampler, Sessions()
         vocab_size = sampler.engine.model.cfg.vocab_size
-        served = Served(model_name, chat.tokenizer, chat, vocab_size, max_context)
+        served = ServedModel(model_name, chat.tokenizer, chat, vocab_size, max_context)
         self.service = Service(sampler, served, Limits(), self.sessions)
         self.url = ""
         self._opening = asyncio.Lock()
