@@ -1,8 +1,8 @@
 """The link to workers that are Ray actors, on this and other hosts. Ray is imported here alone.
 
 An actor holds the same `WorkerEpisodes` as a worker process and gets the same requests, one Ray call each; Ray carries
-them out in their order. How an actor died is not known as well as for a process: whatever it was counts as infrastructure, and
-its task is to blame when it was alone with its actor.
+them out in their order. How an actor died is not known as well as for a process: whatever it was counts as
+infrastructure, and its task is to blame when it was alone with its actor.
 """
 
 from __future__ import annotations

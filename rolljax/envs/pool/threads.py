@@ -1,9 +1,9 @@
 """Episodes in threads of this process.
 
 Calls are handed to threads in batches and their answers come back to the event loop in batches: a call costs
-microseconds, not a thread wake-up. Threads are started when calls find none idle, up to a limit: the first few at once, more only
-when all are held up, each by one call. A call that runs past its limit fails, and its thread is written off and
-replaced; when the call ever returns, that thread closes the environment and ends.
+microseconds, not a thread wake-up. Threads are started when calls find none idle, up to a limit: the first few at once,
+more only when all are held up, each by one call. A call that runs past its limit fails, and its thread is written off
+and replaced; when the call ever returns, that thread closes the environment and ends.
 """
 
 from __future__ import annotations
