@@ -20,7 +20,7 @@ from rolljax.envs.data import answers, columns, messages, verifier
 from rolljax.envs.data.columns import Columns, Role
 from rolljax.envs.data.rows import BadRow, Row, Rows
 from rolljax.envs.data.table import BadRows, Table, check_path, table
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
 
 Reward = Callable[[str, str, Row], float | Mapping[str, float]]
@@ -236,10 +236,8 @@ class QuestionsEnv(PureEnv):
     def _rewarded(self, reward: Reward, question: Question, action: str) -> StepResult:
         """The reward of the user's own function, which must give finite numbers."""
         spec, name = self._spec, f"{reward.__module__}.{reward.__qualname__}"
-        try:
+        with boundary(EnvError, f"{name} for {spec.place(self._index)}"):
             value = reward(question.opening[-1].content, action, spec.record(self._index))
-        except Exception as e:  # border: whatever a function of the user's raises
-            raise EnvError(f"{name} raised {type(e).__name__} for {spec.place(self._index)}: {e}") from e
         parts = value if isinstance(value, Mapping) else {reward.__name__: value}
         for part, number in parts.items():
             if not _is_finite(number):

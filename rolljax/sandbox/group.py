@@ -4,6 +4,7 @@ a server can pass them through."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import shlex
 import threading
@@ -43,12 +44,12 @@ class SandboxGroup:
 
     def start(self) -> list[str]:
         """Start the sandboxes; their ids. When one fails, all are stopped and the error is raised."""
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.stop)
             with ThreadPoolExecutor(self.start_concurrency) as pool:
-                return list(pool.map(lambda _: self.add(), range(self.size)))
-        except BaseException:
-            self.stop()
-            raise
+                ids = list(pool.map(lambda _: self.add(), range(self.size)))
+            on_failure.pop_all()
+        return ids
 
     def stop(self) -> None:
         """Stop every sandbox."""

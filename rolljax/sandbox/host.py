@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import io
@@ -175,15 +176,15 @@ class SandboxHost:
     def popen(self, argv: Sequence[str], *, files: Mapping[str, bytes] | None = None, profile: Profile = MCP) -> Stream:
         """Start a program whose standard input and output are pipes for the caller."""
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
-        try:
-            handle = self.start(argv, [in_r, out_w, err_w], files or {}, {}, profile, profile.wall_s)
-        except BaseException:
+        with contextlib.ExitStack() as on_failure:
             for fd in (in_w, out_r, err_r):
-                os.close(fd)
-            raise
-        finally:
-            for fd in (in_r, out_w, err_w):
-                os.close(fd)
+                on_failure.callback(os.close, fd)
+            try:
+                handle = self.start(argv, [in_r, out_w, err_w], files or {}, {}, profile, profile.wall_s)
+            finally:
+                for fd in (in_r, out_w, err_w):
+                    os.close(fd)
+            on_failure.pop_all()
         return Stream(handle, in_w, out_r, err_r)
 
     def start(
@@ -209,7 +210,8 @@ class SandboxHost:
         with self._lock:
             self.num_started += 1
             self.num_alive += 1
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(lambda: self._ended(folder, freed))
             launcher = self._running()
             if self.config.backend == "none":
                 folder = tempfile.mkdtemp(prefix="rolljax-")
@@ -223,9 +225,7 @@ class SandboxHost:
                     argv, files, private, profile, launcher.base, launcher.as_root, launcher.own_net
                 )
             handle = launcher.spawn(command, stdio, profile, wall_s, functools.partial(self._ended, folder, freed))
-        except BaseException:
-            self._ended(folder, freed)
-            raise
+            on_failure.pop_all()
         return handle
 
     def _ended(self, folder: str, freed: threading.Lock) -> None:

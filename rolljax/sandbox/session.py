@@ -84,31 +84,30 @@ class Sandbox:
         """
         host = host or shared_host()
         box = _take_warm(host, profile) or Sandbox.fresh(host, profile)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(box.close)
             for path, data in (files or {}).items():
                 box.put(path, data, 0o755 if data[:2] == b"#!" else 0o644)
-        except BaseException:
-            box.close()
-            raise
+            on_failure.pop_all()
         return box
 
     @staticmethod
     def fresh(host: SandboxHost, profile: Profile) -> Sandbox:
         """A started sandbox that answers."""
         box = Sandbox(host, profile)
-        try:
-            box._ask({"op": "hello"}, limit_s=START_S)
-            box.open_shell("main")
-        except SandboxGone as e:
-            assert box._handle is not None
-            os.set_blocking(box._errors.fileno(), False)
-            said = box._errors.read(4096) or b""
-            box.close()
-            ended_with(box._handle, said)
-            raise InfraError(f"a live sandbox did not start: {said.decode(errors='replace').strip() or e}") from e
-        except BaseException:
-            box.close()
-            raise
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(box.close)
+            try:
+                box._ask({"op": "hello"}, limit_s=START_S)
+                box.open_shell("main")
+            except SandboxGone as e:
+                assert box._handle is not None
+                os.set_blocking(box._errors.fileno(), False)
+                said = box._errors.read(4096) or b""
+                box.close()
+                ended_with(box._handle, said)
+                raise InfraError(f"a live sandbox did not start: {said.decode(errors='replace').strip() or e}") from e
+            on_failure.pop_all()
         return box
 
     def run(self, cmd: str, timeout_s: float = 30.0, shell: str = "main") -> CommandResult:

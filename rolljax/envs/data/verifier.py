@@ -11,7 +11,7 @@ import functools
 import logging
 from typing import Any
 
-from rolljax.envs.bounded import TooMuch, scored
+from rolljax.envs.bounded import TooMuch, or_default, scored
 
 CPU_S = 3.0
 MEMORY_GIB = 0.5
@@ -48,12 +48,8 @@ def _library() -> Any:
 
 
 def _equal(gold: str, given: str) -> bool:
-    try:
-        return bool(_library().verify(_parsed(gold), _parsed(given), timeout_seconds=None))
-    except MemoryError:
-        raise
-    except Exception:  # border: what the library chokes on is no answer
-        return False
+    verify = lambda: bool(_library().verify(_parsed(gold), _parsed(given), timeout_seconds=None))  # noqa: E731
+    return or_default(verify, False, raises=(MemoryError,))
 
 
 def _parsed(text: str) -> list[Any]:

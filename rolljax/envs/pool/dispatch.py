@@ -13,6 +13,7 @@ import asyncio
 import collections
 import itertools
 import math
+import sys
 import threading
 import time
 from typing import Any
@@ -131,11 +132,9 @@ class Dispatcher:
             self._start_workers()
             while not self._closing.is_set() or (time.monotonic() < self._end_s and self._under_way()):
                 self._run_once()
-        except Exception as e:  # border: whoever waits must be told
-            self._over = f"the pool's dispatcher failed: {describe(e)}"
-            raise
-        finally:
-            self._over = self._over or "the pool was closed"
+        finally:  # also after an error: whoever waits must be told
+            failure = sys.exc_info()[1]
+            self._over = f"the pool's dispatcher failed: {describe(failure)}" if failure else "the pool was closed"
             self._settle()
             self._link.close()
 

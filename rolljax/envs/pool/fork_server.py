@@ -173,9 +173,9 @@ class ForkServer:
             _limit(self._memory_bytes)
             serve(sock, WorkerEpisodes(self._spec, self._max_bytes))
             code = 0
-        except Exception:  # border: the last frame of a process: what it says goes to its output
-            sys.excepthook(*sys.exc_info())
         finally:
+            if sys.exc_info()[0] is not None:  # nothing above this frame shows an error of this process
+                sys.excepthook(*sys.exc_info())
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()

@@ -60,7 +60,7 @@ def spec_bytes(spec: EnvSpec) -> bytes:
         raise ConfigError("cannot be imported by worker processes", setting=cls.__qualname__, remedy=remedy)
     try:
         return pickle.dumps(spec)
-    except Exception as e:  # border: whatever the settings' own __reduce__ throws
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as e:
         raise ConfigError(f"cannot be sent to worker processes: {e}", setting=cls.__qualname__, remedy=remedy) from e
 
 

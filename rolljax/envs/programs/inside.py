@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import functools
 import inspect
 import itertools
 import json
@@ -227,20 +228,24 @@ def run_tests(path: str, source: str, names: list[str], writer: int) -> None:
     module = types.ModuleType(path.removesuffix(".py"))
     module.__file__ = f"/tests/{path}"
     sys.modules[module.__name__] = module
-    try:
-        exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)
-    except BaseException as e:  # border: whatever a test file throws is a failure of its tests
+    code = f"/tests/{path}"
+    broken = failure_of(lambda: exec(compile(source, code, "exec", dont_inherit=True), module.__dict__))
+    if broken:
         for name in names:
-            report(name, describe(e))
+            report(name, broken)
         return
     fixtures = Fixtures(module)
     for name in names:
-        try:
-            run_test(module, name, fixtures)
-            why = ""
-        except BaseException as e:  # border: whatever a test throws is its failure
-            why = describe(e)
-        report(name, why)
+        report(name, failure_of(functools.partial(run_test, module, name, fixtures)))
+
+
+def failure_of(call: Callable[[], object]) -> str:
+    """Why code of a test file failed; empty when it did not."""
+    try:
+        call()
+    except BaseException as e:  # border: whatever a test throws, an exit too, is its failure
+        return describe(e)
+    return ""
 
 
 def run_test(module: types.ModuleType, name: str, fixtures: Fixtures) -> None:

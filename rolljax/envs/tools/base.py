@@ -8,6 +8,7 @@ exception; only a dead server or sandbox raises, an `InfraError`.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import math
 import time
@@ -207,14 +208,13 @@ class JoinedTools(Tools):
 
     def open(self) -> ToolSet:
         opened: list[ToolSet] = []
-        try:
+        with contextlib.ExitStack() as on_failure:
             for part in self.parts:
                 opened.append(part.open())
-            return JoinedToolSet(opened)
-        except BaseException:
-            for part_set in opened:
-                part_set.close()
-            raise
+                on_failure.callback(opened[-1].close)
+            joined = JoinedToolSet(opened)
+            on_failure.pop_all()
+        return joined
 
 
 class JoinedToolSet(ToolSet):

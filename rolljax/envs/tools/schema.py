@@ -32,7 +32,7 @@ def schema_of(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
     name = getattr(function, "__name__", repr(function))
     try:
         hints = typing.get_type_hints(function, include_extras=True)
-    except Exception as e:
+    except (NameError, TypeError, AttributeError, SyntaxError) as e:
         raise ConfigError(f"has type hints that cannot be read: {e}", setting="tool", value=name) from e
     description, told = _documented(inspect.getdoc(function) or "")
     properties: dict[str, Any] = {}

@@ -123,7 +123,7 @@ class Candidate:
             self.fail(Raised(name, kinds, str(answer.get("text", ""))))
         try:
             return codec.decode(answer["value"])
-        except Exception as e:  # border: the candidate's data
+        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError) as e:
             self.lose(f"the candidate's answer is no plain data ({type(e).__name__})")
 
     def function(self, name: str) -> Callable[..., Any]:
@@ -222,10 +222,9 @@ def texts(value: Any) -> list[str]:
 
 def loaded(space: dict[str, Any], name: str, text: str) -> None:
     """Run a trusted source in `space`."""
-    try:
-        exec(compile(text, name, "exec", dont_inherit=True), space)
-    except BaseException as e:  # border: a test file's own code
-        raise BrokenTests(f"{name}: {type(e).__name__}: {str(e)[:200]}") from None
+    error = error_of(lambda: exec(compile(text, name, "exec", dont_inherit=True), space))
+    if error is not None:
+        raise BrokenTests(f"{name}: {type(error).__name__}: {str(error)[:200]}")
 
 
 def check_tests(task: Task, candidate: Candidate) -> list[Test]:
@@ -312,14 +311,13 @@ def verdict(task: Task, candidate: Candidate) -> dict[str, Any]:
 def run_test(test: Callable[[], object], candidate: Candidate) -> tuple[str, str] | None:
     """Run one test; reason and text of what is wrong, None when it passed."""
     answers, expected, candidate.failures, line = candidate.answers, candidate.expected, [], ""
-    try:
-        test()
-    except (Fatal, Failed):
-        line = where()
-    except AssertionError:
-        return "wrong", f"assertion failed{where()}"
-    except BaseException as e:  # border: a test's own code
-        return "error", f"{type(e).__name__}: {str(e)[:200]}{where()}"
+    error = error_of(test)
+    if isinstance(error, (Fatal, Failed)):
+        line = where(error)
+    elif isinstance(error, AssertionError):
+        return "wrong", f"assertion failed{where(error)}"
+    elif error is not None:
+        return "error", f"{type(error).__name__}: {str(error)[:200]}{where(error)}"
     if candidate.failures:
         return candidate.failures[0].reason, f"{candidate.failures[0]}{line}"
     if (candidate.answers, candidate.expected) == (answers, expected):
@@ -327,9 +325,18 @@ def run_test(test: Callable[[], object], candidate: Candidate) -> tuple[str, str
     return None
 
 
-def where() -> str:
-    """The line of the test that failed."""
-    frames = [f for f in traceback.extract_tb(sys.exc_info()[2]) if f.filename.startswith("test")]
+def error_of(call: Callable[[], object]) -> BaseException | None:
+    """What a call of the tests' own code raises; None when it ends in order."""
+    try:
+        call()
+    except BaseException as e:  # border: the code of a test, which may also exit
+        return e
+    return None
+
+
+def where(error: BaseException) -> str:
+    """The line of the test that raised an error."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("test")]
     return f" (line {frames[-1].lineno})" if frames else ""
 
 

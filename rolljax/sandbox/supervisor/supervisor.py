@@ -213,9 +213,9 @@ class Supervisor:
             if order["chdir"]:
                 os.chdir(order["chdir"])
             os.execve(order["argv"][0], order["argv"], order["env"])
-        except Exception as e:  # border: told to the host by the child, which ends here
-            os.write(high[0], json.dumps({"error": f"{type(e).__name__}: {e}"}).encode() + b"\n")
-        finally:
+        finally:  # the host is told, and the child ends: it never returns into the supervisor's code
+            error = sys.exc_info()[1]
+            os.write(high[0], json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
             os._exit(126)
 
     def try_mounts(self) -> bool:
