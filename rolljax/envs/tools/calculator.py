@@ -15,7 +15,7 @@ from rolljax.envs.tools.base import ToolError, ToolLimits, ToolResult, Tools
 from rolljax.envs.tools.env import ToolEnv
 from rolljax.envs.tools.functions import PythonTools
 from rolljax.envs.tools.mcp_client import McpTools
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Message, Task
 
 MAX_CHARS = 256
@@ -85,11 +85,7 @@ class Arithmetic(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least, most in (("digits", 2, 12), ("terms", 2, 12)):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(
-                    f"must be {least} to {most}", setting=f"{type(self).__name__}.{name}", value=getattr(self, name)
-                )
+        check_range(self, "digits", "terms", low=2, high=12)
         if not self.operators or set(self.operators) - set("+-*"):
             raise ConfigError("must be of + - *", setting=f"{type(self).__name__}.operators", value=self.operators)
 

@@ -24,7 +24,7 @@ from rolljax.envs.worlds.catalogue import (
 )
 from rolljax.envs.worlds.pages import Pages, Place, Shown, Style, parse
 from rolljax.envs.worlds.purchase import Score, hits, type_score
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Message, Task
 
 TINY: Mapping[str, Any] = {
@@ -111,12 +111,7 @@ class Shop(EnvSpec):
             "refusals": (0, 100),
         }
         for name, (low, high) in bounds.items():
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(
-                    f"must be from {low} to {high} with these settings",
-                    setting=f"Shop.{name}",
-                    value=getattr(self, name),
-                )
+            check_range(self, name, low=low, high=high, remedy="the range depends on the other settings")
         if self.max_turns < self.turns_needed:
             raise ConfigError(
                 "is too few to look at all products of a family",
