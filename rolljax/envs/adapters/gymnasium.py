@@ -253,8 +253,8 @@ class GymnasiumEnv(Env):
         if self._spec.id.startswith(tuple(RULES)):
             return terminated and (reward > 0 or self._spec.id.startswith("CliffWalking"))
         shape = _shape(self._spec.id, self._spec._key)
-        whole = terminated or shape.num_steps is not None and self._turns >= shape.num_steps
-        return whole and shape.threshold is not None and self._total >= shape.threshold
+        complete = terminated or shape.num_steps is not None and self._turns >= shape.num_steps
+        return complete and shape.threshold is not None and self._total >= shape.threshold
 
     def gold(self) -> str:
         """The action of greatest value, from the environment's table of what follows what."""

@@ -182,8 +182,8 @@ class Gate:
             await send({"type": "http.response.body", "body": body})
 
     def _opens(self, scope: Any) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return not self._token or hmac.compare_digest(given, b"Bearer " + self._token)
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        return not self._token or hmac.compare_digest(header, b"Bearer " + self._token)
 
 
 def metadata(session: Session, result: StepResult | None) -> dict[str, Any]:

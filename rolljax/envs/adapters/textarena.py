@@ -105,8 +105,8 @@ class TextArenaEnv(Env):
                 return StepResult((self._heard(),), 0.0, terminated=False)
             rewards, infos = self._game.close() if done else ({}, {})
         illegal = bool((infos or {}).get(0, {}).get("invalid_move"))
-        given = (rewards or {}).get(0) if done else 0.0
-        reward = 0.0 if illegal and isinstance(given, str) else number(given)
+        score = (rewards or {}).get(0) if done else 0.0
+        reward = 0.0 if illegal and isinstance(score, str) else number(score)
         return StepResult(
             (),
             reward,

@@ -22,20 +22,20 @@ _USUAL = (
 )  # fmt: skip
 
 
-def equal(gold: str, given: str) -> bool | TooMuch:
+def equal(gold: str, answer: str) -> bool | TooMuch:
     """Whether `given` is equal to `gold`, both in LaTeX without a box; `TooMuch`: it could not be told within bounds.
 
     Raises:
       EnvError: `gold` itself passes the bounds. InfraError: the child was lost.
     """
     _library()
-    return scored(lambda text: _equal(gold, text), given, gold, cpu_s=CPU_S, memory_gib=MEMORY_GIB)
+    return scored(lambda text: _equal(gold, text), answer, gold, cpu_s=CPU_S, memory_gib=MEMORY_GIB)
 
 
 def warm() -> None:
     """Load what a child needs, and let the grammar learn what is usual."""
-    for gold, given in _USUAL:
-        _equal(gold, given)
+    for gold, answer in _USUAL:
+        _equal(gold, answer)
 
 
 @functools.cache
@@ -47,8 +47,8 @@ def _library() -> Any:
     return math_verify
 
 
-def _equal(gold: str, given: str) -> bool:
-    verify = lambda: bool(_library().verify(_parsed(gold), _parsed(given), timeout_seconds=None))  # noqa: E731
+def _equal(gold: str, answer: str) -> bool:
+    verify = lambda: bool(_library().verify(_parsed(gold), _parsed(answer), timeout_seconds=None))  # noqa: E731
     return or_default(verify, False, raises=(MemoryError,))
 
 

@@ -18,7 +18,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "bedroom": ("bed", "drawer"),
     "study": ("desk", "safe"),
 }
-"""Runtime and their places; the first place of each is open to see and to put things on."""
+"""Rooms and their places; the first place of each is open to see and to put things on."""
 ROOM_OF = {place: room for room, places in ROOMS.items() for place in places}
 DOORS = frozenset({"box", "fridge", "oven", "cabinet", "drawer", "safe"})
 """Places that can be open or shut."""

@@ -1,4 +1,4 @@
-"""Runtime in a row: find the key, open the door, reach the goal."""
+"""Rooms in a row: find the key, open the door, reach the goal."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ State = tuple[Cell, frozenset[Cell]]
 
 @dataclasses.dataclass(frozen=True)
 class Sokoban(EnvSpec):
-    """Runtime of `size` x `size` cells, outer wall included, with `boxes` boxes and as many targets.
+    """Rooms of `size` x `size` cells, outer wall included, with `boxes` boxes and as many targets.
 
     Levels are made by reverse play (as in arXiv 1707.06203): boxes start on their targets and are pulled away by at
     most `max_turns` moves, so that every level can be solved in time.

@@ -93,8 +93,8 @@ class TerminalTasks(EnvSpec):
 
     def task(self, index: int) -> Task:
         tasks = self.tasks()
-        chosen = tasks[index % len(tasks)]
-        return Task(self.name, index, f"{chosen.name}\n\n{chosen.instruction}")
+        task = tasks[index % len(tasks)]
+        return Task(self.name, index, f"{task.name}\n\n{task.instruction}")
 
     def make(self) -> Env:
         return TerminalEnv(self)

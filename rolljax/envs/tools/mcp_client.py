@@ -55,12 +55,12 @@ class McpTools(Tools):
     start_s: float = 20.0
 
     def __post_init__(self) -> None:
-        given = [n for n in ("command", "url", "server") if getattr(self, n)]
-        if len(given) != 1:
+        targets = [n for n in ("command", "url", "server") if getattr(self, n)]
+        if len(targets) != 1:
             raise ConfigError(
                 "needs exactly one of command, url and server",
                 setting="McpTools",
-                value=given,
+                value=targets,
                 remedy="set one of them",
             )
         if self.where not in ("sandbox", "process"):
