@@ -23,25 +23,22 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import hypothesis
 import pytest
 
+from .durations import Durations, longest_first
+
 hypothesis.settings.register_profile("repo", deadline=None, derandomize=True, database=None, max_examples=60)
 hypothesis.settings.load_profile("repo")
 
-# Files that take longest, so that no worker is left with one of them when the others are done.
-LONGEST = [
-    "test_resume", "test_run", "test_plan", "test_scheduler", "test_phase_trainer", "test_moe", "test_hlo", "test_meshes",
-    "test_jetstream", "test_agent", "test_families", "test_trl", "test_recipes", "test_twin", "test_update", "test_serve",
-    "test_lora", "test_vocab", "test_algorithms", "test_sampler", "test_optimizer", "test_agentic_run",
-    "test_faulty_run", "test_expert_sampler", "test_kills",
-]  # fmt: skip
+def pytest_addoption(parser):
+    parser.addoption("--write_durations", action="store_true", help="write what the tests cost to tests/durations.json")
 
 
 def pytest_configure(config):
     config.option.loadscopereorder = False  # pytest-xdist would hand out files with many tests first
+    config.pluginmanager.register(Durations(config.getoption("--write_durations")))
 
 
 def pytest_collection_modifyitems(items):
-    place = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    items[:] = longest_first(items)
 
 
 @pytest.fixture(scope="session")
