@@ -28,6 +28,7 @@ from .durations import Durations, longest_first
 hypothesis.settings.register_profile("repo", deadline=None, derandomize=True, database=None, max_examples=60)
 hypothesis.settings.load_profile("repo")
 
+
 def pytest_addoption(parser):
     parser.addoption("--write_durations", action="store_true", help="write what the tests cost to tests/durations.json")
 
