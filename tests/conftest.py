@@ -1,6 +1,9 @@
 """What every test shares. The environment is set before anything imports jax: eight CPU devices, so that meshes can be
 built in process (`MeshSpec().build(jax.devices()[:1])` is the mesh of one device)."""
 
+import collections
+import datetime
+import hashlib
 import os
 import tempfile
 from importlib import metadata
@@ -31,15 +34,36 @@ hypothesis.settings.load_profile("repo")
 
 def pytest_addoption(parser):
     parser.addoption("--write_durations", action="store_true", help="write what the tests cost to tests/durations.json")
+    parser.addoption("--sample_seed", help="which cases of tests marked `sampled` run: any text; the date unless given")
 
 
 def pytest_configure(config):
     config.option.loadscopereorder = False  # pytest-xdist would hand out files with many tests first
+    config.option.sample_seed = config.option.sample_seed or datetime.date.today().isoformat()  # also its workers'
     config.pluginmanager.register(Durations(config.getoption("--write_durations")))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_report_header(config):
+    return f"cases of tests marked `sampled`: --sample_seed {config.option.sample_seed}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(config, items):
+    leave_cases_to_slow(items, config.option.sample_seed)
     items[:] = longest_first(items)
+
+
+def leave_cases_to_slow(items, seed):
+    """Of a test that is marked `sampled(n)` all cases but n are slow: another n with every seed. Tests of a file that have
+    the same cases keep the same ones, so that what they share is made for those alone."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
+            cases[item.path, item.originalname].append(item)
+    for group in cases.values():
+        group.sort(key=lambda item: hashlib.sha256(f"{seed} {item.callspec.id}".encode()).digest())
+        for item in group[group[0].get_closest_marker("sampled").args[0] :]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -214,6 +214,7 @@ ELSEWHERE = PARTS | {*ROOT.glob("configs/*_grpo_v*.gin")}
 SHIPPED = sorted(p for p in {*ROOT.glob("configs/**/*.gin")} - ELSEWHERE if p.stem not in NEEDS_FILES)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_every_shipped_config_passes_a_dry_run(path, capsys):
     assert train.main(["--gin", str(path), "--dry_run"]) == 0
