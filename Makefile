@@ -51,7 +51,7 @@ test-newest:
 	@if ! $(NEWEST) --version > /dev/null 2>&1; then echo "no $(NEWEST) here: the tests with it are skipped"; else \
 	test -f $(VENV)-newest/.installed || { $(NEWEST) -m venv $(VENV)-newest && \
 	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]' \
-	pytest pytest-xdist hypothesis openai && touch $(VENV)-newest/.installed; } && \
+	pytest pytest-xdist hypothesis openai datasets && touch $(VENV)-newest/.installed; } && \
 	$(VENV)-newest/bin/python -c 'import sys, jax; print("Python", sys.version.split()[0], "jax", jax.__version__)' && \
 	$(VENV)-newest/bin/python -m pytest tests/unit tests/contract -n 2 --dist loadfile; fi
 

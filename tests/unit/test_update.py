@@ -364,6 +364,7 @@ def test_what_stands_under_a_zero_scale_changes_nothing(grads_of, batches, expec
 # ---- the whole update -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh, remat", [("data", "full"), ("all", "none")], ids=["data", "all"])
 @each
 def test_meshes_change_nothing(run_update, model, batches, expected, algorithm, mesh, remat):
