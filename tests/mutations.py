@@ -81,7 +81,7 @@ FAULTS = {
     ),
     "rotation of one half turned round": Fault("b * cos + a * sin", "b * cos - a * sin", "unit/test_decoder.py"),
     "first micro-batch left out": Fault(
-        "jax.lax.fori_loop(0, batch.num_micro,", "jax.lax.fori_loop(1, batch.num_micro,", "unit/test_update.py"
+        "jax.lax.fori_loop(0, batch.num_micro, body, (zeros[0]", "jax.lax.fori_loop(1, batch.num_micro, body, (zeros[0]", "unit/test_update.py"
     ),
     "an update that is not finite is applied": Fault("ok = finite & some", "ok = some", "unit/test_update.py"),
     "sampled without its temperature": Fault(
