@@ -74,6 +74,7 @@ def test_kill_and_continue_is_bitwise(start, straight, killed, tmp_path, devices
     assert summary(run_dir)["heldout_reward"] == summary(reference)["heldout_reward"]
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_continues(start, straight, tmp_path):
     run_dir = tmp_path / "run"
     process = start(arguments(run_dir))
