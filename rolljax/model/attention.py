@@ -107,7 +107,7 @@ def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Arra
     causal = jnp.arange(T)[:, None] >= jnp.arange(T)[None]
     same_segment = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
     visible = (branch_ids_BT[:, None, :] == 0) | (branch_ids_BT[:, :, None] == branch_ids_BT[:, None, :])
-    return causal & same_segment & visible
+    return causal[None] & same_segment & visible
 
 
 def inside(window: Window | None, query_BT: jax.Array, key_BS: jax.Array) -> jax.Array | bool:

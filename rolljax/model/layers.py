@@ -32,7 +32,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, computed in float32."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale.astype(x.dtype)
+    return normed.astype(x.dtype) * jnp.expand_dims(scale.astype(x.dtype), range(x.ndim - scale.ndim))
 
 
 def rope_frequencies(head_dim: int, theta: float) -> jax.Array:
@@ -43,7 +43,7 @@ def rope_frequencies(head_dim: int, theta: float) -> jax.Array:
 
 def rope(x_BTHC: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -> jax.Array:
     """Rotary position embedding, halves convention (as in `transformers`)."""
-    angle = positions_BT[..., None].astype(jnp.float32) * frequencies
+    angle = positions_BT[..., None].astype(jnp.float32) * frequencies[None, None]
     sin, cos = jnp.sin(angle)[:, :, None, :], jnp.cos(angle)[:, :, None, :]
     a, b = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHC.dtype)
