@@ -14,7 +14,7 @@ import argparse
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from rolljax import cli
@@ -109,8 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         with console.status("checking") if console.is_terminal else console:
             for name, verdict, seen in [
                 *check(spec, args.tasks, budget),
-                *thoughtless(spec, args.tasks, budget),
-                *measure(spec, args.tasks, budget),
+                *findings("constant answers", thoughtless(spec, args.tasks, budget)),
+                *findings("players", measure(spec, args.tasks, budget)),
             ]:
                 table.add_row(name, verdict, seen, style=styles[verdict])
                 failed += verdict == "fail"
@@ -127,21 +127,35 @@ def main(argv: list[str] | None = None) -> int:
     return cli.run_verb(run)
 
 
+def findings(name: str, rows: Iterable[CheckRow]) -> Iterator[CheckRow]:
+    """The rows, and one more if an exception ends them: whatever an environment raises is what was found.
+
+    Raises:
+      ConfigError: of this machine or the settings: every check would say it again.
+    """
+    from rolljax.errors import ConfigError, EnvError, RolljaxError, boundary
+
+    try:
+        with boundary(EnvError, "raised"):
+            yield from rows
+    except ConfigError:
+        raise
+    except RolljaxError as e:
+        yield name, "fail", str(e)
+
+
 def check(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
     """Every check, whatever becomes of the others."""
     from rolljax.envs.checks import CHECKS
-    from rolljax.errors import ConfigError, RolljaxError
 
     for name, run in CHECKS.items():
-        try:
-            seen, note = budget.spend(functools.partial(run, spec), num_tasks)
-            yield name, "ok", seen + note
-        except ConfigError:  # of this machine or the settings: every check would say it again
-            raise
-        except RolljaxError as e:
-            yield name, "fail", str(e)
-        except Exception as e:  # border: whatever an environment raises is what was found
-            yield name, "fail", f"{type(e).__name__}: {e}"
+        yield from findings(name, checked(name, functools.partial(run, spec), num_tasks, budget))
+
+
+def checked(name: str, run: Callable[[int], str], num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
+    """What one check has seen."""
+    seen, note = budget.spend(run, num_tasks)
+    yield name, "ok", seen + note
 
 
 def thoughtless(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
@@ -150,41 +164,31 @@ def thoughtless(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[Check
     from rolljax.envs.constants import CONSTANTS
 
     name, num_tasks = "constant answers", min(num_tasks, CONSTANT_TASKS)
-    try:
-        share_s = budget.share_s()
-        start = time.monotonic()
-        checks.play(spec, spec.task(0), checks.always(checks.NONSENSE))
-        task_s = len(CONSTANTS) * (time.monotonic() - start)
-        if task_s > share_s:
-            budget.num_cut += 1
-            yield (
-                name,
-                "warn",
-                f"not tried: {len(CONSTANTS)} answers to one task take {task_s:.0f} s, {share_s:.0f} left",
-            )
-            return
-        found = checks.constant_wins(spec, num_tasks, share_s)
-    except Exception as e:  # border: whatever an environment raises is what was found
-        yield name, "fail", f"{type(e).__name__}: {e}"
-    else:
-        budget.num_cut += found.num_tasks < num_tasks
-        verdict = "fail" if found.hole is not None else "warn" if found.best.share > MUCH or found.pays else ""
-        yield name, verdict, str(found)
+    share_s = budget.share_s()
+    start = time.monotonic()
+    checks.play(spec, spec.task(0), checks.always(checks.NONSENSE))
+    task_s = len(CONSTANTS) * (time.monotonic() - start)
+    if task_s > share_s:
+        budget.num_cut += 1
+        seen = f"not tried: {len(CONSTANTS)} answers to one task take {task_s:.0f} s, {share_s:.0f} left"
+        yield name, "warn", seen
+        return
+    found = checks.constant_wins(spec, num_tasks, share_s)
+    budget.num_cut += found.num_tasks < num_tasks
+    verdict = "fail" if found.hole is not None else "warn" if found.best.share > MUCH or found.pays else ""
+    yield name, verdict, str(found)
 
 
 def measure(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
     """Players that know nothing, and speed."""
     from rolljax.envs import checks
 
-    try:
-        player, how = checks.random_player(spec)
-        for name, act in ((how, player), ("empty answers", checks.always(""))):
-            solved, note = budget.spend(functools.partial(solved_frac, spec, act), num_tasks)
-            yield name, "warn" if solved > MUCH else "", f"solve {solved:.1%} of the tasks{note}"
-        speed, note = budget.spend(functools.partial(steps_per_s, spec, player), num_tasks)
-        yield "speed", "", f"{speed:,.0f} steps/s, reset included{note}"
-    except Exception as e:  # border: whatever an environment raises is what was found
-        yield "players", "fail", f"{type(e).__name__}: {e}"
+    player, how = checks.random_player(spec)
+    for name, act in ((how, player), ("empty answers", checks.always(""))):
+        solved, note = budget.spend(functools.partial(solved_frac, spec, act), num_tasks)
+        yield name, "warn" if solved > MUCH else "", f"solve {solved:.1%} of the tasks{note}"
+    speed, note = budget.spend(functools.partial(steps_per_s, spec, player), num_tasks)
+    yield "speed", "", f"{speed:,.0f} steps/s, reset included{note}"
 
 
 def solved_frac(spec: EnvSpec, act: Act, num_tasks: int) -> float:

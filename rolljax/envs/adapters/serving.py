@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rolljax.envs.adapters.border import library
 from rolljax.envs.base import NUM_INDICES, StepResult
 from rolljax.envs.catalog import NAMES, PREFIXES, make_spec
 from rolljax.envs.pool import EnvPool, Episode, PoolConfig
@@ -231,9 +230,9 @@ def parser(prog: str, what: str) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, make_app: Callable[[Limits], Any]) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code. The token comes from `$ROLLJAX_ENV_TOKEN`; without one, a
     server that others can reach makes one and shows it."""
+    import uvicorn
+
     try:
-        uvicorn = library("uvicorn", "rolljax[serve]")
-        library("starlette", "rolljax[serve]")
         token = os.environ.get(TOKEN, "")
         with _listen(args.host, args.port) as listener:
             host, port = listener.getsockname()[:2]
