@@ -231,9 +231,16 @@ def test_the_glossary_has_at_most_forty_words_of_ours():
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 GIVEN_UP = {
+    "geometry": "runtime, resolved recipe, batch shape",
+    "greet": "handshake",
+    "keeper": "supervisor",
+    "laws": "sampling distribution, divergence",
     "learner": "trainer, phase trainer",
-    "teaches": "has_signal",
+    "nursery": "fork server",
     "refills": "dynamic_sampling_rounds",
+    "seat": "slot",
+    "teaches": "has_signal",
+    "unstart": "what is done: put back into the queue",
 }
 """Words of identifiers (parts between `_`, or of CamelCase) that were given up, and what stands for them now."""
 LEANING = re.compile(r"[Ll]ikewise the next|[Aa]s (?:the )?(?:one )?above\b|\b[Tt]he same as the last\b")
