@@ -338,14 +338,14 @@ class Recipe:
     def pack_shape(self, phase: Phase) -> PackShape:
         """Fixed shape of the batches of a phase that is `sized`: room for the worst case, whatever the lengths are."""
         size, prompt, response = self._lengths(phase)
-        whole = phase.algorithm.unsplit_groups
+        unsplit = phase.algorithm.unsplit_groups
         rows = num_rows_bound(
             phase.prompts_per_step // phase.updates_per_step,
-            size if whole else phase.group_size + (phase.starts is not None and phase.algorithm.imitates),
+            size if unsplit else phase.group_size + (phase.starts is not None and phase.algorithm.imitates),
             prompt,
             response,
             phase.row_len,
-            whole=whole,
+            unsplit_groups=unsplit,
             restarts=self.max_restarts,
         )
         return PackShape(-(-rows // phase.micro_rows), phase.micro_rows, phase.row_len)
