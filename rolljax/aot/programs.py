@@ -121,8 +121,11 @@ def _needed(text: str) -> tuple[float, str]:
 
 def placed(shapes: Any, shardings: Any) -> Any:
     """Shapes with the shardings of the same tree."""
-    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-    return jax.tree.map(place, shapes, shardings)
+
+    def one(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(one, shapes, shardings)
 
 
 def device_bytes(tree: Any, *, host: bool = False) -> float:
@@ -132,11 +135,6 @@ def device_bytes(tree: Any, *, host: bool = False) -> float:
         if (x.sharding.memory_kind == "pinned_host") == host:
             total += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return float(total)
-
-
-def trained_params(mesh: Mesh, model: Model) -> Params:
-    """A model's parameters where the trainer has them."""
-    return placed(model.abstract(), param_shardings(mesh, model.axes(), model.abstract()))
 
 
 def computed_params(mesh: Mesh, model: Model, *, fsdp: bool = True) -> Params:
@@ -201,7 +199,7 @@ def batch_shapes(trainer: PhaseTrainer) -> TokenBatch:
     sizes = {"C": needs.critics.num if needs.critics else 0, "L": cfg.num_layers}
     dtypes = {name: COLUMNS[name].dtype for name in names}
     if cfg.routing and trainer.replay_experts:
-        dtypes["experts_Lk"], sizes["k"] = cfg.routing.dtype, cfg.routing.per_token
+        dtypes["expert_ids_Lk"], sizes["k"] = cfg.routing.dtype, cfg.routing.per_token
     arrays: dict[str, Any] = dict.fromkeys(COLUMNS)
     for name, dtype in dtypes.items():
         tail = (sizes[letter] for letter in COLUMNS[name].axes)
@@ -249,16 +247,17 @@ class Trainer:
         rest = self.resident()
         base = () if trainer.base is None else (trainer.base,)
 
-        def program(name: str, jitted: Any, args: tuple, own: tuple[str, ...], flops: float, grads: Any) -> Program:
+        def program(
+            name: str, jitted: Any, args: tuple[Any, ...], own: tuple[str, ...], flops: float, grads: Any
+        ) -> Program:
             sizes = {k: rest[k] for k in own if k in rest} | {"batch": device_bytes(batch)}
             if grads is not None:
                 sizes["gradients"] = device_bytes(grads)
             others = {k: v for k, v in rest.items() if k not in own}
             host = device_bytes(args, host=True)
-            lower = lambda: jitted.lower(*args)  # noqa: E731
             return Program(
                 f"{phase}/{name}",
-                lower,
+                lambda: jitted.lower(*args),
                 trainer.mesh,
                 sizes,
                 {**others, **beside},
@@ -309,9 +308,10 @@ class SamplerShapes:
         """Decode, prefill of the longest pieces, insert. beside: the trainer's share of HBM."""
         engine, state, params = self.engine, self.state, self.params
         cfg, mesh, model = engine.cfg, engine.mesh, engine.model
-        like = lambda tree: jax.tree.map(  # noqa: E731
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state.token.sharding), tree
-        )
+
+        def like(tree: Any) -> Any:
+            return placed(tree, jax.tree.map(lambda _: state.token.sharding, tree))
+
         piece, width = cfg.pieces[-1], cfg.pages_per_sequence
         pieces = like(Pieces.empty(cfg.rows(piece, engine.num_shards) * engine.num_shards, piece, width))
         table, slots = like(np.zeros((cfg.slots, width), np.int32)), like(np.zeros(cfg.slots, np.int32))
@@ -336,8 +336,9 @@ class SamplerShapes:
             decode,
             steps,
         )
-        first = lambda: engine._prefill.lower(params, state, pieces, width)  # noqa: E731
-        yield program("prefill", first, both, {}, 1, prefill, prompt)
+        yield program(
+            "prefill", lambda: engine._prefill.lower(params, state, pieces, width), both, {}, 1, prefill, prompt
+        )
         inserts = like(Inserts.empty(cfg.slots))
         yield program("insert", lambda: engine._insert.lower(state, logits, inserts, False, False), pool, rest)
 

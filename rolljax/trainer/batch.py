@@ -68,7 +68,7 @@ class TokenBatch:
     returns: jax.Array | None = None
     old_values_C: jax.Array | None = None
     critic_weights_C: jax.Array | None = None
-    experts_Lk: jax.Array | None = None
+    expert_ids_Lk: jax.Array | None = None
     """`[..., L, k]` experts that the policy's forward pass takes instead of its routers' choice, -1: that choice."""
 
     def anchor(self, name: Literal["behaviour", "proximal"]) -> jax.Array:
@@ -133,7 +133,7 @@ COLUMNS: Mapping[str, Column] = {
     "returns": Column("credit", asked_by="critics", clean="zero"),
     "old_values_C": Column("trainer", axes="C", asked_by="critics"),
     "critic_weights_C": Column("credit", axes="C", asked_by="critics"),
-    "experts_Lk": Column("sampler", None, axes="Lk", padding=-1),
+    "expert_ids_Lk": Column("sampler", None, axes="Lk", padding=-1),
 }
 """Every per-token array of a `TokenBatch`, in its order: packing, slicing, sharding, cleaning and planning go by this
 table."""
@@ -186,7 +186,7 @@ class Sample:
                 np.broadcast_to(replay, (len(t.tokens), *replay.shape)) if t.experts is None else t.experts
                 for t in trajectory.turns
             ]
-            columns["experts_Lk"] = np.concatenate(recorded) if recorded else replay[None][:0]
+            columns["expert_ids_Lk"] = np.concatenate(recorded) if recorded else replay[None][:0]
         return Sample(tokens, indices, turns, columns, trajectory.starts)
 
     def with_columns(self, **columns: np.ndarray) -> Sample:

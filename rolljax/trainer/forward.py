@@ -40,10 +40,10 @@ UNSHARDED = NumShards()
 
 def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Decoder, jax.Array, Load | None]:
     """The bound decoder; for every token the final hidden state of its predecessor `batch.prev`, `[B, T, D]`; and how
-    the experts were used, if there are any. Those that `batch.experts_Lk` names are used."""
+    the experts were used, if there are any. Those that `batch.expert_ids_Lk` names are used."""
     decoder = model.bind(params)
     attend = packed(batch.segment_ids, batch.branch_ids, batch.positions, model.attention)
-    replayed = None if batch.experts_Lk is None else jnp.moveaxis(batch.experts_Lk, 2, 0)
+    replayed = None if batch.expert_ids_Lk is None else jnp.moveaxis(batch.expert_ids_Lk, 2, 0)
     out = decoder(batch.tokens, batch.positions, attend, chosen_LBTk=replayed)
     load = out.mixtures and Load.of(out.mixtures, batch.segment_ids > 0, replayed)
     return decoder, before(out.hidden, batch.prev), load
@@ -51,7 +51,7 @@ def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Deco
 
 def without_experts(batch: TokenBatch) -> TokenBatch:
     """The batch for another model than the policy: its routers choose its experts."""
-    return dataclasses.replace(batch, experts_Lk=None)
+    return dataclasses.replace(batch, expert_ids_Lk=None)
 
 
 def policy_outputs(

@@ -302,7 +302,7 @@ def test_a_batch_has_exactly_the_arrays_that_were_given():
     shape = PackShape(2, 1, 12)
     batch = pack([[plain]], shape, 1.0).batch
     optional = {"trainer_logp", "ref_logp", "weights", "entropy_weights", "returns", "old_values_C", "critic_weights_C"}
-    optional |= {"rewards", "experts_Lk"}
+    optional |= {"rewards", "expert_ids_Lk"}
     assert set(batch.arrays()) == set(ARRAYS) - optional
     assert all(a.shape == (2, 1, 12) for a in batch.arrays().values()) and not batch.advantages.any()
     for name in optional:

@@ -236,15 +236,15 @@ def test_choices_stand_at_their_tokens(batch):
     ]
     sample = Sample.of(made[0], UNKNOWN)
     packed = pack([[sample]], PackShape(1, 1, 24), 1.0)
-    chosen = packed.batch.experts_Lk[0, 0]
+    chosen = packed.batch.expert_ids_Lk[0, 0]
     assert chosen.dtype == np.int8
     turns = made[0].turns
     want = np.full((24, 2, K), -1)
     want[5:9], want[15:17] = turns[0].experts, turns[2].experts
     np.testing.assert_array_equal(chosen, want)
-    assert Sample.of(made[1], UNKNOWN).columns["experts_Lk"].shape == (0, 2, K)
-    assert "experts_Lk" not in Sample.of(made[0]).columns
-    assert batch.experts_Lk.max() > 0
+    assert Sample.of(made[1], UNKNOWN).columns["expert_ids_Lk"].shape == (0, 2, K)
+    assert "expert_ids_Lk" not in Sample.of(made[0]).columns
+    assert batch.expert_ids_Lk.max() > 0
 
 
 # ---- how evenly they are used ---------------------------------------------------------------------------------------
