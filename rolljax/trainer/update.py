@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 from rolljax.model.axes import on_mesh
@@ -149,15 +150,17 @@ Gradients = tuple[Params, tuple[Stats, Stats]]
 
 
 def accumulate(grad_fn: Callable[[TokenBatch], Gradients], batch: TokenBatch) -> tuple[Params, Stats]:
-    """Gradients and statistics of micro-batches, summed over those that hold anything."""
+    """Gradients and statistics of micro-batches, summed over those that hold anything. `grad_fn` is traced once."""
+    like = jax.eval_shape(batch.micro_batch, jnp.int32(0))
+    traced, shapes = jax.make_jaxpr(grad_fn, return_shape=True)(like)
+    run, tree = jaxpr_as_fun(traced), jax.tree.structure(shapes)
 
     def body(i: jax.Array, total: Gradients) -> Gradients:
         grads, (sums, maxima) = total
-        new_grads, (new_sums, new_maxima) = grad_fn(batch.micro_batch(i))
+        new_grads, (new_sums, new_maxima) = tree.unflatten(run(*jax.tree.leaves(batch.micro_batch(i))))
         grads, sums = jax.tree.map(jnp.add, grads, new_grads), jax.tree.map(jnp.add, sums, new_sums)
         return grads, (sums, jax.tree.map(jnp.maximum, maxima, new_maxima))
 
-    shapes = jax.eval_shape(lambda: grad_fn(batch.micro_batch(jnp.int32(0))))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     grads, (sums, maxima) = jax.lax.fori_loop(0, batch.num_micro, body, zeros)
     return grads, {**sums, **maxima}
