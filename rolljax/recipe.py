@@ -335,7 +335,7 @@ class Recipe:
             prompt,
             response,
             phase.row_len,
-            whole=unsplit,
+            unsplit_groups=unsplit,
             restarts=self.max_restarts,
         )
         return PackShape(-(-rows // phase.micro_rows), phase.micro_rows, phase.row_len)

@@ -88,7 +88,7 @@ def rehearse(resolved: ResolvedRecipe, index: int) -> None:
             algorithm.has_signal(episodes)
             result = algorithm.credit(episodes, carry)
             _check_credit(result, episodes)
-            kept = kept or trainer.credited(samples, episodes, result)
+            kept = kept or trainer.apply_credit(samples, episodes, result)
             lost = not kept and not could_teach(algorithm, episodes, carry)
             carry = result.carry
         if lost:
@@ -101,7 +101,7 @@ def rehearse(resolved: ResolvedRecipe, index: int) -> None:
             )
     if not kept:  # it has no use for these rewards: the objective is tried all the same
         everyone = dataclasses.replace(result, keep=None, mask=None)
-        kept = trainer.credited(samples, episodes, everyone)
+        kept = trainer.apply_credit(samples, episodes, everyone)
     with _blamed(phase, "the objective cannot be traced"):
         trace(algorithm, _packed(trainer, kept).batch)
 
@@ -198,7 +198,7 @@ def _check_credit(result: Credit, e: Episodes) -> None:
 
 def _packed(trainer: PhaseTrainer, kept: list[list[Sample]]) -> Packed:
     length = max(sum(len(s.tokens) for s in group) for group in kept)
-    settings = {"aggregation": trainer.algorithm.aggregation, "whole": trainer.algorithm.unsplit_groups}
+    settings = {"aggregation": trainer.algorithm.aggregation, "unsplit_groups": trainer.algorithm.unsplit_groups}
     shape = PackShape(1, len(kept), length)
     return pack(kept, shape, trainer.temperature, limit_tok=trainer.limit_tok, **settings)  # type: ignore[arg-type]
 
@@ -206,7 +206,7 @@ def _packed(trainer: PhaseTrainer, kept: list[list[Sample]]) -> Packed:
 def trace(algorithm: Algorithm, batch: TokenBatch) -> None:
     """Trace the losses of one micro-batch and their gradients; nothing is computed or compiled."""
     needs = algorithm.needs()
-    micro = dataclasses.replace(batch, **{name: array[0] for name, array in batch.arrays().items()})
+    micro = batch.micro_batch(0)
     each = jax.ShapeDtypeStruct(micro.tokens.shape, np.float32)
 
     def policy_loss(logp: jax.Array, entropy: jax.Array, divergence: jax.Array, b: TokenBatch) -> Any:
@@ -216,7 +216,7 @@ def trace(algorithm: Algorithm, batch: TokenBatch) -> None:
         return _total(out.loss, b), (dict(out.mean), dict(out.largest))
 
     def critic_loss(values: jax.Array, old: jax.Array, b: TokenBatch) -> Any:
-        loss, stats = algorithm.critic_loss(values, b.given("returns"), old, b)
+        loss, stats = algorithm.critic_loss(values, b.required("returns"), old, b)
         return _total(loss, b), stats
 
     if algorithm.trains_policy:

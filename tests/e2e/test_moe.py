@@ -20,7 +20,7 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.batch import PackShape, Sample, pack
-from rolljax.trainer.forward import hidden_before, read_policy
+from rolljax.trainer.forward import hidden_before, policy_outputs
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import PhaseTrainer
@@ -86,7 +86,7 @@ def read(rows):
         attend = packed(batch.segment_ids, batch.branch_ids, batch.positions)
         given = None if batch.expert_ids_Lk is None else jnp.moveaxis(batch.expert_ids_Lk, 2, 0)
         out = MODEL.bind(params)(batch.tokens, batch.positions, attend, expert_ids_LBTk=given)
-        return jnp.moveaxis(out.mixtures.expert_ids_BTk, 0, 2), read_policy(MODEL, params, batch).logp
+        return jnp.moveaxis(out.mixtures.expert_ids_BTk, 0, 2), policy_outputs(MODEL, params, batch).logp
 
     return lambda params, replay: run(params, rows if replay else dataclasses.replace(rows, expert_ids_Lk=None))
 
