@@ -235,9 +235,7 @@ def test_what_is_no_number_is_a_fault_and_no_reward(answer):
 
 
 def test_what_a_reward_raises_names_it_and_the_record():
-    with pytest.raises(
-        EnvError, match=r"test_questions\.broken raised ZeroDivisionError for .*word_problems\.jsonl, line 3"
-    ):
+    with pytest.raises(EnvError, match=r"test_questions\.broken for .*word_problems\.jsonl, line 3: ZeroDivisionError"):
         ask(dataclasses.replace(SPEC, reward=broken), "", 2)
 
 

@@ -161,8 +161,8 @@ class TokenStream:
             match message.get("type"):
                 case "reset":
                     seed, name = data.get("seed"), data.get("episode_id")
-                    whole = seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0)
-                    if not whole or not isinstance(name, (str, type(None))) or len(name or "") > 255:
+                    is_seed = seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0)
+                    if not is_seed or not isinstance(name, (str, type(None))) or len(name or "") > 255:
                         return _error("VALIDATION_ERROR", "seed is a number from 0 on, episode_id a text")
                     opening = await session.reset(seed)
                     self._episode_id = name or f"{session.ref}#{session.index}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, unboxed
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Task
 
 MAX_CODES = 10_000
@@ -39,14 +39,12 @@ class Mastermind(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 2 <= self.digits <= 9:
-            raise ConfigError("must be 2 to 9", setting="Mastermind.digits", value=self.digits)
+        check_range(self, "digits", low=2, high=9)
         if self.length < 1 or self.digits**self.length > MAX_CODES:
             raise ConfigError(
                 f"must be at least 1, with at most {MAX_CODES} codes", setting="Mastermind.length", value=self.length
             )
-        if self.max_turns < 1:
-            raise ConfigError("must be at least 1", setting="Mastermind.max_turns", value=self.max_turns)
+        check_range(self, "max_turns", low=1)
 
     @property
     def name(self) -> str:
