@@ -86,10 +86,8 @@ class Questions(EnvSpec):
             raise ConfigError(
                 "does not contain {question}", setting="Questions.prompt", value=self.prompt, remedy="add {question}"
             )
-        where = self.answer_in
-        if where not in answers.ANSWER_FORMATS and (
-            answers.SLOT not in where or not where.split(answers.SLOT)[0].strip()
-        ):
+        where, formats = self.answer_in, answers.ANSWER_FORMATS
+        if where not in formats and (answers.SLOT not in where or not where.split(answers.SLOT)[0].strip()):
             raise ConfigError(
                 "is no way to find an answer",
                 setting="Questions.answer_in",

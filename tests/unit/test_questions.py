@@ -77,8 +77,8 @@ def test_settings_that_cannot_work(tmp_path):
     assert e.value.setting == "Questions.path"
     for settings, match in (
         ({"prompt": "question"}, "does not contain"),
-        ({"answer_in": "box"}, "no place"),
-        ({"answer_in": "{answer}"}, "no place"),
+        ({"answer_in": "box"}, "no way to find"),
+        ({"answer_in": "{answer}"}, "no way to find"),
         ({"reward": lambda prompt, answer, record: 1.0}, "cannot be imported"),
     ):
         with pytest.raises(ConfigError, match=match):

@@ -127,7 +127,7 @@ class _Server:
             sizes = {"active_sessions": len(self.sessions.open_ones), "max_sessions": self.sessions.limits.sessions}
             await _last_word(socket, _error("CAPACITY_REACHED", str(e), **sizes))
         except (RolljaxError, TimeoutError, KeyError) as e:
-            why = "nothing was heard for too long" if isinstance(e, TimeoutError) else str(e)
+            why = "nothing was received for too long" if isinstance(e, TimeoutError) else str(e)
             await _last_word(socket, _error("SESSION_ERROR", why))
         finally:
             if session is not None:

@@ -50,7 +50,7 @@ class Full(InfraError):
 
 
 class Session:
-    """One client's seat: episodes of one environment, one after the other, one call at a time."""
+    """One client's session: episodes of one environment, one after the other, one call at a time."""
 
     def __init__(self, ref: str, pool: EnvPool) -> None:
         self.id = secrets.token_hex(8)

@@ -140,7 +140,7 @@ def _open(path: Path) -> Rows:
 
 
 def _unpacked(packed: BinaryIO) -> BinaryIO:
-    unpacked_file = tempfile.TemporaryFile()  # noqa: SIM115  # as above
+    unpacked_file = tempfile.TemporaryFile()  # noqa: SIM115  # its reader keeps it open
     with packed, gzip.open(packed) as unpacking:
         shutil.copyfileobj(unpacking, unpacked_file, 1 << 20)
     unpacked_file.seek(0)

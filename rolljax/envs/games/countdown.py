@@ -125,8 +125,8 @@ def evaluate(text: str, numbers: Sequence[int], use_all: bool = False) -> Fracti
     tokens = _TOKENS.findall(text)
     if "".join(tokens) != text.replace(" ", "") or any(a.isdigit() and b.isdigit() for a, b in pairwise(tokens)):
         return None
-    used, given = Counter(int(t) for t in tokens if t.isdigit()), Counter(numbers)
-    if used - given or (use_all and used != given):
+    used, available = Counter(int(t) for t in tokens if t.isdigit()), Counter(numbers)
+    if used - available or (use_all and used != available):
         return None
     try:
         value, rest = _sum(tokens, 0, 0)

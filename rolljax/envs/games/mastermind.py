@@ -67,7 +67,7 @@ class MastermindEnv(Game[Mastermind]):
         if not self._is_code(task.content):
             raise EnvError(f"task {task.index} is no code of {self._spec.length} digits up to {self._spec.digits}")
         self._secret = task.content
-        self._heard: list[tuple[str, tuple[int, int]]] = []
+        self._answers: list[tuple[str, tuple[int, int]]] = []
         return self._ask()
 
     def _play(self, action: str) -> Outcome:
@@ -77,12 +77,12 @@ class MastermindEnv(Game[Mastermind]):
         if code == self._secret:
             return Outcome("", 1.0, over=True, success=True, parts={"found": 1.0})
         black, white = pegs(code, self._secret)
-        self._heard.append((code, (black, white)))
+        self._answers.append((code, (black, white)))
         return Outcome(f"{black}b {white}w")
 
     def _gold(self) -> str:
         codes = map("".join, itertools.product(_alphabet(self._spec), repeat=self._spec.length))
-        return self._say(next(c for c in codes if all(pegs(guess, c) == heard for guess, heard in self._heard)))
+        return self._say(next(c for c in codes if all(pegs(guess, c) == answer for guess, answer in self._answers)))
 
     def _random(self, rng: random.Random) -> str:
         return self._say(_draw(self._spec, rng))
