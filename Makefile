@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile
-# another Python, with the newest libraries (`make test-newest`)
-NEWEST ?= python3.12
+# another Python, with the newest libraries (`make test-newest`); of pyenv's one that is installed
+NEWEST ?= $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12) python3.12)
 EXTRAS := data,envs,jetstream,tools
 # the sandbox; only where this is root's machine and Debian's
 INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \

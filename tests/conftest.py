@@ -43,8 +43,8 @@ def pytest_configure(config):
     config.pluginmanager.register(Durations(config.getoption("--write_durations")))
 
 
-def pytest_report_header(config):
-    return f"cases of tests marked `sampled`: --sample_seed {config.option.sample_seed}"
+def pytest_terminal_summary(terminalreporter, config):
+    terminalreporter.write_line(f"cases of tests marked `sampled`: --sample_seed {config.option.sample_seed}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at

@@ -3,6 +3,7 @@ machine changes. Every run prints its costliest tests and files. `make durations
 the files are handed out, longest first, to the processes of pytest-xdist."""
 
 import json
+import math
 import resource
 import time
 from collections import Counter, defaultdict
@@ -29,12 +30,12 @@ def load():
 
 def longest_first(items):
     """`items` with those files in front whose tests are expected to take longest; a file's tests stay together, in their
-    order. A test that was never measured counts as its file's others do."""
+    order. A test that was never measured counts as its file's others do, a file that never was as the longest."""
     known, expected = load(), Counter()
     for item in items:
         file, _, test = item.nodeid.partition("::")
-        seconds = known.get(file, {})
-        expected[file] += seconds.get(test, seconds.get(OTHERS, 0.1))
+        seconds = known.get(file, {OTHERS: math.inf})
+        expected[file] += seconds.get(test, seconds[OTHERS])
     return sorted(items, key=lambda item: -expected[item.nodeid.partition("::")[0]])
 
 
