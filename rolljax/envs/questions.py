@@ -92,7 +92,8 @@ class Questions(EnvSpec):
                 "is no way to find an answer",
                 setting="Questions.answer_in",
                 value=where,
-                remedy=f"one of {', '.join(formats)}, or a text that something stands in before {{answer}}",
+                remedy=f"one of {', '.join(answers.ANSWER_FORMATS)}, or a text that something stands in before "
+                "{answer}",
             )
         if self.reward is not None:
             _check_importable(self.reward)
