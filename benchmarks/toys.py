@@ -553,7 +553,7 @@ def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 
 def _critic_columns(algorithm: Algorithm, e: Episodes, credit: Credit, part: np.ndarray) -> dict[str, np.ndarray]:
     if not algorithm.needs().critics:
         return {}
-    values = np.moveaxis(e.given("values"), 0, -1)
+    values = np.moveaxis(e.required("values"), 0, -1)
     assert credit.returns is not None
     if credit.critic_weights is None:
         weights = np.ones(values.shape)
@@ -690,7 +690,7 @@ def train(
             if critics is not None and step == 0:
                 mean = _mean_return(played.episodes, credit)
                 critics.values[s] += mean
-                old = dataclasses.replace(played.episodes, values=played.episodes.given("values") + mean)
+                old = dataclasses.replace(played.episodes, values=played.episodes.required("values") + mean)
                 played = dataclasses.replace(played, episodes=old)
             every.append(played)
             credited.append(credit)
@@ -723,9 +723,8 @@ def _stacked(
     algorithm: Algorithm, every: Sequence[Played], credited: Sequence[Credit], memories: Sequence[Mapping[str, float]]
 ) -> TokenBatch:
     """The batches of all seeds, with a leading S."""
-    coef = getattr(algorithm, "kl_coef", 0.0)
     batches = [
-        pack(algorithm, played, credit, carry.get("kl_coef", coef))
+        pack(algorithm, played, credit, carry.get("kl_coef", algorithm.kl_coef))
         for played, credit, carry in zip(every, credited, memories, strict=True)
     ]
     return jax.tree.map(lambda *x: np.stack(x), *batches)

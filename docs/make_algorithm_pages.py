@@ -27,10 +27,11 @@ import jax.numpy as jnp
 
 from rolljax.config import check
 from rolljax.trainer import algorithms
-from rolljax.trainer.algorithms.base import Algorithm, PolicyGradient, PolicyOutputs
+from rolljax.trainer.algorithms.base import Algorithm, PolicyOutputs
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.opd import Opd
+from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
 from rolljax.trainer.algorithms.reward_model import RewardModel
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.paper import Stated
@@ -343,7 +344,7 @@ def at_a_glance(cls: type[Algorithm]) -> str:
             (needs.ref, f"a reference policy ({needs.ref})"),
             (needs.scorer, f"a scorer ({needs.scorer})"),
             (needs.teachers, "frozen teachers"),
-            (needs.law, "the teacher's whole distribution"),
+            (needs.divergence, "the teacher's whole distribution"),
             (needs.critics, f"{needs.critics.num if needs.critics else 0} critic(s)"),
             (needs.attention, "attention maps of some layers"),
         )

@@ -452,7 +452,7 @@ def collect(
             f"step {step + 1} of {phase.name}: after {rounds} dynamic-sampling rounds none of {len(groups)} groups "
             "has a signal; "
             "look at rollouts/ for whether tasks are all too easy or all too hard, or raise "
-            f"{type(trainer.algorithm).__name__}.dynamic_sampling_rounds"
+            "GroupFilter.dynamic_sampling_rounds"
         )
     return groups, notices.dynamic_sampling_rounds(useful, len(groups))
 

@@ -38,10 +38,10 @@ class Notices:
         wanted = self._phase.prompts_per_step
         if useful >= wanted or not self._once("dynamic_sampling_rounds"):
             return ""
-        name, rounds = type(self._phase.algorithm).__name__, self._phase.algorithm.dynamic_sampling_rounds
+        rounds = self._phase.algorithm.dynamic_sampling_rounds
         return (
             f"only {useful} of {wanted} groups of a step have a signal after {rounds} rounds ({drawn} groups drawn): "
-            f"steps like this train on fewer. Raise {name}.dynamic_sampling_rounds, or choose tasks that are "
+            f"steps like this train on fewer. Raise GroupFilter.dynamic_sampling_rounds, or choose tasks that are "
             "neither always nor never solved"
         )
 

@@ -14,7 +14,7 @@ from rolljax.model.gather import before
 from rolljax.model.moe import Load
 from rolljax.model.value import ValueModel
 from rolljax.trainer import vocab
-from rolljax.trainer.algorithms.base import Law, PolicyOutputs
+from rolljax.trainer.algorithms.base import DivergenceTerm, PolicyOutputs
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.mesh import num_batch_shards
 
@@ -60,7 +60,7 @@ def read_policy(
     batch: TokenBatch,
     *,
     entropy_grad: bool = False,
-    law: tuple[Law, Model, Params] | None = None,
+    law: tuple[DivergenceTerm, Model, Params] | None = None,
     split: Split = ONE_PART,
 ) -> PolicyOutputs:
     """Log-prob and entropy of every token of rows `[B, T]`, and the divergence from a frozen law if there is one.

@@ -307,7 +307,7 @@ class PhaseTrainer:
         )
 
     def _kl_coef(self, carry: Carry) -> float:
-        return carry.get("kl_coef", getattr(self.algorithm, "kl_coef", 0.0))
+        return carry.get("kl_coef", self.algorithm.kl_coef)
 
     # ---- what credit needs to know ----------------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ class PhaseTrainer:
         columns: dict[str, np.ndarray] = {"advantages": result.advantages, "mask": mask}
         optional = {n: getattr(result, n) for n in ("weights", "entropy_weights", "rewards")}
         if needs.trainer_logp:
-            optional |= {"trainer_logp": episodes.given("trainer_logp"), "sampler_logp": episodes.behaviour_logp}
+            optional |= {"trainer_logp": episodes.required("trainer_logp"), "sampler_logp": episodes.behaviour_logp}
         if needs.ref:
             optional["ref_logp"] = episodes.ref_logp
         if needs.critics:
@@ -465,7 +465,7 @@ class PhaseTrainer:
         return kept
 
     def _critic_columns(self, episodes: Episodes, result: Credit, part: np.ndarray) -> dict[str, np.ndarray]:
-        values = np.moveaxis(episodes.given("values"), 0, -1)
+        values = np.moveaxis(episodes.required("values"), 0, -1)
         assert result.returns is not None
         if result.critic_weights is None:
             weights = np.ones(values.shape)
@@ -525,7 +525,7 @@ def credit_row(e: Episodes, result: Credit) -> Row:
     keep = np.ones(e.num, bool) if result.keep is None else result.keep
     part = mask & keep[:, None]
     values = np.where(part, result.advantages, 0)[part]
-    groups = estimators.Groups(e.groups)
+    groups = estimators.GroupStats(e.groups)
     flat = groups.flat(e.rewards)
     high = e.rewards >= (e.rewards.max() if e.num else 0)
     row = {

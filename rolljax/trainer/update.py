@@ -53,7 +53,7 @@ def clean_batch(batch: TokenBatch, logp: jax.Array) -> TokenBatch:
 
 def policy_loss(model: Model, algorithm: Algorithm, references: ReferencePolicies, split: Split = ONE_PART) -> LossFn:
     """The policy's share of the loss from one micro-batch, and its statistics (sums over tokens, maxima)."""
-    law = algorithm.needs().law
+    law = algorithm.needs().divergence
 
     def loss_fn(params: Params, batch: TokenBatch) -> tuple[jax.Array, tuple[Stats, Stats]]:
         with_law = (law, *references[law.policy]) if law else None
