@@ -208,8 +208,8 @@ def test_ratios_never_overflow_and_are_flat_beyond_the_limit():
 
 def test_unknown_names_are_refused():
     with pytest.raises(ConfigError, match="token, turn, geometric, trajectory"):
-        o.log_ratio(NONE * 1.0, NONE * 1.0, NONE == 0, "turn", NONE, NONE)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="k1, abs, k2 or k3"):
+        o.log_ratio(NONE * 1.0, NONE * 1.0, NONE == 0, "segment", NONE, NONE)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="k1, abs, k2, k3"):
         o.kl(NONE * 1.0, NONE * 1.0, "k4")  # type: ignore[arg-type]
 
 
