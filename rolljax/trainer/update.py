@@ -131,10 +131,10 @@ def mismatch_stats(logp: jax.Array, batch: TokenBatch) -> tuple[Stats, Stats]:
     return {
         "mismatch/k3_nat": jnp.expm1(jnp.clip(gap, -20, 20)) - jnp.clip(gap, -20, 20),
         "mismatch/mult_ratio": jnp.exp(jnp.minimum(jnp.abs(gap), 20)),
-        "mismatch/segment_abs_nat": turn,
+        "mismatch/turn_abs_nat": turn,
         "mismatch/geometric_abs_nat": sequence,
-        "mismatch/sequence_abs_nat": product,
-    }, {"mismatch/abs_max_nat": jnp.abs(gap), "mismatch/sequence_max_nat": product}
+        "mismatch/trajectory_abs_nat": product,
+    }, {"mismatch/abs_max_nat": jnp.abs(gap), "mismatch/trajectory_max_nat": product}
 
 
 def accumulate(grad_fn: Callable[[TokenBatch], Any], batch: TokenBatch) -> tuple[Params, Stats]:

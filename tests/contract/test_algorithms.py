@@ -386,11 +386,11 @@ def test_mismatch_is_measured_at_four_levels():
     mean, largest = mismatch_stats(jnp.asarray(logp), batch)
     members = [s for group in groups for s in group]
     level = {
-        "mismatch/segment_abs_nat": [
+        "mismatch/turn_abs_nat": [
             np.abs([d[s.turns == k].mean() for k in s.turns]) for d, s in zip(gaps, members, strict=True)
         ],
         "mismatch/geometric_abs_nat": [np.full(len(d), abs(d.mean())) for d in gaps],
-        "mismatch/sequence_abs_nat": [np.full(len(d), abs(d.sum())) for d in gaps],
+        "mismatch/trajectory_abs_nat": [np.full(len(d), abs(d.sum())) for d in gaps],
         "mismatch/k3_nat": [np.expm1(d) - d for d in gaps],
         "mismatch/mult_ratio": [np.exp(np.abs(d)) for d in gaps],
     }
@@ -398,7 +398,9 @@ def test_mismatch_is_measured_at_four_levels():
         got = packed.read(np.asarray(mean[name])[None])
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5, err_msg=name)
-    assert float(largest["mismatch/sequence_max_nat"].max()) == pytest.approx(max(abs(d.sum()) for d in gaps), abs=1e-5)
+    assert float(largest["mismatch/trajectory_max_nat"].max()) == pytest.approx(
+        max(abs(d.sum()) for d in gaps), abs=1e-5
+    )
 
 
 @each

@@ -70,7 +70,7 @@ class Dpo(Algorithm):
     beta: how far the policy may go for a preference (small: far). loss: sigmoid (DPO), ipo (arXiv 2310.12036), or simpo
       (arXiv 2405.14734: no reference, mean log-probs, `margin`).
     label_smoothing: share of labels taken to be wrong (cDPO). sft_coef: weight of the chosen answer's mean
-      cross-entropy.
+      cross-entropy. reference: the policy that log-probs are measured from.
     """
 
     loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
