@@ -68,7 +68,7 @@ class AdaptiveKl:
     horizon: int = 10_000
 
     def __post_init__(self) -> None:
-        check_range(self, "target", "horizon", above=0)
+        check_range(self, "target", "horizon", above=0, remedy="adaptive = None keeps the coefficient as it is")
 
     def following(self, coef: float, kl: float, num_trajectories: int) -> float:
         """The next coefficient: `coef (1 + clip(kl / target - 1, -0.2, 0.2) num_trajectories / horizon)`.

@@ -25,7 +25,6 @@ from rolljax.trainer.algorithms.gigpo import GiGpo
 from rolljax.trainer.algorithms.gspo import Gspo
 from rolljax.trainer.algorithms.rloo import Rloo
 from rolljax.trainer.credit import shaping
-from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.shaping import RewardShaping
 from rolljax.trainer.update import clean_batch
 from tests.reference import algorithms as ref
@@ -43,26 +42,7 @@ NEW = np.where(MASK, OLD + RNG.normal(0, 0.3, MASK.shape), 0.0)
 
 def batch_of(rewards=REWARDS):
     """One turn per answer."""
-    num = len(rewards)
-    return Episodes(
-        rewards=np.asarray(rewards, np.float64),
-        groups=INDEX,
-        mask=MASK,
-        turns=np.where(MASK, 0, -1),
-        turn_rewards=np.asarray(rewards, np.float64)[:, None],
-        turn_weights=np.ones((num, 1)),
-        states=INDEX[:, None].astype(np.int64),
-        num_turns=np.ones(num, np.int64),
-        cut=np.zeros((num, 1), bool),
-        truncated=np.zeros(num, bool),
-        success=np.asarray(rewards) > 0,
-        texts=("",) * num,
-        domains=("x",) * num,
-        sampler_logp=OLD,
-        expert=np.zeros(MASK.shape, bool),
-        expert_turns=np.ones(num, np.int64),
-        limit_tok=LIMIT,
-    )
+    return toys.one_turn_episodes(rewards, INDEX, MASK, OLD, limit_tok=LIMIT)
 
 
 def ours(algorithm, e, logp=NEW):

@@ -529,7 +529,7 @@ def test_what_compares_siblings_needs_some(setting):
 def test_tricks_out_of_range_are_refused(cls, bad):
     with pytest.raises(ConfigError) as refused:
         cls(**bad)
-    assert refused.value.setting.startswith(f"{cls.__name__}.{next(iter(bad), '')}") and refused.value.remedy
+    assert refused.value.setting.startswith(f"{cls.__name__}.{next(reversed(bad), '')}") and refused.value.remedy
 
 
 def test_the_sampling_of_tricks_or_traps_is_a_preset():
