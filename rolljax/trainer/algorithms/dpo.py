@@ -107,7 +107,7 @@ class Dpo(Algorithm):
             worse = per_pair(policy.logp * (sign < 0) / length)
             loss, gain = objectives.simpo(better, worse, self.beta, self.margin), self.beta * (better - worse)
         else:
-            log_ratio = policy.logp - batch.given("ref_logp")
+            log_ratio = policy.logp - batch.required("ref_logp")
             better, worse = per_pair(log_ratio * (sign > 0)), per_pair(log_ratio * (sign < 0))
             gain = self.beta * (better - worse)
             if self.loss == "ipo":

@@ -265,7 +265,7 @@ class PolicyGradient(Algorithm):
             bonus = policy.entropy if batch.entropy_weights is None else policy.entropy * batch.entropy_weights
             loss = loss - self.entropy_coef * bonus
         if self.sft_coef:
-            loss = loss - self.sft_coef * jnp.where(batch.given("rewards") > 0, policy.logp, 0.0)
+            loss = loss - self.sft_coef * jnp.where(batch.required("rewards") > 0, policy.logp, 0.0)
         if self.clip_range is not None:
             mean |= objectives.clip_stats(ratio, batch.advantages, *self.clip_range)
         return TokenLoss(loss, mean, {"policy/ratio_max": ratio})
@@ -273,7 +273,7 @@ class PolicyGradient(Algorithm):
     def kl_to_reference(self, term: KlLoss, policy: PolicyOutputs, batch: TokenBatch) -> jax.Array:
         """KL to the reference at every token, nats, `[B, T]`."""
         if term.estimator != "full":
-            return objectives.kl(policy.logp, batch.given("ref_logp"), term.estimator)
+            return objectives.kl(policy.logp, batch.required("ref_logp"), term.estimator)
         assert policy.divergence is not None
         return policy.divergence
 
