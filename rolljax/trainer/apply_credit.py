@@ -30,7 +30,7 @@ def apply_credit(
     if needs.critics:
         optional |= _critic_columns(episodes, credit, trained)
     columns |= {name: array for name, array in optional.items() if array is not None}
-    keep = trained.any(1)
+    keep = trained.sum(1) > 0
     kept: list[list[Sample]] = []
     n = 0
     for group in samples:

@@ -14,7 +14,7 @@ from rolljax.model.gather import before
 from rolljax.model.moe import Load
 from rolljax.model.value import ValueModel
 from rolljax.trainer import vocab
-from rolljax.trainer.algorithms.base import PolicyOutputs
+from rolljax.trainer.algorithms.base import DivergenceTerm, PolicyOutputs
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.mesh import num_batch_shards
 
