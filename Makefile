@@ -3,11 +3,15 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile
+# another Python, with the newest libraries (`make test-newest`); of pyenv's one that is installed
+NEWEST ?= $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12) python3.12)
+EXTRAS := data,envs,jetstream,tools
 # the sandbox; only where this is root's machine and Debian's
 INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \
 	{ apt-get install -qq -y bubblewrap > /dev/null || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }; }; }
 
-.PHONY: setup setup-test quickstart test test-all check bench clean
+.PHONY: setup setup-test quickstart test test-slow test-all test-newest durations mutants check bench clean
 
 setup: $(VENV)/.installed
 setup-test: $(VENV)/.installed-test
@@ -30,20 +34,43 @@ $(VENV)/.installed-test: $(VENV)/.installed
 quickstart: setup
 	$(BIN)/python -m rolljax.train --gin configs/quickstart.gin
 
+# every invariant of BUILD.md at least once: at most ten minutes on two cores
 test: setup-test
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile
+	$(PYTEST)
 
-# also the suites whose full size takes too long for every change
+# the rest: programs at full size for TPUs, eight devices, several processes, every family and every setting for itself
+test-slow: setup-test
+	$(PYTEST) -m 'slow and not sweep'
+
+# suites whose full size takes hours (every kill point, every hack), and all the others
 test-all: setup-test
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m 'sweep or not sweep'
+	$(PYTEST) -m 'slow or sweep or not slow'
+
+# unit and contract tests with another Python and the newest of every library but torch; tests that need it are skipped
+test-newest:
+	@if ! $(NEWEST) --version > /dev/null 2>&1; then echo "no $(NEWEST) here: the tests with it are skipped"; else \
+	test -f $(VENV)-newest/.installed || { $(NEWEST) -m venv $(VENV)-newest && \
+	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]' \
+	pytest pytest-xdist hypothesis openai datasets && touch $(VENV)-newest/.installed; } && \
+	$(VENV)-newest/bin/python -c 'import sys, jax; print("Python", sys.version.split()[0], "jax", jax.__version__)' && \
+	$(VENV)-newest/bin/python -m pytest tests/unit tests/contract -n 2 --dist loadfile; fi
+
+# what every test costs, by which they are handed out: run it alone on a machine, and commit tests/durations.json
+durations: setup-test
+	$(PYTEST) -m 'slow or not slow' --write_durations
+
+# faults put into a copy of the source, each of which `make test` must catch
+mutants: setup-test
+	$(BIN)/python tests/mutations.py
 
 check: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_docs.py
 
 bench: setup-test
 	$(BIN)/python benchmarks/quickstart.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis

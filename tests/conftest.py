@@ -1,6 +1,9 @@
 """What every test shares. The environment is set before anything imports jax: eight CPU devices, so that meshes can be
 built in process (`MeshSpec().build(jax.devices()[:1])` is the mesh of one device)."""
 
+import collections
+import datetime
+import hashlib
 import os
 import tempfile
 from importlib import metadata
@@ -23,25 +26,64 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import hypothesis
 import pytest
 
+from .durations import Durations, longest_first
+
 hypothesis.settings.register_profile("repo", deadline=None, derandomize=True, database=None, max_examples=60)
 hypothesis.settings.load_profile("repo")
 
-# Files that take longest, so that no worker is left with one of them when the others are done.
-LONGEST = [
-    "test_resume", "test_run", "test_plan", "test_scheduler", "test_phase_trainer", "test_moe", "test_hlo", "test_meshes",
-    "test_jetstream", "test_agent", "test_families", "test_trl", "test_recipes", "test_twin", "test_update", "test_serve",
-    "test_lora", "test_vocab", "test_algorithms", "test_sampler", "test_optimizer", "test_agentic_run",
-    "test_faulty_run", "test_expert_sampler", "test_kills",
-]  # fmt: skip
+
+def pytest_addoption(parser):
+    parser.addoption("--write_durations", action="store_true", help="write what the tests cost to tests/durations.json")
+    parser.addoption("--sample_seed", help="which cases of tests marked `sampled` run: any text; the date unless given")
 
 
 def pytest_configure(config):
     config.option.loadscopereorder = False  # pytest-xdist would hand out files with many tests first
+    config.option.sample_seed = config.option.sample_seed or datetime.date.today().isoformat()  # also its workers'
+    config.pluginmanager.register(Durations(config.getoption("--write_durations")))
 
 
-def pytest_collection_modifyitems(items):
-    place = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+def pytest_terminal_summary(terminalreporter, config):
+    terminalreporter.write_line(f"cases of tests marked `sampled`: --sample_seed {config.option.sample_seed}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(config, items):
+    leave_cases_to_slow(items, config.option.sample_seed)
+    items[:] = longest_first(items)
+
+
+def leave_cases_to_slow(items, seed):
+    """Of a test that is marked `sampled(n)` all cases but n are slow: another n with every seed. Tests of a file that have
+    the same cases keep the same ones, so that what they share is made for those alone."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
+            cases[item.path, item.originalname].append(item)
+    for group in cases.values():
+        group.sort(key=lambda item: hashlib.sha256(f"{seed} {item.callspec.id}".encode()).digest())
+        for item in group[group[0].get_closest_marker("sampled").args[0] :]:
+            item.add_marker(pytest.mark.slow)
+
+
+# What these compute meets no other dtype or rank than it says. (`trainer.vocab` takes any rank, and Optax multiplies counts
+# of int32 by floats: tests of those cannot be held to it.)
+STRICT = {"test_decoder", "test_masked", "test_mismatch", "test_objectives"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def strict_promotion(request):
+    """Of the modules in `STRICT`: two dtypes or two ranks that meet without having been asked to are an error."""
+    if request.module.__name__.rpartition(".")[2] not in STRICT:
+        yield
+        return
+    import jax
+
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    jax.config.update("jax_numpy_rank_promotion", "allow")
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,8 @@ SLOW = {
 }
 """Families that take long to make a task, or to score an answer."""
 FAMILIES = sorted(set(DATASETS) - set(REFUSED))
+PARTS = 6
+"""Into so many processes they are dealt out."""
 
 
 @pytest.mark.parametrize(
@@ -33,10 +35,17 @@ def test_no_answer_without_thought_wins_more_than_chance(family):
     checks.no_constant_wins(ReasoningGym(family), 10 if family in SLOW else 30)
 
 
-def test_every_family_takes_its_own_answer_and_survives_others(tmp_path):
-    mark = tmp_path / "executed"
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_family_takes_its_own_answer_and_survives_others(tmp_path, part):
+    assert len(FAMILIES) == 103
+    script, mark, families = (
+        Path(__file__).with_name("reasoning_gym_families.py"),
+        tmp_path / "executed",
+        FAMILIES[part::PARTS],
+    )
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("reasoning_gym_families.py")), str(NUM_TEXTS), str(mark)],
+        [sys.executable, str(script), str(NUM_TEXTS), str(mark), *families],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -45,6 +54,6 @@ def test_every_family_takes_its_own_answer_and_survives_others(tmp_path):
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     results = {r["family"]: r["wrong"] for r in records if "family" in r}
-    assert len(results) == 103 and {r["starting"] for r in records if "starting" in r} == set(results)
+    assert set(results) == set(families) == {r["starting"] for r in records if "starting" in r}
     assert {family: wrong for family, wrong in results.items() if wrong} == {}
     assert not mark.exists(), "the text of an answer was executed"

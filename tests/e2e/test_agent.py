@@ -412,6 +412,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 def test_an_unmodified_client_is_trained(monkeypatch, tmp_path):
     """The example agent, in processes of its own: what is stored and trained is what was sampled, call by call."""
     asked, submit = {}, Sampler.submit

@@ -4,6 +4,7 @@ import asyncio
 
 import jax
 import numpy as np
+import pytest
 
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Model
@@ -44,6 +45,7 @@ def sampled(spec):
         close(sampler)
 
 
+@pytest.mark.slow
 def test_experts_in_parts_sample_the_same_tokens():
     alone, _ = sampled(MeshSpec(data=1))
     parts, weights = sampled(MeshSpec(data=1, fsdp=2, expert=2, tensor=2))

@@ -28,7 +28,7 @@ from rolljax.types import SamplingParams
 from ..families import FAMILIES, VOCAB, load, make_folder, our_logits, their_logits
 from .test_sampler import close
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sampled(3)]
 
 LENGTH = 40
 
@@ -127,7 +127,7 @@ def test_gradients_equal_autograd(pair):
     got = jax.device_get(gradient(params))
     want = split_experts(want)
     for entry in hf.entries(model.cfg):
-        mine = entry.to_theirs(functools.reduce(operator.getitem, entry.path, got)[entry.at])
+        mine = entry.to_theirs(functools.reduce(operator.getitem, entry.path, got)[entry.index])
         theirs = want.pop(entry.name)
         error = np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)
         assert error <= 1e-3, f"{entry.name}: {error:.1e}"

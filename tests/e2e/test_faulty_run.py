@@ -51,6 +51,7 @@ def trajectories(run_dir, step):
     return [json.loads(x) for x in (run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_steps_complete_and_counts_are_exact(tmp_path, share):
     folder = tmp_path / "marks"

@@ -128,6 +128,7 @@ def test_and_reduces_each_gradient_once(fsdp):
     assert shapes == collections.Counter([*WEIGHTS.values(), *NORMS])
 
 
+@pytest.mark.slow
 def test_of_adapters_only_weights_travel():
     """The frozen weights, those ends of adapters that lie over fsdp, and blocks of the head; no activations."""
     from rolljax.model.lora import Lora
@@ -160,6 +161,7 @@ def test_logits_of_the_whole_vocabulary_never_exist(fsdp):
     assert largest == B // 8 * T * V // 2, "a block of logits is the largest array there is"
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers_sum_what_attention_and_feed_forward_give():
     program = update(MeshSpec(data=1, fsdp=2, tensor=4))
     assert program.count("forward", "all-reduce", (B // 2, T, D)) == 2
@@ -168,6 +170,7 @@ def test_tensor_parallel_layers_sum_what_attention_and_feed_forward_give():
     assert gathers == collections.Counter(by_tensor.values())
 
 
+@pytest.mark.slow
 def test_parts_of_a_row_share_keys_and_values_alone():
     program = update(MeshSpec(data=1, fsdp=2, context=4))
     gathers = collections.Counter(c.shapes[0] for c in program.forward)
@@ -177,6 +180,7 @@ def test_parts_of_a_row_share_keys_and_values_alone():
     assert not whole_rows, "hidden states stay where their tokens are"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'rolljax[tpu]'")
 def test_attention_compiles_to_kernels_for_tpu():
     """Forward two, own tokens and shared prompt; backward two for each. Rows and heads are split, nothing travels."""

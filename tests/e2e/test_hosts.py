@@ -13,7 +13,6 @@ from rolljax import train
 
 from .conftest import arguments, of_two_processes, rows, summary
 
-pytestmark = pytest.mark.slow
 TIMEOUT_S = 900
 SMALL = {
     "Qwen3Config_dot_num_layers": 1,

@@ -114,7 +114,10 @@ def expected(plan, ours):
     return out
 
 
-@pytest.mark.parametrize("scenario", ["interleaved", "split"])
+SCENARIOS = ["interleaved", pytest.param("split", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_orchestrator_returns_our_clients_tokens(run, plan, ours, scenario):
     got, want = run(scenario), expected(plan, ours[0])
     assert got["first"] == want
@@ -127,7 +130,7 @@ def test_the_orchestrator_returns_our_clients_tokens(run, plan, ours, scenario):
     assert want[-1] == want[-2] == ours[0]["long"][:9], "a long prompt is cut from the left"
 
 
-@pytest.mark.parametrize("scenario", ["interleaved", "split"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_weights_are_swapped_under_load(run, plan, ours, scenario):
     got, old, new = run(scenario), expected(plan, ours[0]), expected(plan, ours[1])
     assert got["version"] == 1
@@ -141,6 +144,7 @@ def test_weights_are_swapped_under_load(run, plan, ours, scenario):
     assert all(len(a) <= limit for a, limit in zip(swapped, limits, strict=True))
 
 
+@pytest.mark.slow
 def test_the_grpc_server_and_its_benchmark(run, plan, ours):
     got = run("server")
     stop = set(plan["stop_ids"])

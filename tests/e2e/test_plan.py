@@ -40,6 +40,7 @@ def sampler(tmp_path_factory):
     return done, found, {p["program"]: p for p in found["programs"]}
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_the_sampler_fits_beside_the_trainer(sampler):
     _, found, by_name = sampler
@@ -56,6 +57,7 @@ def test_the_sampler_fits_beside_the_trainer(sampler):
     assert decode["total"] == pytest.approx(decode["peak"] + sum(decode["beside"].values()))
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_decode_step_is_bound_by_memory_and_publishing_by_links(sampler):
     _, found, by_name = sampler
@@ -70,6 +72,7 @@ def test_a_decode_step_is_bound_by_memory_and_publishing_by_links(sampler):
     assert publish["step_s"] > 0
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_the_report_says_what_it_assumes(sampler):
     done, _, _ = sampler
@@ -92,6 +95,7 @@ def updates(tmp_path_factory):
     return update
 
 
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates_fit_and_use_their_chips(updates, name):
@@ -106,6 +110,7 @@ def test_updates_fit_and_use_their_chips(updates, name):
     assert memory["own"]["optimizer"] == pytest.approx((1.5 if "v5e" in name else 2) * each, rel=0.01)
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_an_updates_flops_are_the_formulas(updates):
     """256 micro-batches of a row of 4096. Layers run forward, again, and twice that backward; the last matmul of a layer
@@ -122,6 +127,7 @@ def test_an_updates_flops_are_the_formulas(updates):
     assert program["kernel_flops"] == pytest.approx(256 * layers * (2 + 2 + 7) * 2 * pairs * 16 * 128, rel=0.02)
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_an_updates_model_flops_are_six_per_parameter_and_token(updates):
     _, program = updates("qwen3_0p6b_grpo_v5e_1")

@@ -54,6 +54,7 @@ def arguments(name, run_dir, settings):
     return argv + [a for key, value in (TINY | settings).items() for a in ("--set", f"{key} = {value!r}")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_to_its_end(name, tmp_path):
     settings, written = RECIPES[name]

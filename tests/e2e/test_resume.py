@@ -59,8 +59,7 @@ def killed(start, tmp_path_factory):
     return copy
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_kill_and_continue_is_bitwise(start, straight, killed, tmp_path, devices):
     run_dir = tmp_path / "run"
     killed(devices, run_dir)

@@ -128,6 +128,7 @@ def test_other_settings_are_refused_on_resume(trained, capsys):
     assert "--fresh" in err
 
 
+@pytest.mark.slow
 def test_one_set_points_at_a_model_from_outside(trained, tmp_path, capsys):
     changes = {"Recipe_dot_model": trained / "hf", "warm_start__Phase_dot_steps": 1, "rl__Phase_dot_steps": 2}
     run_dir = tmp_path / "run"
@@ -164,9 +165,9 @@ def test_nothing_compiles_after_the_first_rl_step(tmp_path):
     changes = {
         "ReasoningGym_dot_config": "{'min_word_len': 3, 'max_word_len': 10}",
         "Recipe_dot_max_answer_tok": 12,
-        "rl__Phase_dot_steps": 52,
+        "rl__Phase_dot_steps": 32,
         "rl__Phase_dot_prompts_per_step": 4,
-        "rl__Phase_dot_eval_every": 20,
+        "rl__Phase_dot_eval_every": 12,
         "MeshSpec_dot_data": 1,
     }
     config, plan = load(arguments(tmp_path / "run", **changes))
@@ -174,10 +175,10 @@ def test_nothing_compiles_after_the_first_rl_step(tmp_path):
     folder.prepare(config, fresh=False)
     loop.train(plan, folder, recorder)
     counts = [recorder.after_step[s] for s in sorted(recorder.after_step)]
-    assert len(counts) == 58
+    assert len(counts) == 38
     assert counts[0] > 0
-    assert counts[7:] == [counts[6]] * 51, "something was compiled after the first RL step"
-    assert len({r["train/tokens_n"] for r in rows(tmp_path / "run")}) > 20  # and the lengths did vary
+    assert counts[7:] == [counts[6]] * 31, "something was compiled after the first RL step"
+    assert len({r["train/tokens_n"] for r in rows(tmp_path / "run")}) > 13  # and the lengths did vary
 
 
 def test_staleness_bounds_the_age_and_loses_nothing(tmp_path):
@@ -215,6 +216,7 @@ ELSEWHERE = PARTS | {*ROOT.glob("configs/*_grpo_v*.gin")}
 SHIPPED = sorted(p for p in {*ROOT.glob("configs/**/*.gin")} - ELSEWHERE if p.stem not in NEEDS_FILES)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_every_shipped_config_passes_a_dry_run(path, capsys):
     assert train.main(["--gin", str(path), "--dry_run"]) == 0
@@ -223,6 +225,7 @@ def test_every_shipped_config_passes_a_dry_run(path, capsys):
         assert part in out
 
 
+@pytest.mark.slow
 def test_stop_before_the_first_step_loses_nothing(tmp_path):
     changes = {"warm_start__Phase_dot_steps": 1, "rl__Phase_dot_steps": 1, "MeshSpec_dot_data": 1}
     config, plan = load(arguments(tmp_path / "run", **changes))

@@ -99,6 +99,7 @@ def reference():
     return sample(requests(), slots=16)[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "how",
     [

@@ -303,6 +303,7 @@ def test_echoed_log_probs_are_those_of_sampling(client, chat):
 # ---- many at once, and clients that leave
 
 
+@pytest.mark.slow
 def test_five_hundred_streams(running, chat, sampler):
     prompts = [f"stream {i % 50}" for i in range(500)]
     with running.client() as client:

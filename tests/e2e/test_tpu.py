@@ -35,6 +35,7 @@ def compiled(request, tmp_path_factory):
     return {p["program"]: p for p in found["programs"]}
 
 
+@pytest.mark.sampled(1)
 @needs_libtpu
 def test_the_programs_fit_a_tpu_and_update_the_pool_in_place(compiled):
     assert compiled["decode"]["kernels"] and compiled["prefill"]["kernels"], "attention by the Pallas kernel"

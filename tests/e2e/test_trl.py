@@ -217,6 +217,7 @@ def test_grpo(folder, frozen, agree):
     assert_clipped(stats)
 
 
+@pytest.mark.slow
 def test_grpo_with_kl_entropy_bonus_and_temperature(folder, frozen, agree):
     frozen = large_rewards(frozen)
     verdict = trl.grpo(
@@ -225,6 +226,7 @@ def test_grpo_with_kl_entropy_bonus_and_temperature(folder, frozen, agree):
     agree(Grpo(aggregation="token-mean", entropy_coef=0.02, kl=KlLoss(0.05)), frozen, verdict, temperature=0.8)
 
 
+@pytest.mark.slow
 def test_dapo_without_truncated_answers(folder, frozen, agree):
     frozen = large_rewards(frozen)
     verdict = trl.grpo(
@@ -252,6 +254,7 @@ def test_dapo_drops_groups_that_teach_nothing(folder, frozen, agree):
     agree(Dapo(shaping=None), frozen, trl.grpo(folder, rest, loss_type="dapo", epsilon=0.2, epsilon_high=0.28))
 
 
+@pytest.mark.slow
 def test_dr_grpo(folder, frozen, agree):
     verdict = trl.grpo(folder, frozen, loss_type="dr_grpo", scale_rewards="none", epsilon=0.2)
     assert_clipped(agree(DrGrpo(), frozen, verdict))
@@ -289,6 +292,7 @@ def test_decoupled_ppo_corrects_for_the_sampler(folder, frozen, agree, level):
     assert_clipped(agree(algorithm, frozen, verdict))
 
 
+@pytest.mark.slow
 def test_cispo(folder, frozen, agree):
     frozen = large_rewards(frozen)
     # TRL's bound is that of the ratio itself
@@ -315,12 +319,14 @@ def test_dpo(folder, frozen, agree):
     agree(Dpo(beta=0.3), frozen, verdict)
 
 
+@pytest.mark.slow
 def test_conservative_dpo(folder, frozen, agree):
     frozen = only_answers(frozen)
     verdict = trl.conservative_dpo(folder, frozen, best_and_worst(frozen), beta=0.3, label_smoothing=0.2)
     agree(Dpo(beta=0.3, label_smoothing=0.2), frozen, verdict)
 
 
+@pytest.mark.slow
 def test_dpo_beside_cross_entropy(folder, frozen, agree):
     # TRL's cross-entropy is a mean over the tokens of all pairs, ours a mean over pairs: the same for equal lengths
     frozen = cut_to(only_answers(frozen), 5)
@@ -330,6 +336,7 @@ def test_dpo_beside_cross_entropy(folder, frozen, agree):
     agree(Dpo(beta=0.3, sft_coef=0.5), frozen, verdict)
 
 
+@pytest.mark.slow
 def test_ipo(folder, frozen, agree):
     # TRL divides log-ratios by the length n: (h/n - 1/(2 n beta))^2 is ours over n^2
     n, beta = 5, 0.2
@@ -338,6 +345,7 @@ def test_ipo(folder, frozen, agree):
     agree(Dpo(loss="ipo", beta=beta), frozen, verdict, times=n**2)
 
 
+@pytest.mark.slow
 def test_simpo(folder, frozen, agree):
     frozen = only_answers(frozen)
     verdict = trl.simpo(folder, frozen, best_and_worst(frozen), beta=2.0, simpo_gamma=0.7)

@@ -45,7 +45,7 @@ def test_a_later_token_leaves_earlier_logits_bitwise_equal(logits, tokens, at):
 
 def test_only_relative_positions_matter(logits, tokens):
     np.testing.assert_allclose(logits(tokens, POSITIONS + 137), logits(tokens), atol=1e-4)
-    gap = POSITIONS + 137 * (POSITIONS >= 6)
+    gap = jnp.where(POSITIONS >= 6, POSITIONS + 137, POSITIONS)
     assert np.abs(logits(tokens, gap) - logits(tokens))[:, 6:].max() > 1e-3
 
 

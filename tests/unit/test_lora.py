@@ -291,6 +291,7 @@ def test_critics_stand_on_the_same_base(groups):
     assert own.value_model.trunk.lora is None and "embed" in own.abstract().critics.params["trunk"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", [Muon(lr=1e-2), Adafactor(), Lion()], ids=lambda o: type(o).__name__)
 def test_every_optimizer_takes_adapters(optimizer):
     model = model_of()

@@ -73,6 +73,7 @@ def near(got, want, rel=1e-5):
 each_choice = pytest.mark.parametrize("kind", ["even", "some unused", "one expert"])
 
 
+@pytest.mark.sampled(3)
 @each_choice
 @pytest.mark.parametrize("parts", [1, 4])
 def test_experts_compute_what_all_experts_on_all_tokens_would(inputs, kind, parts, monkeypatch):
@@ -91,6 +92,7 @@ def test_experts_compute_what_all_experts_on_all_tokens_would(inputs, kind, part
     near(got, want)
 
 
+@pytest.mark.sampled(1)
 @each_choice
 def test_the_kernel_of_tpus_gives_the_same(inputs, kind, monkeypatch):
     """Interpreted, where memory that nobody wrote is NaN: rows that belong to no expert of this device."""
@@ -103,6 +105,7 @@ def test_the_kernel_of_tpus_gives_the_same(inputs, kind, monkeypatch):
     near(got, want)
 
 
+@pytest.mark.sampled(1)
 @each_choice
 def test_experts_are_read_among_those_of_all_layers(inputs, kind, monkeypatch):
     """The sampler's way: by `ragged_dot`, and by the kernel of TPUs, interpreted."""
@@ -193,6 +196,7 @@ def on_one(batch, params):
     return jax.jit(lambda p, b: gradients(MODEL, Sft(), p, b))(params, batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MESHES)
 def test_loss_and_gradients_are_the_same_on_every_mesh(batch, params, on_one, name):
     mesh = MESHES[name].build(jax.devices())

@@ -160,7 +160,7 @@ def test_chunk_ratio_is_ipas():
     "limit, reward, want", [(5, 1, (0.9025, 0, 1)), (5, -1, (-0.9025, 0, -1)), (10, -1, (-0.9025, -0.777794, -1))]
 )
 def test_ipa_coefficients(limit, reward, want):
-    keep = jnp.asarray(ipa_chunks(IPA_MISMATCH) <= limit, jnp.float32)
+    keep = jnp.asarray(ipa_chunks(IPA_MISMATCH) <= limit, jnp.float32)[None]
     mask, ids = jnp.ones((1, 6), bool), IPA_CHUNKS
 
     def loss(logp):
@@ -207,10 +207,11 @@ def test_ratios_never_overflow_and_are_flat_beyond_the_limit():
 
 
 def test_unknown_names_are_refused():
+    no_logp = NONE.astype(jnp.float32)
     with pytest.raises(ConfigError, match="token, turn, geometric, trajectory"):
-        o.log_ratio(NONE * 1.0, NONE * 1.0, NONE == 0, "segment", NONE, NONE)  # type: ignore[arg-type]
+        o.log_ratio(no_logp, no_logp, NONE == 0, "segment", NONE, NONE)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="k1, abs, k2, k3"):
-        o.kl(NONE * 1.0, NONE * 1.0, "k4")  # type: ignore[arg-type]
+        o.kl(no_logp, no_logp, "k4")  # type: ignore[arg-type]
 
 
 # PPO

@@ -213,7 +213,7 @@ def test_attention_statistics_arrive_at_their_tokens(model, params, groups, aske
     [
         {"groups_per_step": 1},
         {"groups_per_step": 4, "updates_per_step": 2},
-        {"mesh": MeshSpec(data=2, fsdp=2, tensor=2)},
+        pytest.param({"mesh": MeshSpec(data=2, fsdp=2, tensor=2)}, marks=pytest.mark.slow),
     ],
     ids=["a group at a time", "an update's share at a time", "eight devices"],
 )
@@ -528,6 +528,7 @@ def test_what_is_promised_of_the_state_is_what_it_is(model, params, kind, device
         assert {s.data.size for s in q.addressable_shards} == {q.size // 4}
 
 
+@pytest.mark.slow
 def test_critics_may_have_experts(model, params, groups):
     """Also where these lie over a mesh: one step gives the critics of one device."""
     moe = Qwen3MoeConfig(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, num_experts=4, init_std=0.3)

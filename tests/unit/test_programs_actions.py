@@ -72,9 +72,9 @@ def test_any_text_gives_exactly_one_of_the_three(text, mark):
 
 @pytest.mark.parametrize("part", ["```", "<tool_call>", "```bash\n", "[", "<tool_call>{", "</think>"])
 def test_long_answers_take_no_time(part):
-    start = time.monotonic()
+    start = time.process_time()
     parse_action(part * 100_000, 10_000_000)
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_output_keeps_its_start_and_its_end():

@@ -149,10 +149,10 @@ def test_long_answers_are_compared_by_words_and_quickly():
     vocabulary = [f"word{i}" for i in range(50)]
     long = [" ".join(rng.choice(vocabulary, 2000)) for _ in range(3)]
     near = long[0].replace("word7 ", "other ", 5)
-    start = time.perf_counter()
+    start = time.process_time()
     keep = select_for_imitation(np.ones(4, bool), np.zeros(4, int), [*long, near], cap=4)
     np.testing.assert_array_equal(keep, [True, True, True, False])
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_best_and_worst():

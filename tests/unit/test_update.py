@@ -369,6 +369,7 @@ def test_what_stands_under_a_zero_scale_changes_nothing(grads_of, batches, expec
 # ---- the whole update -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh, remat", [("data", "full"), ("all", "none")], ids=["data", "all"])
 @each
 def test_meshes_change_nothing(run_update, model, batches, expected, algorithm, mesh, remat):
@@ -540,6 +541,7 @@ def test_critics_do_not_depend_on_packing(critics_on, units, critics):
     assert_same(critic_grads(critics_on, "one", alone(units[PPO], PPO)), critics)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["data", "all"])
 def test_critics_do_not_depend_on_the_mesh(critics_on, batches, critics, mesh):
     assert_same(critic_grads(critics_on, mesh, reshaped(batches[PPO], 1, 8)), critics)

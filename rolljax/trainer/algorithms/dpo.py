@@ -99,16 +99,17 @@ class Dpo(Algorithm):
         trained = (batch.scale != 0).astype(jnp.float32)
         length = jnp.maximum(objectives.segment_sum(trained, batch.sequence_ids), 1)
         sign = batch.advantages * trained
+        positive, negative = (sign > 0).astype(jnp.float32), (sign < 0).astype(jnp.float32)
         # a pair is a segment of its row, so that sums over segments are sums over pairs
         per_pair = lambda x: objectives.segment_sum(x * trained, batch.segment_ids)  # noqa: E731
-        chosen_mean_nll = per_pair(-policy.logp * (sign > 0) / length)
+        chosen_mean_nll = per_pair(-policy.logp * positive / length)
         if self.loss == "simpo":
-            better = per_pair(policy.logp * (sign > 0) / length)
-            worse = per_pair(policy.logp * (sign < 0) / length)
+            better = per_pair(policy.logp * positive / length)
+            worse = per_pair(policy.logp * negative / length)
             loss, gain = objectives.simpo(better, worse, self.beta, self.margin), self.beta * (better - worse)
         else:
             log_ratio = policy.logp - batch.required("ref_logp")
-            better, worse = per_pair(log_ratio * (sign > 0)), per_pair(log_ratio * (sign < 0))
+            better, worse = per_pair(log_ratio * positive), per_pair(log_ratio * negative)
             gain = self.beta * (better - worse)
             if self.loss == "ipo":
                 loss = objectives.ipo(better - worse, self.beta)

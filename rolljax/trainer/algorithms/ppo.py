@@ -118,7 +118,7 @@ class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
         return stats
 
     def critic_scale(self, batch: TokenBatch) -> jax.Array:
-        return (batch.scale != 0) / jnp.maximum(batch.num_tokens, 1)
+        return (batch.scale != 0).astype(jnp.float32) / jnp.maximum(batch.num_tokens, 1)
 
     def critic_loss(
         self, values: jax.Array, returns: jax.Array, old_values: jax.Array, batch: TokenBatch
