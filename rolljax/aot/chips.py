@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, boundary
 
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
@@ -106,15 +106,16 @@ def devices(topology: str) -> list[jax.Device]:
         raise bad("is compiled for on CPU, but this process runs on an accelerator", "set JAX_PLATFORMS=cpu")
     from jax.experimental import topologies
 
-    # a single chip is not a whole host, which libtpu asks for
+    # a single chip is not a complete host, which libtpu asks for
     name, _, shape = topology.partition(":")
     sides = [s for s in shape.split("x") if s]
     single = {"chips_per_host_bounds": (1, 1, 1)} if sides and all(s == "1" for s in sides) else {}
     try:
-        return list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **single).devices)
-    except Exception as error:  # border: libtpu's own errors have no common class
-        first = str(error).strip().splitlines()[0]
-        raise bad(f"is refused by libtpu: {first}", "a shape in whole hosts, such as v5e:2x4") from error
+        with boundary(ConfigError, "is refused by libtpu"):
+            return list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **single).devices)
+    except ConfigError as error:
+        first = str(error.__cause__).strip().splitlines()[0]
+        raise bad(f"is refused by libtpu: {first}", "a shape of complete hosts, such as v5e:2x4") from error.__cause__
 
 
 def links(chip: Chip, every: Sequence[Any], group: Sequence[int]) -> float:

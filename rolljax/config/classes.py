@@ -11,7 +11,7 @@ from typing import Any
 
 from rolljax.config import check
 from rolljax.config.values import leaves
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, boundary
 
 
 def is_config(cls: Any) -> bool:
@@ -68,20 +68,19 @@ def import_module(module: str, where: str) -> ModuleType:
       ConfigError: there is none, or importing it failed.
     """
     try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as e:
-        if e.name and f"{module}.".startswith(f"{e.name}."):
+        with boundary(ConfigError, "was found, but importing it failed"):
+            return importlib.import_module(module)
+    except ConfigError as e:
+        broken = e.__cause__ or e
+        if isinstance(broken, ModuleNotFoundError) and broken.name and f"{module}.".startswith(f"{broken.name}."):
             raise ConfigError(
-                f"cannot be imported: there is no module '{e.name}'",
+                f"cannot be imported: there is no module '{broken.name}'",
                 setting=module,
-                remedy=modules_near(e.name),
+                remedy=modules_near(broken.name),
                 where=where,
             ) from None
-        broken: Exception = e
-    except Exception as e:  # border: a user's module may raise anything while it is imported
-        broken = e
-    message = f"was found, but importing it failed: {type(broken).__name__}: {broken}"
-    raise ConfigError(message, setting=module, remedy=f"run: python -c 'import {module}'", where=where) from broken
+        remedy = f"run: python -c 'import {module}'"
+        raise ConfigError(e.message, setting=module, remedy=remedy, where=where) from broken
 
 
 def modules_near(module: str) -> str:

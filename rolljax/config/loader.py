@@ -30,7 +30,7 @@ from rolljax.config.classes import default, fields, is_config
 from rolljax.config.files import find_config
 from rolljax.config.source import Binding, Source
 from rolljax.config.values import Macro, Ref, leaves, map_leaves
-from rolljax.errors import ConfigError, RolljaxError
+from rolljax.errors import ConfigError, boundary
 
 T = TypeVar("T")
 ABSENT = "(absent)"
@@ -212,14 +212,15 @@ class _Build:
         return self.make(cls, {_BASE: leaf})
 
     def _construct(self, cls: type, values: dict[str, Any]) -> Any:
+        """An object of a class. What its `__post_init__` raises is about its settings."""
         try:
-            return cls(**values)
-        except RolljaxError:
-            raise
-        except Exception as e:  # border: what a __post_init__ raises is about its settings
+            with boundary(ConfigError, "cannot be built"):
+                return cls(**values)
+        except ConfigError as e:
+            if e.__cause__ is None or e.setting:  # raised by the class itself
+                raise
             where = self._asked_for(cls, "/".join(gin.current_scope()))
-            message = f"cannot be built: {type(e).__name__}: {e}"
-            raise ConfigError(message, setting=cls.__name__, where=where) from e
+            raise ConfigError(e.message, setting=cls.__name__, where=where) from e.__cause__
 
     # -- where things come from
 

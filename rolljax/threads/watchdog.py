@@ -102,7 +102,7 @@ class Watchdog:
         """`state`, which looks at what other threads are changing and may fail for it."""
         try:
             return self.state()
-        except Exception as e:  # border: it may fail for that
+        except (RuntimeError, LookupError, AttributeError, TypeError, ValueError) as e:
             return f"(not known: {type(e).__name__}: {e})"
 
     def hung(self, error: HangError) -> None:
