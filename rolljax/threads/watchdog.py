@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from rolljax.errors import HangError
+from rolljax.errors import HangError, RolljaxError, boundary
 
 CHECK_EVERY_S = 1.0
 LOOKS = 3
@@ -101,9 +101,10 @@ class Watchdog:
     def about(self) -> str:
         """`state`, which looks at what other threads are changing and may fail for it."""
         try:
-            return self.state()
-        except (RuntimeError, LookupError, AttributeError, TypeError, ValueError) as e:
-            return f"(not known: {type(e).__name__}: {e})"
+            with boundary(RolljaxError, "not known"):
+                return self.state()
+        except RolljaxError as e:
+            return f"({e})"
 
     def hung(self, error: HangError) -> None:
         """A wait ran past its deadline, and the run ends."""
