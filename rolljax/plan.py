@@ -149,7 +149,7 @@ def step_times(resolved: ResolvedRecipe, reports: list[Report]) -> dict[str, dic
         critics = phase.algorithm.needs().critics
         times = {"update": phase.updates_per_step * phase.epochs} if phase.algorithm.trains_policy else {}
         if phase.algorithm.needs().trainer_logp:
-            times["read"] = phase.updates_per_step
+            times["logprobs"] = phase.updates_per_step
         if critics:
             times["critics"] = phase.updates_per_step * critics.epochs
         wanted = {"decode", "publish", *(f"{phase.name}/{name}" for name in times)}

@@ -1,8 +1,8 @@
 """A run's real programs, compiled for devices that are not there.
 
-    update, critics, read    of each phase, as its `PhaseTrainer` makes them
-    decode, prefill, insert  of the sampler's `Engine`
-    publish                  from the trainer's weights to the sampler's
+    update, critics, logprobs  of each phase, as its `PhaseTrainer` makes them
+    decode, prefill, insert    of the sampler's `Engine`
+    publish                    from the trainer's weights to the sampler's
 
 Trainer and sampler share their chips. Whatever is in HBM while a program runs and is no argument of it is added to
 what the compiler says that the program needs.
@@ -280,7 +280,7 @@ class Trainer:
         if needs.trainer_logp:
             own = ("parameters", "base weights")
             args = (trainer.full_params(policy.params), batch)
-            yield program("read", trainer.forward_passes.logprob_program(model), args, own, forward, None)
+            yield program("logprobs", trainer.forward_passes.logprob_program(model), args, own, forward, None)
 
 
 # ---- the sampler ----------------------------------------------------------------------------------------------------

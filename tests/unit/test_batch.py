@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 
 from rolljax.errors import DataError
 from rolljax.model.attention import packed_mask
+from rolljax.trainer import batch as batch_module
 from rolljax.trainer.aggregation import Aggregation, token_scales
-from rolljax.trainer.batch import ARRAYS, SCALARS, PackShape, Sample, num_rows_bound, pack
+from rolljax.trainer.algorithms.base import Needs
+from rolljax.trainer.batch import ARRAYS, SCALARS, PackShape, Sample, TokenBatch, num_rows_bound, pack
 from rolljax.types import Key, Task, Trajectory, Turn
 
 COLUMNS = ("sampler_logp", "advantages", "returns", "old_values_C")
@@ -321,6 +324,24 @@ def test_a_batch_has_exactly_the_arrays_that_were_given():
     assert {n for n, a in batch.arrays().items() if a.dtype == np.int32} == ints
     assert all(a.dtype == np.float32 for n, a in batch.arrays().items() if n not in ints)
     assert {getattr(batch, n).shape for n in SCALARS} == {()}
+
+
+def test_every_array_of_a_batch_is_in_the_table_of_columns():
+    names, table = [f.name for f in dataclasses.fields(TokenBatch)], batch_module.COLUMNS
+    assert [n for n in names if n in table] == list(ARRAYS) and [n for n in names if n not in table] == list(SCALARS)
+    assert all(name.endswith(f"_{column.axes}") for name, column in table.items() if column.axes)
+    assert {column.asked_by for column in table.values()} - {""} <= {f.name for f in dataclasses.fields(Needs)}
+
+
+def test_a_micro_batch_is_the_same_by_an_int_and_by_a_traced_index():
+    rng = np.random.default_rng(0)
+    batch = pack([[sample(rng, np.arange(4), [(5, 2)])] for _ in range(4)], PackShape(2, 2, 16), 1.0).batch
+    for i in range(2):
+        on_host, traced = batch.micro_batch(i), jax.jit(lambda b, i: b.micro_batch(i))(batch, i)
+        assert on_host.arrays().keys() == batch.arrays().keys() and on_host.num_micro == batch.num_micro
+        for name, array in batch.arrays().items():
+            np.testing.assert_array_equal(getattr(on_host, name), array[i])
+            np.testing.assert_array_equal(getattr(traced, name), array[i])
 
 
 def test_a_sample_of_a_trajectory_is_what_was_sampled():

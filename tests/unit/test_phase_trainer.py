@@ -303,6 +303,7 @@ def test_updates_are_counted_over_shares_and_epochs(model, params, groups):
     row = step.row
     assert int(step.state.policy.num_updates) == 6 == row["optim/updates_n"] and step.num_trained == len(groups)
     assert row["optim/lr"] == pytest.approx(float(found.optimizer.rate(30)(5)), rel=1e-6)
+    assert 0 < row["time/pack_s"] < 60
     assert row["train/sequences_n"] == 16 and row["train/trained_tok_n"] == sum(
         t.num_sampled_tok for g in groups for t in g
     )
