@@ -34,7 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rolljax.trainer import algorithms as package
 from rolljax.trainer.algorithms.asyppo import AsyPpo
-from rolljax.trainer.algorithms.base import Algorithm, ClippedRatio
+from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.algorithms.cispo import Cispo
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
 from rolljax.trainer.algorithms.grpo import Grpo
@@ -48,6 +48,7 @@ from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.credit.mismatch import Correction
+from rolljax.trainer.credit.shaping import GroupFilter
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.optimizer import AdamW
 
@@ -61,7 +62,7 @@ EVERY = 5
 _CRITIC_LR = AdamW(lr=0.05)
 SETTINGS: dict[str, dict[str, Any]] = {
     "asyppo.AsyPpo": {"critic": Critic(num=2, epochs=4, warmup_steps=10, optimizer=_CRITIC_LR)},
-    "dapo.Dapo": {"overlong_cache": 0},
+    "dapo.Dapo": {"shaping": None},
     "opd.Opd": {"teachers": (Teacher("teacher"),)},
     "ppo.Ppo": {"critic": Critic(optimizer=_CRITIC_LR)},
     "segment_reward.SegmentReward": {"scorer": "teacher", "base": "run_start", "min_segment": 1},
@@ -70,7 +71,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 SURROGATES: dict[str, type[Any]] = {
     "REINFORCE": Reinforce,
-    "PPO clip": ClippedRatio,
+    "PPO clip": Grpo,
     "TIS": Tis,
     "TOPR": Topr,
     "TOPR, sequence": SequenceTopr,
@@ -90,7 +91,7 @@ def found() -> dict[str, type[Algorithm]]:
         here = importlib.import_module(f"{package.__name__}.{module.name}")
         for cls in vars(here).values():
             ours = inspect.isclass(cls) and issubclass(cls, Algorithm) and cls.__module__ == here.__name__
-            if ours and not inspect.isabstract(cls) and cls is not ClippedRatio:
+            if ours and not inspect.isabstract(cls):
                 classes[f"{module.name}.{cls.__name__}"] = cls
     return classes
 
@@ -108,7 +109,7 @@ def why_not(algorithm: Algorithm) -> str:
     needs = algorithm.needs()
     if needs.attention:
         return "needs attention maps, a table has none"
-    if needs.law:
+    if needs.divergence:
         return "compares whole distributions inside the model"
     return ""
 
@@ -258,7 +259,7 @@ def critic_numbers(values: np.ndarray) -> Numbers:
 
 
 def mixture_runs(seeds: int, steps: int) -> Iterable[Run]:
-    cases = {"GRPO": Grpo(), "GRPO, flat groups left out": Grpo(drop_degenerate=True), "Lite PPO": LitePpo()}
+    cases = {"GRPO": Grpo(), "GRPO, flat groups left out": Grpo(filter=GroupFilter()), "Lite PPO": LitePpo()}
     for name, algorithm in cases.items():
 
         def go(advance: Advance, algorithm: Algorithm = algorithm) -> Numbers:
@@ -312,7 +313,7 @@ _CRITICS = ["critic.Critic.optimizer = @value/optimizer.AdamW()", "value/optimiz
 LM_SETTINGS: dict[str, list[str]] = {
     "ppo.Ppo": ["Ppo.critic = @critic.Critic()", *_CRITICS],
     "asyppo.AsyPpo": ["AsyPpo.critic = @critic.Critic()", "critic.Critic.num = 2", *_CRITICS],
-    "dapo.Dapo": ["Dapo.overlong_cache = 1"],
+    "dapo.Dapo": ["RewardShaping.overlong_cache = 1"],
     "dpo.Dpo": ["rl/Phase.updates_per_step = 1"],
 }
 """What the language model's run of an algorithm needs beside the quickstart's settings."""

@@ -33,7 +33,7 @@ from rolljax.trainer.attention_stats import AttentionMaps
 SEEDS = 5
 MAPS = AttentionMaps(waad_window=5, fai_low=1, fai_high=plan_task.LENGTH)
 """Answers have ten tokens here, not thousands."""
-PAPER: dict[str, Any] = {"aggregation": "seq-mean-token-mean", "drop_degenerate": False}
+PAPER: dict[str, Any] = {"aggregation": "seq-mean-token-mean", "filter": None}
 """GRPO's (arXiv 2402.03300, eq. 3): mean over answers of the mean over their tokens; groups without signal stay."""
 RHYTHM = AttentionRhythm(rhythm="global", maps=MAPS, clip_low=None, clip_high=None, **PAPER)
 RHYTHMS = {
@@ -45,7 +45,7 @@ RHYTHMS = {
 MIXTURE = {
     "GRPO": Grpo(**PAPER),
     "deviation of the batch only": LitePpo(aggregation="seq-mean-token-mean"),
-    "mean over tokens only": Grpo(aggregation="token-mean", drop_degenerate=False),
+    "mean over tokens only": Grpo(aggregation="token-mean", filter=None),
     "Lite PPO": LitePpo(aggregation="token-mean"),
 }
 

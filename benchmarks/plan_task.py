@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import toys
 
 from rolljax.model.attention import attention, packed
 from rolljax.model.decoder import Model, Params
@@ -141,25 +142,13 @@ def sample(params: Params, key: jax.Array) -> tuple[jax.Array, jax.Array]:
 def episodes(tokens: np.ndarray, logp: np.ndarray, right: np.ndarray, step: int, rhythm: Any) -> Episodes:
     """The answers `[N, T]` of one run; `right []`: the plan they should have."""
     rewards = (tokens[:, PLAN::2] == symbols(right)).all(1).astype(np.float64)
-    num, mask = len(tokens), np.ones(tokens.shape, bool)
-    return Episodes(
-        rewards=rewards,
-        groups=np.arange(num) // GROUP,
-        mask=mask,
-        turns=np.zeros(tokens.shape, np.int64),
-        turn_rewards=rewards[:, None],
-        turn_weights=np.ones((num, 1)),
-        states=ASKED[:, None].astype(np.int64),
-        num_turns=np.ones(num, np.int64),
-        cut=np.zeros((num, 1), bool),
-        truncated=np.zeros(num, bool),
-        success=rewards > 0,
-        texts=("",) * num,
-        domains=("plan",) * num,
-        sampler_logp=np.asarray(logp, np.float64),
-        expert=np.zeros(tokens.shape, bool),
-        expert_turns=np.ones(num, np.int64),
+    return toys.one_turn_episodes(
+        rewards,
+        np.arange(len(tokens)) // GROUP,
+        np.ones(tokens.shape, bool),
+        logp,
         limit_tok=LENGTH,
+        states=ASKED,
         step=step,
         waad=rhythm.waad_MBT[0][:, 1:],
         fai=rhythm.fai_MBT[0][:, 1:],

@@ -61,7 +61,7 @@ def main() -> None:
     out = args.out or Path(tempfile.mkdtemp())
     runs = {f"seed {s}": [f"Recipe.seed = {s}"] for s in range(args.seeds)}
     if not args.no_control:
-        same = ["PermutedGrpo.aggregation = token-mean", "PermutedGrpo.drop_degenerate = True"]
+        same = ["PermutedGrpo.aggregation = token-mean", "PermutedGrpo.filter = @GroupFilter()"]
         runs["control"] = ["rl/Phase.algorithm = @permuted.PermutedGrpo()", *same]
     folders, lines = {}, []
     for name, settings in runs.items():

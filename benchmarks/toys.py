@@ -69,6 +69,53 @@ class Toy(abc.ABC):
         """Logits of the untrained policy, `[R, V]`."""
         return np.zeros((self.rows, self.symbols))
 
+    def played(
+        self,
+        step: int,
+        rewards: np.ndarray,
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        logp: np.ndarray,
+        *,
+        states: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
+        expert: np.ndarray | None = None,
+    ) -> Played:
+        """Trajectories whose turns are one token long, rewarded `[N]` in their last one.
+
+        Args:
+          rows, tokens, logp: `[N, T]`; the table's row for each token, and the token's log-prob.
+          states: `[N, T]` int, what critics see before each token (None: `rows`). mask: where there is a token (None:
+            everywhere). expert: tokens that were replayed (None: none).
+        """
+        num, length = rows.shape
+        states = rows if states is None else states
+        mask = np.ones((num, length), bool) if mask is None else mask
+        turn_rewards = np.zeros((num, length))
+        turn_rewards[np.arange(num), mask.sum(1) - 1] = rewards
+        letters = np.ascontiguousarray(tokens + ord("a"), np.uint8).view(f"S{length}")[:, 0].astype(str)
+        found = Episodes(
+            rewards=rewards,
+            groups=np.arange(num) // self.group_size,
+            mask=mask,
+            turns=np.where(mask, np.arange(length), -1),
+            turn_rewards=turn_rewards,
+            turn_weights=np.where(mask, 1.0, 0.0),
+            states=states.astype(np.int64),
+            num_turns=mask.sum(1),
+            cut=np.zeros((num, length), bool),
+            truncated=np.zeros(num, bool),
+            success=rewards > 0,
+            texts=tuple(letters.tolist()),
+            domains=("toy",) * num,
+            sampler_logp=np.where(mask, logp, 0.0),
+            expert=np.zeros((num, length), bool) if expert is None else expert,
+            expert_turns=mask.sum(1),
+            limit_tok=self.limit_tok,
+            step=step,
+        )
+        return Played(found, rows, tokens, states)
+
     def teacher(self) -> np.ndarray:
         """Logits of a good policy, for algorithms that learn from one."""
         raise NotImplementedError(f"{type(self).__name__} has no teacher")
@@ -86,41 +133,45 @@ def draw(rng: np.random.Generator, logp: np.ndarray) -> np.ndarray:
     return np.minimum(chosen, logp.shape[-1] - 1)
 
 
-def episodes(
+def one_turn_episodes(
     rewards: np.ndarray,
+    groups: np.ndarray,
+    mask: np.ndarray,
     logp: np.ndarray,
     *,
-    group_size: int,
-    turn_rewards: np.ndarray,
-    states: np.ndarray,
-    step: int,
     limit_tok: int,
-    tokens: np.ndarray,
-    mask: np.ndarray | None = None,
-    expert: np.ndarray | None = None,
+    states: np.ndarray | None = None,
+    step: int = 0,
+    **read: np.ndarray,
 ) -> Episodes:
-    """Episodes `[N, T]` whose turns are one token long."""
-    num, length = logp.shape
-    mask = np.ones((num, length), bool) if mask is None else mask
+    """Episodes `[N, T]` that are one answer each.
+
+    Args:
+      groups, states: `[N]` int; the state before the answer (None: the group).
+      read: further fields of `Episodes`, for algorithms that ask for them.
+    """
+    num = len(rewards)
+    rewards = np.asarray(rewards, np.float64)
     return Episodes(
         rewards=rewards,
-        groups=np.arange(num) // group_size,
+        groups=groups,
         mask=mask,
-        turns=np.where(mask, np.arange(length), -1),
-        turn_rewards=turn_rewards,
-        turn_weights=np.where(mask, 1.0, 0.0),
-        states=states,
-        num_turns=mask.sum(1),
-        cut=np.zeros((num, length), bool),
+        turns=np.where(mask, 0, -1),
+        turn_rewards=rewards[:, None],
+        turn_weights=np.ones((num, 1)),
+        states=(groups if states is None else states)[:, None].astype(np.int64),
+        num_turns=np.ones(num, np.int64),
+        cut=np.zeros((num, 1), bool),
         truncated=np.zeros(num, bool),
         success=rewards > 0,
-        texts=tuple(np.ascontiguousarray(tokens + ord("a"), np.uint8).view(f"S{length}")[:, 0].astype(str).tolist()),
+        texts=("",) * num,
         domains=("toy",) * num,
-        sampler_logp=np.where(mask, logp, 0.0),
-        expert=np.zeros((num, length), bool) if expert is None else expert,
-        expert_turns=mask.sum(1),
+        sampler_logp=np.asarray(logp, np.float64),
+        expert=np.zeros(mask.shape, bool),
+        expert_turns=np.ones(num, np.int64),
         limit_tok=limit_tok,
         step=step,
+        **read,
     )
 
 
@@ -156,25 +207,13 @@ class Bandit(Toy):
         self.value_rows = sum(symbols ** min(t, target) for t in range(length))
 
     def play(self, table: np.ndarray, step: int) -> Played:
-        law = log_softmax(table + self.noise * self.rng.normal(size=table.shape))
+        logp = log_softmax(table + self.noise * self.rng.normal(size=table.shape))
         rows = np.broadcast_to(np.arange(self.rows), (self.samples, self.rows))
-        tokens = draw(self.rng, law[rows])
+        tokens = draw(self.rng, logp[rows])
         right = (tokens[:, : len(self.hidden)] == self.hidden).all(1)
         rewards = np.where(right, 1.0, self.wrong)
-        turn_rewards = np.zeros(rows.shape)
-        turn_rewards[:, -1] = rewards
         states = self._prefixes(tokens)
-        found = episodes(
-            rewards,
-            law[rows, tokens],
-            group_size=self.group_size,
-            turn_rewards=turn_rewards,
-            states=states,
-            step=step,
-            limit_tok=self.limit_tok,
-            tokens=tokens,
-        )
-        return Played(found, rows, tokens, states)
+        return self.played(step, rewards, rows, tokens, logp[rows, tokens], states=states)
 
     def _prefixes(self, tokens: np.ndarray) -> np.ndarray:
         """A number for every position and what was said before it, as far as it counts."""
@@ -204,10 +243,10 @@ class Bandit(Toy):
 
 
 class Chain(Toy):
-    """`chunks` decisions in a row, each with one right action among `actions`; rewarded if all are right.
+    """`turns` decisions in a row, each with one right action among `actions`; rewarded if all are right.
 
-    An expert's run is known. start: `beginning`; `rollback`: after all but one of the expert's chunks, and one earlier
-    each time that a step succeeds more often than `threshold`; `everywhere`: after 0, 1, ... of its chunks, a group
+    An expert's run is known. start: `beginning`; `rollback`: after all but one of the expert's turns, and one earlier
+    each time that a step succeeds more often than `threshold`; `everywhere`: after 0, 1, ... of its turns, a group
     each.
     """
 
@@ -216,42 +255,29 @@ class Chain(Toy):
         seed: int,
         *,
         start: Literal["beginning", "rollback", "everywhere"] = "beginning",
-        chunks: int = 8,
+        turns: int = 8,
         actions: int = 4,
         samples: int = 64,
         threshold: float = 0.7,
     ) -> None:
         self.rng = np.random.default_rng(seed)
-        self.rows = self.value_rows = self.limit_tok = self.max_turns = chunks
+        self.rows = self.value_rows = self.limit_tok = self.max_turns = turns
         self.symbols, self.samples, self.threshold = actions, samples, threshold
-        self.group_size = samples // chunks if start == "everywhere" else samples
-        self.expert = self.rng.integers(0, actions, chunks)
+        self.group_size = samples // turns if start == "everywhere" else samples
+        self.expert = self.rng.integers(0, actions, turns)
         self.everywhere = start == "everywhere"
-        self.replayed = chunks - 1 if start == "rollback" else 0
+        self.replayed = turns - 1 if start == "rollback" else 0
 
     def play(self, table: np.ndarray, step: int) -> Played:
         rows = np.broadcast_to(np.arange(self.rows), (self.samples, self.rows))
         first = np.arange(self.samples) // self.group_size if self.everywhere else np.full(self.samples, self.replayed)
         replayed = rows < first[:, None]
-        law = log_softmax(table)
-        tokens = np.where(replayed, self.expert, draw(self.rng, law[rows]))
+        logp = log_softmax(table)
+        tokens = np.where(replayed, self.expert, draw(self.rng, logp[rows]))
         rewards = (tokens == self.expert).all(1).astype(np.float64)
-        turn_rewards = np.zeros(rows.shape)
-        turn_rewards[:, -1] = rewards
-        found = episodes(
-            rewards,
-            np.where(replayed, 0.0, law[rows, tokens]),
-            group_size=self.group_size,
-            turn_rewards=turn_rewards,
-            states=rows.astype(np.int64),
-            step=step,
-            limit_tok=self.limit_tok,
-            tokens=tokens,
-            expert=replayed,
-        )
         if self.replayed and rewards.mean() > self.threshold:
             self.replayed -= 1
-        return Played(found, rows, tokens, rows)
+        return self.played(step, rewards, rows, tokens, np.where(replayed, 0.0, logp[rows, tokens]), expert=replayed)
 
     def measure(self, table: np.ndarray) -> Mapping[str, float]:
         logp = log_softmax(table)
@@ -291,33 +317,20 @@ class GuessTheNumber(Toy):
         )
 
     def play(self, table: np.ndarray, step: int) -> Played:
-        law = log_softmax(table)
+        logp = log_softmax(table)
         number = self.rng.integers(0, self.symbols, self.samples)
         row = np.full(self.samples, self.row[0, self.symbols - 1])
         shape = (self.samples, self.max_turns)
         rows, tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, bool)
         going = np.ones(self.samples, bool)
         for k in range(self.max_turns):
-            guess = draw(self.rng, law[row])
+            guess = draw(self.rng, logp[row])
             rows[:, k], tokens[:, k], mask[:, k] = row, guess, going
             after = np.where(number < guess, self.if_smaller[row, guess], self.if_larger[row, guess])
             row = np.where(number == guess, row, after)
             going = going & (number != guess)
         solved = ~going
-        turn_rewards = np.zeros(shape)
-        turn_rewards[np.arange(self.samples), mask.sum(1) - 1] = solved
-        found = episodes(
-            solved.astype(np.float64),
-            law[rows, tokens],
-            group_size=1,
-            turn_rewards=turn_rewards,
-            states=rows,
-            step=step,
-            limit_tok=self.limit_tok,
-            tokens=tokens,
-            mask=mask,
-        )
-        return Played(found, rows, tokens, rows)
+        return self.played(step, solved.astype(np.float64), rows, tokens, logp[rows, tokens], mask=mask)
 
     def measure(self, table: np.ndarray) -> Mapping[str, float]:
         p = np.exp(log_softmax(table))
@@ -326,8 +339,8 @@ class GuessTheNumber(Toy):
         for _ in range(self.max_turns):  # by turns that are left
             after = [self.smaller * x[self.if_smaller] + self.larger * x[self.if_larger] for x in (turns, solved)]
             turns, solved = 1 + (p * after[0]).sum(1), (hit + p * after[1]).sum(1)
-        whole = self.row[0, self.symbols - 1]
-        return {"turns": float(turns[whole]), "success": float(solved[whole])}
+        first = self.row[0, self.symbols - 1]
+        return {"turns": float(turns[first]), "success": float(solved[first])}
 
 
 class Walk(Toy):
@@ -352,19 +365,7 @@ class Walk(Toy):
         before = np.concatenate([np.zeros((self.samples, 1), np.int64), height[:, :-1]], 1)
         states = rows * (2 * self.rows + 1) + before + self.rows
         rewards = height[:, -1] / np.sqrt(self.rows) + self.noise * self.rng.normal(size=self.samples)
-        turn_rewards = np.zeros(rows.shape)
-        turn_rewards[:, -1] = rewards
-        found = episodes(
-            rewards,
-            np.full(rows.shape, np.log(0.5)),
-            group_size=self.group_size,
-            turn_rewards=turn_rewards,
-            states=states,
-            step=step,
-            limit_tok=self.limit_tok,
-            tokens=tokens,
-        )
-        return Played(found, rows, tokens, states)
+        return self.played(step, rewards, rows, tokens, np.full(rows.shape, np.log(0.5)), states=states)
 
     def measure(self, table: np.ndarray) -> Mapping[str, float]:
         return {}
@@ -378,7 +379,7 @@ class Walk(Toy):
 class Prompts(Toy):
     """Several prompts, each with a string of its own to say; `hard` of them are hard, the others easy from the start.
 
-    easy_rate, hard_rate: how often the untrained policy says the whole string. length, easy_length: symbols of it (0:
+    easy_rate, hard_rate: how often the untrained policy says all of the string. length, easy_length: symbols of it (0:
     easy ones are as long as hard ones). A group of answers to every prompt.
     """
 
@@ -415,24 +416,11 @@ class Prompts(Toy):
     def play(self, table: np.ndarray, step: int) -> Played:
         prompt = np.repeat(np.arange(self.prompts), self.group_size)
         rows = prompt[:, None] * self.length + np.arange(self.length)
-        law = log_softmax(table)
-        tokens = draw(self.rng, law[rows])
+        logp = log_softmax(table)
+        tokens = draw(self.rng, logp[rows])
         mask = self.asked[prompt]
         rewards = ((tokens == self.hidden[prompt]) | ~mask).all(1).astype(np.float64)
-        turn_rewards = np.zeros(rows.shape)
-        turn_rewards[np.arange(len(prompt)), mask.sum(1) - 1] = rewards
-        found = episodes(
-            rewards,
-            law[rows, tokens],
-            group_size=self.group_size,
-            turn_rewards=turn_rewards,
-            states=rows,
-            step=step,
-            limit_tok=self.limit_tok,
-            tokens=tokens,
-            mask=mask,
-        )
-        return Played(found, rows, tokens, rows)
+        return self.played(step, rewards, rows, tokens, logp[rows, tokens], mask=mask)
 
     def measure(self, table: np.ndarray) -> Mapping[str, float]:
         logp = log_softmax(table)[np.arange(self.rows), self.hidden.reshape(-1)]
@@ -472,27 +460,15 @@ class Worth(Toy):
         self.value_rows = 1 + pool * length
 
     def play(self, table: np.ndarray, step: int) -> Played:
-        law = log_softmax(table)
+        logp = log_softmax(table)
         prompt = np.repeat(self.rng.choice(self.pool, self.per_step, replace=False), self.group_size)
         place = np.arange(self.limit_tok) - 1
         rows = np.broadcast_to(np.maximum(place, 0), (len(prompt), self.limit_tok))
-        tokens = draw(self.rng, law[rows])
+        tokens = draw(self.rng, logp[rows])
         right = (tokens[:, 1:] == self.hidden).mean(1)
         rewards = right + self.worth[prompt] + self.noise * self.rng.normal(size=len(prompt))
-        turn_rewards = np.zeros(rows.shape)
-        turn_rewards[:, -1] = rewards
         states = np.where(place < 0, 0, 1 + prompt[:, None] * self.rows + place)
-        found = episodes(
-            rewards,
-            law[rows, tokens],
-            group_size=self.group_size,
-            turn_rewards=turn_rewards,
-            states=states,
-            step=step,
-            limit_tok=self.limit_tok,
-            tokens=tokens,
-        )
-        return Played(found, rows, tokens, states)
+        return self.played(step, rewards, rows, tokens, logp[rows, tokens], states=states)
 
     def measure(self, table: np.ndarray) -> Mapping[str, float]:
         return {"right": float(np.exp(log_softmax(table)[np.arange(self.rows), self.hidden]).mean())}
@@ -553,7 +529,7 @@ def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 
 def _critic_columns(algorithm: Algorithm, e: Episodes, credit: Credit, part: np.ndarray) -> dict[str, np.ndarray]:
     if not algorithm.needs().critics:
         return {}
-    values = np.moveaxis(e.given("values"), 0, -1)
+    values = np.moveaxis(e.required("values"), 0, -1)
     assert credit.returns is not None
     if credit.critic_weights is None:
         weights = np.ones(values.shape)
@@ -690,7 +666,7 @@ def train(
             if critics is not None and step == 0:
                 mean = _mean_return(played.episodes, credit)
                 critics.values[s] += mean
-                old = dataclasses.replace(played.episodes, values=played.episodes.given("values") + mean)
+                old = dataclasses.replace(played.episodes, values=played.episodes.required("values") + mean)
                 played = dataclasses.replace(played, episodes=old)
             every.append(played)
             credited.append(credit)
@@ -723,9 +699,8 @@ def _stacked(
     algorithm: Algorithm, every: Sequence[Played], credited: Sequence[Credit], memories: Sequence[Mapping[str, float]]
 ) -> TokenBatch:
     """The batches of all seeds, with a leading S."""
-    coef = getattr(algorithm, "kl_coef", 0.0)
     batches = [
-        pack(algorithm, played, credit, carry.get("kl_coef", coef))
+        pack(algorithm, played, credit, carry.get("kl_coef", algorithm.kl_coef))
         for played, credit, carry in zip(every, credited, memories, strict=True)
     ]
     return jax.tree.map(lambda *x: np.stack(x), *batches)

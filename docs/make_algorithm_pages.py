@@ -27,10 +27,11 @@ import jax.numpy as jnp
 
 from rolljax.config import check
 from rolljax.trainer import algorithms
-from rolljax.trainer.algorithms.base import Algorithm, PolicyGradient, PolicyOutputs
+from rolljax.trainer.algorithms.base import Algorithm, PolicyOutputs
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.opd import Opd
+from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
 from rolljax.trainer.algorithms.reward_model import RewardModel
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.paper import Stated
@@ -40,13 +41,18 @@ RECIPES = ROOT / "configs" / "algorithms"
 CURVES = ROOT / "docs" / "curves" / "algorithms.json"
 NOTICE = "<!-- made by docs/make_algorithm_pages.py from the code: do not edit -->"
 INDEX = ("<!-- index: made by docs/make_algorithm_pages.py -->", "<!-- end of the index -->")
-SHARED = {"ClippedRatio"}
-"""Classes that are there to be derived from."""
+LEVELS = {
+    "token": "token",
+    "turn": "turn (geometric mean)",
+    "geometric": "trajectory (geometric mean)",
+    "trajectory": "trajectory (product)",
+}
+"""What a ratio is taken over, by `PolicyGradient.level`."""
 
 WHEN = """
 Sft: To begin with: when there are good answers to imitate. A short warm start teaches the form of an answer, so that
   sampling finds some right ones. It cannot do better than its data, and forgets what the data leaves out.
-Distill: When there is a better model with the same tokenizer and answers to learn from. The teacher's whole
+Distill: When there is a better model with the same tokenizer and answers to learn from. The teacher's full
   distribution says more per token than the answer alone. For a teacher that corrects what the student itself writes,
   see `Opd`.
 Opd: When there is a better model with the same tokenizer. The student learns on its own answers, so it meets its own
@@ -63,7 +69,7 @@ Reinforce: As the baseline everything else is compared with, or with `mean = 'ba
   on-policy. It has no guard against stale samples: keep `staleness` at 0.
 Rloo: On-policy, with a few answers per prompt and rewards on a meaningful scale: the unbiased form of a group
   baseline. No ratio, so one update per step, no staleness.
-ReinforcePP: When prompts have one answer each, or groups are unwanted: the whole batch is the baseline. Sensitive to
+ReinforcePP: When prompts have one answer each, or groups are unwanted: the batch is the baseline. Sensitive to
   mixing easy and hard prompts, whose different means end up in the advantages.
 ReinforcePPBaseline: Like GRPO where groups of one prompt have rewards of very different spread: only their mean is
   their own.
@@ -89,7 +95,7 @@ Cispo: Asynchronous sampling when rare tokens matter: a clipped token still has 
   not.
 Topr: Very stale or off-policy data with many wrong answers: what blows up then is the push away from answers that are
   already unlikely, and its weight goes to 0 here.
-SequenceTopr: The same, where whole answers are good or bad and single-token ratios are noise; what IPA is compared
+SequenceTopr: The same, where answers are good or bad as one and single-token ratios are noise; what IPA is compared
   with.
 Kimi: Asynchronous sampling without clips: a soft pull to the sampling policy instead. `tau` trades speed for staying
   near.
@@ -200,7 +206,7 @@ def algorithm_classes() -> dict[str, list[type[Algorithm]]]:
         module = importlib.import_module(f"{algorithms.__name__}.{info.name}")
         for cls in vars(module).values():
             own = inspect.isclass(cls) and issubclass(cls, Algorithm) and cls.__module__ == module.__name__
-            if own and not inspect.isabstract(cls) and cls.__name__ not in SHARED and info.name != "base":
+            if own and not inspect.isabstract(cls):
                 found.setdefault(info.name, []).append(cls)
     return found
 
@@ -342,8 +348,8 @@ def at_a_glance(cls: type[Algorithm]) -> str:
             (needs.trainer_logp, "the trainer's own log-probs before the first update"),
             (needs.ref, f"a reference policy ({needs.ref})"),
             (needs.scorer, f"a scorer ({needs.scorer})"),
-            (needs.teachers, "frozen teachers"),
-            (needs.law, "the teacher's whole distribution"),
+            (needs.teachers, "teachers"),
+            (needs.divergence, "the teacher's full distribution"),
             (needs.critics, f"{needs.critics.num if needs.critics else 0} critic(s)"),
             (needs.attention, "attention maps of some layers"),
         )
@@ -351,7 +357,7 @@ def at_a_glance(cls: type[Algorithm]) -> str:
     ]
     facts = [f"learns from {learns}", f"sums losses by `{algorithm.aggregation}`"]
     if isinstance(algorithm, PolicyGradient) and algorithm.uses_ratio():
-        facts.append(f"ratio per {algorithm.level} to the {algorithm.anchor} policy")
+        facts.append(f"ratio per {LEVELS[algorithm.level]} to the {algorithm.anchor} policy")
     text = "; ".join([*facts, f"needs {', '.join(extra)}" if extra else "needs nothing else"])
     return f"{text[0].upper()}{text[1:]}."
 
@@ -375,13 +381,13 @@ def batch_of(shape: tuple[int, int], **arrays: jax.Array) -> TokenBatch:
     zeros, ones = jnp.zeros(shape, jnp.int32), jnp.ones(shape, jnp.int32)
     names = {f.name: None for f in dataclasses.fields(TokenBatch)}
     scalars = dict.fromkeys(("num_micro", "num_tokens", "num_sequences", "temperature", "kl_coef"), jnp.float32(1))
-    given = {
+    counted = {
         **dict.fromkeys(("tokens", "positions", "branch_ids", "prev"), zeros),
         **dict.fromkeys(("segment_ids", "sequence_ids", "turn_ids"), ones),
         "scale": jnp.ones(shape),
         **dict.fromkeys(("advantages", "sampler_logp"), jnp.zeros(shape)),
     }
-    return TokenBatch(**{**names, **scalars, **given, **arrays})
+    return TokenBatch(**{**names, **scalars, **counted, **arrays})
 
 
 def coefficients(algorithm: Algorithm) -> dict[tuple[float, float], float]:
@@ -452,7 +458,7 @@ def gradient(cls: type[Algorithm]) -> list[str]:
             f"The gradient of the cross-entropy is `c * grad logp` with c = {number(only)} for every token.{beside}"
         ]
     text = "The gradient is a sum of `c * grad logp` over tokens. `c` by advantage A and ratio"
-    text += f" (of a {algorithm.level}):" if algorithm.level != "token" else ":"
+    text += f" (of a {LEVELS[algorithm.level]}):" if algorithm.level != "token" else ":"
     if algorithm.correction is not None and algorithm.correction.weight_cap is not None:
         text = f"{text[:-1]}, before `correction` multiplies it by its weight:"
     head = ["| A | " + " | ".join(f"ratio {r:g}" for r in RATIOS) + " |", "|---" * (len(RATIOS) + 1) + "|"]

@@ -88,12 +88,12 @@ NAMES: Mapping[str, Metric] = {
     "mismatch/abs_max_nat": Metric(
         "nats", "first", 0, INF, "largest |sampler_logp - trainer_logp|, before the first update"
     ),
-    "mismatch/segment_abs_nat": Metric(
+    "mismatch/turn_abs_nat": Metric(
         "nats", "first", 0, INF, "the same gap averaged over a turn first: mean |mean of d|"
     ),
     "mismatch/geometric_abs_nat": Metric("nats", "first", 0, INF, "averaged over a trajectory first"),
-    "mismatch/sequence_abs_nat": Metric("nats", "first", 0, INF, "summed over a trajectory: mean |sum of d|"),
-    "mismatch/sequence_max_nat": Metric("nats", "first", 0, INF, "the largest of these sums"),
+    "mismatch/trajectory_abs_nat": Metric("nats", "first", 0, INF, "summed over a trajectory: mean |sum of d|"),
+    "mismatch/trajectory_max_nat": Metric("nats", "first", 0, INF, "the largest of these sums"),
     "mismatch/filtered_frac": Metric("share", "mean", 0, 1, "tokens that a mismatch filter left out"),
     "kl/ref_nat": Metric("nats", "mean", -INF, INF, "KL to the reference as the loss sees it"),
     "kl/ref_k1_nat": Metric("nats", "mean", -INF, INF, "KL to the reference, k1 estimate, before the first update"),

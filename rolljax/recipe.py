@@ -147,7 +147,7 @@ class Phase:
             updates=self.updates_per_step * self.epochs,
             staleness=self.staleness,
             max_turns=max_turns,
-            truncated_law=self.top_k > 0 or self.top_p < 1 or self.min_p > 0,
+            truncated_sampling=self.top_k > 0 or self.top_p < 1 or self.min_p > 0,
             first_phase=first,
             environment=environment,
         )
@@ -377,11 +377,11 @@ class Recipe:
 
 
 def _check_overlong(algorithm: Algorithm, max_answer_tok: int) -> None:
-    cache = getattr(algorithm, "overlong_cache", 0)
+    cache = algorithm.overlong_cache
     if cache > max_answer_tok:
         raise ConfigError(
             f"is more than an answer can be long (Recipe.max_answer_tok = {max_answer_tok})",
-            setting=f"{type(algorithm).__name__}.overlong_cache",
+            setting="RewardShaping.overlong_cache",
             value=cache,
             remedy=f"at most {max_answer_tok}; a fifth of it is usual",
         )

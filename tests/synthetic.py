@@ -21,10 +21,12 @@ from rolljax.types import Key, Task, Trajectory, Turn
 VOCAB = 264
 LIMIT_TOK = 16
 SHAPE = PackShape(6, 4, 96)
+SHARED = ("base", "checks", "policy_gradient")
+"""Files of the folder that hold what algorithms are made of."""
 MODULES = {
     m.name: importlib.import_module(f"{algorithms.__name__}.{m.name}")
     for m in pkgutil.iter_modules(algorithms.__path__)
-    if m.name != "base"
+    if m.name not in SHARED
 }
 CLASSES = [
     c
@@ -108,7 +110,7 @@ class Objective:
 
     def __init__(self, algorithm, kl_coef=None):
         self.algorithm = algorithm
-        self.kl_coef = getattr(algorithm, "kl_coef", 0.0) if kl_coef is None else kl_coef
+        self.kl_coef = algorithm.kl_coef if kl_coef is None else kl_coef
 
         def loss(logp, entropy, divergence, batch):
             policy = PolicyOutputs(logp, entropy, divergence)
@@ -155,15 +157,15 @@ class Objective:
         return total, [packed.unpack(g) for g in grads], stats
 
 
-def trained(algorithm, groups, e, logps, shape=SHAPE, *, memory=None, mask=None):
+def trained(algorithm, groups, e, logps, shape=SHAPE, *, carry=None, mask=None):
     """Loss, and its gradients in log-prob, entropy and divergence, `[3, T]` of each trajectory; 0 where it has no part.
 
-    memory: what the step before handed on. mask: fewer tokens `[N, T]` than credit lets count.
+    carry: what the step before handed on. mask: fewer tokens `[N, T]` than credit lets count.
     """
-    memory = memory or {}
+    carry = carry or {}
     samples = samples_of(groups)
     place = {id(s.tokens): n for n, s in enumerate(s for group in samples for s in group)}
-    credit = algorithm.credit(e, memory)
+    credit = algorithm.credit(e, carry)
     if mask is not None:
         credit = dataclasses.replace(credit, mask=mask if credit.mask is None else mask & credit.mask)
     kept = trainer(algorithm).apply_credit(samples, e, credit)
@@ -172,7 +174,7 @@ def trained(algorithm, groups, e, logps, shape=SHAPE, *, memory=None, mask=None)
         return 0.0, grads
     which = [place[id(s.tokens)] for group in kept for s in group]
     objective = _objective(algorithm)
-    loss, found, _ = objective(objective.rows(kept, shape, memory.get("kl_coef")), [logps[n] for n in which])
+    loss, found, _ = objective(objective.rows(kept, shape, carry.get("kl_coef")), [logps[n] for n in which])
     for n, *three in zip(which, *found, strict=True):
         grads[n] = np.stack(three)
     return loss, grads

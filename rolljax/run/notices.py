@@ -98,7 +98,7 @@ def unfilled_step(phase: Phase, found: int, drawn: int) -> str:
     return (
         f"only {found} of {phase.prompts_per_step} groups of a step have a signal after "
         f"{algorithm.dynamic_sampling_rounds} rounds ({drawn} groups drawn): steps like this train on fewer. Raise "
-        f"{type(algorithm).__name__}.dynamic_sampling_rounds, or choose tasks that are neither always nor never solved"
+        "GroupFilter.dynamic_sampling_rounds, or choose tasks that are neither always nor never solved"
     )
 
 

@@ -85,7 +85,7 @@ class PhaseRollouts:
             raise TrainerError(
                 f"step {step + 1} of {self._phase.name}: after {rounds} dynamic-sampling rounds none of {len(groups)} "
                 "groups has a signal; look at rollouts/ for whether tasks are all too easy or all too hard, or raise "
-                f"{type(self._phase.algorithm).__name__}.dynamic_sampling_rounds"
+                "GroupFilter.dynamic_sampling_rounds"
             )
         if found < wanted and self._warn:
             self._warn(unfilled_step(self._phase, found, len(groups)))

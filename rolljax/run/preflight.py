@@ -23,7 +23,6 @@ from rolljax.model.folder import folder_remedy
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.recipe import Recipe
 from rolljax.rollout.agents.worker import check_machine
-from rolljax.trainer.algorithms.asyppo import AsyPpo
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import num_batch_shards, num_slot_shards, param_shardings
 from rolljax.types import Message, Task
@@ -104,13 +103,14 @@ def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Reso
             remedy=f"at most {cfg.max_position}",
         )
     for phase in recipe.phases:
-        if isinstance(phase.algorithm, AsyPpo):
-            _check_mini(phase.algorithm.critic, model)
+        critic = phase.algorithm.needs().critics
+        if phase.algorithm.mini_critics and critic is not None:
+            _check_mini(critic, model)
     return ResolvedRecipe(recipe, mesh, model)
 
 
 def _check_mini(critic: Critic, policy: Model) -> None:
-    """Mini-critics are smaller than the policy (of ones that share its shape, `AsyPpo.check` warns)."""
+    """Mini-critics (`Algorithm.mini_critics`) whose shape is given are smaller than the policy."""
     if not isinstance(critic.model, DecoderConfig):
         return
     size, limit = Model(critic.model).num_params(), policy.num_params()

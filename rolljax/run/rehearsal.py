@@ -210,7 +210,9 @@ def trace(algorithm: Algorithm, batch: TokenBatch) -> None:
     each = jax.ShapeDtypeStruct(micro.tokens.shape, np.float32)
 
     def policy_loss(logp: jax.Array, entropy: jax.Array, divergence: jax.Array, b: TokenBatch) -> Any:
-        out = algorithm.objective(PolicyOutputs(logp, entropy, divergence if needs.law else None), clean_batch(b, logp))
+        out = algorithm.objective(
+            PolicyOutputs(logp, entropy, divergence if needs.divergence else None), clean_batch(b, logp)
+        )
         if not isinstance(out, TokenLoss):
             raise TypeError(f"it returns a {type(out).__name__}, not a TokenLoss")
         return _total(out.loss, b), (dict(out.mean), dict(out.largest))

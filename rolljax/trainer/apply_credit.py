@@ -20,18 +20,17 @@ def apply_credit(
     Args:
       samples: of the same trajectories as `episodes`, in their order.
     """
-    mask = episodes.mask if credit.mask is None else credit.mask & episodes.mask
-    keep = np.ones(episodes.num, bool) if credit.keep is None else credit.keep
-    keep = keep & mask.any(1)
-    columns: dict[str, np.ndarray] = {"advantages": credit.advantages, "mask": mask}
+    trained = credit.trained(episodes.mask)
+    columns: dict[str, np.ndarray] = {"advantages": credit.advantages, "mask": trained}
     optional = {n: getattr(credit, n) for n in ("weights", "entropy_weights", "rewards")}
     if needs.trainer_logp:
-        optional |= {"trainer_logp": episodes.given("trainer_logp"), "sampler_logp": episodes.behaviour_logp}
+        optional |= {"trainer_logp": episodes.required("trainer_logp"), "sampler_logp": episodes.behaviour_logp}
     if needs.ref:
         optional["ref_logp"] = episodes.ref_logp
     if needs.critics:
-        optional |= _critic_columns(episodes, credit, mask & keep[:, None])
+        optional |= _critic_columns(episodes, credit, trained)
     columns |= {name: array for name, array in optional.items() if array is not None}
+    keep = trained.sum(1) > 0
     kept: list[list[Sample]] = []
     n = 0
     for group in samples:
@@ -48,7 +47,7 @@ def apply_credit(
 
 def _critic_columns(episodes: Episodes, credit: Credit, part: np.ndarray) -> dict[str, np.ndarray]:
     """part: tokens that are trained on, bool `[N, T]`."""
-    values = np.moveaxis(episodes.given("values"), 0, -1)
+    values = np.moveaxis(episodes.required("values"), 0, -1)
     assert credit.returns is not None
     if credit.critic_weights is None:
         weights = np.ones(values.shape)
@@ -67,11 +66,9 @@ def _row(array: np.ndarray, n: int, length: int) -> np.ndarray:
 
 def credit_metrics(e: Episodes, credit: Credit) -> dict[str, float]:
     """Metrics of a step's credit."""
-    mask = e.mask if credit.mask is None else credit.mask & e.mask
-    keep = np.ones(e.num, bool) if credit.keep is None else credit.keep
-    part = mask & keep[:, None]
+    part = credit.trained(e.mask)
     values = np.where(part, credit.advantages, 0)[part]
-    groups = estimators.Groups(e.groups)
+    groups = estimators.GroupStats(e.groups)
     flat = groups.flat(e.rewards)
     high = e.rewards >= (e.rewards.max() if e.num else 0)
     row = {

@@ -14,7 +14,7 @@ from rolljax.model.gather import before
 from rolljax.model.moe import Load
 from rolljax.model.value import ValueModel
 from rolljax.trainer import vocab
-from rolljax.trainer.algorithms.base import Law, PolicyOutputs
+from rolljax.trainer.algorithms.base import DivergenceTerm, PolicyOutputs
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.mesh import num_batch_shards
 
@@ -60,7 +60,7 @@ def policy_outputs(
     batch: TokenBatch,
     *,
     entropy_grad: bool = False,
-    reference: tuple[Law, Model, Params] | None = None,
+    reference: tuple[DivergenceTerm, Model, Params] | None = None,
     shards: NumShards = UNSHARDED,
 ) -> PolicyOutputs:
     """Log-prob and entropy of every token of rows `[B, T]`, and the divergence from a reference policy's distribution.

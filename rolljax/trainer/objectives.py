@@ -10,21 +10,14 @@ outside of what training meets. Beyond the limit the ratio is constant and its g
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
 from rolljax.errors import ConfigError
-
-Level = Literal["token", "chunk", "sequence", "trajectory"]
-KlKind = Literal["k1", "abs", "k2", "k3"]
-
-LOG_RATIO_LIMIT = 30.0
-"""Nats. exp(30) = 1e13 leaves room for an advantage and for the square in the gradient's norm."""
-
-K3_LIMIT = 10.0
-"""Nats. A token whose k3 estimate is beyond it counts as this much and has no gradient."""
+from rolljax.trainer.credit.mismatch import RatioLevel
+from rolljax.trainer.kl import LOG_RATIO_LIMIT, KlEstimator, kl_estimate
 
 
 def segment_sum(x_BT: jax.Array, ids_BT: jax.Array) -> jax.Array:
@@ -56,19 +49,19 @@ def log_ratio(
     logp_BT: jax.Array,
     anchor_logp_BT: jax.Array,
     mask_BT: jax.Array,
-    level: Level,
+    level: RatioLevel,
     sequence_ids_BT: jax.Array,
-    chunk_ids_BT: jax.Array,
+    turn_ids_BT: jax.Array,
 ) -> jax.Array:
     """Log of the policy's probability over the anchor's, nats, `[B, T]`; differentiable in `logp`.
 
     Args:
       logp_BT, anchor_logp_BT: `[B, T]` float32, nats; may be anything outside of the mask.
       mask_BT: `[B, T]` bool, the tokens that count.
-      level: "token", each token its own; "chunk" and "sequence", the mean over the tokens of the chunk (ratio:
-        geometric mean; IPA) or of the sequence (GSPO, arXiv 2507.18071), the same at each of its tokens; "trajectory",
-        the sum over the sequence (ratio: product; TOPR).
-      sequence_ids_BT, chunk_ids_BT: `[B, T]` int32 as in `segment_sum`; read by the level that needs them.
+      level: "token", each token its own; "turn" and "geometric", the mean over the tokens of the turn (ratio: geometric
+        mean; IPA) or of the trajectory (GSPO, arXiv 2507.18071), the same at each of its tokens; "trajectory", the sum
+        over the trajectory (ratio: product; TOPR).
+      sequence_ids_BT, turn_ids_BT: `[B, T]` int32 as in `segment_sum`; read by the level that needs them.
 
     Returns: within +-`LOG_RATIO_LIMIT`. At level "token" 0 outside of the mask.
 
@@ -77,14 +70,14 @@ def log_ratio(
     """
     anchor_BT = jax.lax.stop_gradient(anchor_logp_BT)
     delta_BT = jnp.where(mask_BT, logp_BT - anchor_BT, 0.0)
-    if level == "chunk":
-        delta_BT = segment_mean(delta_BT, chunk_ids_BT, mask_BT)
-    elif level == "sequence":
+    if level == "turn":
+        delta_BT = segment_mean(delta_BT, turn_ids_BT, mask_BT)
+    elif level == "geometric":
         delta_BT = segment_mean(delta_BT, sequence_ids_BT, mask_BT)
     elif level == "trajectory":
         delta_BT = segment_sum(delta_BT, sequence_ids_BT)
     elif level != "token":
-        remedy = '"token", "chunk", "sequence" or "trajectory"'
+        remedy = f"one of {', '.join(get_args(RatioLevel))}"
         raise ConfigError("is not a level of the ratio", setting="level", value=level, remedy=remedy)
     return jnp.clip(delta_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -172,7 +165,7 @@ def topr(
 ) -> jax.Array:
     """TOPR (arXiv 2503.14286): `-positive A logp` where `good`, else `-negative stop(min(ratio, cap)) A logp`.
 
-    With the ratio of chunks and discounted outcomes as advantages it is the policy gradient of IPA (ROME).
+    With the ratio of turns and discounted outcomes as advantages it is the policy gradient of IPA (ROME).
 
     Args:
       good_BT: `[B, T]` bool; None: where the advantage is positive.
@@ -216,27 +209,13 @@ def _above(ratio_BT: jax.Array, high: float | None) -> jax.Array:
 # Distance to a reference, and critics.
 
 
-def kl(logp_BT: jax.Array, ref_logp_BT: jax.Array, kind: KlKind) -> jax.Array:
-    """Schulman's estimates of KL(policy || reference) at tokens drawn from the policy; `[B, T]`, nats.
-
-    With `x = logp - ref_logp`: k1 `x` (unbiased, any sign), abs `|x|`, k2 `x^2/2`, k3 `exp(-x) + x - 1` (unbiased and
-    never negative), k3 held inside +-`K3_LIMIT`.
+def kl(logp_BT: jax.Array, ref_logp_BT: jax.Array, estimator: KlEstimator) -> jax.Array:
+    """Estimate (`trainer.kl.kl_estimate`) of KL(policy || reference) at tokens drawn from the policy; `[B, T]`, nats.
 
     Raises:
-      ConfigError: an unknown kind.
+      ConfigError: an unknown estimator.
     """
-    x_BT = logp_BT - jax.lax.stop_gradient(ref_logp_BT)
-    if kind == "k1":
-        return x_BT
-    if kind == "abs":
-        return jnp.sign(x_BT) * x_BT  # unlike that of jnp.abs, its gradient at 0 is 0
-    if kind == "k2":
-        return 0.5 * jnp.square(x_BT)
-    if kind == "k3":
-        # only the exponential is held: where it is, the estimate is beyond its own limit anyway
-        estimate_BT = jnp.expm1(jnp.minimum(-x_BT, LOG_RATIO_LIMIT)) + x_BT
-        return jnp.clip(estimate_BT, -K3_LIMIT, K3_LIMIT)
-    raise ConfigError("is not an estimate of the KL", setting="kind", value=kind, remedy="k1, abs, k2 or k3")
+    return kl_estimate(logp_BT - jax.lax.stop_gradient(ref_logp_BT), estimator, jnp)
 
 
 def value_loss(values: jax.Array, returns: jax.Array, old_values: jax.Array, clip: float | None = None) -> jax.Array:

@@ -210,7 +210,7 @@ class PhaseTrainer:
         )
 
     def _kl_coef(self, carry: Carry) -> float:
-        return carry.get("kl_coef", getattr(self.algorithm, "kl_coef", 0.0))
+        return carry.get("kl_coef", self.algorithm.kl_coef)
 
     def _check_signal(self, kept: Samples, episodes: Episodes, carry: Carry) -> None:
         if not kept and not could_teach(self.algorithm, episodes, carry):

@@ -59,7 +59,7 @@ def policy_loss(
     model: Model, algorithm: Algorithm, references: ReferencePolicies, shards: NumShards = UNSHARDED
 ) -> LossFn:
     """The policy's share of the loss from one micro-batch, and its statistics (sums over tokens, maxima)."""
-    law = algorithm.needs().law
+    law = algorithm.needs().divergence
 
     def loss_fn(params: Params, batch: TokenBatch) -> Loss:
         reference = (law, *references[law.policy]) if law else None
@@ -139,10 +139,10 @@ def mismatch_stats(logp: jax.Array, batch: TokenBatch) -> tuple[Stats, Stats]:
     return {
         "mismatch/k3_nat": jnp.expm1(jnp.clip(gap, -20, 20)) - jnp.clip(gap, -20, 20),
         "mismatch/mult_ratio": jnp.exp(jnp.minimum(jnp.abs(gap), 20)),
-        "mismatch/segment_abs_nat": turn,
+        "mismatch/turn_abs_nat": turn,
         "mismatch/geometric_abs_nat": sequence,
-        "mismatch/sequence_abs_nat": product,
-    }, {"mismatch/abs_max_nat": jnp.abs(gap), "mismatch/sequence_max_nat": product}
+        "mismatch/trajectory_abs_nat": product,
+    }, {"mismatch/abs_max_nat": jnp.abs(gap), "mismatch/trajectory_max_nat": product}
 
 
 Gradients = tuple[Params, tuple[Stats, Stats]]

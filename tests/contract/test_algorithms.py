@@ -13,20 +13,24 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rolljax.trainer.algorithms.base import PolicyGradient, Setup
+from rolljax.trainer.algorithms.base import Algorithm, Setup
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.dpo import Dpo
+from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.opd import Opd, Teacher
+from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
 from rolljax.trainer.algorithms.reward_model import RewardModel
 from rolljax.trainer.batch import ARRAYS, PackShape
+from rolljax.trainer.credit.shaping import GroupFilter, RewardShaping
+from rolljax.trainer.kl import KlLoss, KlReward
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.update import mismatch_stats
 
 from ..synthetic import CLASSES, LIMIT_TOK, MODULES, SHAPE, Objective, credited, episodes_of, groups_of
 
 REQUIRED = {
-    Dapo: {"overlong_cache": 4},
+    Dapo: {"shaping": RewardShaping(overlong_cache=4)},
     Opd: {"teachers": (Teacher("run_start", 0.7), Teacher("phase_start", 0.5, ("toy",))), "reward_coef": 0.5},
     Distill: {"teacher": "run_start"},
 }
@@ -88,6 +92,16 @@ def test_every_file_holds_an_algorithm():
 
 
 @each
+def test_at_most_two_classes_stand_between_it_and_algorithm(cls):
+    """Parts (`NormalisedReward`, `ClippedRatio`) are no algorithms, and do not count."""
+
+    def distance(c):
+        return 0 if c is Algorithm else 1 + max(distance(b) for b in c.__bases__ if issubclass(b, Algorithm))
+
+    assert distance(cls) <= 3
+
+
+@each
 def test_it_is_a_value(cls):
     """ReferencePolicies, hashable, equal by value: it is a static part of jitted programs."""
     algorithm = cls()
@@ -140,16 +154,33 @@ def test_every_setting_does_something(cls):
         if field.name in INERT_ALONE or not isinstance(value, (bool, int, float)):
             continue
         changed = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value * 0.7 + 0.011
-        changed = LIMIT_TOK if field.name == "overlong_cache" else changed  # the answers here end well before the limit
         changed = -1.0 if field.name == "failure" else changed  # above 0 it is refused
         assert fingerprint(cls, **{field.name: changed}) != fingerprint(cls), field.name
 
 
+NESTED = [
+    {"shaping": RewardShaping(clip=0.3)},
+    {"shaping": RewardShaping(overlong_cache=LIMIT_TOK)},  # the answers here end well before the limit
+    {"shaping": RewardShaping(length_reward=0.5)},
+    {"filter": GroupFilter(drop_degenerate=False, solve_range=(0.2, 0.9))},
+    {"kl": KlLoss(0.1)},
+    {"kl": KlLoss(0.2)},
+    {"kl": KlLoss(0.1, estimator="k2")},
+    {"kl": KlReward(0.1)},
+    {"kl": KlReward(0.1, estimator="abs")},
+    {"kl": KlReward(0.1, estimator="k2")},
+    {"kl": KlReward(0.1, estimator="k3")},
+]
+
+
+def test_every_nested_setting_does_something():
+    """Tried on GRPO: each makes a loss of its own."""
+    prints = [fingerprint(Grpo, **settings) for settings in ({}, *NESTED)]
+    assert len(set(prints)) == len(prints)
+
+
 INERT_ALONE = {
-    "kl_horizon",  # with kl_target
-    "dynamic_sampling_rounds",  # the loop's
     "mask_truncated",  # nothing is truncated here
-    "drop_degenerate",  # no group is
     "min_std",  # for flat batches
     "difficulty_weight",  # every group is solved as often as the others
     "lookback",
@@ -162,7 +193,7 @@ INERT_ALONE = {
     "cap",
     "entropy_mask_frac",
     "margin",  # simpo's
-    "imitation",  # of replayed chunks
+    "imitation",  # of replayed turns
     "label_smoothing",
     "sft_coef",
 }
@@ -355,11 +386,11 @@ def test_mismatch_is_measured_at_four_levels():
     mean, largest = mismatch_stats(jnp.asarray(logp), batch)
     members = [s for group in groups for s in group]
     level = {
-        "mismatch/segment_abs_nat": [
+        "mismatch/turn_abs_nat": [
             np.abs([d[s.turns == k].mean() for k in s.turns]) for d, s in zip(gaps, members, strict=True)
         ],
         "mismatch/geometric_abs_nat": [np.full(len(d), abs(d.mean())) for d in gaps],
-        "mismatch/sequence_abs_nat": [np.full(len(d), abs(d.sum())) for d in gaps],
+        "mismatch/trajectory_abs_nat": [np.full(len(d), abs(d.sum())) for d in gaps],
         "mismatch/k3_nat": [np.expm1(d) - d for d in gaps],
         "mismatch/mult_ratio": [np.exp(np.abs(d)) for d in gaps],
     }
@@ -367,7 +398,9 @@ def test_mismatch_is_measured_at_four_levels():
         got = packed.unpack(np.asarray(mean[name])[None])
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5, err_msg=name)
-    assert float(largest["mismatch/sequence_max_nat"].max()) == pytest.approx(max(abs(d.sum()) for d in gaps), abs=1e-5)
+    assert float(largest["mismatch/trajectory_max_nat"].max()) == pytest.approx(
+        max(abs(d.sum()) for d in gaps), abs=1e-5
+    )
 
 
 @each
@@ -380,8 +413,9 @@ def test_checks_accept_an_ordinary_setup(cls):
 @pytest.mark.parametrize("cls", [c for c in CLASSES if issubclass(c, PolicyGradient)], ids=lambda c: c.__name__)
 def test_kl_and_entropy_terms_are_added(cls, objectives, world):
     """With a KL term of estimator k2 and an entropy bonus: the plain gradient plus coefficient times (logp - ref_logp)."""
-    extra = objectives(cls, kl_coef=0.5, kl="k2", entropy_coef=0.25)
-    groups = credited(make(cls, kl_coef=0.5, kl="k2", entropy_coef=0.25), groups_of(np.random.default_rng(7)))
+    terms = {"kl": KlLoss(0.5, estimator="k2"), "entropy_coef": 0.25}
+    extra = objectives(cls, **terms)
+    groups = credited(make(cls, **terms), groups_of(np.random.default_rng(7)))
     plain = objectives(cls, entropy_coef=0.0)
     packed = extra.rows(groups)
     logps = moved(groups)

@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import toys
 
 from rolljax.trainer.algorithms.asyppo import AsyPpo
-from rolljax.trainer.algorithms.base import ClippedRatio
 from rolljax.trainer.algorithms.cispo import Cispo
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
 from rolljax.trainer.algorithms.dpo import Dpo
@@ -29,6 +28,7 @@ from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.batch import PackShape, Sample
 from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.shaping import GroupFilter
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import PhaseTrainer
@@ -69,7 +69,7 @@ def trajectories(played):
 
 
 CASES = {
-    "dropped groups": (lambda: toys.Bandit(1, symbols=2), Grpo(drop_degenerate=True)),
+    "dropped groups": (lambda: toys.Bandit(1, symbols=2), Grpo(filter=GroupFilter())),
     "several turns": (lambda: toys.Bandit(1, symbols=2), GiGpo(clip_low=0.3)),
     "pairs": (lambda: toys.Bandit(1, symbols=2), Dpo()),
     "replayed": (lambda: toys.Chain(1, start="everywhere", actions=2), Ipa()),
@@ -163,7 +163,7 @@ def test_a_step_of_a_toy_is_what_the_trainer_would_pack(case):
 # ---- stale samples --------------------------------------------------------------------------------------------------
 
 SURROGATES = {
-    "ppo": ClippedRatio,
+    "ppo": Grpo,
     "tis": Tis,
     "topr": Topr,
     "sequence topr": SequenceTopr,
@@ -216,7 +216,7 @@ def test_stale_failures_blow_up_what_cannot_let_go_of_them():
         cls.__name__: toys.train(
             rare, cls(**{**BATCH_MEAN, "mean": "none"}), seeds=1, steps=300, lr=12, lag=32
         ).measured["largest_logit"][:, -1]
-        for cls in (ClippedRatio, Tis, Topr, SequenceTopr, Reinforce)
+        for cls in (Grpo, Tis, Topr, SequenceTopr, Reinforce)
     }
     assert (largest.pop("Reinforce") > 80).all()
     for name, found in largest.items():

@@ -115,7 +115,7 @@ def test_a_step_replays_and_reports(params, trajectories):
     trainer = PhaseTrainer(
         mesh,
         MODEL,
-        Grpo(anchor="proximal", kl_coef=0.0),
+        Grpo(anchor="proximal"),
         AdamW(),
         SHAPE,
         steps=1,

@@ -76,9 +76,11 @@ def test_critics_references_and_memory_survive_a_stop(tmp_path):
 
     settings = RL | {
         "rl/Phase.steps": 4,
-        "AsyPpo.kl_reward_coef": 0.05,
-        "AsyPpo.kl_target": 0.01,
-        "AsyPpo.kl_horizon": 100,
+        "AsyPpo.kl": "@KlReward()",
+        "KlReward.coef": 0.05,
+        "KlReward.adaptive": "@AdaptiveKl()",
+        "AdaptiveKl.target": 0.01,
+        "AdaptiveKl.horizon": 100,
         "Critic.warmup_steps": 1,
         "Critic.epochs": 2,
     }
@@ -119,10 +121,14 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path):
 
 def test_a_run_ends_when_no_refill_teaches_anything(tmp_path, capsys):
     """As in the authors' code, which raises after `max_num_gen_batches` (github.com/volcengine/verl, recipe/dapo)."""
-    settings = RL | {"ReasoningGym.partial_credit": False, "rl/Phase.steps": 1, "Dapo.dynamic_sampling_rounds": 2}
+    settings = RL | {
+        "ReasoningGym.partial_credit": False,
+        "rl/Phase.steps": 1,
+        "GroupFilter.dynamic_sampling_rounds": 2,
+    }
     assert train.main(arguments("algorithms/dapo", tmp_path / "run", settings)) == 5
     said = capsys.readouterr().err
     assert (
         "after 2 dynamic-sampling rounds none of 24 groups has a signal" in said
-        and "Dapo.dynamic_sampling_rounds" in said
+        and "GroupFilter.dynamic_sampling_rounds" in said
     )

@@ -28,6 +28,7 @@ from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.mismatch import Correction
+from rolljax.trainer.kl import KlLoss
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import PhaseTrainer, Sample
@@ -169,7 +170,7 @@ def ours(model, params, algorithm, frozen, temperature=1.0):
     if frozen.advantages is not None:
         credit = dataclasses.replace(credit, advantages=padded(frozen.advantages))
     samples = [[Sample.of(t) for t in group] for group in groups]
-    packed = trainer.pack(trainer.apply_credit(samples, episodes, credit), getattr(algorithm, "kl_coef", 0.0))
+    packed = trainer.pack(trainer.apply_credit(samples, episodes, credit), algorithm.kl_coef)
     assert (packed.batch.segment_ids > 0).any(-1).sum() > 1
     update = jax.jit(lambda p, b: gradients(model, algorithm, p, b), compiler_options=QUICKER)
     grads, stats = update(params, packed.batch)
@@ -222,7 +223,7 @@ def test_grpo_with_kl_entropy_bonus_and_temperature(folder, frozen, agree):
     verdict = trl.grpo(
         folder, frozen, loss_type="dapo", beta=0.05, use_bias_correction_kl=False, entropy_coef=0.02, temperature=0.8
     )
-    agree(Grpo(aggregation="token-mean", kl_coef=0.05, entropy_coef=0.02), frozen, verdict, temperature=0.8)
+    agree(Grpo(aggregation="token-mean", entropy_coef=0.02, kl=KlLoss(0.05)), frozen, verdict, temperature=0.8)
 
 
 @pytest.mark.slow
@@ -233,7 +234,7 @@ def test_dapo_without_truncated_answers(folder, frozen, agree):
     )
     assert_clipped(
         agree(
-            Dapo(drop_degenerate=False, dynamic_sampling_rounds=0, overlong_cache=0, mask_truncated=True),
+            Dapo(mask_truncated=True, filter=None, shaping=None),
             frozen,
             verdict,
         )
@@ -250,7 +251,7 @@ def test_dapo_drops_groups_that_teach_nothing(folder, frozen, agree):
         truncated=frozen.truncated[kept],
         rewards=frozen.rewards[kept],
     )
-    agree(Dapo(overlong_cache=0), frozen, trl.grpo(folder, rest, loss_type="dapo", epsilon=0.2, epsilon_high=0.28))
+    agree(Dapo(shaping=None), frozen, trl.grpo(folder, rest, loss_type="dapo", epsilon=0.2, epsilon_high=0.28))
 
 
 @pytest.mark.slow

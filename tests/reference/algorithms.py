@@ -175,9 +175,9 @@ def turn_returns(episode: Episode, gamma: float) -> list[float]:
     return discounted([float(turn.get("reward", 0.0)) for turn in episode["turns"]], gamma)
 
 
-def chunk_returns(reward: float, num_chunks: int, gamma: float) -> list[float]:
-    """`gamma^(chunks after this one) R`."""
-    return [gamma ** (num_chunks - 1 - k) * reward for k in range(num_chunks)]
+def discounted_outcomes(reward: float, num_turns: int, gamma: float) -> list[float]:
+    """`gamma^(turns after this one) R`."""
+    return [gamma ** (num_turns - 1 - k) * reward for k in range(num_turns)]
 
 
 def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> tuple[list[float], list[float]]:
@@ -325,17 +325,17 @@ def units(episode: Episode, level: str, valid: list[bool] | None = None) -> list
     valid = [True] * n if valid is None else valid
     if level == "token":
         return [[t] for t in range(n)]
-    if level in ("chunk", "segment"):
+    if level == "turn":
         return [[u for u in range(n) if ids[u] == ids[t] and valid[u]] for t in range(n)]
     return [[u for u in range(n) if valid[u]] for _ in range(n)]
 
 
 def at_level(episode: Episode, x: list[float], level: str) -> list[float]:
-    """Log-probs or their differences at a level: means, but at level "sequence" the sum."""
+    """Log-probs or their differences at a level: means, but at level "trajectory" the sum."""
     out = []
     for members in units(episode, level):
         total = math.fsum(x[u] for u in members)
-        out.append(total if level == "sequence" else total / len(members))
+        out.append(total if level == "trajectory" else total / len(members))
     return out
 
 
@@ -349,7 +349,7 @@ def mismatch(
 ) -> tuple[list[float], list[bool]]:
     """Weight `clip(ratio, 0, cap)` of every token, and whether the filters keep it.
 
-    The difference of probabilities at a level is the mean of the tokens' differences, at level "sequence" their sum.
+    The difference of probabilities at a level is the mean of the tokens' differences, at level "trajectory" their sum.
     also: arguments of further ones; weights are multiplied, and all filters must keep a token.
     """
     trainer, sampler = flat(episode, "trainer_logp"), flat(episode, "sampler_logp")
@@ -465,7 +465,7 @@ def policy_loss(
 
     keep: episodes that take part. counted: tokens that take part, also in denominators. multiply: factors of single
     tokens that leave denominators alone. correction: arguments of `mismatch`; its filters take tokens out of the
-    denominators. ratio_over: whether the means of levels chunk and sequence are over the "sampled" tokens or the
+    denominators. ratio_over: whether the means of levels turn and geometric are over the "sampled" tokens or the
     "valid" ones (those still counted). weigh_kl: whether factors multiply the KL in the loss too. settings: of
     `surrogate_of_token`. split: whether TOPR tells good from bad by "advantage" or by "reward". sft: weight of the
     cross-entropy of episodes with a positive reward. Episodes may carry a `weight`, which multiplies all of their losses.
@@ -643,7 +643,7 @@ def dapo(episodes: list[Episode], limit: int | None = None, cache: int = 0, **op
 def gspo(episodes: list[Episode], **options: Any) -> Result:
     """One ratio per sequence, the geometric mean of its tokens'."""
     clips = {"clip_low": 3e-4, "clip_high": 4e-4}
-    return outcome(episodes, **with_defaults(options, level="sequence", aggregation="seq-mean-token-mean", **clips))
+    return outcome(episodes, **with_defaults(options, level="geometric", aggregation="seq-mean-token-mean", **clips))
 
 
 def cispo(episodes: list[Episode], **options: Any) -> Result:
@@ -663,7 +663,7 @@ def tis(episodes: list[Episode], **options: Any) -> Result:
 def kimi(episodes: list[Episode], square: str = "sequence", **options: Any) -> Result:
     """Mean over episodes of `-A log pi + tau/2 (log pi - log anchor)^2`, of sequences or of single tokens."""
     if square == "sequence":
-        options = with_defaults(options, surrogate="kimi of sequences", level="sequence")
+        options = with_defaults(options, surrogate="kimi of sequences", level="geometric")
     defaults = {"surrogate": "kimi", "scale": "none", "aggregation": "seq-mean-token-sum"}
     return outcome(episodes, **with_defaults(options, **defaults))
 
@@ -752,9 +752,9 @@ def ipa(
     expert_reward: float | None = None,
     **options: Any,
 ) -> Result:
-    """Chunks: discounted outcome, geometric ratio truncated on negatives, mask where trainer and sampler disagree.
+    """Turns: discounted outcome, geometric ratio truncated on negatives, mask where trainer and sampler disagree.
 
-    count_masked: whether masked chunks stay in the denominators. An episode's first `expert_turns` turns (0 if left
+    count_masked: whether masked turns stay in the denominators. An episode's first `expert_turns` turns (0 if left
     out) are imitated: no ratio, no mask, weight lambda_il times the turn's own instead of lambda_rl. The gradient of
     these is that of `-lambda_il weight G logp`, with G from expert_reward, the outcome the expert had (None: that of
     the episode), discounted to the last of its `expert_length` turns (those of the episode if left out).
@@ -767,7 +767,7 @@ def ipa(
         last = [(e.get("expert_length", len(e["turns"])) if x else len(e["turns"])) - 1 for x in row]
         ahead = [end - k for end, k in zip(last, turn_ids(e), strict=True)]
         advantages.append([gamma**n * outcome for n, outcome in zip(ahead, outcomes, strict=True)])
-    agree = [mismatch(e, "segment", None, (0.0, limit))[1] for e in episodes]
+    agree = [mismatch(e, "turn", None, (0.0, limit))[1] for e in episodes]
     keep = [[a or x for a, x in zip(r, s, strict=True)] for r, s in zip(agree, expert, strict=True)]
     counted = None if count_masked else keep
 
@@ -779,7 +779,7 @@ def ipa(
             [factor * w if k and c else 0.0 for k, c, w in zip(r, s, v, strict=True)]
             for r, s, v in zip(keep, chosen, weights, strict=True)
         ]
-        common = with_defaults(options, anchor="trainer_logp", level="chunk")
+        common = with_defaults(options, anchor="trainer_logp", level="turn")
         return policy_loss(episodes, advantages, **{**common, "multiply": multiply, "counted": counted, **settings})
 
     sampled = part([[not x for x in row] for row in expert], lambda_rl, surrogate="topr")

@@ -49,7 +49,9 @@ from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.mismatch import Correction
+from rolljax.trainer.credit.shaping import GroupFilter, RewardShaping
 from rolljax.trainer.critic import Critic
+from rolljax.trainer.kl import AdaptiveKl, KlLoss, KlReward
 from rolljax.trainer.update import critic_loss, policy_loss
 from rolljax.types import Expert, Key, Task, Trajectory, Turn
 from tests.reference import algorithms as ref
@@ -398,11 +400,11 @@ CASES = {
         partial(ref.reinforce, baseline="batch", aggregation="seq-mean-token-sum"),
     ),
     "Reinforce, kl in the reward": Case(
-        Reinforce(mean="group", kl_reward_coef=0.3, kl_reward="k3"),
+        Reinforce(mean="group", kl=KlReward(0.3, estimator="k3")),
         partial(ref.reinforce, baseline="group", kl_reward=0.3, kl_reward_kind="k3"),
     ),
     "Reinforce, corrected": Case(
-        Reinforce(correction=Correction("geometric", weight_cap=1.05), kl_reward_coef=0.2, kl_reward="abs"),
+        Reinforce(correction=Correction("geometric", weight_cap=1.05), kl=KlReward(0.2, estimator="abs")),
         partial(
             ref.reinforce,
             correction={"level": "geometric", "weight_cap": 1.05},
@@ -412,17 +414,17 @@ CASES = {
         ),
     ),
     "Rloo": Case(Rloo(), ref.rloo),
-    "ReinforcePP": Case(ReinforcePP(kl_reward_coef=0.1), partial(ref.reinforce_pp, kl_reward=0.1)),
+    "ReinforcePP": Case(ReinforcePP(kl=KlReward(0.1)), partial(ref.reinforce_pp, kl_reward=0.1)),
     "ReinforcePP, as in ROLL": Case(
-        ReinforcePP(order="rewards", kl_reward_coef=0.1, reward_clip=0.9),
+        ReinforcePP(shaping=RewardShaping(clip=0.9), kl=KlReward(0.1), mean="batch", std="batch", whiten=False),
         partial(ref.reinforce_pp, variant="rewards", kl_reward=0.1, reward_clip=0.9),
     ),
     "ReinforcePPBaseline": Case(ReinforcePPBaseline(), partial(ref.reinforce_pp, variant="baseline")),
     # GRPO and its options
     "Grpo": Case(Grpo(), partial(ref.grpo, **GRPO)),
-    "Grpo, with its paper's KL term": Case(Grpo(kl_coef=0.04), partial(ref.grpo, kl_loss=0.04)),
+    "Grpo, with its paper's KL term": Case(Grpo(kl=KlLoss(0.04)), partial(ref.grpo, kl_loss=0.04)),
     "Grpo, token mean of groups that teach": Case(
-        Grpo(aggregation="token-mean", drop_degenerate=True), partial(ref.grpo, **TOKEN_MEAN, drop_degenerate=True)
+        Grpo(aggregation="token-mean", filter=GroupFilter()), partial(ref.grpo, **TOKEN_MEAN, drop_degenerate=True)
     ),
     "Grpo, sums": Case(
         Grpo(aggregation="seq-mean-token-sum", clip_low=None),
@@ -430,12 +432,18 @@ CASES = {
     ),
     "Grpo, dual clip": Case(Grpo(dual_clip=1.25), partial(ref.grpo, **GRPO, dual=1.25)),
     "Grpo, clipped rewards": Case(
-        Grpo(reward_clip=0.9, advantage_clip=0.8, mean="batch", std="none", solve_range=(-0.6, 0.8)),
+        Grpo(
+            advantage_clip=0.8,
+            mean="batch",
+            std="none",
+            filter=GroupFilter(drop_degenerate=False, solve_range=(-0.6, 0.8)),
+            shaping=RewardShaping(clip=0.9),
+        ),
         partial(
             ref.grpo, **GRPO, reward_clip=0.9, advantage_clip=0.8, centre="batch", scale="none", difficulty=(-0.6, 0.8)
         ),
     ),
-    "Grpo, short answers": Case(Grpo(length_reward=0.5), with_rewards(ref.grpo, short, **GRPO)),
+    "Grpo, short answers": Case(Grpo(shaping=RewardShaping(length_reward=0.5)), with_rewards(ref.grpo, short, **GRPO)),
     "Grpo, long answers left out": Case(
         Grpo(wrong_max_tok=6, right_max_tok=9, mean="none", std="none"),
         without(ref.grpo, too_long, **GRPO, centre="none", scale="none"),
@@ -443,12 +451,17 @@ CASES = {
     "Grpo, weighed": Case(Grpo(difficulty_weight=True, length_weight=True), weighed(ref.grpo, **GRPO)),
     "Grpo, cross-entropy of what was rewarded": Case(Grpo(sft_coef=0.3), partial(ref.grpo, **GRPO, sft=0.3)),
     "Grpo, two corrections": Case(
-        Grpo(anchor="proximal", correction=Correction(**ALL_FILTERS, also=(Correction("sequence", None, (0.7, 1.5)),))),
+        Grpo(
+            anchor="proximal", correction=Correction(**ALL_FILTERS, also=(Correction("trajectory", None, (0.7, 1.5)),))
+        ),
         partial(
             ref.grpo,
             **GRPO,
             **PROXIMAL,
-            correction={**ALL_FILTERS, "also": ({"level": "sequence", "weight_cap": None, "ratio_band": (0.7, 1.5)},)},
+            correction={
+                **ALL_FILTERS,
+                "also": ({"level": "trajectory", "weight_cap": None, "ratio_band": (0.7, 1.5)},),
+            },
         ),
     ),
     "Grpo, whitened": Case(
@@ -456,10 +469,10 @@ CASES = {
         partial(ref.grpo, **TOKEN_MEAN, whitened=True, advantage_clip=1.0),
     ),
     "Grpo, whitened over what is kept": Case(
-        Grpo(aggregation="token-mean", drop_degenerate=True, whiten=True), whitened_without_degenerate
+        Grpo(aggregation="token-mean", whiten=True, filter=GroupFilter()), whitened_without_degenerate
     ),
     "Grpo, truncated left out": Case(
-        Grpo(mask_truncated=True, kl_coef=0.2, kl="k2"),
+        Grpo(mask_truncated=True, kl=KlLoss(0.2, estimator="k2")),
         partial(ref.grpo, **GRPO, drop_truncated=True, kl_loss=0.2, kl_kind="k2"),
     ),
     "Grpo, replayed turns": Case(
@@ -468,17 +481,17 @@ CASES = {
         replay=True,
     ),
     "Grpo, replayed turns and a correction": Case(
-        Grpo(aggregation="token-mean", anchor="proximal", correction=Correction("sequence", **ALL_FILTERS)),
-        as_if_only_sampled(ref.grpo, **TOKEN_MEAN, **PROXIMAL, correction={"level": "sequence", **ALL_FILTERS}),
+        Grpo(aggregation="token-mean", anchor="proximal", correction=Correction("trajectory", **ALL_FILTERS)),
+        as_if_only_sampled(ref.grpo, **TOKEN_MEAN, **PROXIMAL, correction={"level": "trajectory", **ALL_FILTERS}),
         replay=True,
     ),
     "Grpo, corrected by token": corrected("token"),
-    "Grpo, corrected by segment": corrected("segment"),
+    "Grpo, corrected by turn": corrected("turn"),
     "Grpo, corrected by geometric mean": corrected("geometric"),
-    "Grpo, corrected by sequence": corrected("sequence"),
+    "Grpo, corrected by trajectory": corrected("trajectory"),
     "DrGrpo": Case(DrGrpo(), partial(ref.dr_grpo, max_tokens=LIMIT_TOK)),
     "RaftPP": Case(RaftPP(), without(ref.raft_pp, lambda one: one["reward"] <= 0)),
-    "Dapo": Case(Dapo(overlong_cache=8), partial(ref.dapo, limit=LIMIT_TOK, cache=8)),
+    "Dapo": Case(Dapo(shaping=RewardShaping(overlong_cache=8)), partial(ref.dapo, limit=LIMIT_TOK, cache=8)),
     "Gspo": Case(Gspo(), ref.gspo),
     "Gspo, wide and filtered": Case(
         Gspo(clip_low=0.1, clip_high=0.1, anchor="proximal", correction=Correction("token", None, (0.8, 1.25))),
@@ -494,8 +507,8 @@ CASES = {
     "LitePpo": Case(LitePpo(), ref.lite_ppo),
     "LitePpo, flat batches left out": Case(LitePpo(min_std=0.8), partial(ref.lite_ppo, min_std=0.8), has_signal=2),
     # other weights of the ratio
-    "Tis": Case(Tis(cap=1.1, kl_coef=0.1, kl="k2"), partial(ref.tis, cap=1.1, kl_loss=0.1, kl_kind="k2")),
-    "Cispo": Case(Cispo(kl_coef=0.1), partial(ref.cispo, clip_low=None, clip_high=0.28, kl_loss=0.1)),
+    "Tis": Case(Tis(cap=1.1, kl=KlLoss(0.1, estimator="k2")), partial(ref.tis, cap=1.1, kl_loss=0.1, kl_kind="k2")),
+    "Cispo": Case(Cispo(kl=KlLoss(0.1)), partial(ref.cispo, clip_low=None, clip_high=0.28, kl_loss=0.1)),
     "Cispo, unified mask": Case(
         Cispo(clip_low=0.1, clip_high=0.1, unified_mask=True), partial(ref.cispo, unified_mask=True)
     ),
@@ -504,14 +517,16 @@ CASES = {
     "Topr, weighted, as in ROLL": Case(
         Topr(level="token", positive=0.5, negative=2.0), partial(ref.topr, level="token", positive=0.5, negative=2.0)
     ),
-    "SequenceTopr": Case(SequenceTopr(), partial(ref.topr, level="sequence")),
+    "SequenceTopr": Case(SequenceTopr(), partial(ref.topr, level="geometric")),
     "DecoupledPpo": Case(DecoupledPpo(), partial(ref.decoupled_ppo, weight_cap=2.0)),
     "Kimi": Case(Kimi(), ref.kimi),
     "Kimi, as in ROLL": Case(
         Kimi(square="token", aggregation="token-mean"), partial(ref.kimi, square="token", aggregation="token-mean")
     ),
     # turns
-    "TurnReinforce": Case(TurnReinforce(overlong_cache=8), with_rewards(ref.turn_reinforce, punished)),
+    "TurnReinforce": Case(
+        TurnReinforce(shaping=RewardShaping(overlong_cache=8)), with_rewards(ref.turn_reinforce, punished)
+    ),
     "TurnReinforce, equal turns": Case(
         TurnReinforce(equal_turns=True), partial(ref.turn_reinforce, aggregation="seq-mean-token-mean")
     ),
@@ -522,7 +537,7 @@ CASES = {
     "ReBn": Case(ReBn(), per_turn(ref.rebn)),
     "ReBn, without cut turns": Case(ReBn(mask_truncated=True), per_turn(without_cut_turns(ref.rebn))),
     "ReBn, punished": Case(
-        ReBn(overlong_cache=8, aggregation="token-mean", gamma=0.8),
+        ReBn(aggregation="token-mean", gamma=0.8, shaping=RewardShaping(overlong_cache=8)),
         with_rewards(ref.rebn, punished, **TOKEN_MEAN, gamma=0.8),
     ),
     "GiGpo": Case(GiGpo(), ref.gigpo),
@@ -547,7 +562,7 @@ CASES = {
             imitation=0.3,
             fresh=0.7,
             gamma=0.9,
-            correction=Correction("segment", None, (0.0, 1.1)),
+            correction=Correction("turn", None, (0.0, 1.1)),
         ),
         with_rewards(
             ref.ipa,
@@ -563,7 +578,7 @@ CASES = {
     # critics
     "Ppo": Case(Ppo(), partial(ref.ppo, whitened=True, per_turn_rewards=True)),
     "Ppo, kl in the reward": Case(
-        Ppo(whiten=False, gamma=0.97, lam=0.9, kl_reward_coef=0.1, advantage_clip=0.7, critic=Critic(num=2)),
+        Ppo(whiten=False, gamma=0.97, lam=0.9, advantage_clip=0.7, critic=Critic(num=2), kl=KlReward(0.1)),
         partial(ref.ppo, per_turn_rewards=True, gamma=0.97, lam=0.9, kl_reward=0.1, advantage_clip=0.7),
     ),
     "Ppo, normalised rewards": Case(
@@ -663,8 +678,9 @@ def test_running_statistics():
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_an_adaptive_kl_coefficient(where):
-    coef = {"kl_coef": 0.2, "kl": "k2"} if where == "loss" else {"kl_reward_coef": 0.2}
-    algorithm = Reinforce(**coef, kl_target=1.0, kl_horizon=40)
+    adaptive = AdaptiveKl(1.0, horizon=40)
+    term = KlLoss(0.2, adaptive, estimator="k2") if where == "loss" else KlReward(0.2, adaptive)
+    algorithm = Reinforce(kl=term)
     beta, betas = 0.2, []
     for groups, e, logps, carry in two_steps(algorithm):
         loss, grads = trained(algorithm, groups, e, logps, ROWS, carry=carry)
@@ -840,7 +856,7 @@ def whole(turn):
 
 @pytest.mark.parametrize("world", RICH, ids=str)
 def test_kl_over_the_whole_vocabulary(world):
-    algorithm = Reinforce(mean="group", kl_coef=0.4, kl="full")
+    algorithm = Reinforce(mean="group", kl=KlLoss(0.4, estimator="full"))
     groups = world.groups()
     e = world.episodes(groups, algorithm.needs())
     rows = Rows(algorithm, groups, e, LETTERS, world.seed)

@@ -166,7 +166,7 @@ def test_the_page_about_defaults_has_every_difference(fresh):
         assert f"## {cls.__name__}\n" in text
         for name, stated in pages.paper_of(cls).items():
             assert f"| `{name}` | " in text and pages.linked(stated.why) in text.replace("\\|", "|")
-    assert "| `kl_coef` | `0.0` | `0.04` | " in text and "| `aggregation` | `'seq-mean-token-mean'` | " in text
+    assert "| `kl` | `None` | `KlLoss(coef=0.04)` | " in text and "| `aggregation` | `'seq-mean-token-mean'` | " in text
 
 
 # ---- gradients, against the tables of the papers' formulas ---------------------------------------------------------

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rolljax.trainer.credit.estimators import (
-    Groups,
-    Running,
+    GroupStats,
+    RunningMoments,
     at_last,
     batch_return_normalised,
-    chunk_returns,
     critic_shards,
     critic_spread,
     discounted,
+    discounted_outcomes,
     explained_variance,
     gae,
     highest,
@@ -89,14 +89,14 @@ def test_reinforce_plus_plus():
 
 
 def test_lite_ppo():
-    assert Groups(np.zeros(8)).std(R)[0] == pytest.approx(0.517549, abs=1e-6)
+    assert GroupStats(np.zeros(8)).std(R)[0] == pytest.approx(0.517549, abs=1e-6)
     want = [0.96609, -0.96609, -0.96609, 0.96609, -0.483045, -0.483045, -0.483045, 1.449135]
     np.testing.assert_allclose(normalise(R, PAIR, std="batch"), want, **CLOSE)
 
 
 def test_lite_ppo_leaves_an_easy_group_small():
     easy = np.array([1] * 7 + [0.0])
-    past = Running(2.0, 0.0, 0.25)
+    past = RunningMoments(2.0, 0.0, 0.25)
     assert past.std == 0.5
     scaled = normalise(easy, mean="group", std="running", running=past)
     np.testing.assert_allclose(scaled, [0.25] * 7 + [-1.75], atol=1e-5)
@@ -132,7 +132,9 @@ def test_nothing_is_divided_by_a_spread_of_zero():
     np.testing.assert_array_equal(got, values)
     centred = normalise(values, np.array([0, 0, 1]), mean="batch", std="group")
     np.testing.assert_allclose(centred, values - values.mean())
-    np.testing.assert_array_equal(normalise(values, mean="none", std="running", running=Running(1.0, 2.0)), values)
+    np.testing.assert_array_equal(
+        normalise(values, mean="none", std="running", running=RunningMoments(1.0, 2.0)), values
+    )
 
 
 def naive_normalise(values, groups, mean, std, ddof, eps):
@@ -183,24 +185,24 @@ def test_order_of_trajectories_does_not_matter(case, random):
 @given(grouped(), st.floats(-10, 10), st.sampled_from([0.5, 2.0, 8.0]))
 def test_shift_and_scale_change_nothing_where_rewards_spread(case, shift, factor):
     values, groups = case
-    spread_N = Groups(groups).std(values)
+    spread_N = GroupStats(groups).std(values)
     wide = spread_N > 0.1
     got = normalise(values * factor + shift, groups)
     np.testing.assert_allclose(got[wide], normalise(values, groups)[wide], rtol=1e-3, atol=1e-4)
 
 
 def test_running_statistics():
-    past = Running().add([1.0, 2.0]).add(np.array([[4.0], [9.0]]))
+    past = RunningMoments().add([1.0, 2.0]).add(np.array([[4.0], [9.0]]))
     assert (past.count, past.mean) == (4.0, 4.0) and past.std == pytest.approx(statistics.stdev([1, 2, 4, 9]))
     got = normalise(np.array([5.0, 3.0]), mean="running", std="running", running=past)
     np.testing.assert_allclose(got, np.array([1.0, -1.0]) / (past.std + 1e-6))
-    assert Running().std == Running().add([3.0]).std == 0.0
+    assert RunningMoments().std == RunningMoments().add([3.0]).std == 0.0
     assert past.add([]) == past
 
 
 @given(st.lists(st.lists(finite, max_size=6), max_size=5))
 def test_running_in_parts_is_the_whole(parts):
-    past = Running()
+    past = RunningMoments()
     for part in parts:
         past = past.add(part)
     flat = [x for part in parts for x in part]
@@ -233,11 +235,11 @@ def test_no_trajectories():
 @given(grouped())
 def test_statistics_within_groups(case):
     values, ids = case
-    groups = Groups(ids)
+    groups = GroupStats(ids)
     seen = {}
     for n, g in enumerate(ids):
         own = values[ids == g]
-        assert groups.size_N[n] == len(own) and groups.rank()[n] == seen.get(g, 0)
+        assert groups.size_N[n] == len(own) and groups.sibling()[n] == seen.get(g, 0)
         seen[g] = seen.get(g, 0) + 1
         assert groups.low(values)[n] == own.min() and groups.high(values)[n] == own.max()
         assert groups.sum(values)[n] == pytest.approx(own.sum(), abs=1e-9)
@@ -289,10 +291,10 @@ def test_step_returns():
 
 
 def test_chunk_returns():
-    got = chunk_returns(np.array([1.0, -1.0, 2.0, 5.0]), np.array([3, 3, 1, 0]), 0.95)
+    got = discounted_outcomes(np.array([1.0, -1.0, 2.0, 5.0]), np.array([3, 3, 1, 0]), 0.95)
     want = [[0.9025, 0.95, 1], [-0.9025, -0.95, -1], [2, 0, 0], [0, 0, 0]]
     np.testing.assert_allclose(got, want, atol=1e-12)
-    np.testing.assert_array_equal(chunk_returns(np.ones(2), np.array([2, 1]), 0.0), [[0, 1], [1, 0]])
+    np.testing.assert_array_equal(discounted_outcomes(np.ones(2), np.array([2, 1]), 0.0), [[0, 1], [1, 0]])
 
 
 def naive_discounted(rewards, gamma):
@@ -322,7 +324,7 @@ def test_chunk_returns_are_turn_returns_of_a_reward_at_the_end(case, gamma):
     rewards, turns = np.array([r for r, _ in case]), np.array([k for _, k in case])
     at_end = np.where(np.arange(max(turns.max(), 1)) == turns[:, None] - 1, rewards[:, None], 0.0)
     want = turn_returns(at_end, turns, gamma)[:, : turns.max()]
-    np.testing.assert_allclose(chunk_returns(rewards, turns, gamma), want, atol=1e-9)
+    np.testing.assert_allclose(discounted_outcomes(rewards, turns, gamma), want, atol=1e-9)
 
 
 # ---- generalised advantage estimation

@@ -17,12 +17,13 @@ from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.credit.emptiness import at_best, could_teach, is_empty
 from rolljax.trainer.credit.mismatch import Correction
+from rolljax.trainer.credit.shaping import GroupFilter, RewardShaping
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from tests.synthetic import episodes_of, groups_of
 
-DROP = Grpo(drop_degenerate=True)
+DROP = Grpo(filter=GroupFilter())
 ELSEWHERE = Opd(teachers=(Teacher("run_start", 1.0, ("elsewhere",)),))
 
 
@@ -46,7 +47,14 @@ def episodes(algorithm, *rewards, **changes):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [DROP, Dapo(overlong_cache=4), RaftPP(), Rft(), Grpo(solve_range=(0.2, 0.4)), Grpo(solve_range=(3, 5))],
+    [
+        DROP,
+        Dapo(shaping=RewardShaping(overlong_cache=4)),
+        RaftPP(),
+        Rft(),
+        Grpo(filter=GroupFilter(drop_degenerate=False, solve_range=(0.2, 0.4))),
+        Grpo(filter=GroupFilter(drop_degenerate=False, solve_range=(3, 5))),
+    ],
     ids=lambda a: type(a).__name__,
 )
 def test_rewards_that_teach_nothing_are_nobodys_fault(algorithm):
@@ -84,7 +92,7 @@ def test_recorded_turns_of_weight_0_can_never_teach():
 
 def test_the_best_case_is_one_token_with_rewards_that_differ():
     e = episodes(DROP, 0.0, 0.0, 0.0, 0.0)
-    best = at_best(Grpo(solve_range=(0.25, 0.75)), e)
+    best = at_best(Grpo(filter=GroupFilter(drop_degenerate=False, solve_range=(0.25, 0.75))), e)
     np.testing.assert_allclose(best.rewards.reshape(3, 4), [[0, 1 / 3, 2 / 3, 1]] * 3)
     np.testing.assert_allclose(best.turn_rewards.sum(1), best.rewards)
     assert (best.mask.sum(1) == 1).all() and best.sampler_logp is e.sampler_logp

@@ -140,5 +140,5 @@ def test_what_nobody_asked_for_is_not_there():
     e = Episodes.of([[trajectory(turn([1], [2]))]], limit_tok=4)
     for name in ("trainer_logp", "ref_logp", "scorer_logp", "teacher_logp", "values", "waad", "fai"):
         with pytest.raises(ValueError, match=f"credit uses {name}, but needs"):
-            e.given(name)
+            e.required(name)
     assert dataclasses.replace(e, values=np.ones((1, 1, 1))).given("values").shape == (1, 1, 1)

@@ -40,6 +40,7 @@ from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.credit import segments
 from rolljax.trainer.credit.mismatch import Correction
+from rolljax.trainer.credit.shaping import GroupFilter
 from rolljax.trainer.critic import Critic
 from tests.synthetic import LIMIT_TOK, episodes_of, groups_of, trained
 
@@ -144,7 +145,7 @@ ON_POLICY = {
 }
 ALWAYS = {
     "DAPO with an even clip is GRPO": Same(
-        Dapo(clip_high=0.2, overlong_cache=0), dataclasses.replace(GRPO, drop_degenerate=True), exact=True
+        Dapo(clip_high=0.2, shaping=None), dataclasses.replace(GRPO, filter=GroupFilter()), exact=True
     ),
     "OPD of weight 0 is RL": Same(
         Opd(teachers=(Teacher("run_start", 0.0),), reward_coef=1.0), Reinforce(**GROUP), exact=True
@@ -179,7 +180,7 @@ ALWAYS = {
     "PPO without clips weighs by the ratio": Same(Grpo(**NO_CLIP, aggregation="token-mean"), Tis(cap=1e9)),
     "Lite PPO of one group is GRPO": Same(LitePpo(), GRPO, exact=True, groups=one_group),
     "REINFORCE++ of one group, rewards first, is GRPO": Same(
-        ReinforcePP(order="rewards"), GRPO, exact=True, groups=one_group
+        ReinforcePP(mean="batch", std="batch", whiten=False), GRPO, exact=True, groups=one_group
     ),
     "GiGPO without turns is GRPO": Same(GiGpo(turn_weight=0.0), GRPO, exact=True),
     "AsyPPO without masks is PPO": Same(
@@ -244,7 +245,7 @@ def test_same(name):
     ("left", "right"),
     [
         (GRPO, Reinforce(**GROUP)),
-        (Dapo(overlong_cache=0), dataclasses.replace(GRPO, drop_degenerate=True)),
+        (Dapo(shaping=None), dataclasses.replace(GRPO, filter=GroupFilter())),
         (GRPO, Grpo()),
         (Gspo(), GRPO),
         (Tis(), Cispo()),

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from rolljax.errors import ConfigError
 from rolljax.trainer.credit.mismatch import Correction, log_ratio
 
-LEVELS = ["token", "segment", "geometric", "sequence"]
+LEVELS = ["token", "turn", "geometric", "trajectory"]
 # one trajectory: two sampled tokens, one of a tool (outside the mask), two sampled tokens
 MASK = np.array([[1, 1, 0, 1, 1]], bool)
 TURNS = np.array([[0, 0, -1, 1, 1]])
@@ -38,8 +38,8 @@ def pooled(values, mask, turns, level):
         if level == "token":
             own = [values[n, t]]
         else:
-            own = [values[n, u] for u in np.flatnonzero(mask[n]) if level != "segment" or turns[n, u] == turns[n, t]]
-        out[n, t] = math.fsum(own) / (1 if level == "sequence" else len(own))
+            own = [values[n, u] for u in np.flatnonzero(mask[n]) if level != "turn" or turns[n, u] == turns[n, t]]
+        out[n, t] = math.fsum(own) / (1 if level == "trajectory" else len(own))
     return out
 
 
@@ -47,9 +47,9 @@ def pooled(values, mask, turns, level):
     ("level", "want"),
     [
         ("token", [math.exp(0.1), math.exp(0.3), 0, 1, math.exp(-0.4)]),
-        ("segment", [1.221403, 1.221403, 0, 0.818731, 0.818731]),
+        ("turn", [1.221403, 1.221403, 0, 0.818731, 0.818731]),
         ("geometric", [1, 1, 0, 1, 1]),
-        ("sequence", [1, 1, 0, 1, 1]),
+        ("trajectory", [1, 1, 0, 1, 1]),
     ],
 )
 def test_levels(level, want):
@@ -59,7 +59,7 @@ def test_levels(level, want):
 
 
 def test_band_leaves_one_segment_out():
-    weights, keep = Correction("segment", ratio_band=(0.8, 1.2)).apply(TRAINER, SAMPLER, MASK, TURNS)
+    weights, keep = Correction("turn", ratio_band=(0.8, 1.2)).apply(TRAINER, SAMPLER, MASK, TURNS)
     np.testing.assert_array_equal(keep, [[False, False, False, True, True]])
     np.testing.assert_allclose(weights, [[1.2, 1.2, 0, 0.818731, 0.818731]], atol=1e-6)
 
@@ -69,13 +69,13 @@ def test_chunk_filter_of_ipa():
     gap = np.array([[0, 0.1, 2, 1.5, 2, 0.01]])
     turns, mask = np.array([[0, 0, 1, 1, 1, 2]]), np.ones((1, 6), bool)
     sampler = np.full((1, 6), -3.0)
-    ratio = np.exp(log_ratio(sampler + gap, sampler, mask, turns, "segment"))
+    ratio = np.exp(log_ratio(sampler + gap, sampler, mask, turns, "turn"))
     np.testing.assert_allclose(ratio[0, [0, 2, 5]], [1.051271, 6.254701, 1.010050], atol=1e-6)
-    ipa = Correction(level="segment", weight_cap=None, ratio_band=(0, 5))
+    ipa = Correction(level="turn", weight_cap=None, ratio_band=(0, 5))
     weights, keep = ipa.apply(sampler + gap, sampler, mask, turns)
     np.testing.assert_array_equal(keep, [[True, True, False, False, False, True]])
     np.testing.assert_array_equal(weights, 1)
-    wider = Correction(level="segment", weight_cap=None, ratio_band=(0, 10)).apply(sampler + gap, sampler, mask, turns)
+    wider = Correction(level="turn", weight_cap=None, ratio_band=(0, 10)).apply(sampler + gap, sampler, mask, turns)
     assert wider[1].all()
 
 
@@ -83,9 +83,9 @@ def test_a_long_chunk_explodes_only_as_a_product():
     mask, turns = np.ones((1, 40), bool), np.zeros((1, 40), int)
     sampler = np.full((1, 40), -1.0)
     trainer = sampler + math.log(1.1)
-    for level in ("segment", "geometric"):
+    for level in ("turn", "geometric"):
         np.testing.assert_allclose(np.exp(log_ratio(trainer, sampler, mask, turns, level)), 1.1)
-    np.testing.assert_allclose(np.exp(log_ratio(trainer, sampler, mask, turns, "sequence")), 45.26, atol=5e-3)
+    np.testing.assert_allclose(np.exp(log_ratio(trainer, sampler, mask, turns, "trajectory")), 45.26, atol=5e-3)
 
 
 @given(cases(), st.sampled_from(LEVELS))
@@ -134,7 +134,7 @@ def test_a_sampler_that_agrees_is_not_corrected(case, level):
 def test_several_at_once(case):
     """Each sees the tokens that all see; weights are multiplied, and every filter must keep a token."""
     trainer, sampler, mask, turns = case
-    settings = (("token", 1.2, (0.5, 2)), ("segment", None, (0.9, 1.1)), ("sequence", 3.0, None))
+    settings = (("token", 1.2, (0.5, 2)), ("turn", None, (0.9, 1.1)), ("trajectory", 3.0, None))
     alone = [Correction(*s).apply(trainer, sampler, mask, turns) for s in settings]
     first, *others = (Correction(*s) for s in settings)
     weights, keep = dataclasses.replace(first, also=tuple(others)).apply(trainer, sampler, mask, turns)
@@ -145,19 +145,19 @@ def test_several_at_once(case):
 def test_weights_anywhere_are_weights():
     filters = Correction(weight_cap=None, ratio_band=(0, 5))
     assert not filters.weighs and not dataclasses.replace(filters, also=(filters,)).weighs
-    assert dataclasses.replace(filters, also=(Correction("sequence"),)).weighs
+    assert dataclasses.replace(filters, also=(Correction("trajectory"),)).weighs
 
 
 def test_differences_of_probabilities_are_rolls():
     """github.com/alibaba/ROLL, roll/utils/train_infer_corrections.py: token differences, their mean over a segment or a
-    sequence ("geometric"), or their sum over the sequence."""
+    trajectory ("geometric"), or their sum over it."""
     apart = np.exp(TRAINER[0]) - np.exp(SAMPLER[0])
     first, second = apart[:2].mean(), apart[3:].mean()
     assert not np.isclose(first, np.exp(TRAINER[0, :2].mean()) - np.exp(SAMPLER[0, :2].mean()), rtol=1e-2)
     for level, numbers in (
-        ("segment", [first, first, second, second]),
+        ("turn", [first, first, second, second]),
         ("geometric", [apart[[0, 1, 3, 4]].mean()] * 4),
-        ("sequence", [apart[[0, 1, 3, 4]].sum()] * 4),
+        ("trajectory", [apart[[0, 1, 3, 4]].sum()] * 4),
     ):
         for number in numbers:
             kept = Correction(level, None, prob_band=(number - 1e-9, number + 1e-9)).apply(

@@ -9,6 +9,7 @@ from rolljax.run.notices import SHOWN_CHARS, STILL_STEPS, Notices, samples, unfi
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.sft import Sft
+from rolljax.trainer.credit.shaping import GroupFilter
 from rolljax.types import Fault, Group, Key, Task, Trajectory, Turn
 
 TASK = Task("lake", 0, "where now?")
@@ -88,7 +89,7 @@ def test_a_good_and_a_bad_answer_are_shown_on_one_line_each():
 def test_a_step_that_dynamic_sampling_did_not_fill_is_told():
     phase = Phase(
         "rl",
-        Dapo(overlong_cache=0, dynamic_sampling_rounds=3),
+        Dapo(filter=GroupFilter(dynamic_sampling_rounds=3), shaping=None),
         steps=5,
         prompts_per_step=8,
         group_size=4,
@@ -96,4 +97,4 @@ def test_a_step_that_dynamic_sampling_did_not_fill_is_told():
     )
     text = unfilled_step(phase, 5, 32)
     assert text.startswith("only 5 of 8 groups") and "after 3 rounds (32 groups drawn)" in text
-    assert "Dapo.dynamic_sampling_rounds" in text
+    assert "GroupFilter.dynamic_sampling_rounds" in text

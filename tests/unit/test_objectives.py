@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError
 from rolljax.trainer import objectives as o
+from rolljax.trainer.kl import KlEstimator
 
 B, T = 2, 8
 NONE = jnp.zeros((B, T), jnp.int32)
@@ -115,7 +116,7 @@ def test_sequence_ratio_is_gspos():
     delta, ids = row(0.1, -0.2, 0.4, 9.0), row(3, 3, 3, 3, dtype=jnp.int32)
     mask = row(True, True, True, False, dtype=bool)
     anchor = row(-1.0, -2.0, -3.0, -1.0)
-    got = jnp.exp(o.log_ratio(anchor + delta, anchor, mask, "sequence", ids, ids * 0))
+    got = jnp.exp(o.log_ratio(anchor + delta, anchor, mask, "geometric", ids, ids * 0))
     np.testing.assert_allclose(got[0, :3], [1.105171] * 3, atol=1e-6)
     tokens = jnp.exp(o.log_ratio(anchor + delta, anchor, mask, "token", ids, ids * 0))
     np.testing.assert_allclose(tokens, row(1.105171, 0.818731, 1.491825, 1.0), atol=1e-6)
@@ -126,7 +127,7 @@ def test_gspo_gradient_spreads_the_sequences_coefficient_over_its_tokens():
     mask, adv = jnp.ones((1, 5), bool), row(1, 1, 1, -2, -2)
 
     def loss(logp):
-        ratio = jnp.exp(o.log_ratio(logp, anchor, mask, "sequence", ids, ids * 0))
+        ratio = jnp.exp(o.log_ratio(logp, anchor, mask, "geometric", ids, ids * 0))
         return o.clipped(ratio, adv, 0.2, 0.2)
 
     got = coefficients(loss, anchor + row(0.1, -0.2, 0.4, 0.3, 0.1))
@@ -146,7 +147,7 @@ def ipa_chunks(delta):
     places = np.array([0, 1, 3, 4, 5, 7])
     ids = jnp.zeros((1, T), jnp.int32).at[:, places].set(IPA_CHUNKS)
     logp = jnp.full((1, T), 9.0).at[:, places].set(delta)
-    return np.exp(o.log_ratio(logp, jnp.zeros((1, T)), ids > 0, "chunk", ids * 0, ids))[0, places]
+    return np.exp(o.log_ratio(logp, jnp.zeros((1, T)), ids > 0, "turn", ids * 0, ids))[0, places]
 
 
 def test_chunk_ratio_is_ipas():
@@ -163,7 +164,7 @@ def test_ipa_coefficients(limit, reward, want):
     mask, ids = jnp.ones((1, 6), bool), IPA_CHUNKS
 
     def loss(logp):
-        ratio = jnp.exp(o.log_ratio(logp, jnp.zeros((1, 6)), mask, "chunk", ids * 0, ids))
+        ratio = jnp.exp(o.log_ratio(logp, jnp.zeros((1, 6)), mask, "turn", ids * 0, ids))
         return keep * o.topr(ratio, reward * IPA_RETURNS, logp)
 
     got = coefficients(loss, IPA_DELTA)
@@ -172,12 +173,12 @@ def test_ipa_coefficients(limit, reward, want):
 
 def test_a_long_chunks_ratio_is_geometric_not_the_product():
     delta, ids = jnp.full((1, 40), math.log(1.1)), jnp.full((1, 40), 40, jnp.int32)
-    got = o.log_ratio(delta, jnp.zeros((1, 40)), ids > 0, "chunk", ids * 0, ids)
+    got = o.log_ratio(delta, jnp.zeros((1, 40)), ids > 0, "turn", ids * 0, ids)
     np.testing.assert_allclose(jnp.exp(got), np.full((1, 40), 1.1), rtol=1e-5)
     np.testing.assert_allclose(jnp.exp(got.sum()), 45.26, atol=5e-3)
 
 
-@pytest.mark.parametrize("level", ["token", "chunk", "sequence"])
+@pytest.mark.parametrize("level", ["token", "turn", "geometric"])
 def test_log_ratio_reads_nothing_outside_of_the_mask(level):
     mask, ids = row(True, False, True, True, dtype=bool), row(1, 1, 1, 2, dtype=jnp.int32)
     logp, anchor = row(-1.0, jnp.nan, -2.0, -3.0), row(-1.5, jnp.inf, -1.0, -1.0)
@@ -186,7 +187,7 @@ def test_log_ratio_reads_nothing_outside_of_the_mask(level):
         return jnp.sum(jnp.where(mask, o.log_ratio(logp, anchor, mask, level, ids, ids), 0.0))
 
     value, grads = jax.value_and_grad(picked, argnums=(0, 1))(logp, anchor)
-    assert value == {"token": -2.5, "chunk": -2.5, "sequence": -2.5}[level]
+    assert value == {"token": -2.5, "turn": -2.5, "geometric": -2.5}[level]
     np.testing.assert_array_equal(grads[0], [[1, 0, 1, 1]])
     np.testing.assert_array_equal(grads[1], np.zeros((1, 4)))
 
@@ -207,9 +208,9 @@ def test_ratios_never_overflow_and_are_flat_beyond_the_limit():
 
 def test_unknown_names_are_refused():
     no_logp = NONE.astype(jnp.float32)
-    with pytest.raises(ConfigError, match='"token", "chunk", "sequence" or "trajectory"'):
-        o.log_ratio(no_logp, no_logp, NONE == 0, "turn", NONE, NONE)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="k1, abs, k2 or k3"):
+    with pytest.raises(ConfigError, match="token, turn, geometric, trajectory"):
+        o.log_ratio(no_logp, no_logp, NONE == 0, "segment", NONE, NONE)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="k1, abs, k2, k3"):
         o.kl(no_logp, no_logp, "k4")  # type: ignore[arg-type]
 
 
@@ -413,7 +414,7 @@ def test_stale_negatives_blow_up_only_where_their_weight_cannot_vanish(name, low
 
 # distance to a reference
 
-KINDS: tuple[o.KlKind, ...] = ("k1", "abs", "k2", "k3")
+KINDS: tuple[KlEstimator, ...] = ("k1", "abs", "k2", "k3")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from rolljax.trainer.algorithms.gigpo import GiGpo
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.opd import Opd, Teacher
 from rolljax.trainer.algorithms.raft import RaftPP
+from rolljax.trainer.credit.shaping import RewardShaping
+from rolljax.trainer.kl import KlLoss
 from tests.synthetic import episodes_of, groups_of, trained
 
 BINARY = [[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]
@@ -71,7 +73,7 @@ def test_grpo(step):
 def test_grpo_with_the_papers_kl_term(step):
     """DeepSeekMath, equation 4 (the estimator) inside equation 3, with the coefficient of section 4.2."""
     scores, sampler, logp, ours = step
-    e, got = ours(Grpo(kl_coef=0.04))
+    e, got = ours(Grpo(kl=KlLoss(0.04)))
     slopes = []
     for n, (a, new, old) in enumerate(zip(outcome_advantages(scores), logp, sampler, strict=True)):
         reference = e.ref_logp[n, : len(new)]
@@ -90,7 +92,7 @@ def test_dapo_counts_tokens_of_groups_that_teach(step):
         k * clipped_slope(a, np.exp(new - old), high=0.28) / tokens
         for a, k, new, old in zip(outcome_advantages(scores), keep, logp, sampler, strict=True)
     ]
-    agree(ours(Dapo(overlong_cache=4))[1], slopes)
+    agree(ours(Dapo(shaping=RewardShaping(overlong_cache=4)))[1], slopes)
 
 
 def test_dapo_punishes_long_answers_as_in_its_runs():

@@ -25,7 +25,7 @@ from rolljax.trainer.algorithms.gigpo import GiGpo
 from rolljax.trainer.algorithms.gspo import Gspo
 from rolljax.trainer.algorithms.rloo import Rloo
 from rolljax.trainer.credit import shaping
-from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.shaping import RewardShaping
 from rolljax.trainer.update import clean_batch
 from tests.reference import algorithms as ref
 
@@ -42,26 +42,7 @@ NEW = np.where(MASK, OLD + RNG.normal(0, 0.3, MASK.shape), 0.0)
 
 def batch_of(rewards=REWARDS):
     """One turn per answer."""
-    num = len(rewards)
-    return Episodes(
-        rewards=np.asarray(rewards, np.float64),
-        groups=INDEX,
-        mask=MASK,
-        turns=np.where(MASK, 0, -1),
-        turn_rewards=np.asarray(rewards, np.float64)[:, None],
-        turn_weights=np.ones((num, 1)),
-        states=INDEX[:, None].astype(np.int64),
-        num_turns=np.ones(num, np.int64),
-        cut=np.zeros((num, 1), bool),
-        truncated=np.zeros(num, bool),
-        success=np.asarray(rewards) > 0,
-        texts=("",) * num,
-        domains=("x",) * num,
-        sampler_logp=OLD,
-        expert=np.zeros(MASK.shape, bool),
-        expert_turns=np.ones(num, np.int64),
-        limit_tok=LIMIT,
-    )
+    return toys.one_turn_episodes(rewards, INDEX, MASK, OLD, limit_tok=LIMIT)
 
 
 def ours(algorithm, e, logp=NEW):
@@ -157,13 +138,13 @@ def test_dr_grpo():
         return ((clipped(np.exp(logp - OLD), advantages, 0.2, 0.2) * MASK).sum(1) / LIMIT).mean()
 
     want = by_differences(loss)
-    agree(ours(DrGrpo(drop_degenerate=False), batch_of()), want)
+    agree(ours(DrGrpo(filter=None), batch_of()), want)
     agree(twin(ref.dr_grpo(told(), LIMIT)), want)
 
 
 def test_dr_grpo_is_rloo_but_for_a_constant():
     """Of groups of G answers its advantage is (G - 1) / G of RLOO's, from both definitions."""
-    dr, rloo = (a.credit(batch_of(), {}).advantages for a in (DrGrpo(drop_degenerate=False), Rloo()))
+    dr, rloo = (a.credit(batch_of(), {}).advantages for a in (DrGrpo(filter=None), Rloo()))
     np.testing.assert_allclose(dr, (SIZE - 1) / SIZE * rloo, atol=1e-12)
 
 
@@ -182,7 +163,7 @@ def gspo_loss(logp, low, high):
 def test_gspo(far):
     """Section 5.1: clipped at 3e-4 below and 4e-4 above."""
     logp = np.where(MASK, OLD + far / 0.3 * (NEW - OLD), 0.0)
-    algorithm = Gspo(drop_degenerate=False)
+    algorithm = Gspo(filter=None)
     assert (algorithm.clip_low, algorithm.clip_high) == (3e-4, 4e-4)
     want = by_differences(lambda x: gspo_loss(x, 3e-4, 4e-4), logp, 1e-8)
     got, second = ours(algorithm, batch_of(), logp), twin(ref.gspo(told(logp=logp)))
@@ -220,7 +201,7 @@ def dapo_loss(logp, cache):
 
 
 def test_dapo():
-    algorithm = Dapo(overlong_cache=4)
+    algorithm = Dapo(shaping=RewardShaping(overlong_cache=4))
     want = by_differences(lambda logp: dapo_loss(logp, 4))
     agree(ours(algorithm, batch_of()), want)
     agree(twin(ref.dapo(told(), LIMIT, 4)), want)
@@ -279,7 +260,7 @@ def gigpo_advantages(divide, gamma=0.95, weight=1.0):
 
 @pytest.mark.parametrize("std", ["group", "none"], ids=["mean_std_norm", "mean_norm"])
 def test_gigpo(std):
-    algorithm = GiGpo(std=std, drop_degenerate=False)
+    algorithm = GiGpo(std=std, filter=None)
     assert (algorithm.gamma, algorithm.turn_weight) == (0.95, 1.0)  # ROLL's GiGPO: step_reward_gamma .95, weights 1
     want = gigpo_advantages(std == "group")
     np.testing.assert_allclose(algorithm.credit(gigpo_batch(), {}).advantages, want, atol=1e-9)

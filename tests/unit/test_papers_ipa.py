@@ -96,7 +96,7 @@ def test_returns_over_runs_are_those_of_the_twin():
     """Eq. 7, with the paper's Delta the chunks from k to the last one."""
     sampled = np.array([1, 1, 0, 1, 1, 1, 0, 0, 1], bool)
     reward = np.eye(9)[8]
-    want = ref.chunk_returns(1.0, 3, GAMMA)
+    want = ref.discounted_outcomes(1.0, 3, GAMMA)
     np.testing.assert_allclose(run_returns(reward, sampled, GAMMA)[sampled], np.repeat(want, [2, 3, 1]), rtol=1e-12)
 
 
@@ -106,10 +106,10 @@ def test_the_defaults_are_those_that_were_published():
     assert (ipa.failure, ipa.gamma, ipa.correction.level, ipa.correction.ratio_band) == (
         0,
         GAMMA,
-        "segment",
+        "turn",
         (0, LIMIT),
     )
-    assert ipa.correction.weight_cap is None and not ipa.whiten and not ipa.kl_coef and not ipa.entropy_coef
+    assert ipa.correction.weight_cap is None and not ipa.whiten and ipa.kl is None and not ipa.entropy_coef
     for name, stated in Ipa.paper.items():
         assert (getattr(ipa, name) == stated.value) == (not stated.why), name
 

@@ -15,12 +15,13 @@ from rolljax import cli
 from rolljax.aot.programs import batch_shapes
 from rolljax.errors import ConfigError
 from rolljax.trainer import objectives, vocab
-from rolljax.trainer.algorithms.base import Law, PolicyGradient, Setup
+from rolljax.trainer.algorithms.base import DivergenceTerm, Setup
 from rolljax.trainer.algorithms.cispo import Cispo
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.kimi import Kimi
 from rolljax.trainer.algorithms.lite_ppo import LitePpo
+from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
 from rolljax.trainer.algorithms.rebn import ReBn
 from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
@@ -31,7 +32,9 @@ from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.credit import shaping
 from rolljax.trainer.credit.mismatch import Correction
+from rolljax.trainer.credit.shaping import GroupFilter, RewardShaping
 from rolljax.trainer.forward import hidden_before, policy_outputs
+from rolljax.trainer.kl import AdaptiveKl, KlLoss, KlReward
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import PhaseTrainer
@@ -100,7 +103,7 @@ def test_full_is_the_mean_of_k1_over_the_policy(packed, model, params):
     """KL(policy || reference) = E_policy[log policy - log reference], of the laws that tokens are drawn from: Schulman,
     "Approximating KL divergence"; github.com/alibaba/ROLL, roll/utils/functionals.py, compute_approx_kl."""
     other = model.init(1)
-    law = Grpo(kl_coef=0.1, kl="full").needs().law
+    law = Grpo(kl=KlLoss(0.1, estimator="full")).needs().divergence
     assert (law.kind, law.tau) == ("reverse", None)
     found = policy_outputs(model, params, packed, reference=(law, model, other)).divergence
     every = jnp.broadcast_to(jnp.arange(model.cfg.vocab_size), (*packed.tokens.shape, model.cfg.vocab_size))
@@ -114,7 +117,9 @@ def test_full_is_the_mean_of_k1_over_the_policy(packed, model, params):
     np.testing.assert_allclose(np.asarray(found)[trained_on], np.asarray(want)[trained_on], rtol=2e-4)
     assert np.abs(np.asarray(want - backwards))[trained_on].mean() > 0.01
     # a law without a temperature of its own is that of the batch; with one it is scaled by its square (arXiv 1503.02531)
-    warm = policy_outputs(model, params, packed, reference=(Law("x", "reverse", tau=0.7), model, other)).divergence
+    warm = policy_outputs(
+        model, params, packed, reference=(DivergenceTerm("x", "reverse", tau=0.7), model, other)
+    ).divergence
     np.testing.assert_allclose(warm, 0.49 * found, rtol=1e-5, atol=1e-6)
 
 
@@ -144,10 +149,10 @@ def test_gradients_of_the_estimators_as_losses():
 
 @pytest.mark.parametrize("kind", ["k1", "abs"])
 def test_estimators_without_a_useful_gradient_are_refused_as_losses(kind):
-    with pytest.raises(ConfigError, match=r"Grpo\.kl") as refused:
-        Grpo(kl_coef=0.1, kl=kind)
-    assert "kl_reward_coef" in str(refused.value) and "'full'" in str(refused.value)
-    Grpo(kl_reward_coef=0.1, kl_reward=kind)  # in the reward they are what they should be
+    with pytest.raises(ConfigError, match=r"KlLoss\.estimator") as refused:
+        Grpo(kl=KlLoss(0.1, estimator=kind))
+    assert "KlReward" in str(refused.value) and "'full'" in str(refused.value)
+    Grpo(kl=KlReward(0.1, estimator=kind))  # in the reward they are what they should be
 
 
 # ---- ReBN: GEM's trainer --------------------------------------------------------------------------------------------
@@ -228,7 +233,7 @@ def test_reinforce_pp_normalises_over_all_tokens():
     batch."""
     groups = groups_of(np.random.default_rng(1), num_groups=1, group_size=6)
     logps = moved(groups)
-    algorithm = ReinforcePP(kl_reward_coef=0.2)
+    algorithm = ReinforcePP(kl=KlReward(0.2))
     _, got, e = slopes(algorithm, groups, logps)
     total = e.mask.sum()
     every = zip(ratios(groups, logps), openrlhf(groups, e, 0.2), strict=True)
@@ -240,7 +245,7 @@ def test_reinforce_pp_in_rolls_order():
     """github.com/alibaba/ROLL, docs, Reinforce_Plus_Plus: norm_mean_type and norm_std_type "batch", whiten_advantages
     false: (R - mean) / (std + 1e-6), the KL's cost added as it is (roll/utils/functionals.py)."""
     groups = groups_of(np.random.default_rng(1), num_groups=1, group_size=6)
-    algorithm = ReinforcePP(order="rewards", kl_reward_coef=0.2)
+    algorithm = ReinforcePP(kl=KlReward(0.2), mean="batch", std="batch", whiten=False)
     e = episodes_of(np.random.default_rng(0), groups, algorithm.needs())
     got = algorithm.credit(e, {}).advantages
     scores = (e.rewards - e.rewards.mean()) / (e.rewards.std(ddof=1) + 1e-6)
@@ -397,12 +402,12 @@ def test_lite_ppo_divides_by_the_batch():
 def test_rewards_are_clipped_once_they_are_normalised():
     """github.com/alibaba/ROLL, roll/utils/functionals.py, reward_postprocess: first reward_norm, then the clamp. One
     success in eight is (1 - 1/8) / .353553 = 2.474867, which a clip at 2 cuts, though no reward is above 1."""
-    _, credit = outcomes(Grpo(reward_clip=2.0), [[1.0] + [0.0] * 7])
+    _, credit = outcomes(Grpo(shaping=RewardShaping(clip=2.0)), [[1.0] + [0.0] * 7])
     np.testing.assert_allclose(credit.advantages[:, 0], [2.0] + [-0.353552] * 7, atol=1e-6)
     _, whole = outcomes(Grpo(), [[1.0] + [0.0] * 7])
     np.testing.assert_allclose(whole.advantages[0, 0], 2.474867, atol=1e-6)
     # where nothing is normalised it is the reward itself
-    _, plain = outcomes(TurnReinforce(gamma=1.0, reward_clip=0.5), [[1.0, 0.25]], max_turns=1)
+    _, plain = outcomes(TurnReinforce(gamma=1.0, shaping=RewardShaping(clip=0.5)), [[1.0, 0.25]], max_turns=1)
     np.testing.assert_allclose(plain.advantages[:, 0], [0.5, 0.25])
 
 
@@ -412,7 +417,7 @@ def test_long_answers_are_left_out_by_outcome():
     e, credit = outcomes(Grpo(wrong_max_tok=8), [[1.0, 0.0, 0.0, 1.0]] * 4)
     np.testing.assert_array_equal(credit.keep, (e.rewards == 1) | ((e.rewards == 0) & (e.lengths < 8)))
     assert 0 < (~credit.keep).sum() < (e.rewards == 0).sum()
-    _, right = outcomes(Grpo(right_max_tok=8, drop_degenerate=False), [[1.0, 0.0, 0.0, 1.0]] * 4)
+    _, right = outcomes(Grpo(right_max_tok=8, filter=None), [[1.0, 0.0, 0.0, 1.0]] * 4)
     np.testing.assert_array_equal(right.keep, (e.rewards == 0) | (e.lengths < 8))
 
 
@@ -438,7 +443,7 @@ def test_cross_entropy_of_what_was_rewarded():
 
 
 def test_length_reward_is_added_before_normalising():
-    e, credit = outcomes(Reinforce(length_reward=0.5), [[1.0, 0.0, 0.0, 1.0]] * 2)
+    e, credit = outcomes(Reinforce(shaping=RewardShaping(length_reward=0.5)), [[1.0, 0.0, 0.0, 1.0]] * 2)
     want = e.rewards + 0.5 * shaping.length_reward(e.lengths, e.success, e.groups)
     np.testing.assert_allclose(credit.advantages[:, 0], want)
 
@@ -500,29 +505,36 @@ def test_defaults_are_the_papers_or_say_why_not(cls):
 # ---- settings that cannot work, and the preset -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["length_reward", "difficulty_weight"])
-def test_what_compares_siblings_needs_some(name):
-    algorithm = Reinforce(**{name: True})
-    with pytest.raises(ConfigError, match=name):
+@pytest.mark.parametrize("setting", [{"shaping": RewardShaping(length_reward=1.0)}, {"difficulty_weight": True}])
+def test_what_compares_siblings_needs_some(setting):
+    algorithm = Reinforce(**setting)
+    with pytest.raises(ConfigError, match=next(iter(setting))):
         algorithm.check(Setup(group_size=1))
     algorithm.check(Setup(group_size=2))
 
 
 @pytest.mark.parametrize(
-    "bad", [{"sft_coef": -0.1}, {"length_reward": -0.5}, {"wrong_max_tok": 0}, {"right_max_tok": -1}]
+    ("cls", "bad"),
+    [
+        (Reinforce, {"sft_coef": -0.1}),
+        (Reinforce, {"wrong_max_tok": 0}),
+        (Reinforce, {"right_max_tok": -1}),
+        (RewardShaping, {"length_reward": -0.5}),
+        (RewardShaping, {"clip": 0.0}),
+        (RewardShaping, {}),
+        (GroupFilter, {"dynamic_sampling_rounds": -1}),
+        (KlLoss, {"coef": 0.0}),
+        (AdaptiveKl, {"target": 0.0}),
+        (AdaptiveKl, {"target": 0.1, "horizon": 0}),
+    ],
 )
-def test_tricks_out_of_range_are_refused(bad):
-    with pytest.raises(ConfigError, match=f"Reinforce.{next(iter(bad))}"):
-        Reinforce(**bad)
+def test_tricks_out_of_range_are_refused(cls, bad):
+    with pytest.raises(ConfigError) as refused:
+        cls(**bad)
+    assert refused.value.setting.startswith(f"{cls.__name__}.{next(reversed(bad), '')}") and refused.value.remedy
 
 
-@pytest.mark.parametrize("bad", [{"mean": "batch"}, {"std": "batch"}, {"whiten": True}])
-def test_the_order_says_what_reinforce_pp_normalises(bad):
-    with pytest.raises(ConfigError, match="order"):
-        ReinforcePP(**bad)
-
-
-def test_the_law_of_tricks_or_traps_is_a_preset():
+def test_the_sampling_of_tricks_or_traps_is_a_preset():
     """arXiv 2508.08221, section 3.1: temperature .99, top-p .99, top-k 100."""
     setting = 'grpo.Grpo.anchor = "proximal"'
     phase = cli.load_recipe(["quickstart", "presets/tricks_or_traps"], [setting]).value.phases[-1]

@@ -25,7 +25,9 @@ from rolljax.trainer.algorithms.reward_model import PairRewardModel
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.batch import PackShape, pack
 from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.shaping import GroupFilter
 from rolljax.trainer.critic import Critic
+from rolljax.trainer.kl import AdaptiveKl, KlLoss
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import NotFinite, PhaseTrainer
@@ -43,7 +45,7 @@ def on_devices(n=1, **axes):
 
 SMALL = Qwen3Config(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, init_std=0.1)
 """A shape unlike the policy's, with the same vocabulary."""
-PROXIMAL = DecoupledPpo(drop_degenerate=True)
+PROXIMAL = DecoupledPpo(filter=GroupFilter())
 
 
 def make_trainer(model, algorithm, *, mesh=None, shape=SHAPE, groups_per_step=4, **settings):
@@ -347,7 +349,9 @@ def test_a_step_without_a_surviving_trajectory_changes_nothing(model, params, al
 
 def test_an_adaptive_coefficient_is_carried_on_without_another_program(model, params, references, groups):
     found = make_trainer(
-        model, Grpo(aggregation="token-mean", kl_coef=0.1, kl_target=0.01, kl_horizon=16), references=references
+        model,
+        Grpo(aggregation="token-mean", kl=KlLoss(0.1, adaptive=AdaptiveKl(0.01, horizon=16))),
+        references=references,
     )
     state, carry, used = found.init(params), {}, []
     for step in range(3):

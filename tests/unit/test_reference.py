@@ -282,25 +282,25 @@ def test_decoupled_ppo():
 
 def test_mismatch_levels_and_bands():
     one = episode(0, (2, 2), trainer_logp=[-0.9, -0.7, -1.0, -1.4], sampler_logp=[-1.0] * 4)
-    weights, keep = ref.mismatch(one, "segment", None, (0.8, 1.2))
+    weights, keep = ref.mismatch(one, "turn", None, (0.8, 1.2))
     assert keep == [False, False, True, True] and weights == [1] * 4
-    levels = {level: ref.mismatch(one, level, 1e9)[0] for level in ("segment", "geometric", "sequence", "token")}
-    assert levels["segment"] == near([1.221403, 1.221403, 0.818731, 0.818731])
-    assert levels["geometric"] == near([1.0] * 4) and levels["sequence"] == near([1.0] * 4)
+    levels = {level: ref.mismatch(one, level, 1e9)[0] for level in ("turn", "geometric", "trajectory", "token")}
+    assert levels["turn"] == near([1.221403, 1.221403, 0.818731, 0.818731])
+    assert levels["geometric"] == near([1.0] * 4) and levels["trajectory"] == near([1.0] * 4)
     assert levels["token"] == near([math.exp(0.1), math.exp(0.3), 1.0, math.exp(-0.4)])
     assert ref.mismatch(one)[0] == near([math.exp(0.1), 1.2, 1.0, math.exp(-0.4)])
     longer = episode(0, (2,), trainer_logp=[-0.9, -0.7], sampler_logp=[-1.0, -1.0])
-    assert ref.mismatch(longer, "sequence", 1e9)[0] == near([math.exp(0.4)] * 2)
+    assert ref.mismatch(longer, "trajectory", 1e9)[0] == near([math.exp(0.4)] * 2)
     gaps = [math.exp(x) - math.exp(-1) for x in (-0.9, -0.7, -1.0, -1.4)]
     assert ref.mismatch(one, prob_band=(-0.11, 0.11))[1] == [abs(g) <= 0.11 for g in gaps] == [True, False, True, False]
 
     # turn 1: probabilities .406570 and .496585 against twice .367879
-    assert ref.mismatch(one, "segment", prob_band=(-1, 0.0838))[1] == [True, True, True, True]
-    assert ref.mismatch(one, "segment", prob_band=(-1, 0.0836))[1] == [False, False, True, True]
+    assert ref.mismatch(one, "turn", prob_band=(-1, 0.0838))[1] == [True, True, True, True]
+    assert ref.mismatch(one, "turn", prob_band=(-1, 0.0836))[1] == [False, False, True, True]
     # turn 2: .367879 and .246597, so that the sum of all four is .046115
-    assert ref.mismatch(one, "sequence", prob_band=(-1, 0.0462))[1] == [True] * 4
-    assert ref.mismatch(one, "sequence", prob_band=(-1, 0.0461))[1] == [False] * 4
-    both = ref.mismatch(one, "segment", 1.1, prob_band=(-1, 0.0836), also=({"weight_cap": 1.05},))
+    assert ref.mismatch(one, "trajectory", prob_band=(-1, 0.0462))[1] == [True] * 4
+    assert ref.mismatch(one, "trajectory", prob_band=(-1, 0.0461))[1] == [False] * 4
+    both = ref.mismatch(one, "turn", 1.1, prob_band=(-1, 0.0836), also=({"weight_cap": 1.05},))
     assert both[0] == near([1.1 * 1.05, 1.1 * 1.05, 0.818731, 0.818731 * math.exp(-0.4)])
     assert both[1] == [False, False, True, True]
 
@@ -309,7 +309,7 @@ def test_correction_weighs_losses_and_filters_denominators():
     one = episode(1, (2, 2), trainer_logp=[-0.9, -0.7, -1.0, -1.4], sampler_logp=[-1.0] * 4)
     weighted = ref.reinforce([one], correction={})
     assert weighted.grad[0] == near([-math.exp(0.1) / 4, -0.3, -0.25, -math.exp(-0.4) / 4])
-    settings = {"level": "segment", "weight_cap": None, "ratio_band": (0.8, 1.2)}
+    settings = {"level": "turn", "weight_cap": None, "ratio_band": (0.8, 1.2)}
     assert ref.reinforce([one], correction=settings).grad[0] == near([0, 0, -0.5, -0.5])
 
 
@@ -376,7 +376,7 @@ def test_ipa(limit, reward, want):
     got = ref.ipa([one], limit=limit)
     assert got.advantages[0] == near([reward * g for g in [0.9025] * 2 + [0.95] * 3 + [1]])
     assert [-6 * g for g in got.grad[0]] == near([c for c, n in zip(want, (2, 3, 1), strict=True) for _ in range(n)])
-    assert ref.chunk_returns(2.0, 2, 0.5) == [1.0, 2.0]
+    assert ref.discounted_outcomes(2.0, 2, 0.5) == [1.0, 2.0]
     if limit == 5:
         left_out = ref.ipa([one], limit=limit, count_masked=False)
         assert [-3 * g for g in left_out.grad[0]] == near([want[0], want[0], 0, 0, 0, want[2]])
@@ -393,8 +393,8 @@ def test_loss_of_ipa_adds_imitation():
 
 def test_mismatch_of_ipas_chunks():
     one = episode(0, (2, 3, 1), trainer_logp=[0, 0.1, 2, 1.5, 2, 0.01], sampler_logp=[0.0] * 6)
-    assert ref.mismatch(one, "segment", None, (0, 5.0))[1] == [True, True, False, False, False, True]
-    assert ref.mismatch(one, "segment", 99)[0] == near([1.051271] * 2 + [6.254701] * 3 + [1.010050])
+    assert ref.mismatch(one, "turn", None, (0, 5.0))[1] == [True, True, False, False, False, True]
+    assert ref.mismatch(one, "turn", 99)[0] == near([1.051271] * 2 + [6.254701] * 3 + [1.010050])
 
 
 # critics
@@ -692,7 +692,7 @@ ALGORITHMS: dict[str, Any] = {
     ),
     "cispo": partial(ref.cispo, unified_mask=True),
     "topr": partial(ref.topr, positive=0.5, negative=2.0),
-    "topr of sequences": partial(ref.topr, level="sequence"),
+    "topr of sequences": partial(ref.topr, level="geometric"),
     "tis": ref.tis,
     "decoupled_ppo": ref.decoupled_ppo,
     "kimi": ref.kimi,

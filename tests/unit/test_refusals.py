@@ -31,7 +31,6 @@ from rolljax.trainer.algorithms.kimi import Kimi
 from rolljax.trainer.algorithms.opd import Opd, Teacher
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.raft import RaftPP
-from rolljax.trainer.algorithms.rebn import ReBn
 from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.reward_model import RewardModel
 from rolljax.trainer.algorithms.rft import Rft
@@ -42,7 +41,9 @@ from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.credit.mismatch import Correction
+from rolljax.trainer.credit.shaping import GroupFilter, RewardShaping
 from rolljax.trainer.critic import Critic
+from rolljax.trainer.kl import AdaptiveKl, KlLoss, KlReward
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.gin")
 MAX_CONTEXT, MAX_ANSWER = 64, 16
@@ -167,16 +168,16 @@ TABLE = {
         lambda build: build(Reinforce(), top_p=0.9),
     ),
     "top-p and a KL penalty": Refused(
-        "Grpo.kl_reward_coef",
-        0.1,
+        "Grpo.kl",
+        KlReward(0.1),
         ("top_p", "proximal"),
-        lambda build: build(Grpo(kl_reward_coef=0.1), top_p=0.9),
-        lambda build: build(Grpo(kl_reward_coef=0.1, anchor="proximal"), top_p=0.9),
+        lambda build: build(Grpo(kl=KlReward(0.1)), top_p=0.9),
+        lambda build: build(Grpo(kl=KlReward(0.1), anchor="proximal"), top_p=0.9),
     ),
     "top-k and teachers": Refused(
         "Opd.teachers",
         TEACHERS,
-        ("top_k", "whole law"),
+        ("top_k", "full distribution"),
         lambda build: build(Opd(teachers=TEACHERS), top_k=20),
         lambda build: build(Opd(teachers=TEACHERS)),
     ),
@@ -198,8 +199,8 @@ TABLE = {
         "Dapo.clip_low",
         1.0,
         ("less than 1",),
-        lambda build: build(Dapo(overlong_cache=0, clip_low=1.0)),
-        lambda build: build(Dapo(overlong_cache=0, clip_low=0.9)),
+        lambda build: build(Dapo(shaping=None, clip_low=1.0)),
+        lambda build: build(Dapo(shaping=None, clip_low=0.9)),
     ),
     "a weight below 0": Refused(
         "Cispo.clip_low",
@@ -216,57 +217,15 @@ TABLE = {
         lambda build: build(Cispo(clip_low=None, unified_mask=True)),
     ),
     # KL
-    "a KL estimator without a KL term": Refused(
-        "Grpo.kl",
-        "k2",
-        ("kl_coef is 0", "set kl_coef"),
-        lambda build: build(Grpo(kl="k2")),
-        lambda build: build(Grpo(kl="k2", kl_coef=0.1)),
-    ),
-    "an estimator for rewards without a KL penalty": Refused(
-        "Reinforce.kl_reward",
-        "k3",
-        ("kl_reward_coef is 0", "set kl_reward_coef"),
-        lambda build: build(Reinforce(kl_reward="k3", kl_coef=0.1)),
-        lambda build: build(Reinforce(kl_reward="k3", kl_reward_coef=0.1)),
-    ),
-    "two KL terms": Refused(
-        "Grpo.kl_coef",
-        0.1,
-        ("kl_reward_coef", "choose one"),
-        lambda build: build(Grpo(kl_coef=0.1, kl_reward_coef=0.1)),
-        lambda build: build(Grpo(kl_reward_coef=0.1)),
-    ),
-    "a reference nobody is compared with": Refused(
-        "Grpo.reference",
-        "run_start",
-        ("no KL term", "kl_coef"),
-        lambda build: build(Grpo(reference="run_start")),
-        lambda build: build(Grpo(reference="run_start", kl_coef=0.1)),
-    ),
-    "a KL target without a KL term": Refused(
-        "Ppo.kl_target",
-        0.1,
-        ("no KL term", "kl_reward_coef"),
-        lambda build: build(Ppo(kl_target=0.1)),
-        lambda build: build(Ppo(kl_target=0.1, kl_reward_coef=0.1)),
-    ),
-    "a horizon without a target": Refused(
-        "Grpo.kl_horizon",
-        100,
-        ("without kl_target", "set kl_target"),
-        lambda build: build(Grpo(kl_coef=0.1, kl_horizon=100)),
-        lambda build: build(Grpo(kl_coef=0.1, kl_horizon=100, kl_target=0.1)),
-    ),
     "a target for the KL over the vocabulary": Refused(
-        "Grpo.kl_target",
-        0.1,
+        "KlLoss.adaptive",
+        AdaptiveKl(0.1),
         ("k3",),
-        lambda build: build(Grpo(kl_coef=0.1, kl="full", kl_target=0.1)),
-        lambda build: build(Grpo(kl_coef=0.1, kl="k3", kl_target=0.1)),
+        lambda build: build(Grpo(kl=KlLoss(0.1, AdaptiveKl(0.1), estimator="full"))),
+        lambda build: build(Grpo(kl=KlLoss(0.1, AdaptiveKl(0.1), estimator="k3"))),
     ),
     # groups, turns, rewards
-    "chunks of single turns": Refused(
+    "a discount per turn of single turns": Refused(
         "Ipa.gamma",
         0.95,
         ("one turn", "SequenceTopr"),
@@ -297,23 +256,30 @@ TABLE = {
     "groups of one that are all equal": Refused(
         "Phase.group_size",
         1,
-        ("drop_degenerate", "2 or more"),
-        lambda build: build(Reinforce(drop_degenerate=True), group_size=1),
-        lambda build: build(Reinforce(drop_degenerate=True), group_size=4),
+        ("Reinforce.filter", "2 or more"),
+        lambda build: build(Reinforce(filter=GroupFilter()), group_size=1),
+        lambda build: build(Reinforce(filter=GroupFilter()), group_size=4),
     ),
-    "dynamic_sampling_rounds for nothing": Refused(
-        "Dapo.dynamic_sampling_rounds",
-        30,
-        ("no group is ever dropped", "drop_degenerate"),
-        lambda build: build(Dapo(overlong_cache=0, drop_degenerate=False)),
-        lambda build: build(Dapo(overlong_cache=0, drop_degenerate=False, solve_range=(0.1, 0.9))),
+    "a filter that filters nothing": Refused(
+        "GroupFilter.drop_degenerate",
+        False,
+        ("no group is ever dropped", "filter = None"),
+        lambda build: build(Dapo(shaping=None, filter=GroupFilter(drop_degenerate=False))),
+        lambda build: build(Dapo(shaping=None, filter=GroupFilter(drop_degenerate=False, solve_range=(0.1, 0.9)))),
+    ),
+    "a shaping that shapes nothing": Refused(
+        "RewardShaping.overlong_cache",
+        0,
+        ("shapes nothing", "shaping = None"),
+        lambda build: build(Dapo(shaping=RewardShaping(overlong_cache=0))),
+        lambda build: build(Dapo(shaping=None)),
     ),
     "no mean is in the range": Refused(
-        "Grpo.solve_range",
+        "GroupFilter.solve_range",
         (0.9, 0.1),
         ("empty", "(low, high)"),
-        lambda build: build(Grpo(solve_range=(0.9, 0.1))),
-        lambda build: build(Grpo(solve_range=(0.1, 0.9))),
+        lambda build: build(Grpo(filter=GroupFilter(solve_range=(0.9, 0.1)))),
+        lambda build: build(Grpo(filter=GroupFilter(solve_range=(0.1, 0.9)))),
     ),
     "turns that are made equal twice": Refused(
         "TurnReinforce.equal_turns",
@@ -323,11 +289,11 @@ TABLE = {
         lambda build: build(TurnReinforce(equal_turns=True), turns=8),
     ),
     "a penalty longer than the answer": Refused(
-        "Dapo.overlong_cache",
+        "RewardShaping.overlong_cache",
         4096,
         ("Recipe.max_answer_tok", str(MAX_ANSWER)),
         lambda build: build(Dapo()),
-        lambda build: build(Dapo(overlong_cache=MAX_ANSWER)),
+        lambda build: build(Dapo(shaping=RewardShaping(overlong_cache=MAX_ANSWER))),
     ),
     "a lower clip without negative advantages": Refused(
         "RaftPP.clip_low",
@@ -335,20 +301,6 @@ TABLE = {
         ("negative advantages", "None"),
         lambda build: build(RaftPP(clip_low=0.2)),
         lambda build: build(RaftPP()),
-    ),
-    "a baseline that RAFT++ does not have": Refused(
-        "RaftPP.mean",
-        "group",
-        ("'none'",),
-        lambda build: build(RaftPP(mean="group")),
-        lambda build: build(RaftPP(mean="none")),
-    ),
-    "a deviation that ReBN does not take": Refused(
-        "ReBn.std",
-        "batch",
-        ("'none'",),
-        lambda build: build(ReBn(std="batch"), turns=8),
-        lambda build: build(ReBn(), turns=8),
     ),
     "settings of another rhythm": Refused(
         "AttentionRhythm.share",
@@ -404,7 +356,7 @@ TABLE = {
             lambda build, given={name: value}: build(Opd(teachers=TEACHERS, **given)),
             lambda build, given={name: value}: build(Opd(teachers=TEACHERS, reward_coef=1.0, **given)),
         )
-        for name, value in (("overlong_cache", 4), ("reward_clip", 1.0), ("std", "batch"), ("drop_degenerate", True))
+        for name, value in (("shaping", RewardShaping(overlong_cache=4)), ("std", "batch"), ("filter", GroupFilter()))
     },
     "no teacher": Refused(
         "Distill.teacher",
@@ -596,9 +548,9 @@ def test_warned(build, algorithm, suspicious, usual):
 
 def test_a_range_that_no_group_can_be_in_is_warned_about(build):
     """Means of 4 rewards of 0 or 1 are quarters; rewards of other sizes have others, so it is no error."""
-    (text,) = build(Grpo(solve_range=(0.3, 0.45))).warnings()
-    assert "no mean of 4" in text and "Grpo.solve_range" in text
-    assert build(Grpo(solve_range=(0.3, 0.55))).warnings() == []
+    (text,) = build(Grpo(filter=GroupFilter(solve_range=(0.3, 0.45)))).warnings()
+    assert "no mean of 4" in text and "GroupFilter.solve_range of Grpo" in text
+    assert build(Grpo(filter=GroupFilter(solve_range=(0.3, 0.55)))).warnings() == []
 
 
 @pytest.mark.parametrize("algorithm", [Reinforce(), Rloo(), Grpo(**NO_CLIP), Rft(), Dpo()])
@@ -612,21 +564,30 @@ HEAD = f"""include '{QUICKSTART}'
 from __gin__ import dynamic_registration
 from rolljax import recipe
 from rolljax.trainer import critic
+from rolljax.trainer import kl
 from rolljax.trainer.algorithms import asyppo
 from rolljax.trainer.algorithms import dpo
 from rolljax.trainer.algorithms import grpo
 from rolljax.trainer.algorithms import opd
 from rolljax.trainer.algorithms import ppo
-"""  # bindings start at line 10
+"""  # bindings start at line 11
 FILES = {
-    "inert estimator": (["grpo.Grpo.kl = 'k2'"], ["broken.gin:10: Grpo.kl", "'k2'", "set kl_coef"]),
+    "an estimator of no KL term": (
+        ["kl.KlLoss.estimator = 'k2'"],
+        ["broken.gin:11: KlLoss.estimator", "'k2'", "no KlLoss is built", "kl.KlLoss()"],
+    ),
+    "a KL term without a weight": (["grpo.Grpo.kl = @kl.KlLoss()"], ["broken.gin:11: KlLoss.coef", "set it"]),
+    "an estimator without a gradient": (
+        ["grpo.Grpo.kl = @kl.KlLoss()", "kl.KlLoss.coef = 0.1", "kl.KlLoss.estimator = 'k1'"],
+        ["broken.gin:13: KlLoss.estimator", "'k1'", "'k2' or 'k3' or 'full'"],
+    ),
     "ratio 1": (
         ["rl/recipe.Phase.updates_per_step = 1"],
         ["quickstart.gin", "Grpo.clip_high", "0.5", "Grpo.clip_high = None"],
     ),
     "one critic": (
         ["rl/recipe.Phase.algorithm = @asyppo.AsyPpo()", "asyppo.AsyPpo.critic = @critic.Critic()"],
-        ["broken.gin:11: AsyPpo.critic", "set Critic.num = 2"],
+        ["broken.gin:12: AsyPpo.critic", "set Critic.num = 2"],
     ),
     "no critics before": (
         [
@@ -634,11 +595,11 @@ FILES = {
             "ppo.Ppo.critic = @critic.Critic()",
             "critic.Critic.model = 'previous'",
         ],
-        ["broken.gin:12: Critic.model", "'previous'", "RewardModel"],
+        ["broken.gin:13: Critic.model", "'previous'", "RewardModel"],
     ),
     "pairs do not fit": (
         ["rl/recipe.Phase.algorithm = @dpo.Dpo()", "rl/recipe.Phase.row_len = 80"],
-        ["broken.gin:11", "Phase.row_len", "80", "set it to 86"],
+        ["broken.gin:12", "Phase.row_len", "80", "set it to 86"],
     ),
     "a teacher that is not there": (
         [
@@ -649,7 +610,7 @@ FILES = {
         ["Opd", "'/nowhere/teacher'", "Hugging Face folder"],
     ),
     "a reference that is not there": (
-        ["grpo.Grpo.kl_coef = 0.1", "grpo.Grpo.reference = '/nowhere/reference'"],
+        ["grpo.Grpo.kl = @kl.KlLoss()", "kl.KlLoss.coef = 0.1", "kl.KlLoss.reference = '/nowhere/reference'"],
         ["Grpo", "'/nowhere/reference'", "phase_start, run_start"],
     ),
 }

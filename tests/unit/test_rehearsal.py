@@ -25,11 +25,12 @@ from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.opd import Opd, Teacher
 from rolljax.trainer.batch import PackShape
+from rolljax.trainer.credit.shaping import RewardShaping
 from rolljax.trainer.mesh import MeshSpec
 from tests.synthetic import CLASSES
 
 REQUIRED = {
-    Dapo: {"overlong_cache": 4},
+    Dapo: {"shaping": RewardShaping(overlong_cache=4)},
     Opd: {"teachers": (Teacher("run_start", 0.7), Teacher("phase_start", 0.5, ("toy",))), "reward_coef": 0.5},
     Distill: {"teacher": "run_start"},
 }

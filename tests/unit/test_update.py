@@ -410,7 +410,7 @@ def test_parameters_and_moments_are_split_alike(on_mesh, model):
 def test_every_statistic_is_in_the_metric_table(expected, algorithm):
     stats = expected(algorithm)[1]
     assert metrics.check_row({k: float(v) for k, v in stats.items() if k != "optim/finite"}) == []
-    assert {"loss/total", "optim/grad_norm", "optim/grad_norm_attention", "mismatch/sequence_max_nat"} <= set(stats)
+    assert {"loss/total", "optim/grad_norm", "optim/grad_norm_attention", "mismatch/trajectory_max_nat"} <= set(stats)
 
 
 @pytest.mark.parametrize("field, bad", [("advantages", np.nan), ("advantages", np.inf), ("sampler_logp", np.nan)])

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from rolljax.errors import check_range
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import Carry, Setup
 from rolljax.trainer.algorithms.ppo import Ppo
@@ -36,6 +37,7 @@ class AsyPpo(Ppo):
     entropy_coef: float = 0.01
     aggregation: Aggregation = "seq-mean-token-mean"
 
+    mini_critics: ClassVar[bool] = True
     paper: ClassVar[Mapping[str, Stated]] = {
         "critic": Stated(
             Critic(num=2, epochs=4, first=True),
@@ -53,19 +55,16 @@ class AsyPpo(Ppo):
 
     def credit(self, e: Episodes, carry: Carry) -> Credit:
         credit = super().credit(e, carry)
-        _, spread = credits.critic_spread(e.given("values"))
-        valid = e.mask if credit.mask is None else credit.mask
-        valid = valid if credit.keep is None else valid & credit.keep[:, None]
-        agree = credits.lowest(spread, valid, self.mask_frac)
-        noisy = credits.highest(spread, valid, self.entropy_mask_frac)
+        _, spread = credits.critic_spread(e.required("values"))
+        trained = credit.trained(e.mask)
+        agree = credits.lowest(spread, trained, self.mask_frac)
+        noisy = credits.highest(spread, trained, self.entropy_mask_frac)
         weights = np.where(agree, 0.0, 1.0 if credit.weights is None else credit.weights)
         return dataclasses.replace(credit, weights=weights, entropy_weights=1.0 - noisy)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("mask_frac", "entropy_mask_frac"):
-            if not 0 <= getattr(self, name) < 1:
-                raise self.refuse(name, "must be at least 0 and below 1", "0.2 is the paper's")
+        check_range(self, "mask_frac", "entropy_mask_frac", low=0, below=1, remedy="0.2 is the paper's")
         if self.critic.num < 2:
             raise self.refuse("critic", "has one critic: there is nobody to disagree with", "set Critic.num = 2")
         if self.critic.shard == "all":

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import Carry, Needs
+from rolljax.errors import check_range
+from rolljax.trainer.algorithms.base import Carry, Needs, Setup
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.credit import rhythm
@@ -52,8 +53,8 @@ class AttentionRhythm(Grpo):
         "mean": Stated("group", f"{PAPER}, section 3.2, equation 6"),
         "std": Stated("group", f"{PAPER}, section 3.2, equation 6"),
         "aggregation": Stated("seq-mean-token-mean", f"{PAPER}, section 5.2, equation 12: 1/|o| per response"),
-        "drop_degenerate": Stated(False, f"{PAPER}, section 5.3.1: on top of GRPO"),
-        "kl_coef": Stated(0.0, f"{PAPER}, section 5.3.1: no KL term"),
+        "filter": Stated(None, f"{PAPER}, section 5.3.1: on top of GRPO"),
+        "kl": Stated(None, f"{PAPER}, section 5.3.1: no KL term"),
         "entropy_coef": Stated(0.0, f"{PAPER}, section 5.3.1: no entropy bonus"),
     }
 
@@ -65,7 +66,7 @@ class AttentionRhythm(Grpo):
 
     def factors(self, e: Episodes) -> np.ndarray:
         """What each token's advantage is multiplied by, `[N, T]`, at least 1."""
-        waad, fai = e.given("waad"), e.given("fai")
+        waad, fai = e.required("waad"), e.required("fai")
         if self.rhythm == "local":
             return rhythm.local_gamma(waad, e.mask, self.amplify, self.top, self.pick, e.step)
         if self.rhythm == "global":
@@ -74,12 +75,10 @@ class AttentionRhythm(Grpo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.amplify < 1:
-            raise self.refuse("amplify", "would damp instead of amplify", "1.5 is the paper's; 1 is plain GRPO")
-        if not 0 < self.top <= 1:
-            raise self.refuse("top", "must be above 0 and at most 1", "0.4 is the paper's")
+        check_range(self, "amplify", low=1, remedy="1.5 is the paper's; 1 is plain GRPO")
+        check_range(self, "top", above=0, high=1, remedy="0.4 is the paper's")
 
-    def check(self, setup):
+    def check(self, setup: Setup) -> list[str]:
         if self.rhythm != "coupled" and (self.share, self.lookback) != (0.5, 2):
             raise self.refuse("share", "and lookback belong to the coupled form only", "set rhythm = 'coupled'")
         if self.rhythm == "coupled" and self.pick != "top":

@@ -9,13 +9,16 @@ from typing import ClassVar
 import jax
 
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import OutcomeGradient, Setup
+from rolljax.trainer.algorithms.base import Setup
+from rolljax.trainer.algorithms.checks import check_clips
+from rolljax.trainer.algorithms.policy_gradient import NormalisedReward, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.credit.shaping import GroupFilter
 from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
-class Cispo(OutcomeGradient):
+class Cispo(NormalisedReward, PolicyGradient):
     """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped and held fixed as a weight of log-prob, so that every
     token keeps a gradient.
 
@@ -33,23 +36,26 @@ class Cispo(OutcomeGradient):
         "aggregation": Stated("token-mean", "arXiv 2506.13585, eq. 4: divided by the sum of the answers' lengths"),
         "mean": Stated("group", "arXiv 2506.13585, section 3.1: group-relative advantage"),
         "std": Stated("group", "arXiv 2506.13585, section 3.1: group-relative advantage"),
-        "drop_degenerate": Stated(
-            True,
+        "filter": Stated(
+            GroupFilter(),
             "arXiv 2506.13585, section 3.1: DAPO's dynamic sampling, and its length penalty, are used as well",
-            "they are choices of data and reward beside the loss: drop_degenerate, dynamic sampling, overlong_cache",
+            "they are choices of data and reward beside the loss: GroupFilter, RewardShaping.overlong_cache",
         ),
-        "kl_coef": Stated(0.0, "arXiv 2506.13585, section 3.1: no KL term"),
+        "kl": Stated(None, "arXiv 2506.13585, section 3.1: no KL term"),
     }
 
     ratio_settings: ClassVar[tuple[str, ...]] = ("clip_high", "clip_low")
+
+    @property
+    def clip_range(self) -> tuple[float | None, float | None]:
+        return self.clip_low, self.clip_high
 
     def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
         return objectives.cispo(ratio, batch.advantages, logp, self.clip_low, self.clip_high, self.unified_mask)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.clip_low is not None and self.clip_low >= 1:
-            raise self.refuse("clip_low", "can have no effect: a ratio is never below 0", "choose less than 1")
+        check_clips(self, self.clip_low, "clip_low", "clip_high")
         if self.unified_mask and self.clip_low is None and self.clip_high is None:
             raise self.refuse("unified_mask", "can have no effect without clip_low or clip_high", "set one of them")
 

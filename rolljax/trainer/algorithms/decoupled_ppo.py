@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from rolljax.trainer.algorithms.base import ClippedRatio
+from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, NormalisedReward, PolicyGradient
 from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoupledPpo(ClippedRatio):
+class DecoupledPpo(NormalisedReward, ClippedRatio, PolicyGradient):
     """Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298): the clip is around the weights at the start of the
     step (the proximal policy), and a capped weight from the behaviour policy to it corrects for stale samples."""
 
@@ -30,5 +30,5 @@ class DecoupledPpo(ClippedRatio):
         ),
         "clip_low": Stated(0.2, "arXiv 2505.24298, appendix B.1, table 3"),
         "clip_high": Stated(0.2, "arXiv 2505.24298, appendix B.1, table 3"),
-        "kl_coef": Stated(0.0, "arXiv 2505.24298, appendix B.1, table 3: no reference model"),
+        "kl": Stated(None, "arXiv 2505.24298, appendix B.1, table 3: no reference model"),
     }

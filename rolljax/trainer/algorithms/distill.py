@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from rolljax.errors import ConfigError
-from rolljax.trainer.algorithms.base import Law, Needs, PolicyOutputs, PolicySource, Setup, TokenLoss
+from rolljax.errors import ConfigError, check_range
+from rolljax.trainer.algorithms.base import DivergenceTerm, Needs, PolicyOutputs, Setup, TokenLoss
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.kl import PolicySource
 from rolljax.trainer.paper import Stated
 
 
@@ -42,8 +43,8 @@ class Distill(Sft):
     }
 
     def needs(self) -> Needs:
-        law = Law(self.teacher, self.divergence, self.tau, self.alpha, self.top_k, self.remainder)
-        return Needs(law=law)
+        how = (self.divergence, self.tau, self.alpha, self.top_k, self.remainder)
+        return Needs(divergence=DivergenceTerm(self.teacher, *how))
 
     def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         assert policy.divergence is not None
@@ -52,15 +53,9 @@ class Distill(Sft):
         return TokenLoss(loss, {"distill/divergence_nat": policy.divergence, "distill/ce_nat": -policy.logp})
 
     def __post_init__(self) -> None:
-        for name in ("coef", "tau"):
-            if getattr(self, name) <= 0:
-                raise self.refuse(name, "must be positive", "without a teacher use sft.Sft")
-        if self.cross_entropy < 0 or self.top_k < 0:
-            raise self.refuse(
-                "top_k" if self.top_k < 0 else "cross_entropy", "must not be negative", "0 switches it off"
-            )
-        if not 0 < self.alpha < 1:
-            raise self.refuse("alpha", "must be between 0 and 1", "0.1 is usual")
+        check_range(self, "coef", "tau", above=0, remedy="without a teacher use sft.Sft")
+        check_range(self, "cross_entropy", "top_k", low=0, remedy="0 switches it off")
+        check_range(self, "alpha", above=0, below=1, remedy="0.1 is usual")
 
     def check(self, setup: Setup) -> list[str]:
         if not self.teacher:

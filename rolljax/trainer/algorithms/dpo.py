@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, check_range
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
 from rolljax.trainer.algorithms.base import (
@@ -18,7 +18,6 @@ from rolljax.trainer.algorithms.base import (
     Carry,
     Needs,
     PolicyOutputs,
-    PolicySource,
     Setup,
     Source,
     TokenLoss,
@@ -26,6 +25,7 @@ from rolljax.trainer.algorithms.base import (
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import shaping
 from rolljax.trainer.credit.episodes import Credit, Episodes
+from rolljax.trainer.kl import PolicySource
 from rolljax.trainer.paper import Stated
 
 
@@ -70,7 +70,7 @@ class Dpo(Algorithm):
     beta: how far the policy may go for a preference (small: far). loss: sigmoid (DPO), ipo (arXiv 2310.12036), or simpo
       (arXiv 2405.14734: no reference, mean log-probs, `margin`).
     label_smoothing: share of labels taken to be wrong (cDPO). sft_coef: weight of the chosen answer's mean
-      cross-entropy.
+      cross-entropy. reference: the policy that log-probs are measured from.
     """
 
     loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
@@ -125,10 +125,8 @@ class Dpo(Algorithm):
         )
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise self.refuse("beta", "must be positive", "0.1 is usual (2 for simpo)")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise self.refuse("label_smoothing", "must be at least 0 and below 0.5", "at 0.5 a label says nothing")
+        check_range(self, "beta", above=0, remedy="0.1 is usual (2 for simpo)")
+        check_range(self, "label_smoothing", low=0, below=0.5, remedy="at 0.5 a label says nothing")
         if self.label_smoothing and self.loss != "sigmoid":
             raise self.refuse(
                 "label_smoothing", f"can have no effect with loss = {self.loss!r}", "set loss = 'sigmoid'"

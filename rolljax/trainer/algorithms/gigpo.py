@@ -8,16 +8,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import Carry, ClippedRatio
+from rolljax.trainer.algorithms.base import Carry, Setup
+from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, NormalisedReward, PolicyGradient
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.kl import KlLoss
 from rolljax.trainer.paper import Stated
 
 SCRIPT = "github.com/langfengQ/verl-agent, examples/gigpo_trainer/run_alfworld.sh"
 
 
 @dataclasses.dataclass(frozen=True)
-class GiGpo(ClippedRatio):
+class GiGpo(NormalisedReward, ClippedRatio, PolicyGradient):
     """GiGPO (arXiv 2505.10978): the group-normalised score of the episode, plus the discounted return of a turn
     normalised over all turns of the group that began in the same state (equal observation).
 
@@ -37,11 +39,10 @@ class GiGpo(ClippedRatio):
         "aggregation": Stated(
             "token-mean", "github.com/langfengQ/verl-agent, verl/trainer/config/ppo_trainer.yaml: loss_agg_mode"
         ),
-        "drop_degenerate": Stated(False, "arXiv 2505.10978, equation 3"),
-        "kl": Stated("k3", f"{SCRIPT}: kl_loss_type=low_var_kl"),
-        "kl_coef": Stated(
-            0.01,
-            f"arXiv 2505.10978, appendix E.1; {SCRIPT}: kl_loss_coef=0.01",
+        "filter": Stated(None, "arXiv 2505.10978, equation 3"),
+        "kl": Stated(
+            KlLoss(coef=0.01, estimator="k3"),
+            f"arXiv 2505.10978, appendix E.1; {SCRIPT}: kl_loss_coef=0.01, kl_loss_type=low_var_kl",
             "the term needs a second copy of the weights and a forward pass; set it where the policy drifts",
         ),
     }
@@ -52,7 +53,7 @@ class GiGpo(ClippedRatio):
         turn = credits.same_state_normalised(returns, e.states, e.num_turns, e.groups, std=self.std != "none")
         return self.episode_weight * episode + self.turn_weight * credits.spread_turns(turn, e.turns, e.mask)
 
-    def check(self, setup):
+    def check(self, setup: Setup) -> list[str]:
         if setup.max_turns == 1 and self.turn_weight:
             raise self.refuse(
                 "turn_weight",

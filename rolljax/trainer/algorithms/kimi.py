@@ -8,20 +8,21 @@ from typing import ClassVar, Literal
 
 import jax
 
+from rolljax.errors import check_range
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import OutcomeGradient
+from rolljax.trainer.algorithms.policy_gradient import NormalisedReward, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit.estimators import Mean, Std
 from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
-class Kimi(OutcomeGradient):
+class Kimi(NormalisedReward, PolicyGradient):
     """Kimi k1.5 (arXiv 2501.12599): policy gradient with the group's mean as baseline, plus `tau`/2 times the squared
     log-ratio, which pulls answers back to the policy they were sampled from.
 
-    square: of what: the log-ratio of the whole answer (the paper's eq. 3), or of each `token` (ROLL). tau: its weight;
+    square: of what: the log-ratio of the answer (the paper's eq. 3), or of each `token` (ROLL). tau: its weight;
       the paper gives none. With sums over answers of n tokens the pull is up to n times that of tokens.
     """
 
@@ -46,5 +47,4 @@ class Kimi(OutcomeGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tau <= 0:
-            raise self.refuse("tau", "must be positive", "0.1 is usual; without the term use reinforce.Reinforce")
+        check_range(self, "tau", above=0, remedy="0.1 is usual; without the term use reinforce.Reinforce")

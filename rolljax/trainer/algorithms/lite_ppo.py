@@ -9,19 +9,19 @@ from typing import ClassVar
 import numpy as np
 
 from rolljax.errors import ConfigError
-from rolljax.trainer.algorithms.base import ClippedRatio
+from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, NormalisedReward, PolicyGradient
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.estimators import Std
 from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
-class LitePpo(ClippedRatio):
-    """Lite PPO ("Tricks or Traps?", arXiv 2508.08221): rewards less the group's mean, over the deviation of the whole
-    batch; mean over tokens; PPO's clip; nothing else. The law it samples from is a preset of its own
+class LitePpo(NormalisedReward, ClippedRatio, PolicyGradient):
+    """Lite PPO ("Tricks or Traps?", arXiv 2508.08221): rewards less the group's mean, over the deviation of the
+    batch; mean over tokens; PPO's clip; nothing else. What it samples from is a preset of its own
     (`configs/presets/tricks_or_traps.gin`).
 
-    min_std: a step whose rewards deviate less than this over the whole batch teaches nothing and is left out.
+    min_std: a step whose rewards deviate less than this over the batch teaches nothing and is left out.
     """
 
     std: Std = "batch"
@@ -39,8 +39,8 @@ class LitePpo(ClippedRatio):
         "clip_low": Stated(0.2, "arXiv 2508.08221, section 5: vanilla PPO loss; section 4.2: its usual bound"),
         "clip_high": Stated(0.2, "arXiv 2508.08221, section 5: vanilla PPO loss; section 4.2: its usual bound"),
         "mask_truncated": Stated(False, "arXiv 2508.08221, section 5: no overlong filtering"),
-        "drop_degenerate": Stated(False, "arXiv 2508.08221, section 5: no dynamic sampling"),
-        "kl_coef": Stated(0.0, "arXiv 2508.08221, section 5, and equation 1: PPO's loss, which has no KL term"),
+        "filter": Stated(None, "arXiv 2508.08221, section 5: no dynamic sampling"),
+        "kl": Stated(None, "arXiv 2508.08221, section 5, and equation 1: PPO's loss, which has no KL term"),
     }
 
     def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:

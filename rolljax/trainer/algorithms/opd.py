@@ -11,15 +11,18 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import Carry, Needs, OutcomeGradient, PolicySource, Setup
+from rolljax.trainer.algorithms.base import Carry, Needs, Setup
+from rolljax.trainer.algorithms.checks import CUT_SAMPLING
+from rolljax.trainer.algorithms.policy_gradient import NormalisedReward, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.kl import PolicySource
 from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A frozen policy to learn from: a local Hugging Face folder with the student's tokenizer (or `run_start`), how
+    """A reference policy to learn from: a local Hugging Face folder with the student's tokenizer (or `run_start`), how
     much it counts, and the environments (names) it teaches; empty: all."""
 
     policy: PolicySource
@@ -28,7 +31,7 @@ class Teacher:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opd(OutcomeGradient):
+class Opd(NormalisedReward, PolicyGradient):
     """On-policy distillation (GKD, arXiv 2306.13649, as a policy gradient): the student samples, and each token's
     advantage is how much likelier the teachers find it, `-sum coef (student_logp - teacher_logp)`; nothing is
     discounted.
@@ -59,7 +62,7 @@ class Opd(OutcomeGradient):
     def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         student = e.trainer_logp if e.trainer_logp is not None else e.sampler_logp
         total = self.reward_coef * super().advantages(e, rewards, carry) if self.reward_coef else np.zeros(e.mask.shape)
-        for teacher, logp in zip(self.teachers, e.given("teacher_logp"), strict=True):
+        for teacher, logp in zip(self.teachers, e.required("teacher_logp"), strict=True):
             taught = np.array([not teacher.domains or d in teacher.domains for d in e.domains], bool)
             total = total - teacher.coef * np.where(e.mask & taught[:, None], student - logp, 0.0)
         return total
@@ -102,22 +105,14 @@ class Opd(OutcomeGradient):
                     value=teacher.domains,
                     remedy=f"name {setup.environment!r}, or leave it empty for all",
                 )
-        if setup.truncated_law:
+        if setup.truncated_sampling:
             raise self.refuse(
                 "teachers",
-                "would be compared with the sampled law, from which tokens are cut (Phase.top_p, top_k or min_p)",
-                "sample from the whole law",
+                f"would be compared with {CUT_SAMPLING}",
+                "sample from the full distribution",
             )
         if not self.reward_coef:
-            for name in (
-                "overlong_cache",
-                "reward_clip",
-                "mean",
-                "std",
-                "drop_degenerate",
-                "solve_range",
-                "dynamic_sampling_rounds",
-            ):
+            for name in ("shaping", "filter", "mean", "std"):
                 if getattr(self, name) != getattr(Opd(), name):
                     raise self.refuse(name, "can have no effect: reward_coef is 0", "set reward_coef")
         return super().check(setup)

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rolljax.errors import check_range
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import Carry, ClippedRatio, Needs, token_rewards
+from rolljax.trainer.algorithms.base import Carry, Needs
+from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, NormalisedReward, PolicyGradient, token_rewards
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -21,14 +23,14 @@ from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
-class Ppo(ClippedRatio):
+class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
     """PPO (arXiv 1707.06347) with generalised advantage estimation (arXiv 1506.02438) and a critic. Rewards stand on
     the last token of the turn that earned them, a KL penalty on every token.
 
     gamma, lam: discount and trace decay per sampled token; observations are skipped. value_lam: the trace decay of what
       critics are fitted to (None: `lam`; 1: the Monte-Carlo return). critic: the value model, whose loss is a mean over
       tokens however the policy's losses are summed.
-    `mean` and `std` normalise the reward of whole trajectories first.
+    `mean` and `std` normalise the reward of trajectories first.
     """
 
     mean: Mean = "none"
@@ -69,23 +71,27 @@ class Ppo(ClippedRatio):
         carry = self.remember(e, rewards, carry)
         penalty, carry, stats = self.kl_penalty(e, carry)
         per_token = self.rewards(e, rewards, carry) + (0 if penalty is None else penalty)
-        values, spread = credits.critic_spread(e.given("values"))
-        advantages, _ = credits.gae(per_token, values, e.mask, self.gamma, self.lam)
-        returns = self.targets(per_token, values, e)
-        credit = self.finish(e, advantages, keep, carry, {**stats, **self.value_stats(e, values, spread, returns)})
+        values, spread = credits.critic_spread(e.required("values"))
+        advantages, returns = credits.gae(per_token, values, e.mask, self.gamma, self.lam)
+        returns = self.targets(per_token, values, returns, e)
+        stats = {**stats, **self.value_stats(e, values, spread, returns)}
+        credit = self.finish(e, rewards, keep, advantages, carry, stats)
         return dataclasses.replace(credit, returns=returns, critic_weights=self.shares(e))
 
     def rewards(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         """Token rewards `[N, T]`; normalised ones only at the end, where what was normalised is known."""
         if self.mean == self.std == "none":
-            return token_rewards(e, self.clip(rewards))
+            return token_rewards(e, self.clipped(rewards))
         return credits.at_last(self.advantages(e, rewards, carry)[:, 0], e.mask)
 
-    def targets(self, per_token: np.ndarray, values: np.ndarray, e: Episodes) -> np.ndarray:
-        """What critics are fitted to, `[N, T]`; at a trace decay of 1 it does not depend on the values."""
+    def targets(self, per_token: np.ndarray, values: np.ndarray, returns: np.ndarray, e: Episodes) -> np.ndarray:
+        """What critics are fitted to, `[N, T]`: the `returns` that come with the advantages, if `value_lam` is `lam`.
+        At a trace decay of 1 it does not depend on the values."""
         lam = self.lam if self.value_lam is None else self.value_lam
         if lam == 1:
             return credits.discounted(per_token, e.mask, self.gamma)
+        if lam == self.lam:
+            return returns
         return credits.gae(per_token, values, e.mask, self.gamma, lam)[1]
 
     def shares(self, e: Episodes) -> np.ndarray | None:
@@ -122,7 +128,4 @@ class Ppo(ClippedRatio):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("gamma", "lam", "value_lam"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise self.refuse(name, "must be between 0 and 1", "1 and 0.95 are usual")
+        check_range(self, "gamma", "lam", "value_lam", low=0, high=1, remedy="1 and 0.95 are usual")

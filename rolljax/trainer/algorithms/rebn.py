@@ -9,17 +9,17 @@ from typing import ClassVar
 import numpy as np
 
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import Carry, ClippedRatio
+from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, PolicyGradient, turn_returns
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
-from rolljax.trainer.credit.estimators import Mean, Std
 from rolljax.trainer.paper import Stated
 
 _GEM = "github.com/axon-rl/gem, examples/train_oat/train_oat.py"
 
 
 @dataclasses.dataclass(frozen=True)
-class ReBn(ClippedRatio):
+class ReBn(ClippedRatio, PolicyGradient):
     """ReBN (GEM, arXiv 2510.01051): discounted returns of all turns of the batch, normalised together. Needs no groups,
     takes dense rewards, and with `gamma` below 1 prefers short solutions (0.9 for games, 1 for questions). Every turn
     is a sample: the loss is a sum over tokens, divided by turns times the longest answer.
@@ -30,8 +30,6 @@ class ReBn(ClippedRatio):
 
     gamma: float = 0.9
     aggregation: Aggregation = "turn-sum-norm"
-    mean: Mean = "none"
-    std: Std = "none"
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "gamma": Stated(
@@ -50,32 +48,28 @@ class ReBn(ClippedRatio):
         "mask_truncated": Stated(False, "github.com/sail-sg/oat, oat/algorithms/ppo.py, ignore_no_eos"),
         "clip_low": Stated(0.2, "github.com/sail-sg/oat, oat/algorithms/ppo.py, cliprange"),
         "clip_high": Stated(0.2, "github.com/sail-sg/oat, oat/algorithms/ppo.py, cliprange"),
-        "kl_coef": Stated(0.0, "github.com/axon-rl/gem, examples/train_oat/README.md, beta"),
+        "kl": Stated(None, "github.com/axon-rl/gem, examples/train_oat/README.md, beta"),
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("mean", "std"):
-            if getattr(self, name) != "none":
-                raise self.refuse(
-                    name, "can have no effect: returns are normalised over all turns", "leave it at 'none'"
-                )
 
     def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
         # cut turns lose their surrogate in `finish`; no episode is left out for them
         return super().prepare(dataclasses.replace(e, truncated=np.zeros(e.num, bool)))
 
     def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
-        shaped = e.turn_rewards.copy()
-        shaped[np.arange(e.num), e.num_turns - 1] += self.clip(rewards) - e.rewards
-        returns = credits.turn_returns(shaped, e.num_turns, self.gamma)
+        returns = turn_returns(e, self.clipped(rewards), self.gamma)
         return credits.spread_turns(credits.batch_return_normalised(returns, e.num_turns), e.turns, e.mask)
 
     def finish(
-        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, carry: Carry, stats: Mapping[str, float]
+        self,
+        e: Episodes,
+        rewards: np.ndarray,
+        keep: np.ndarray,
+        advantages: np.ndarray,
+        carry: Carry,
+        stats: Mapping[str, float],
     ) -> Credit:
-        credit = super().finish(e, advantages, keep, carry, stats)
+        credit = super().finish(e, rewards, keep, advantages, carry, stats)
         if not self.mask_truncated:
             return credit
-        whole = credits.spread_turns(~e.cut, e.turns, e.mask)
-        return dataclasses.replace(credit, weights=whole if credit.weights is None else whole * credit.weights)
+        uncut = credits.spread_turns(~e.cut, e.turns, e.mask)
+        return dataclasses.replace(credit, weights=uncut if credit.weights is None else uncut * credit.weights)

@@ -9,14 +9,14 @@ from typing import ClassVar
 import jax
 
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import OutcomeGradient
+from rolljax.trainer.algorithms.policy_gradient import NormalisedReward, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit.estimators import Mean, Std
 from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
-class Reinforce(OutcomeGradient):
+class Reinforce(NormalisedReward, PolicyGradient):
     """REINFORCE (Williams 1992, doi 10.1007/BF00992696): every token gets the trajectory's reward, no ratio, no clip.
 
     `mean = 'batch'` or `'group'` subtracts a baseline.

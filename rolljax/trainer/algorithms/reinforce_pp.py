@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import numpy as np
-
-from rolljax.trainer.algorithms.base import Carry, ClippedRatio
-from rolljax.trainer.credit import estimators as credits
-from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.algorithms.policy_gradient import ClippedRatio, NormalisedReward, PolicyGradient
 from rolljax.trainer.credit.estimators import Mean, Std
 from rolljax.trainer.paper import Stated
 
@@ -21,6 +17,7 @@ _CLIP = Stated(
     "arXiv 2501.03262 (version 1), table 1; github.com/OpenRLHF/OpenRLHF, openrlhf/cli/train_ppo_ray.py, "
     "actor.eps_clip",
 )
+_NO_KL = "the term needs a second copy of the weights and a forward pass; set it where the policy drifts"
 _SUM = Stated(
     "token-mean",
     "github.com/OpenRLHF/OpenRLHF, openrlhf/models/loss.py, token_level_loss "
@@ -29,60 +26,46 @@ _SUM = Stated(
 
 
 @dataclasses.dataclass(frozen=True)
-class ReinforcePP(ClippedRatio):
+class ReinforcePP(NormalisedReward, ClippedRatio, PolicyGradient):
     """REINFORCE++ (arXiv 2501.03262) under PPO's clipped ratio: a token's advantage is the reward less the KL penalty
-    from it to the end of the answer (`kl_reward_coef`), normalised over all tokens of the batch.
+    from it to the end of the answer (`kl.KlReward`), normalised over all tokens of the batch.
 
-    order: what is normalised. `tokens`: that sum, the paper's. `rewards`: trajectory rewards over the batch, and the KL
-      penalty is added to them as it is (ROLL).
+    With `mean = std = 'batch'` and without `whiten` rewards of trajectories are normalised over the batch instead, and
+    the KL penalty is added to them as it is (ROLL).
     """
 
-    order: Literal["tokens", "rewards"] = "tokens"
     mean: Mean = "none"
     std: Std = "none"
+    whiten: bool = True
+
+    whiten_ddof: ClassVar[int] = 0  # the authors' code takes the deviation of the population
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "order": Stated("tokens", f"{_PAPER}, equations 4 and 5; {_CODE}"),
+        "mean": Stated("none", f"{_PAPER}, equation 4; {_CODE}"),
+        "std": Stated("none", f"{_PAPER}, equation 4; {_CODE}"),
+        "whiten": Stated(True, f"{_PAPER}, equation 5; {_CODE}"),
         "clip_low": _CLIP,
         "clip_high": _CLIP,
         "aggregation": _SUM,
-        "kl_reward": Stated("k1", f"{_PAPER}, equation 4"),
+        "kl": Stated("k1 in the reward", f"{_PAPER}, equation 4", _NO_KL),
     }
-
-    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
-        if self.order == "tokens":
-            return super().advantages(e, rewards, carry)
-        scores = credits.normalise(rewards, mean="batch", std="batch")
-        return credits.spread(self.clip(scores), e.mask)
-
-    def whitened(self, advantages: np.ndarray, part: np.ndarray) -> np.ndarray:
-        # the authors' code takes the deviation of the population
-        return credits.whiten(advantages, part, ddof=0) if self.order == "tokens" else advantages
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, only in (("mean", "none"), ("std", "none"), ("whiten", False)):
-            if getattr(self, name) != only:
-                raise self.refuse(name, "can have no effect: `order` says what is normalised", f"leave it at {only!r}")
 
 
 @dataclasses.dataclass(frozen=True)
-class ReinforcePPBaseline(ClippedRatio):
+class ReinforcePPBaseline(NormalisedReward, ClippedRatio, PolicyGradient):
     """REINFORCE++ with a baseline (arXiv 2501.03262): rewards less the group's mean, then normalised over all tokens of
-    the batch. The paper's KL term is k2 in the loss (`kl_coef`)."""
+    the batch. The paper's KL term is k2 in the loss (`kl.KlLoss`)."""
 
     mean: Mean = "group"
     std: Std = "none"
     whiten: bool = True
-    kl: Literal["k1", "abs", "k2", "k3", "full"] = "k2"
+
+    whiten_ddof: ClassVar[int] = 0  # the authors' code takes the deviation of the population
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "mean": Stated("group", f"{_PAPER}, equation 6; {_CODE}, reinforce_baseline"),
         "std": Stated("none", f"{_PAPER}, equation 6; {_CODE}, reinforce_baseline"),
         "whiten": Stated(True, f"{_PAPER}, equation 7; {_CODE}"),
-        "kl": Stated("k2", f"{_PAPER}, equation 8"),
+        "kl": Stated("k2 in the loss", f"{_PAPER}, equation 8", _NO_KL),
         "aggregation": _SUM,
     }
-
-    def whitened(self, advantages: np.ndarray, part: np.ndarray) -> np.ndarray:
-        return credits.whiten(advantages, part, ddof=0) if self.whiten else advantages

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from rolljax.errors import check_range
 from rolljax.trainer.algorithms.base import Algorithm, Carry, PolicyOutputs, Setup, TokenLoss
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import shaping
@@ -44,10 +45,8 @@ class Rft(Algorithm):
         return TokenLoss(-policy.logp)
 
     def __post_init__(self) -> None:
-        if self.cap < 1:
-            raise self.refuse("cap", "must be at least 1", "4 is usual")
-        if not 0 < self.similarity <= 1:
-            raise self.refuse("similarity", "must be above 0 and at most 1", "1 drops exact repetitions only")
+        check_range(self, "cap", low=1, remedy="4 is usual")
+        check_range(self, "similarity", above=0, high=1, remedy="1 drops exact repetitions only")
 
     def check(self, setup: Setup) -> list[str]:
         if setup.group_size < self.cap:

@@ -14,7 +14,7 @@ from rolljax.trainer.paper import Stated
 
 @dataclasses.dataclass(frozen=True)
 class Rloo(Reinforce):
-    """RLOO (arXiv 2402.14740): the baseline of a trajectory is the mean reward of its siblings, without itself. A whole
+    """RLOO (arXiv 2402.14740): the baseline of a trajectory is the mean reward of its siblings, without itself. An
     answer is one action, so that its token losses are summed."""
 
     mean: Mean = "leave_one_out"

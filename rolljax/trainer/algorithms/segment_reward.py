@@ -8,13 +8,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from rolljax.trainer.algorithms.base import Algorithm, Carry, Needs, PolicyGradient, PolicySource, Setup, Source
+from rolljax.trainer.algorithms.base import Algorithm, Carry, Needs, Setup, Source
 from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.grpo import Grpo
+from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.rft import Rft
 from rolljax.trainer.credit import segments
 from rolljax.trainer.credit.episodes import Credit, Episodes
+from rolljax.trainer.kl import PolicySource
 from rolljax.trainer.paper import Stated
 
 STATED = {"reward_beta": Stated(0.1, "arXiv 2305.18290, appendix B: that of the policy whose implicit reward it is")}
@@ -36,16 +38,15 @@ class _Segmented(Algorithm):
 
     def agreeing(self, e: Episodes, signs_N: np.ndarray) -> np.ndarray:
         """Tokens `[N, T]` of segments whose reward has the trajectory's sign."""
-        q = self.reward_beta * (e.given("scorer_logp") - e.given("teacher_logp")[0])
+        q = self.reward_beta * (e.required("scorer_logp") - e.required("teacher_logp")[0])
         return segments.agreement_mask(
             q, e.mask, signs_N, delta=self.delta, min_len=self.min_segment, min_keep=self.min_keep
         )
 
     def share(self, agree: np.ndarray, e: Episodes, credit: Credit) -> dict[str, float]:
         """The metrics of `credit`, and which share of its tokens agrees."""
-        valid = e.mask if credit.mask is None else credit.mask & e.mask
-        valid = valid if credit.keep is None else valid & credit.keep[:, None]
-        return {**credit.stats, "credit/segment_frac": float(agree[valid].mean()) if valid.any() else 0.0}
+        trained = credit.trained(e.mask)
+        return {**credit.stats, "credit/segment_frac": float(agree[trained].mean()) if trained.any() else 0.0}
 
     def check(self, setup: Setup) -> list[str]:
         if self.scorer == self.base:
@@ -64,9 +65,15 @@ class _SegmentedGradient(_Segmented, PolicyGradient):
     dataclass: its fields would hide other defaults of the algorithms it is mixed into."""
 
     def finish(
-        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, carry: Carry, stats: Mapping[str, float]
+        self,
+        e: Episodes,
+        rewards: np.ndarray,
+        keep: np.ndarray,
+        advantages: np.ndarray,
+        carry: Carry,
+        stats: Mapping[str, float],
     ) -> Credit:
-        credit = super().finish(e, advantages, keep, carry, stats)
+        credit = super().finish(e, rewards, keep, advantages, carry, stats)
         agree = self.agreeing(e, np.sign(np.where(e.mask, credit.advantages, 0).sum(1)))
         weights = agree * (1.0 if credit.weights is None else credit.weights)
         stats = self.share(agree, e, dataclasses.replace(credit, keep=None))
@@ -81,7 +88,7 @@ class SegmentReward(_SegmentedGradient, Grpo):
     A token's reward is `reward_beta (scorer_logp - base_logp)`, the implicit reward of a policy that was trained on
     preferences (arXiv 2305.18290). It jumps where a segment ends; a segment's reward is its mean.
 
-    scorer, base: the two frozen policies: `phase_start`, `run_start` or a local Hugging Face folder.
+    scorer, base: the two reference policies: `phase_start`, `run_start` or a local Hugging Face folder.
     reward_beta: see above. delta: the least jump (None: one standard deviation of all of them). min_segment: tokens.
       min_keep: an answer of which less would be left is not masked at all.
     """
@@ -94,7 +101,7 @@ class SegmentPpo(_SegmentedGradient, Ppo):
     """PPO (arXiv 1707.06347) with adaptive segment-wise reward (arXiv 2411.00809): its gradient is kept to the segments
     that agree with the sign of the trajectory's advantage; the critic learns from every token.
 
-    scorer, base: the two frozen policies: `phase_start`, `run_start` or a local Hugging Face folder.
+    scorer, base: the two reference policies: `phase_start`, `run_start` or a local Hugging Face folder.
     reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends
       (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of which less would be
       left is not masked at all.
@@ -109,7 +116,7 @@ class SegmentDpo(_Segmented, Dpo):
     the worse one lost on the reference is summed over the segments that agree, of the better answer those that are
     rewarded, of the worse one those that are not.
 
-    scorer, base: the two frozen policies: `phase_start`, `run_start` or a local Hugging Face folder.
+    scorer, base: the two reference policies: `phase_start`, `run_start` or a local Hugging Face folder.
     reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends
       (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of which less would be
       left is not masked at all.
@@ -144,7 +151,7 @@ class SegmentRft(_Segmented, Rft):
     """Rejection fine-tuning (arXiv 2308.01825) with adaptive segment-wise reward (arXiv 2411.00809): of right answers
     only the segments that are rewarded are imitated, and a step's loss is the mean over their tokens.
 
-    scorer, base: the two frozen policies: `phase_start`, `run_start` or a local Hugging Face folder.
+    scorer, base: the two reference policies: `phase_start`, `run_start` or a local Hugging Face folder.
     reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends
       (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of which less would be
       left is not masked at all.

@@ -8,14 +8,15 @@ from typing import ClassVar
 
 import jax
 
+from rolljax.errors import check_range
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import OutcomeGradient
+from rolljax.trainer.algorithms.policy_gradient import NormalisedReward, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
-class Tis(OutcomeGradient):
+class Tis(NormalisedReward, PolicyGradient):
     """Truncated importance sampling as in ROLL Flash (arXiv 2510.11345): the policy gradient weighted by the ratio, cut
     at `cap` (as in IMPALA, arXiv 1802.01561) and held fixed."""
 
@@ -30,5 +31,4 @@ class Tis(OutcomeGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cap <= 0:
-            raise self.refuse("cap", "must be positive", "1 is usual")
+        check_range(self, "cap", above=0, remedy="1 is usual")

@@ -8,28 +8,30 @@ from typing import ClassVar
 
 import jax
 
+from rolljax.errors import check_range
 from rolljax.trainer import objectives
 from rolljax.trainer.aggregation import Aggregation
-from rolljax.trainer.algorithms.base import OutcomeGradient
+from rolljax.trainer.algorithms.policy_gradient import NormalisedReward, PolicyGradient
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit.estimators import Mean, Std
+from rolljax.trainer.credit.mismatch import RatioLevel
 from rolljax.trainer.paper import Stated
 
 
 @dataclasses.dataclass(frozen=True)
-class Topr(OutcomeGradient):
+class Topr(NormalisedReward, PolicyGradient):
     """TOPR (arXiv 2503.14286): trajectories of positive reward are imitated whatever their ratio; the others are pushed
     away with a weight that falls to 0 as they become unlikely, which keeps stale negatives bounded.
 
     The reward is the advantage: failures must have a negative one, or there must be a baseline (`mean`), to be pushed
     away at all.
 
-    level: what the ratio is of: the whole trajectory (the product over its tokens, as in the paper), each `token` (as
-      in ROLL), or the `sequence` (the geometric mean).
+    level: what the ratio is of: the `trajectory` (the product over its tokens, as in the paper), each `token` (as in
+      ROLL), each `turn`, or the trajectory's `geometric` mean.
     positive, negative: weights of the two halves (1, 1 is the paper's; others are "weighted TOPR").
     """
 
-    level: objectives.Level = "trajectory"  # type: ignore[misc]
+    level: RatioLevel = "trajectory"  # type: ignore[misc]
     aggregation: Aggregation = "seq-mean-token-sum"
     mean: Mean = "none"
     std: Std = "none"
@@ -54,9 +56,7 @@ class Topr(OutcomeGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("positive", "negative"):
-            if getattr(self, name) < 0:
-                raise self.refuse(name, "must not be negative", "1 is the paper's weight, 0 leaves that half out")
+        check_range(self, "positive", "negative", low=0, remedy="1 is the paper's weight, 0 leaves that half out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,8 @@ class SequenceTopr(Topr):
     """TOPR (arXiv 2503.14286) with one ratio per trajectory, the geometric mean over its tokens: the baseline that
     IPA starts from (arXiv 2512.24873, section 3.2.4.1)."""
 
-    level: objectives.Level = "sequence"  # type: ignore[misc]
+    level: RatioLevel = "geometric"  # type: ignore[misc]
 
     paper: ClassVar[Mapping[str, Stated]] = {
-        "level": Stated("sequence", "arXiv 2512.24873, section 3.2.4.1, equations 4 and 5: the geometric mean"),
+        "level": Stated("geometric", "arXiv 2512.24873, section 3.2.4.1, equations 4 and 5: the geometric mean"),
     }

@@ -9,8 +9,10 @@ from typing import ClassVar
 import jax
 import numpy as np
 
+from rolljax.errors import check_range
 from rolljax.trainer import objectives
-from rolljax.trainer.algorithms.base import Carry, PolicyGradient
+from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.algorithms.policy_gradient import PolicyGradient, turn_returns
 from rolljax.trainer.batch import TokenBatch
 from rolljax.trainer.credit import estimators as credits
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -22,8 +24,8 @@ class TurnReinforce(PolicyGradient):
     """REINFORCE over the turns of an episode (Williams 1992, doi 10.1007/BF00992696): the tokens of turn k get
     `G_k = r_k + gamma G_{k+1}`.
 
-    equal_turns: every turn is a sample of its own and counts the same, whatever its length ("step REINFORCE"); off:
-    every token counts the same ("segment REINFORCE").
+    equal_turns: every turn is a sample of its own and counts the same, whatever its length; off:
+    every token counts the same.
     """
 
     gamma: float = 0.95
@@ -34,19 +36,23 @@ class TurnReinforce(PolicyGradient):
     }
 
     def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
-        shaped = e.turn_rewards.copy()
-        shaped[np.arange(e.num), e.num_turns - 1] += self.clip(rewards) - e.rewards
-        return credits.spread_turns(credits.turn_returns(shaped, e.num_turns, self.gamma), e.turns, e.mask)
+        return credits.spread_turns(turn_returns(e, self.clipped(rewards), self.gamma), e.turns, e.mask)
 
     def finish(
-        self, e: Episodes, advantages: np.ndarray, keep: np.ndarray, carry: Carry, stats: Mapping[str, float]
+        self,
+        e: Episodes,
+        rewards: np.ndarray,
+        keep: np.ndarray,
+        advantages: np.ndarray,
+        carry: Carry,
+        stats: Mapping[str, float],
     ) -> Credit:
-        credit = super().finish(e, advantages, keep, carry, stats)
+        credit = super().finish(e, rewards, keep, advantages, carry, stats)
         if not self.equal_turns:
             return credit
-        part = e.mask & keep[:, None] & (True if credit.mask is None else credit.mask)
-        lengths = np.stack([(part & (e.turns == k)).sum(1) for k in range(e.turn_rewards.shape[1])], 1)
-        each = part.sum() / np.maximum(lengths * np.count_nonzero(lengths), 1)
+        trained = credit.trained(e.mask)
+        lengths = np.stack([(trained & (e.turns == k)).sum(1) for k in range(e.turn_rewards.shape[1])], 1)
+        each = trained.sum() / np.maximum(lengths * np.count_nonzero(lengths), 1)
         equal = credits.spread_turns(each, e.turns, e.mask)
         return dataclasses.replace(credit, weights=equal if credit.weights is None else equal * credit.weights)
 
@@ -58,8 +64,7 @@ class TurnReinforce(PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.gamma <= 1:
-            raise self.refuse("gamma", "must be between 0 and 1", "0.95 is usual")
+        check_range(self, "gamma", low=0, high=1, remedy="0.95 is usual")
         if self.equal_turns and self.aggregation != "token-mean":
             raise self.refuse(
                 "equal_turns", "makes turns equal under the token mean only", "aggregation = 'token-mean'"

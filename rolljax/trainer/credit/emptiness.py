@@ -16,13 +16,12 @@ from rolljax.trainer.credit.episodes import Credit, Episodes
 
 def is_empty(result: Credit, e: Episodes) -> bool:
     """Whether credit left no token to train on."""
-    mask = e.mask if result.mask is None else e.mask & result.mask
-    return not (mask if result.keep is None else mask & result.keep[:, None]).any()
+    return not result.trained(e.mask).any()
 
 
 def could_teach(algorithm: Algorithm, e: Episodes, carry: Carry) -> bool:
-    """Whether credit would keep anything of these episodes had they gone as well as can be: all short and whole, good
-    and bad ones in every group, the sampler as the trainer."""
+    """Whether credit would keep anything of these episodes had they gone as well as can be: all short and uncut,
+    good and bad ones in every group, the sampler as the trainer."""
     return not is_empty(algorithm.credit(at_best(algorithm, e), carry), e)
 
 
@@ -32,7 +31,7 @@ def at_best(algorithm: Algorithm, e: Episodes) -> Episodes:
     sampled = e.mask & ~e.expert
     first = np.where(sampled.any(1, keepdims=True), sampled, e.mask)
     first &= first.cumsum(1) == 1
-    low, high = getattr(algorithm, "solve_range", None) or (0.0, 1.0)
+    low, high = algorithm.solve_range or (0.0, 1.0)
     rewards = np.zeros(e.num)
     for group in np.unique(e.groups):
         members = np.flatnonzero(e.groups == group)

@@ -21,14 +21,14 @@ from rolljax.types import Trajectory
 class Episodes:
     """Trajectories of one step; members of a group stand side by side.
 
-    rewards [N]: of the whole trajectory. groups [N]: index of its group, 0 to `num_groups - 1`.
+    rewards [N]: of the trajectory. groups [N]: index of its group, 0 to `num_groups - 1`.
     mask [N, T]: True where there is a token (left aligned). turns [N, T]: its turn, from 0; -1 where there is none.
     turn_rewards, turn_weights, states [N, K]: reward and supervised weight of every turn, and a hash of what the policy
       was told before it. num_turns [N].
     cut [N, K]: which turns' answers were cut by a limit of tokens. truncated [N]: whether any was. success [N]: solved.
     texts, domains [N]: text of all answers, name of the environment.
     sampler_logp [N, T]: behaviour log-probs. expert [N, T]: tokens that were replayed, not sampled. expert_turns [N]:
-    turns of the whole episode they come from. limit_tok: most tokens of one answer. step: of the phase.
+    turns of the full episode they come from. limit_tok: most tokens of one answer. step: of the phase.
 
     The rest is there if the algorithm asked for it (`Needs`): trainer_logp, recomputed before the step's first update
     (the proximal policy); ref_logp; scorer_logp; teacher_logp [S, N, T]; values [M, N, T] of the state before the
@@ -85,7 +85,7 @@ class Episodes:
             else np.where(self.expert, self.trainer_logp, self.sampler_logp)
         )
 
-    def given(self, name: str) -> np.ndarray:
+    def required(self, name: str) -> np.ndarray:
         """An array that was asked for; it is a bug of the caller if it is not there."""
         value = getattr(self, name)
         if value is None:
@@ -157,6 +157,11 @@ class Credit:
     rewards: np.ndarray | None = None
     stats: Mapping[str, float] = dataclasses.field(default_factory=dict)
     carry: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def trained(self, tokens_NT: np.ndarray) -> np.ndarray:
+        """The tokens that take part, of those that there are (`Episodes.mask`); bool `[N, T]`."""
+        trained = tokens_NT if self.mask is None else tokens_NT & self.mask
+        return trained if self.keep is None else trained & self.keep[:, None]
 
 
 def _padded(width: int, **lists: list[list[float]]) -> dict[str, np.ndarray]:

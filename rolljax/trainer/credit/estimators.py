@@ -19,7 +19,7 @@ Shard = Literal["response", "prompt"]
 _ROUNDING = 1e-12  # values this close to each other, relative to their size, are equal
 
 
-class Groups:
+class GroupStats:
     """Statistics within groups, each handed back per member `[N]`. Ids are any integers; members need not be adjacent.
 
     Attributes:
@@ -57,25 +57,24 @@ class Groups:
         squares = self.sum((values_N - self.mean(values_N)) ** 2)
         return np.where(self.flat(values_N), 0.0, np.sqrt(squares / np.maximum(self.size_N - ddof, 1)))
 
-    def rank(self) -> np.ndarray:
+    def sibling(self) -> np.ndarray:
         """How many members of the same group stand before each one; int `[N]`."""
         order = np.argsort(self.index_N, kind="stable")
         index = self.index_N[order]
-        place = np.arange(len(index))
-        rank = np.empty(len(index), np.int64)
-        rank[order] = place - np.searchsorted(index, index)
-        return rank
+        sibling = np.empty(len(index), np.int64)
+        sibling[order] = np.arange(len(index)) - np.searchsorted(index, index)
+        return sibling
 
 
 @dataclasses.dataclass(frozen=True)
-class Running:
+class RunningMoments:
     """Count, mean and sum of squared deviations of everything seen so far: three floats to keep between steps."""
 
     count: float = 0.0
     mean: float = 0.0
     m2: float = 0.0
 
-    def add(self, values: np.ndarray | Iterable[float]) -> Running:
+    def add(self, values: np.ndarray | Iterable[float]) -> RunningMoments:
         """With `values` seen too (the parallel update of Chan, Golub and LeVeque)."""
         new = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.float64).reshape(-1)
         if not new.size:
@@ -83,7 +82,7 @@ class Running:
         mean = float(new.mean())
         count, gap = self.count + new.size, mean - self.mean
         m2 = self.m2 + float(((new - mean) ** 2).sum()) + gap * gap * self.count * new.size / count
-        return Running(float(count), self.mean + gap * new.size / count, m2)
+        return RunningMoments(float(count), self.mean + gap * new.size / count, m2)
 
     @property
     def std(self) -> float:
@@ -99,7 +98,7 @@ def normalise(
     std: Std = "group",
     ddof: int = 1,
     eps: float = 1e-6,
-    running: Running | None = None,
+    running: RunningMoments | None = None,
 ) -> np.ndarray:
     """`(value - mean) / (std + eps)`, each taken over nothing, the batch, the group or all steps so far; float64 `[N]`.
 
@@ -123,9 +122,9 @@ def normalise(
         raise ValueError('mean or std "running" needs `running`')
     if not values.size:
         return values.copy()
-    batch = Groups(np.zeros(len(values), np.int64))
-    group = batch if groups_N is None else Groups(groups_N)
-    past = running or Running()
+    batch = GroupStats(np.zeros(len(values), np.int64))
+    group = batch if groups_N is None else GroupStats(groups_N)
+    past = running or RunningMoments()
     centred = values
     if mean == "running":
         centred = values - past.mean
@@ -149,7 +148,7 @@ def clean(values_NT: np.ndarray, mask_NT: np.ndarray) -> np.ndarray:
 def left_aligned(mask_NT: np.ndarray, *arrays_NT: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Tokens under the mask moved side by side to the left.
 
-    Returns their old places (int `[N, T]`, for `put_back`), the mask as it is then, and the arrays, 0 outside it.
+    Returns their old positions (int `[N, T]`, for `put_back`), the mask as it is then, and the arrays, 0 outside it.
     """
     mask = np.asarray(mask_NT, bool)
     order = np.argsort(~mask, axis=1, kind="stable")
@@ -204,10 +203,11 @@ def turn_returns(turn_rewards_NK: np.ndarray, num_turns_N: np.ndarray, gamma: fl
     return discounted(rewards, _turn_mask(num_turns_N, rewards.shape[1]), gamma)
 
 
-def chunk_returns(rewards_N: np.ndarray, num_turns_N: np.ndarray, gamma: float) -> np.ndarray:
-    """`gamma^(K-1-k) R` for turn k of K: the reward of the end, discounted per interaction chunk; float64 `[N, K]`.
+def discounted_outcomes(rewards_N: np.ndarray, num_turns_N: np.ndarray, gamma: float) -> np.ndarray:
+    """`gamma^(K-1-k) R` for turn k of K: the reward of the end, discounted per turn; float64 `[N, K]`.
 
-    Interaction-Perceptive Agentic policy optimisation (the ROME report). 0 beyond the turns of a trajectory.
+    Interaction-Perceptive Agentic policy optimisation (the ROME report, whose interaction chunks are turns). 0
+    beyond the turns of a trajectory.
     """
     turns = np.asarray(num_turns_N)
     mask = _turn_mask(turns, int(turns.max(initial=0)))
@@ -320,10 +320,10 @@ def lowest(values_NT: np.ndarray, mask_NT: np.ndarray, frac: float) -> np.ndarra
     mask = np.asarray(mask_NT, bool)
     if not 0 <= frac <= 1:
         raise ValueError(f"frac is a share from 0 to 1, not {frac!r}")
-    places = np.flatnonzero(mask)
-    values = np.asarray(values_NT, np.float64).reshape(-1)[places]
+    indices = np.flatnonzero(mask)
+    values = np.asarray(values_NT, np.float64).reshape(-1)[indices]
     out = np.zeros(mask.size, bool)
-    out[places[np.argsort(values, kind="stable")[: share(frac, len(places))]]] = True
+    out[indices[np.argsort(values, kind="stable")[: share(frac, len(indices))]]] = True
     return out.reshape(mask.shape)
 
 
@@ -341,21 +341,21 @@ def critic_shards(groups_N: np.ndarray, num_critics: int, by: Shard = "response"
     """The critic, 0..num_critics-1, that learns from each trajectory; int `[N]`. AsyPPO: critics on disjoint data.
 
     "response" deals the siblings of each group evenly, so that every critic sees every prompt; the first card goes
-    round with group and step. "prompt" deals whole groups.
+    round with group and step. "prompt" deals groups.
     """
     _known("by", by, Shard)
     if num_critics < 1:
         raise ValueError(f"num_critics must be at least 1, not {num_critics!r}")
-    groups = Groups(groups_N)
-    place = groups.index_N + step
-    return (place + groups.rank() if by == "response" else place) % num_critics
+    groups = GroupStats(groups_N)
+    first = groups.index_N + step
+    return (first + groups.sibling() if by == "response" else first) % num_critics
 
 
 def explained_variance(values_NT: np.ndarray, returns_NT: np.ndarray, mask_NT: np.ndarray) -> float:
     """`1 - var(returns - values) / var(returns)` over the tokens under the mask; 0 where returns do not vary."""
     mask = np.asarray(mask_NT, bool)
     values, returns = np.asarray(values_NT, np.float64)[mask], np.asarray(returns_NT, np.float64)[mask]
-    if not returns.size or Groups(np.zeros(returns.size, np.int64)).flat(returns)[0]:
+    if not returns.size or GroupStats(np.zeros(returns.size, np.int64)).flat(returns)[0]:
         return 0.0
     return float(1.0 - (returns - values).var() / returns.var())
 

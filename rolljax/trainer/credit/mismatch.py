@@ -1,8 +1,8 @@
 """Train-sampler mismatch: the sampler and the trainer give the same token different probabilities; weigh or leave out.
 
 `d = trainer_logp - sampler_logp` per sampled token, both natural logs of the weights at the start of the step. Levels,
-each broadcast to the tokens it covers: "token" d, "segment" the mean of d over a turn (a run of sampled tokens between
-two observations), "geometric" its mean over the trajectory, "sequence" its sum over the trajectory.
+each broadcast to the tokens it covers: "token" d, "turn" the mean of d over a turn (a run of sampled tokens between
+two observations), "geometric" its mean over the trajectory, "trajectory" its sum over the trajectory.
 
 Shapes: N trajectories, T sampled tokens of one, `turns_NT` the turn of each token. float64.
 """
@@ -14,15 +14,21 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, check_range
 from rolljax.trainer.credit.estimators import clean
 
-Level = Literal["token", "segment", "geometric", "sequence"]
+RatioLevel = Literal["token", "turn", "geometric", "trajectory"]
+"""What a ratio of two policies' probabilities is taken over: a token; the geometric mean over a turn; the geometric
+mean over the trajectory; the product over the trajectory."""
 _MOST = 80.0  # exponents are cut here: exp(80) still is a float32, and no filter or cap lies beyond
 
 
 def log_ratio(
-    trainer_logp_NT: np.ndarray, sampler_logp_NT: np.ndarray, mask_NT: np.ndarray, turns_NT: np.ndarray, level: Level
+    trainer_logp_NT: np.ndarray,
+    sampler_logp_NT: np.ndarray,
+    mask_NT: np.ndarray,
+    turns_NT: np.ndarray,
+    level: RatioLevel,
 ) -> np.ndarray:
     """Log of the trainer's over the sampler's probability at `level`, at every token; float64 `[N, T]`, 0 elsewhere."""
     mask = np.asarray(mask_NT, bool)
@@ -34,20 +40,20 @@ def log_ratio(
 class Correction:
     """Truncated importance weights and filters, at one level or at several.
 
-    `Correction("segment", weight_cap=None, ratio_band=(0, 5))` leaves out the chunks that the trainer finds five times
+    `Correction("turn", weight_cap=None, ratio_band=(0, 5))` leaves out the turns that the trainer finds five times
     likelier per token than the sampler did (Interaction-Perceptive Agentic policy optimisation).
 
     Args:
       level: what ratio and probability are taken over.
       weight_cap: weights are ratios cut here; None: weights are 1.
       ratio_band: tokens with a ratio outside are left out, the ends belong to the band; None: no filter.
-      prob_band: the same for the difference of probabilities, trainer's less sampler's: for "segment" and "geometric"
-        the mean of the tokens' differences, for "sequence" their sum (ROLL, roll/utils/train_infer_corrections.py).
+      prob_band: the same for the difference of probabilities, trainer's less sampler's: for "turn" and "geometric" the
+        mean of the tokens' differences, for "trajectory" their sum (ROLL, roll/utils/train_infer_corrections.py).
       also: further corrections, at levels of their own. All see the same tokens; a token stays if every filter keeps
         it, and weights are multiplied.
     """
 
-    level: Level = "token"
+    level: RatioLevel = "token"
     weight_cap: float | None = 1.2
     ratio_band: tuple[float, float] | None = None
     prob_band: tuple[float, float] | None = None
@@ -59,20 +65,14 @@ class Correction:
         return self.weight_cap is not None or any(one.weighs for one in self.also)
 
     def __post_init__(self) -> None:
-        if self.level not in get_args(Level):
+        if self.level not in get_args(RatioLevel):
             raise ConfigError(
                 "is not a level",
                 setting="Correction.level",
                 value=self.level,
-                remedy=f"one of {', '.join(get_args(Level))}",
+                remedy=f"one of {', '.join(get_args(RatioLevel))}",
             )
-        if self.weight_cap is not None and not self.weight_cap > 0:
-            raise ConfigError(
-                "must be positive",
-                setting="Correction.weight_cap",
-                value=self.weight_cap,
-                remedy="None leaves the weights at 1",
-            )
+        check_range(self, "weight_cap", above=0, remedy="None leaves the weights at 1")
         for name in ("ratio_band", "prob_band"):
             band = getattr(self, name)
             if band is not None and (len(band) != 2 or not band[0] <= band[1]):
@@ -106,20 +106,20 @@ class Correction:
         return np.where(mask, weights, 0.0), keep
 
 
-def _pooled(values_NT: np.ndarray, mask_NT: np.ndarray, turns_NT: np.ndarray, level: Level) -> np.ndarray:
+def _pooled(values_NT: np.ndarray, mask_NT: np.ndarray, turns_NT: np.ndarray, level: RatioLevel) -> np.ndarray:
     """Token values, or their mean or sum over the part of the trajectory that `level` names; 0 outside the mask."""
-    if level not in get_args(Level):
-        raise ValueError(f"level is one of {', '.join(get_args(Level))}, not {level!r}")
+    if level not in get_args(RatioLevel):
+        raise ValueError(f"level is one of {', '.join(get_args(RatioLevel))}, not {level!r}")
     if level == "token" or not mask_NT.any():
         return values_NT
     ids = np.broadcast_to(np.arange(len(mask_NT))[:, None], mask_NT.shape)
-    if level == "segment":
+    if level == "turn":
         turns = np.asarray(turns_NT).astype(np.int64)
         turns = np.where(mask_NT, turns - turns[mask_NT].min(), 0)
         ids = ids * (int(turns.max()) + 1) + turns
     size = int(ids.max()) + 1
     total: np.ndarray = np.bincount(ids[mask_NT], values_NT[mask_NT], size)
-    if level != "sequence":
+    if level != "trajectory":
         total = total / np.maximum(np.bincount(ids[mask_NT], minlength=size), 1)
     return np.where(mask_NT, total[ids], 0.0)
 

@@ -5,56 +5,104 @@ Shapes: N trajectories, T sampled tokens of one. Log-probs are natural logs; len
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import unicodedata
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import numpy as np
 
-from rolljax.trainer.credit.estimators import Groups, at_last, clean
+from rolljax.errors import ConfigError, check_range
+from rolljax.trainer.credit.episodes import Episodes
+from rolljax.trainer.credit.estimators import GroupStats, clean
+from rolljax.trainer.kl import KlEstimator, kl_estimate
 
-Kl = Literal["k1", "abs", "k2", "k3"]
 _CHARACTERS = 512  # texts longer than this are compared word by word: comparing characters takes quadratic time
 
 
-def kl_estimate(logp: np.ndarray, ref_logp: np.ndarray, kind: Kl) -> np.ndarray:
-    """Estimates of KL(policy || reference) from tokens of the policy, nats per token; float64, the shape of the inputs.
+@dataclasses.dataclass(frozen=True)
+class RewardShaping:
+    """What is added to the rewards of trajectories, and how far they may reach.
 
-    With `x = logp - ref_logp`: k1 is x, abs |x|, k2 x^2/2, k3 exp(-x) + x - 1 clamped to [-10, 10]
-    (Schulman, "Approximating KL divergence").
+    clip: rewards are cut to [-c, c] once they are normalised (None: not at all). overlong_cache: tokens before the
+      limit over which DAPO's soft penalty falls from 0 to -1 (0: none). length_reward: weight of Kimi k1.5's reward for
+      answers that are short within their group (arXiv 2501.12599, section 2.3.3; 0: none).
     """
-    if kind not in get_args(Kl):
-        raise ValueError(f"kind is one of {', '.join(get_args(Kl))}, not {kind!r}")
-    x = np.asarray(logp, np.float64) - np.asarray(ref_logp, np.float64)
-    if kind == "k1":
-        return x
-    if kind == "abs":
-        return np.abs(x)
-    if kind == "k2":
-        return x * x / 2
-    x = np.clip(x, -20, 20)  # beyond, k3 is clamped anyway and exp may overflow
-    return np.clip(np.expm1(-x) + x, -10, 10)
+
+    clip: float | None = None
+    overlong_cache: int = 0
+    length_reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range(self, "clip", above=0, remedy="None for none")
+        check_range(self, "overlong_cache", "length_reward", low=0, remedy="0 switches it off")
+        if self.clip is None and not self.overlong_cache and not self.length_reward:
+            raise ConfigError(
+                "shapes nothing",
+                setting="RewardShaping.overlong_cache",
+                value=self.overlong_cache,
+                remedy="set clip, overlong_cache or length_reward, or shaping = None of the algorithm",
+            )
+
+    def shaped(self, rewards_N: np.ndarray, e: Episodes) -> np.ndarray:
+        """Rewards with what is added to them, `[N]`."""
+        if self.overlong_cache:
+            rewards_N = rewards_N + overlong_penalty(e.longest_answers, e.limit_tok, self.overlong_cache)
+        if self.length_reward:
+            rewards_N = rewards_N + self.length_reward * length_reward(e.lengths, e.success, e.groups)
+        return rewards_N
+
+    def clipped(self, rewards_N: np.ndarray) -> np.ndarray:
+        """Rewards `[N]`, normalised where they are, within `clip`."""
+        return rewards_N if self.clip is None else np.clip(rewards_N, -self.clip, self.clip)
 
 
-def kl_in_reward(
-    rewards_N: np.ndarray, logp_NT: np.ndarray, ref_logp_NT: np.ndarray, mask_NT: np.ndarray, beta: float, kind: Kl
+@dataclasses.dataclass(frozen=True)
+class GroupFilter:
+    """Which groups are left out because their rewards say little or nothing.
+
+    drop_degenerate: groups whose rewards are all equal. solve_range: groups whose mean reward is not strictly between
+      these (None: any mean). dynamic_sampling_rounds: rounds of further groups that are drawn while fewer groups than
+      asked for are left (DAPO; 0: none).
+    """
+
+    drop_degenerate: bool = True
+    solve_range: tuple[float, float] | None = None
+    dynamic_sampling_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        check_range(self, "dynamic_sampling_rounds", low=0, remedy="0 switches it off")
+        if self.solve_range is not None and not self.solve_range[0] < self.solve_range[1]:
+            raise ConfigError(
+                "is empty",
+                setting="GroupFilter.solve_range",
+                value=self.solve_range,
+                remedy="give (low, high), for instance (0.1, 0.95)",
+            )
+        if not self.drop_degenerate and self.solve_range is None:
+            raise ConfigError(
+                "leaves no filter: no group is ever dropped",
+                setting="GroupFilter.drop_degenerate",
+                value=False,
+                remedy="set solve_range, or filter = None of the algorithm",
+            )
+
+    def kept(self, rewards_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
+        """Members of the groups that are left; bool `[N]`."""
+        keep = np.ones(len(rewards_N), bool)
+        if self.drop_degenerate:
+            keep &= ~degenerate(rewards_N, groups_N)
+        if self.solve_range is not None:
+            keep &= difficulty_mask(rewards_N, groups_N, *self.solve_range)
+        return keep
+
+
+def kl_penalty(
+    logp_NT: np.ndarray, ref_logp_NT: np.ndarray, mask_NT: np.ndarray, coef: float, estimator: KlEstimator
 ) -> np.ndarray:
-    """Token rewards `-beta * kl_t`, plus the reward of the trajectory at its last token; float64 `[N, T]`."""
+    """Token rewards `-coef * kl_t`, the KL being that to the reference; float64 `[N, T]`, 0 outside the mask."""
     mask = np.asarray(mask_NT, bool)
-    kl = kl_estimate(clean(logp_NT, mask), clean(ref_logp_NT, mask), kind)
-    return at_last(rewards_N, mask) - beta * kl
-
-
-def adaptive_beta(beta: float, kl: float, target: float, horizon: float, num_samples: float) -> float:
-    """The next KL coefficient: `beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)`.
-
-    Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593). `kl` and `target` in nats, `horizon` and
-    `num_samples` in the same unit (steps or samples).
-    """
-    if target <= 0 or horizon <= 0:
-        raise ValueError(f"target and horizon must be positive, not {target!r} and {horizon!r}")
-    return float(beta * (1.0 + float(np.clip(kl / target - 1.0, -0.2, 0.2)) * num_samples / horizon))
+    return 0.0 - coef * kl_estimate(clean(logp_NT, mask) - clean(ref_logp_NT, mask), estimator, np)
 
 
 def overlong_penalty(lengths_N: np.ndarray, limit: float, cache: float) -> np.ndarray:
@@ -76,7 +124,7 @@ def length_reward(lengths_N: np.ndarray, success_N: np.ndarray, groups_N: np.nda
     From 0.5 for the shortest trajectory of its group down to -0.5 for the longest, linear in the tokens between. What
     is unsolved is never rewarded for being short. 0 in groups of one length.
     """
-    lengths, groups = np.asarray(lengths_N, np.float64), Groups(groups_N)
+    lengths, groups = np.asarray(lengths_N, np.float64), GroupStats(groups_N)
     shortest, longest = groups.low(lengths), groups.high(lengths)
     width = longest - shortest
     reward = np.where(width > 0, 0.5 - (lengths - shortest) / np.where(width > 0, width, 1.0), 0.0)
@@ -85,13 +133,13 @@ def length_reward(lengths_N: np.ndarray, success_N: np.ndarray, groups_N: np.nda
 
 def difficulty_mask(rewards_N: np.ndarray, groups_N: np.ndarray, low: float = 0.1, high: float = 0.95) -> np.ndarray:
     """Members of groups whose mean reward is between `low` and `high`, neither included; bool `[N]`."""
-    mean = Groups(groups_N).mean(np.asarray(rewards_N, np.float64))
+    mean = GroupStats(groups_N).mean(np.asarray(rewards_N, np.float64))
     return (mean > low) & (mean < high)
 
 
 def degenerate(rewards_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
     """Members of groups whose rewards are all equal (groups of one too): nothing to compare; bool `[N]`."""
-    return Groups(groups_N).flat(np.asarray(rewards_N, np.float64))
+    return GroupStats(groups_N).flat(np.asarray(rewards_N, np.float64))
 
 
 def sample_weights(difficulty_N: np.ndarray | None = None, lengths_N: np.ndarray | None = None) -> np.ndarray:
@@ -144,14 +192,14 @@ def best_and_worst(rewards_N: np.ndarray, groups_N: np.ndarray) -> tuple[np.ndar
     Groups whose rewards are all equal give no pair.
     """
     rewards = np.asarray(rewards_N, np.float64)
-    groups = Groups(groups_N)
+    groups = GroupStats(groups_N)
     differ = ~groups.flat(rewards)
     return _first(differ & (rewards == groups.high(rewards)), groups), _first(
         differ & (rewards == groups.low(rewards)), groups
     )
 
 
-def _first(among_N: np.ndarray, groups: Groups) -> np.ndarray:
+def _first(among_N: np.ndarray, groups: GroupStats) -> np.ndarray:
     """The first of `among_N` in each group."""
     places = np.flatnonzero(among_N)
     out = np.zeros(len(among_N), bool)

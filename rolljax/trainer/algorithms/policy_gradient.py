@@ -1,0 +1,369 @@
+"""What all policy gradients have in common, and two parts that most are put together from.
+
+    class Grpo(NormalisedReward, ClippedRatio, PolicyGradient)
+
+`PolicyGradient` is the way from episodes to credit and from log-probs to a loss per token. `NormalisedReward` says what
+rewards are compared with, `ClippedRatio` is the surrogate of PPO; an algorithm writes what it has beside them.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rolljax.errors import check_range
+from rolljax.trainer import objectives
+from rolljax.trainer.aggregation import Aggregation
+from rolljax.trainer.algorithms import checks
+from rolljax.trainer.algorithms.base import (
+    Algorithm,
+    Carry,
+    DivergenceTerm,
+    Needs,
+    PolicyOutputs,
+    Setup,
+    TokenLoss,
+    refusal,
+)
+from rolljax.trainer.batch import TokenBatch
+from rolljax.trainer.credit import estimators as credits
+from rolljax.trainer.credit import shaping
+from rolljax.trainer.credit.episodes import Credit, Episodes
+from rolljax.trainer.credit.mismatch import Correction, RatioLevel
+from rolljax.trainer.credit.shaping import GroupFilter, RewardShaping
+from rolljax.trainer.kl import KlLoss, KlReward
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyGradient(Algorithm):
+    """What policy gradients share: how rewards are prepared, who takes part, how token losses are summed, and the terms
+    that stand beside the surrogate. Subclasses write `surrogate`, may write `advantages`, and override defaults.
+
+    aggregation: see `trainer.aggregation`. anchor: log-probs that ratios are taken to: recorded while sampling
+      (`behaviour`), or computed again by the trainer before the step's first update (`proximal`).
+    shaping: what is added to rewards, and a clip of them (`shaping.RewardShaping`). filter: which groups are left out,
+      and whether others are drawn for them (`shaping.GroupFilter`).
+    mask_truncated: answers cut by a limit are left out. wrong_max_tok, right_max_tok: of unsolved, or of solved,
+      trajectories only those with fewer sampled tokens take part (None: all).
+    difficulty_weight, length_weight: trajectories of prompts that are rarely solved, or short ones, count more; on
+      average 1 (`shaping.sample_weights`).
+    whiten: advantages to mean 0 and standard deviation 1 over all tokens. advantage_clip: to [-c, c] at last.
+    kl: what holds the policy near a reference: `kl.KlLoss`, a term in the loss, or `kl.KlReward`, a penalty in the
+      reward of every token.
+    entropy_coef: weight of the entropy bonus. sft_coef: weight of the cross-entropy of trajectories whose reward is
+      positive, beside the surrogate.
+    correction: weights and filters for a gap between sampler and trainer (`mismatch.Correction`).
+    """
+
+    aggregation: Aggregation = "token-mean"
+    anchor: Literal["behaviour", "proximal"] = "behaviour"
+    shaping: RewardShaping | None = None
+    filter: GroupFilter | None = None
+    mask_truncated: bool = False
+    wrong_max_tok: int | None = None
+    right_max_tok: int | None = None
+    difficulty_weight: bool = False
+    length_weight: bool = False
+    whiten: bool = False
+    advantage_clip: float | None = None
+    kl: KlLoss | KlReward | None = None
+    entropy_coef: float = 0.0
+    sft_coef: float = 0.0
+    correction: Correction | None = None
+
+    ratio_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that act on the ratio and can be switched off with None."""
+    level: ClassVar[RatioLevel] = "token"
+    """What the ratio is taken over."""
+    whiten_ddof: ClassVar[int] = 1
+    """What `whiten` takes off the number of tokens in the variance."""
+
+    # ---- what an algorithm writes -----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
+        """Per-token loss `[B, T]`; `ratio` at `level`, to the anchor."""
+
+    def advantages(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+        """`[N, T]` from prepared rewards `[N]`: every token has its trajectory's."""
+        return credits.spread(self.clipped(self.scores(e, rewards, carry)), e.mask)
+
+    def scores(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+        """Prepared rewards `[N]`, compared with others."""
+        return rewards
+
+    def uses_ratio(self) -> bool:
+        """Whether the surrogate looks at the ratio."""
+        return True
+
+    def uses_groups(self) -> bool:
+        """Whether members of a group are each other's baseline, so that a group of one teaches nothing."""
+        return False
+
+    def uses_rewards(self) -> bool:
+        """Whether the objective asks which trajectories were rewarded (`TokenBatch.rewards`)."""
+        return self.sft_coef > 0
+
+    def remember(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> Carry:
+        """What is carried to the next step, brought up to date before this step's advantages."""
+        return carry
+
+    @property
+    def clip_range(self) -> tuple[float | None, float | None] | None:
+        """How far below and above 1 a ratio counts (None: there is no clip)."""
+        return None
+
+    def check_fields(self) -> None:
+        """Refuses values of the settings that parts (`ClippedRatio`) bring along."""
+
+    # ---- what the loop and the trainer ask --------------------------------------------------------------------------
+
+    @property
+    def solve_range(self) -> tuple[float, float] | None:
+        return self.filter.solve_range if self.filter else None
+
+    @property
+    def dynamic_sampling_rounds(self) -> int:
+        return self.filter.dynamic_sampling_rounds if self.filter else 0
+
+    @property
+    def overlong_cache(self) -> int:
+        return self.shaping.overlong_cache if self.shaping else 0
+
+    @property
+    def kl_coef(self) -> float:
+        return self.kl.coef if isinstance(self.kl, KlLoss) else 0.0
+
+    @property
+    def entropy_grad(self) -> bool:
+        return self.entropy_coef != 0
+
+    def needs(self) -> Needs:
+        full = isinstance(self.kl, KlLoss) and self.kl.estimator == "full"
+        reference = self.kl.reference if self.kl else ""
+        return Needs(
+            trainer_logp=self.anchor == "proximal" or self.correction is not None,
+            ref="" if full else reference,
+            divergence=DivergenceTerm(reference, "reverse", tau=None) if full else None,
+            rewards=self.uses_rewards(),
+        )
+
+    def has_signal(self, e: Episodes) -> np.ndarray:
+        return self.prepare(e)[1]
+
+    # ---- credit -----------------------------------------------------------------------------------------------------
+
+    def credit(self, e: Episodes, carry: Carry) -> Credit:
+        rewards, keep = self.prepare(e)
+        carry = self.remember(e, rewards, carry)
+        advantages = self.advantages(e, rewards, carry)
+        penalty, carry, stats = self.kl_penalty(e, carry)
+        if penalty is not None:
+            advantages = advantages + credits.discounted(penalty, e.mask, 1.0)
+        return self.finish(e, rewards, keep, advantages, carry, stats)
+
+    def prepare(self, e: Episodes) -> tuple[np.ndarray, np.ndarray]:
+        """Rewards `[N]` before they are normalised, and which trajectories take part `[N]`."""
+        rewards = np.asarray(e.rewards, np.float64)
+        keep = np.ones(e.num, bool) if self.filter is None else self.filter.kept(rewards, e.groups)
+        if self.mask_truncated:
+            keep &= ~e.truncated
+        for success, most in ((False, self.wrong_max_tok), (True, self.right_max_tok)):
+            if most is not None:
+                keep &= (e.success != success) | (e.lengths < most)
+        return (self.shaping.shaped(rewards, e) if self.shaping else rewards), keep
+
+    def clipped(self, rewards: np.ndarray) -> np.ndarray:
+        """Rewards `[N]`, normalised where they are, within `RewardShaping.clip`."""
+        return self.shaping.clipped(rewards) if self.shaping else rewards
+
+    def kl_penalty(self, e: Episodes, carry: Carry) -> tuple[np.ndarray | None, dict[str, float], dict[str, float]]:
+        """Token rewards `[N, T]` of a KL penalty (None: there is none), the adapted coefficient, and the KL
+        measured."""
+        carried = dict(carry)
+        if self.kl is None or not self.needs().ref:
+            return None, carried, {}
+        logp = e.trainer_logp if e.trainer_logp is not None else e.sampler_logp
+        ref_logp = e.required("ref_logp")
+        gap = credits.clean(logp, e.mask) - credits.clean(ref_logp, e.mask)
+        measured = float(np.mean(gap[e.mask])) if e.mask.any() else 0.0
+        coef = carry.get("kl_coef", self.kl.coef)
+        if self.kl.adaptive is not None:
+            carried["kl_coef"] = self.kl.adaptive.following(coef, measured, e.num)
+        stats = {"kl/ref_k1_nat": measured, "kl/coef": coef}
+        if isinstance(self.kl, KlLoss):
+            return None, carried, stats
+        return shaping.kl_penalty(logp, ref_logp, e.mask, coef, self.kl.estimator), carried, stats
+
+    def finish(
+        self,
+        e: Episodes,
+        rewards: np.ndarray,
+        keep: np.ndarray,
+        advantages: np.ndarray,
+        carry: Carry,
+        stats: Mapping[str, float],
+    ) -> Credit:
+        """What follows the advantages: normalisation over tokens, the clip, the correction of a mismatch, weights.
+
+        Args:
+          rewards, keep: as `prepare` made them.
+        """
+        mask, weights = e.mask & ~e.expert, None
+        if self.correction is not None:
+            weights, kept = self.correction.apply(e.required("trainer_logp"), e.sampler_logp, mask, e.turns)
+            stats = {**stats, "mismatch/filtered_frac": 1 - float(kept[mask].mean()) if mask.any() else 0.0}
+            mask = mask & kept
+        if self.difficulty_weight or self.length_weight:
+            own = self.sample_weights(e, keep)[:, None] * e.mask
+            weights = own if weights is None else own * weights
+        if self.whiten:
+            advantages = credits.whiten(advantages, mask & keep[:, None], ddof=self.whiten_ddof)
+        if self.advantage_clip is not None:
+            advantages = np.clip(advantages, -self.advantage_clip, self.advantage_clip)
+        return Credit(
+            advantages,
+            weights=weights,
+            mask=mask,
+            keep=keep,
+            rewards=credits.spread(rewards, e.mask) if self.uses_rewards() else None,
+            carry=dict(carry),
+            stats=dict(stats),
+        )
+
+    def sample_weights(self, e: Episodes, keep: np.ndarray) -> np.ndarray:
+        """What each trajectory's surrogate is multiplied by, `[N]`: on average 1 over those that take part."""
+        unsolved = 1 - credits.GroupStats(e.groups).mean(e.success.astype(np.float64))
+        weights = np.ones(e.num)
+        weights[keep] = shaping.sample_weights(
+            unsolved[keep] if self.difficulty_weight else None, e.lengths[keep] if self.length_weight else None
+        )
+        return weights
+
+    # ---- the objective ----------------------------------------------------------------------------------------------
+
+    def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
+        anchor = batch.anchor(self.anchor)
+        mask = (batch.scale != 0).astype(jnp.float32)
+        log_ratio = objectives.log_ratio(policy.logp, anchor, mask, self.level, batch.sequence_ids, batch.turn_ids)
+        ratio = jnp.exp(log_ratio)
+        loss = self.surrogate(policy.logp, ratio, batch)
+        if batch.weights is not None:
+            loss = loss * batch.weights
+        mean: dict[str, jax.Array] = {"policy/ratio_mean": ratio, "policy/ratio_sq": ratio * ratio, "loss/policy": loss}
+        if isinstance(self.kl, KlLoss):
+            kl = self.kl_to_reference(self.kl, policy, batch)
+            loss = loss + batch.kl_coef * kl
+            mean["kl/ref_nat"] = kl
+        if self.entropy_coef:
+            bonus = policy.entropy if batch.entropy_weights is None else policy.entropy * batch.entropy_weights
+            loss = loss - self.entropy_coef * bonus
+        if self.sft_coef:
+            loss = loss - self.sft_coef * jnp.where(batch.required("rewards") > 0, policy.logp, 0.0)
+        if self.clip_range is not None:
+            mean |= objectives.clip_stats(ratio, batch.advantages, *self.clip_range)
+        return TokenLoss(loss, mean, {"policy/ratio_max": ratio})
+
+    def kl_to_reference(self, term: KlLoss, policy: PolicyOutputs, batch: TokenBatch) -> jax.Array:
+        """KL to the reference at every token, nats, `[B, T]`."""
+        if term.estimator != "full":
+            return objectives.kl(policy.logp, batch.required("ref_logp"), term.estimator)
+        assert policy.divergence is not None
+        return policy.divergence
+
+    # ---- checks -----------------------------------------------------------------------------------------------------
+
+    def __post_init__(self) -> None:
+        none = "give a positive number, or None for none"
+        check_range(self, "advantage_clip", "wrong_max_tok", "right_max_tok", above=0, remedy=none)
+        check_range(self, "entropy_coef", "sft_coef", low=0, remedy="0 switches it off")
+        self.check_fields()
+
+    def check(self, setup: Setup) -> list[str]:
+        checks.check_groups(self, setup)
+        checks.check_kl(self, setup)
+        return [*checks.narrow_range(self, setup), *checks.check_ratio(self, setup)]
+
+
+@dataclasses.dataclass(frozen=True)
+class NormalisedReward:
+    """A part of policy gradients whose tokens all have the trajectory's reward: `(R - mean) / (std + 1e-6)`.
+
+    mean, std: taken over nothing, the group, the batch, all steps so far (`running`), or (mean only) the other members
+    of the group (`leave_one_out`).
+    """
+
+    mean: credits.Mean = "group"
+    std: credits.Std = "group"
+
+    def scores(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
+        """Prepared rewards `[N]`, normalised."""
+        running = _running(carry) if "running" in (self.mean, self.std) else None
+        return credits.normalise(rewards, e.groups, mean=self.mean, std=self.std, running=running)
+
+    def remember(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> Carry:
+        """Moments of all rewards so far, where they are used."""
+        if "running" not in (self.mean, self.std):
+            return carry
+        seen = _running(carry).add(rewards)
+        return {**carry, **{f"reward_{k}": v for k, v in dataclasses.asdict(seen).items()}}
+
+    def uses_groups(self) -> bool:
+        """Whether members of a group are each other's baseline, so that a group of one teaches nothing."""
+        return self.mean in ("group", "leave_one_out") or self.std == "group"
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedRatio:
+    """A part of policy gradients whose surrogate is PPO's clipped ratio.
+
+    clip_low, clip_high: how far the ratio may fall or rise before a token's gradient ends (None: any).
+    dual_clip: for negative advantages the ratio counts as at most this (arXiv 1912.09729; 3 is usual).
+    """
+
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.2
+    dual_clip: float | None = None
+
+    ratio_settings: ClassVar[tuple[str, ...]] = ("clip_high", "clip_low", "dual_clip")
+
+    def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
+        """Per-token loss `[B, T]`; `ratio` to the anchor."""
+        return objectives.clipped(ratio, batch.advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    @property
+    def clip_range(self) -> tuple[float | None, float | None]:
+        """How far below and above 1 a ratio counts."""
+        return self.clip_low, self.clip_high
+
+    def check_fields(self) -> None:
+        """Refuses clips that cannot be, or that can have no effect."""
+        checks.check_clips(self, self.clip_low, "clip_low", "clip_high", "dual_clip")
+        if self.dual_clip is not None and self.dual_clip <= 1 + (self.clip_high or 0):
+            why, remedy = "would cut inside the clip range", "choose more than 1 + clip_high; 3 is usual"
+            raise refusal(self, "dual_clip", why, remedy)
+
+
+def _running(carry: Carry) -> credits.RunningMoments:
+    names = [f.name for f in dataclasses.fields(credits.RunningMoments)]
+    return credits.RunningMoments(**{n: carry.get(f"reward_{n}", 0.0) for n in names})
+
+
+def token_rewards(e: Episodes, rewards: np.ndarray) -> np.ndarray:
+    """Rewards `[N, T]` where they were earned: a turn's on its last token; what shaping added, on the last token."""
+    last_of_turn = e.mask & np.diff(np.where(e.mask, e.turns, -1), axis=1, append=-1).astype(bool)
+    earned = credits.spread_turns(e.turn_rewards, e.turns, e.mask) * last_of_turn
+    return earned + credits.at_last(rewards - earned.sum(1), e.mask)
+
+
+def turn_returns(e: Episodes, rewards: np.ndarray, gamma: float) -> np.ndarray:
+    """Discounted return `[N, K]` from each turn on; what shaping added to `rewards` `[N]` stands on the last turn."""
+    shaped = e.turn_rewards.copy()
+    shaped[np.arange(e.num), e.num_turns - 1] += rewards - e.rewards
+    return credits.turn_returns(shaped, e.num_turns, gamma)
