@@ -6,7 +6,7 @@
     python benchmarks/sampler.py --compare --python tunix=DIR/bin/python trl=DIR/bin/python
 
 `--compare` runs ours and the peers (see `peers/README.md`) on equal work, each in a process of its own, in turn for
-several rounds, and prints the ratios of the medians. The whole way is timed: prompt ids on the host, weights swapped
+several rounds, and prints the ratios of the medians. All of the way is timed: prompt ids on the host, weights swapped
 (so that nothing is left in the cache), pages, scheduler, log-probs, new ids on the host.
 """
 
@@ -75,14 +75,14 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     mesh = MeshSpec().build(jax.devices()[: args.devices])
     params = make_publish(mesh, model)(weights)
     sampler = Sampler(Engine(model, cfg, mesh, BATCH_AXES), params, 0, longest_prompt=0)
-    law = SamplingParams(1.0, work.max_new, (work.stop,) if work.stops else ())
+    settings = SamplingParams(1.0, work.max_new, (work.stop,) if work.stops else ())
     waits: list[float] = []
     last: list[Any] = []
 
     async def sequence(i: int, seed: int) -> list[Any]:
         stream, turns = work.rows[i], []
         for turn in range(work.turns):
-            turns.append(await sampler.generate(stream, law, (seed, i, turn)))
+            turns.append(await sampler.generate(stream, settings, (seed, i, turn)))
             if turn + 1 < work.turns:
                 stream = np.concatenate([stream, turns[-1].tokens, work.appends[i, turn]])
         return turns
@@ -111,7 +111,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     done_s = out["seconds"][-1]
     did = {k: v - getattr(before[0], k) for k, v in dataclasses.asdict(sampler.stats).items()}
-    prefill_tok, prefill_s = time_prefill(sampler, params, work, law)
+    prefill_tok, prefill_s = time_prefill(sampler, params, work, settings)
     sampler.close()
     out |= {
         "prefill_tokens": did["prefill_tok"],
@@ -129,9 +129,9 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
-def time_prefill(sampler: Any, params: Any, work: wl.Workload, law: Any) -> tuple[int, float]:
+def time_prefill(sampler: Any, params: Any, work: wl.Workload, settings: Any) -> tuple[int, float]:
     """Prompt tokens that are computed, and the seconds until every first token is there (best of 3)."""
-    one = dataclasses.replace(law, max_tokens=1)
+    one = dataclasses.replace(settings, max_tokens=1)
 
     async def firsts() -> None:
         await asyncio.gather(*(sampler.generate(row, one, (i,)) for i, row in enumerate(work.rows)))

@@ -502,7 +502,7 @@ class Worth(Toy):
 
 
 def pack(algorithm: Algorithm, played: Played, credit: Credit, kl_coef: float = 0.0) -> TokenBatch:
-    """What `PhaseTrainer.credited` and `batch.pack` make of a step, a group to a row; `positions` are table rows."""
+    """What `PhaseTrainer.apply_credit` and `batch.pack` make of a step: a group to a row; `positions`: table rows."""
     e = played.episodes
     mask = e.mask if credit.mask is None else credit.mask & e.mask
     keep = (np.ones(e.num, bool) if credit.keep is None else credit.keep) & mask.any(1)
@@ -579,10 +579,10 @@ def policy_loss(algorithm: Algorithm, table: jax.Array, batch: TokenBatch) -> ja
 
 def critic_loss(algorithm: Algorithm, values: jax.Array, critic: jax.Array, batch: TokenBatch) -> jax.Array:
     """As `update.critic_loss`, for the table of one critic `[R]`."""
-    scale = algorithm.critic_scale(batch) * masked.clean(batch.given("critic_weights_C")[..., critic], batch.scale)
+    scale = algorithm.critic_scale(batch) * masked.clean(batch.required("critic_weights_C")[..., critic], batch.scale)
     batch = dataclasses.replace(batch, scale=scale)
-    old = masked.clean(batch.given("old_values_C")[..., critic], scale)
-    returns = masked.clean(batch.given("returns"), scale)
+    old = masked.clean(batch.required("old_values_C")[..., critic], scale)
+    returns = masked.clean(batch.required("returns"), scale)
     loss, _ = algorithm.critic_loss(masked.clean(values[batch.positions], scale), returns, old, batch)
     return masked.total(loss, scale)
 

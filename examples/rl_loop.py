@@ -26,7 +26,7 @@ from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.sampler.engine import ADDRESS_LEN, Engine, Inserts, Pieces
+from rolljax.sampler.engine import ADDRESS_LEN, Engine, Inserts, PrefillChunks
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.mesh import MeshSpec
@@ -53,12 +53,12 @@ def sample_all(engine, params, state, prompts, addresses, stop_ids):
     cfg, page = engine.cfg, engine.cfg.page_size
     distinct = list(dict.fromkeys(p.tobytes() for p in prompts))
     ids = [np.frombuffer(p, np.int32) for p in distinct]
-    W, T = cfg.pages_per_sequence, cfg.piece(max(map(len, ids)))
-    R = cfg.rows(T, 1)
+    W, T = cfg.pages_per_sequence, cfg.chunk_size(max(map(len, ids)))
+    R = cfg.prefill_rows(T, 1)
     assert len(ids) <= R and len(prompts) <= cfg.slots
 
     # prefill every distinct prompt once, into pages 0 .. R*W-1
-    pieces = Pieces.empty(R, T, W)
+    pieces = PrefillChunks.empty(R, T, W)
     for row, p in enumerate(ids):
         pieces.tokens[row, : len(p)], pieces.count[row] = p, len(p)
         pieces.table[row] = row * W + np.arange(W)

@@ -16,9 +16,7 @@ from rolljax.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from rolljax.config.loader import Loaded
-    from rolljax.model.decoder import Params
     from rolljax.recipe import Recipe
-    from rolljax.run.preflight import Preflight
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -39,26 +37,27 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> int:
         import numpy as np
 
-        from rolljax.run.preflight import check as check_run
+        from rolljax.run import preflight
         from rolljax.run.runtime import Runtime
+        from rolljax.run.trained import initial_params, trained_params
 
         config.append(read_config(args))
-        plan = check_run(config[0].value)
-        params, version = read_params(plan, args.run)
-        with Runtime(plan, params, version) as rooms:
-            trajectories = rooms.evaluate(version)
+        checked = preflight.check(config[0].value)
+        params, version = trained_params(checked, args.run) if args.run else (initial_params(checked), 0)
+        with Runtime(checked, lambda: params, version) as runtime:
+            trajectories = runtime.evaluate(version)
         alive = [t for t in trajectories if t.status != "failed"]
         rewards = np.array([t.reward for t in alive])
         if not alive:
             raise CheckpointError(f"every trajectory failed; the last one: {trajectories[-1].fault}")
         result = {
-            "env": plan.recipe.env.name,
+            "env": checked.recipe.env.name,
             "reward_mean": float(rewards.mean()),
             "reward_stderr": float(rewards.std(ddof=1) / len(rewards) ** 0.5) if len(rewards) > 1 else 0.0,
             "success_frac": float(np.mean([t.success for t in alive])),
             "n": len(alive),
             "failed": len(trajectories) - len(alive),
-            "temperature": plan.recipe.evaluation.temperature,
+            "temperature": checked.recipe.evaluation.temperature,
             "version": version,
         }
         if args.save:
@@ -79,24 +78,6 @@ def read_config(args: argparse.Namespace) -> Loaded[Recipe]:
     if not args.gin:
         raise ConfigError("says which tasks to evaluate on", setting="--gin", remedy="--gin quickstart, for instance")
     return cli.load_recipe(args.gin, [*args.set, f"Recipe.model = {args.model!r}"])
-
-
-def read_params(plan: Preflight, run: str | None) -> tuple[Params, int]:
-    """What `Model.bind` takes, and its policy version: a run's latest checkpoint, or the recipe's own start."""
-    from rolljax.loop import make_trainer
-    from rolljax.run.console import Console
-    from rolljax.run.folder import RunFolder
-    from rolljax.run.initial_weights import base_weights, start_params
-
-    if run is None:
-        return plan.model.full_params(start_params(plan), base_weights(plan)), 0
-    folder = RunFolder(run)
-    saved = folder.latest(Console().say)
-    if saved is None:
-        raise CheckpointError(f"{run} holds no checkpoint yet")
-    trainer = make_trainer(plan, saved.progress.phase, {}, base_weights(plan))
-    state = folder.checkpoints.state(saved.name, trainer.abstract(), trainer.shardings)
-    return trainer.full_params(state.params), saved.progress.version
 
 
 if __name__ == "__main__":

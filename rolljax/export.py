@@ -63,21 +63,22 @@ def export(run: str | None, folder: str | None, to: Path, *, adapter: bool = Fal
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    from rolljax.eval import read_params
     from rolljax.model import hf, lora
     from rolljax.model.decoder import Model
     from rolljax.model.tokenizer import load_tokenizer
     from rolljax.run.folder import stored_config
     from rolljax.run.initial_weights import plain_params
-    from rolljax.run.preflight import check as check_run
+    from rolljax.run.preflight import load_chat, resolve
+    from rolljax.run.trained import trained_params
     from rolljax.trainer.mesh import available_devices
 
     if run is not None:
-        plan = check_run(cli.load_recipe([stored_config(run)], []).value)
-        model, base, tokenizer = plan.model, plan.recipe.model, plan.chat.tokenizer
+        resolved = resolve(cli.load_recipe([stored_config(run)], []).value)
+        model, base, tokenizer = resolved.model, resolved.recipe.model, load_chat(resolved).tokenizer
         if not adapter:
             source = base if isinstance(base, str) else None
-            hf.save(to, model.plain, plain_params(plan, read_params(plan, run)[0]), tokenizer, source=source, **how)
+            params = plain_params(resolved, trained_params(resolved, run)[0])
+            hf.save(to, model.plain, params, tokenizer, source=source, **how)
             return
         if model.lora is None or not isinstance(base, str):
             raise ConfigError(
@@ -86,7 +87,7 @@ def export(run: str | None, folder: str | None, to: Path, *, adapter: bool = Fal
                 setting="--adapter",
                 remedy="leave it out: the folder then holds all weights",
             )
-        adapters, inside = read_params(plan, run)[0].adapters, hf.decoder_module(base)
+        adapters, inside = trained_params(resolved, run)[0].adapters, hf.decoder_module(base)
         lora.save_adapter(to, model.lora, model.cfg, adapters, base, tokenizer, inside)
         return
     if adapter:

@@ -1,5 +1,5 @@
 """Plan: `python -m rolljax.plan --gin FILE --topology v5p:4x4x4 [--json OUT]` compiles a run's real programs for a TPU
-that is not there, and tells whether they fit and how long they take at best. docs/plan.md explains the figures.
+that is not there, and tells whether they fit and how long they take at best. docs/resolved.md explains the figures.
 
 Exit codes: 0 everything fits, 1 something does not, 2 a wrong setting or no TPU compiler.
 """
@@ -53,26 +53,28 @@ def main(argv: list[str] | None = None) -> int:
 
         config.append(cli.load_recipe(args.gin, args.set))
         chip = chips.chip(args.topology)
+        from rolljax.run import reference_policies
         from rolljax.run.preflight import resolve
 
-        plan = resolve(config[0].value, chips.devices(args.topology))
-        reports = list(compile_all(plan, chip, args.only, args.hlo))
-        show(plan, chip, args.topology, reports)
+        resolved = resolve(config[0].value, chips.devices(args.topology))
+        reference_policies.check(resolved)
+        reports = list(compile_all(resolved, chip, args.only, args.hlo))
+        show(resolved, chip, args.topology, reports)
         if args.json:
-            args.json.write_text(json.dumps(to_json(plan, chip, args.topology, reports), indent=1) + "\n")
+            args.json.write_text(json.dumps(to_json(resolved, chip, args.topology, reports), indent=1) + "\n")
         return 0 if all(r.fits for r in reports) else EXIT_TOO_LARGE
 
     return cli.run_verb(run, lambda: config[0] if config else None)
 
 
-def compile_all(plan: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path | None) -> Iterator[Report]:
+def compile_all(resolved: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path | None) -> Iterator[Report]:
     """Compile one program after the other, and say which on stderr."""
     from rich.console import Console
 
     from rolljax.errors import ConfigError
 
     console = Console(stderr=True, highlight=False)
-    every = list(programs(plan))
+    every = list(programs(resolved))
     chosen = [p for p in every if not only or p.name.rpartition("/")[2] in only]
     if not chosen:
         names = sorted({p.name.rpartition("/")[2] for p in every})
@@ -85,18 +87,18 @@ def compile_all(plan: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path | N
         yield report
 
 
-def programs(plan: ResolvedRecipe) -> Iterator[Program]:
+def programs(resolved: ResolvedRecipe) -> Iterator[Program]:
     """All programs of a run: of each phase that differs from those before it, of the sampler, and between them."""
     from rolljax.aot import programs as aot
-    from rolljax.loop import make_trainer
     from rolljax.run.initial_weights import base_shapes
+    from rolljax.run.trainer import make_trainer
 
-    mesh, model, recipe = plan.mesh, plan.model, plan.recipe
-    base = base_shapes(plan)
-    sampler = aot.SamplerShapes.of(model, recipe.sampler, plan.sampler_mesh)
+    mesh, model, recipe = resolved.mesh, resolved.model, resolved.recipe
+    base = base_shapes(resolved)
+    sampler = aot.SamplerShapes.of(model, recipe.sampler, resolved.sampler_mesh)
     trainers, seen = [], set()
     for index, phase in enumerate(recipe.phases):
-        trainer = make_trainer(plan, index, aot.reference_shapes(mesh, model, phase.algorithm, base), base)
+        trainer = make_trainer(resolved, index, aot.reference_shapes(mesh, model, phase.algorithm, base), base)
         trainers.append(aot.Trainer.of(trainer))
         key = (phase.algorithm, phase.optimizer, trainer.shape)
         if key not in seen:
@@ -109,13 +111,13 @@ def programs(plan: ResolvedRecipe) -> Iterator[Program]:
     resident = largest | sampler.resident()
     own = {k: v for k, v in resident.items() if k in ("parameters", "base weights", "sampler weights")}
     beside = {k: v for k, v in resident.items() if k not in own}
-    yield aot.publish_program(mesh, plan.sampler_mesh, model, trained, sampler.params, own, beside)
+    yield aot.publish_program(mesh, resolved.sampler_mesh, model, trained, sampler.params, own, beside)
 
 
 # ---- what is said ---------------------------------------------------------------------------------------------------
 
 
-def to_json(plan: ResolvedRecipe, chip: Chip, topology: str, reports: list[Report]) -> dict[str, Any]:
+def to_json(resolved: ResolvedRecipe, chip: Chip, topology: str, reports: list[Report]) -> dict[str, Any]:
     """Everything that was found, and what it rests on."""
     import dataclasses
 
@@ -123,26 +125,26 @@ def to_json(plan: ResolvedRecipe, chip: Chip, topology: str, reports: list[Repor
 
     return {
         "topology": topology,
-        "mesh": {k: v for k, v in plan.mesh.shape.items() if v > 1},
-        "sampler_mesh": {k: v for k, v in plan.sampler_mesh.shape.items() if v > 1},
-        "parameters": plan.model.num_params(),
+        "mesh": {k: v for k, v in resolved.mesh.shape.items() if v > 1},
+        "sampler_mesh": {k: v for k, v in resolved.sampler_mesh.shape.items() if v > 1},
+        "parameters": resolved.model.num_params(),
         "jax": jax.__version__,
         "chip": dataclasses.asdict(chip),
         "fits": all(r.fits for r in reports),
         "programs": [r.to_json() for r in reports],
-        "steps": step_times(plan, reports),
-        "next": {r.program: next_settings(plan, r) for r in reports if not r.fits},
+        "steps": step_times(resolved, reports),
+        "next": {r.program: next_settings(resolved, r) for r in reports if not r.fits},
     }
 
 
-def step_times(plan: ResolvedRecipe, reports: list[Report]) -> dict[str, dict[str, float]]:
+def step_times(resolved: ResolvedRecipe, reports: list[Report]) -> dict[str, dict[str, float]]:
     """Seconds of a whole step at best, by phase: rollout, training, publish, one after the other.
 
     Every answer is taken to be of full length; prefill is not counted, as nothing is known of prompts. Phases that do
     not sample, and those of which a program is not among the reports, are left out.
     """
     seconds = {r.program: r.time.step_s for r in reports if r.time}
-    recipe, found = plan.recipe, {}
+    recipe, found = resolved.recipe, {}
     for phase in recipe.phases:
         critics = phase.algorithm.needs().critics
         times = {"update": phase.updates_per_step * phase.epochs} if phase.algorithm.trains_policy else {}
@@ -163,7 +165,7 @@ def step_times(plan: ResolvedRecipe, reports: list[Report]) -> dict[str, dict[st
     return found
 
 
-def show(plan: ResolvedRecipe, chip: Chip, topology: str, reports: list[Report]) -> None:
+def show(resolved: ResolvedRecipe, chip: Chip, topology: str, reports: list[Report]) -> None:
     """The report, on stdout."""
     from rich.console import Console
 
@@ -171,19 +173,19 @@ def show(plan: ResolvedRecipe, chip: Chip, topology: str, reports: list[Report])
     if not console.is_terminal:
         console = Console(highlight=False, soft_wrap=True, width=WIDTH)
     split = lambda mesh: ", ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"  # noqa: E731
-    axes = split(plan.mesh)
-    if plan.sampler_mesh is not plan.mesh:
-        axes += f"; sampler {split(plan.sampler_mesh)}"
+    axes = split(resolved.mesh)
+    if resolved.sampler_mesh is not resolved.mesh:
+        axes += f"; sampler {split(resolved.sampler_mesh)}"
     console.print(
-        f"{topology}: {plan.mesh.size} devices ({axes}); {plan.model.num_params() / 1e9:.2f} B parameters, "
-        f"{plan.model.dtype}, remat {plan.model.remat}"
+        f"{topology}: {resolved.mesh.size} devices ({axes}); {resolved.model.num_params() / 1e9:.2f} B parameters, "
+        f"{resolved.model.dtype}, remat {resolved.model.remat}"
     )
     console.print(
         f"assumed of a device: {chip.bf16_flops / 1e12:.0f} TFLOP/s bf16, {chip.hbm_bytes_s / 1e9:.0f} GB/s HBM, "
         f"{chip.usable_hbm_gib} GiB usable, {chip.link_bytes_s / 1e9:.0f} GB/s per link and way ({chip.source})"
     )
     console.print(_overview(reports))
-    for phase, t in step_times(plan, reports).items():
+    for phase, t in step_times(resolved, reports).items():
         console.print(
             f"a step of {phase} at best, every answer of full length: {sum(t.values()):.1f} s (rollout "
             f"{t['rollout_s']:.1f}, training {t['train_s']:.1f}, publish {t['publish_s']:.1f})\n"
@@ -197,7 +199,7 @@ def show(plan: ResolvedRecipe, chip: Chip, topology: str, reports: list[Report])
             over = report.memory.total - report.memory.usable
             why = report.refused or f"{over:.2f} GiB more than a device has"
             console.print(f"[bold red]{report.program} does not fit[/]: {why}", markup=True)
-            for setting in next_settings(plan, report):
+            for setting in next_settings(resolved, report):
                 console.print(f"  try {setting}", markup=False)
 
 
@@ -275,15 +277,15 @@ def _collectives(report: Report, most: int = 12) -> Any:
     return table
 
 
-def next_settings(plan: ResolvedRecipe, report: Report) -> list[str]:
+def next_settings(resolved: ResolvedRecipe, report: Report) -> list[str]:
     """What to change so that a program fits, the likeliest first."""
     from rolljax.trainer.mesh import num_batch_shards
 
-    recipe, shape, memory = plan.recipe, plan.mesh.shape, report.memory
+    recipe, shape, memory = resolved.recipe, resolved.mesh.shape, report.memory
     sizes = {**memory.beside, **memory.own, "temporaries": memory.temporaries}
     tried: dict[str, list[str]] = {}
     phase = next((p for p in recipe.phases if report.program.startswith(f"{p.name}/")), None)
-    shards = num_batch_shards(plan.mesh)
+    shards = num_batch_shards(resolved.mesh)
     if phase is not None:
         work = []
         if recipe.remat != "full":
@@ -304,7 +306,7 @@ def next_settings(plan: ResolvedRecipe, report: Report) -> list[str]:
         tried["optimizer"] = state
         lora = [] if recipe.lora else ["Recipe.lora = @lora.Lora(): train adapters only"]
         tried["parameters"] = tried["gradients"] = [*state[:1], *lora]
-    tensor = plan.sampler_mesh.shape["tensor"]
+    tensor = resolved.sampler_mesh.shape["tensor"]
     tried["sampler weights"] = [f"SamplerConfig.tensor = {2 * tensor}: split them"]
     pages = recipe.sampler.num_pages
     tried["KV pool"] = [f"SamplerConfig.pages = {pages // 2}: half the pages", "fewer SamplerConfig.slots"]

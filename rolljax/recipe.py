@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, check_range
 from rolljax.model.attention import Implementation
 from rolljax.model.decoder import DecoderConfig, Dtype, Remat
 from rolljax.model.families.qwen3 import Qwen3Config
@@ -43,8 +43,8 @@ class Phase:
       make the group and the others are let go for good, which favours short answers. Which these are depends on time,
       so such a run cannot be repeated to the bit.
     starts: begin episodes behind an expert's first turns (`starts.ExpertStarts`).
-    row_len, micro_rows: tokens of a packed row, which must hold one whole trajectory, and rows of a micro-batch. 0: the
-      shortest row that does, in whole 128s, and as many rows as the devices do well with. `--dry_run` shows them.
+    row_len, micro_rows: tokens of a packed row, which must hold one trajectory, and rows of a micro-batch. 0: the
+      shortest row that does, a multiple of 128, and as many rows as the devices do well with. `--dry_run` shows them.
     eval_every: evaluate on held-out tasks every so many steps (0: only at the end of the phase).
     stop_at_reward: end the phase early once such an evaluation reaches this reward.
     """
@@ -71,12 +71,11 @@ class Phase:
     stop_at_reward: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "prompts_per_step", "group_size", "updates_per_step", "epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", setting=f"Phase.{name}", value=getattr(self, name))
-        for name in ("staleness", "eval_every", "top_k", "spare_groups", "spare_siblings", "row_len", "micro_rows"):
-            if getattr(self, name) < 0:
-                raise ConfigError("must not be negative", setting=f"Phase.{name}", value=getattr(self, name))
+        check_range(self, "steps", "prompts_per_step", "group_size", "updates_per_step", "epochs", low=1)
+        check_range(self, "staleness", "eval_every", "top_k", "spare_groups", "spare_siblings", low=0)
+        check_range(self, "row_len", "micro_rows", low=0)
+        check_range(self, "top_p", above=0, high=1)
+        check_range(self, "min_p", low=0, below=1)
         if self.temperature <= 0:
             raise ConfigError(
                 "must be positive: greedy samples teach nothing about each other",
@@ -113,10 +112,7 @@ class Phase:
                 value=self.stop_at_reward,
                 remedy="set Phase.eval_every",
             )
-        if not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
-            name = "min_p" if 0 < self.top_p <= 1 else "top_p"
-            raise ConfigError("is not a probability", setting=f"Phase.{name}", value=getattr(self, name))
-        if self.staleness and self.algorithm.source != "sampler":
+        if self.staleness and not self.samples:
             raise ConfigError(
                 f"can have no effect: {type(self.algorithm).__name__} learns from gold answers, which do not age",
                 setting="Phase.staleness",
@@ -124,7 +120,7 @@ class Phase:
                 remedy="set it to 0",
             )
         for name in ("spare_groups", "spare_siblings", "starts"):
-            if getattr(self, name) and self.algorithm.source != "sampler":
+            if getattr(self, name) and not self.samples:
                 raise ConfigError(
                     f"can have no effect: {type(self.algorithm).__name__} learns from gold answers",
                     setting=f"Phase.{name}",
@@ -138,6 +134,11 @@ class Phase:
                 value=self.epochs,
                 remedy="set Critic.epochs",
             )
+
+    @property
+    def samples(self) -> bool:
+        """Whether the policy acts in the environments; else their own answers are learned from."""
+        return self.algorithm.source == "sampler"
 
     def setup(self, max_turns: int, *, first: bool = False, environment: str = "") -> Setup:
         """What the algorithm is combined with. first: the phase is the run's first. environment: its name."""
@@ -164,22 +165,14 @@ class Evaluation:
     held_out_frac: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.tasks < 1:
-            raise ConfigError("must be at least 1", setting="Evaluation.tasks", value=self.tasks)
-        if self.temperature < 0:
-            raise ConfigError("must not be negative", setting="Evaluation.temperature", value=self.temperature)
-        if not 0 < self.held_out_frac < 1:
-            raise ConfigError(
-                "must be between 0 and 1, both excluded",
-                setting="Evaluation.held_out_frac",
-                value=self.held_out_frac,
-                remedy="0.1 holds out a tenth of the tasks",
-            )
+        check_range(self, "tasks", low=1)
+        check_range(self, "temperature", low=0)
+        check_range(self, "held_out_frac", above=0, below=1, remedy="0.1 holds out a tenth of the tasks")
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A whole run: what is learned where, by which model, in which phases.
+    """A run: what is learned where, by which model, in which phases.
 
     model: shape of a decoder that starts from random weights with a byte tokenizer, or the path of a local Hugging Face
       folder whose config, weights, tokenizer and chat template are used.
@@ -226,11 +219,8 @@ class Recipe:
             raise ConfigError(
                 "are not all different", setting="Phase.name", value=names, remedy="give each its own name"
             )
-        for name in ("max_answer_tok", "save_every", "rollouts_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", setting=f"Recipe.{name}", value=getattr(self, name))
-        if self.keep_checkpoints < 2:
-            raise ConfigError("must be at least 2", setting="Recipe.keep_checkpoints", value=self.keep_checkpoints)
+        check_range(self, "max_answer_tok", "save_every", "rollouts_every", low=1)
+        check_range(self, "keep_checkpoints", low=2)
         if self.keep_rollouts is not None and self.keep_rollouts < 1:
             raise ConfigError(
                 "must be at least 1, or None for all",
@@ -266,7 +256,7 @@ class Recipe:
                 )
             if phase.algorithm.unsplit_groups and self.rollout.max_restarts:
                 raise ConfigError(
-                    f"is not possible: {type(phase.algorithm).__name__} compares whole trajectories of one sequence",
+                    f"is not possible: {type(phase.algorithm).__name__} compares trajectories, each of one sequence",
                     setting="RolloutConfig.context",
                     value=self.rollout.context,
                     remedy="set 'truncate'",
@@ -288,13 +278,13 @@ class Recipe:
                 remedy="leave it out; AgentProgram has max_calls, max_restarts and deadline_s",
             )
         for phase in self.phases:
-            if phase.starts and phase.algorithm.source == "sampler":
+            if phase.starts and phase.samples:
                 raise ConfigError(
                     "cannot replay turns to an agent program", setting="Phase.starts", remedy="leave it out"
                 )
             if phase.algorithm.unsplit_groups and agent.max_restarts:
                 raise ConfigError(
-                    f"must be 0: {type(phase.algorithm).__name__} compares whole trajectories of one sequence",
+                    f"must be 0: {type(phase.algorithm).__name__} compares trajectories, each of one sequence",
                     setting="AgentProgram.max_restarts",
                     value=agent.max_restarts,
                 )
@@ -318,7 +308,7 @@ class Recipe:
         ]
         short = [
             f"phase {p.name}: spare_siblings = {p.spare_siblings} lets the slowest answers go for good: short ones are "
-            "trained on more often than they are given (spare_groups brings slow groups back)"
+            "trained on more often than they are sampled (spare_groups brings slow groups back)"
             for p in self.phases
             if p.spare_siblings
         ]
@@ -338,14 +328,14 @@ class Recipe:
     def pack_shape(self, phase: Phase) -> PackShape:
         """Fixed shape of the batches of a phase that is `sized`: room for the worst case, whatever the lengths are."""
         size, prompt, response = self._lengths(phase)
-        whole = phase.algorithm.unsplit_groups
+        unsplit = phase.algorithm.unsplit_groups
         rows = num_rows_bound(
             phase.prompts_per_step // phase.updates_per_step,
-            size if whole else phase.group_size + (phase.starts is not None and phase.algorithm.imitates),
+            size if unsplit else phase.group_size + (phase.starts is not None and phase.algorithm.imitates),
             prompt,
             response,
             phase.row_len,
-            whole=whole,
+            unsplit_groups=unsplit,
             restarts=self.max_restarts,
         )
         return PackShape(-(-rows // phase.micro_rows), phase.micro_rows, phase.row_len)

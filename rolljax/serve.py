@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import dataclasses
 import gc
-import importlib.util
 import ipaddress
 import os
 import secrets
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from rolljax.model.decoder import DecoderConfig, Params
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
-    from rolljax.serving.schema import Served
+    from rolljax.serving.schema import ServedModel
     from rolljax.serving.server import Service
 
 API_KEY = "ROLLJAX_API_KEY"
@@ -106,9 +105,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for what can be seen to be wrong before anything is loaded."""
     from rolljax.model.folder import folder_remedy
 
-    missing = [m for m in ("starlette", "uvicorn", "pydantic", "prometheus_client") if not importlib.util.find_spec(m)]
-    if missing:
-        raise ConfigError(f"serving needs {', '.join(missing)}", remedy="pip install -e '.[serve]'")
     for name, low, high in (("port", 0, 65535), ("max_concurrency", 1, 2**20), ("tensor", 1, 2**20)):
         if not low <= getattr(args, name) <= high:
             raise ConfigError(f"must be {low} to {high}", setting=f"--{name}", value=getattr(args, name))
@@ -162,18 +158,18 @@ def allow_open_files(wanted: int) -> None:
 # ---- the model
 
 
-def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
+def load(args: argparse.Namespace) -> tuple[Engine, Params, int, ServedModel]:
     """The engine, its weights and their policy version, and what requests are checked against."""
     import jax
 
-    from rolljax.eval import read_params
     from rolljax.model import hf
     from rolljax.model.decoder import DecoderConfig, Dtype, Model
     from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
-    from rolljax.run.preflight import Preflight, micro_tok
+    from rolljax.run.preflight import ResolvedRecipe, micro_tok
+    from rolljax.run.trained import trained_params
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
-    from rolljax.serving.schema import Served
+    from rolljax.serving.schema import ServedModel
     from rolljax.trainer.mesh import SLOT_AXES, MeshSpec, param_shardings
     from rolljax.trainer.publish import make_publish
 
@@ -192,14 +188,14 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, Served]:
     sizes = read_sizes(args, sizes, cfg)
     chat = Chat(tokenizer) if tokenizer.chat_template else None
     name = args.served_model_name or Path(args.run or args.model).resolve().name
-    served = Served(name, tokenizer, chat, cfg.vocab_size, sizes.max_context)
+    served = ServedModel(name, tokenizer, chat, cfg.vocab_size, sizes.max_context)
     print(f"loading {name}", file=sys.stderr, flush=True)
     if recipe is None:
         where = param_shardings(mesh, model.axes(), model.abstract())
         params, version = hf.load(args.model, model, where, computed=True), 0
     else:
-        sized = recipe.sized(mesh, micro_tok(mesh, model))
-        params, version = read_params(Preflight(sized, mesh, model, Chat(tokenizer), [], (), 0), args.run)
+        resolved = ResolvedRecipe(recipe.sized(mesh, micro_tok(mesh, model)), mesh, model)
+        params, version = trained_params(resolved, args.run)
     return Engine(model.plain, sizes, mesh, SLOT_AXES), make_publish(mesh, model)(params), version, served
 
 

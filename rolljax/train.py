@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -24,13 +23,15 @@ from rolljax import cli
 from rolljax.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, CheckpointError, StorageError
 
 if TYPE_CHECKING:
-    from rolljax.cluster.lockstep import Alone, Follower, Leader
+    from rolljax.cluster.lockstep import Follower, Leader, SingleProcess
     from rolljax.config.loader import Loaded
     from rolljax.model.decoder import Model
     from rolljax.recipe import Recipe
-    from rolljax.run.checkpoint import Progress
+    from rolljax.run.console import Console
     from rolljax.run.folder import RunFolder
     from rolljax.run.preflight import Preflight
+    from rolljax.run.progress import RunProgress
+    from rolljax.run.trainer import Trainer
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     args, began = parse(argv), time.perf_counter()
     cli.quiet()
     config: list[Loaded[Recipe]] = []
-    joined: list[Alone | Leader | Follower] = []
+    joined: list[SingleProcess | Leader | Follower] = []
 
     def run() -> int:
         from rolljax.cluster import distributed, lockstep
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         joined.append(lockstep.join(processes))
         with joined[0].guard():
             config.append(cli.load_recipe(args.gin, args.set))
-            return one_process(args, config[0], joined[0], began)
+            return train(args, config[0], joined[0], began)
 
     code = 1
     try:
@@ -68,85 +69,106 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def one_process(args: argparse.Namespace, config: Loaded[Recipe], team: Alone | Leader | Follower, began: float) -> int:
-    """What this process, which set out at `began`, does of a run, or all there is to do; returns the exit code."""
-    from rolljax.cluster.lockstep import Follower
-    from rolljax.run import preflight, reference_policies, rehearsal
-
-    folder = args.run_dir or Path("runs") / Path(args.gin[-1]).stem
-    if isinstance(team, Follower):
-        from rolljax.run.follow import follow
-
-        resolved = preflight.resolve(config.value)
-        reference_policies.check(resolved)
-        with stop_on_signal(team.ask_to_stop):
-            return follow(resolved, config, folder, team)
-    plan = preflight.check(config.value)
-    checked = rehearsal.check(plan)
-    if args.dry_run:
-        print(describe(plan, checked))
-        return 0
-    return train(plan, config, folder, fresh=args.fresh, team=team, began=began)
-
-
 def train(
-    plan: Preflight,
-    config: Loaded[Recipe],
-    path: str | Path,
-    *,
-    fresh: bool,
-    team: Alone | Leader,
-    began: float | None = None,
+    args: argparse.Namespace, config: Loaded[Recipe], team: SingleProcess | Leader | Follower, began: float
 ) -> int:
-    """Run, continue or decline to repeat the run in folder `path`; returns the exit code. `began`: see `loop.train`."""
-    from rolljax.run.folder import RunFolder
-
-    folder = RunFolder(path)
-    with folder.lock():
-        notes = folder.prepare(config, fresh=fresh)
-        mark = secrets.token_hex()
-        folder.mark(mark)
-        team.greet(mark)
-        return _train(plan, folder, team, notes, began or time.perf_counter())
-
-
-def _train(plan: Preflight, folder: RunFolder, team: Alone | Leader, notes: list[str], began: float) -> int:
+    """Run, continue or decline to repeat a run; returns the exit code. `began`: see `loop.train`."""
     from rolljax import loop
+    from rolljax.cluster.lockstep import Follower
+    from rolljax.run import preflight, rehearsal
     from rolljax.run.console import Console
-    from rolljax.run.folder import DONE
+    from rolljax.run.folder import RunFolder
     from rolljax.threads.event_loop import Stopped
 
-    console = Console()
-    for text in notes:
-        console.say(text)
-    saved = folder.latest(console.say)
-    if saved:
-        has_more = not saved.progress.finished or loop.has_more(saved.progress, plan.recipe.phases)
-        if not has_more and folder.is_complete(saved.progress):
-            console.say(complete_line(folder, saved.progress, plan.recipe))
+    folder, console = RunFolder(args.run_dir or Path("runs") / Path(args.gin[-1]).stem), Console()
+    if isinstance(team, Follower):
+        return follow(config, folder, team)
+    checked = preflight.check(config.value)
+    lines = rehearsal.check(checked)
+    if args.dry_run:
+        print(describe(checked, lines))
+        return 0
+    with folder.lock():
+        for text in folder.prepare(config, fresh=args.fresh):
+            console.say(text)
+        team.handshake(folder.mark())
+        if is_complete(folder, checked.recipe, console):
             return 0
-        console.say(continuing_line(folder, saved.progress, has_more))
-    with stop_on_signal() as is_told:
-        try:
-            with team.guard():
-                should_stop = lambda: is_told() or team.asked_to_stop()  # noqa: E731
-                state, progress = loop.train(plan, folder, console, should_stop, team, began)
-        except Stopped:
-            saved = folder.latest(console.say)
-            assert saved is not None
-            folder.finish(saved.progress, "stopped by signal")
-            console.say("stopped and saved; the same command goes on from here")
-            return EXIT_PREEMPTED
-        except Exception as e:
-            with contextlib.suppress(StorageError, CheckpointError):  # which the error may come from
-                saved = folder.latest(console.say)
-                folder.write_summary(saved.progress if saved else loop.Progress(), f"{type(e).__name__}: {e}")
-            raise
+        with stop_on_signal() as is_told:
+            try:
+                with team.guard():
+                    should_stop = lambda: is_told() or team.asked_to_stop()  # noqa: E731
+                    trainer, progress = loop.train(checked, folder, console, should_stop, team, began)
+            except Stopped:
+                return stopped(folder, console)
+            except Exception as e:  # border: whatever ended the run stands in its summary
+                failed(folder, console, e)
+                raise
+        return finish(folder, console, checked.recipe, trainer, progress, began)
+
+
+def follow(config: Loaded[Recipe], folder: RunFolder, team: Follower) -> int:
+    """What a process does of a run that another one leads: with its devices, what the leader does with its own.
+
+    Raises:
+      ConfigError: settings or run folder are not the leader's. InfraError: the leader is lost.
+    """
+    from rolljax.run import preflight, reference_policies
+    from rolljax.run.runtime import share_sampler
+    from rolljax.run.trainer import LOCKSTEP_CALLS, LocalTrainer
+
+    resolved = preflight.resolve(config.value)
+    reference_policies.check(resolved)
+    trainer = team.share("trainer", LocalTrainer(resolved, folder), LOCKSTEP_CALLS)
+    share_sampler(resolved, trainer.weights, team)
+    with stop_on_signal(team.ask_to_stop):
+        team.serve(lambda mark: folder.check_shared(config, mark))
+    return team.code
+
+
+def is_complete(folder: RunFolder, recipe: Recipe, console: Console) -> bool:
+    """Whether nothing is left to do in a run folder; says so, or where the run goes on."""
+    saved = folder.latest(console.say)
+    if saved is None:
+        return False
+    has_more = not saved.progress.finished or saved.progress.has_more(recipe.phases)
+    if not has_more and folder.is_complete(saved.progress):
+        console.say(complete_line(folder, saved.progress, recipe))
+        return True
+    console.say(continuing_line(folder, saved.progress, has_more))
+    return False
+
+
+def stopped(folder: RunFolder, console: Console) -> int:
+    """A run was told to stop, and has saved; returns the exit code."""
+    saved = folder.latest(console.say)
+    assert saved is not None
+    folder.finish(saved.progress, "stopped by signal")
+    console.say("stopped and saved; the same command goes on from here")
+    return EXIT_PREEMPTED
+
+
+def failed(folder: RunFolder, console: Console, error: Exception) -> None:
+    """Put what ended a run into its summary, unless the error comes from the folder."""
+    from rolljax.run.progress import RunProgress
+
+    with contextlib.suppress(StorageError, CheckpointError):
+        saved = folder.latest(console.say)
+        folder.write_summary(saved.progress if saved else RunProgress(), f"{type(error).__name__}: {error}")
+
+
+def finish(
+    folder: RunFolder, console: Console, recipe: Recipe, trainer: Trainer, progress: RunProgress, began: float
+) -> int:
+    """Write what a run leaves at its end; returns the exit code."""
+    from rolljax.run.folder import DONE
+    from rolljax.run.step_metrics import timed
+
     if not progress.finished:
         raise CheckpointError(f"the run ended after {progress.total_steps} steps without a reason: this is a bug")
-    with loop.timed(progress.other_wall_s, "result"), team.turn("result"):
-        state_sha256 = loop.result(plan, folder, state, plan.chat.tokenizer)
-    folder.finish(progress, DONE, state_sha256, plan.recipe.keep_rollouts)
+    with timed(progress.other_wall_s, "result"):
+        state_sha256 = trainer.result()
+    folder.finish(progress, DONE, state_sha256, recipe.keep_rollouts)
     console.say(
         f"done in {time.perf_counter() - began:.0f} s: {folder.path}/  curves.png  summary.json  metrics.jsonl  "
         "rollouts/  hf/ (Hugging Face)  ckpt/ (Orbax)"
@@ -154,7 +176,7 @@ def _train(plan: Preflight, folder: RunFolder, team: Alone | Leader, notes: list
     return 0
 
 
-def complete_line(folder: RunFolder, progress: Progress, recipe: Recipe) -> str:
+def complete_line(folder: RunFolder, progress: RunProgress, recipe: Recipe) -> str:
     """One line for a run with nothing left to do."""
     phase = recipe.phases[progress.phase]
     line = f"{folder.path} is complete already ({progress.total_steps} steps); "
@@ -163,7 +185,7 @@ def complete_line(folder: RunFolder, progress: Progress, recipe: Recipe) -> str:
     return line + "more steps or another phase go on, --fresh starts over"
 
 
-def continuing_line(folder: RunFolder, progress: Progress, has_more: bool) -> str:
+def continuing_line(folder: RunFolder, progress: RunProgress, has_more: bool) -> str:
     """One line for a run that goes on."""
     line = f"continuing {folder.path} after step {progress.total_steps}"
     if not has_more:
@@ -217,22 +239,22 @@ def describe_adapters(model: Model) -> str:
     return f"adapters  {trained:,} parameters: rank {lora.rank} beside {maps}; base weights in {base}"
 
 
-def describe(plan: Preflight, checked: Sequence[str] = ()) -> str:
-    """What would run: mesh, model, batch geometry, what was `checked`, and the first task as the model will see it."""
+def describe(checked: Preflight, lines_of_checks: Sequence[str] = ()) -> str:
+    """What would run: mesh, model, batch geometry, what was checked, and the first task as the model will see it."""
     from rolljax.trainer.mesh import MESH_AXES
 
-    r, m = plan.recipe, plan.model
+    r, m = checked.recipe, checked.model
     split = lambda mesh: ", ".join(f"{a}={mesh.shape[a]}" for a in MESH_AXES)  # noqa: E731
     lines = [
-        f"mesh      {split(plan.mesh)} ({plan.mesh.devices.flat[0].device_kind})",
-        *([f"sampler's {split(plan.sampler_mesh)}"] if plan.sampler_mesh is not plan.mesh else []),
+        f"mesh      {split(checked.mesh)} ({checked.mesh.devices.flat[0].device_kind})",
+        *([f"sampler's {split(checked.sampler_mesh)}"] if checked.sampler_mesh is not checked.mesh else []),
         f"model     {m.num_params():,} parameters, {m.cfg.num_layers} layers, {m.dtype}"
         + (f", from {r.model}" if isinstance(r.model, str) else ", random weights"),
         *([describe_adapters(m)] if m.lora else []),
         f"sampler   {r.sampler.slots} slots, context {r.sampler.max_context}, "
         f"{r.sampler.num_pages} pages of {r.sampler.page_size} tokens",
-        f"tasks     {r.env.name}, up to {r.env.max_turns} turn(s), prompts up to {plan.longest_prompt_tok} tokens, "
-        f"{len(plan.heldout)} held out",
+        f"tasks     {r.env.name}, up to {r.env.max_turns} turn(s), prompts up to {checked.longest_prompt_tok} tokens, "
+        f"{len(checked.heldout)} held out",
     ]
     for p in r.phases:
         shape = r.pack_shape(p)
@@ -241,9 +263,9 @@ def describe(plan: Preflight, checked: Sequence[str] = ()) -> str:
             f"{p.group_size} trajectories, {p.updates_per_step * p.epochs} update(s) of up to {shape.num_micro} x "
             f"{shape.micro_rows} rows of {shape.row_len} tokens"
         )
-    lines += [f"checked   {text}" for text in checked]
+    lines += [f"checked   {text}" for text in lines_of_checks]
     lines += [f"warning   {text}" for text in r.warnings()]
-    text = plan.chat.tokenizer.decode(plan.chat.prompt_ids(plan.first_prompt))
+    text = checked.chat.tokenizer.decode(checked.chat.prompt_ids(checked.first_prompt))
     return "\n".join([*lines, "first task as the model sees it:", *(f"  | {line}" for line in text.split("\n"))])
 
 

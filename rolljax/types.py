@@ -245,6 +245,11 @@ class Trajectory:
     sample_s: float = 0.0
 
     @property
+    def lost(self) -> bool:
+        """Whether something else than the policy's own loops kept it from its end."""
+        return self.status == "failed" and not (self.fault and self.fault.kind == "agent")
+
+    @property
     def num_sampled_tok(self) -> int:
         return sum(len(t.tokens) for t in self.turns)
 
@@ -255,7 +260,7 @@ class Trajectory:
 
     @property
     def starts(self) -> np.ndarray:
-        """Where in `stream()` each of its sequences begins: 0, and every turn that restarts."""
+        """Where in `stream()` each of its sequences begins: 0, and every turn that restarts; int64 `[S]`."""
         sizes = [len(t.prompt_ids) + len(t.tokens) for t in self.turns]
         begins = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
         return begins[[i == 0 or t.restart for i, t in enumerate(self.turns)]]
@@ -289,7 +294,7 @@ class Group:
     cancelled: int = 0
     """Spare episodes that were let go when enough others were complete."""
     demonstration: Trajectory | None = None
-    """What an expert did where all of the trajectories failed; nobody played it (`starts.fallback`)."""
+    """What an expert did where all of the trajectories failed; nobody played it (`rollout.starts.fallback`)."""
 
     @property
     def rewards(self) -> np.ndarray:

@@ -100,7 +100,7 @@ def credited(algorithm, groups, seed=0):
     """Groups that take part, with their columns."""
     rng = np.random.default_rng(seed)
     e = episodes_of(rng, groups, algorithm.needs())
-    return trainer(algorithm).credited(samples_of(groups), e, algorithm.credit(e, {}))
+    return trainer(algorithm).apply_credit(samples_of(groups), e, algorithm.credit(e, {}))
 
 
 class Objective:
@@ -132,14 +132,14 @@ class Objective:
             aggregation=algorithm.aggregation,
             limit_tok=LIMIT_TOK,
             kl_coef=self.kl_coef if kl_coef is None else kl_coef,
-            whole=algorithm.unsplit_groups,
+            unsplit_groups=algorithm.unsplit_groups,
         )
 
     def __call__(self, packed, logps, put=lambda x: x):
-        """Total loss over the micro-batches, and d loss / d logp per sample, in the order of `packed.places`."""
+        """Total loss over the micro-batches, and d loss / d logp per sample, in the order of `packed.indices`."""
         batch = packed.batch
         logp = np.zeros(batch.tokens.shape, np.float32)
-        flat = [at for group in packed.places for at in group]
+        flat = [at for group in packed.indices for at in group]
         for at, values in zip(flat, logps, strict=True):
             logp.reshape(-1)[at] = values
         # entropy and divergence are functions of the token too, so that they follow it through any packing
@@ -152,7 +152,7 @@ class Objective:
             total += float(value)
             grads[:, m] = np.asarray(grad)
             stats.append(found)
-        return total, [packed.read(g) for g in grads], stats
+        return total, [packed.unpack(g) for g in grads], stats
 
 
 def trained(algorithm, groups, e, logps, shape=SHAPE, *, memory=None, mask=None):
@@ -166,7 +166,7 @@ def trained(algorithm, groups, e, logps, shape=SHAPE, *, memory=None, mask=None)
     credit = algorithm.credit(e, memory)
     if mask is not None:
         credit = dataclasses.replace(credit, mask=mask if credit.mask is None else mask & credit.mask)
-    kept = trainer(algorithm).credited(samples, e, credit)
+    kept = trainer(algorithm).apply_credit(samples, e, credit)
     grads = [np.zeros((3, len(x))) for x in logps]
     if not kept:
         return 0.0, grads

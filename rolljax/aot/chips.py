@@ -92,7 +92,10 @@ def devices(topology: str) -> list[jax.Device]:
       ConfigError: libtpu is not installed, the name is unknown, or this process holds an accelerator already.
     """
     chip(topology)
-    bad = lambda message, remedy: ConfigError(message, setting="topology", value=topology, remedy=remedy)  # noqa: E731
+
+    def bad(message: str, remedy: str) -> ConfigError:
+        return ConfigError(message, setting="topology", value=topology, remedy=remedy)
+
     if importlib.util.find_spec("libtpu") is None:
         raise bad("needs the TPU compiler, libtpu is not installed", "pip install 'rolljax[tpu]'")
     for name, value in ENVIRONMENT.items():
@@ -109,7 +112,7 @@ def devices(topology: str) -> list[jax.Device]:
     single = {"chips_per_host_bounds": (1, 1, 1)} if sides and all(s == "1" for s in sides) else {}
     try:
         return list(topologies.get_topology_desc(topology_name=topology, platform="tpu", **single).devices)
-    except Exception as error:  # libtpu's own errors have no common class
+    except Exception as error:  # border: libtpu's own errors have no common class
         first = str(error).strip().splitlines()[0]
         raise bad(f"is refused by libtpu: {first}", "a shape in whole hosts, such as v5e:2x4") from error
 
@@ -121,17 +124,17 @@ def links(chip: Chip, every: Sequence[Any], group: Sequence[int]) -> float:
     skip devices share their links with the groups in between. A group inside one chip counts as one link.
 
     Args:
-      every: the devices of the mesh, in its order. group: places of the group's devices among them.
+      every: the devices of the mesh, in its order. group: indices of the group's devices among them.
     """
-    place = np.array([tuple(d.coords) for d in every])
-    sides = place.max(0) - place.min(0) + 1
-    mine = place[list(group)]
+    coords = np.array([tuple(d.coords) for d in every])
+    sides = coords.max(0) - coords.min(0) + 1
+    own = coords[list(group)]
     total = 0.0
     for axis, side in enumerate(sides):
-        values = sorted(set(mine[:, axis].tolist()))
+        values = sorted(set(own[:, axis].tolist()))
         if len(values) < 2:
             continue
         stride = math.gcd(*np.diff(values).tolist())
-        whole = len(values) * stride >= side
-        total += (2 if whole and side % chip.ring == 0 else 1) / stride
+        spanned = len(values) * stride >= side
+        total += (2 if spanned and side % chip.ring == 0 else 1) / stride
     return total or 1.0

@@ -15,18 +15,15 @@ Figures are of one device.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-_BITS = {"pred": 8, "bf16": 16, "f16": 16, "token": 0, "tuple": 0, "opaque": 0}
-_ARRAY = re.compile(r"\b(pred|bf16|f16|f32|f64|f8\w+|[su](?:1|2|4|8|16|32|64)|c64|c128)\[([\d,]*)\](\{[^}]*\})?")
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+from rolljax.aot.hlo_text import Array, Computation, Instruction, arrays, parse, replica_group
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
 _FREE = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "partition-id", "after-all", "iota"),
@@ -34,79 +31,7 @@ _FREE = {
 }
 _KERNEL = "tpu_custom_call"
 _Key = tuple[str, tuple[str, ...], str, bool, tuple[int, ...]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """One array of a shape. space: memory space; 0 is HBM."""
-
-    dtype: str
-    dims: tuple[int, ...]
-    space: int
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.dims)
-
-    @property
-    def nbytes(self) -> int:
-        bits = _BITS.get(self.dtype) or (8 if self.dtype.startswith("f8") else int(re.sub(r"\D", "", self.dtype)))
-        return -(-self.size * bits // 8)
-
-
-def arrays(shape: str) -> list[Array]:
-    """The arrays of a shape as the text writes it."""
-    found = []
-    for dtype, dims, layout in _ARRAY.findall(shape):
-        space = re.search(r"S\((\d+)\)", layout)
-        found.append(Array(dtype, tuple(int(d) for d in dims.split(",") if d), int(space[1]) if space else 0))
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """name = shape opcode(operands), attributes."""
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    argument: str
-    """What stands in the brackets, for constants and parameters."""
-    root: bool
-
-    def attribute(self, name: str) -> str | None:
-        """A computation's name, or a number."""
-        found = re.search(rf"\b{name}=\{{?%?([\w.\-]+)", self.attributes)
-        return found[1] if found else None
-
-
-class Computation:
-    """Instructions by name, in their order."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.by_name: dict[str, Instruction] = {}
-
-    def __iter__(self) -> Iterator[Instruction]:
-        return iter(self.by_name.values())
-
-    @property
-    def root(self) -> Instruction:
-        return next((i for i in self if i.root), next(reversed(self.by_name.values())))
-
-    @functools.cached_property
-    def users(self) -> Mapping[str, list[Instruction]]:
-        """Who takes an instruction's result."""
-        found: dict[str, list[Instruction]] = defaultdict(list)
-        for one in self:
-            for name in one.operands:
-                found[name].append(one)
-        return found
-
-    def parameters(self) -> list[Instruction]:
-        return sorted((i for i in self if i.opcode == "parameter"), key=lambda i: int(i.argument))
+"""Of collectives that are added up: kind, axes, dtype, hidden, group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +39,7 @@ class Collective:
     """Collectives of one kind over the same mesh axes.
 
     payload_bytes: of the larger side. sent_bytes: what each device sends, by a ring. hidden: the compiler started it
-    asynchronously, so that it may run behind matmuls. group: devices of one group, by their place in the mesh.
+    asynchronously, so that it may run behind matmuls. group: devices of one group, by their index in the mesh.
     """
 
     kind: str
@@ -176,54 +101,13 @@ def read(text: str, mesh_shape: Mapping[str, int], trips: float = 1) -> Work:
     return _Reader(text, mesh_shape, trips).work()
 
 
-def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Computations by name, and the name of the entry."""
-    found: dict[str, Computation] = {}
-    current: Computation | None = None
-    entry = ""
-    for line in text.splitlines():
-        if (head := _HEAD.match(line)) and not line.startswith(" "):
-            current = found[head[2]] = Computation(head[2])
-            entry = head[2] if head[1] else entry
-        elif line.startswith("}") and line.rstrip() == "}":
-            current = None
-        elif current is not None and (match := _LINE.match(line)):
-            shape, rest = _split_shape(match[3])
-            opcode, _, rest = rest.partition("(")
-            inside, attributes = _split_brackets(rest)
-            operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-            one = Instruction(match[2], shape, opcode.strip(), operands, attributes, inside, bool(match[1]))
-            current.by_name[one.name] = one
-    return found, entry
-
-
-def _split_shape(text: str) -> tuple[str, str]:
-    if not text.startswith("("):
-        shape, _, rest = text.partition(" ")
-        return shape, rest
-    head, tail = _split_brackets(text[1:])
-    return f"({head})", tail.strip()
-
-
-def _split_brackets(text: str) -> tuple[str, str]:
-    """Up to the bracket that closes an open one, and what follows."""
-    depth = 1
-    for match in re.finditer(r"[()]", text):
-        depth += 1 if match[0] == "(" else -1
-        if not depth:
-            return text[: match.start()], text[match.end() :]
-    return text, ""
-
-
 class _Reader:
     def __init__(self, text: str, mesh_shape: Mapping[str, int], trips: float) -> None:
         self.computations, self.entry = parse(text)
         self.mesh_shape, self.trips = mesh_shape, trips
         self.ops: list[tuple[float, float, float]] = []
         self.kernels: list[Kernel] = []
-        self.sums: dict[tuple[str, tuple[str, ...], str, bool, tuple[int, ...]], list[float]] = defaultdict(
-            lambda: [0.0, 0.0, 0.0]
-        )
+        self.sums: dict[_Key, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         self.unknown = 0
         self.open = 0
 
@@ -285,7 +169,7 @@ class _Reader:
 
     @staticmethod
     def _invariant(body: Computation) -> set[int]:
-        """Places of the loop's tuple that the body hands on as they came."""
+        """Indices into the loop's tuple of what the body hands on as it came."""
         if body.root.opcode != "tuple":
             return set()
         same = set()
@@ -312,14 +196,14 @@ class _Reader:
         """Of a loop that counts from a known number to a known number, by what its body adds; else None."""
         kept = self._invariant(self.computations[body])
         best: float | None = None
-        for place, limit, inclusive in self._limits(condition, {i: v for i, v in inner.items() if i in kept}):
-            step = self._step(self.computations[body], place)
-            trips = max(0, math.ceil((limit + inclusive - inner.get(place, 0)) / step))
+        for index, limit, inclusive in self._limits(condition, {i: v for i, v in inner.items() if i in kept}):
+            step = self._step(self.computations[body], index)
+            trips = max(0, math.ceil((limit + inclusive - inner.get(index, 0)) / step))
             best = trips if best is None else min(best, trips)
         return best
 
     def _limits(self, condition: str, known: Mapping[int, int]) -> Iterator[tuple[int, int, bool]]:
-        """(place of the counter, limit, whether the limit counts) of the comparisons in a condition."""
+        """(index of the counter, limit, whether the limit counts) of the comparisons in a condition."""
         outer = self.computations[condition]
         scopes: list[tuple[Computation, dict[str, str]]] = [(outer, {})]
         for one in outer:
@@ -337,11 +221,11 @@ class _Reader:
                 if limit is not None and counter.opcode == "get-tuple-element":
                     yield int(counter.attribute("index") or 0), limit, one.attribute("direction") == "LE"
 
-    def _step(self, body: Computation, place: int) -> int:
+    def _step(self, body: Computation, index: int) -> int:
         """What a body adds to its counter."""
         if body.root.opcode != "tuple":
             return 1
-        one = body.by_name[body.root.operands[place]]
+        one = body.by_name[body.root.operands[index]]
         while one.opcode in ("copy", "bitcast"):
             one = body.by_name[one.operands[0]]
         home = body
@@ -440,8 +324,8 @@ class _Reader:
         users = called.users[one.name]
         return all(self._kind(u) or u.opcode in ("custom-call", "tuple") for u in users)
 
-    def _read_bytes(self, home: Computation, one: Instruction, whole: int) -> float:
-        """What a fusion reads of an array that is its parameter."""
+    def _read_bytes(self, home: Computation, one: Instruction, nbytes: int) -> float:
+        """What a fusion reads of an array of `nbytes` that is its parameter."""
         total = 0.0
         for user in home.users[one.name]:
             if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == one.name:
@@ -449,17 +333,17 @@ class _Reader:
             elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == one.name:
                 continue
             elif user.opcode in ("bitcast", "get-tuple-element"):
-                total += self._read_bytes(home, user, whole)
+                total += self._read_bytes(home, user, nbytes)
             elif user.opcode == "fusion":
                 inner = self.computations[user.attribute("calls") or ""]
-                places = [i for i, n in enumerate(user.operands) if n == one.name]
-                total += sum(self._read_bytes(inner, inner.parameters()[i], whole) for i in places)
+                own = [p for p, n in zip(inner.parameters(), user.operands, strict=False) if n == one.name]
+                total += sum(self._read_bytes(inner, parameter, nbytes) for parameter in own)
             else:
-                return whole
-        return min(total, whole)
+                return nbytes
+        return min(total, nbytes)
 
-    def _written_bytes(self, home: Computation, root: Instruction | None, whole: int) -> float:
-        """What a fusion writes of a result."""
+    def _written_bytes(self, home: Computation, root: Instruction | None, nbytes: int) -> float:
+        """What a fusion writes of a result of `nbytes`."""
         while root is not None and root.opcode in ("bitcast", "copy", "fusion"):
             if root.opcode == "fusion":
                 home = self.computations[root.attribute("calls") or ""]
@@ -468,7 +352,7 @@ class _Reader:
                 root = home.by_name.get(root.operands[0])
         if root is not None and root.opcode in ("dynamic-update-slice", "scatter"):
             return sum(a.nbytes for a in self._arrays(home, root.operands[-1 if root.opcode == "scatter" else 1]))
-        return whole
+        return nbytes
 
     # ---- matmuls ----------------------------------------------------------------------------------------------------
 
@@ -490,7 +374,7 @@ class _Reader:
         return 2.0 * arrays(one.shape)[0].size * summed
 
     def _convolution(self, computation: Computation, one: Instruction) -> float:
-        """Products that are not with padding: twice the pairs of output place and window place that hit the input."""
+        """Products that are not with padding: twice the pairs of output and window indices that hit the input."""
         left, right = (self._arrays(computation, n)[0].dims for n in one.operands[:2])
         out = arrays(one.shape)[0].dims
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
@@ -498,13 +382,14 @@ class _Reader:
         window = dict(re.findall(r"(\w+)=([\w\-]+)", (re.search(r"window=\{([^}]*)\}", one.attributes) or [""] * 2)[1]))
         total = 2.0 * out[labels[3].index("b")] * out[labels[3].index("f")] * right[labels[2].index("i")]
         for i in range(sum(c.isdigit() for c in labels[1])):
-            get = lambda key, default, i=i: int(window[key].split("x")[i]) if key in window else default  # noqa: E731
             pad = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
-            size, stride = get("size", 1), get("stride", 1)
-            spread_in, spread_window = get("lhs_dilate", 1), get("rhs_dilate", 1)
+            size, stride, spread_in, spread_window = (
+                int(window[key].split("x")[i]) if key in window else 1
+                for key in ("size", "stride", "lhs_dilate", "rhs_dilate")
+            )
             num_in, num_out = left[labels[1].index(str(i))], out[labels[3].index(str(i))]
-            at = np.arange(num_out)[:, None] * stride + np.arange(size) * spread_window - pad
-            total *= int(((at >= 0) & (at <= (num_in - 1) * spread_in) & (at % spread_in == 0)).sum())
+            hit = np.arange(num_out)[:, None] * stride + np.arange(size) * spread_window - pad
+            total *= int(((hit >= 0) & (hit <= (num_in - 1) * spread_in) & (hit % spread_in == 0)).sum())
         groups = re.search(r"batch_group_count=(\d+)", one.attributes)
         return total / (int(groups[1]) if groups else 1)
 
@@ -552,46 +437,6 @@ class _Reader:
             axes = tuple(n for i, n in enumerate(self.mesh_shape) if any(m[i][0] != m[i][1] for m in moves))
             return axes, each[0]
         group = replica_group(one.attributes, math.prod(sizes))
-        at = np.array(np.unravel_index(np.array(group), sizes))
-        axes = tuple(name for name, row in zip(self.mesh_shape, at, strict=True) if len(set(row)) > 1)
+        coords = np.array(np.unravel_index(np.array(group), sizes))
+        axes = tuple(name for name, row in zip(self.mesh_shape, coords, strict=True) if len(set(row)) > 1)
         return axes, group
-
-
-def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """The first group of a collective, in any of the three ways that texts write groups."""
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if iota:
-        ids = np.arange(num_devices).reshape(_numbers(iota[3]))
-        ids = ids.transpose(_numbers(iota[4])) if iota[4] else ids
-        return tuple(ids.reshape(int(iota[1]), int(iota[2]))[0].tolist())
-    mesh = re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}", attributes
-    )
-    if mesh:
-        ids = np.arange(num_devices)
-        ids = ids.reshape(_numbers(mesh[2])) if mesh[2] else ids
-        ids = ids.transpose(_numbers(mesh[3])) if mesh[3] else ids
-        sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        return _mesh_group(ids, sizes, re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[4]))
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
-    return tuple(_numbers(listed[1])) if listed and listed[1] else tuple(range(num_devices))
-
-
-def _mesh_group(ids: np.ndarray, sizes: Mapping[str, int], parts: Sequence[tuple[str, str, str]]) -> tuple[int, ...]:
-    """ids: of the devices, in the mesh's order. parts: an axis, or `(before, size)` of a part that groups lie along."""
-    ids = ids.reshape(tuple(sizes.values()))
-    index: list[slice] = []
-    for name, size in sizes.items():
-        found = next((p for p in parts if p[0] == name), None)
-        if found is None:
-            index.append(slice(0, 1))
-        elif found[1]:
-            step = size // (int(found[1]) * int(found[2]))
-            index.append(slice(0, int(found[2]) * step, step))
-        else:
-            index.append(slice(None))
-    return tuple(ids[tuple(index)].reshape(-1).tolist())
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(x) for x in text.split(",") if x]

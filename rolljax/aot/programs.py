@@ -30,10 +30,10 @@ from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.hf import read_config
 from rolljax.model.lora import Adapted, Base
 from rolljax.model.moe import SLACK
-from rolljax.sampler.engine import Engine, Inserts, Pieces
+from rolljax.sampler.engine import Engine, Inserts, PrefillChunks
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.base import Algorithm
-from rolljax.trainer.batch import ARRAYS, SCALARS, TokenBatch
+from rolljax.trainer.batch import COLUMNS, SCALARS, TokenBatch
 from rolljax.trainer.mesh import SLOT_AXES, param_shardings
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.publish import make_write
@@ -121,8 +121,11 @@ def _needed(text: str) -> tuple[float, str]:
 
 def placed(shapes: Any, shardings: Any) -> Any:
     """Shapes with the shardings of the same tree."""
-    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-    return jax.tree.map(place, shapes, shardings)
+
+    def one(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(one, shapes, shardings)
 
 
 def device_bytes(tree: Any, *, host: bool = False) -> float:
@@ -132,11 +135,6 @@ def device_bytes(tree: Any, *, host: bool = False) -> float:
         if (x.sharding.memory_kind == "pinned_host") == host:
             total += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return float(total)
-
-
-def trained_params(mesh: Mesh, model: Model) -> Params:
-    """A model's parameters where the trainer has them."""
-    return placed(model.abstract(), param_shardings(mesh, model.axes(), model.abstract()))
 
 
 def computed_params(mesh: Mesh, model: Model, *, fsdp: bool = True) -> Params:
@@ -194,24 +192,18 @@ def attention_flops(cfg: DecoderConfig, tokens: int, context: float) -> float:
 
 
 def batch_shapes(trainer: PhaseTrainer) -> TokenBatch:
-    """What `PhaseTrainer.train` hands to the updates. Optional weights are taken to be there."""
-    shape, needs = trainer.shape, trainer.algorithm.needs()
-    critics = needs.critics.num if needs.critics else 0
-    ints = ("tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "turn_ids")
-    names = {*ints, "scale", "advantages", "sampler_logp", "weights"}
-    names |= {"trainer_logp"} if needs.trainer_logp else set()
-    names |= {"ref_logp"} if needs.ref else set()
-    names |= {"rewards"} if needs.rewards else set()
-    names |= {"returns", "old_values_C", "critic_weights_C"} if critics else set()
-    rows = (shape.num_micro, shape.micro_rows, shape.row_len)
-    arrays: dict[str, Any] = dict.fromkeys(ARRAYS)
-    for name in names:
-        tail: tuple[int, ...] = (critics,) if name.endswith("_C") else ()
-        arrays[name] = jax.ShapeDtypeStruct((*rows, *tail), jnp.int32 if name in ints else jnp.float32)
-    routing = trainer.model.cfg.routing
-    if routing and trainer.replay_experts:
-        tail = (trainer.model.cfg.num_layers, routing.per_token)
-        arrays["chosen_Lk"] = jax.ShapeDtypeStruct((*rows, *tail), routing.dtype)
+    """What `PhaseTrainer.pack_micro_batches` hands to the updates. Weights are taken to be there."""
+    shape, needs, cfg = trainer.shape, trainer.algorithm.needs(), trainer.model.cfg
+    always = {name for name, c in COLUMNS.items() if c.source == "packing"} | {"advantages", "sampler_logp", "weights"}
+    names = always | {name for name, c in COLUMNS.items() if c.asked_by and getattr(needs, c.asked_by)}
+    sizes = {"C": needs.critics.num if needs.critics else 0, "L": cfg.num_layers}
+    dtypes = {name: COLUMNS[name].dtype for name in names}
+    if cfg.routing and trainer.replay_experts:
+        dtypes["expert_ids_Lk"], sizes["k"] = cfg.routing.dtype, cfg.routing.per_token
+    arrays: dict[str, Any] = dict.fromkeys(COLUMNS)
+    for name, dtype in dtypes.items():
+        tail = (sizes[letter] for letter in COLUMNS[name].axes)
+        arrays[name] = jax.ShapeDtypeStruct((shape.num_micro, shape.micro_rows, shape.row_len, *tail), dtype)
     scalars = {n: jax.ShapeDtypeStruct((), jnp.int32 if n == "num_micro" else jnp.float32) for n in SCALARS}
     batch = TokenBatch(**arrays, **scalars)  # type: ignore[arg-type]
     return placed(batch, batch_shardings(trainer.mesh, batch))
@@ -255,16 +247,17 @@ class Trainer:
         rest = self.resident()
         base = () if trainer.base is None else (trainer.base,)
 
-        def program(name: str, jitted: Any, args: tuple, own: tuple[str, ...], flops: float, grads: Any) -> Program:
+        def program(
+            name: str, jitted: Any, args: tuple[Any, ...], own: tuple[str, ...], flops: float, grads: Any
+        ) -> Program:
             sizes = {k: rest[k] for k in own if k in rest} | {"batch": device_bytes(batch)}
             if grads is not None:
                 sizes["gradients"] = device_bytes(grads)
             others = {k: v for k, v in rest.items() if k not in own}
             host = device_bytes(args, host=True)
-            lower = lambda: jitted.lower(*args)  # noqa: E731
             return Program(
                 f"{phase}/{name}",
-                lower,
+                lambda: jitted.lower(*args),
                 trainer.mesh,
                 sizes,
                 {**others, **beside},
@@ -279,15 +272,15 @@ class Trainer:
             args: tuple[Any, ...] = (policy, batch, dict(self.references), *base)
             own: tuple[str, ...] = ("parameters", "optimizer", "base weights", "reference policies")
             factor = 2 if model.lora else 3  # frozen weights have no gradients
-            yield program("update", trainer._update_policy, args, own, factor * forward, policy.params)
+            yield program("update", trainer.policy_update, args, own, factor * forward, policy.params)
         if self.state.critics is not None:
             critics = self.state.critics
             own = ("critics", "base weights")
-            yield program("critics", trainer._update_critics, (critics, batch, *base), own, 0.0, critics.params)
+            yield program("critics", trainer.critic_update, (critics, batch, *base), own, 0.0, critics.params)
         if needs.trainer_logp:
             own = ("parameters", "base weights")
             args = (trainer.full_params(policy.params), batch)
-            yield program("read", trainer._logp(model), args, own, forward, None)
+            yield program("read", trainer.forward_passes.logprob_program(model), args, own, forward, None)
 
 
 # ---- the sampler ----------------------------------------------------------------------------------------------------
@@ -315,11 +308,12 @@ class SamplerShapes:
         """Decode, prefill of the longest pieces, insert. beside: the trainer's share of HBM."""
         engine, state, params = self.engine, self.state, self.params
         cfg, mesh, model = engine.cfg, engine.mesh, engine.model
-        like = lambda tree: jax.tree.map(  # noqa: E731
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state.token.sharding), tree
-        )
-        piece, width = cfg.pieces[-1], cfg.pages_per_sequence
-        pieces = like(Pieces.empty(cfg.rows(piece, engine.num_shards) * engine.num_shards, piece, width))
+
+        def like(tree: Any) -> Any:
+            return placed(tree, jax.tree.map(lambda _: state.token.sharding, tree))
+
+        piece, width = cfg.chunk_sizes[-1], cfg.pages_per_sequence
+        pieces = like(PrefillChunks.empty(cfg.prefill_rows(piece, engine.num_shards) * engine.num_shards, piece, width))
         table, slots = like(np.zeros((cfg.slots, width), np.int32)), like(np.zeros(cfg.slots, np.int32))
         vocab = NamedSharding(mesh, PartitionSpec(SLOT_AXES, "tensor"))
         logits = jax.ShapeDtypeStruct((len(pieces.count), model.cfg.vocab_size), jnp.float32, sharding=vocab)
@@ -342,8 +336,9 @@ class SamplerShapes:
             decode,
             steps,
         )
-        first = lambda: engine._prefill.lower(params, state, pieces, width)  # noqa: E731
-        yield program("prefill", first, both, {}, 1, prefill, prompt)
+        yield program(
+            "prefill", lambda: engine._prefill.lower(params, state, pieces, width), both, {}, 1, prefill, prompt
+        )
         inserts = like(Inserts.empty(cfg.slots))
         yield program("insert", lambda: engine._insert.lower(state, logits, inserts, False, False), pool, rest)
 

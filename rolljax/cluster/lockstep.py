@@ -1,9 +1,10 @@
-"""The processes of one run: the first leads, the others do with their devices what it does with its own.
+"""The processes of one run, in lock step: the first leads, the others do with their devices what it does with its own.
 
 A program whose arrays lie on a mesh of several processes runs when all of them start it, and all must start theirs in
-one order. The leader decides: before it starts any such work it takes a turn, which tells the others what comes
-(`Leader.turn`); they do the same, one after the other (`Follower.turns`). Only the leader has environments, a scheduler
-and a run folder to write; what the others need of these travels with the turn.
+one order. Every process makes the same objects and shares them under the same names. In the leader `share` gives a
+proxy, which broadcasts a method's name and arguments before it calls that method (`Lockstep`); the others call the
+method of their own object (`Follower.serve`). Only the leader has environments, a scheduler and a run folder to write;
+what the others need of these travels as arguments.
 
 A process that is lost cannot be replaced, and work that it took part in may wait for it forever: the others end.
 """
@@ -18,12 +19,12 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from rolljax.errors import InfraError, RolljaxError
+from rolljax.errors import InfraError, RolljaxError, TrainerError
 from rolljax.threads.inbox import Inbox
 
 JOIN_S = 300.0
@@ -32,27 +33,31 @@ GRACE_S = 30.0
 """What a process gets to end in order once that must happen; then it is cut off, wherever it waits."""
 NOTICE_S = 2.0
 """A failure that a lost process has caused may be seen before the loss is: so long it is looked for."""
-GREET, READY, STOP, FAILED, END = "greet", "ready", "stop", "failed", "end"
+CALL, HANDSHAKE, READY, STOP, FAILED, END = "call", "handshake", "ready", "stop", "failed", "end"
 _KEY_BYTES, _ADDRESS_BYTES = 32, 256
+T = TypeVar("T")
 
 
-class Alone:
-    """The only process of a run: every turn is its own."""
+class SingleProcess:
+    """The only process of a run: nobody is told anything."""
 
     def guard(self) -> contextlib.AbstractContextManager[None]:
         """Around all work: a failure is known to the others, and one that a lost process has caused says so."""
         return contextlib.nullcontext()
 
-    def turn(self, kind: str, payload: Any = None) -> contextlib.AbstractContextManager[None]:
-        """Around work on the mesh: the others are told to do it too, and nothing else is started meanwhile.
+    def share(self, name: str, own: T, calls: Collection[str]) -> T:
+        """What to use in place of this process's `own` object, of which every process has one under this name.
 
-        Raises:
+        Methods named in `calls` are called in all processes, in the order in which they are called here, whatever the
+        thread; their results are those of this process. Everything else of the object is this process's own affair.
+
+        Raises (as do methods of the result):
           InfraError: a process is lost.
         """
-        return contextlib.nullcontext()
+        return own
 
-    def greet(self, greeting: Any) -> None:
-        """Wait until all others have found `greeting` in order."""
+    def handshake(self, text: str) -> None:
+        """Wait until all others have found `text` in order."""
 
     def asked_to_stop(self) -> bool:
         """Whether another process was told to stop.
@@ -66,7 +71,7 @@ class Alone:
         """The last thing that is called: the others end with the same exit code."""
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
 class _Member:
@@ -83,7 +88,7 @@ class _Member:
                 self._take(other, *connection.recv())
         except (EOFError, OSError):
             loss = f"{other} ended before the run did"
-        except Exception as e:  # border of the thread
+        except Exception as e:  # border: the thread ends
             loss = f"what {other} said cannot be read: {type(e).__name__}: {e}"
         if not self._has_ended:
             self._lose(loss)
@@ -108,7 +113,7 @@ class _Member:
     def guard(self) -> Iterator[None]:
         try:
             yield
-        except Exception as e:
+        except Exception as e:  # border: a lost process may be what it comes from
             if self._is_lost.wait(NOTICE_S):
                 raise InfraError(self._loss) from e
             self._failed(e)
@@ -131,7 +136,7 @@ class _Member:
 
 
 class Leader(_Member):
-    """The first process; see `Alone` for what its methods are for."""
+    """The first process; see `SingleProcess` for what its methods are for."""
 
     def __init__(self, connections: dict[int, Connection]) -> None:
         super().__init__()
@@ -159,15 +164,23 @@ class Leader(_Member):
                 self._lose(f"process {number} ended before the run did")
                 self._check()
 
+    def share(self, name: str, own: T, calls: Collection[str]) -> T:
+        return cast(T, Lockstep(self, name, own, calls))
+
     @contextlib.contextmanager
-    def turn(self, kind: str, payload: Any = None) -> Iterator[None]:
+    def broadcast(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Around this process's own call of a method: the others are told of it, and nothing else is started meanwhile.
+
+        Raises:
+          InfraError: a process is lost.
+        """
         with self._lock:
             self._check()
-            self._send(kind, payload)
+            self._send(CALL, (name, method, args, kwargs))
             yield
 
-    def greet(self, greeting: Any) -> None:
-        self._send(GREET, greeting)
+    def handshake(self, text: str) -> None:
+        self._send(HANDSHAKE, text)
         waiting = len(self._connections)
         while waiting:
             self._check()
@@ -188,6 +201,24 @@ class Leader(_Member):
         self._cut_off("", code)
 
 
+class Lockstep:
+    """The leader's way to an object that every process has one of: methods in `calls` are broadcast, then called."""
+
+    def __init__(self, leader: Leader, name: str, own: Any, calls: Collection[str]) -> None:
+        self._leader, self._name, self._own, self._calls = leader, name, own, calls
+
+    def __getattr__(self, attribute: str) -> Any:
+        found = getattr(self._own, attribute)
+        if attribute not in self._calls:
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._leader.broadcast(self._name, attribute, args, kwargs):
+                return found(*args, **kwargs)
+
+        return call
+
+
 class Follower(_Member):
     """Any other process."""
 
@@ -198,6 +229,7 @@ class Follower(_Member):
         super().__init__()
         self._connection = connection
         self._inbox: Inbox[tuple[str, Any]] = Inbox("the main thread")
+        self._shared: dict[str, Any] = {}
         self._start(connection, "process 0")
 
     def _take(self, other: str, kind: str, payload: Any) -> None:
@@ -208,19 +240,25 @@ class Follower(_Member):
         super()._lose(text)
         self._inbox.put((FAILED, text))
 
-    def ready(self) -> None:
-        """The leader's greeting is in order."""
-        self._say(READY)
-
     def ask_to_stop(self) -> None:
         """Have the leader end the run after this step."""
         self._say(STOP)
 
-    def turns(self) -> Iterator[tuple[str, Any]]:
-        """What to do, one after the other, until the leader ends the run.
+    def share(self, name: str, own: T, calls: Collection[str]) -> T:
+        """Let the leader's calls of the object that it shares under this name be made of `own`."""
+        self._shared[name] = own
+        return own
+
+    def serve(self, check: Callable[[str], None]) -> None:
+        """Call what the leader calls, one after the other, until it ends the run.
+
+        A `TrainerError` is the leader's too, which says so and ends the run.
+
+        Args:
+          check: is called with the text of the handshake; raises if it is not in order.
 
         Raises:
-          InfraError: the leader is lost.
+          InfraError: the leader is lost. Whatever `check` and the calls raise.
         """
         while True:
             kind, payload = self._inbox.take()
@@ -228,7 +266,13 @@ class Follower(_Member):
                 self.code = payload
                 return
             self._check()
-            yield kind, payload
+            if kind == HANDSHAKE:
+                check(payload)
+                self._say(READY)
+            else:
+                name, method, args, kwargs = payload
+                with contextlib.suppress(TrainerError):
+                    getattr(self._shared[name], method)(*args, **kwargs)
 
     def _failed(self, error: Exception) -> None:
         self._say(FAILED, str(error) if isinstance(error, RolljaxError) else f"{type(error).__name__}: {error}")
@@ -244,7 +288,7 @@ class Follower(_Member):
             _exit(code)
 
 
-def join(processes: int) -> Alone | Leader | Follower:
+def join(processes: int) -> SingleProcess | Leader | Follower:
     """Connect the processes that `distributed.start` has joined; all of them call it.
 
     The channel is TCP from the first process to each other one. Its address and a random key reach them over the mesh.
@@ -253,7 +297,7 @@ def join(processes: int) -> Alone | Leader | Follower:
       InfraError: they do not find each other.
     """
     if processes == 1:
-        return Alone()
+        return SINGLE_PROCESS
     import jax
     import numpy as np
     from jax.experimental.multihost_utils import broadcast_one_to_all

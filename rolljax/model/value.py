@@ -35,7 +35,7 @@ class ValueModel:
         return {"trunk": self.trunk.axes(), "value": {"w": ("embed",), "b": ()}}
 
     def full_params(self, params: Params, base: Base | None) -> Params:
-        """What `read_values` takes, of what is trained and the trunk's frozen weights (`Model.full_params`)."""
+        """What `critic_values` takes, of what is trained and the trunk's frozen weights (`Model.full_params`)."""
         return {**params, "trunk": self.trunk.full_params(params["trunk"], base)}
 
     def head(self, params: Params, hidden: jax.Array) -> jax.Array:

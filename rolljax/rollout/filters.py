@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rolljax.envs.pool.blame import SET_ASIDE
-from rolljax.errors import ConfigError
+from rolljax.errors import check_range
 from rolljax.types import Group, Trajectory
 
 Row = dict[str, float]
@@ -33,35 +33,22 @@ class FilterConfig:
     drop_failures_over_tok: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_failed_frac <= 1:
-            raise ConfigError(
-                "must be between 0 and 1", setting="FilterConfig.max_failed_frac", value=self.max_failed_frac
-            )
-        if self.drop_failures_over_tok < 0:
-            raise ConfigError(
-                "must not be negative",
-                setting="FilterConfig.drop_failures_over_tok",
-                value=self.drop_failures_over_tok,
-            )
+        check_range(self, "max_failed_frac", low=0, high=1)
+        check_range(self, "drop_failures_over_tok", low=0)
 
 
 def filter_groups(groups: Sequence[Group], cfg: FilterConfig = FilterConfig()) -> list[list[Trajectory]]:
     """The trajectories that take part, by group, and what experts show to those that failed; groups of which too few
     are left are not there. Empty if the step is to be skipped."""
     every = [t for g in groups for t in g.trajectories]
-    if sum(lost(t) for t in every) > cfg.max_failed_frac * len(every):
+    if sum(t.lost for t in every) > cfg.max_failed_frac * len(every):
         return []
-    alive = [[judged(t, cfg) for t in g.trajectories if takes_part(t, cfg)] for g in groups]
+    alive = [[adjusted(t, cfg) for t in g.trajectories if takes_part(t, cfg)] for g in groups]
     return [
         [*a, g.demonstration] if g.demonstration else a
         for a, g in zip(alive, groups, strict=True)
         if len(a) >= min(2, len(g.trajectories))
     ]
-
-
-def lost(t: Trajectory) -> bool:
-    """Whether something else than the policy's own loops kept the trajectory from its end."""
-    return t.status == "failed" and not (t.fault and t.fault.kind == "agent")
 
 
 def takes_part(t: Trajectory, cfg: FilterConfig) -> bool:
@@ -73,7 +60,7 @@ def takes_part(t: Trajectory, cfg: FilterConfig) -> bool:
     return not (cfg.drop_failures_over_tok and not t.success and t.num_sampled_tok > cfg.drop_failures_over_tok)
 
 
-def judged(t: Trajectory, cfg: FilterConfig) -> Trajectory:
+def adjusted(t: Trajectory, cfg: FilterConfig) -> Trajectory:
     """The trajectory with the reward that counts."""
     if cfg.tampering != "zero" or not tampered(t):
         return t

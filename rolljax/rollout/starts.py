@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rolljax.envs.pool import EnvPool
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import EnvError, check_range
 from rolljax.model.tokenizer import Chat
 from rolljax.rollout.policies import EXPERT
 from rolljax.types import Expert, Group, Message, Task, Trajectory
@@ -95,12 +95,8 @@ class ExpertStarts:
     fork_gap: float = 0.3
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "fork_gap"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError("must be in (0, 1]", setting=f"ExpertStarts.{name}", value=getattr(self, name))
-        for name in ("window", "refresh_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", setting=f"ExpertStarts.{name}", value=getattr(self, name))
+        check_range(self, "threshold", "fork_gap", above=0, high=1)
+        check_range(self, "window", "refresh_every", low=1)
 
 
 def crucial_fork(rates: Sequence[tuple[int, int]], gap: float = 0.3) -> int | None:
@@ -204,7 +200,7 @@ class StartCurriculum:
         """Take in how a step's episodes went."""
         for group in groups:
             for t in group.trajectories:
-                if t.status != "failed" or (t.fault and t.fault.kind == "agent"):
+                if not t.lost:
                     self._count(t)
         settings = self.settings
         recent = self._recent[-settings.window :]

@@ -18,17 +18,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from rolljax.envs.tasks import TaskStream
+from rolljax.run.groups import GroupDue
 from rolljax.threads.event_loop import EventLoop
-from rolljax.types import Group, Task
-
-
-@dataclasses.dataclass(frozen=True)
-class Due:
-    """A group to be begun: its task, and the step and number that address its randomness."""
-
-    task: Task
-    step: int
-    index: int
+from rolljax.types import Group
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,12 +31,12 @@ class _Step:
     """
 
     position: str
-    back: list[Due]
-    new: list[Due]
+    back: list[GroupDue]
+    new: list[GroupDue]
     future: concurrent.futures.Future[list[Group]]
 
     @property
-    def all(self) -> list[Due]:
+    def all(self) -> list[GroupDue]:
         return self.back + self.new
 
 
@@ -59,17 +51,17 @@ class Buffer:
 
     def __init__(
         self,
-        background: EventLoop,
+        event_loop: EventLoop,
         stream: TaskStream,
-        start: Callable[[list[Due], int], Coroutine[Any, Any, list[Group]]],
+        start: Callable[[list[GroupDue], int], Coroutine[Any, Any, list[Group]]],
         *,
         prompts_per_step: int,
         staleness: int,
         num_steps: int,
         spares: int = 0,
-        put_off: Sequence[Due] = (),
+        put_off: Sequence[GroupDue] = (),
     ) -> None:
-        self._background, self._stream, self._start = background, stream, start
+        self._event_loop, self._stream, self._start = event_loop, stream, start
         self._prompts, self._staleness, self._num_steps = prompts_per_step, staleness, num_steps
         self._spares, self._put_off = spares, list(put_off)
         self._steps: dict[int, _Step] = {}
@@ -87,15 +79,15 @@ class Buffer:
         taken_back = step + self._staleness + 1 < self._num_steps
         spares = self._spares if taken_back and not back else 0
         new = self._draw(step, self._prompts + spares - len(back), 0)
-        return _Step(position, back, new, self._background.start(self._start(back + new, self._prompts)))
+        return _Step(position, back, new, self._event_loop.start(self._start(back + new, self._prompts)))
 
-    def _draw(self, step: int, num_groups: int, first: int) -> list[Due]:
-        return [Due(next(self._stream), step, first + i) for i in range(num_groups)]
+    def _draw(self, step: int, num_groups: int, first: int) -> list[GroupDue]:
+        return [GroupDue(next(self._stream), step, first + i) for i in range(num_groups)]
 
     def collect(self, step: int, deadline_s: float) -> list[Group]:
         """The groups of `step`, once enough of them are done."""
         entry = self._steps[step]
-        groups = self._background.wait(entry.future, f"the groups of step {step + 1}", deadline_s)
+        groups = self._event_loop.wait(entry.future, f"the groups of step {step + 1}", deadline_s)
         del self._steps[step]
         done = {(g.step, g.index) for g in groups}
         late = [due for due in entry.all if (due.step, due.index) not in done]
@@ -108,8 +100,8 @@ class Buffer:
         """`num_groups` further groups for the step that was collected last."""
         due = self._draw(step, num_groups, self._numbered)
         self._numbered += num_groups
-        future = self._background.start(self._start(due, num_groups))
-        return self._background.wait(future, f"further groups of step {step + 1}", deadline_s)
+        future = self._event_loop.start(self._start(due, num_groups))
+        return self._event_loop.wait(future, f"further groups of step {step + 1}", deadline_s)
 
     def row(self) -> dict[str, float]:
         """What became of the groups of the step that was collected last, and how many were started for later ones."""
@@ -119,7 +111,7 @@ class Buffer:
         """Where the task stream stands for the first step that is not collected: what a checkpoint needs."""
         return self._steps[min(self._steps)].position if self._steps else self._stream.state()
 
-    def put_off(self) -> list[Due]:
+    def put_off(self) -> list[GroupDue]:
         """The groups that come back from the first step on that is not collected: what a checkpoint needs."""
         in_flight = [due for step in sorted(self._steps) for due in self._steps[step].back]
         return in_flight + self._put_off

@@ -1,8 +1,8 @@
 """Checkpoints: everything a run needs to go on, saved together, and trusted only if every byte is as it was written.
 
-A checkpoint is the train state and one JSON record (`Progress`): phase and step, the position of the task stream, the
-policy version, held-out rewards and wall seconds so far. Randomness is addressed, not stored, and rollouts in flight
-are made again from their addresses, so this is all there is.
+A checkpoint is the train state and one JSON record (`RunProgress`): phase and step, the position of the task stream,
+the policy version, held-out rewards and wall seconds so far. Randomness is addressed, not stored, and rollouts in
+flight are made again from their addresses, so this is all there is.
 
 It is a folder: the arrays as Orbax writes them, `progress.json`, and a manifest with the SHA-256 of every file
 (`sha256sum -c manifest.sha256` checks it by hand). It is filled beside its place and takes its name, which no other
@@ -25,6 +25,7 @@ import jax
 
 from rolljax.errors import CheckpointError, boundary
 from rolljax.run import durable
+from rolljax.run.progress import RunProgress
 from rolljax.trainer.state import TrainState
 
 MANIFEST, ARRAYS, PROGRESS = "manifest.sha256", "arrays", "progress.json"
@@ -33,40 +34,11 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)\n")
 _READERS = 8
 
 
-@dataclasses.dataclass
-class Progress:
-    """Where a run stands. `phase` and `step` are what comes next; `total_steps` counts over all phases."""
-
-    phase: int = 0
-    step: int = 0
-    total_steps: int = 0
-    version: int = 0
-    stream_position: str = ""
-    heldout_reward: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    phase_wall_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    other_wall_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Seconds outside of phases: `start` (settings, checks, weights, compiling the sampler, the first evaluation),
-    `save`, `result`."""
-    phase_steps: dict[str, int] = dataclasses.field(default_factory=dict)
-    phase_end: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Why each finished phase ended."""
-    carry: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What the phase's algorithm carries from step to step."""
-    starts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Where the phase's episodes start (`starts.StartCurriculum.state`)."""
-    put_off: list[list[int]] = dataclasses.field(default_factory=list)
-    """Groups that were slow and come back: index of the task, step and number of the group (`buffer.Due`)."""
-    failed_steps: int = 0
-    """Consecutive steps in which no trajectory survived."""
-    finished: bool = False
-    """The last phase is done."""
-
-
 class Saved(NamedTuple):
     """A committed checkpoint."""
 
     name: str
-    progress: Progress
+    progress: RunProgress
 
 
 class Checkpoints:
@@ -87,12 +59,12 @@ class Checkpoints:
         found = [entry.name for entry in self.folder.iterdir() if _NAME.fullmatch(entry.name)]
         return sorted(found, key=_serial)
 
-    def next_name(self, progress: Progress) -> str:
+    def next_name(self, progress: RunProgress) -> str:
         """Of a checkpoint that would be saved now."""
         names = self.names()
         return f"{_serial(names[-1]) + 1 if names else 1:06}_step_{progress.total_steps}"
 
-    def save(self, name: str, state: TrainState, progress: Progress) -> None:
+    def save(self, name: str, state: TrainState, progress: RunProgress) -> None:
         """Commit a checkpoint as `name`, which is a new one.
 
         Raises:
@@ -123,10 +95,10 @@ class Checkpoints:
             raise CheckpointError("no checkpoint is whole; --fresh starts over\n  " + "\n  ".join(self._bad.values()))
         return None
 
-    def _progress(self, name: str) -> Progress:
+    def _progress(self, name: str) -> RunProgress:
         path = self.folder / name / PROGRESS
         with boundary(CheckpointError, f"reading {path}, which another version of rolljax may have written"):
-            return Progress(**json.loads(path.read_text()))
+            return RunProgress(**json.loads(path.read_text()))
 
     def state(self, name: str, abstract: TrainState, shardings: TrainState) -> TrainState:
         """The train state, placed as `shardings` say, on whatever mesh they are of."""

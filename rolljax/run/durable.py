@@ -127,7 +127,7 @@ def folder(path: Path) -> Iterator[Path]:
             yield temporary
             reach("written", path)
             sync_tree(temporary)
-        except Exception:
+        except Exception:  # border: whatever fills the folder
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         if path.exists():

@@ -23,6 +23,7 @@ import io
 import json
 import platform
 import re
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,8 @@ from typing import Any
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.recipe import RESUMABLE, Recipe
 from rolljax.run import durable
-from rolljax.run.checkpoint import Checkpoints, Progress, Saved
+from rolljax.run.checkpoint import Checkpoints, Saved
+from rolljax.run.progress import RunProgress
 from rolljax.types import Trajectory
 
 PACKAGES = (
@@ -89,10 +91,12 @@ class RunFolder:
                 ) from None
             yield
 
-    def mark(self, text: str) -> None:
-        """Leave a mark for other processes of the run; the folder is locked by this one."""
+    def mark(self) -> str:
+        """Leave a mark for other processes of the run, and return it; the folder is locked by this one."""
+        text = secrets.token_hex()
         with durable.storing(self.path):
             (self.path / LOCK).write_text(text)
+        return text
 
     def check_shared(self, config: Any, mark: str) -> None:
         """Check that this is the folder of the process that left `mark`, and that its settings are those of `config`.
@@ -186,7 +190,7 @@ class RunFolder:
         changes = [c for c in diff(dict(old), config.resolved) if not c[0].startswith(RESUMABLE)]
         notes: list[str] = []
         saved = self.latest(notes.append) if changes else None
-        progress = saved.progress if saved else Progress()
+        progress = saved.progress if saved else RunProgress()
         for path, before, now in changes:
             of_phase = _OF_PHASE.fullmatch(path)
             index, name = (int(of_phase[1]), of_phase[2]) if of_phase else (-1, "")
@@ -290,7 +294,9 @@ class RunFolder:
 
     # ---- the end
 
-    def finish(self, progress: Progress, reason: str, state_sha256: str = "", keep_rollouts: int | None = None) -> None:
+    def finish(
+        self, progress: RunProgress, reason: str, state_sha256: str = "", keep_rollouts: int | None = None
+    ) -> None:
         """Draw the curves and write the summary.
 
         Args:
@@ -304,7 +310,7 @@ class RunFolder:
             self._retain_rollouts(keep_rollouts, progress.total_steps)
         self.write_summary(progress, reason, state_sha256)
 
-    def write_summary(self, progress: Progress, stop_reason: str, state_sha256: str = "") -> None:
+    def write_summary(self, progress: RunProgress, stop_reason: str, state_sha256: str = "") -> None:
         """Write summary.json."""
         summary = {
             "stop_reason": stop_reason,
@@ -320,7 +326,7 @@ class RunFolder:
         }
         durable.write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
 
-    def is_complete(self, progress: Progress) -> bool:
+    def is_complete(self, progress: RunProgress) -> bool:
         """Whether all that a run leaves at its end is there, and of this end."""
         try:
             summary = json.loads((self.path / SUMMARY).read_text())
@@ -360,7 +366,7 @@ def _step_of(rollouts: Path) -> int:
     return int(rollouts.stem.removeprefix("step_"))
 
 
-def _steps_note(recipe: Recipe, index: int, before: object, progress: Progress) -> list[str]:
+def _steps_note(recipe: Recipe, index: int, before: object, progress: RunProgress) -> list[str]:
     """What other steps change in a phase that has begun, where its rates fall over all of them."""
     phase = recipe.phases[index]
     critics = phase.algorithm.needs().critics

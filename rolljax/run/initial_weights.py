@@ -12,45 +12,45 @@ from rolljax.run.preflight import ResolvedRecipe
 from rolljax.trainer.mesh import param_shardings
 
 
-def start_params(plan: ResolvedRecipe) -> Params:
+def start_params(resolved: ResolvedRecipe) -> Params:
     """What a run trains, as it starts: weights, random or the folder's, or fresh adapters; placed on the mesh."""
-    model, seed = plan.model, plan.recipe.seed
-    shardings = param_shardings(plan.mesh, model.axes(), model.abstract())
-    if isinstance(plan.recipe.model, str) and not model.lora:
-        return hf.load(plan.recipe.model, model, shardings)
+    model, seed = resolved.model, resolved.recipe.seed
+    shardings = param_shardings(resolved.mesh, model.axes(), model.abstract())
+    if isinstance(resolved.recipe.model, str) and not model.lora:
+        return hf.load(resolved.recipe.model, model, shardings)
     return jax.jit(lambda: model.init(seed), out_shardings=shardings)()
 
 
-def base_shapes(plan: ResolvedRecipe) -> Base | None:
+def base_shapes(resolved: ResolvedRecipe) -> Base | None:
     """Shapes, dtypes and shardings of the weights that adapters stand beside; None where everything is trained."""
-    model, lora = plan.model, plan.model.lora
+    model, lora = resolved.model, resolved.model.lora
     if lora is None:
         return None
     shapes = jax.eval_shape(model.base, model.plain.abstract())
-    shardings = param_shardings(plan.mesh, lora.base_axes(model.plain.axes()), shapes)
+    shardings = param_shardings(resolved.mesh, lora.base_axes(model.plain.axes()), shapes)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def base_weights(plan: ResolvedRecipe) -> Base | None:
+def base_weights(resolved: ResolvedRecipe) -> Base | None:
     """The weights that adapters stand beside, on the mesh; None where everything is trained."""
-    model = plan.model
-    placed = base_shapes(plan)
+    model = resolved.model
+    placed = base_shapes(resolved)
     if placed is None:
         return None
     plain, shardings = model.plain, jax.tree.map(lambda x: x.sharding, placed)
-    if isinstance(plan.recipe.model, str):
-        where = param_shardings(plan.mesh, plain.axes(), plain.abstract())
-        weights = hf.load(plan.recipe.model, plain, where, computed=True)
+    if isinstance(resolved.recipe.model, str):
+        where = param_shardings(resolved.mesh, plain.axes(), plain.abstract())
+        weights = hf.load(resolved.recipe.model, plain, where, computed=True)
         return jax.jit(model.base, out_shardings=shardings, donate_argnums=0)(weights)
-    seed = plan.recipe.seed
+    seed = resolved.recipe.seed
     return jax.jit(lambda: model.base(plain.init(seed)), out_shardings=shardings)()
 
 
-def plain_params(plan: ResolvedRecipe, whole: Params) -> Params:
+def plain_params(resolved: ResolvedRecipe, full: Params) -> Params:
     """All weights in float32, adapters added, of what `Model.bind` takes."""
-    model = plan.model
+    model = resolved.model
     if model.lora is None:
-        return whole
-    shardings = param_shardings(plan.mesh, model.plain.axes(), model.plain.abstract())
+        return full
+    shardings = param_shardings(resolved.mesh, model.plain.axes(), model.plain.abstract())
     to_float32 = lambda p: jax.tree.map(lambda x: x.astype(jnp.float32), model.merged(p))  # noqa: E731
-    return jax.jit(to_float32, out_shardings=shardings)(whole)
+    return jax.jit(to_float32, out_shardings=shardings)(full)

@@ -33,18 +33,6 @@ class Notices:
             texts += [self._cuts(every), self._first_answers(every), self._stillness(every)]
         return [text for text in texts if text]
 
-    def dynamic_sampling_rounds(self, useful: int, drawn: int) -> str:
-        """That all dynamic-sampling rounds were not enough to fill a step with groups that teach something."""
-        wanted = self._phase.prompts_per_step
-        if useful >= wanted or not self._once("dynamic_sampling_rounds"):
-            return ""
-        name, rounds = type(self._phase.algorithm).__name__, self._phase.algorithm.dynamic_sampling_rounds
-        return (
-            f"only {useful} of {wanted} groups of a step have a signal after {rounds} rounds ({drawn} groups drawn): "
-            f"steps like this train on fewer. Raise {name}.dynamic_sampling_rounds, or choose tasks that are "
-            "neither always nor never solved"
-        )
-
     @property
     def _answer_limit(self) -> str:
         return f"Recipe.max_answer_tok = {self._recipe.max_answer_tok}"
@@ -102,6 +90,16 @@ class Notices:
             "is learned from that. Look at rollouts/ for what the model says and at `python -m rolljax.validate` for "
             "what the environment rewards; start from a model that succeeds now and then, or with easier tasks"
         )
+
+
+def unfilled_step(phase: Phase, found: int, drawn: int) -> str:
+    """That dynamic sampling did not fill a step: `found` of the `drawn` groups have a signal."""
+    algorithm = phase.algorithm
+    return (
+        f"only {found} of {phase.prompts_per_step} groups of a step have a signal after "
+        f"{algorithm.dynamic_sampling_rounds} rounds ({drawn} groups drawn): steps like this train on fewer. Raise "
+        f"{type(algorithm).__name__}.dynamic_sampling_rounds, or choose tasks that are neither always nor never solved"
+    )
 
 
 def samples(trajectories: Sequence[Trajectory]) -> list[str]:

@@ -54,7 +54,7 @@ class ResolvedRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class Preflight(ResolvedRecipe):
-    """And against its tokenizer and its tasks; nothing is allocated yet."""
+    """A recipe that is checked against its model, the devices, its tokenizer and its tasks; nothing is allocated."""
 
     chat: Chat
     heldout: list[Task]
@@ -173,17 +173,7 @@ def check(recipe: Recipe) -> Preflight:
     """
     found = resolve(recipe)
     recipe, mesh, model = found.recipe, found.mesh, found.model
-    if isinstance(recipe.model, DecoderConfig):
-        chat = Chat(byte_tokenizer())
-        if model.cfg.vocab_size < len(chat.tokenizer):
-            raise ConfigError(
-                f"is smaller than the byte tokenizer's {len(chat.tokenizer)} tokens",
-                setting=f"{type(model.cfg).__name__}.vocab_size",
-                value=model.cfg.vocab_size,
-                remedy=f"at least {len(chat.tokenizer)}; 264 divides well",
-            )
-    else:
-        chat = Chat(load_tokenizer(recipe.model))
+    chat = load_chat(found)
     if recipe.agent:
         check_machine(recipe.agent)
     if recipe.env.max_turns > 1:
@@ -205,6 +195,26 @@ def check(recipe: Recipe) -> Preflight:
             remedy=f"set it to {longest + recipe.max_answer_tok} or more",
         )
     return Preflight(recipe, mesh, model, chat, heldout, openings[0], longest)
+
+
+def load_chat(resolved: ResolvedRecipe) -> Chat:
+    """The tokenizer with its chat template: the folder's, or that of bytes for a model with random weights.
+
+    Raises:
+      ConfigError: the model's vocabulary is smaller than the byte tokenizer's.
+    """
+    recipe, model = resolved.recipe, resolved.model
+    if isinstance(recipe.model, str):
+        return Chat(load_tokenizer(recipe.model))
+    chat = Chat(byte_tokenizer())
+    if model.cfg.vocab_size < len(chat.tokenizer):
+        raise ConfigError(
+            f"is smaller than the byte tokenizer's {len(chat.tokenizer)} tokens",
+            setting=f"{type(model.cfg).__name__}.vocab_size",
+            value=model.cfg.vocab_size,
+            remedy=f"at least {len(chat.tokenizer)}; 264 divides well",
+        )
+    return chat
 
 
 async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:

@@ -28,48 +28,51 @@ from rolljax.trainer.update import ReferencePolicies
 OWN = ("run_start", "phase_start")
 
 
-def check(plan: ResolvedRecipe) -> None:
+def check(resolved: ResolvedRecipe) -> None:
     """Raise `ConfigError` for a source that is no policy this run could use."""
-    for phase in plan.recipe.phases:
+    for phase in resolved.recipe.phases:
         for source in phase.algorithm.needs().references:
             if source not in OWN:
-                _model(plan, source, type(phase.algorithm).__name__)
+                _model(resolved, source, type(phase.algorithm).__name__)
 
 
 def load(
-    plan: ResolvedRecipe, phase: int, folder: RunFolder, params: Params, base: Base | None, *, starts: bool
+    resolved: ResolvedRecipe, phase: int, folder: RunFolder, params: Params, base: Base | None, *, begins: bool
 ) -> ReferencePolicies:
     """The frozen policies of a phase by source, on the mesh; matrices in the compute dtype.
 
     Args:
       phase: its index. params: what is trained of the policy, as it is now. base: the frozen weights beside it.
-      starts: the phase begins now, so that these are its starting weights; otherwise they are read back.
+      begins: the phase begins now, so that these are its starting weights; otherwise they are read back.
     """
-    model, settings = plan.model, plan.recipe.phases[phase]
-    shardings = param_shardings(plan.mesh, model.axes(), model.abstract())
+    model, settings = resolved.model, resolved.recipe.phases[phase]
+    shardings = param_shardings(resolved.mesh, model.axes(), model.abstract())
     computed = model.computed if base is None else lambda adapters: adapters
     found: dict[str, tuple[Model, Params]] = {}
     for source in settings.algorithm.needs().references:
         if base is not None and (source == "run_start" or source == "phase_start" and phase == 0):
             found[source] = (model, Adapted(base, None))
         elif source == "run_start":
-            found[source] = (model, jax.jit(computed, out_shardings=shardings, donate_argnums=0)(start_params(plan)))
+            found[source] = (
+                model,
+                jax.jit(computed, out_shardings=shardings, donate_argnums=0)(start_params(resolved)),
+            )
         elif source == "phase_start":
             saved = folder.phase_start(settings.name)
-            if starts:
+            if begins:
                 checkpoint.write(saved.absolute(), params, {})
                 kept = jax.jit(lambda p: computed(jax.tree.map(jnp.copy, p)), out_shardings=shardings)(params)
             else:
                 kept = jax.jit(computed, donate_argnums=0)(_read(saved.absolute(), model, shardings))
             found[source] = (model, model.full_params(kept, base))
         else:
-            other = _model(plan, source, "Needs")
-            where = param_shardings(plan.mesh, other.axes(), other.abstract())
+            other = _model(resolved, source, "Needs")
+            where = param_shardings(resolved.mesh, other.axes(), other.abstract())
             found[source] = (other, hf.load(source, other, where, computed=True))
     return found
 
 
-def _model(plan: ResolvedRecipe, folder: str, owner: str) -> Model:
+def _model(resolved: ResolvedRecipe, folder: str, owner: str) -> Model:
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(
             "names a frozen policy that is not there",
@@ -78,14 +81,15 @@ def _model(plan: ResolvedRecipe, folder: str, owner: str) -> Model:
             remedy="phase_start, run_start, or a local Hugging Face folder with config.json and *.safetensors",
         )
     cfg = hf.read_config(folder)
-    if cfg.vocab_size != plan.model.cfg.vocab_size:
+    if cfg.vocab_size != resolved.model.cfg.vocab_size:
         raise ConfigError(
-            f"names a policy with {cfg.vocab_size} tokens in its vocabulary; this one has {plan.model.cfg.vocab_size}",
+            f"names a policy with {cfg.vocab_size} tokens in its vocabulary; the one that is trained has "
+            f"{resolved.model.cfg.vocab_size}",
             setting=owner,
             value=folder,
             remedy="both must share one tokenizer",
         )
-    return Model(cfg, plan.recipe.dtype)
+    return Model(cfg, resolved.recipe.dtype)
 
 
 def _read(path: Path, model: Model, shardings: Params) -> Params:

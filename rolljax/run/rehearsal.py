@@ -1,7 +1,7 @@
 """A rehearsal: what a run will do with its weights and its algorithms, before anything is allocated or compiled.
 
 Weights: the headers of their files. Algorithms: credit on made-up episodes; objective and gradient as JAX traces them,
-for shapes only. (The environment is asked by `rooms.plan`.)
+for shapes only. (The environment is asked by `run.preflight`.)
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 
 import rolljax
 from rolljax.errors import ConfigError
-from rolljax.loop import make_trainer
 from rolljax.model import hf
 from rolljax.recipe import Phase
 from rolljax.run import reference_policies
-from rolljax.run.preflight import Preflight, ResolvedRecipe
+from rolljax.run.preflight import ResolvedRecipe
+from rolljax.run.trainer import make_trainer
 from rolljax.trainer import masked
 from rolljax.trainer.algorithms.base import Algorithm, Needs, PolicyOutputs, TokenLoss
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
@@ -37,58 +37,58 @@ PROMPT_TOK, TURN_TOK, MAX_TURNS, MAX_GROUPS, MAX_SIBLINGS = 8, 8, 3, 4, 8
 OWN_CODE = str(Path(rolljax.__file__).parent)
 
 
-def check(plan: Preflight) -> list[str]:
+def check(resolved: ResolvedRecipe) -> list[str]:
     """Rehearse a run; returns a line for each thing that is in order.
 
     Raises:
       CheckpointError: a folder whose weights could not be loaded.
       ConfigError: a frozen policy that is not there; an algorithm that fails, or returns what nobody can use.
     """
-    reference_policies.check(plan)
-    folders = [plan.recipe.model] if isinstance(plan.recipe.model, str) else []
+    reference_policies.check(resolved)
+    folders = [resolved.recipe.model] if isinstance(resolved.recipe.model, str) else []
     folders += [
-        s for p in plan.recipe.phases for s in p.algorithm.needs().references if s not in reference_policies.OWN
+        s for p in resolved.recipe.phases for s in p.algorithm.needs().references if s not in reference_policies.OWN
     ]
-    said = [_weights(plan, folder) for folder in dict.fromkeys(folders)]
+    said = [_weights(resolved, folder) for folder in dict.fromkeys(folders)]
     done: set[Any] = set()
-    for index, phase in enumerate(plan.recipe.phases):
+    for index, phase in enumerate(resolved.recipe.phases):
         like = (phase.algorithm, phase.optimizer, phase.group_size)
         if like not in done:
-            rehearse(plan, index)
+            rehearse(resolved, index)
             done.add(like)
-    names = dict.fromkeys(type(p.algorithm).__name__ for p in plan.recipe.phases)
+    names = dict.fromkeys(type(p.algorithm).__name__ for p in resolved.recipe.phases)
     return [*said, f"credit and objective of {', '.join(names)}"]
 
 
-def _weights(plan: ResolvedRecipe, folder: str) -> str:
-    model = plan.model.plain
-    if folder != plan.recipe.model:
+def _weights(resolved: ResolvedRecipe, folder: str) -> str:
+    model = resolved.model.plain
+    if folder != resolved.recipe.model:
         model = dataclasses.replace(model, cfg=hf.read_config(folder))
     count, nbytes = hf.check(folder, model)
     return f"{count} tensors of {folder}, {nbytes / 2**20:,.0f} MiB"
 
 
-def rehearse(plan: ResolvedRecipe, index: int) -> None:
+def rehearse(resolved: ResolvedRecipe, index: int) -> None:
     """Credit and objective of a phase.
 
     Raises:
       ConfigError: one of them fails.
     """
-    phase, rng = plan.recipe.phases[index], np.random.default_rng(plan.recipe.seed)
-    algorithm, trainer = phase.algorithm, make_trainer(plan, index, {})
+    phase, rng = resolved.recipe.phases[index], np.random.default_rng(resolved.recipe.seed)
+    algorithm, trainer = phase.algorithm, make_trainer(resolved, index, {})
     with _blamed(phase, "the optimizer's state cannot be made"):
         trainer.abstract()
     kept: list[list[Sample]] = []
     carry: Any = {}
     for alike in (False, True):  # a second step, whose rewards are all the same
-        groups = made_up(plan, phase, rng, alike=alike)
+        groups = made_up(resolved, phase, rng, alike=alike)
         samples = [[Sample.of(t) for t in group] for group in groups]
         episodes = answered(Episodes.of(groups, limit_tok=trainer.limit_tok), algorithm.needs(), rng)
         with _blamed(phase, "credit fails on made-up episodes"):
             algorithm.has_signal(episodes)
             result = algorithm.credit(episodes, carry)
             _check_credit(result, episodes)
-            kept = kept or trainer.credited(samples, episodes, result)
+            kept = kept or trainer.apply_credit(samples, episodes, result)
             lost = not kept and not could_teach(algorithm, episodes, carry)
             carry = result.carry
         if lost:
@@ -101,7 +101,7 @@ def rehearse(plan: ResolvedRecipe, index: int) -> None:
             )
     if not kept:  # it has no use for these rewards: the objective is tried all the same
         everyone = dataclasses.replace(result, keep=None, mask=None)
-        kept = trainer.credited(samples, episodes, everyone)
+        kept = trainer.apply_credit(samples, episodes, everyone)
     with _blamed(phase, "the objective cannot be traced"):
         trace(algorithm, _packed(trainer, kept).batch)
 
@@ -129,11 +129,11 @@ def _blamed(phase: Phase, what: str) -> Iterator[None]:
 # ---- episodes -------------------------------------------------------------------------------------------------------
 
 
-def made_up(plan: ResolvedRecipe, phase: Phase, rng: np.random.Generator, *, alike: bool) -> list[list[Trajectory]]:
+def made_up(resolved: ResolvedRecipe, phase: Phase, rng: np.random.Generator, *, alike: bool) -> list[list[Trajectory]]:
     """Small groups of trajectories as the phase would have them. alike: all have one reward, and their answers are
     cut."""
-    recipe = plan.recipe
-    size, vocab = min(phase.group_size, MAX_SIBLINGS), plan.model.cfg.vocab_size
+    recipe = resolved.recipe
+    size, vocab = min(phase.group_size, MAX_SIBLINGS), resolved.model.cfg.vocab_size
     turns, said = min(recipe.max_turns, MAX_TURNS), min(recipe.max_answer_tok, TURN_TOK)
     groups = []
     for g in range(min(phase.prompts_per_step, MAX_GROUPS)):
@@ -198,7 +198,7 @@ def _check_credit(result: Credit, e: Episodes) -> None:
 
 def _packed(trainer: PhaseTrainer, kept: list[list[Sample]]) -> Packed:
     length = max(sum(len(s.tokens) for s in group) for group in kept)
-    settings = {"aggregation": trainer.algorithm.aggregation, "whole": trainer.algorithm.unsplit_groups}
+    settings = {"aggregation": trainer.algorithm.aggregation, "unsplit_groups": trainer.algorithm.unsplit_groups}
     shape = PackShape(1, len(kept), length)
     return pack(kept, shape, trainer.temperature, limit_tok=trainer.limit_tok, **settings)  # type: ignore[arg-type]
 
@@ -206,7 +206,7 @@ def _packed(trainer: PhaseTrainer, kept: list[list[Sample]]) -> Packed:
 def trace(algorithm: Algorithm, batch: TokenBatch) -> None:
     """Trace the losses of one micro-batch and their gradients; nothing is computed or compiled."""
     needs = algorithm.needs()
-    micro = dataclasses.replace(batch, **{name: array[0] for name, array in batch.arrays().items()})
+    micro = batch.micro_batch(0)
     each = jax.ShapeDtypeStruct(micro.tokens.shape, np.float32)
 
     def policy_loss(logp: jax.Array, entropy: jax.Array, divergence: jax.Array, b: TokenBatch) -> Any:
@@ -216,7 +216,7 @@ def trace(algorithm: Algorithm, batch: TokenBatch) -> None:
         return _total(out.loss, b), (dict(out.mean), dict(out.largest))
 
     def critic_loss(values: jax.Array, old: jax.Array, b: TokenBatch) -> Any:
-        loss, stats = algorithm.critic_loss(values, b.given("returns"), old, b)
+        loss, stats = algorithm.critic_loss(values, b.required("returns"), old, b)
         return _total(loss, b), stats
 
     if algorithm.trains_policy:

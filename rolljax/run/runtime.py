@@ -3,67 +3,95 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rolljax.cluster.lockstep import ALONE, Alone, Leader
+from rolljax.cluster.lockstep import SINGLE_PROCESS, Follower, Leader, SingleProcess
 from rolljax.envs.pool import EnvPool
 from rolljax.errors import HangError
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Params
 from rolljax.recipe import Phase
-from rolljax.rollout.episodes import Rollouts, Tally
+from rolljax.rollout.barrier import Tally
+from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
-from rolljax.run.preflight import Preflight
+from rolljax.run.preflight import Preflight, ResolvedRecipe
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.lockstep import LeadingEngine
+from rolljax.sampler.worker import LOCKSTEP_CALLS, EngineWorker
 from rolljax.threads.event_loop import EventLoop
 from rolljax.threads.watchdog import Watchdog
 from rolljax.trainer.publish import make_publish
 from rolljax.types import EVAL_STREAM, SamplingParams, Trajectory
 
 
+class WeightChannel:
+    """From the trainer's weights to the sampler's, over the devices of one mesh: cast, and laid out for decoding.
+
+    Args:
+      source: the trainer's weights now, as `Model.bind` takes them. worker: takes them, in place of those it has.
+    """
+
+    def __init__(self, resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> None:
+        self._write = make_publish(resolved.mesh, resolved.model, resolved.sampler_mesh)
+        self._source, self._worker = source, worker
+
+    def push(self) -> Params:
+        """Write the trainer's weights into the sampler's, and return these."""
+        self._worker.set_params(self._write(self._source(), self._worker.params))
+        return self._worker.params
+
+
+def share_sampler(
+    resolved: ResolvedRecipe, source: Callable[[], Params], team: SingleProcess | Leader | Follower
+) -> tuple[EngineWorker, WeightChannel]:
+    """This process's part of the sampler, shared with the other processes of the mesh. source: see `WeightChannel`."""
+    worker = EngineWorker(Engine(resolved.model.plain, resolved.recipe.sampler, resolved.sampler_mesh, SLOT_AXES))
+    channel = team.share("weights", WeightChannel(resolved, source, worker), ("push",))
+    return team.share("engine", worker, LOCKSTEP_CALLS), channel
+
+
 class Runtime:
     """Sampler, environments and the event loop they share. Use as a context manager.
 
     Args:
-      params: what `Model.bind` takes: the weights that the sampler starts with, as policy version `version`.
+      weights: the policy's weights now, as `Model.bind` takes them; the sampler starts with them, as version `version`.
       should_stop: asked while waiting; True ends the wait with `Stopped`. team: the processes of the run.
       watchdog: looks after them while they are open, and reports what hung.
     """
 
     def __init__(
         self,
-        plan: Preflight,
-        params: Params,
+        preflight: Preflight,
+        weights: Callable[[], Params],
         version: int,
         should_stop: Callable[[], bool] = lambda: False,
-        team: Alone | Leader = ALONE,
+        team: SingleProcess | Leader = SINGLE_PROCESS,
         watchdog: Watchdog | None = None,
     ) -> None:
-        self.plan, self.recipe, self.team = plan, plan.recipe, team
+        self.preflight, self.recipe = preflight, preflight.recipe
         self.watchdog, self._tally = watchdog or Watchdog(), Tally()
-        self._write = make_publish(plan.mesh, plan.model, plan.sampler_mesh)
-        make = functools.partial(LeadingEngine, turn=team.turn) if plan.mesh.is_multi_process else Engine
+        worker, self._channel = share_sampler(preflight, weights, team)
         self.sampler = Sampler(
-            make(plan.model.plain, plan.recipe.sampler, plan.sampler_mesh, SLOT_AXES),
-            self._weights(params),
+            worker.engine,
+            self._channel.push(),
             version,
-            longest_prompt=plan.longest_prompt_tok,
-            vocabulary=plan.chat.vocabulary,
-            multi_turn=plan.recipe.max_turns > 1,
+            worker=worker,
+            longest_prompt=preflight.longest_prompt_tok,
+            vocabulary=preflight.chat.vocabulary,
+            multi_turn=preflight.recipe.max_turns > 1,
         )
-        self.pool = EnvPool(plan.recipe.pool, plan.recipe.env)
-        self.background = EventLoop(should_stop, self.watchdog)
+        self.pool = EnvPool(preflight.recipe.pool, preflight.recipe.env)
+        self.event_loop = EventLoop(should_stop, self.watchdog)
         self.agents = None
-        if plan.recipe.agent:
+        if preflight.recipe.agent:
             from rolljax.rollout.agents.host import AgentHost  # which needs the packages of a server
 
-            self.agents = AgentHost(plan.recipe.agent, self.sampler, plan.chat, plan.recipe.sampler.max_context)
+            self.agents = AgentHost(
+                preflight.recipe.agent, self.sampler, preflight.chat, preflight.recipe.sampler.max_context
+            )
 
     def __enter__(self) -> Runtime:
         self.watchdog.state = self._state
@@ -80,26 +108,21 @@ class Runtime:
         self.watchdog.close()
         gc.unfreeze()
         if self.agents:
-            ending = self.background.start(self.agents.close())
-            self.background.wait(ending, "the agent programs to end", 60.0, interruptible=False)
-        self.background.close()
+            ending = self.event_loop.start(self.agents.close())
+            self.event_loop.wait(ending, "the agent programs to end", 60.0, interruptible=False)
+        self.event_loop.close()
         self.sampler.close()
         self.pool.close()
 
-    def publish(self, params: Params, version: int) -> None:
-        """Give the sampler new weights, of what `Model.bind` takes."""
+    def publish(self, version: int) -> None:
+        """Give the sampler the trainer's weights, as policy version `version`."""
         if version != self.sampler.version:
             with self.watchdog.waiting_for("the sampler to take new weights"):
-                self.sampler.publish(lambda old: self._weights(params, old), version)
-
-    def _weights(self, params: Params, over: Params | None = None) -> Params:
-        """The sampler's weights (`trainer.publish`)."""
-        with self.team.turn("publish"):
-            return self._write(params, over)
+                self.sampler.publish(lambda _: self._channel.push(), version)
 
     def policy(self, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Policy:
         """The model as a policy."""
-        limit, stop = self.recipe.max_answer_tok, self.plan.chat.stop_ids
+        limit, stop = self.recipe.max_answer_tok, self.preflight.chat.stop_ids
         params = SamplingParams(temperature, limit, stop, top_k=top_k, top_p=top_p, min_p=min_p)
         return SamplerPolicy(self.sampler, params, self.recipe.seed)
 
@@ -108,18 +131,25 @@ class Runtime:
         source = phase.algorithm.source
         if source == "sampler":
             return self.policy(phase.temperature, top_k=phase.top_k, top_p=phase.top_p, min_p=phase.min_p)
-        return GoldPolicy(self.plan.chat, self.recipe.max_answer_tok, pairs=source == "pairs")
+        return GoldPolicy(self.preflight.chat, self.recipe.max_answer_tok, pairs=source == "pairs")
 
-    def rollouts(self, policy: Policy, *, listen: bool = False) -> Rollouts:
+    def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
         r = self.recipe
         limits = (r.env.max_turns, r.sampler.max_context, r.max_answer_tok)
         if self.agents and isinstance(policy, SamplerPolicy):
             from rolljax.rollout.agents.host import AgentRollouts
 
             return AgentRollouts(
-                self.pool, self.plan.chat, policy, *limits, r.rollout, listen, self._tally, host=self.agents
+                self.pool,
+                self.preflight.chat,
+                policy,
+                *limits,
+                r.rollout,
+                hash_observations,
+                self._tally,
+                host=self.agents,
             )
-        return Rollouts(self.pool, self.plan.chat, policy, *limits, r.rollout, listen, self._tally)
+        return Rollouts(self.pool, self.preflight.chat, policy, *limits, r.rollout, hash_observations, self._tally)
 
     def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
         """One trajectory for each held-out task, with the weights that are published now.
@@ -131,12 +161,12 @@ class Runtime:
         async def all_tasks() -> list[Trajectory]:
             groups = [
                 rollouts.group(task, stream=EVAL_STREAM, step=step, index=i, group_size=1)
-                for i, task in enumerate(self.plan.heldout)
+                for i, task in enumerate(self.preflight.heldout)
             ]
             return [t for group in await asyncio.gather(*groups) for t in group.trajectories]
 
-        return self.background.wait(
-            self.background.start(all_tasks()),
+        return self.event_loop.wait(
+            self.event_loop.start(all_tasks()),
             "the held-out evaluation",
             self.recipe.wait_s,
             interruptible=interruptible,
@@ -155,7 +185,7 @@ class Runtime:
         return "; ".join(filter(None, parts))
 
 
-def mean_reward(trajectories: list[Trajectory]) -> float:
+def mean_reward(trajectories: Sequence[Trajectory]) -> float:
     """Mean reward of those that did not fail; NaN when none is left."""
     rewards = [t.reward for t in trajectories if t.status != "failed"]
     return float(np.mean(rewards)) if rewards else float("nan")

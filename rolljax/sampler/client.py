@@ -15,21 +15,22 @@ from typing import TypeVar
 
 import numpy as np
 
-from rolljax.errors import HangError, SamplerError
+from rolljax.errors import HangError, RolljaxError, SamplerError, boundary
 from rolljax.model.decoder import Params
 from rolljax.model.vocabulary import Vocabulary
-from rolljax.sampler.engine import MAX_STOP_IDS, Engine
+from rolljax.sampler.arrays import MAX_STOP_IDS
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.request import Request, SamplerLoad, SamplerStats
 from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS
-from rolljax.sampler.scheduler import Request, SamplerLoad, SamplerStats, Scheduler
-from rolljax.sampler.settings import MIN_PIECE
+from rolljax.sampler.scheduler import Scheduler
+from rolljax.sampler.settings import MIN_CHUNK
+from rolljax.sampler.worker import EngineWorker
 from rolljax.threads.inbox import Inbox
 from rolljax.types import Completion, FinishReason, Sampled, SamplingParams
 
 T = TypeVar("T")
 LINGER_S = 0.002
 """An idle scheduler waits this long for the next request before it starts with those it has."""
-
-
 HOLD_S = 5.0
 """Longest that requests are held back to begin together."""
 
@@ -50,6 +51,7 @@ class Sampler:
       vocabulary: what tokens spell; needed for stop texts.
       longest_prompt, multi_turn: what to compile programs for beforehand (default: everything; 0: nothing). The rest is
         compiled when it is needed.
+      worker: of the engine, where several processes share its calls (default: one of its own).
     """
 
     def __init__(
@@ -61,10 +63,13 @@ class Sampler:
         vocabulary: Vocabulary | None = None,
         longest_prompt: int | None = None,
         multi_turn: bool = True,
+        worker: EngineWorker | None = None,
     ) -> None:
         self.engine = engine
         self._can_stop_at_text = vocabulary is not None
-        self._scheduler = Scheduler(engine, params, version, vocabulary)
+        self._worker = worker or EngineWorker(engine)
+        self._worker.set_params(params)
+        self._scheduler = Scheduler(self._worker, version, vocabulary)
         if longest_prompt != 0:
             self._scheduler.warm_up(longest_prompt or engine.cfg.max_context, multi_turn)
         self.inbox: Inbox[Callable[[], None] | None] = Inbox("the sampler's thread")
@@ -126,7 +131,7 @@ class Sampler:
         Args:
           address: up to 6 integers; equal addresses give equal noise, whatever else is running.
           priority: lower is served first; equal ones in the order of their arrival.
-          on_tokens: called on the event loop with every new piece, in order, before the completion is there.
+          on_tokens: called on the event loop with all new tokens, in order, before the completion is there.
           resume: what an aborted request of the same prompt had sampled; it goes on from there.
 
         Raises:
@@ -176,20 +181,21 @@ class Sampler:
     async def score(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Model log-prob of every token of `prompt_ids [P]` given those before it; the first is NaN."""
         self._check(prompt_ids, SamplingParams(), ())
-        size = MIN_PIECE
+        size = MIN_CHUNK
         while size < len(prompt_ids):
             size *= 2
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt_ids)] = prompt_ids
-        logp = await self._ask(lambda: np.array(self.engine.score(self._scheduler.params, tokens)))
+        logp = await self._ask(lambda: np.array(self._worker.score(tokens)))
         return np.concatenate([[np.nan], logp[0, 1 : len(prompt_ids)]]).astype(np.float32)
 
     async def warm_up(self, done: Callable[[int, int], None]) -> None:
-        """Compile what requests of any length and law can need (not `score`), one program after the other.
+        """Compile what requests of any length and settings can need (not `score`), one program after the other.
 
         done: told how many programs of how many are compiled, before each and at the end.
         """
-        programs = self._scheduler.programs(self.engine.cfg.max_context, multi_turn=True, laws=self.engine.cfg.laws)
+        cfg = self.engine.cfg
+        programs = self._scheduler.programs(cfg.max_context, multi_turn=True, variants=cfg.draw_variants)
         for i, program in enumerate(programs):
             done(i, len(programs))
             await self._ask(program)
@@ -212,12 +218,11 @@ class Sampler:
                 done.set_exception(self._error)
                 return
             try:
-                self._scheduler.publish(make, version)
-            except Exception as e:  # the weights in use may be gone: the thread ends with it
-                done.set_exception(
-                    SamplerError(f"weights of version {version} could not be taken: {type(e).__name__}: {e}")
-                )
-                raise
+                with boundary(SamplerError, f"weights of version {version} could not be taken"):
+                    self._scheduler.publish(make, version)
+            except RolljaxError as e:
+                done.set_exception(e)
+                raise  # the weights in use may be gone: the thread ends with it
             done.set_result(None)
 
         self._send(swap)
@@ -267,10 +272,12 @@ class Sampler:
         future: asyncio.Future[T] = loop.create_future()
 
         def run() -> None:
+            result: object
             try:
-                result: object = call()
-            except Exception as e:  # it fails this call alone
-                result = SamplerError(f"{type(e).__name__}: {e}")
+                with boundary(SamplerError, "a call between two dispatches"):
+                    result = call()
+            except RolljaxError as e:  # it fails this call alone
+                result = e
             self._post(loop, lambda: _settle(future, result))
 
         self._send(run)
@@ -299,7 +306,7 @@ class Sampler:
                 if self._scheduler.busy:
                     self._scheduler.step()
                 self._flush()
-        except Exception as e:  # border of the thread: everything that waits learns why
+        except Exception as e:  # border: the thread ends, and everything that waits learns why
             error = SamplerError(f"the sampler stopped: {type(e).__name__}: {e}")
             error.__cause__ = e
         with self._closing:

@@ -1,14 +1,14 @@
-"""The engine: a few jitted programs over one decode state. It samples; it decides nothing.
+"""The engine: a few jitted programs over one decode state. It samples; it decides nothing, and it keeps nothing.
 
-    prefill   a piece of some prompts -> their keys and values in pages, logits after the last token
+    prefill   a chunk of some prompts -> their keys and values in pages, logits after the last token
     insert    prefilled prompts -> slots, first tokens
     generate  a few decode steps of all slots, with stop detection on the device
-    score     whole sequences -> the log-prob of every token, nothing kept
+    score     sequences -> the log-prob of every token, nothing kept
 
 Which pages a row uses is decided by the caller, who hands in page tables; how pages look and how attention reads them
 is a `kv.Path`. What is sampled is a function of the request alone (see `sampling`). On a mesh the slots and the pages
-are split over the batch axes and each part runs the same program on its own pages (`shard_map`); parameters are whole
-per part, or split over `tensor`.
+are split over the batch axes and each part runs the same program on its own pages (`shard_map`); every part has all
+parameters, or they are split over `tensor`.
 
 Shape letters beside the model's: S slots, R prefill rows, W pages per row, N pages, K decode steps.
 """
@@ -16,6 +16,7 @@ Shape letters beside the model's: S slots, R prefill rows, W pages per row, N pa
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,125 +27,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model, Params
 from rolljax.model.layers import Mixture
+from rolljax.sampler.arrays import MAX_STOP_IDS, DecodeState, Inserts, PrefillChunks, ResultTokens
 from rolljax.sampler.kernels import paths_for
 from rolljax.sampler.kv import Path
-from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS, Law, draw, fold_address
-from rolljax.sampler.settings import MIN_PIECE, MIN_ROWS, SamplerConfig
+from rolljax.sampler.sampling import MAX_TOP_LOGPROBS, SamplingDistribution, draw, fold_address
+from rolljax.sampler.settings import MIN_CHUNK, MIN_ROWS, SamplerConfig
 
+Carry = tuple[jax.Array, DecodeState, Any, ResultTokens]
+"""Of the decode loop: steps that are done, the rows' state, the path's cache, what was sampled."""
 EXPERT_AXIS = "expert"
 """The mesh axis over which experts are split."""
-MAX_STOP_IDS = 4
 MAX_UNROLLED_LAYERS = 8
 """On CPU the layers of models up to this depth are written out in the decode program."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """Everything the engine keeps between dispatches. Every array is split over its first axis on a mesh."""
-
-    pool: jax.Array
-    """KV pages of all layers; its layout is the path's."""
-    token: jax.Array
-    """`[S]` last sampled token, not yet in the cache."""
-    position: jax.Array
-    """`[S]` position of `token` in its sequence."""
-    remaining: jax.Array
-    """`[S]` tokens the slot may still sample; 0: the slot is idle or done."""
-    law: Law
-    key: jax.Array
-    """`[S, 2]` uint32: the request's address, hashed."""
-    stop: jax.Array
-    """`[S, MAX_STOP_IDS]`, padded with -1."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Inserts:
-    """What goes into which slot; arrays `[S]`, `row` is -1 for slots that are left alone."""
-
-    row: jax.Array
-    """Row of the prefill's logits (local to the slot's shard)."""
-    copy_from: jax.Array
-    """Partly filled page of the prompt, and the slot's own page it is copied to; -1: none."""
-    copy_to: jax.Array
-    length: jax.Array
-    """Tokens that are in the cache."""
-    max_tokens: jax.Array
-    law: Law
-    address: jax.Array
-    """`[S, ADDRESS_LEN]` int32."""
-    stop: jax.Array
-
-    @staticmethod
-    def empty(slots: int) -> Inserts:
-        """Host arrays that insert nothing."""
-        none = lambda *shape: np.full((slots, *shape), -1, np.int32)  # noqa: E731
-        return Inserts(
-            row=none(),  # type: ignore[arg-type]
-            copy_from=none(),  # type: ignore[arg-type]
-            copy_to=none(),  # type: ignore[arg-type]
-            length=none(),  # type: ignore[arg-type]
-            max_tokens=none(),  # type: ignore[arg-type]
-            law=Law.empty(slots),
-            address=np.zeros((slots, ADDRESS_LEN), np.int32),  # type: ignore[arg-type]
-            stop=none(MAX_STOP_IDS),  # type: ignore[arg-type]
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pieces:
-    """Pieces of prompts to prefill; arrays `[R]`, `count` is 0 for rows without one."""
-
-    tokens: jax.Array
-    """`[R, T]`."""
-    start: jax.Array
-    """Tokens of the prompt that are in the cache already."""
-    count: jax.Array
-    """New tokens."""
-    table: jax.Array
-    """`[R, W]` page ids."""
-    copy_from: jax.Array
-    """A page to copy before anything is written, and its target; -1: none."""
-    copy_to: jax.Array
-
-    @staticmethod
-    def empty(rows: int, piece: int, width: int) -> Pieces:
-        """Host arrays without a piece."""
-        return Pieces(
-            tokens=np.zeros((rows, piece), np.int32),  # type: ignore[arg-type]
-            start=np.zeros(rows, np.int32),  # type: ignore[arg-type]
-            count=np.zeros(rows, np.int32),  # type: ignore[arg-type]
-            table=np.full((rows, width), -1, np.int32),  # type: ignore[arg-type]
-            copy_from=np.full(rows, -1, np.int32),  # type: ignore[arg-type]
-            copy_to=np.full(rows, -1, np.int32),  # type: ignore[arg-type]
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ResultTokens:
-    """Sampled tokens of one dispatch: `[S, K]` each; `valid` counts the leading entries that hold, `[S]`."""
-
-    tokens: jax.Array
-    sampler_logp: jax.Array
-    model_logp: jax.Array
-    top_ids: jax.Array
-    """`[S, K, n]`; n is 0 unless asked for. Likewise the two below."""
-    top_sampler_logp: jax.Array
-    top_model_logp: jax.Array
-    experts: jax.Array
-    """`[S, K, L, k]`, as in `types.Sampled`; L and k are 0 unless they are recorded."""
-    valid: jax.Array
-    done: jax.Array
-
-    @staticmethod
-    def empty(experts: jax.Array, top: int, done: jax.Array) -> ResultTokens:
-        slots, steps = experts.shape[:2]
-        ids, logp = jnp.zeros((slots, steps), jnp.int32), jnp.zeros((slots, steps))
-        top_ids, top_logp = jnp.zeros((slots, steps, top), jnp.int32), jnp.zeros((slots, steps, top))
-        return ResultTokens(ids, logp, logp, top_ids, top_logp, top_logp, experts, jnp.zeros(slots, jnp.int32), done)
 
 
 class Engine:
@@ -173,17 +67,17 @@ class Engine:
                 mesh,
                 page_size=cfg.page_size,
                 num_pages=self.pages_per_shard,
-                rows=max(cfg.slots // self.num_shards, cfg.rows(MIN_PIECE, self.num_shards)),
+                rows=max(cfg.slots // self.num_shards, cfg.prefill_rows(MIN_CHUNK, self.num_shards)),
                 width=cfg.pages_per_sequence,
                 unroll=self.unroll,
             )
-        whole = NamedSharding(mesh, PartitionSpec()) if mesh.is_multi_process else None  # what one host is to read
+        replicated = NamedSharding(mesh, PartitionSpec()) if mesh.is_multi_process else None  # what one host is to read
         self._prefill = self._jit(self._prefill_local, donate=(1,), num_row_args=2, static=1)
         self._insert = self._jit(
-            self._insert_local, donate=(0,), num_row_args=3, params=False, static=2, out=(None, whole)
+            self._insert_local, donate=(0,), num_row_args=3, params=False, static=2, out=(None, replicated)
         )
-        self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=3, static=2, out=(None, whole))
-        self._score = self._jit(self._score_all, donate=(), num_row_args=1, whole=True, out=whole)
+        self._generate = self._jit(self._generate_local, donate=(1,), num_row_args=3, static=2, out=(None, replicated))
+        self._score = self._jit(self._score_all, donate=(), num_row_args=1, split=False, out=replicated)
 
     @property
     def num_shards(self) -> int:
@@ -228,21 +122,27 @@ class Engine:
         return shardings
 
     def prefill(
-        self, params: Params, state: DecodeState, pieces: Pieces, *, read: int
+        self, params: Params, state: DecodeState, chunks: PrefillChunks, *, read: int
     ) -> tuple[DecodeState, jax.Array]:
-        """Write the keys and values of the pieces to their pages; returns logits `[rows, V]` after each piece.
+        """Write the keys and values of the chunks to their pages; returns logits `[rows, V]` after each chunk.
 
-        There are as many rows, for each batch shard, as the prefill of the shortest pieces has.
+        There are as many rows, for each batch shard, as the prefill of the shortest chunks has.
 
         Args:
-          read: `width` of the most tokens that any piece has before it in the cache.
+          state: donated.
+          read: `width` of the most tokens that any chunk has before it in the cache.
         """
-        return self._prefill(params, state, pieces, read)
+        return self._prefill(params, state, chunks, read)
 
     def insert(
         self, state: DecodeState, logits_RV: jax.Array, inserts: Inserts, *, truncate: bool = False, top: bool = False
     ) -> tuple[DecodeState, ResultTokens]:
-        """Fill slots and draw their first tokens (one step)."""
+        """Fill slots and draw their first tokens (one step).
+
+        Args:
+          state: donated. logits_RV: what `prefill` returned; it can be drawn from again.
+          truncate, top: see `sampling.draw`; True where any request needs it.
+        """
         return self._insert(state, logits_RV, inserts, truncate, top)
 
     def generate(
@@ -258,6 +158,7 @@ class Engine:
         """Up to `steps_per_dispatch` decode steps of some slots, one to a row; ends early when none is left.
 
         Args:
+          state: donated.
           table_SW: pages of each row, enough for all steps. slot_S: the slot of each row, counted within its batch
             shard; -1: none. Both may have fewer rows than there are slots.
           truncate, top: see `sampling.draw`; True where any row needs it.
@@ -277,75 +178,83 @@ class Engine:
             token=jnp.zeros(S, jnp.int32),
             position=jnp.zeros(S, jnp.int32),
             remaining=jnp.zeros(S, jnp.int32),
-            law=jax.tree.map(jnp.asarray, Law.empty(S)),
+            distribution=jax.tree.map(jnp.asarray, SamplingDistribution.empty(S)),
             key=jnp.zeros((S, 2), jnp.uint32),
             stop=jnp.full((S, MAX_STOP_IDS), -1, jnp.int32),
         )
 
-    def _prefill_local(self, params, state: DecodeState, pieces: Pieces, read: int):
+    def _prefill_local(
+        self, params: Params, state: DecodeState, chunks: PrefillChunks, read: int
+    ) -> tuple[DecodeState, jax.Array]:
         decoder, path = self.model.bind(params), self.path
-        T = pieces.tokens.shape[1]
-        pool = path.copy_pages(state.pool, pieces.copy_from, pieces.copy_to)
-        reading, cache = path.open(pool, pieces.table, pieces.start, T, read)
-        positions = pieces.start[:, None] + jnp.arange(T)
-        attend = path.attend(reading, 0, pieces.count)
-        hidden_RTD, cache, _ = decoder(pieces.tokens, positions, attend, cache, in_place=True)
-        pool = path.close(pool, reading, cache, pieces.count)
-        last_R = jnp.maximum(pieces.count - 1, 0)
+        T = chunks.tokens.shape[1]
+        pool = path.copy_pages(state.pool, chunks.copy_from, chunks.copy_to)
+        reading, cache = path.open(pool, chunks.table, chunks.start, T, read)
+        positions = chunks.start[:, None] + jnp.arange(T)
+        attend = path.attend(reading, 0, chunks.count)
+        hidden_RTD, cache, _ = decoder(chunks.tokens, positions, attend, cache, in_place=True)
+        pool = path.close(pool, reading, cache, chunks.count)
+        last_R = jnp.maximum(chunks.count - 1, 0)
         hidden_RD = jnp.take_along_axis(hidden_RTD, last_R[:, None, None], axis=1)[:, 0]
         logits_RV = decoder.logits(hidden_RD)
-        most = self.cfg.rows(MIN_PIECE, self.num_shards)  # every prefill feeds the same `insert` program
+        most = self.cfg.prefill_rows(MIN_CHUNK, self.num_shards)  # every prefill feeds the same `insert` program
         return dataclasses.replace(state, pool=pool), jnp.pad(logits_RV, ((0, most - len(logits_RV)), (0, 0)))
 
-    def _insert_local(self, state: DecodeState, logits_RV: jax.Array, new: Inserts, truncate: bool, top: bool):
-        here_S = new.row >= 0
+    def _insert_local(
+        self, state: DecodeState, logits_RV: jax.Array, new: Inserts, truncate: bool, top: bool
+    ) -> tuple[DecodeState, ResultTokens]:
+        is_new_S = new.row >= 0
         key_S2 = fold_address(new.address)
-        first = draw(logits_RV[jnp.maximum(new.row, 0)], new.law, key_S2, new.length, truncate, top)
+        first = draw(logits_RV[jnp.maximum(new.row, 0)], new.distribution, key_S2, new.length, truncate, top)
         remaining = jnp.where(_stopped(first.token, new.stop), 0, new.max_tokens - 1)
         fresh = DecodeState(
             pool=self.path.copy_pages(state.pool, new.copy_from, new.copy_to),
             token=first.token,
             position=new.length,
             remaining=remaining,
-            law=new.law,
+            distribution=new.distribution,
             key=key_S2,
             stop=new.stop,
         )
-        pick = lambda a, b: jnp.where(here_S.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
-        merged = jax.tree.map(pick, dataclasses.replace(fresh, pool=here_S), dataclasses.replace(state, pool=here_S))
+        pick = lambda a, b: jnp.where(is_new_S.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
+        merged = jax.tree.map(
+            pick, dataclasses.replace(fresh, pool=is_new_S), dataclasses.replace(state, pool=is_new_S)
+        )
         result = jax.tree.map(lambda x: x[:, None], first)
         return dataclasses.replace(merged, pool=fresh.pool), ResultTokens(
             tokens=result.token,
             **{f: getattr(result, f) for f in _SHARED},
-            experts=self._no_experts(len(here_S), 1),
-            valid=here_S.astype(jnp.int32),
+            experts=self._no_experts(len(is_new_S), 1),
+            valid=is_new_S.astype(jnp.int32),
             done=merged.remaining == 0,
         )
 
-    def _generate_local(self, params, whole: DecodeState, table_SW, slot_S, truncate: bool, top: bool):
+    def _generate_local(
+        self, params: Params, all_slots: DecodeState, table_SW: jax.Array, slot_S: jax.Array, truncate: bool, top: bool
+    ) -> tuple[DecodeState, ResultTokens]:
         decoder, path = self.model.bind(params), self.decode_path
         S, K = len(slot_S), self.cfg.steps_per_dispatch
-        state = dataclasses.replace(whole, pool=whole.token)  # the pool is not carried through the steps
+        state = dataclasses.replace(all_slots, pool=all_slots.token)  # the pool is not carried through the steps
         state = jax.tree.map(lambda x: x[jnp.maximum(slot_S, 0)], state)
         state = dataclasses.replace(state, remaining=jnp.where(slot_S >= 0, state.remaining, 0))
         start_S = state.position
-        reading, cache = path.open(whole.pool, table_SW, start_S, K, table_SW.shape[1])
+        reading, cache = path.open(all_slots.pool, table_SW, start_S, K, table_SW.shape[1])
 
-        def more(carry):
+        def more(carry: Carry) -> jax.Array:
             i, state, _, _ = carry
             some = jnp.any(state.remaining > 0)
             if self.experts_split:  # a step is taken by all shards that share experts, or by none
                 some = jax.lax.pmax(some.astype(jnp.int32), EXPERT_AXIS) > 0
             return (i < K) & some
 
-        def step(carry):
+        def step(carry: Carry) -> Carry:
             i, state, cache, out = carry
             active = state.remaining > 0
             attend = path.attend(reading, i, active.astype(jnp.int32))
             hidden, cache, mixtures = decoder(
                 state.token[:, None], state.position[:, None], attend, cache, unroll=self.unroll, in_place=True
             )
-            new = draw(decoder.logits(hidden[:, 0]), state.law, state.key, state.position + 1, truncate, top)
+            new = draw(decoder.logits(hidden[:, 0]), state.distribution, state.key, state.position + 1, truncate, top)
             remaining = jnp.where(active & ~_stopped(new.token, state.stop), state.remaining - 1, 0)
             out = ResultTokens(
                 tokens=out.tokens.at[:, i].set(new.token),
@@ -365,11 +274,11 @@ class Engine:
         n = min(MAX_TOP_LOGPROBS, self.model.cfg.vocab_size) if top else 0
         out = ResultTokens.empty(self._no_experts(S, K), n, state.remaining == 0)
         _, state, cache, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, cache, out))
-        to_S = jnp.where(slot_S >= 0, slot_S, len(whole.token))
-        back = lambda name: getattr(whole, name).at[to_S].set(getattr(state, name), mode="drop")  # noqa: E731
-        pool = path.close(whole.pool, reading, cache, state.position - start_S)
+        to_S = jnp.where(slot_S >= 0, slot_S, len(all_slots.token))
+        back = lambda name: getattr(all_slots, name).at[to_S].set(getattr(state, name), mode="drop")  # noqa: E731
+        pool = path.close(all_slots.pool, reading, cache, state.position - start_S)
         moved = {name: back(name) for name in ("token", "position", "remaining")}
-        return dataclasses.replace(whole, pool=pool, **moved), out
+        return dataclasses.replace(all_slots, pool=pool, **moved), out
 
     def _no_experts(self, slots: int, steps: int) -> jax.Array:
         """None known, in the shape of `ResultTokens.experts`."""
@@ -384,7 +293,7 @@ class Engine:
             return experts
         return experts.at[:, step].set(mixtures.chosen_BTk[:, :, 0].swapaxes(0, 1).astype(experts.dtype))
 
-    def _score_all(self, params, tokens_BT):
+    def _score_all(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
         decoder = self.model.bind(params)
         B, T = tokens_BT.shape
         same = jnp.ones((B, T), jnp.int32)
@@ -407,26 +316,26 @@ class Engine:
 
     def _jit(
         self,
-        fn: Any,
+        fn: Callable[..., Any],
         *,
         donate: tuple[int, ...],
         num_row_args: int,
         params: bool = True,
         static: int = 0,
-        whole: bool = False,
+        split: bool = True,
         out: Any = None,
     ) -> Any:
         """Jit `fn`, run per batch shard. Its arguments: (params,), `num_row_args` trees split over axis 0, statics.
 
-        whole: nothing is split, every shard computes the same. out: shardings of the results (None: as they come).
+        split: False: nothing is split, every shard computes the same. out: shardings of the results (None: as they
+        come).
         """
-        everywhere = PartitionSpec()
-        rows = everywhere if whole else PartitionSpec(self.batch_axes)
+        rows = PartitionSpec(self.batch_axes) if split else PartitionSpec()
         # experts want to know which mesh axes are left to split them over
         plain = self.num_shards == 1 and (self.mesh.size == 1 or not self.model.cfg.routing)
         num_args = params + num_row_args
 
-        def run(*args):
+        def run(*args: Any) -> Any:
             traced, statics = args[:num_args], args[num_args:]
             if plain:
                 return fn(*traced, *statics)

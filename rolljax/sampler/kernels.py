@@ -137,27 +137,48 @@ class RaggedPath:
         # for the padding, too. What those hold does not matter: no query that counts sees them.
         start_B = jnp.where(count_B > 0, reading.length + first, 0)
 
-        def local(q_BTHC, k_BTKC, v_BTKC, pool, table_BW, start_B, count_B, layer, on, *, size):
+        def local(
+            q_BTHC: jax.Array,
+            k_BTKC: jax.Array,
+            v_BTKC: jax.Array,
+            pool: jax.Array,
+            table_BW: jax.Array,
+            start_B: jax.Array,
+            count_B: jax.Array,
+            layer: jax.Array,
+            on: jax.Array,
+            *,
+            size: int | None,
+        ) -> tuple[jax.Array, jax.Array]:
             B, T, H, C = q_BTHC.shape
             pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, pool.shape[3] - C)))  # noqa: E731
             new = jnp.stack([pad(k_BTKC), pad(v_BTKC)], axis=3).reshape(B * T, *pool.shape[2:])
-            page, offset = _places(table_BW, start_B, count_B, T, layer * self.num_pages, len(pool), self.page_size)
+            page, offset = _write_positions(
+                table_BW, start_B, count_B, T, layer * self.num_pages, len(pool), self.page_size
+            )
             flat = pool.reshape(-1, *pool.shape[2:])
-            at = (page * self.page_size + offset).reshape(-1)
-            flat = flat.at[at].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
+            row = (page * self.page_size + offset).reshape(-1)
+            flat = flat.at[row].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
             pool = flat.reshape(pool.shape)
             table = jnp.maximum(table_BW, 0) + layer * self.num_pages
             args = pad(q_BTHC).reshape(B * T, H, -1), pool, table, start_B + T
             near = lambda *args: self._kernel(*args, tokens=T, window=size)  # noqa: E731
-            whole = lambda *args: self._kernel(*args, tokens=T, window=None)  # noqa: E731
-            mixed = whole(*args) if size is None else jax.lax.cond(on, near, whole, *args)
+            full = lambda *args: self._kernel(*args, tokens=T, window=None)  # noqa: E731
+            mixed = full(*args) if size is None else jax.lax.cond(on, near, full, *args)
             return mixed.reshape(B, T, H, -1)[..., :C], pool
 
-        def attend(q_BTHC, k_BTKC, v_BTKC, pool, layer, window=None):
+        def attend(
+            q_BTHC: jax.Array,
+            k_BTKC: jax.Array,
+            v_BTKC: jax.Array,
+            cache: Any,
+            layer: jax.Array | int,
+            window: Window | None = None,
+        ) -> tuple[jax.Array, jax.Array]:
             size, on = window or Window(None, False)
             run = _over_heads(self.mesh, functools.partial(local, size=size), pool_axis=self.head_axis)
-            whole = reading.table, start_B, count_B, jnp.int32(layer), jnp.asarray(on)
-            return run(q_BTHC, k_BTKC, v_BTKC, pool, *whole)
+            unsplit = reading.table, start_B, count_B, jnp.int32(layer), jnp.asarray(on)
+            return run(q_BTHC, k_BTKC, v_BTKC, cache, *unsplit)
 
         return attend
 
@@ -221,19 +242,37 @@ class PagedPath(DensePath):
     def attend(self, reading: Any, first: jax.Array | int, count_B: jax.Array) -> Attend:
         start_B = jnp.where(count_B > 0, reading.length + first, 0)
 
-        def local(q_B1HC, k_B1KC, v_B1KC, pool, table_BW, start_B, count_B, layer):
+        def local(
+            q_B1HC: jax.Array,
+            k_B1KC: jax.Array,
+            v_B1KC: jax.Array,
+            pool: jax.Array,
+            table_BW: jax.Array,
+            start_B: jax.Array,
+            count_B: jax.Array,
+            layer: jax.Array,
+        ) -> tuple[jax.Array, jax.Array]:
             B, _, K, C = k_B1KC.shape
             new = jnp.stack([k_B1KC[:, 0], v_B1KC[:, 0]], axis=2).reshape(B, 2 * K, C)
-            page, offset = _places(table_BW, start_B, count_B, 1, layer * self.num_pages, len(pool), self.page_size)
+            page, offset = _write_positions(
+                table_BW, start_B, count_B, 1, layer * self.num_pages, len(pool), self.page_size
+            )
             pool = pool.at[page[:, 0], :, offset[:, 0]].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
             table = jnp.maximum(table_BW, 0) + layer * self.num_pages
             return self._kernel(q_B1HC[:, 0], pool, table, start_B + 1)[:, None], pool
 
-        def attend(q_B1HC, k_B1KC, v_B1KC, pool, layer, window=None):
+        def attend(
+            q_BTHC: jax.Array,
+            k_BTKC: jax.Array,
+            v_BTKC: jax.Array,
+            cache: Any,
+            layer: jax.Array | int,
+            window: Window | None = None,
+        ) -> tuple[jax.Array, jax.Array]:
             if window is not None:
                 raise NotImplementedError("the GPU kernel has no windows")  # `suits` has refused the model
             run = _over_heads(self.mesh, local, pool_axis=self.head_axis)
-            return run(q_B1HC, k_B1KC, v_B1KC, pool, reading.table, start_B, count_B, jnp.int32(layer))
+            return run(q_BTHC, k_BTKC, v_BTKC, cache, reading.table, start_B, count_B, jnp.int32(layer))
 
         return attend
 
@@ -297,7 +336,7 @@ class PagedPath(DensePath):
         return mixed[:, :, : H // K].reshape(B, H, C).astype(q_BHC.dtype)
 
 
-def _places(
+def _write_positions(
     table_BW: jax.Array,
     start_B: jax.Array,
     count_B: jax.Array,
@@ -308,7 +347,7 @@ def _places(
 ) -> tuple[jax.Array, jax.Array]:
     """Page and offset `[B, T]` of each row's next tokens; those that do not hold get pages past the pool, each its own.
 
-    shift: where the layer's pages start. num_pages: of the whole pool. size: tokens per page.
+    shift: where the layer's pages start. num_pages: of the pool, all layers. size: tokens per page.
     """
     B, W = table_BW.shape
     at_BT = start_B[:, None] + jnp.arange(tokens)
@@ -320,7 +359,7 @@ def _places(
 def _over_heads(mesh: Mesh, fn: Callable[..., Any], *, pool_axis: int) -> Callable[..., Any]:
     """`fn` on each device's own heads.
 
-    Its arguments: queries, keys and values `[B, T, heads, C]`, the pool, and others that are whole; it returns the
+    Its arguments: queries, keys and values `[B, T, heads, C]`, the pool, and others that are not split; it returns the
     mixed values and the pool.
     """
     outer = jax.sharding.get_abstract_mesh()
@@ -330,8 +369,8 @@ def _over_heads(mesh: Mesh, fn: Callable[..., Any], *, pool_axis: int) -> Callab
     if not axes:
         return fn
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, *whole: jax.Array) -> Any:
-        specs = (heads, heads, heads, pool, *[PartitionSpec()] * len(whole))
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, *unsplit: jax.Array) -> Any:
+        specs = (heads, heads, heads, pool, *[PartitionSpec()] * len(unsplit))
         return jax.shard_map(
             fn,
             mesh=None if outer.manual_axes else mesh,
@@ -339,6 +378,6 @@ def _over_heads(mesh: Mesh, fn: Callable[..., Any], *, pool_axis: int) -> Callab
             out_specs=(heads, pool),
             axis_names=axes,
             check_vma=False,
-        )(q, k, v, cache, *whole)
+        )(q, k, v, cache, *unsplit)
 
     return run

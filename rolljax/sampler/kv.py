@@ -25,12 +25,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from rolljax.model.attention import NEG, Attend, inside
+from rolljax.model.attention import NEG, Attend, Window, inside
 from rolljax.model.decoder import DecoderConfig
 
 
 class Path(Protocol):
-    """See the module's text.
+    """How keys and values are kept in the pool of pages, and how new tokens attend to them.
 
     head_axis: the dimension of the pool that counts key/value heads. sized: what is computed grows with the width of
     the tables and the number of rows, so programs for smaller ones are worth compiling.
@@ -41,6 +41,7 @@ class Path(Protocol):
 
     def pool_shape(self, num_pages: int) -> tuple[int, ...]: ...
     def copy_pages(self, pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array: ...
+
     def open(
         self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
     ) -> tuple[Any, Any]: ...
@@ -51,7 +52,7 @@ class Path(Protocol):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table", "length"], meta_fields=["context"])
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Where `DensePath` reads: in its cache the first `context` places are the rows' earlier tokens."""
+    """Where `DensePath` reads: in its cache the first `context` positions are the rows' earlier tokens."""
 
     table: jax.Array
     length: jax.Array
@@ -89,7 +90,7 @@ class DensePath:
         K = pool.shape[1] // 2
         table = jnp.maximum(table_BW[:, :read], 0)
 
-        def context(layer):
+        def context(layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
             """Keys `[B, K, C, S + room]` and values `[B, K, S + room, C]` of one layer; the last `room` are free."""
             pages = pool[table + layer * self.num_pages].reshape(B, read, K, 2, P, C)
             keys = pages[:, :, :, 0].transpose(0, 2, 4, 1, 3).reshape(B, K, C, read * P)
@@ -106,18 +107,25 @@ class DensePath:
         del count_B  # `close` writes only what holds
         S = reading.context
 
-        def attend(q_BTHC, k_BTKC, v_BTKC, cache, layer, window=None):
+        def attend(
+            q_BTHC: jax.Array,
+            k_BTKC: jax.Array,
+            v_BTKC: jax.Array,
+            cache: Any,
+            layer: jax.Array | int,
+            window: Window | None = None,
+        ) -> tuple[jax.Array, Any]:
             B, T, H, C = q_BTHC.shape
             keys, all_keys = _write(cache[0], k_BTKC.transpose(0, 2, 3, 1), layer, S + first, 3)
             values, all_values = _write(cache[1], v_BTKC.swapaxes(1, 2), layer, S + first, 2)
             K = keys.shape[1]
-            place = jnp.arange(keys.shape[-1])
-            old_BS = (place < jnp.minimum(reading.length, S)[:, None])[:, None]
-            new_TS = (place >= S) & (place - S <= first + jnp.arange(T)[:, None])
+            index_S = jnp.arange(keys.shape[-1])
+            old_BS = (index_S < jnp.minimum(reading.length, S)[:, None])[:, None]
+            new_TS = (index_S >= S) & (index_S - S <= first + jnp.arange(T)[:, None])
             q = q_BTHC.reshape(B, T, K, H // K, C).transpose(0, 2, 3, 1, 4)  # heads of one key head, then time
             scores = jnp.einsum("bkxc,bkcs->bkxs", q.reshape(B, K, -1, C), keys, preferred_element_type=jnp.float32)
             scores = scores.reshape(B, K, H // K, T, -1) * C**-0.5
-            position_BS = jnp.where(place < S, place, reading.length[:, None] + place - S)
+            position_BS = jnp.where(index_S < S, index_S, reading.length[:, None] + index_S - S)
             query_BT = reading.length[:, None] + first + jnp.arange(T)
             seen_BTS = (old_BS | new_TS) & inside(window, query_BT, position_BS)
             scores = jnp.where(seen_BTS[:, None, None], scores, NEG).reshape(B, K, (H // K) * T, -1)
@@ -133,11 +141,11 @@ class DensePath:
         keys, values = keys[..., reading.context :], values[..., reading.context :, :]
         _, B, K, C, room = keys.shape
         new = jnp.stack([keys.swapaxes(3, 4), values], axis=3).reshape(L, B, 2 * K, room, C)
-        at = reading.length[:, None] + jnp.arange(room)
-        page = jnp.take_along_axis(reading.table, jnp.minimum(at // P, reading.table.shape[1] - 1), axis=1)
+        position_BT = reading.length[:, None] + jnp.arange(room)
+        page = jnp.take_along_axis(reading.table, jnp.minimum(position_BT // P, reading.table.shape[1] - 1), axis=1)
         holds = jnp.arange(room) < count_B[:, None]
         rows = jnp.where(holds, page + (jnp.arange(L) * self.num_pages)[:, None, None], pool.shape[0])
-        offset = jnp.broadcast_to(at % P, rows.shape)
+        offset = jnp.broadcast_to(position_BT % P, rows.shape)
         return pool.at[rows, :, offset].set(new.transpose(0, 1, 3, 2, 4), mode="drop")
 
 
@@ -165,6 +173,6 @@ def _write(layers: Any, new: jax.Array, layer: jax.Array | int, start: jax.Array
     if isinstance(layers, tuple):
         one = jax.lax.dynamic_update_slice_in_dim(layers[layer], new.astype(layers[0].dtype), start, axis)
         return one, (*layers[:layer], one, *layers[layer + 1 :])
-    at = [layer, *(start if i == axis else 0 for i in range(new.ndim))]
-    layers = jax.lax.dynamic_update_slice(layers, new[None].astype(layers.dtype), at)
+    starts = [layer, *(start if i == axis else 0 for i in range(new.ndim))]
+    layers = jax.lax.dynamic_update_slice(layers, new[None].astype(layers.dtype), starts)
     return jax.lax.dynamic_index_in_dim(layers, layer, keepdims=False), layers

@@ -26,7 +26,7 @@ class Node:
         self.page, self.data, self.parent = page, data, parent
         self.children: dict[bytes, Node] = {}
         self.ends: dict[bytes, Node] = {}
-        """Beginnings of children at which a whole prompt or answer ended."""
+        """Beginnings of children at which a complete prompt or answer ended."""
         self.refs = 0
         self.in_tree = True
 
@@ -94,16 +94,17 @@ class PageCache:
             if child is None:
                 break
             path.append(child)
-        for depth in range(len(path) - 1, -1, -1):  # the deepest place where the rule allows to start
-            node, at = path[depth], depth * size
-            part = self._longest(node, data[at : at + size])
+        for depth in range(len(path) - 1, -1, -1):  # the deepest node where the rule allows to start
+            node, start = path[depth], depth * size
+            part = self._longest(node, data[start : start + size])
             if part:
-                holder = node.ends.get(data[at : at + part]) or self._holder(node, data[at : at + part])
-                whole = part == size
-                nodes = [*path[1 : depth + 1], holder] if whole else path[1 : depth + 1]
-                return Found(nodes, None if whole else holder, (at + part) // TOKEN_BYTES)
-            if at and (self.rule == "any" or at // TOKEN_BYTES % self.chunk == 0):
-                return Found(path[1 : depth + 1], None, at // TOKEN_BYTES)
+                beginning = data[start : start + part]
+                holder = node.ends.get(beginning) or self._holder(node, beginning)
+                is_full = part == size
+                nodes = [*path[1 : depth + 1], holder] if is_full else path[1 : depth + 1]
+                return Found(nodes, None if is_full else holder, (start + part) // TOKEN_BYTES)
+            if start and (self.rule == "any" or start // TOKEN_BYTES % self.chunk == 0):
+                return Found(path[1 : depth + 1], None, start // TOKEN_BYTES)
         return Found([], None, 0)
 
     def _longest(self, node: Node, here: bytes) -> int:
@@ -123,6 +124,7 @@ class PageCache:
         return next(child for child in node.children.values() if child.data.startswith(part))
 
     def lock(self, nodes: Iterable[Node]) -> None:
+        """Hold nodes for one more user, so that their pages stay."""
         for node in nodes:
             if node.refs == 0 and node.in_tree:
                 self.num_cached -= 1

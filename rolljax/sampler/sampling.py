@@ -1,4 +1,4 @@
-"""How one token is drawn: the law, its log-probs, and noise that is a function of the request alone.
+"""How one token is drawn: its distribution, log-probs, and noise that is a function of the request alone.
 
 Noise is Gumbel noise from the hash of (request key, position, token id): the argmax of logits plus noise is a draw
 from the softmax, and it does not depend on slot, batch, schedule or restarts. The hash is Threefry-2x32 with 20 rounds
@@ -20,8 +20,8 @@ MAX_TOP_LOGPROBS = 20
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Law:
-    """The sampled law of each row, `[S]` each: see `rolljax.types.SamplingParams`."""
+class SamplingDistribution:
+    """What each row is drawn from, `[S]` each: the fields of `rolljax.types.SamplingParams` of these names."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -29,16 +29,19 @@ class Law:
     min_p: jax.Array
 
     @staticmethod
-    def empty(rows: int) -> Law:
-        """Host arrays of the model's own law."""
+    def empty(rows: int) -> SamplingDistribution:
+        """Host arrays that leave the model's own distribution as it is."""
         one, none = np.ones(rows, np.float32), np.zeros(rows, np.int32)
-        return Law(one, none, one.copy(), np.zeros(rows, np.float32))  # type: ignore[arg-type]
+        return SamplingDistribution(one, none, one.copy(), np.zeros(rows, np.float32))  # type: ignore[arg-type]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """One token per row `[S]`, its log-probs under both laws, and the most likely tokens `[S, n]`."""
+    """One token per row `[S]`, and the most likely tokens `[S, n]`, with log-probs.
+
+    sampler_logp: of the distribution that was sampled from. model_logp: of the model's own.
+    """
 
     token: jax.Array
     sampler_logp: jax.Array
@@ -48,19 +51,27 @@ class Draw:
     top_model_logp: jax.Array
 
 
-def draw(logits_SV: jax.Array, law: Law, key_S2: jax.Array, position_S: jax.Array, truncate: bool, top: bool) -> Draw:
+def draw(
+    logits_SV: jax.Array,
+    distribution: SamplingDistribution,
+    key_S2: jax.Array,
+    position_S: jax.Array,
+    truncate: bool,
+    top: bool,
+) -> Draw:
     """Draw the token at `position` of each row.
 
-    Args:
-      truncate: False where no row has top-k, top-p or min-p (static: it saves a sort). top: report likely tokens, too.
+    Temperature 0 takes the largest logit; its log-probs are those of the model's distribution.
 
-    Temperature 0 takes the largest logit; its sampled law is the model's.
+    Args:
+      key_S2: uint32, see `fold_address`.
+      truncate: False where no row has top-k, top-p or min-p (static: it saves a sort). top: report likely tokens, too.
     """
     V = logits_SV.shape[1]
-    greedy_S1 = (law.temperature == 0)[:, None]
-    scaled = logits_SV / jnp.where(greedy_S1, 1.0, law.temperature[:, None])
+    greedy_S1 = (distribution.temperature == 0)[:, None]
+    scaled = logits_SV / jnp.where(greedy_S1, 1.0, distribution.temperature[:, None])
     if truncate:
-        scaled = jnp.where(scaled >= jnp.where(greedy_S1, -jnp.inf, threshold(scaled, law)), scaled, -jnp.inf)
+        scaled = jnp.where(scaled >= jnp.where(greedy_S1, -jnp.inf, threshold(scaled, distribution)), scaled, -jnp.inf)
     noise = gumbel(key_S2, position_S, V)
     noisy = scaled + jnp.where(greedy_S1, 0.0, noise)
     best = jnp.max(noisy, axis=1, keepdims=True)  # largest, then its first place: faster than argmax on CPU
@@ -81,15 +92,15 @@ def draw(logits_SV: jax.Array, law: Law, key_S2: jax.Array, position_S: jax.Arra
     )
 
 
-def threshold(scaled_SV: jax.Array, law: Law) -> jax.Array:
-    """Smallest scaled logit that stays in the law `[S, 1]`: top-k, then top-p of what is left, then min-p."""
+def threshold(scaled_SV: jax.Array, distribution: SamplingDistribution) -> jax.Array:
+    """Smallest scaled logit that can be drawn `[S, 1]`: top-k, then top-p of what is left, then min-p."""
     V = scaled_SV.shape[1]
     ordered = jnp.sort(scaled_SV, axis=1, descending=True)
-    kept_k = jnp.where(law.top_k > 0, jnp.minimum(law.top_k, V), V)[:, None]
+    kept_k = jnp.where(distribution.top_k > 0, jnp.minimum(distribution.top_k, V), V)[:, None]
     p = jax.nn.softmax(jnp.where(jnp.arange(V) < kept_k, ordered, -jnp.inf), axis=1)
-    top_p = law.top_p[:, None]
+    top_p = distribution.top_p[:, None]
     inside_p = (jnp.cumsum(p, axis=1) - p < top_p) | (top_p >= 1)
-    inside = inside_p & (p >= law.min_p[:, None] * p[:, :1]) & (jnp.arange(V) < kept_k)
+    inside = inside_p & (p >= distribution.min_p[:, None] * p[:, :1]) & (jnp.arange(V) < kept_k)
     return jnp.take_along_axis(ordered, jnp.maximum(jnp.sum(inside, axis=1, keepdims=True) - 1, 0), axis=1)
 
 
@@ -105,7 +116,7 @@ def fold_address(address_SA: jax.Array) -> jax.Array:
     """Keys `[S, 2]` of addresses `[S, ADDRESS_LEN]`: their integers hashed in one after the other."""
     zero = jnp.zeros(len(address_SA), jnp.uint32)
 
-    def fold(key, value_S):
+    def fold(key: tuple[jax.Array, jax.Array], value_S: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         return threefry(key[0], key[1], value_S, zero), None
 
     (a, b), _ = jax.lax.scan(fold, (zero, zero), address_SA.astype(jnp.uint32).T)

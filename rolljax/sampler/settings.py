@@ -7,12 +7,12 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, check_range
 from rolljax.model.axes import MESH_AXES
 from rolljax.model.decoder import DecoderConfig
 
-MIN_PIECE = 32
-"""Fewest tokens a prefill program is made for; pieces are padded to this, or to a doubling of it."""
+MIN_CHUNK = 32
+"""Fewest tokens a prefill program is made for; chunks are padded to this, or to a doubling of it."""
 MIN_WIDTH = 64
 """Fewest tokens of context a program is made for."""
 MIN_ROWS = 4
@@ -25,12 +25,12 @@ class SamplerConfig:
 
     slots: sequences that decode at the same time. max_context: most tokens of a prompt and its answer together.
     page_size: tokens per KV page. pages: KV pages (default: enough for every slot at full length).
-    prefill_chunk: prompt tokens computed at once; a longer prompt is prefilled in pieces, and decoding never waits for
+    prefill_chunk: prompt tokens computed at once; a longer prompt is prefilled in chunks, and decoding never waits for
     more than one. steps_per_dispatch: decode steps between two looks of the host.
 
-    prefix_match: which keys and values a prompt may start from. 'turns': those of a whole earlier prompt or answer that
-    it extends (and every full `prefill_chunk`), so that what is computed never depends on what else ran before; 'any':
-    the longest common beginning with anything in the cache (best for serving); 'off': none.
+    prefix_match: which keys and values a prompt may start from. 'turns': those of a complete earlier prompt or answer
+    that it extends (and every full `prefill_chunk`), so that what is computed never depends on what else ran before;
+    'any': the longest common beginning with anything in the cache (best for serving); 'off': none.
     on_publish: what happens to running requests when the weights change. 'recompute': their keys and values are made
     again by the new weights; 'keep': they go on with what the old weights made (PipelineRL, arXiv:2509.19128).
     reuse_stale: let new requests start from keys and values that older weights made.
@@ -61,12 +61,10 @@ class SamplerConfig:
     record_experts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_context", "page_size", "steps_per_dispatch", "tensor", "expert"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", setting=f"SamplerConfig.{name}", value=getattr(self, name))
-        if self.prefill_chunk < MIN_PIECE or self.prefill_chunk & (self.prefill_chunk - 1):
+        check_range(self, "slots", "max_context", "page_size", "steps_per_dispatch", "tensor", "expert", low=1)
+        if self.prefill_chunk < MIN_CHUNK or self.prefill_chunk & (self.prefill_chunk - 1):
             raise ConfigError(
-                f"must be a power of two, at least {MIN_PIECE}",
+                f"must be a power of two, at least {MIN_CHUNK}",
                 setting="SamplerConfig.prefill_chunk",
                 value=self.prefill_chunk,
             )
@@ -91,7 +89,7 @@ class SamplerConfig:
 
     @property
     def num_pages(self) -> int:
-        return self.pages or (self.slots + self.prefill_chunk // MIN_PIECE) * self.pages_per_sequence
+        return self.pages or (self.slots + self.prefill_chunk // MIN_CHUNK) * self.pages_per_sequence
 
     def mesh(self, trainer: Mesh) -> Mesh:
         """The sampler's mesh over the devices of the trainer's.
@@ -142,35 +140,35 @@ class SamplerConfig:
             )
 
     @property
-    def pieces(self) -> tuple[int, ...]:
-        """Padded lengths that a prefill program exists for, growing from `MIN_PIECE` to `prefill_chunk`."""
-        sizes, step = [MIN_PIECE], 2 if self.programs == "many" else 4
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Padded lengths that a prefill program exists for, growing from `MIN_CHUNK` to `prefill_chunk`."""
+        sizes, step = [MIN_CHUNK], 2 if self.programs == "many" else 4
         while sizes[-1] < min(self.prefill_chunk, self.max_context):
             sizes.append(min(sizes[-1] * step, self.prefill_chunk))
         return tuple(sizes)
 
-    def piece(self, tokens: int) -> int:
+    def chunk_size(self, tokens: int) -> int:
         """The padded length for so many new tokens of a prompt."""
-        return next((size for size in self.pieces if size >= tokens), self.pieces[-1])
+        return next((size for size in self.chunk_sizes if size >= tokens), self.chunk_sizes[-1])
 
-    def rows(self, piece: int, num_shards: int) -> int:
+    def prefill_rows(self, chunk_size: int, num_shards: int) -> int:
         """Prefill rows per batch shard of the program for that padded length: about `prefill_chunk` tokens in all."""
-        return max(1, self.prefill_chunk // (piece * num_shards))
+        return max(1, self.prefill_chunk // (chunk_size * num_shards))
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Pages of context that a program exists for, shrinking from the whole context to `MIN_WIDTH` tokens."""
+        """Pages of context that a program exists for, growing to the full context from `MIN_WIDTH` tokens."""
         widths, step = [self.pages_per_sequence], 2 if self.programs == "many" else 4
         while widths[0] * self.page_size >= step * MIN_WIDTH:
             widths.insert(0, -(-widths[0] // step))
         return tuple(widths)
 
     @property
-    def laws(self) -> tuple[tuple[bool, bool], ...]:
-        """Kinds of laws that programs exist for: whether they truncate, and whether likely tokens are reported."""
+    def draw_variants(self) -> tuple[tuple[bool, bool], ...]:
+        """Variants of drawing that programs exist for: whether they truncate, and whether they report likely tokens."""
         few = ((False, False), (True, True))
         return few if self.programs == "few" else (*few, (True, False), (False, True))
 
-    def law(self, truncate: bool, top: bool) -> tuple[bool, bool]:
-        """The kind of law whose program draws so: with more than is needed where there are few."""
+    def draw_variant(self, truncate: bool, top: bool) -> tuple[bool, bool]:
+        """The variant whose program draws so: with more than is needed where there are few."""
         return (truncate or top, truncate or top) if self.programs == "few" else (truncate, top)

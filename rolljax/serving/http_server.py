@@ -1,8 +1,8 @@
-"""Connections and the requests on them: uvicorn's HTTP/1.1 with deadlines and bounds for what has not arrived whole.
+"""Connections and the requests on them: uvicorn's HTTP/1.1 with deadlines and bounds for what arrives in parts.
 
-A client that opens connections and leaves them, or sends its request byte by byte, costs one place among the
-connections for `Limits.head_s` and `Limits.body_s` seconds, and the oldest of these give way when places run out. The
-body's deadline and its size are kept in `server.Service`, where it is read.
+A client that opens connections and leaves them, or sends its request byte by byte, takes one of the connections for
+`Limits.head_s` and `Limits.body_s` seconds, and the oldest of these give way when connections run out. The body's
+deadline and its size are kept in `server.Service`, where it is read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_server(service: Service, *, keep_alive_s: float, closing_s: int) -> uvi
     """
     config = uvicorn.Config(
         service.app,
-        http=cast(Any, functools.partial(Protocol, Door(service))),
+        http=cast(Any, functools.partial(Protocol, ConnectionLimiter(service))),
         ws="none",
         lifespan="off",
         log_level="error",
@@ -49,8 +49,8 @@ def make_server(service: Service, *, keep_alive_s: float, closing_s: int) -> uvi
     return uvicorn.Server(config)
 
 
-class Door:
-    """The connections of a server that have no whole request, the longest waiting first."""
+class ConnectionLimiter:
+    """The connections of a server that have no complete request, the longest waiting first."""
 
     def __init__(self, service: Service) -> None:
         self.limits = service.limits
@@ -68,16 +68,16 @@ class Door:
         self.waiting[connection] = None
 
     def leave(self, connection: Protocol) -> None:
-        """A connection has a whole request, or is gone."""
+        """A connection has a complete request, or is gone."""
         self.waiting.pop(connection, None)
 
 
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, door: Door, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limiter: ConnectionLimiter, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._door = door
+        self._limiter = limiter
         self._part: Literal["none", "head", "body"] = "none"
         """Of the request that is being received."""
         self._part_bytes = self._fields = self._field_bytes = 0
@@ -89,11 +89,11 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._begin_head()
-        self._door.enter(self)
+        self._limiter.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._door.leave(self)
+        self._limiter.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -105,7 +105,7 @@ class Protocol(HttpToolsProtocol):
             return
         if self._part == "head" and self._part_bytes > HEAD_BYTES:
             self._refuse(_head_too_large())
-        elif self._part == "body" and self._part_bytes > 2 * self._door.limits.body_bytes + HEAD_BYTES:
+        elif self._part == "body" and self._part_bytes > 2 * self._limiter.limits.body_bytes + HEAD_BYTES:
             self.transport.abort()  # the most that chunks of a sensible size add was refused before
 
     def send_400_response(self, msg: str) -> None:
@@ -141,14 +141,14 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._part = "none"
         self._stop_timer()
-        self._door.leave(self)
+        self._limiter.leave(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing() or not self.cycle.response_complete:
             return
-        self._door.wait(self)
+        self._limiter.wait(self)
         if self._part == "body":
             self._start_timer(LINGER_S, self.transport.close)
 
@@ -156,14 +156,14 @@ class Protocol(HttpToolsProtocol):
 
     def _begin_head(self) -> None:
         self._part, self._part_bytes = "head", 0
-        self._start_timer(self._door.limits.head_s, self._late)
+        self._start_timer(self._limiter.limits.head_s, self._late)
 
     def _late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:  # it may be that nothing is read meanwhile
-            self._start_timer(self._door.limits.head_s, self._late)
+            self._start_timer(self._limiter.limits.head_s, self._late)
             return
         if self._part_bytes:
-            self._refuse(ApiError(408, f"no whole request within {self._door.limits.head_s:g} s"))
+            self._refuse(ApiError(408, f"no whole request within {self._limiter.limits.head_s:g} s"))
         else:
             self.transport.close()
 

@@ -11,16 +11,16 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.model.tokenizer import Chat
-from rolljax.sampler.engine import MAX_STOP_IDS
+from rolljax.sampler.arrays import MAX_STOP_IDS
 from rolljax.serving.schema import (
     ApiError,
     Body,
     ChatBody,
     CompletionBody,
+    Conversation,
     Job,
-    Prompt,
-    Said,
-    Served,
+    ServedModel,
+    TokenizedPrompt,
     check_body,
     parse_json,
     refuse,
@@ -39,7 +39,7 @@ TEMPLATE_OWN = {
 """Arguments of `apply_chat_template` that are not variables of the template."""
 
 
-def read_completion(raw: dict[str, Any], served: Served) -> Job:
+def read_completion(raw: dict[str, Any], served: ServedModel) -> Job:
     """The job of a `/v1/completions` body."""
     body = check_body(CompletionBody, raw)
     prompts = _prompts(body.prompt, served)
@@ -49,13 +49,13 @@ def read_completion(raw: dict[str, Any], served: Served) -> Job:
     return _job(body, served, prompts, max_tokens, body.logprobs, echo=bool(body.echo))
 
 
-def conversation_ids(chat: Chat, said: Said) -> np.ndarray:
+def conversation_ids(chat: Chat, conversation: Conversation) -> np.ndarray:
     """Ids of a conversation as its texts are tokenised."""
-    return chat.conversation_ids(said.messages, said.tools, said.options)
+    return chat.conversation_ids(conversation.messages, conversation.tools, conversation.options)
 
 
 def read_chat(
-    raw: dict[str, Any], served: Served, prompt_ids: Callable[[Chat, Said], np.ndarray] = conversation_ids
+    raw: dict[str, Any], served: ServedModel, prompt_ids: Callable[[Chat, Conversation], np.ndarray] = conversation_ids
 ) -> Job:
     """The job of a `/v1/chat/completions` body, whose prompt is what `prompt_ids` makes of the conversation."""
     body = check_body(ChatBody, raw)
@@ -71,23 +71,23 @@ def read_chat(
         raise ApiError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
     if len(body.messages) > served.max_context:
         raise _too_long("messages", f"{len(body.messages)} messages", served)
-    said = _said(body)
-    _check_size("messages", "".join(_texts([said.messages, said.tools, said.options])), served)
+    conversation = _conversation(body)
+    _check_size("messages", "".join(_texts([conversation.messages, conversation.tools, conversation.options])), served)
     try:
-        ids = prompt_ids(served.chat, said)
+        ids = prompt_ids(served.chat, conversation)
     except ConfigError as e:
-        raise refuse("tools" if said.tools else "messages", str(e).replace("\n", " ")) from None
+        raise refuse("tools" if conversation.tools else "messages", str(e).replace("\n", " ")) from None
     ids = _check_length("messages", ids, served)
     max_tokens = body.max_completion_tokens or body.max_tokens or served.max_context
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
-    job = _job(body, served, (Prompt(ids, ""),), max_tokens, alternatives, chat=True)
-    return dataclasses.replace(job, said=said)
+    job = _job(body, served, (TokenizedPrompt(ids, ""),), max_tokens, alternatives, chat=True)
+    return dataclasses.replace(job, conversation=conversation)
 
 
 def _job(
     body: Body,
-    served: Served,
-    prompts: tuple[Prompt, ...],
+    served: ServedModel,
+    prompts: tuple[TokenizedPrompt, ...],
     max_tokens: int,
     alternatives: int | None,
     *,
@@ -133,7 +133,7 @@ def _job(
     )
 
 
-def _stop_ids(body: Body, served: Served) -> tuple[int, ...]:
+def _stop_ids(body: Body, served: ServedModel) -> tuple[int, ...]:
     asked = body.stop_token_ids or []
     _check_ids("stop_token_ids", asked, served)
     ids = {*asked, *(() if body.ignore_eos else served.stop_ids)}
@@ -143,25 +143,25 @@ def _stop_ids(body: Body, served: Served) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _check_ids(where: str, ids: list[Any], served: Served) -> None:
+def _check_ids(where: str, ids: list[Any], served: ServedModel) -> None:
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < served.vocab_size:
             raise refuse(f"{where}[{i}]", f"must be a token id from 0 to {served.vocab_size - 1}", token)
 
 
-def _check_length(where: str, ids: Sequence[int] | np.ndarray, served: Served) -> np.ndarray:
+def _check_length(where: str, ids: Sequence[int] | np.ndarray, served: ServedModel) -> np.ndarray:
     if not 0 < len(ids) < served.max_context:
         raise _too_long(where, f"{len(ids)} tokens", served, code="context_length_exceeded" if len(ids) else None)
     return np.asarray(ids, np.int32)
 
 
-def _check_size(where: str, text: str, served: Served) -> None:
+def _check_size(where: str, text: str, served: ServedModel) -> None:
     """Refuse a text that is certainly too long before all of it is tokenised."""
     if served.vocabulary.exceeds(text, served.max_context):
         raise _too_long(where, f"{len(text)} characters, which are too many tokens", served)
 
 
-def _too_long(where: str, has: str, served: Served, code: str | None = "context_length_exceeded") -> ApiError:
+def _too_long(where: str, has: str, served: ServedModel, code: str | None = "context_length_exceeded") -> ApiError:
     message = f"{where}: has {has}, and 1 to {served.max_context - 1} fit: "
     message += f"the context is {served.max_context} tokens and an answer takes at least one"
     return ApiError(400, message, param=where, code=code)
@@ -176,19 +176,19 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _prompts(value: Any, served: Served) -> tuple[Prompt, ...]:
+def _prompts(value: Any, served: ServedModel) -> tuple[TokenizedPrompt, ...]:
     """A text, texts, ids, or lists of ids."""
 
-    def one(where: str, prompt: Any) -> Prompt:
+    def one(where: str, prompt: Any) -> TokenizedPrompt:
         if isinstance(prompt, str):
             _check_size(where, prompt, served)
             ids = served.vocabulary.encode(prompt, special=True)
-            return Prompt(_check_length(where, ids, served), prompt)
+            return TokenizedPrompt(_check_length(where, ids, served), prompt)
         if not isinstance(prompt, list):
             raise refuse(where, "must be a text, a list of texts, a list of token ids or a list of such lists", prompt)
         if len(prompt) < served.max_context:
             _check_ids(where, prompt, served)
-        return Prompt(_check_length(where, prompt, served), served.vocabulary.text(prompt))
+        return TokenizedPrompt(_check_length(where, prompt, served), served.vocabulary.text(prompt))
 
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
         if len(value) > MAX_CHOICES:
@@ -197,7 +197,7 @@ def _prompts(value: Any, served: Served) -> tuple[Prompt, ...]:
     return (one("prompt", value),)
 
 
-def _said(body: ChatBody) -> Said:
+def _conversation(body: ChatBody) -> Conversation:
     messages = [_message(f"messages[{i}]", m) for i, m in enumerate(body.messages)]
     tools = [] if body.tool_choice == "none" else body.tools or []
     for i, tool in enumerate(tools):
@@ -208,7 +208,7 @@ def _said(body: ChatBody) -> Said:
     taken = TEMPLATE_OWN & options.keys()
     if taken:
         raise refuse(f"chat_template_kwargs.{min(taken)}", "cannot be set here")
-    return Said(messages, tools, options)
+    return Conversation(messages, tools, options)
 
 
 def _message(where: str, raw: dict[str, Any]) -> dict[str, Any]:

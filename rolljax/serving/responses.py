@@ -27,7 +27,7 @@ Json = dict[str, Any]
 NOTHING = Sampled.of(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
 
 
-class Run:
+class Generation:
     """What one HTTP request asks of the sampler: an answer for each prompt and sibling.
 
     Raises:
@@ -42,8 +42,8 @@ class Run:
         self._created = int(time.time())
         self._events: asyncio.Queue[tuple[int, Sampled | None]] = asyncio.Queue()
         self._pending: list[Pending] = []
-        self._answers = [Answer(service, job, i) for i in range(len(job.prompts) * job.n)]
-        service.runs.add(self)
+        self._choices = [Choice(service, job, i) for i in range(len(job.prompts) * job.n)]
+        service.generations.add(self)
         try:
             self._submit()
         except SamplerError as e:
@@ -52,12 +52,12 @@ class Run:
 
     def _submit(self) -> None:
         if not self.job.params.max_tokens:
-            for i in range(len(self._answers)):
+            for i in range(len(self._choices)):
                 self._events.put_nowait((i, None))
             return
         seeded = self.job.seed is not None
         seed = self.job.seed % 2**62 if self.job.seed is not None else int.from_bytes(os.urandom(7), "big")
-        for i in range(len(self._answers)):
+        for i in range(len(self._choices)):
             pending = self.service.sampler.submit(
                 self.job.prompts[i // self.job.n].ids,
                 self.job.params,
@@ -85,42 +85,42 @@ class Run:
 
     def close(self) -> None:
         """Must be called at the end, however it came."""
-        self.service.runs.discard(self)
+        self.service.generations.discard(self)
         self.abort()
         if self.job.call is not None:
             self.job.call.close()
 
     # ---- the two forms of an answer
 
-    async def whole(self) -> Json:
-        """The answer in one piece."""
+    async def body(self) -> Json:
+        """The answer as one JSON body."""
         job = self.job
         prompt_logp = await self._prompt_logp()
-        done = [await self._completion(i) for i in range(len(self._answers))]
-        choices = []
-        for i, (answer, completion) in enumerate(zip(self._answers, done, strict=True)):
-            head = answer.head(prompt_logp[i // job.n]) if job.echo else {}
-            fields = answer.piece(completion.sampled, last=True)
-            choice = _joined(head, fields) | {"index": i, "finish_reason": answer.reason(completion)}
+        done = [await self._completion(i) for i in range(len(self._choices))]
+        entries = []
+        for i, (choice, completion) in enumerate(zip(self._choices, done, strict=True)):
+            head = choice.head(prompt_logp[i // job.n]) if job.echo else {}
+            fields = choice.fields(completion.sampled, last=True)
+            entry = _joined(head, fields) | {"index": i, "finish_reason": choice.reason(completion)}
             if job.chat:
-                choice["message"] = {"role": "assistant", "content": choice.pop("text"), "refusal": None}
+                entry["message"] = {"role": "assistant", "content": entry.pop("text"), "refusal": None}
             elif job.return_token_ids:
-                choice["prompt_token_ids"] = answer.prompt.ids.tolist()
-            choices.append(choice)
+                entry["prompt_token_ids"] = choice.prompt.ids.tolist()
+            entries.append(entry)
         self._record(done)
-        reply = self._envelope(choices) | {"usage": self._usage(done)}
+        reply = self._envelope(entries) | {"usage": self._usage(done)}
         if job.chat and job.return_token_ids:
             reply["prompt_token_ids"] = job.prompts[0].ids.tolist()
         return reply
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events, several in one piece of bytes when they are there."""
+        """The answer as server-sent events, several at once when they are there."""
         job, done = self.job, dict[int, Completion]()
         chunks: list[Json] = []
         try:
             prompt_logp = await self._prompt_logp()
-            chunks = [self._first(answer, prompt_logp[i // job.n]) for i, answer in enumerate(self._answers)]
-            while len(done) < len(self._answers):
+            chunks = [self._first(choice, prompt_logp[i // job.n]) for i, choice in enumerate(self._choices)]
+            while len(done) < len(self._choices):
                 if chunks and self._events.empty():
                     yield b"".join(map(_event, chunks))
                     chunks = []
@@ -136,39 +136,39 @@ class Run:
             chunks.append(e.json())
         yield b"".join(map(_event, chunks)) + b"data: [DONE]\n\n"
 
-    def _first(self, answer: Answer, prompt_logp: np.ndarray | None) -> Json:
+    def _first(self, choice: Choice, prompt_logp: np.ndarray | None) -> Json:
         """The chunk that opens an answer: its role, the echoed prompt, the prompt's ids."""
         job = self.job
-        choice: Json = {"index": answer.index, "finish_reason": None}
+        entry: Json = {"index": choice.index, "finish_reason": None}
         if job.chat:
-            choice |= {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            entry |= {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
         else:
-            choice |= answer.head(prompt_logp) if job.echo else {"text": "", "logprobs": None}
-        chunk = self._envelope([choice], ".chunk")
+            entry |= choice.head(prompt_logp) if job.echo else {"text": "", "logprobs": None}
+        chunk = self._envelope([entry], ".chunk")
         if job.return_token_ids:
-            (chunk if job.chat else choice)["prompt_token_ids"] = answer.prompt.ids.tolist()
+            (chunk if job.chat else entry)["prompt_token_ids"] = choice.prompt.ids.tolist()
         return chunk
 
     def _chunks(self, i: int, sampled: Sampled | None, done: Completion | None) -> list[Json]:
         """What to send for new tokens, or for the end of an answer."""
-        job, answer = self.job, self._answers[i]
-        fields = answer.piece(NOTHING if sampled is None else sampled, last=sampled is None)
+        job, choice = self.job, self._choices[i]
+        fields = choice.fields(NOTHING if sampled is None else sampled, last=sampled is None)
         if sampled is not None and not fields["text"] and job.alternatives is None and not job.return_token_ids:
             return []
-        choice = fields | {"index": i, "finish_reason": None}
+        entry = fields | {"index": i, "finish_reason": None}
         if sampled is None and done is not None:
-            choice["finish_reason"] = answer.reason(done)
+            entry["finish_reason"] = choice.reason(done)
         if job.chat:
-            text = choice.pop("text")
-            choice["delta"] = {"content": text} if text else {}
-        return [self._envelope([choice], ".chunk")]
+            text = entry.pop("text")
+            entry["delta"] = {"content": text} if text else {}
+        return [self._envelope([entry], ".chunk")]
 
     # ---- parts of both
 
     def _record(self, done: Sequence[Completion]) -> None:
         """Put the answer of a session's call on record, before its program can see the end of it."""
         if self.job.call is not None:
-            self.job.call.answered(done[0], self._answers[0].text)
+            self.job.call.answered(done[0], self._choices[0].text)
 
     async def _completion(self, i: int) -> Completion:
         if not self.job.params.max_tokens:
@@ -199,7 +199,7 @@ class Run:
             return ApiError(503, reason, code="unavailable")
         return ApiError(400, str(error))
 
-    def _envelope(self, choices: list[Json], suffix: str = "") -> Json:
+    def _envelope(self, entries: list[Json], suffix: str = "") -> Json:
         chat = self.job.chat
         envelope: Json = {
             "id": self._id,
@@ -207,7 +207,7 @@ class Run:
             "created": self._created,
             "model": self.service.served.name,
             "system_fingerprint": f"policy-{self.service.sampler.version}",
-            "choices": choices,
+            "choices": entries,
         }
         return envelope | {"usage": None} if suffix and self.job.include_usage else envelope
 
@@ -224,8 +224,11 @@ class Run:
         }
 
 
-class Answer:
-    """One choice, piece by piece."""
+class Choice:
+    """One of OpenAI's choices, told as its tokens come.
+
+    index: of the choice in its response.
+    """
 
     def __init__(self, service: Service, job: Job, index: int) -> None:
         self._job, self._vocabulary = job, service.served.vocabulary
@@ -238,7 +241,7 @@ class Answer:
         entries = None if prompt_logp is None else self._logprobs.prompt(prompt_logp, self.prompt.text)
         return {"text": self.prompt.text, "logprobs": entries}
 
-    def piece(self, sampled: Sampled, *, last: bool) -> Json:
+    def fields(self, sampled: Sampled, *, last: bool) -> Json:
         """Text, log-probs and ids of more tokens."""
         job = self._job
         fields: Json = {"text": self._text.add(sampled.tokens.tolist(), last=last), "logprobs": None}
@@ -252,7 +255,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Everything that `piece` has shown."""
+        """Everything that `fields` has shown."""
         return self._text.shown
 
     def reason(self, completion: Completion) -> str:

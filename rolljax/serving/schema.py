@@ -1,6 +1,6 @@
 """Bodies of OpenAI requests as fields, checked one by one.
 
-    bytes -> JSON (strict) -> CompletionBody | ChatBody (pydantic) -> Job (openai_read)
+    bytes -> JSON (strict) -> CompletionBody | ChatBody (pydantic) -> Job (serving.requests)
 
 Every refusal is an `ApiError` that names the field, the value and the remedy. Fields that change nothing about the
 answer are accepted, fields whose meaning is not implemented are refused unless they hold their neutral value, and so
@@ -92,7 +92,7 @@ def refuse(param: str, message: str, value: Any = ...) -> ApiError:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Served:
+class ServedModel:
     """What a request is checked against. chat: None for a tokenizer without a chat template."""
 
     name: str
@@ -115,15 +115,15 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Prompt:
-    """`ids [P]` int32; text as it was given, or as the ids spell it."""
+class TokenizedPrompt:
+    """`ids [P]` int32; text as the request holds it, or as the ids spell it."""
 
     ids: np.ndarray
     text: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Said:
+class Conversation:
     """A conversation as chat templates take it: text as content, tool arguments as objects."""
 
     messages: list[dict[str, Any]]
@@ -136,13 +136,13 @@ class Job:
     """One HTTP request as the sampler understands it.
 
     alternatives: likely tokens reported beside each sampled one; None: no log-probs at all. raw_logprobs: those of the
-    model's own law instead of the law sampled from. seed: None draws one.
-    said: the conversation of a chat. In a session: overridden are the fields that have no effect, call is the record,
-    and address that of the randomness (else it follows from the seed).
+    model's own distribution instead of the one sampled from. seed: None draws one. conversation: of a chat.
+    In a session: overridden are the fields that have no effect, call is the record, and address that of the randomness
+    (else it follows from the seed).
     """
 
     chat: bool
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
     n: int
     seed: int | None
@@ -153,7 +153,7 @@ class Job:
     return_token_ids: bool
     stream: bool
     include_usage: bool
-    said: Said | None = None
+    conversation: Conversation | None = None
     overridden: tuple[str, ...] = ()
     call: Call | None = None
     address: tuple[int, ...] | None = None
@@ -281,7 +281,11 @@ B = TypeVar("B", bound=Body)
 
 
 def check_body(kind: type[B], raw: dict[str, Any]) -> B:
-    """The body as its fields; see the top of this file for what is refused."""
+    """The body as its checked fields.
+
+    Raises:
+      ApiError: a field is missing, malformed, unknown, or not implemented and not at its neutral value (`NEUTRAL`).
+    """
     try:
         body = kind.model_validate(raw)
     except ValidationError as e:

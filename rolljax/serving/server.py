@@ -1,6 +1,7 @@
 """An OpenAI-compatible HTTP server over the in-process sampler, as an ASGI application.
 
-    server_http (requests) -> openai_types (fields) -> openai_read (Job) -> openai_answer (Sampler) -> JSON or SSE
+    http_server (connections) -> middleware (keys, counts) -> server -> schema (fields) -> requests (Job)
+        -> responses (Sampler) -> JSON or server-sent events
 
 Every request is watched while it is answered: when its client hangs up, its work in the sampler is aborted.
 """
@@ -11,35 +12,29 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from rolljax.sampler.client import Sampler
 from rolljax.serving.metrics import ServerMetrics
+from rolljax.serving.middleware import EXCEPTION_HANDLERS, AccessMiddleware, EventStream, json_response, until_hangup
 from rolljax.serving.requests import read_chat, read_completion
-from rolljax.serving.responses import Json, Run, dump
-from rolljax.serving.schema import ApiError, Job, Served, parse_json, short
+from rolljax.serving.responses import Generation, Json, dump
+from rolljax.serving.schema import ApiError, Job, ServedModel, parse_json, short
 from rolljax.serving.session import Session, Sessions
 
-T = TypeVar("T")
 SMALL_BODY, LARGE_BODY = 4 * 1024, 128 * 1024
 """Bytes up to which a body is parsed and tokenised on the event loop, and from which by a thread for large ones."""
-REHEARSALS = 8
+WARM_UP_ROUNDS = 8
 """Rounds of requests of the server's own before it is ready."""
 HELD_BODIES = 8
 """Bodies of full size whose bytes may be held before they are tokenised."""
-GENERATING = ("/v1/completions", "/v1/chat/completions")
-OPEN_TO_ALL = ("/health", "/ready")
-PATHS = (*GENERATING, "/v1/models", *OPEN_TO_ALL, "/metrics")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +62,6 @@ class Limits:
         return HELD_BODIES * self.body_bytes
 
 
-class HungUp(Exception):
-    """The client has left."""
-
-
 class Service:
     """The server's state, and its endpoints. `app` is the ASGI application.
 
@@ -78,7 +69,7 @@ class Service:
     in `limits` nobody else is let in.
     """
 
-    def __init__(self, sampler: Sampler, served: Served, limits: Limits, sessions: Sessions | None = None) -> None:
+    def __init__(self, sampler: Sampler, served: ServedModel, limits: Limits, sessions: Sessions | None = None) -> None:
         self.sampler, self.served, self.limits, self.sessions = sampler, served, limits, sessions
         self.metrics = ServerMetrics(sampler)
         self.metrics.open.set_function(lambda: self.open)
@@ -86,14 +77,14 @@ class Service:
         self.compiled: tuple[int, int] | None = None
         """While the server warms up: programs that are compiled, and all of them."""
         self.open = 0
-        """Requests for tokens that have arrived whole and are being answered."""
-        self.runs: set[Run] = set()
+        """Requests for tokens that have arrived completely and are being answered."""
+        self.generations: set[Generation] = set()
         self._held_bytes = 0
         self._created = int(time.time())
         self._reader, self._large_reader = (
             concurrent.futures.ThreadPoolExecutor(1, f"rolljax-serve-{name}") for name in ("reader", "large-reader")
         )
-        self.app: ASGIApp = Gate(
+        self.app: ASGIApp = AccessMiddleware(
             Starlette(
                 routes=[
                     Route("/v1/completions", self.completions, methods=["POST"]),
@@ -104,13 +95,7 @@ class Service:
                     Route("/ready", self.ready),
                     Route("/metrics", self.show_metrics),
                 ],
-                exception_handlers={
-                    ApiError: _api_error,
-                    HTTPException: _http_error,
-                    HungUp: _gone,
-                    ClientDisconnect: _gone,
-                    Exception: _internal_error,
-                },
+                exception_handlers=EXCEPTION_HANDLERS,
             ),
             self,
         )
@@ -124,19 +109,19 @@ class Service:
         return await self._answer(request, chat=True)
 
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [self._model()]})
 
     async def one_model(self, request: Request) -> Response:
         if request.path_params["name"] != self.served.name:
             message = f"the model is {self.served.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return _json(self._model())
+        return json_response(self._model())
 
     async def health(self, _: Request) -> Response:
         reason = self.unavailable()
         if reason:
-            return _json({"status": "unavailable", "reason": reason}, 503)
-        return _json({"status": "ok", "policy_version": self.sampler.version})
+            return json_response({"status": "unavailable", "reason": reason}, 503)
+        return json_response({"status": "ok", "policy_version": self.sampler.version})
 
     async def show_metrics(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -144,9 +129,9 @@ class Service:
     async def ready(self, _: Request) -> Response:
         reason = self.unready()
         if not reason:
-            return _json({"status": "ready", "policy_version": self.sampler.version})
+            return json_response({"status": "ready", "policy_version": self.sampler.version})
         done, programs = self.compiled or (0, 0)
-        return _json({"status": "unready", "reason": reason, "compiled": done, "programs": programs}, 503)
+        return json_response({"status": "unready", "reason": reason, "compiled": done, "programs": programs}, 503)
 
     def unavailable(self) -> str:
         """Why the server is of no use; empty when it is."""
@@ -174,26 +159,26 @@ class Service:
 
         self.compiled = 0, 0
         await self.sampler.warm_up(done)
-        await self._rehearse()
+        await self._answer_own_requests()
         self.compiled = None
 
-    async def _rehearse(self) -> None:
+    async def _answer_own_requests(self) -> None:
         """Answer requests of our own, so that the first of others finds everything in place, and fast."""
         ours: list[tuple[bool, Json]] = [
             (False, {"prompt": "x"}),
             (True, {"messages": [{"role": "user", "content": "x"}]}),
         ]
-        for chat, body in ours[: 1 + (self.served.chat is not None)] * REHEARSALS:
+        for chat, body in ours[: 1 + (self.served.chat is not None)] * WARM_UP_ROUNDS:
             with contextlib.suppress(ApiError):  # a template may refuse it
                 job = await self._read(dump(body | {"max_tokens": 9}), chat, None)
                 for stream in (False, True):
-                    run = Run(self, dataclasses.replace(job, stream=stream), time.perf_counter())
-                    with contextlib.closing(run):
+                    generation = Generation(self, dataclasses.replace(job, stream=stream), time.perf_counter())
+                    with contextlib.closing(generation):
                         if stream:
-                            async for _ in run.events():
+                            async for _ in generation.events():
                                 pass
                         else:
-                            dump(await run.whole())
+                            dump(await generation.body())
 
     def _model(self) -> Json:
         return {
@@ -212,16 +197,16 @@ class Service:
         async with self._received(request) as body:
             self._admit(request.scope)
             job = await self._read(body, chat, session)
-        run = Run(self, job if session is None else session.begin(job), started_s)
+        generation = Generation(self, job if session is None else session.begin(job), started_s)
         if job.stream:
-            return EventStream(run)
+            return EventStream(generation)
         try:
-            return _json(await until_hangup(request.receive, run.whole()))
+            return json_response(await until_hangup(request.receive, generation.body()))
         finally:
-            run.close()
+            generation.close()
 
     def _admit(self, scope: Scope) -> None:
-        """Count a request that has arrived whole among those that are answered, until its `Gate` is left.
+        """Count a request that has arrived completely among those that are answered, until the middleware is left.
 
         Raises:
           ApiError: as many are answered already, or no more are taken.
@@ -254,7 +239,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _received(self, request: Request) -> AsyncIterator[bytes]:
-        """The whole body of a JSON request. While it is in use, what is large about it counts among what is held."""
+        """The complete body of a JSON request. While it is in use, what is large about it counts among what is held."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             message = f"content-type: must be application/json, got {short(kind) if kind else 'none'}"
@@ -302,9 +287,9 @@ class Service:
         """Take no more calls of a session, and give up those that are running."""
         assert self.sessions is not None
         self.sessions.end(session)
-        for run in list(self.runs):
-            if run.job.call is not None and run.job.call.session is session:
-                run.abort()
+        for generation in list(self.generations):
+            if generation.job.call is not None and generation.job.call.session is session:
+                generation.abort()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait for those that are open, abort what is left after `timeout_s`."""
@@ -312,138 +297,9 @@ class Service:
         deadline_s = time.monotonic() + timeout_s
         while self.open and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
-        for run in list(self.runs):
-            run.abort()
+        for generation in list(self.generations):
+            generation.abort()
 
     def close(self) -> None:
         for reader in (self._reader, self._large_reader):
             reader.shutdown()
-
-
-class Gate:
-    """Before every endpoint: keys, draining, the limit of open requests, and the counting of all of it."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        service, path = self._service, scope["path"]
-        started_s, status = time.perf_counter(), [499]
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                status[0] = message["status"]
-            await send(message)
-
-        generating = path in GENERATING and scope["method"] == "POST"
-        refusal = self._refusal(scope, path, generating)
-        try:
-            if refusal is not None:
-                await _error(refusal)(scope, receive, counted)
-            else:
-                await self._app(scope, receive, counted)
-        finally:
-            service.open -= scope.get("rolljax_admitted", False)
-            service.metrics.requests.labels(path if path in PATHS else "other", str(status[0])).inc()
-            if generating:
-                service.metrics.seconds.observe(time.perf_counter() - started_s)
-
-    def _refusal(self, scope: Scope, path: str, generating: bool) -> ApiError | None:
-        if path not in OPEN_TO_ALL and (refusal := self._let_in(scope)):
-            return refusal
-        return self._service.full() if generating else None
-
-    def _let_in(self, scope: Scope) -> ApiError | None:
-        """Look at the key, and put the session that it opens into the scope."""
-        keys, sessions = self._service.limits.keys, self._service.sessions
-        if not keys and sessions is None:
-            return None
-        kind, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        key = given.strip() if kind.lower() == b"bearer" else b""
-        fits = [hmac.compare_digest(key, k.encode()) for k in keys]
-        if any(fits):
-            return None
-        try:
-            session = None if sessions is None else sessions.find(key.decode("latin-1"))
-        except ApiError as e:
-            return e
-        if session is not None:
-            scope["rolljax_session"] = session
-            return None
-        message = "no valid key: send the header 'Authorization: Bearer KEY' with a key the server was started with"
-        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-class EventStream(Response):
-    """Server-sent events of a run."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        del self.headers["content-length"]
-        self._run = run
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write() -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for events in self._run.events():
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-
-        try:
-            with contextlib.suppress(HungUp):
-                await until_hangup(receive, write())
-        finally:
-            self._run.close()
-
-
-async def until_hangup(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client hangs up (`HungUp`). The body must have been read."""
-
-    async def hangup() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(hangup())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise HungUp
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait(tasks)
-
-
-def _json(value: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(dump(value), status, headers, media_type="application/json")
-
-
-def _error(error: ApiError) -> Response:
-    return _json(error.json(), error.status, error.headers)
-
-
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _error(error)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown routes and methods, in OpenAI's shape."""
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
-    message = {404: f"{what}: no such route; there are {', '.join(PATHS)}", 405: f"{what}: use another method"}
-    return _error(ApiError(error.status_code, message.get(error.status_code, error.detail), headers=error.headers))
-
-
-async def _gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # which nobody reads: it is for the metrics
-
-
-async def _internal_error(_: Request, error: Exception) -> Response:
-    return _error(ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error"))

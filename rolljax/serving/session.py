@@ -20,22 +20,22 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.model.tokenizer import Chat
-from rolljax.sampler.engine import MAX_STOP_IDS
+from rolljax.sampler.arrays import MAX_STOP_IDS
 from rolljax.serving.requests import conversation_ids, read_chat, read_completion
-from rolljax.serving.schema import ApiError, Job, Said, Served, refuse
+from rolljax.serving.schema import ApiError, Conversation, Job, ServedModel, refuse
 from rolljax.types import Completion, Message, SamplingParams
 
 ENDED_KEPT = 4096
 """Sessions that have ended and are still told so; earlier ones are unknown."""
-LAW = ("temperature", "top_k", "top_p", "min_p")
-"""Fields of the sampled law, which is the trainer's."""
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+"""Fields of a request that shape the sampling distribution, which is the trainer's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionRules:
     """What the trainer decides about a session.
 
-    params: the sampled law, the ids that end an answer, and the most tokens of one.
+    params: the sampling distribution, the ids that end an answer, and the most tokens of one.
     address: of the session's randomness, up to 5 integers; the number of the call is the next.
     max_calls: calls that are answered. max_restarts: how often a conversation may begin that goes on with no other.
     """
@@ -56,7 +56,7 @@ class Call:
 
     def __init__(self, session: Session, index: int, job: Job, before: Call | None) -> None:
         self.session, self.index, self.before = session, index, before
-        self.prompt_ids, self.said, self.overridden = job.prompts[0].ids, job.said, job.overridden
+        self.prompt_ids, self.conversation, self.overridden = job.prompts[0].ids, job.conversation, job.overridden
         self.completion: Completion | None = None
         self.text = ""
         self._sampling = True
@@ -108,7 +108,7 @@ class Session:
         self._busy_s = 0.0
         self._since_s = 0.0
 
-    def read(self, raw: dict[str, Any], chat: bool, served: Served) -> Job:
+    def read(self, raw: dict[str, Any], chat: bool, served: ServedModel) -> Job:
         """The job of a body, under the rules of the session. The model's name is not looked at.
 
         Raises:
@@ -136,7 +136,7 @@ class Session:
             stop=asked.stop,
             top_logprobs=asked.top_logprobs,
         )
-        overridden = [n for n in LAW if raw.get(n) is not None and getattr(asked, n) != getattr(rules, n)]
+        overridden = [n for n in SAMPLING_FIELDS if raw.get(n) is not None and getattr(asked, n) != getattr(rules, n)]
         overridden += [n for n in ("seed", "ignore_eos") if raw.get(n) not in (None, False)]
         return dataclasses.replace(job, params=params, seed=None, priority=0, overridden=tuple(overridden))
 
@@ -177,13 +177,17 @@ class Session:
 
     # ---- token-exact prompts
 
-    def _prompt_ids(self, chat: Chat, said: Said) -> np.ndarray:
+    def _prompt_ids(self, chat: Chat, conversation: Conversation) -> np.ndarray:
         """Ids of a conversation; those of an earlier call and its answer as they were sampled."""
-        fresh = conversation_ids(chat, said)
+        fresh = conversation_ids(chat, conversation)
         for call in sorted(self.calls, key=lambda c: (len(c.prompt_ids), c.index), reverse=True):
-            if call.completion is None or call.said is None or not _continues(said, call.said, call.text):
+            if (
+                call.completion is None
+                or call.conversation is None
+                or not _continues(conversation, call.conversation, call.text)
+            ):
                 continue
-            new = _plain(said.messages[len(call.said.messages) + 1 :])
+            new = _plain(conversation.messages[len(call.conversation.messages) + 1 :])
             closed = int(call.completion.tokens[-1]) in chat.stop_ids
             try:
                 delta = chat.delta_ids(new, closed=closed)
@@ -256,13 +260,13 @@ def ended() -> ApiError:
     return ApiError(410, "this session has ended: its program has answered, failed or run out of time", code="ended")
 
 
-def _continues(said: Said, before: Said, answer: str) -> bool:
+def _continues(conversation: Conversation, before: Conversation, answer: str) -> bool:
     """Whether a conversation is an earlier one, the answer to it, and more."""
     n = len(before.messages)
     return (
-        said.messages[:n] == before.messages
-        and said.messages[n : n + 1] == [{"role": "assistant", "content": answer}]
-        and (said.tools, said.options) == (before.tools, before.options)
+        conversation.messages[:n] == before.messages
+        and conversation.messages[n : n + 1] == [{"role": "assistant", "content": answer}]
+        and (conversation.tools, conversation.options) == (before.tools, before.options)
     )
 
 

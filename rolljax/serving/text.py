@@ -11,12 +11,15 @@ from rolljax.model.vocabulary import Ids, Vocabulary
 from rolljax.types import Sampled
 
 UNLIKELY = -9999.0
-"""OpenAI's log-prob for what JSON cannot write: a token that was cut from the law."""
+"""OpenAI's log-prob for what JSON cannot write: a token that was cut from the distribution."""
 REPLACEMENT = "\ufffd"
 
 
-def laws(sampled: Sampled, raw: bool) -> tuple[list[float], np.ndarray]:
-    """Log-probs `[T]` and those of the alternatives `[T, n]`, of the model's own law or of the one sampled from."""
+def logprobs_of(sampled: Sampled, raw: bool) -> tuple[list[float], np.ndarray]:
+    """Log-probs `[T]` and those of the alternatives `[T, n]`.
+
+    raw: of the model's own distribution, instead of the one that was sampled from.
+    """
     logp, top = (
         (sampled.model_logp, sampled.top_model_logp) if raw else (sampled.sampler_logp, sampled.top_sampler_logp)
     )
@@ -25,7 +28,7 @@ def laws(sampled: Sampled, raw: bool) -> tuple[list[float], np.ndarray]:
 
 def chat_logprobs(vocabulary: Vocabulary, sampled: Sampled, raw: bool) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
-    logp, top = laws(sampled, raw)
+    logp, top = logprobs_of(sampled, raw)
 
     def entry(token: int, value: float) -> dict[str, Any]:
         return {"token": vocabulary.name(token), "bytes": list(vocabulary.raw(token)), "logprob": value}
@@ -40,7 +43,7 @@ def chat_logprobs(vocabulary: Vocabulary, sampled: Sampled, raw: bool) -> dict[s
 
 
 class CompletionLogprobs:
-    """`logprobs` of a completions choice, piece by piece. `text_offset`: characters before the token.
+    """`logprobs` of a completions choice, as its tokens come. `text_offset`: characters before the token.
 
     Args:
       prompt_ids `[P]`: what the answer stands behind.
@@ -61,7 +64,7 @@ class CompletionLogprobs:
 
     def sampled(self, sampled: Sampled, raw: bool) -> dict[str, Any]:
         """Entries of sampled tokens: the alternatives of each, and the token itself among them."""
-        logp, top = laws(sampled, raw)
+        logp, top = logprobs_of(sampled, raw)
         tokens, name = sampled.tokens.tolist(), self._vocabulary.name
         alternatives: list[dict[str, float] | None] = [
             dict(zip(map(name, ids), values, strict=True)) | {name(token): value}

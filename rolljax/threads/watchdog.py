@@ -19,7 +19,7 @@ from typing import Protocol
 
 from rolljax.errors import HangError
 
-LOOK_S = 1.0
+CHECK_EVERY_S = 1.0
 LOOKS = 3
 """Looks in a row that find a thread in the same sleep, before the same work, until it has overslept."""
 QUIET_S = 10.0
@@ -102,7 +102,7 @@ class Watchdog:
         """`state`, which looks at what other threads are changing and may fail for it."""
         try:
             return self.state()
-        except Exception as e:  # see above
+        except Exception as e:  # border: it may fail for that
             return f"(not known: {type(e).__name__}: {e})"
 
     def hung(self, error: HangError) -> None:
@@ -124,20 +124,20 @@ class Watchdog:
         print(text, file=sys.stderr)  # noqa: T201
         return "the lines above"
 
-    def look(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """One look at everything, at a time of `time.monotonic`."""
         for sleeper in self._sleepers:
-            self._look_at(sleeper)
-        self._look_at_wait(now_s)
+            self._check_sleeper(sleeper)
+        self._check_wait(now_s)
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(CHECK_EVERY_S):
             try:
-                self.look(time.monotonic())
-            except Exception as e:  # border of the thread: what looks after a run must not end before it
+                self.check(time.monotonic())
+            except Exception as e:  # border: what looks after a run must not end before it
                 self._warn(f"the watchdog failed: {type(e).__name__}: {e}")
 
-    def _look_at(self, sleeper: Sleeper) -> None:
+    def _check_sleeper(self, sleeper: Sleeper) -> None:
         sleep = sleeper.overslept()
         before, times = self._seen.get(sleeper, (None, 0))
         times = times + 1 if sleep is not None and sleep == before else 1
@@ -145,12 +145,12 @@ class Watchdog:
         if sleep is None or times < LOOKS:
             return
         self._seen[sleeper] = None, 0
-        text = f"{sleeper.name} slept for {LOOKS * LOOK_S:.0f} s while work waited for it"
+        text = f"{sleeper.name} slept for {LOOKS * CHECK_EVERY_S:.0f} s while work waited for it"
         where = self.report("asleep", text)
         sleeper.wake()
         self._warn(f"warning: {text}; it was woken. This is a bug: the stacks of all threads are in {where}")
 
-    def _look_at_wait(self, now_s: float) -> None:
+    def _check_wait(self, now_s: float) -> None:
         wait = self._waits[-1] if self._waits else None
         mark = (wait, self.about() if wait else "")
         if mark != self._mark:

@@ -35,7 +35,7 @@ def token_scales(
     lengths = [[int(np.count_nonzero(m)) for m in group] for group in groups]
     tokens = sum(map(sum, lengths))
     sequences = sum(n > 0 for group in lengths for n in group)
-    whole = sum(any(group) for group in lengths)
+    num_groups = sum(any(group) for group in lengths)
     num_turns = sequences
     if turns is not None:
         pairs = [pair for ms, ts in zip(groups, turns, strict=True) for pair in zip(ms, ts, strict=True)]
@@ -56,7 +56,7 @@ def token_scales(
             case "turn-sum-norm":
                 return 1 / (num_turns * limit_tok)
             case "group-mean":
-                return 1 / (whole * sum(group))
+                return 1 / (num_groups * sum(group))
 
     return [
         [np.where(m, scale(ns, n), 0.0) for m, n in zip(group, ns, strict=True)]

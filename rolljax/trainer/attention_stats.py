@@ -8,9 +8,9 @@ Source: "Attention Illuminates LLM Reasoning: The Preplan-and-Anchor Rhythm Enab
     FAI_s           mean over sampled t of the same sequence with low <= t - s <= high of A[t, s], averaged over the
                     global heads (the largest spans); 0 where there is no such t
 
-Which heads are local or global is known only after the whole batch, and both statistics are linear in A: the device
+Which heads are local or global is known only after all of the batch, and both statistics are linear in A: the device
 program (`make_attention_stats`) therefore reports them per head of the selected layers, and `reduce` picks the heads
-and averages. No attention matrix is ever whole: one layer at a time, one block of query rows at a time.
+and averages. No full attention matrix ever exists: one layer at a time, one block of query rows at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, check_range
 from rolljax.model.attention import NEG, Attend, Window, attention, inside
 from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Model, Params
@@ -53,24 +53,16 @@ class AttentionMaps:
     block_rows: int = 128
 
     def __post_init__(self) -> None:
-        for name, least in (("waad_window", 1), ("fai_low", 0), ("num_layers", 1), ("block_rows", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"must be at least {least}", setting=f"AttentionMaps.{name}", value=getattr(self, name)
-                )
+        check_range(self, "waad_window", "num_layers", "block_rows", low=1)
+        check_range(self, "fai_low", low=0)
         if self.fai_high < self.fai_low:
             raise ConfigError(
                 f"is below fai_low={self.fai_low}: no token would be averaged over",
                 setting="AttentionMaps.fai_high",
                 value=self.fai_high,
             )
-        if not 0 < self.head_frac <= 0.5:
-            raise ConfigError(
-                "must be above 0 and at most 0.5",
-                setting="AttentionMaps.head_frac",
-                value=self.head_frac,
-                remedy="local and global heads are two disjoint parts of all heads",
-            )
+        remedy = "local and global heads are two disjoint parts of all heads"
+        check_range(self, "head_frac", above=0, high=0.5, remedy=remedy)
 
     def layers(self, depth: int) -> tuple[int, ...]:
         """Indices of the measured layers of a model of `depth` layers, ascending."""
@@ -85,8 +77,8 @@ class AttentionMaps:
 class Tokens(NamedTuple):
     """What is known of the tokens of packed rows, apart from their ids; arrays `[B, T]`."""
 
-    places: jax.Array
-    """Index in the row."""
+    indices: jax.Array
+    """In the row."""
     positions: jax.Array
     """Index in the sequence."""
     segment_ids: jax.Array
@@ -96,8 +88,8 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of(positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array, sampled: jax.Array) -> Tokens:
-        places = jnp.broadcast_to(jnp.arange(positions.shape[1]), positions.shape)
-        return Tokens(places, positions, segment_ids, branch_ids, sampled != 0)
+        indices = jnp.broadcast_to(jnp.arange(positions.shape[1]), positions.shape)
+        return Tokens(indices, positions, segment_ids, branch_ids, sampled != 0)
 
 
 @jax.tree_util.register_dataclass
@@ -119,19 +111,19 @@ class HeadStats:
         zeros = jnp.zeros((num_layers, num_heads, *tokens.sampled.shape), jnp.float32)
         return HeadStats(zeros[..., 0, 0], tokens.sampled.sum(dtype=jnp.int32), zeros, zeros)
 
-    def put(self, at: jax.Array | int, span_H: jax.Array, waad_BHT: jax.Array, fai_BHT: jax.Array) -> HeadStats:
-        """With the statistics of the `at`-th measured layer filled in."""
+    def put(self, layer: jax.Array | int, span_H: jax.Array, waad_BHT: jax.Array, fai_BHT: jax.Array) -> HeadStats:
+        """With the statistics of a measured layer filled in; `layer` counts only these."""
         return dataclasses.replace(
             self,
-            span_sums_LH=self.span_sums_LH.at[at].set(span_H),
-            waad_LHBT=self.waad_LHBT.at[at].set(waad_BHT.swapaxes(0, 1)),
-            fai_LHBT=self.fai_LHBT.at[at].set(fai_BHT.swapaxes(0, 1)),
+            span_sums_LH=self.span_sums_LH.at[layer].set(span_H),
+            waad_LHBT=self.waad_LHBT.at[layer].set(waad_BHT.swapaxes(0, 1)),
+            fai_LHBT=self.fai_LHBT.at[layer].set(fai_BHT.swapaxes(0, 1)),
         )
 
 
 def visible(query: Tokens, key: Tokens, window: Window | None) -> jax.Array:
-    """Who sees whom in `model.attention.packed`: `[B, T, S]` for the T query tokens given, perhaps part of a row."""
-    before = query.places[:, :, None] >= key.places[:, None]
+    """Who sees whom in `model.attention.packed`: `[B, T, S]` for T query tokens, perhaps part of a row."""
+    before = query.indices[:, :, None] >= key.indices[:, None]
     same_segment = query.segment_ids[:, :, None] == key.segment_ids[:, None]
     shared = key.branch_ids[:, None] == 0
     near = inside(window, query.positions, key.positions)
@@ -184,13 +176,17 @@ def in_blocks(x: Any, size: int) -> Any:
     return jax.tree.map(one, x)
 
 
+_Sums = tuple[jax.Array, jax.Array, jax.Array]
+"""Over blocks: spans `[H]`, FAI `[B, H, T]`, and how many queries it is the sum of `[B, T]`."""
+
+
 def layer_stats(
     q_BTHC: jax.Array, k_BTKC: jax.Array, tokens: Tokens, cfg: AttentionMaps, window: Window | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Span sums `[H]`, WAAD and FAI `[B, H, T]` of one layer; largest temporary `[B, H, block_rows, T]`."""
     B, T, H, _ = q_BTHC.shape
 
-    def body(sums, block):
+    def body(sums: _Sums, block: tuple[jax.Array, Tokens]) -> tuple[_Sums, jax.Array]:
         q, query = block
         weights_BHTS = attention_weights(q, k_BTKC, visible(query, tokens, window))
         span_H, waad_BHT, fai_BHS, count_BS = block_stats(weights_BHTS, query, tokens, cfg)
@@ -206,35 +202,52 @@ def layer_stats(
 def packed_in_blocks(tokens: Tokens, block_rows: int) -> Attend:
     """What `model.attention.packed` computes, a block of query rows at a time: memory is linear in the row's length."""
 
-    def attend(q, k, v, cache, layer, window=None):
+    def attend(
+        q_BTHC: jax.Array,
+        k_BTKC: jax.Array,
+        v_BTKC: jax.Array,
+        cache: Any,
+        layer: jax.Array | int,
+        window: Window | None = None,
+    ) -> tuple[jax.Array, Any]:
         del layer
-        B, T, H, C = q.shape
-        mix = lambda block: attention(block[0], k, v, visible(block[1], tokens, window))  # noqa: E731
-        mixed = jax.lax.map(mix, in_blocks((q, tokens), min(block_rows, T)))
+        B, T, H, C = q_BTHC.shape
+
+        def mix(block: tuple[jax.Array, Tokens]) -> jax.Array:
+            return attention(block[0], k_BTKC, v_BTKC, visible(block[1], tokens, window))
+
+        mixed = jax.lax.map(mix, in_blocks((q_BTHC, tokens), min(block_rows, T)))
         return jnp.moveaxis(mixed, 0, 1).reshape(B, -1, H, C)[:, :T], cache
 
     return attend
 
 
 def measured(mix: Attend, tokens: Tokens, depth: int, cfg: AttentionMaps) -> Attend:
-    """`mix`, with a `HeadStats` as the cache: `mix` gets no cache, and every measured layer fills in its place.
+    """`mix`, with a `HeadStats` as the cache: `mix` gets no cache, and every measured layer fills in its part.
 
     depth: number of layers of the model.
     """
     layers = cfg.layers(depth)
-    place_of = np.full(depth, -1)
-    place_of[list(layers)] = np.arange(len(layers))
+    index_of = np.full(depth, -1)
+    index_of[list(layers)] = np.arange(len(layers))
 
-    def attend(q, k, v, cache, layer, window=None):
-        mixed, _ = mix(q, k, v, None, layer, window)
+    def attend(
+        q_BTHC: jax.Array,
+        k_BTKC: jax.Array,
+        v_BTKC: jax.Array,
+        cache: HeadStats,
+        layer: jax.Array | int,
+        window: Window | None = None,
+    ) -> tuple[jax.Array, HeadStats]:
+        mixed, _ = mix(q_BTHC, k_BTKC, v_BTKC, None, layer, window)
 
-        def fill(place: jax.Array | int) -> HeadStats:
-            return cache.put(place, *layer_stats(q, k, tokens, cfg, window))
+        def fill(index: jax.Array | int) -> HeadStats:
+            return cache.put(index, *layer_stats(q_BTHC, k_BTKC, tokens, cfg, window))
 
         if isinstance(layer, int):
-            return mixed, fill(place_of[layer]) if layer in layers else cache
-        place = jnp.asarray(place_of)[layer]
-        return mixed, jax.lax.cond(place >= 0, fill, lambda _: cache, place)
+            return mixed, fill(index_of[layer]) if layer in layers else cache
+        index = jnp.asarray(index_of)[layer]
+        return mixed, jax.lax.cond(index >= 0, fill, lambda _: cache, index)
 
     return attend
 
@@ -256,7 +269,14 @@ def make_attention_stats(
       attend_for: who mixes the values. None: row blocks, whose memory is linear in T.
     """
 
-    def stats(params, tokens_BT, positions_BT, segment_ids_BT, branch_ids_BT, mask_BT):
+    def stats(
+        params: Params,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        branch_ids_BT: jax.Array,
+        mask_BT: jax.Array,
+    ) -> HeadStats:
         tokens = Tokens.of(positions_BT, segment_ids_BT, branch_ids_BT, mask_BT)
         mix = packed_in_blocks(tokens, cfg.block_rows)
         if attend_for:
@@ -287,7 +307,7 @@ class Rhythm:
 
 
 def reduce(parts: Sequence[HeadStats], cfg: AttentionMaps = AttentionMaps()) -> Rhythm:
-    """Pick local and global heads by their span over the whole batch, and average the statistics over them.
+    """Pick local and global heads by their span over all of the batch, and average the statistics over them.
 
     Heads of all measured layers are ranked together, ties by layer and head.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -56,7 +56,7 @@ class TokenBatch:
     """Tokens in the whole update that are no padding."""
     num_sequences: jax.Array
     temperature: jax.Array
-    """Of the sampled law: trainer log-probs are taken at it."""
+    """Of the distribution that tokens were sampled from: trainer log-probs are taken at it."""
     kl_coef: jax.Array
     trainer_logp: jax.Array | None = None
     ref_logp: jax.Array | None = None
@@ -68,15 +68,19 @@ class TokenBatch:
     returns: jax.Array | None = None
     old_values_C: jax.Array | None = None
     critic_weights_C: jax.Array | None = None
-    chosen_Lk: jax.Array | None = None
+    expert_ids_Lk: jax.Array | None = None
     """`[..., L, k]` experts that the policy's forward pass takes instead of its routers' choice, -1: that choice."""
 
     def anchor(self, name: Literal["behaviour", "proximal"]) -> jax.Array:
         """The log-probs that ratios are taken to."""
-        return self.sampler_logp if name == "behaviour" else self.given("trainer_logp")
+        return self.sampler_logp if name == "behaviour" else self.required("trainer_logp")
 
-    def given(self, name: str) -> jax.Array:
-        """An optional array that must be there."""
+    def required(self, name: str) -> jax.Array:
+        """An optional array that must be there.
+
+        Raises:
+          ValueError: it is not.
+        """
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"the objective uses {name}, but the batch was packed without it")
@@ -87,10 +91,54 @@ class TokenBatch:
         found = {n: getattr(self, n) for n in ARRAYS}
         return {n: a for n, a in found.items() if a is not None}
 
+    def micro_batch(self, i: int | jax.Array) -> TokenBatch:
+        """Micro-batch `i`: its arrays without the axis M, all scalars as they are. A Python int works on host arrays,
+        too."""
 
-SCALARS = ("num_micro", "num_tokens", "num_computed", "num_sequences", "temperature", "kl_coef")
-ARRAYS = tuple(f.name for f in dataclasses.fields(TokenBatch) if f.name not in SCALARS)
-_INTS = ("tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "turn_ids")
+        def pick(array: jax.Array) -> jax.Array:
+            return array[i] if isinstance(i, int) else jax.lax.dynamic_index_in_dim(array, i, keepdims=False)
+
+        return dataclasses.replace(self, **{name: pick(array) for name, array in self.arrays().items()})
+
+
+class Column(NamedTuple):
+    """What is known of a per-token array of a `TokenBatch`."""
+
+    source: Literal["packing", "sampler", "trainer", "credit"]
+    """Who says what stands there: where packing puts a token; the sampler that drew it; forward passes of the trainer
+    before the step's first update; credit."""
+    dtype: type[np.generic] | None = np.float32
+    """None: the model's own choice."""
+    axes: str = ""
+    """Letters of the axes behind `[M, B, T]`: C critics, L layers, k experts of a token."""
+    asked_by: str = ""
+    """The field of `Needs` without which it is None; empty: it is there, or up to credit."""
+    padding: int = 0
+    """Where there is no token, or none that was sampled."""
+    clean: Literal["zero", "logp", ""] = ""
+    """What stands in the update's loss where the scale is 0: 0, the policy's own log-prob, or what was there."""
+
+
+COLUMNS: Mapping[str, Column] = {
+    **dict.fromkeys(("tokens", "positions", "segment_ids", "branch_ids"), Column("packing", np.int32)),
+    **dict.fromkeys(("prev", "sequence_ids", "turn_ids"), Column("packing", np.int32)),
+    "scale": Column("packing"),
+    "advantages": Column("credit", clean="zero"),
+    "sampler_logp": Column("sampler", clean="logp"),
+    "trainer_logp": Column("trainer", asked_by="trainer_logp", clean="logp"),
+    "ref_logp": Column("trainer", asked_by="ref", clean="logp"),
+    "weights": Column("credit", clean="zero"),
+    "entropy_weights": Column("credit", clean="zero"),
+    "rewards": Column("credit", asked_by="rewards", clean="zero"),
+    "returns": Column("credit", asked_by="critics", clean="zero"),
+    "old_values_C": Column("trainer", axes="C", asked_by="critics"),
+    "critic_weights_C": Column("credit", axes="C", asked_by="critics"),
+    "expert_ids_Lk": Column("sampler", None, axes="Lk", padding=-1),
+}
+"""Every per-token array of a `TokenBatch`, in its order: packing, slicing, sharding, cleaning and planning go by this
+table."""
+ARRAYS = tuple(COLUMNS)
+SCALARS = tuple(f.name for f in dataclasses.fields(TokenBatch) if f.name not in COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +154,14 @@ class PackShape:
 class Sample:
     """One trajectory ready for packing.
 
-    tokens [T]: the whole stream. at [n]: where its n sampled tokens stand in it. turns [n]: the turn of each.
+    tokens [T]: its full stream. indices [n]: where its n sampled tokens stand in it. turns [n]: the turn of each.
     starts: where in `tokens` its sequences begin (0 first).
     columns: what is said about each sampled token, `[n]` or with further axes, by the name it has in `TokenBatch`;
     `mask` (bool) tells which of them count.
     """
 
     tokens: np.ndarray
-    at: np.ndarray
+    indices: np.ndarray
     turns: np.ndarray
     columns: Mapping[str, np.ndarray]
     starts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
@@ -130,14 +178,16 @@ class Sample:
           replay: `[L, k]` of -1, to replay the experts that its tokens took; None: not to.
         """
         tokens, sampled, logp = trajectory.stream()
-        at = np.flatnonzero(sampled)
+        indices = np.flatnonzero(sampled)
         turns = np.repeat(np.arange(len(trajectory.turns)), [len(t.tokens) for t in trajectory.turns])
-        columns = {"mask": np.ones(len(at), bool), "sampler_logp": logp[at]}
+        columns = {"mask": np.ones(len(indices), bool), "sampler_logp": logp[indices]}
         if replay is not None:
-            unknown = lambda t: np.broadcast_to(replay, (len(t.tokens), *replay.shape))  # noqa: E731
-            taken = [unknown(t) if t.experts is None else t.experts for t in trajectory.turns]
-            columns["chosen_Lk"] = np.concatenate(taken) if taken else replay[None][:0]
-        return Sample(tokens, at, turns, columns, trajectory.starts)
+            recorded = [
+                np.broadcast_to(replay, (len(t.tokens), *replay.shape)) if t.experts is None else t.experts
+                for t in trajectory.turns
+            ]
+            columns["expert_ids_Lk"] = np.concatenate(recorded) if recorded else replay[None][:0]
+        return Sample(tokens, indices, turns, columns, trajectory.starts)
 
     def with_columns(self, **columns: np.ndarray) -> Sample:
         """The same trajectory with more (or other) columns."""
@@ -150,12 +200,12 @@ class Packed:
     group."""
 
     batch: TokenBatch
-    places: list[list[np.ndarray]]
+    indices: list[list[np.ndarray]]
 
-    def read(self, array: np.ndarray) -> list[np.ndarray]:
+    def unpack(self, array: np.ndarray) -> list[np.ndarray]:
         """What a per-token array `[M, B, T]` says about every sample's tokens, in the order of the samples."""
         flat = np.asarray(array).reshape(-1)
-        return [flat[at] for group in self.places for at in group]
+        return [flat[own] for group in self.indices for own in group]
 
 
 def num_rows_bound(
@@ -165,17 +215,17 @@ def num_rows_bound(
     response_tok: int,
     row_len: int,
     *,
-    whole: bool = False,
+    unsplit_groups: bool = False,
     restarts: int = 0,
 ) -> int:
     """Rows that always suffice for `num_groups` groups with prompts and responses of at most so many tokens.
 
     Args:
-      whole: no group is split. restarts: how often the stream of a trajectory may start anew.
+      unsplit_groups: no group is split. restarts: how often the stream of a trajectory may start anew.
     """
     per_row = max(1, (row_len - prompt_tok) // max(response_tok, 1))
     later = group_size * restarts
-    alone = num_groups * (1 if whole else -(-group_size // per_row) + later)
+    alone = num_groups * (1 if unsplit_groups else -(-group_size // per_row) + later)
     tokens = -(-group_size // per_row) * prompt_tok + group_size * response_tok + later * (prompt_tok + response_tok)
     # first fit leaves at most one row no more than half full
     dense = 2 * num_groups * tokens // row_len + 1
@@ -190,35 +240,29 @@ def pack(
     aggregation: Aggregation = "token-mean",
     limit_tok: int = 1,
     kl_coef: float = 0.0,
-    whole: bool = False,
+    unsplit_groups: bool = False,
 ) -> Packed:
     """First-fit packing, largest first; siblings that do not fit beside their group start a new part of it.
 
     Fuller rows come first, so that the rows a micro-batch spreads over the mesh cost about the same.
 
     Args:
-      limit_tok: most tokens of an answer, for `seq-sum-norm` and `turn-sum-norm`. whole: no group may be split.
+      limit_tok: most tokens of an answer, for `seq-sum-norm` and `turn-sum-norm`.
+      unsplit_groups: no group may be split.
 
     Raises:
-      DataError: one sequence (or whole group) is longer than a row, or more rows are needed than the shape holds.
+      DataError: one sequence (or unsplit group) is longer than a row, or more rows are needed than the shape holds.
     """
-    parts = [part for index, group in enumerate(groups) for part in _parts(index, group, shape.row_len, whole)]
+    parts = [part for index, group in enumerate(groups) for part in _parts(index, group, shape.row_len, unsplit_groups)]
     rows = _first_fit(parts, shape)
-    num_rows = shape.num_micro * shape.micro_rows
-    names = groups[0][0].columns if groups else {"sampler_logp": np.zeros(0, np.float32)}
-    arrays = {n: np.zeros((num_rows, shape.row_len), np.int32) for n in _INTS}
-    arrays["prev"][:] = np.arange(shape.row_len)
-    for name in {"scale", "advantages", *names} - {"mask"}:
-        tail = np.shape(names[name])[1:] if name in names else ()
-        kind, empty = (names[name].dtype, -1) if name == "chosen_Lk" else (np.float32, 0)
-        arrays[name] = np.full((num_rows, shape.row_len, *tail), empty, kind)
-    places = [[np.zeros(len(s.at), np.int64) for s in g] for g in groups]
+    arrays = _empty_arrays(shape, groups[0][0].columns if groups else {"sampler_logp": np.zeros(0, np.float32)})
+    indices = [[np.zeros(len(s.indices), np.int64) for s in g] for g in groups]
     masks = [[s.mask for s in g] for g in groups]
     scales = token_scales(masks, aggregation, limit_tok, [[s.turns for s in g] for g in groups])
     for row, members in enumerate(rows):
         writer = _RowWriter(arrays, row)
         for part in members:
-            writer.write(part, scales[part.group], places[part.group])
+            writer.write(part, scales[part.group], indices[part.group])
     scalars = {
         "num_micro": np.int32(-(-len(rows) // shape.micro_rows)),
         "num_tokens": np.float32(sum(int(m.sum()) for g in masks for m in g)),
@@ -227,8 +271,21 @@ def pack(
         "temperature": np.float32(temperature),
         "kl_coef": np.float32(kl_coef),
     }
-    cut = {n: a.reshape(shape.num_micro, shape.micro_rows, *a.shape[1:]) for n, a in arrays.items()}
-    return Packed(TokenBatch(**cut, **scalars), places)  # type: ignore[arg-type]
+    micro = {n: a.reshape(shape.num_micro, shape.micro_rows, *a.shape[1:]) for n, a in arrays.items()}
+    return Packed(TokenBatch(**micro, **scalars), indices)  # type: ignore[arg-type]
+
+
+def _empty_arrays(shape: PackShape, sample: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rows without a token, `[rows, row_len]` and further axes. sample: columns of any sample, as all have the same."""
+    lead = (shape.num_micro * shape.micro_rows, shape.row_len)
+    always = [name for name, column in COLUMNS.items() if column.source == "packing"]
+    arrays = {}
+    for name in (*always, "advantages", *(n for n in sample if n != "mask")):
+        tail = np.shape(sample[name])[1:] if name in sample else ()
+        dtype = COLUMNS[name].dtype or sample[name].dtype
+        arrays[name] = np.full((*lead, *tail), COLUMNS[name].padding, dtype)
+    arrays["prev"][:] = np.arange(shape.row_len)
+    return arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,8 +304,9 @@ class _Stream:
         return self.sample.tokens[self.lo : self.hi]
 
     @property
-    def at(self) -> np.ndarray:
-        return self.sample.at[self.first : self.last] - self.lo
+    def indices(self) -> np.ndarray:
+        """Of its sampled tokens in `tokens`."""
+        return self.sample.indices[self.first : self.last] - self.lo
 
     def __len__(self) -> int:
         return self.hi - self.lo
@@ -256,7 +314,7 @@ class _Stream:
     @staticmethod
     def all_of(sample: Sample, member: int) -> list[_Stream]:
         ends = [*sample.starts[1:], len(sample.tokens)]
-        border = [0, *np.searchsorted(sample.at, ends)]
+        border = [0, *np.searchsorted(sample.indices, ends)]
         each = zip(sample.starts, ends, border, border[1:], strict=False)
         return [_Stream(sample, member, int(lo), int(hi), int(a), int(b)) for lo, hi, a, b in each]
 
@@ -274,39 +332,39 @@ class _Part:
         return self.prefix + sum(len(s) - self.prefix for s in self.members)
 
 
-def _parts(index: int, group: Sequence[Sample], row_len: int, whole: bool) -> list[_Part]:
+def _parts(index: int, group: Sequence[Sample], row_len: int, unsplit: bool) -> list[_Part]:
     streams = [_Stream.all_of(sample, member) for member, sample in enumerate(group)]
     siblings, later = [s[0] for s in streams], [one for s in streams for one in s[1:]]
-    if whole and later:
+    if unsplit and later:
         raise DataError("trajectories are compared as wholes, and one of them is more than one sequence")
-    parts = _side_by_side(index, siblings, row_len, whole)
-    return parts + [part for one in later for part in _side_by_side(index, [one], row_len, whole)]
+    parts = _side_by_side(index, siblings, row_len, unsplit)
+    return parts + [part for one in later for part in _side_by_side(index, [one], row_len, unsplit)]
 
 
-def _side_by_side(index: int, group: Sequence[_Stream], row_len: int, whole: bool) -> list[_Part]:
+def _side_by_side(index: int, group: Sequence[_Stream], row_len: int, unsplit: bool) -> list[_Part]:
     """Parts of siblings behind a shared prompt, as many in each as fit."""
     prefix = _shared_prefix(group)
     own = [len(s) - prefix for s in group]
     if prefix + max(own) > row_len:
         raise DataError(f"a sequence of {prefix + max(own)} tokens is longer than a row of {row_len}")
-    if whole and prefix + sum(own) > row_len:
+    if unsplit and prefix + sum(own) > row_len:
         raise DataError(
             f"a group of {prefix + sum(own)} tokens, that must stay together, is longer than a row of {row_len}"
         )
-    lots: list[list[_Stream]] = []
-    room = 0
+    members: list[list[_Stream]] = []
+    free_tok = 0
     for stream, length in zip(group, own, strict=True):
-        if not lots or length > room:
-            lots.append([])
-            room = row_len - prefix
-        lots[-1].append(stream)
-        room -= length
-    return [_Part(index, prefix, tuple(lot)) for lot in lots]
+        if not members or length > free_tok:
+            members.append([])
+            free_tok = row_len - prefix
+        members[-1].append(stream)
+        free_tok -= length
+    return [_Part(index, prefix, tuple(streams)) for streams in members]
 
 
 def _shared_prefix(group: Sequence[_Stream]) -> int:
     """Tokens at the start that all siblings have in common and none of them sampled; at least 1."""
-    shortest = min(min(len(s.tokens), int(s.at[0]) if len(s.at) else len(s.tokens) - 1) for s in group)
+    shortest = min(min(len(s.tokens), int(s.indices[0]) if len(s.indices) else len(s.tokens) - 1) for s in group)
     first = group[0].tokens[:shortest]
     same = np.ones(shortest, bool)
     for s in group[1:]:
@@ -335,25 +393,28 @@ def _first_fit(parts: Sequence[_Part], shape: PackShape) -> list[list[_Part]]:
 
 
 class _RowWriter:
-    """Writes parts into one row, one behind the other."""
+    """Writes parts into one row, one behind the other.
+
+    end: tokens written so far. segment, sequence, turn: how many of each.
+    """
 
     def __init__(self, arrays: dict[str, np.ndarray], row: int) -> None:
         self.arrays = {n: a[row] for n, a in arrays.items()}
         self.offset = row * len(self.arrays["tokens"])
-        self.at = self.segment = self.sequence = self.chunk = 0
+        self.end = self.segment = self.sequence = self.turn = 0
 
-    def write(self, part: _Part, scales: Sequence[np.ndarray], places: list[np.ndarray]) -> None:
+    def write(self, part: _Part, scales: Sequence[np.ndarray], indices: list[np.ndarray]) -> None:
         self.segment += 1
-        start = self.at
-        self._span(part.members[0].tokens, 0, part.prefix, branch=0, first_prev=self.at)
+        start = self.end
+        self._span(part.members[0].tokens, 0, part.prefix, branch=0, first_prev=start)
         for branch, s in enumerate(part.members):
-            at = s.at + self.at - part.prefix
+            sampled = s.indices + self.end - part.prefix
             self._span(s.tokens, part.prefix, len(s), branch + 1, first_prev=start + part.prefix - 1)
-            self._columns(s, scales[s.member], at)
-            places[s.member][s.first : s.last] = at + self.offset
+            self._columns(s, scales[s.member], sampled)
+            indices[s.member][s.first : s.last] = sampled + self.offset
 
     def _span(self, tokens: np.ndarray, lo: int, hi: int, branch: int, first_prev: int) -> None:
-        span = slice(self.at, self.at + hi - lo)
+        span = slice(self.end, self.end + hi - lo)
         a = self.arrays
         a["tokens"][span] = tokens[lo:hi]
         a["positions"][span] = np.arange(lo, hi)
@@ -362,16 +423,16 @@ class _RowWriter:
         a["prev"][span] = np.arange(span.start - 1, span.stop - 1)
         if hi > lo:
             a["prev"][span.start] = first_prev
-        self.at = span.stop
+        self.end = span.stop
 
-    def _columns(self, s: _Stream, scale: np.ndarray, at: np.ndarray) -> None:
+    def _columns(self, s: _Stream, scale: np.ndarray, sampled: np.ndarray) -> None:
         own = slice(s.first, s.last)
         turns = s.sample.turns[own] - s.sample.turns[own][:1]
         self.sequence += 1
-        self.arrays["sequence_ids"][at] = self.sequence
-        self.arrays["turn_ids"][at] = self.chunk + 1 + turns
-        self.chunk += int(turns.max(initial=-1)) + 1
-        self.arrays["scale"][at] = scale[own]
+        self.arrays["sequence_ids"][sampled] = self.sequence
+        self.arrays["turn_ids"][sampled] = self.turn + 1 + turns
+        self.turn += int(turns.max(initial=-1)) + 1
+        self.arrays["scale"][sampled] = scale[own]
         for name, values in s.sample.columns.items():
             if name != "mask":
-                self.arrays[name][at] = values[own]
+                self.arrays[name][sampled] = values[own]

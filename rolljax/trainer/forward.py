@@ -20,64 +20,67 @@ from rolljax.trainer.mesh import num_batch_shards
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
-    """Into how many parts a mesh splits the vocabulary, and the rows of a batch."""
+class NumShards:
+    """Into how many shards a mesh splits the vocabulary, and the rows of a batch."""
 
     vocab: int = 1
     rows: int = 1
 
     @staticmethod
-    def of(mesh: Mesh) -> Split:
-        return Split(mesh.shape["tensor"], num_batch_shards(mesh))
+    def of(mesh: Mesh) -> NumShards:
+        return NumShards(mesh.shape["tensor"], num_batch_shards(mesh))
 
     def blocks(self) -> dict[str, int]:
         """How `trainer.vocab` walks over the vocabulary: its bytes per block count all devices together."""
         return {"shards": self.vocab, "block_bytes": vocab.BLOCK_BYTES * self.rows * self.vocab}
 
 
-ONE_PART = Split()
+UNSHARDED = NumShards()
 
 
 def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Decoder, jax.Array, Load | None]:
     """The bound decoder; for every token the final hidden state of its predecessor `batch.prev`, `[B, T, D]`; and how
-    the experts were used, if there are any. Those that `batch.chosen_Lk` names are used."""
+    the experts were used, if there are any. Those that `batch.expert_ids_Lk` names are used."""
     decoder = model.bind(params)
     attend = packed(batch.segment_ids, batch.branch_ids, batch.positions, model.attention)
-    chosen = None if batch.chosen_Lk is None else jnp.moveaxis(batch.chosen_Lk, 2, 0)
-    out = decoder(batch.tokens, batch.positions, attend, chosen_LBTk=chosen)
-    load = out.mixtures and Load.of(out.mixtures, batch.segment_ids > 0, chosen)
+    replayed = None if batch.expert_ids_Lk is None else jnp.moveaxis(batch.expert_ids_Lk, 2, 0)
+    out = decoder(batch.tokens, batch.positions, attend, chosen_LBTk=replayed)
+    load = out.mixtures and Load.of(out.mixtures, batch.segment_ids > 0, replayed)
     return decoder, before(out.hidden, batch.prev), load
 
 
-def unchosen(batch: TokenBatch) -> TokenBatch:
-    """The batch for another model than the policy: it chooses its experts itself."""
-    return dataclasses.replace(batch, chosen_Lk=None)
+def without_experts(batch: TokenBatch) -> TokenBatch:
+    """The batch for another model than the policy: its routers choose its experts."""
+    return dataclasses.replace(batch, expert_ids_Lk=None)
 
 
-def read_policy(
+def policy_outputs(
     model: Model,
     params: Params,
     batch: TokenBatch,
     *,
     entropy_grad: bool = False,
-    law: tuple[Law, Model, Params] | None = None,
-    split: Split = ONE_PART,
+    reference: tuple[Law, Model, Params] | None = None,
+    shards: NumShards = UNSHARDED,
 ) -> PolicyOutputs:
-    """Log-prob and entropy of every token of rows `[B, T]`, and the divergence from a frozen law if there is one.
+    """Log-prob and entropy of every token of rows `[B, T]`, and the divergence from a reference policy's distribution.
 
     Tokens without a predecessor, and those of scale 0, get whatever stands there; mask before use. The logits `[B, T,
     V]` of a large vocabulary never exist (`trainer.vocab`).
+
+    Args:
+      reference: which divergence, and the reference's model and parameters; None: no divergence.
     """
     decoder, hidden, load = hidden_before(model, params, batch)
-    head, cap, how = decoder.head_matrix, model.cfg.final_softcap, split.blocks()
+    head, cap, how = decoder.head_matrix, model.cfg.final_softcap, shards.blocks()
     logp, entropy = vocab.token_logp(
         hidden, head, batch.tokens, batch.temperature, softcap=cap, entropy_grad=entropy_grad, **how
     )
-    if law is None:
+    if reference is None:
         return PolicyOutputs(logp, entropy, load=load)
-    settings, frozen_model, frozen_params = law
-    teacher, teacher_hidden, _ = hidden_before(frozen_model, jax.lax.stop_gradient(frozen_params), unchosen(batch))
-    teacher_cap = frozen_model.cfg.final_softcap
+    settings, ref_model, ref_params = reference
+    teacher, teacher_hidden, _ = hidden_before(ref_model, jax.lax.stop_gradient(ref_params), without_experts(batch))
+    teacher_cap = ref_model.cfg.final_softcap
     tau = batch.temperature if settings.tau is None else jnp.float32(settings.tau)
     factor = 1 / jnp.square(tau) if settings.tau is None else 1.0  # of what has been multiplied by tau^2
     if not settings.top_k:
@@ -100,7 +103,7 @@ def read_policy(
     return PolicyOutputs(logp, entropy, factor * divergence, load)
 
 
-def read_values(model: ValueModel, params: Params, batch: TokenBatch) -> jax.Array:
+def critic_values(model: ValueModel, params: Params, batch: TokenBatch) -> jax.Array:
     """Value of the state before every token, `[B, T]` float32."""
-    _, hidden, _ = hidden_before(model.trunk, params["trunk"], unchosen(batch))
+    _, hidden, _ = hidden_before(model.trunk, params["trunk"], without_experts(batch))
     return model.head(params, hidden)

@@ -108,8 +108,11 @@ def rows(mesh: Mesh, axis: int = 0, *, tokens: bool = False) -> NamedSharding:
 def put(mesh: Mesh, arrays: Any, shardings: Any) -> Any:
     """A tree of the host's arrays on the mesh. Of several processes each has all of them, and puts its part."""
     if mesh.is_multi_process:
-        place = lambda x, s: jax.make_array_from_callback(np.shape(x), s, np.asarray(x).__getitem__)  # noqa: E731
-        return jax.tree.map(place, arrays, shardings)
+
+        def own_shards(x: Any, sharding: NamedSharding) -> jax.Array:
+            return jax.make_array_from_callback(np.shape(x), sharding, np.asarray(x).__getitem__)
+
+        return jax.tree.map(own_shards, arrays, shardings)
     return jax.device_put(arrays, shardings)
 
 
@@ -118,7 +121,7 @@ def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True, ow
 
     Args:
       axes: logical axis names per parameter (`Model.axes`). shapes: the same tree of things with a shape.
-      fsdp: False leaves the fsdp axis out (the sampler's copy: whole on every batch shard, but for experts).
+      fsdp: False leaves the fsdp axis out (the sampler's copy: full on every batch shard, but for experts).
       owner: whose settings errors name.
 
     Raises:
@@ -128,8 +131,8 @@ def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True, ow
     rules = PARAM_RULES if fsdp else {**PARAM_RULES, "embed": (), "expert_embed": ()}
 
     def one(names: tuple[str, ...], like: Any) -> NamedSharding:
-        where = spec(names, rules, mesh)
-        for name, size, entry in zip(names, like.shape, where, strict=True):
+        axes_of = spec(names, rules, mesh)
+        for name, size, entry in zip(names, like.shape, axes_of, strict=True):
             axes = (entry,) if isinstance(entry, str) else entry or ()
             parts = int(np.prod([mesh.shape[a] for a in axes]))
             if size % parts:
@@ -142,6 +145,6 @@ def param_shardings(mesh: Mesh, axes: Any, shapes: Any, *, fsdp: bool = True, ow
                     value=mesh.shape[axis],
                     remedy=f"choose a divisor of {size}",
                 )
-        return NamedSharding(mesh, where)
+        return NamedSharding(mesh, axes_of)
 
     return jax.tree.map(one, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))

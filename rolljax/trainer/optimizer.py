@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, check_range
 from rolljax.model.decoder import Dtype, Params
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
@@ -38,10 +38,10 @@ Axes before those count matrices: layers, and whatever else is stacked."""
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer(abc.ABC):
-    """What all optimizers share: a clip by global norm, a learning rate by update, a law, and where the state lives.
+    """What all optimizers share: a clip by global norm, a learning rate by update, a rule, and where the state lives.
 
     offload: keep the optimizer's state in host memory. An update then brings it to the device one parameter at a time,
-      after the backward pass, so that the device never holds it as a whole.
+      after the backward pass, so that the device never holds all of it.
     """
 
     lr: float = 1e-3
@@ -63,17 +63,16 @@ class Optimizer(abc.ABC):
     offload: bool = False
 
     def __post_init__(self) -> None:
-        self._require("must be positive", "lr", "clip_norm", ok=lambda x: x > 0)
-        self._require("must not be negative", "weight_decay", "warmup_updates", ok=lambda x: x >= 0)
-        self._require("must be between 0 and 1", "final_lr_frac", ok=lambda x: 0 <= x <= 1)
-        self._require("must be above 0 and at most 1", "decay_frac", ok=lambda x: 0 < x <= 1)
-        self._require(f"must be one of {get_args(Schedule)}", "schedule", ok=lambda x: x in get_args(Schedule))
-        self._require(f"must be one of {get_args(Dtype)}", "mu_dtype", ok=lambda x: x in get_args(Dtype))
+        check_range(self, "lr", "clip_norm", above=0)
+        check_range(self, "weight_decay", "warmup_updates", low=0)
+        check_range(self, "final_lr_frac", low=0, high=1)
+        check_range(self, "decay_frac", above=0, high=1)
+        for name, kind in (("schedule", Schedule), ("mu_dtype", Dtype)):
+            if getattr(self, name) not in get_args(kind):
+                raise self._error(name, f"must be one of {get_args(kind)}")
 
-    def _require(self, message: str, *names: str, ok: Callable[[Any], bool]) -> None:
-        for name in names:
-            if not ok(getattr(self, name)):
-                raise ConfigError(message, setting=f"{type(self).__name__}.{name}", value=getattr(self, name))
+    def _error(self, name: str, message: str) -> ConfigError:
+        return ConfigError(message, setting=f"{type(self).__name__}.{name}", value=getattr(self, name))
 
     def rate(self, num_updates: int) -> optax.Schedule:
         """Learning rate by update index, 0 to `num_updates` - 1. A falling one reaches its end after the last."""
@@ -99,7 +98,7 @@ class Optimizer(abc.ABC):
         return optax.join_schedules([ramp, tail], [self.warmup_updates])
 
     @abc.abstractmethod
-    def law(self, num_updates: int) -> optax.GradientTransformation:
+    def rule(self, num_updates: int) -> optax.GradientTransformation:
         """What is done to a clipped gradient. It must treat every parameter by itself."""
 
     def build(self, num_updates: int) -> Transformation:
@@ -109,8 +108,8 @@ class Optimizer(abc.ABC):
         it was and the updates are 0. With `offload`, call it inside a jitted function whose state is placed as
         `host_shardings` says, and leave the state that comes out alone: it is in host memory.
         """
-        law = _gated(self.law(num_updates))
-        return optax.chain(optax.clip_by_global_norm(self.clip_norm), _one_by_one(law) if self.offload else law)
+        rule = _gated(self.rule(num_updates))
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), _one_by_one(rule) if self.offload else rule)
 
     def host_shardings(self, shardings: Any) -> Any:
         """Where the state lives between updates: `shardings` (of `opt_state_shardings`), with `offload` on the host.
@@ -142,10 +141,10 @@ class AdamW(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("must be positive", "eps", ok=lambda x: x > 0)
-        self._require("must be at least 0 and below 1", "b1", "b2", ok=lambda x: 0 <= x < 1)
+        check_range(self, "eps", above=0)
+        check_range(self, "b1", "b2", low=0, below=1)
 
-    def law(self, num_updates: int) -> optax.GradientTransformation:
+    def rule(self, num_updates: int) -> optax.GradientTransformation:
         return optax.adamw(
             self.rate(num_updates), self.b1, self.b2, self.eps, mu_dtype=self.mu_dtype, weight_decay=self.weight_decay
         )
@@ -175,12 +174,11 @@ class Muon(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("must be positive", "adam_eps", ok=lambda x: x > 0)
-        self._require("must be positive, or None", "consistent_rms", "adam_lr", ok=lambda x: x is None or x > 0)
-        self._require("must be at least 1", "ns_steps", ok=lambda x: x >= 1)
-        self._require("must be at least 0 and below 1", "beta", "adam_b1", "adam_b2", ok=lambda x: 0 <= x < 1)
+        check_range(self, "adam_eps", "consistent_rms", "adam_lr", above=0)
+        check_range(self, "ns_steps", low=1)
+        check_range(self, "beta", "adam_b1", "adam_b2", low=0, below=1)
 
-    def law(self, num_updates: int) -> optax.GradientTransformation:
+    def rule(self, num_updates: int) -> optax.GradientTransformation:
         adam_rate = self._schedule(self.adam_lr or self.lr, num_updates)
         muon = optax.contrib.muon(
             self.rate(num_updates),
@@ -201,8 +199,7 @@ class Muon(Optimizer):
             mu_dtype=self.mu_dtype,
             weight_decay=self.weight_decay,
         )
-        is_matrix = lambda path: "muon" if _matrix(path) else "adamw"  # noqa: E731
-        return optax.partition({"muon": muon, "adamw": adamw}, _labels(is_matrix))
+        return optax.partition({"muon": muon, "adamw": adamw}, _labels(lambda n: "muon" if _matrix(n) else "adamw"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,18 +221,16 @@ class Adafactor(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("must be between 0 and 1, or None", "momentum", ok=lambda x: x is None or 0 < x < 1)
-        self._require("must be between 0 and 1", "decay_rate", ok=lambda x: 0 < x < 1)
-        self._require("must be at least 1", "clip_rms", "min_dim_to_factor", ok=lambda x: x >= 1)
-        if self.momentum is None:
-            message = "can have no effect: Adafactor.momentum is None"
-            self._require(message, "mu_dtype", ok=lambda x: x == "float32")
+        check_range(self, "momentum", "decay_rate", above=0, below=1)
+        check_range(self, "clip_rms", "min_dim_to_factor", low=1)
+        if self.momentum is None and self.mu_dtype != "float32":
+            raise self._error("mu_dtype", "can have no effect: Adafactor.momentum is None")
 
-    def law(self, num_updates: int) -> optax.GradientTransformation:
+    def rule(self, num_updates: int) -> optax.GradientTransformation:
         rate = self.rate(num_updates)
-        # optax' Adafactor decays by what it is given, not by rate times that
+        # optax' Adafactor decays by this, not by rate times this
         decay = (lambda count: rate(count) * self.weight_decay) if self.weight_decay else None
-        law = optax.adafactor(
+        rule = optax.adafactor(
             rate,
             min_dim_size_to_factor=self.min_dim_to_factor,
             decay_rate=self.decay_rate,
@@ -245,8 +240,8 @@ class Adafactor(Optimizer):
             dtype_momentum=self.mu_dtype,
             weight_decay_rate=decay,
         )
-        where = lambda path: "layers" if "layers" in path else "rest"  # noqa: E731
-        return optax.partition({"layers": _per_layer(law), "rest": law}, _labels(where))
+        labels = _labels(lambda names: "layers" if "layers" in names else "rest")
+        return optax.partition({"layers": _per_layer(rule), "rest": rule}, labels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,9 +257,9 @@ class Lion(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("must be at least 0 and below 1", "b1", "b2", ok=lambda x: 0 <= x < 1)
+        check_range(self, "b1", "b2", low=0, below=1)
 
-    def law(self, num_updates: int) -> optax.GradientTransformation:
+    def rule(self, num_updates: int) -> optax.GradientTransformation:
         rate = self.rate(num_updates)
         return optax.lion(rate, self.b1, self.b2, mu_dtype=self.mu_dtype, weight_decay=self.weight_decay)
 
@@ -304,7 +299,7 @@ def _part(names: tuple[str, ...]) -> str:
 
 
 def grad_norm_parts(grads: Params) -> dict[str, jax.Array]:
-    """Norms of the gradient's parts, whose squares add up to that of the whole.
+    """Norms of the gradient's parts, whose squares add up to that of the full gradient.
 
     Args:
       grads: tree of a decoder's or value model's parameters.
@@ -319,7 +314,7 @@ def grad_norm_parts(grads: Params) -> dict[str, jax.Array]:
     return {part: optax.tree.norm(leaves) for part, leaves in parts.items()}
 
 
-# ---- laws, applied --------------------------------------------------------------------------------------------------
+# ---- rules, applied -------------------------------------------------------------------------------------------------
 
 
 def _per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -362,16 +357,16 @@ def _one_by_one(tx: Transformation) -> Transformation:
         new, updates = dict(shared), []
         before: list[jax.Array] = []
         for i, grad in enumerate(grad_leaves):
-            at = [j for j, owner in enumerate(owners) if owner == i]
-            (own, grad), _ = jax.lax.optimization_barrier((([state_leaves[j] for j in at], grad), before))
-            mine = shared | dict(zip(at, _to_device(own), strict=True))
+            own = [j for j, owner in enumerate(owners) if owner == i]
+            (fetched, grad), _ = jax.lax.optimization_barrier((([state_leaves[j] for j in own], grad), before))
+            state_i = shared | dict(zip(own, _to_device(fetched), strict=True))
             update_i, new_i = tx.update(
-                _only({i: grad}, tree), _only(mine, state_tree), _only({i: param_leaves[i]}, tree), ok=ok
+                _only({i: grad}, tree), _only(state_i, state_tree), _only({i: param_leaves[i]}, tree), ok=ok
             )
             updates += jax.tree.leaves(update_i)
-            new |= zip(sorted(mine), jax.tree.leaves(new_i), strict=True)
-            new |= zip(at, _to_host([new[j] for j in at]), strict=True)
-            before = [new[j] for j in at]
+            new |= zip(sorted(state_i), jax.tree.leaves(new_i), strict=True)
+            new |= zip(own, _to_host([new[j] for j in own]), strict=True)
+            before = [new[j] for j in own]
         new |= {j: _to_host(new[j]) for j in shared}
         return tree.unflatten(updates), state_tree.unflatten([new[j] for j in range(len(state_leaves))])
 
@@ -416,8 +411,13 @@ def opt_state_shardings(mesh: Mesh, init: Any, abstract_params: Params, param_sh
     """
     # JAX itself follows the axes through `init`, on a mesh whose axes are part of every array's type
     typed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
-    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(typed, s.spec))  # noqa: E731
+
+    def sharded(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(typed, sharding.spec))
+
+    def on_mesh(x: jax.ShapeDtypeStruct) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec() if x.sharding is None else x.sharding.spec)
+
     with jax.sharding.use_abstract_mesh(typed):
-        state = jax.eval_shape(getattr(init, "init", init), jax.tree.map(place, abstract_params, param_shardings))
-    spec = lambda x: PartitionSpec() if x.sharding is None else x.sharding.spec  # noqa: E731
-    return jax.tree.map(lambda x: NamedSharding(mesh, spec(x)), state)
+        state = jax.eval_shape(getattr(init, "init", init), jax.tree.map(sharded, abstract_params, param_shardings))
+    return jax.tree.map(on_mesh, state)

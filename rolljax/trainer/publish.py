@@ -20,14 +20,14 @@ class Publish(Protocol):
         """The sampler's weights.
 
         Args:
-          params: what `Model.bind` takes. over: weights of the sampler that are given up for these; none: memory for
-            them is asked for.
+          params: what `Model.bind` takes. over: weights of the sampler that these replace, in their memory; None: in
+            new memory.
         """
         ...
 
 
 def make_publish(mesh: Mesh, model: Model, to: Mesh | None = None) -> Publish:
-    """A copy of what `Model.bind` takes, whole on every batch shard, matrices in the model's compute dtype.
+    """A copy of what `Model.bind` takes, full on every batch shard, matrices in the model's compute dtype.
 
     Args:
       mesh: the trainer's. to: the sampler's, if it is another one; weights then travel between devices.
@@ -48,16 +48,20 @@ def make_publish(mesh: Mesh, model: Model, to: Mesh | None = None) -> Publish:
         return travel
     write = make_write(mesh, model, to or mesh)
     empty = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=there)
-    return lambda params, over=None: write(params, empty() if over is None else over)
+
+    def in_place(params: Params, over: Params | None = None) -> Params:
+        return write(params, empty() if over is None else over)
+
+    return in_place
 
 
-def make_write(mesh: Mesh, model: Model, to: Mesh) -> Any:
+def make_write(mesh: Mesh, model: Model, to: Mesh) -> jax.stages.Wrapped:
     """The jitted `(params, over) -> over`, both meshes over the same devices: one layer after the other is gathered and
     written, so that besides both no more than a layer is ever in memory. `over` is donated."""
     plain, (_, here, there) = model.plain, _weights(mesh, model, to)
     axes = model.full_params(model.axes(), model.lora.base_axes(plain.axes()) if model.lora else None)
 
-    def at(params: Params, i: jax.Array | int) -> Params:
+    def layer_of(params: Params, i: jax.Array | int) -> Params:
         """Layer `i`, and what is of no layer, as they will lie."""
 
         def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -73,9 +77,9 @@ def make_write(mesh: Mesh, model: Model, to: Mesh) -> Any:
     def write(params: Params, over: Params) -> Params:
         def layer(i: jax.Array, layers: Params) -> Params:
             put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i, axis=0)
-            return jax.tree.map(put, layers, at(params, i)["layers"])
+            return jax.tree.map(put, layers, layer_of(params, i)["layers"])
 
-        rest = jax.tree.map(jnp.copy, at(params, 0))
+        rest = jax.tree.map(jnp.copy, layer_of(params, 0))
         return {**rest, "layers": jax.lax.fori_loop(0, model.cfg.num_layers, layer, over["layers"])}
 
     return jax.jit(write, out_shardings=there, donate_argnums=1, keep_unused=True)

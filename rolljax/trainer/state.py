@@ -41,7 +41,7 @@ class TrainState:
 
 
 def on_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
-    """The whole array, wherever its parts lie."""
+    """The full array, wherever its shards lie."""
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         return process_allgather(leaf, tiled=True)
     return np.asarray(leaf)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 from rolljax.model.axes import on_mesh
@@ -24,40 +25,47 @@ from rolljax.model.moe import Load
 from rolljax.model.value import ValueModel
 from rolljax.trainer import masked, objectives
 from rolljax.trainer.algorithms.base import Algorithm
-from rolljax.trainer.batch import ARRAYS, SCALARS, TokenBatch
+from rolljax.trainer.batch import ARRAYS, COLUMNS, SCALARS, TokenBatch
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.forward import ONE_PART, Split, read_policy, read_values
+from rolljax.trainer.forward import UNSHARDED, NumShards, critic_values, policy_outputs
 from rolljax.trainer.mesh import put, replicated, rows
 from rolljax.trainer.optimizer import Optimizer, Transformation, grad_norm_parts
 from rolljax.trainer.state import ParamState
 
 Stats = dict[str, Any]
 """Arrays; and of a model with experts its `Load`, until the update has added it up."""
-LossFn = Callable[[Params, TokenBatch], tuple[jax.Array, tuple[Stats, Stats]]]
+Loss = tuple[jax.Array, tuple[Stats, Stats]]
+"""A micro-batch's share of the loss; statistics to be summed, and those whose maximum counts."""
+LossFn = Callable[[Params, TokenBatch], Loss]
+CriticLossFn = Callable[[Params, jax.Array, jax.Array, TokenBatch], Loss]
+"""From parameters, old values and weights `[B, T]`, and the micro-batch."""
 ReferencePolicies = Mapping[str, tuple[Model, Params]]
 """Policies that stay as they are, by where they come from."""
 
 
 def clean_batch(batch: TokenBatch, logp: jax.Array) -> TokenBatch:
     """The micro-batch with harmless values wherever the scale is 0, so that nothing there can reach a gradient."""
-    trained = batch.scale
-    logps = {n: getattr(batch, n) for n in ("sampler_logp", "trainer_logp", "ref_logp")}
-    others = {n: getattr(batch, n) for n in ("advantages", "weights", "entropy_weights", "rewards", "returns")}
-    still = jax.lax.stop_gradient(logp)
+    own_logp, arrays = jax.lax.stop_gradient(logp), batch.arrays()
+    logps = {n: a for n, a in arrays.items() if COLUMNS[n].clean == "logp"}
+    others = {n: a for n, a in arrays.items() if COLUMNS[n].clean == "zero"}
     return dataclasses.replace(
         batch,
-        **{n: jnp.where(trained != 0, a, still) for n, a in logps.items() if a is not None},
-        **{n: masked.clean(a, trained) for n, a in others.items() if a is not None},
+        **{n: jnp.where(batch.scale != 0, a, own_logp) for n, a in logps.items()},
+        **{n: masked.clean(a, batch.scale) for n, a in others.items()},
     )
 
 
-def policy_loss(model: Model, algorithm: Algorithm, references: ReferencePolicies, split: Split = ONE_PART) -> LossFn:
+def policy_loss(
+    model: Model, algorithm: Algorithm, references: ReferencePolicies, shards: NumShards = UNSHARDED
+) -> LossFn:
     """The policy's share of the loss from one micro-batch, and its statistics (sums over tokens, maxima)."""
     law = algorithm.needs().law
 
-    def loss_fn(params: Params, batch: TokenBatch) -> tuple[jax.Array, tuple[Stats, Stats]]:
-        with_law = (law, *references[law.policy]) if law else None
-        policy = read_policy(model, params, batch, entropy_grad=algorithm.entropy_grad, law=with_law, split=split)
+    def loss_fn(params: Params, batch: TokenBatch) -> Loss:
+        reference = (law, *references[law.policy]) if law else None
+        policy = policy_outputs(
+            model, params, batch, entropy_grad=algorithm.entropy_grad, reference=reference, shards=shards
+        )
         load, policy = policy.load, dataclasses.replace(policy, load=None)
         policy = jax.tree.map(lambda x: masked.clean(x, batch.scale), policy)
         batch = clean_batch(batch, policy.logp)
@@ -88,15 +96,15 @@ def _balance(model: Model, load: Load, batch: TokenBatch) -> jax.Array:
     return model.cfg.routing.aux_coef * load.balance_loss() * share
 
 
-def critic_loss(model: ValueModel, algorithm: Algorithm) -> Callable[..., Any]:
-    """One critic's share of its loss: `(params, old_values, weights, batch) -> (loss, statistics)`."""
+def critic_loss(model: ValueModel, algorithm: Algorithm) -> CriticLossFn:
+    """One critic's share of its loss from one micro-batch, and its statistics."""
 
-    def loss_fn(params: Params, old_values: jax.Array, weights: jax.Array, batch: TokenBatch):
+    def loss_fn(params: Params, old_values: jax.Array, weights: jax.Array, batch: TokenBatch) -> Loss:
         weights = masked.clean(weights, batch.scale)
         scale = algorithm.critic_scale(batch) * weights
         batch = dataclasses.replace(batch, scale=scale)
-        values = masked.clean(read_values(model, params, batch), scale)
-        returns, old = masked.clean(batch.given("returns"), scale), masked.clean(old_values, scale)
+        values = masked.clean(critic_values(model, params, batch), scale)
+        returns, old = masked.clean(batch.required("returns"), scale), masked.clean(old_values, scale)
         loss, stats = algorithm.critic_loss(values, returns, old, batch)
         return _share(loss, stats, {}, batch, "critic/loss", weights)
 
@@ -110,7 +118,7 @@ def _share(
     batch: TokenBatch,
     name: str = "loss/total",
     weights: jax.Array | float = 1.0,
-) -> tuple[jax.Array, tuple[Stats, Stats]]:
+) -> Loss:
     """The loss, and its statistics under `name`; `weights`: what a token counts in the means, on average 1."""
     trained = (batch.scale != 0).astype(jnp.float32)
     total = masked.total(loss, batch.scale)
@@ -137,22 +145,24 @@ def mismatch_stats(logp: jax.Array, batch: TokenBatch) -> tuple[Stats, Stats]:
     }, {"mismatch/abs_max_nat": jnp.abs(gap), "mismatch/sequence_max_nat": product}
 
 
-def accumulate(grad_fn: Callable[[TokenBatch], Any], batch: TokenBatch) -> tuple[Params, Stats]:
-    """Gradients and statistics summed over the micro-batches that hold anything."""
+Gradients = tuple[Params, tuple[Stats, Stats]]
+"""As `Loss`, with the gradient in place of the loss."""
 
-    def micro(i: jax.Array) -> TokenBatch:
-        pick = {n: jax.lax.dynamic_index_in_dim(a, i, keepdims=False) for n, a in batch.arrays().items()}
-        return dataclasses.replace(batch, **pick)
 
-    def body(i, carry):
-        grads, sums, maxima = carry
-        g, (s, m) = grad_fn(micro(i))
-        add, larger = jnp.add, jnp.maximum
-        return jax.tree.map(add, grads, g), jax.tree.map(add, sums, s), jax.tree.map(larger, maxima, m)
+def accumulate(grad_fn: Callable[[TokenBatch], Gradients], batch: TokenBatch) -> tuple[Params, Stats]:
+    """Gradients and statistics of micro-batches, summed over those that hold anything. `grad_fn` is traced once."""
+    like = jax.eval_shape(batch.micro_batch, jnp.int32(0))
+    traced, shapes = jax.make_jaxpr(grad_fn, return_shape=True)(like)
+    run, tree = jaxpr_as_fun(traced), jax.tree.structure(shapes)
 
-    like = jax.eval_shape(lambda: grad_fn(micro(jnp.int32(0))))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    grads, sums, maxima = jax.lax.fori_loop(0, batch.num_micro, body, (zeros[0], *zeros[1]))
+    def body(i: jax.Array, total: Gradients) -> Gradients:
+        grads, (sums, maxima) = total
+        new_grads, (new_sums, new_maxima) = jax.tree.unflatten(tree, run(*jax.tree.leaves(batch.micro_batch(i))))
+        grads, sums = jax.tree.map(jnp.add, grads, new_grads), jax.tree.map(jnp.add, sums, new_sums)
+        return grads, (sums, jax.tree.map(jnp.maximum, maxima, new_maxima))
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    grads, (sums, maxima) = jax.lax.fori_loop(0, batch.num_micro, body, zeros)
     return grads, {**sums, **maxima}
 
 
@@ -162,16 +172,16 @@ def gradients(
     params: Params,
     batch: TokenBatch,
     references: ReferencePolicies | None = None,
-    split: Split = ONE_PART,
+    shards: NumShards = UNSHARDED,
     base: Base | None = None,
 ) -> tuple[Params, Stats]:
     """Gradient of the update's loss with respect to the policy's parameters, and the statistics of the update.
 
     base: frozen weights of a model with adapters, whose parameters these are.
     """
-    loss_fn = policy_loss(model, algorithm, references or {}, split)
+    loss_fn = policy_loss(model, algorithm, references or {}, shards)
     grad_fn = jax.grad(lambda p, b: loss_fn(model.full_params(p, base), b), has_aux=True)
-    grads, stats = accumulate(lambda b: grad_fn(params, b), batch)
+    grads, stats = accumulate(lambda micro: grad_fn(params, micro), batch)
     if "policy/ratio_sq" in stats:
         square = stats.pop("policy/ratio_sq")
         stats["policy/ess_frac"] = stats["policy/ratio_mean"] ** 2 / jnp.maximum(square, 1e-30)
@@ -199,10 +209,6 @@ def apply(
     }
 
 
-PolicyUpdate = Callable[..., tuple[ParamState, Stats]]
-CriticUpdate = Callable[..., tuple[ParamState, Stats]]
-
-
 def batch_shardings(mesh: Mesh, like: TokenBatch) -> TokenBatch:
     """For the arrays that `like` has: rows split over the batch axes, tokens over `context`, scalars everywhere."""
     scalars: dict[str, NamedSharding] = {n: replicated(mesh) for n in SCALARS}
@@ -223,8 +229,8 @@ def make_policy_update(
     num_updates: int,
     shardings: ParamState,
     reference_models: Mapping[str, Model],
-) -> PolicyUpdate:
-    """Jit the policy's update for this mesh: `(state, batch, frozen parameters, base) -> (state, statistics)`.
+) -> jax.stages.Wrapped:
+    """Jit the policy's update for this mesh: `(state, batch, parameters of references, base) -> (state, statistics)`.
 
     The state is donated; the batch must be where `put_batch` puts it; statistics come back replicated. base: the frozen
     weights of a model with adapters, else left out.
@@ -236,7 +242,7 @@ def make_policy_update(
     ) -> tuple[ParamState, Stats]:
         models = {name: (reference_models[name], params) for name, params in references.items()}
         with on_mesh(mesh):
-            grads, stats = gradients(model, algorithm, state.params, batch, models, Split.of(mesh), base)
+            grads, stats = gradients(model, algorithm, state.params, batch, models, NumShards.of(mesh), base)
         stats["optim/lr"] = jnp.asarray(rate(state.num_updates), jnp.float32)
         stats |= {f"optim/grad_norm_{part}": norm for part, norm in grad_norm_parts(grads).items()}
         new, applied = apply(tx, state, grads, stats["loss/total"], batch.num_tokens)
@@ -247,7 +253,7 @@ def make_policy_update(
 
 def make_critic_update(
     mesh: Mesh, model: ValueModel, algorithm: Algorithm, settings: Critic, num_updates: int, shardings: ParamState
-) -> CriticUpdate:
+) -> jax.stages.Wrapped:
     """Jit one update of all critics, each on its own share of the batch: `(state, batch, base) -> (state, statistics)`.
 
     The state is donated. base: the frozen weights of a trunk with adapters, else left out.
@@ -260,18 +266,18 @@ def make_critic_update(
     ) -> tuple[ParamState, Stats]:
         batch = dataclasses.replace(batch, old_values_C=old_values, critic_weights_C=weights)
 
-        def grad_fn(b: TokenBatch):
-            old, w = b.given("old_values_C"), b.given("critic_weights_C")
-            return jax.grad(lambda p: loss_fn(model.full_params(p, base), old, w, b), has_aux=True)(state.params)
+        def grad_fn(micro: TokenBatch) -> Gradients:
+            old, own = micro.required("old_values_C"), micro.required("critic_weights_C")
+            return jax.grad(lambda p: loss_fn(model.full_params(p, base), old, own, micro), has_aux=True)(state.params)
 
         grads, stats = accumulate(grad_fn, batch)
         new, applied = apply(tx, state, grads, stats["critic/loss"], batch.num_tokens)
         return new, {**stats, **{f"critic/{k}": v for k, v in applied.items()}}
 
     def update(state: ParamState, batch: TokenBatch, base: Base | None = None) -> tuple[ParamState, Stats]:
-        split = jax.vmap(one, in_axes=(0, -1, -1, None, None))
+        each = jax.vmap(one, in_axes=(0, -1, -1, None, None))
         with on_mesh(mesh):
-            state, stats = split(state, batch.given("old_values_C"), batch.given("critic_weights_C"), batch, base)
+            state, stats = each(state, batch.required("old_values_C"), batch.required("critic_weights_C"), batch, base)
         return state, {k: v.min() if k == "critic/finite" else v.mean() for k, v in stats.items()}
 
     return jax.jit(update, out_shardings=(shardings, replicated(mesh)), donate_argnums=0)

@@ -196,7 +196,7 @@ def test_on_policy_gradient_is_its_reinforce_form(cls, objectives, world):
     else:
         logps = behaviour(groups)
     packed = objective.rows(groups)
-    scale = packed.read(packed.batch.scale)
+    scale = packed.unpack(packed.batch.scale)
     _, (grad, *_), _ = objective(packed, logps)
     if issubclass(cls, (Dpo, RewardModel)):
         check_pairs(cls, groups, packed, logps, grad)
@@ -253,14 +253,14 @@ def test_alone_in_its_row_a_sequence_has_the_same_gradient(cls, objectives, worl
     logps = moved(groups)
     together, (grads, *_), _ = objective(objective.rows(groups), logps)
     packed = objective.rows(groups)
-    scale = packed.read(packed.batch.scale)
+    scale = packed.unpack(packed.batch.scale)
     i, total = 0, 0.0
     for group in groups:
         for sample in group:
             alone = objective.rows([[sample]])
             # the share of the whole update, not of this sequence alone
             flat = np.array(alone.batch.scale)
-            flat.reshape(-1)[alone.places[0][0]] = scale[i]
+            flat.reshape(-1)[alone.indices[0][0]] = scale[i]
             alone = dataclasses.replace(alone, batch=dataclasses.replace(alone.batch, scale=flat))
             loss, (grad, *_), _ = objective(alone, [logps[i]])
             np.testing.assert_allclose(grad[0], grads[i], rtol=1e-5, atol=1e-7)
@@ -350,7 +350,7 @@ def test_mismatch_is_measured_at_four_levels():
     rng = np.random.default_rng(1)
     gaps = [rng.normal(0, 0.2, len(x)) for x in behaviour(groups)]
     logp = np.zeros(batch.tokens.shape, np.float32)
-    for at, x, d in zip((a for g in packed.places for a in g), behaviour(groups), gaps, strict=True):
+    for at, x, d in zip((a for g in packed.indices for a in g), behaviour(groups), gaps, strict=True):
         logp.reshape(-1)[at] = x + d
     mean, largest = mismatch_stats(jnp.asarray(logp), batch)
     members = [s for group in groups for s in group]
@@ -364,7 +364,7 @@ def test_mismatch_is_measured_at_four_levels():
         "mismatch/mult_ratio": [np.exp(np.abs(d)) for d in gaps],
     }
     for name, want in level.items():
-        got = packed.read(np.asarray(mean[name])[None])
+        got = packed.unpack(np.asarray(mean[name])[None])
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5, err_msg=name)
     assert float(largest["mismatch/sequence_max_nat"].max()) == pytest.approx(max(abs(d.sum()) for d in gaps), abs=1e-5)
@@ -387,7 +387,7 @@ def test_kl_and_entropy_terms_are_added(cls, objectives, world):
     logps = moved(groups)
     _, (grad, entropy_grad, _), _ = extra(packed, logps)
     _, (base, _, _), _ = plain(packed, logps)
-    scale = packed.read(packed.batch.scale)
+    scale = packed.unpack(packed.batch.scale)
     members = [s for group in groups for s in group]
     for g, b, h, w, x, s in zip(grad, base, entropy_grad, scale, logps, members, strict=True):
         np.testing.assert_allclose(g - b, 0.5 * w * (x - s.columns["ref_logp"]), rtol=1e-3, atol=1e-6)

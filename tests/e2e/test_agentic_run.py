@@ -74,13 +74,13 @@ def test_where_episodes_start_survives_a_stop(tmp_path):
         folder.prepare(config, fresh=False)
         return loop.train(plan, folder, console, lambda: getattr(console, "stopped", False))
 
-    state, progress = run(RunFolder(tmp_path / "whole"), Console())
+    full, progress = run(RunFolder(tmp_path / "whole"), Console())
     assert progress.starts["rates"] and progress.starts["longest"] == 4
     half = RunFolder(tmp_path / "half")
     with pytest.raises(Stopped):
         run(half, StopAt(3))
     again, later = run(half, Console())
-    assert later.starts == progress.starts and fingerprint(again) == fingerprint(state)
+    assert later.starts == progress.starts and fingerprint(again.state) == fingerprint(full.state)
 
 
 def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):

@@ -119,15 +119,15 @@ def test_a_step_of_a_toy_is_what_the_trainer_would_pack(case):
         limit_tok=e.limit_tok,
     )  # type: ignore[arg-type]
     samples = [[Sample.of(t) for t in group] for group in groups]
-    packed = trainer.pack(trainer.credited(samples, e, credit))
+    packed = trainer.pack(trainer.apply_credit(samples, e, credit))
     theirs = packed.batch
     assert theirs.num_tokens == ours.num_tokens and theirs.num_sequences == ours.num_sequences
     keep = e.mask.any(1) if credit.keep is None else credit.keep & e.mask.any(1)
     mask = e.mask if credit.mask is None else credit.mask & e.mask
     keep = keep & mask.any(1)
-    assert keep.sum() > 0 and sum(len(g) for g in packed.places) == keep.sum()
+    assert keep.sum() > 0 and sum(len(g) for g in packed.indices) == keep.sum()
     sequences = np.asarray(ours.sequence_ids).reshape(e.mask.shape)
-    for n, at in zip(np.flatnonzero(keep), (at for group in packed.places for at in group), strict=True):
+    for n, at in zip(np.flatnonzero(keep), (at for group in packed.indices for at in group), strict=True):
         valid = mask[n][e.mask[n]]
         for name in (
             "scale",

@@ -141,7 +141,7 @@ async def nothing(*args, **settings):
 
 def test_a_run_that_hangs_says_where(tmp_path, capfd, monkeypatch):
     """A wait is named after a while, and at its end the stacks of all threads are kept."""
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
+    monkeypatch.setattr(watchdog, "CHECK_EVERY_S", 0.05)
     monkeypatch.setattr(watchdog, "QUIET_S", 0.5)
     monkeypatch.setattr(preflight, "check_rewards", nothing)  # which would find out before the run that nothing answers
     changes = {"PoolConfig_dot_where": "'thread'", "PoolConfig_dot_close_s": 1.0, "Recipe_dot_wait_s": 8.0}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from rolljax.aot import hlo
+from rolljax.aot import hlo, hlo_text
 from rolljax.trainer.mesh import MeshSpec
 
 ROOT = Path(__file__).parents[2]
@@ -44,16 +44,16 @@ class Collective(NamedTuple):
 
 
 def shapes_in(text):
-    return [array.dims for array in hlo.arrays(text)]
+    return [array.dims for array in hlo_text.arrays(text)]
 
 
 def read(text):
     """For every computation its collectives, of those in which several devices take part."""
     found = []
-    for computation in hlo.parse(text)[0].values():
+    for computation in hlo_text.parse(text)[0].values():
         found.append([])
         for one in computation:
-            if one.opcode in hlo.KINDS and len(hlo.replica_group(one.attributes, 8)) > 1:
+            if one.opcode in hlo.KINDS and len(hlo_text.replica_group(one.attributes, 8)) > 1:
                 name = re.search(r'op_name="([^"]*)"', one.attributes)
                 found[-1].append(Collective(one.opcode, shapes_in(one.shape), name[1] if name else ""))
     return found
@@ -96,7 +96,7 @@ def update(spec, lora=None):
     batch = trainer.pack([]).batch
     state = like(trainer.abstract().policy, trainer.shardings.policy)
     args = state, like(batch, batch_shardings(mesh, batch)), {}, base
-    text = trainer._update_policy.lower(*args).compile().as_text()
+    text = trainer.policy_update.lower(*args).compile().as_text()
     computations = read(text)
     (backward,) = (c for c in computations if any("rematted_computation" in x.name for x in c))
     ffn = [(D, F // n) for n in (1, mesh.shape["tensor"])]

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from rolljax import cli, loop, train
+from rolljax import cli, train
 from rolljax.cluster.lockstep import ALONE
 from rolljax.errors import ConfigError
 from rolljax.run import durable
 from rolljax.run.checkpoint import MANIFEST, Checkpoints
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
+from rolljax.run.trainer import LocalTrainer
 from rolljax.trainer.state import fingerprint
 from tests.ends import Killed, at_points, end
 
@@ -342,14 +343,14 @@ def test_every_write_may_fail(watched, tmp_path, capsys):
 def test_108_corruptions_of_a_real_run(watched, tmp_path, capsys, monkeypatch):
     """Every file of a checkpoint, of the weights that a phase began with, and of what says where a run stands: the run
     goes on with exactly what one of the checkpoints held, and nothing beside it differs, or it says what is damaged."""
-    state, begin, begun = watched.state("before rollouts/step_5.jsonl", tmp_path / "run"), loop.begin, []
+    state, restore, begun = watched.state("before rollouts/step_5.jsonl", tmp_path / "run"), LocalTrainer.restore, []
 
-    def look(plan, folder, saved):
-        _, trainer, found = begin(plan, folder, saved)
-        begun.append((saved.progress.step, fingerprint((found, trainer.references))))
+    def look(self, saved):
+        restore(self, saved)
+        begun.append((saved.progress.step, fingerprint((self.state, self.phase_trainer.references))))
         raise Killed
 
-    monkeypatch.setattr(loop, "begin", look)
+    monkeypatch.setattr(LocalTrainer, "restore", look)
 
     def starts(run_dir):
         with contextlib.suppress(Killed):

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from rolljax import cli, export, serve, train
-from rolljax import eval as eval_verb
 from rolljax.errors import ConfigError
 from rolljax.model import hf
 from rolljax.model.attention import packed
@@ -22,6 +21,7 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.lora import Adapted
 from rolljax.run.preflight import check as check_run
+from rolljax.run.trained import trained_params
 from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, rows, summary
@@ -83,7 +83,7 @@ def plan(trained):
 
 @pytest.fixture(scope="module")
 def whole(plan, trained):
-    return eval_verb.read_params(plan, str(trained))[0]
+    return trained_params(plan, trained)[0]
 
 
 IDS = np.random.default_rng(0).integers(0, 256, (2, 24))

@@ -20,7 +20,7 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.batch import PackShape, Sample, pack
-from rolljax.trainer.forward import hidden_before, read_policy
+from rolljax.trainer.forward import hidden_before, policy_outputs
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import PhaseTrainer
@@ -84,18 +84,18 @@ def read(rows):
     @jax.jit
     def run(params, batch):
         attend = packed(batch.segment_ids, batch.branch_ids, batch.positions)
-        given = None if batch.chosen_Lk is None else jnp.moveaxis(batch.chosen_Lk, 2, 0)
+        given = None if batch.expert_ids_Lk is None else jnp.moveaxis(batch.expert_ids_Lk, 2, 0)
         out = MODEL.bind(params)(batch.tokens, batch.positions, attend, chosen_LBTk=given)
-        return jnp.moveaxis(out.mixtures.chosen_BTk, 0, 2), read_policy(MODEL, params, batch).logp
+        return jnp.moveaxis(out.mixtures.chosen_BTk, 0, 2), policy_outputs(MODEL, params, batch).logp
 
-    return lambda params, replay: run(params, rows if replay else dataclasses.replace(rows, chosen_Lk=None))
+    return lambda params, replay: run(params, rows if replay else dataclasses.replace(rows, expert_ids_Lk=None))
 
 
 def same(chosen, rows):
     """Where the sampler is known to have chosen: the share of tokens and layers with the same set of experts."""
-    known = rows.chosen_Lk[..., 0] >= 0
+    known = rows.expert_ids_Lk[..., 0] >= 0
     assert 0.8 * 4 * 40 * 2 < known.sum() < 4 * 40 * 2
-    return (np.sort(chosen, axis=-1) == np.sort(rows.chosen_Lk, axis=-1)).all(-1)[known].mean()
+    return (np.sort(chosen, axis=-1) == np.sort(rows.expert_ids_Lk, axis=-1)).all(-1)[known].mean()
 
 
 def test_the_trainer_takes_the_experts_of_the_sampler(params, rows, read):

@@ -91,13 +91,13 @@ def test_critics_references_and_memory_survive_a_stop(tmp_path):
         console = StopAt(stop_at)
         return loop.train(plan, out, console, should_stop=lambda: console.stopped)
 
-    whole, progress = run(tmp_path / "whole")
-    assert progress.memory["kl_coef"] != 0.05
+    full, progress = run(tmp_path / "whole")
+    assert progress.carry["kl_coef"] != 0.05
     with pytest.raises(Stopped):
         run(tmp_path / "parts", stop_at=5)
     again, resumed = run(tmp_path / "parts")
-    assert fingerprint(again) == fingerprint(whole)
-    assert resumed.memory == progress.memory
+    assert fingerprint(again.state) == fingerprint(full.state)
+    assert resumed.carry == progress.carry
     a, b = rows(tmp_path / "whole"), rows(tmp_path / "parts")
     assert [r["critic/loss"] for r in a[3:]] == [r["critic/loss"] for r in b[3:]]
     assert [r["kl/coef"] for r in a[3:]] == [r["kl/coef"] for r in b[3:]]

@@ -14,6 +14,7 @@ from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
 from rolljax.run.runtime import Runtime
+from rolljax.run.trained import trained_params
 from rolljax.threads.event_loop import Stopped
 from rolljax.types import SamplingParams
 
@@ -67,18 +68,18 @@ def test_export_in_transformers_decodes_as_our_sampler(trained):
 
     config = cli.load_recipe([str(trained / "config.gin")], ["Evaluation.tasks = 50"])
     plan = check_run(config.value)
-    params, version = eval_verb.read_params(plan, str(trained))
+    params, version = trained_params(plan, trained)
     prompts = []
     env = plan.recipe.env.make()
     for task in plan.heldout:
         prompts.append(plan.chat.prompt_ids(env.reset(task)))
-    with Runtime(plan, params, version) as rooms:
+    with Runtime(plan, lambda: params, version) as runtime:
         greedy = SamplingParams(0.0, 8, plan.chat.stop_ids)
 
         async def everything():
-            return await asyncio.gather(*(rooms.sampler.generate(p, greedy, ()) for p in prompts))
+            return await asyncio.gather(*(runtime.sampler.generate(p, greedy, ()) for p in prompts))
 
-        ours = rooms.background.wait(rooms.background.start(everything()), "greedy", 120)
+        ours = runtime.event_loop.wait(runtime.event_loop.start(everything()), "greedy", 120)
     model = AutoModelForCausalLM.from_pretrained(trained / "hf", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(trained / "hf")
     for prompt, completion, task in zip(prompts, ours, plan.heldout, strict=True):

@@ -1,4 +1,4 @@
-"""The sampler's laws: one model function, and samples that depend on nothing but their address."""
+"""What the sampler promises: one model function, and samples that depend on nothing but their address."""
 
 import asyncio
 import copy
@@ -16,7 +16,7 @@ from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.batch import PackShape, Sample, pack
-from rolljax.trainer.forward import read_policy
+from rolljax.trainer.forward import policy_outputs
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import SamplingParams
@@ -161,7 +161,7 @@ def test_sampler_logp_equals_the_trainers(reference, temperature):
         groups.setdefault(address[3], []).append(sample_of(prompt, c.tokens, c.sampler_logp))
     batch = pack(list(groups.values()), PackShape(4, 8, 128), temperature).batch
     flat = dataclasses.replace(batch, **{n: a.reshape(-1, 128) for n, a in batch.arrays().items()})
-    logp = jax.jit(lambda p, b: read_policy(MODEL, p, b).logp)(weights(), flat)
+    logp = jax.jit(lambda p, b: policy_outputs(MODEL, p, b).logp)(weights(), flat)
     where = flat.scale > 0
     assert where.sum() == sum(len(c.tokens) for _, c in pairs)
     np.testing.assert_allclose(np.asarray(logp)[where], flat.sampler_logp[where], atol=1e-5)

@@ -1,4 +1,4 @@
-"""What the scheduler promises: shared prompts, kept turns, weights in flight, too few pages, aborts, priorities, laws."""
+"""What the scheduler promises: shared prompts, kept turns, weights in flight, too few pages, aborts, priorities, distributions."""
 
 import asyncio
 import dataclasses
@@ -13,8 +13,10 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.scheduler import Request, Scheduler
+from rolljax.sampler.request import Request
+from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.sampler.worker import EngineWorker
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Sampled, SamplingParams
@@ -83,7 +85,7 @@ PAGED, PREEMPTED = {"page_size": 4}, {"page_size": 4, "pages": 120, "slots": 32,
     [
         pytest.param("tied", PAGED, id="paged"),
         pytest.param("tied", {"prefix_match": "any", "slots": 4}, id="shared beginnings"),
-        pytest.param("tied", {"prefill_chunk": 32}, id="in pieces"),
+        pytest.param("tied", {"prefill_chunk": 32}, id="in chunks"),
         pytest.param("tied", PREEMPTED, id="preempted"),
         pytest.param("untied", PREEMPTED, id="untied and preempted"),  # what differs is the matrix of the logits alone
     ],
@@ -188,7 +190,9 @@ def test_what_is_kept_saves_work_and_changes_nothing_else():
 def open_scheduler(*, num_devices=1, make=engine_of, **sizes):
     mesh = MeshSpec().build(jax.devices()[:num_devices])
     cfg = SamplerConfig(**({"max_context": 128, "prefill_chunk": 128, "slots": 8} | sizes))
-    return Scheduler(make(cfg, mesh), on(mesh, weights()), 0), on(mesh, weights(2))
+    worker = EngineWorker(make(cfg, mesh))
+    worker.set_params(on(mesh, weights()))
+    return Scheduler(worker, 0), on(mesh, weights(2))
 
 
 def on(mesh, params):
@@ -461,16 +465,16 @@ def test_lower_priority_numbers_go_first():
     assert finished == [4, 2, 0, 1, 3]
 
 
-def test_long_prompts_stall_decoding_for_one_piece_at_most():
-    """While one request decodes, a prompt of eight pieces is prefilled between its dispatches, one piece each."""
+def test_long_prompts_stall_decoding_for_one_chunk_at_most():
+    """While one request decodes, a prompt of eight chunks is prefilled between its dispatches, one chunk each."""
     sampler = open_sampler(**TWO_SLOTS)
-    pieces = []
+    prefills = []
 
     async def everything():
         seen = asyncio.Event()
 
         def on_tokens(_):
-            pieces.append(sampler.stats.prefills)
+            prefills.append(sampler.stats.prefills)
             seen.set()
 
         first = asyncio.ensure_future(
@@ -481,14 +485,14 @@ def test_long_prompts_stall_decoding_for_one_piece_at_most():
         await first
 
     run(sampler, everything())
-    assert pieces[-1] == 1 + 8
+    assert prefills[-1] == 1 + 8
 
 
-# ---- laws
+# ---- distributions
 
 
-def law_of(logits, p):
-    """The sampled law by hand: `[V]` log-probs, in float64."""
+def distribution_of(logits, p):
+    """The sampling distribution by hand: `[V]` log-probs, in float64."""
     z = np.asarray(logits, np.float64) / p.temperature
     order = np.argsort(-z)
     keep = np.zeros(len(z), bool)
@@ -502,7 +506,7 @@ def law_of(logits, p):
     return z - np.log(np.exp(z - z.max()).sum()) - z.max()
 
 
-LAWS = [
+SETTINGS = [
     SamplingParams(0.7, 1),
     SamplingParams(1.0, 1, top_k=3),
     SamplingParams(1.3, 1, top_p=0.6),
@@ -511,8 +515,8 @@ LAWS = [
 ]
 
 
-def test_samples_and_log_probs_follow_the_law():
-    """2,000 draws per law: their log-probs are those of the law, their frequencies fit it (chi square)."""
+def test_samples_and_log_probs_follow_the_distribution():
+    """2,000 draws per distribution: their log-probs are its own, their frequencies fit it (chi square)."""
     sampler = Sampler(
         Engine(TINY, SamplerConfig(slots=250, max_context=32), MeshSpec().build(jax.devices()[:1]), BATCH_AXES),
         TINY.init(0), 0, longest_prompt=0,
@@ -521,7 +525,7 @@ def test_samples_and_log_probs_follow_the_law():
     draws = 2000
 
     async def everything():
-        asked = [dataclasses.replace(p, top_logprobs=5) for p in LAWS]
+        asked = [dataclasses.replace(p, top_logprobs=5) for p in SETTINGS]
         return [
             await asyncio.gather(*(sampler.generate(prompt, p, (i, n)) for n in range(draws)))
             for i, p in enumerate(asked)
@@ -533,26 +537,26 @@ def test_samples_and_log_probs_follow_the_law():
     positions = np.arange(7)[None]
     hidden = decoder(prompt[None], positions, packed(one, one, positions)).hidden
     logits = np.asarray(decoder.logits(hidden[0, -1]))
-    model = law_of(logits, SamplingParams())
-    for p, done in zip(LAWS, run(sampler, everything()), strict=True):
-        law = law_of(logits, p)
+    model = distribution_of(logits, SamplingParams())
+    for p, done in zip(SETTINGS, run(sampler, everything()), strict=True):
+        logp = distribution_of(logits, p)
         tokens = np.concatenate([c.tokens for c in done])
-        np.testing.assert_allclose(np.concatenate([c.sampler_logp for c in done]), law[tokens], atol=1e-5)
+        np.testing.assert_allclose(np.concatenate([c.sampler_logp for c in done]), logp[tokens], atol=1e-5)
         np.testing.assert_allclose(np.concatenate([c.sampled.model_logp for c in done]), model[tokens], atol=1e-5)
-        inside = np.isfinite(law)
-        expected = draws * np.exp(law[inside])
-        counts = np.bincount(tokens, minlength=len(law))
+        inside = np.isfinite(logp)
+        expected = draws * np.exp(logp[inside])
+        counts = np.bincount(tokens, minlength=len(logp))
         assert counts[~inside].sum() == 0
         chi2 = ((counts[inside] - expected) ** 2 / expected).sum()
         assert chi2 < inside.sum() + 5 * np.sqrt(2 * inside.sum())
         top = done[0].sampled
         np.testing.assert_array_equal(top.top_ids[0], np.argsort(-logits)[:5])
         np.testing.assert_allclose(top.top_model_logp[0], model[top.top_ids[0]], atol=1e-5)
-        np.testing.assert_allclose(top.top_sampler_logp[0], law[top.top_ids[0]], atol=1e-5)
+        np.testing.assert_allclose(top.top_sampler_logp[0], logp[top.top_ids[0]], atol=1e-5)
 
 
 def test_truncated_neighbours_change_nothing(chat):
-    """Requests that ask for the plain law get the same tokens next to others that truncate theirs."""
+    """Requests that ask for no truncation get the same tokens next to others that truncate theirs."""
     rng = np.random.default_rng(0)
     plain = [(ids(rng, 10), SamplingParams(1.0, 12), (i,)) for i in range(8)]
     cut = [(ids(rng, 10), SamplingParams(1.0, 20, top_k=5, top_logprobs=3), (100 + i,)) for i in range(8)]

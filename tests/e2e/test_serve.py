@@ -20,16 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolljax import cli, serve
-from rolljax.loop import make_trainer
 from rolljax.model import hf
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.run.checkpoint import Progress
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
+from rolljax.run.progress import RunProgress
+from rolljax.run.trainer import make_trainer
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.serving.schema import Served
+from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
@@ -60,7 +60,7 @@ def sampler(start_sampler):
 
 @pytest.fixture(scope="module")
 def served(model, chat):
-    return Served("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT)
+    return ServedModel("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -173,15 +173,15 @@ def test_seeds(client):
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 @pytest.mark.parametrize("stop", [None, "stop"])
-def test_a_stream_is_the_answer_in_pieces(client, kind, stop):
+def test_a_stream_is_the_answer_in_parts(client, kind, stop):
     create = {"completion": ask, "chat": talk}[kind]
     fields = {"seed": 11, "max_tokens": 60, "n": 3, "extra": IDS}
     if stop:
         text = _text(create(client, **fields).choices[0])
         fields["stop"] = ["never said", said(text)[-1]]
-    whole = create(client, **fields)
+    complete = create(client, **fields)
     chunks = list(create(client, stream=True, stream_options={"include_usage": True}, **fields))
-    for choice in whole.choices:
+    for choice in complete.choices:
         parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
         assert "".join(_text(c) or "" for c in parts) == _text(choice)
         assert sum((getattr(c, "token_ids", []) for c in parts), []) == choice.token_ids
@@ -191,7 +191,7 @@ def test_a_stream_is_the_answer_in_pieces(client, kind, stop):
             assert choice.finish_reason == "stop" and _text(choice) == text[: text.index(fields["stop"][1])]
     assert chunks[-1].choices == []
     tokens = lambda usage: (usage.prompt_tokens, usage.completion_tokens)  # noqa: E731
-    assert tokens(chunks[-1].usage) == tokens(whole.usage)
+    assert tokens(chunks[-1].usage) == tokens(complete.usage)
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
@@ -237,7 +237,7 @@ def in_process(sampler, prompt, params, seed):
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probs_are_the_samplers(client, sampler, chat, mode, stream):
-    law = {"temperature": 0.7, "top_p": 0.9, "extra": {"top_k": 50, "min_p": 0.01, "logprobs_mode": mode} | IDS}
+    settings = {"temperature": 0.7, "top_p": 0.9, "extra": {"top_k": 50, "min_p": 0.01, "logprobs_mode": mode} | IDS}
     prompt, seed = chat.tokenizer("log")["input_ids"], 2**40 + 5
     params = SamplingParams(0.7, 20, chat.stop_ids, top_k=50, top_p=0.9, min_p=0.01, top_logprobs=3)
     want = in_process(sampler, prompt, params, seed).sampled
@@ -246,7 +246,7 @@ def test_log_probs_are_the_samplers(client, sampler, chat, mode, stream):
         if mode == "processed_logprobs"
         else (want.model_logp, want.top_model_logp)
     )
-    reply = ask(client, "log", seed=seed, max_tokens=20, logprobs=3, stream=stream, **law)
+    reply = ask(client, "log", seed=seed, max_tokens=20, logprobs=3, stream=stream, **settings)
     choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
     assert sum((c.token_ids for c in choices if hasattr(c, "token_ids")), []) == want.tokens.tolist()
     entries = [c.logprobs for c in choices if c.logprobs]
@@ -255,7 +255,7 @@ def test_log_probs_are_the_samplers(client, sampler, chat, mode, stream):
     alternatives = [a for e in entries for a in e.top_logprobs]
     for values, a in zip(np.maximum(top, -9999), alternatives, strict=True):
         assert 3 <= len(a) <= 4 and max(a.values()) == pytest.approx(values[0], abs=1e-6)
-    reply = talk(client, "log", seed=seed, max_tokens=20, logprobs=True, top_logprobs=3, stream=stream, **law)
+    reply = talk(client, "log", seed=seed, max_tokens=20, logprobs=True, top_logprobs=3, stream=stream, **settings)
     choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
     entries = [e for c in choices if c.logprobs for e in c.logprobs.content]
     ids = sum((c.token_ids for c in choices if hasattr(c, "token_ids")), [])
@@ -293,10 +293,10 @@ def test_echo_scores_the_prompt(client, sampler, chat):
 
 
 def test_echoed_log_probs_are_those_of_sampling(client, chat):
-    """A sampled token's log-prob at temperature 1 is what scoring the whole text gives it."""
+    """A sampled token's log-prob at temperature 1 is what scoring the complete text gives it."""
     reply = ask(client, "again", seed=6, max_tokens=12, logprobs=0, extra=IDS | {"ignore_eos": True}).choices[0]
-    whole = [*chat.tokenizer("again")["input_ids"], *reply.token_ids]
-    scored = ask(client, whole, echo=True, logprobs=0, max_tokens=0).choices[0].logprobs.token_logprobs
+    complete = [*chat.tokenizer("again")["input_ids"], *reply.token_ids]
+    scored = ask(client, complete, echo=True, logprobs=0, max_tokens=0).choices[0].logprobs.token_logprobs
     np.testing.assert_allclose(scored[5:], reply.logprobs.token_logprobs, atol=1e-5)
 
 
@@ -343,7 +343,7 @@ def test_a_hang_up_frees_the_slots(running, sampler, stream):
         connection.close()
     until(lambda: sampler.load().running == sampler.load().waiting == 0)
     assert sampler.stats.aborted > aborted
-    assert not running.service.runs and running.service.open == 0
+    assert not running.service.generations and running.service.open == 0
 
 
 def test_a_cancelled_client_frees_its_slot(running, sampler):
@@ -631,7 +631,7 @@ def run_folder(tmp_path_factory, params):
     plan = check_run(config.value)
     folder.prepare(config, fresh=False)
     state = make_trainer(plan, 0, {}).init(params)
-    progress = Progress(total_steps=5, step=5, version=5)
+    progress = RunProgress(total_steps=5, step=5, version=5)
     folder.checkpoints.save(folder.checkpoints.next_name(progress), state, progress)
     return folder.path
 

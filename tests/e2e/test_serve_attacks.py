@@ -1,4 +1,4 @@
-"""The HTTP server among clients that mean no good: what does not arrive whole, too much of everything, and nonsense.
+"""The HTTP server among clients that mean no good: what does not arrive completely, too much of everything, and nonsense.
 
 Every attack goes to a real server on the loopback address, and is over within seconds.
 """
@@ -15,7 +15,7 @@ from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.serving import http_server
-from rolljax.serving.schema import Served
+from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import LARGE_BODY, Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
@@ -48,7 +48,7 @@ def start(sampler, model, chat):
 
         def start(keep_alive_s=5, **limits):
             limits = {"head_s": 600, "body_s": 600} | limits
-            served = Served("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT)
+            served = ServedModel("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT)
             running = Running(sampler, served, Limits(keys=(KEY,), **limits), keep_alive_s)
             stack.callback(running.close)
             return running
@@ -65,7 +65,7 @@ def connections(running):
     return len(running.server.server_state.connections)
 
 
-# ---- what does not arrive whole
+# ---- what does not arrive completely
 
 
 def test_unfinished_bodies_hold_no_slot(start):
@@ -260,7 +260,7 @@ def test_no_odd_request_is_an_internal_error(start, capfd):
     assert [(r[:80], s) for r, s in zip(requests, statuses, strict=True) if s >= 500] == []
     assert statuses.count(200) > 5 and statuses.count(400) > 50
     assert works(running) and server_errors(running) == []
-    until(lambda: running.service.open == 0 and not running.service.runs and connections(running) == 0)
+    until(lambda: running.service.open == 0 and not running.service.generations and connections(running) == 0)
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -11,7 +11,7 @@ import pytest
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.serving.schema import Served
+from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import Limits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
@@ -28,7 +28,9 @@ def cold(model, params, chat):
     cfg = SamplerConfig(slots=8, max_context=CONTEXT, prefill_chunk=128, prefix_match="any", programs="few")
     weights = make_publish(mesh, model)(params)
     sampler = Sampler(Engine(model, cfg, mesh, BATCH_AXES), weights, 0, vocabulary=chat.vocabulary, longest_prompt=0)
-    running = Running(sampler, Served("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT), Limits(keys=(KEY,)))
+    running = Running(
+        sampler, ServedModel("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT), Limits(keys=(KEY,))
+    )
     yield running
     running.close()
     sampler.close()
@@ -61,7 +63,7 @@ def test_requests_wait_for_programs_and_programs_for_no_request(cold):
 
 
 def ordinary(running):
-    """Requests of every usual kind: many lengths, laws, log-probs, chats, streams, and 200 at once."""
+    """Requests of every usual kind: many lengths, settings, log-probs, chats, streams, and 200 at once."""
     chat = [{"role": "user", "content": "hello"}]
 
     async def everything():
@@ -69,17 +71,23 @@ def ordinary(running):
             ask, talk = client.completions.create, client.chat.completions.create
             for length in (1, 31, 33, 120, 130, 200, 270):
                 await ask(model="tiny", prompt="y" * length, max_tokens=4)
-            for law in ({"temperature": 0}, {"top_p": 0.9}, {"extra_body": {"top_k": 5}}, {"logprobs": 3}, {"n": 20}):
-                await ask(model="tiny", prompt="hello", max_tokens=9, **law)
+            for settings in (
+                {"temperature": 0},
+                {"top_p": 0.9},
+                {"extra_body": {"top_k": 5}},
+                {"logprobs": 3},
+                {"n": 20},
+            ):
+                await ask(model="tiny", prompt="hello", max_tokens=9, **settings)
             await talk(
                 model="tiny", messages=chat, max_tokens=150, logprobs=True, top_logprobs=2, top_p=0.5, stop=["zz"]
             )
             turns = [*chat, {"role": "assistant", "content": "a" * 60}, *chat]
             async for _ in await talk(model="tiny", messages=turns, max_tokens=20, stream=True):
                 pass
-            laws = [{}, {"top_p": 0.8}, {"logprobs": 1}]
+            settings = [{}, {"top_p": 0.8}, {"logprobs": 1}]
             return await asyncio.gather(
-                *(ask(model="tiny", prompt="z" * (i % 50 + 1), max_tokens=8, **laws[i % 3]) for i in range(200))
+                *(ask(model="tiny", prompt="z" * (i % 50 + 1), max_tokens=8, **settings[i % 3]) for i in range(200))
             )
 
     assert len(asyncio.run(everything())) == 200

@@ -169,7 +169,7 @@ def ours(model, params, algorithm, frozen, temperature=1.0):
     if frozen.advantages is not None:
         credit = dataclasses.replace(credit, advantages=padded(frozen.advantages))
     samples = [[Sample.of(t) for t in group] for group in groups]
-    packed = trainer.pack(trainer.credited(samples, episodes, credit), getattr(algorithm, "kl_coef", 0.0))
+    packed = trainer.pack(trainer.apply_credit(samples, episodes, credit), getattr(algorithm, "kl_coef", 0.0))
     assert (packed.batch.segment_ids > 0).any(-1).sum() > 1
     update = jax.jit(lambda p, b: gradients(model, algorithm, p, b), compiler_options=QUICKER)
     grads, stats = update(params, packed.batch)

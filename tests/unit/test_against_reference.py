@@ -749,7 +749,7 @@ class Rows:
     def __init__(self, algorithm, groups, e, width, seed):
         samples = samples_of(groups)
         place = {id(s.tokens): n for n, s in enumerate(s for group in samples for s in group)}
-        kept = trainer(algorithm).credited(samples, e, algorithm.credit(e, {}))
+        kept = trainer(algorithm).apply_credit(samples, e, algorithm.credit(e, {}))
         self.which = [place[id(s.tokens)] for group in kept for s in group]
         self.packed = Objective(algorithm).rows(kept, ONE)
         batch = self.packed.batch
@@ -759,8 +759,8 @@ class Rows:
         rng = np.random.default_rng(seed)
         self.tables = [rng.normal(0, 1, (*arrays["tokens"].shape, width)).astype(np.float32) for _ in range(2)]
         prev = np.arange(ONE.micro_rows)[:, None] * ONE.row_len + arrays["prev"]
-        self.before = [prev.reshape(-1)[at] for group in self.packed.places for at in group]
-        self.tokens = [arrays["tokens"].reshape(-1)[at] for group in self.packed.places for at in group]
+        self.before = [prev.reshape(-1)[at] for group in self.packed.indices for at in group]
+        self.tokens = [arrays["tokens"].reshape(-1)[at] for group in self.packed.indices for at in group]
 
     def seen(self, table):
         """What the table says before each token of the samples that take part, `[T, D]` each."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.serving.schema import ApiError, Served
+from rolljax.serving.schema import ApiError, ServedModel
 from rolljax.serving.session import ENDED_KEPT, Session, SessionRules, Sessions
 from rolljax.types import Completion, Sampled, SamplingParams
 
@@ -16,7 +16,7 @@ AGAIN = {"role": "user", "content": "51"}
 @pytest.fixture(scope="module")
 def served():
     chat = Chat(byte_tokenizer())
-    return Served("policy", chat.tokenizer, chat, 264, CONTEXT)
+    return ServedModel("policy", chat.tokenizer, chat, 264, CONTEXT)
 
 
 @pytest.fixture
@@ -177,8 +177,8 @@ def test_ids_that_the_program_gives_back_are_taken_as_they_are(session, served):
     job = begin(session, served, prompt=[65, 66, 67, 68, 69])
     assert job.call.before is first.call and job.call.new_ids.tolist() == [69]
     answer(job, served, [70])
-    whole = begin(session, served, prompt=[65, 66, 67, 68, 69, 70])
-    assert whole.call.new_ids.tolist() == []
+    complete = begin(session, served, prompt=[65, 66, 67, 68, 69, 70])
+    assert complete.call.new_ids.tolist() == []
 
 
 def test_every_sampled_token_is_in_one_stream_only(session, served):

@@ -292,7 +292,7 @@ def test_the_example_learns(example, name, model, params):
     e = Episodes.of(groups, limit_tok=6)
 
     reader = dataclasses.replace(trainer, algorithm=grpo.Grpo(anchor="proximal"))  # it reads log-probs
-    before = reader.read(state, samples, e).trainer_logp
+    before = reader.compute_credit_inputs(state, reader.pack_samples(samples), e).trainer_logp
     step = trainer.step(state, groups, {}, 0)
     after = reader.read(step.state, samples, e).trainer_logp
     rise = (after - before).mean(1)

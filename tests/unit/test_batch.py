@@ -94,11 +94,11 @@ def expected(groups, aggregation, limit_tok):
     scales = token_scales(masks, aggregation, limit_tok, turns)
     for s, scale in zip((s for g in groups for s in g), (x for g in scales for x in g), strict=True):
         turns = np.full(len(s.tokens), -1)
-        turns[s.at] = s.turns
+        turns[s.indices] = s.turns
         arrays = {"tokens": s.tokens}
         for name, values in {**{n: s.columns[n] for n in COLUMNS}, "scale": scale}.items():
             arrays[name] = np.zeros((len(s.tokens), *np.shape(values)[1:]), np.float32)
-            arrays[name][s.at] = values
+            arrays[name][s.indices] = values
         records.append(record(arrays, turns))
     return records
 
@@ -135,12 +135,12 @@ def test_every_sample_is_found_exactly_once(layout, seed, spare, micro_rows, agg
 def test_what_rows_say_is_read_back_in_the_order_of_the_samples(layout, seed, spare, whole):
     groups = build(layout, seed)
     longest = max(sum(len(s.tokens) for s in g) if whole else max(len(s.tokens) for s in g) for g in groups)
-    packed = pack(groups, PackShape(9, 3, longest + spare), 1.0, whole=whole)
+    packed = pack(groups, PackShape(9, 3, longest + spare), 1.0, unsplit_groups=whole)
     samples = [s for g in groups for s in g]
-    assert [len(g) for g in packed.places] == [len(g) for g in groups]
+    assert [len(g) for g in packed.indices] == [len(g) for g in groups]
     for name in ("tokens", "sampler_logp"):
-        want = [s.tokens[s.at] if name == "tokens" else s.columns[name] for s in samples]
-        for got, values in zip(packed.read(getattr(packed.batch, name)), want, strict=True):
+        want = [s.tokens[s.indices] if name == "tokens" else s.columns[name] for s in samples]
+        for got, values in zip(packed.unpack(getattr(packed.batch, name)), want, strict=True):
             np.testing.assert_array_equal(got, values)
 
 
@@ -174,7 +174,7 @@ def test_siblings_that_sample_the_same_first_token_do_not_share_it():
     packed = pack([[first, twin]], PackShape(1, 1, 16), 1.0)
     rows = flat(packed.batch)
     assert (rows["segment_ids"][rows["branch_ids"] == 0] > 0).sum() == 10 and rows["sequence_ids"].max() == 2
-    got = packed.read(packed.batch.advantages)
+    got = packed.unpack(packed.batch.advantages)
     np.testing.assert_array_equal(got[1], got[0] + 1)
 
 
@@ -190,9 +190,9 @@ def test_siblings_that_do_not_fit_take_the_prompt_along():
 def test_whole_groups_are_one_segment_each(layout, seed, spare):
     groups = build(layout, seed)
     row_len = max(sum(len(s.tokens) for s in g) for g in groups) + spare
-    packed = pack(groups, PackShape(len(groups), 1, row_len), 1.0, whole=True)
+    packed = pack(groups, PackShape(len(groups), 1, row_len), 1.0, unsplit_groups=True)
     homes = set()
-    for places in packed.places:
+    for places in packed.indices:
         every = np.concatenate(places)
         (row,) = set((every // row_len).tolist())
         (segment,) = set(packed.batch.segment_ids.reshape(-1)[every].tolist())
@@ -204,8 +204,8 @@ def test_a_group_that_must_stay_together_and_does_not_fit_is_refused():
     rng = np.random.default_rng(0)
     group = [sample(rng, np.arange(10, 20), [(4, 0)], vocab=1000) for _ in range(3)]
     with pytest.raises(DataError, match="group of 22 tokens, that must stay together, is longer than a row of 21"):
-        pack([group], PackShape(1, 3, 21), 1.0, whole=True)
-    assert pack([group], PackShape(1, 1, 22), 1.0, whole=True).batch.num_micro == 1
+        pack([group], PackShape(1, 3, 21), 1.0, unsplit_groups=True)
+    assert pack([group], PackShape(1, 1, 22), 1.0, unsplit_groups=True).batch.num_micro == 1
 
 
 @given(
@@ -230,8 +230,8 @@ def test_the_bound_on_rows_is_never_exceeded(num_groups, group_size, prompt_tok,
     for _ in range(num_groups):
         prompt = rng.integers(0, 100, length(prompt_tok))
         groups.append([sample(rng, prompt, [(length(response_tok), 0)], 100) for _ in range(group_size)])
-    bound = num_rows_bound(num_groups, group_size, prompt_tok, response_tok, row_len, whole=whole)
-    pack(groups, PackShape(bound, 1, row_len), 1.0, whole=whole)
+    bound = num_rows_bound(num_groups, group_size, prompt_tok, response_tok, row_len, unsplit_groups=whole)
+    pack(groups, PackShape(bound, 1, row_len), 1.0, unsplit_groups=whole)
     assert bound <= num_groups * (1 if whole else group_size)
 
 
@@ -252,8 +252,8 @@ def test_the_bound_holds_where_prompts_eat_into_the_answers_room(num_groups, gro
         most = context - len(prompt)
         groups.append([sample(rng, prompt, [(rng.integers(1, most + 1), 0)], 100) for _ in range(group_size)])
     row_len = (1 + group_size * (context - 1) if whole else context) + spare
-    bound = num_rows_bound(num_groups, group_size, 1, context - 1, row_len, whole=whole)
-    pack(groups, PackShape(bound, 1, row_len), 1.0, whole=whole)
+    bound = num_rows_bound(num_groups, group_size, 1, context - 1, row_len, unsplit_groups=whole)
+    pack(groups, PackShape(bound, 1, row_len), 1.0, unsplit_groups=whole)
 
 
 def test_a_sequence_longer_than_a_row_is_refused():
@@ -292,7 +292,7 @@ def test_fuller_rows_come_first():
 def test_nothing_packs_to_nothing():
     packed = pack([], PackShape(2, 3, 10), 1.0)
     assert packed.batch.num_micro == packed.batch.num_tokens == packed.batch.num_sequences == 0
-    assert packed.read(packed.batch.tokens) == [] and not flat(packed.batch)["scale"].any()
+    assert packed.unpack(packed.batch.tokens) == [] and not flat(packed.batch)["scale"].any()
 
 
 def test_a_batch_has_exactly_the_arrays_that_were_given():
@@ -302,12 +302,12 @@ def test_a_batch_has_exactly_the_arrays_that_were_given():
     shape = PackShape(2, 1, 12)
     batch = pack([[plain]], shape, 1.0).batch
     optional = {"trainer_logp", "ref_logp", "weights", "entropy_weights", "returns", "old_values_C", "critic_weights_C"}
-    optional |= {"rewards", "chosen_Lk"}
+    optional |= {"rewards", "expert_ids_Lk"}
     assert set(batch.arrays()) == set(ARRAYS) - optional
     assert all(a.shape == (2, 1, 12) for a in batch.arrays().values()) and not batch.advantages.any()
     for name in optional:
         with pytest.raises(ValueError, match=f"uses {name}, but"):
-            batch.given(name)
+            batch.required(name)
     with pytest.raises(ValueError, match="uses trainer_logp"):
         batch.anchor("proximal")
     assert batch.anchor("behaviour") is batch.sampler_logp
@@ -316,7 +316,7 @@ def test_a_batch_has_exactly_the_arrays_that_were_given():
     batch = pack([[more]], shape, 1.0).batch
     assert set(batch.arrays()) == set(ARRAYS) - optional | {"returns", "old_values_C", "trainer_logp"}
     assert batch.old_values_C.shape == (2, 1, 12, 2)
-    np.testing.assert_array_equal(batch.anchor("proximal"), batch.given("returns") * 2)
+    np.testing.assert_array_equal(batch.anchor("proximal"), batch.required("returns") * 2)
     ints = {"tokens", "positions", "segment_ids", "branch_ids", "prev", "sequence_ids", "turn_ids"}
     assert {n for n, a in batch.arrays().items() if a.dtype == np.int32} == ints
     assert all(a.dtype == np.float32 for n, a in batch.arrays().items() if n not in ints)
@@ -334,7 +334,7 @@ def test_a_sample_of_a_trajectory_is_what_was_sampled():
     turns = (turn([1, 2, 3], [4, 5]), turn([6], [7]), turn([8], []), turn([9, 10], [11, 12]))
     got = Sample.of(Trajectory(Key(0, 0, 0, 0), Task("e", 0, "x"), turns, 1.0, {}, True, "ok"))
     assert got.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12] and got.tokens.dtype == np.int32
-    assert got.at.tolist() == [3, 4, 6, 10, 11] and got.turns.tolist() == [0, 0, 1, 3, 3]
+    assert got.indices.tolist() == [3, 4, 6, 10, 11] and got.turns.tolist() == [0, 0, 1, 3, 3]
     assert set(got.columns) == {"mask", "sampler_logp"} and got.mask.tolist() == [True] * 5
     assert got.columns["sampler_logp"].tolist() == [-1, -2, -1, -1, -2]
     again = got.with_columns(mask=~got.mask, returns=np.ones(5))
@@ -352,8 +352,8 @@ def restarting(rng, prompt, turns, restarts):
 def pieces(s):
     """Its sequences, as samples."""
     for lo, hi in zip(s.starts, [*s.starts[1:], len(s.tokens)], strict=True):
-        own = (s.at >= lo) & (s.at < hi)
-        yield Sample(s.tokens[lo:hi], s.at[own] - lo, s.turns[own], {n: c[own] for n, c in s.columns.items()})
+        own = (s.indices >= lo) & (s.indices < hi)
+        yield Sample(s.tokens[lo:hi], s.indices[own] - lo, s.turns[own], {n: c[own] for n, c in s.columns.items()})
 
 
 @given(
@@ -383,19 +383,19 @@ def test_a_stream_that_starts_anew_is_another_sequence_with_the_scale_of_its_tra
             done = 0
             for p in ps:
                 turns = np.full(len(p.tokens), -1)
-                turns[p.at] = p.turns - p.turns[0]
+                turns[p.indices] = p.turns - p.turns[0]
                 arrays = {"tokens": p.tokens}
                 for name, values in {
                     **{n: p.columns[n] for n in COLUMNS},
-                    "scale": whole[done : done + len(p.at)],
+                    "scale": whole[done : done + len(p.indices)],
                 }.items():
                     arrays[name] = np.zeros((len(p.tokens), *np.shape(values)[1:]), np.float32)
-                    arrays[name][p.at] = values
-                done += len(p.at)
+                    arrays[name][p.indices] = values
+                done += len(p.indices)
                 want.append(record(arrays, turns))
-            assert done == len(s.at)
+            assert done == len(s.indices)
     assert got == sorted(want)
-    for values, s in zip(packed.read(packed.batch.sampler_logp), (s for g in groups for s in g), strict=True):
+    for values, s in zip(packed.unpack(packed.batch.sampler_logp), (s for g in groups for s in g), strict=True):
         np.testing.assert_array_equal(values, s.columns["sampler_logp"])
     assert packed.batch.num_sequences == sum(s.mask.any() for g in groups for s in g)
 
@@ -404,4 +404,4 @@ def test_pairs_are_not_made_of_broken_streams():
     rng = np.random.default_rng(0)
     group = [restarting(rng, np.arange(3), [(2, 1), (2, 1)], [1]), sample(rng, np.arange(3), [(2, 0)])]
     with pytest.raises(DataError, match="more than one sequence"):
-        pack([group], PackShape(1, 4, 60), 1.0, whole=True)
+        pack([group], PackShape(1, 4, 60), 1.0, unsplit_groups=True)

@@ -1,4 +1,4 @@
-"""The channel of a run's processes: turns in one order, and nobody waits for those that are gone."""
+"""The channel of a run's processes: calls in one order, and nobody waits for those that are gone."""
 
 import multiprocessing
 import os
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from rolljax.cluster import lockstep
-from rolljax.cluster.lockstep import ALONE, Follower, Leader
-from rolljax.errors import ConfigError, InfraError
+from rolljax.cluster.lockstep import SINGLE_PROCESS, Follower, Leader
+from rolljax.errors import ConfigError, InfraError, RolljaxError, TrainerError
 from rolljax.run.folder import RunFolder
 
 KEY = b"key"
@@ -56,19 +56,51 @@ def until_lost(member):
     assert member._is_lost.wait(WAIT_S)
 
 
-def test_alone_every_turn_is_ones_own():
-    with ALONE.guard(), ALONE.turn("step", 1):
-        assert not ALONE.asked_to_stop()
+class Counter:
+    """What every process has one of."""
+
+    def __init__(self):
+        self.calls = []
+
+    def add(self, name, *, number):
+        self.calls.append((name, number))
+        if name == "bad":
+            raise TrainerError("not finite")
+        return len(self.calls)
 
 
-def test_everyone_takes_the_turns_of_all_threads_in_one_order(pair):
+def served(follower, counter, check=lambda text: None):
+    """A thread that does what the leader calls, and the errors it ends with."""
+    follower.share("counter", counter, ["add"])
+    errors = []
+
+    def serve():
+        try:
+            follower.serve(check)
+        except RolljaxError as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def test_a_single_process_uses_its_own_objects():
+    counter = Counter()
+    assert SINGLE_PROCESS.share("counter", counter, ["add"]) is counter
+    with SINGLE_PROCESS.guard():
+        assert not SINGLE_PROCESS.asked_to_stop()
+
+
+def test_everyone_makes_the_calls_of_all_threads_in_one_order(pair):
     leader, followers, _ = pair
-    done = []
+    own, others = Counter(), [Counter() for _ in followers]
+    serving = [served(f, c)[0] for f, c in zip(followers, others, strict=True)]
+    counter, results = leader.share("counter", own, ["add"]), []
 
     def work(name):
         for i in range(50):
-            with leader.turn(name, i):
-                done.append((name, i))
+            results.append(counter.add(name, number=i))
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
     for thread in threads:
@@ -76,23 +108,44 @@ def test_everyone_takes_the_turns_of_all_threads_in_one_order(pair):
     for thread in threads:
         thread.join(WAIT_S)
     leader.end(75)
-    for follower in followers:
-        assert list(follower.turns()) == done
+    for thread, follower, other in zip(serving, followers, others, strict=True):
+        thread.join(WAIT_S)
+        assert other.calls == own.calls == counter.calls
         assert follower.code == 75
-    assert len(done) == 100
+    assert sorted(results) == list(range(1, 101))
 
 
-def test_a_greeting_waits_for_all(pair):
+def test_what_the_trainer_refuses_ends_the_leader_only(pair):
+    """Every process computes the same; the leader says so and ends the run."""
     leader, followers, _ = pair
-    greeting = threading.Thread(target=leader.greet, args=({"a": 1},))
-    greeting.start()
-    assert next(followers[0].turns()) == (lockstep.GREET, {"a": 1})
-    followers[0].ready()
-    greeting.join(0.3)
-    assert greeting.is_alive()
-    followers[1].ready()
-    greeting.join(WAIT_S)
-    assert not greeting.is_alive()
+    others = [Counter() for _ in followers]
+    serving = [served(f, c) for f, c in zip(followers, others, strict=True)]
+    counter = leader.share("counter", Counter(), ["add"])
+    with pytest.raises(TrainerError, match="not finite"):
+        counter.add("bad", number=0)
+    leader.end(5)
+    for (thread, errors), follower, other in zip(serving, followers, others, strict=True):
+        thread.join(WAIT_S)
+        assert not errors and follower.code == 5 and other.calls == [("bad", 0)]
+
+
+def test_a_handshake_waits_for_all(pair):
+    leader, followers, _ = pair
+    seen, may_go = [], threading.Event()
+    serving = [
+        served(followers[0], Counter(), seen.append),
+        served(followers[1], Counter(), lambda text: (may_go.wait(WAIT_S), seen.append(text))),
+    ]
+    handshake = threading.Thread(target=leader.handshake, args=("a mark",))
+    handshake.start()
+    handshake.join(0.3)
+    assert handshake.is_alive()
+    may_go.set()
+    handshake.join(WAIT_S)
+    assert not handshake.is_alive() and seen == ["a mark", "a mark"]
+    leader.end(0)
+    for thread, _ in serving:
+        thread.join(WAIT_S)
 
 
 def test_whoever_is_told_to_stop_tells_the_leader(pair):
@@ -109,7 +162,7 @@ def test_the_leader_notices_a_lost_follower(pair, exits):
     with pytest.raises(InfraError, match="process 2 ended before the run did"), leader.guard():
         until_lost(leader)
         raise ValueError("what a collective says then")
-    for call in (leader.asked_to_stop, leader.turn("step").__enter__):
+    for call in (leader.asked_to_stop, lambda: leader.share("counter", Counter(), ["add"]).add("a", number=1)):
         with pytest.raises(InfraError, match="process 2 ended"):
             call()
     leader.end(3)
@@ -131,7 +184,7 @@ def test_followers_notice_a_lost_leader(pair, exits):
         shut(connection)
     for follower in followers:
         with pytest.raises(InfraError, match="process 0 ended before the run did"), follower.guard():
-            list(follower.turns())
+            follower.serve(print)
         follower.end(3)
     assert exits == [3, 3]
 
@@ -140,7 +193,7 @@ def test_what_cannot_be_read_is_a_loss(pair):
     leader, followers, _ = pair
     leader._connections[1].send_bytes(b"no pickle")
     with pytest.raises(InfraError, match="what process 0 said cannot be read"):
-        list(followers[0].turns())
+        followers[0].serve(print)
 
 
 def test_a_process_that_cannot_end_in_order_is_cut_off(pair, exits, monkeypatch):
@@ -159,10 +212,10 @@ def test_other_processes_share_folder_and_settings(tmp_path, monkeypatch):
     monkeypatch.setattr("rolljax.run.folder.FOUND_S", 0.2)
     with folder.lock():
         folder.prepare(config, fresh=False)
-        folder.mark("of this run")
-        folder.check_shared(config, "of this run")
+        mark = folder.mark()
+        folder.check_shared(config, mark)
         with pytest.raises(ConfigError, match="seed is 2 here, but 1 in the first process"):
-            folder.check_shared(another, "of this run")
+            folder.check_shared(another, mark)
         elsewhere.prepare(config, fresh=False)
         with pytest.raises(ConfigError, match="--run_dir"):
-            elsewhere.check_shared(config, "of this run")
+            elsewhere.check_shared(config, mark)

@@ -14,8 +14,9 @@ from jax.sharding import SingleDeviceSharding
 
 from rolljax.errors import CheckpointError, ConfigError, StorageError
 from rolljax.run import durable
-from rolljax.run.checkpoint import Checkpoints, Progress, damage
+from rolljax.run.checkpoint import Checkpoints, damage
 from rolljax.run.folder import RunFolder
+from rolljax.run.progress import RunProgress
 from tests.ends import Killed, at_points
 
 
@@ -35,7 +36,7 @@ def equal(one, other):
 
 
 def save(checkpoints, value):
-    progress = Progress(total_steps=value, step=value)
+    progress = RunProgress(total_steps=value, step=value)
     name = checkpoints.next_name(progress)
     checkpoints.save(name, state(value), progress)
     return name
@@ -127,7 +128,7 @@ def test_a_killed_start_does_not_lock_its_user_out(tmp_path):
     def start(path, fresh):
         with RunFolder(path).lock():
             RunFolder(path).prepare(config, fresh=fresh)
-            RunFolder(path).mark("mark")
+            RunFolder(path).mark()
 
     start(tmp_path / "earlier", False)
     save(RunFolder(tmp_path / "earlier").checkpoints, 1)
@@ -320,7 +321,7 @@ def test_a_full_disk_costs_nothing_that_was_committed(small_disk):
     (disk / "ballast").write_bytes(bytes(100 * 1024))
     big = {"a": jax.random.normal(jax.random.key(0), (64, 1024))}
     with pytest.raises(StorageError, match="No space left on device") as e:
-        checkpoints.save(checkpoints.next_name(Progress()), big, Progress())
+        checkpoints.save(checkpoints.next_name(RunProgress()), big, RunProgress())
     assert "keep_checkpoints" in str(e.value) and str(disk / "ckpt") in str(e.value)
     with pytest.raises(StorageError):
         durable.write(disk / "file", bytes(300 * 1024))

@@ -122,7 +122,7 @@ def test_columns_stand_as_in_the_packed_samples(seed, num_groups, group_size, ma
     for n, t in enumerate(every):
         s = Sample.of(t)
         length = int(e.lengths[n])
-        assert length == len(s.at) == t.num_sampled_tok and e.mask[n, :length].all()
+        assert length == len(s.indices) == t.num_sampled_tok and e.mask[n, :length].all()
         np.testing.assert_array_equal(e.turns[n, :length], s.turns)
         np.testing.assert_array_equal(e.sampler_logp[n, :length], s.columns["sampler_logp"])
         assert (e.turns[n, length:] == -1).all() and not e.sampler_logp[n, length:].any()

@@ -13,7 +13,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from rolljax.errors import ConfigError
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
-from rolljax.sampler.engine import Engine, Inserts, Pieces
+from rolljax.sampler.arrays import Inserts, PrefillChunks
+from rolljax.sampler.engine import Engine
 from rolljax.sampler.kernels import PagedPath, RaggedPath, paths_for
 from rolljax.sampler.kv import DensePath
 from rolljax.sampler.settings import SamplerConfig
@@ -54,25 +55,25 @@ def engine(kind, mesh):
 
 
 def run(kind, mesh, params):
-    """Two prompts in pieces (one ends in padding), into slots 0 and 2, decoded greedily: everything the engine says."""
+    """Two prompts in chunks (one ends in padding), into slots 0 and 2, decoded greedily: everything the engine says."""
     rng = np.random.default_rng(0)
     eng = engine(kind, mesh)
     state = eng.init_decode_state()
     mine = np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)  # pages of the prompts
     shards = eng.num_shards  # with two, each prompt is alone on its shard, in its row 0 and slot 0
     rows = np.array([0, 1])
-    pieces = Pieces.empty(2, 32, WIDTH)
-    pieces.tokens[:], pieces.count[:] = rng.integers(0, 256, (2, 32)), [20, 32]
-    pieces.table[:, :4] = mine[:, :4]
-    state, first = eng.prefill(params, state, pieces, read=0)
-    pieces = Pieces.empty(2, 32, WIDTH)
-    pieces.tokens[:], pieces.start[0], pieces.count[0] = rng.integers(0, 256, (2, 32)), 20, 7
-    pieces.table[0, :4] = mine[0, :4]
-    state, second = eng.prefill(params, state, pieces, read=WIDTH)
+    chunks = PrefillChunks.empty(2, 32, WIDTH)
+    chunks.tokens[:], chunks.count[:] = rng.integers(0, 256, (2, 32)), [20, 32]
+    chunks.table[:, :4] = mine[:, :4]
+    state, first = eng.prefill(params, state, chunks, read=0)
+    chunks = PrefillChunks.empty(2, 32, WIDTH)
+    chunks.tokens[:], chunks.start[0], chunks.count[0] = rng.integers(0, 256, (2, 32)), 20, 7
+    chunks.table[0, :4] = mine[0, :4]
+    state, second = eng.prefill(params, state, chunks, read=WIDTH)
     slots = np.array([0, 2])
     inserts, table, slot_of = Inserts.empty(4), np.full((4, WIDTH), -1, np.int32), np.full(4, -1, np.int32)
     inserts.row[slots] = rows if shards == 1 else 0
-    inserts.length[slots], inserts.max_tokens[slots], inserts.law.temperature[:] = [27, 32], [9, 3], 0
+    inserts.length[slots], inserts.max_tokens[slots], inserts.distribution.temperature[:] = [27, 32], [9, 3], 0
     table[slots], slot_of[slots] = mine, slots % (4 // shards)
     state, result = eng.insert(state, jnp.stack([second[0], first[1]]), inserts)
     said = [first, second[:1], result.tokens[slots]]

@@ -194,10 +194,10 @@ def test_fifty_updates_leave_the_base_as_it_was(groups):
     trainer = make_trainer(model, Sft())
     before = fingerprint(trainer.base)
     start = jax.device_get(jax.jit(lambda: model.init(0))())
-    state, memory, losses = trainer.init(start), {}, []
+    state, carry, losses = trainer.init(start), {}, []
     for step in range(50):
-        done = trainer.step(state, groups, memory, step)
-        state, memory = done.state, done.memory
+        done = trainer.step(state, groups, carry, step)
+        state, carry = done.state, done.carry
         losses.append(done.row["loss/total"])
         assert done.row["optim/updates_n"] == 1
     assert losses[-1] < 0.6 * losses[0]
@@ -262,11 +262,11 @@ def test_no_gradient_of_a_whole_weight_exists(groups):
     cfg = dataclasses.replace(FAMILIES["qwen3"], hidden_size=56, ffn_size=88, vocab_size=264)
     model = Model(cfg, remat="full", lora=LORA)
     trainer = make_trainer(model, Sft(), base=jax.jit(lambda: model.base(model.plain.init(0)))())
-    columns = lambda s: {"mask": np.ones(len(s.at), bool), "advantages": np.ones(len(s.at), np.float32)}  # noqa: E731
+    columns = lambda s: {"mask": np.ones(len(s.indices), bool), "advantages": np.ones(len(s.indices), np.float32)}  # noqa: E731
     samples = [[s.with_columns(**columns(s)) for s in group] for group in samples_of(groups)]
     batch = put_batch(trainer.mesh, trainer.pack(samples).batch)
     state = trainer.init(model.init(0))
-    text = trainer._update_policy.lower(state.policy, batch, {}, trainer.base).compile().as_text()
+    text = trainer.policy_update.lower(state.policy, batch, {}, trainer.base).compile().as_text()
     sums = [
         line for line in text.splitlines() if re.search(r"= f32\[[\d,]+\]\S* (add|dot|dynamic-update-slice)\(", line)
     ]

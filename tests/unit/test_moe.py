@@ -26,7 +26,7 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape, Sample, pack
-from rolljax.trainer.forward import Split, read_policy
+from rolljax.trainer.forward import NumShards, policy_outputs
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec, param_shardings
 from rolljax.trainer.update import gradients, put_batch
 from rolljax.types import Key, Task, Trajectory, Turn
@@ -205,7 +205,7 @@ def test_loss_and_gradients_are_the_same_on_every_mesh(batch, params, on_one, na
 
     def update(params, batch):
         with on_mesh(mesh):
-            return gradients(MODEL, Sft(), params, batch, split=Split.of(mesh))
+            return gradients(MODEL, Sft(), params, batch, shards=NumShards.of(mesh))
 
     grads, stats = jax.jit(update)(jax.device_put(params, shardings), put_batch(mesh, batch))
     assert float(stats["loss/total"]) == pytest.approx(float(on_one[1]["loss/total"]), abs=1e-5)
@@ -219,7 +219,7 @@ def test_the_balance_is_in_the_loss_by_each_micro_batch_share(batch, params, on_
 
     @jax.jit
     def of_one(rows):
-        policy = read_policy(MODEL, params, rows)
+        policy = policy_outputs(MODEL, params, rows)
         return -jnp.sum(policy.logp * rows.scale), policy.load.balance_loss(), policy.load.tokens
 
     rows = [dataclasses.replace(batch, **{n: a[m] for n, a in batch.arrays().items()}) for m in range(2)]
@@ -240,15 +240,15 @@ def test_choices_stand_at_their_tokens(batch):
     ]
     sample = Sample.of(made[0], UNKNOWN)
     packed = pack([[sample]], PackShape(1, 1, 24), 1.0)
-    chosen = packed.batch.chosen_Lk[0, 0]
+    chosen = packed.batch.expert_ids_Lk[0, 0]
     assert chosen.dtype == np.int8
     turns = made[0].turns
     want = np.full((24, 2, K), -1)
     want[5:9], want[15:17] = turns[0].experts, turns[2].experts
     np.testing.assert_array_equal(chosen, want)
-    assert Sample.of(made[1], UNKNOWN).columns["chosen_Lk"].shape == (0, 2, K)
-    assert "chosen_Lk" not in Sample.of(made[0]).columns
-    assert batch.chosen_Lk.max() > 0
+    assert Sample.of(made[1], UNKNOWN).columns["expert_ids_Lk"].shape == (0, 2, K)
+    assert "expert_ids_Lk" not in Sample.of(made[0]).columns
+    assert batch.expert_ids_Lk.max() > 0
 
 
 # ---- how evenly they are used ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.recipe import Phase, Recipe
-from rolljax.run.notices import SHOWN_CHARS, STILL_STEPS, Notices, samples
+from rolljax.run.notices import SHOWN_CHARS, STILL_STEPS, Notices, samples, unfilled_step
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.sft import Sft
@@ -85,7 +85,7 @@ def test_a_good_and_a_bad_answer_are_shown_on_one_line_each():
     assert samples([]) == [] and len(samples([good])) == 1
 
 
-def test_a_step_that_refills_did_not_fill_is_told_once():
+def test_a_step_that_dynamic_sampling_did_not_fill_is_told():
     phase = Phase(
         "rl",
         Dapo(overlong_cache=0, dynamic_sampling_rounds=3),
@@ -94,8 +94,6 @@ def test_a_step_that_refills_did_not_fill_is_told_once():
         group_size=4,
         updates_per_step=2,
     )
-    notices = of(phase)
-    assert notices.dynamic_sampling_rounds(8, 20) == ""
-    text = notices.dynamic_sampling_rounds(5, 32)
+    text = unfilled_step(phase, 5, 32)
     assert text.startswith("only 5 of 8 groups") and "after 3 rounds (32 groups drawn)" in text
-    assert "Dapo.dynamic_sampling_rounds" in text and notices.dynamic_sampling_rounds(4, 32) == ""
+    assert "Dapo.dynamic_sampling_rounds" in text

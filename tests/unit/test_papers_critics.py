@@ -76,9 +76,9 @@ def test_values_and_masks_are_those_of_the_updated_critics(model, params, groups
     found = trainer(model, algorithm, epochs=2)
     state = found.init(params)
     samples, plain = samples_of(groups), Episodes.of(groups, limit_tok=16)
-    before = found.read(state, samples, plain).values
+    before = found.compute_credit_inputs(state, found.pack_samples(samples), plain).values
     first = found.step(state, groups, {}, 0)
-    after = found.read(first.state, samples, plain).values
+    after = found.compute_credit_inputs(first.state, found.pack_samples(samples), plain).values
     assert first.state.critics.num_updates.tolist() == [4, 4] and int(first.state.policy.num_updates) == 2
     (old, _), (new, result) = algorithm.seen
     np.testing.assert_array_equal(old.values, before)
@@ -107,8 +107,8 @@ def test_the_policy_learns_from_the_second_credit(model, params, groups):
     found = trainer(model, algorithm)
     first = found.step(found.init(params), groups, {}, 0)
     e, result = algorithm.seen[-1]
-    kept = found.credited(samples_of(groups), e, result)
-    again, _ = found.train(found.init(params), kept, 0.0, 0, fitted=[])
+    kept = found.apply_credit(samples_of(groups), e, result)
+    again, _ = found.update_policy(found.init(params), found.pack_micro_batches(kept), 0)
     assert fingerprint(again.policy) == fingerprint(first.state.policy)
 
 
@@ -157,7 +157,7 @@ def test_critics_average_over_tokens_whatever_the_policy_does(groups):
     algorithm = AsyPpo()
     e = episodes_of(np.random.default_rng(4), groups, algorithm.needs())
     found = synthetic.trainer(algorithm)
-    batch = found.pack(found.credited(samples_of(groups), e, algorithm.credit(e, {}))).batch
+    batch = found.pack(found.apply_credit(samples_of(groups), e, algorithm.credit(e, {}))).batch
     assert len(np.unique(batch.scale)) > 3  # the policy's shares hang on lengths
     share = np.asarray(algorithm.critic_scale(batch))[..., None] * batch.critic_weights_C
     each = share.reshape(-1, 2)

@@ -31,7 +31,7 @@ from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.credit import shaping
 from rolljax.trainer.credit.mismatch import Correction
-from rolljax.trainer.forward import hidden_before, read_policy
+from rolljax.trainer.forward import hidden_before, policy_outputs
 from rolljax.trainer.mesh import MeshSpec
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import PhaseTrainer
@@ -102,7 +102,7 @@ def test_full_is_the_mean_of_k1_over_the_policy(packed, model, params):
     other = model.init(1)
     law = Grpo(kl_coef=0.1, kl="full").needs().law
     assert (law.kind, law.tau) == ("reverse", None)
-    found = read_policy(model, params, packed, law=(law, model, other)).divergence
+    found = policy_outputs(model, params, packed, law=(law, model, other)).divergence
     every = jnp.broadcast_to(jnp.arange(model.cfg.vocab_size), (*packed.tokens.shape, model.cfg.vocab_size))
     said = []
     for p in (params, other):
@@ -114,7 +114,7 @@ def test_full_is_the_mean_of_k1_over_the_policy(packed, model, params):
     np.testing.assert_allclose(np.asarray(found)[trained_on], np.asarray(want)[trained_on], rtol=2e-4)
     assert np.abs(np.asarray(want - backwards))[trained_on].mean() > 0.01
     # a law without a temperature of its own is that of the batch; with one it is scaled by its square (arXiv 1503.02531)
-    warm = read_policy(model, params, packed, law=(Law("x", "reverse", tau=0.7), model, other)).divergence
+    warm = policy_outputs(model, params, packed, law=(Law("x", "reverse", tau=0.7), model, other)).divergence
     np.testing.assert_allclose(warm, 0.49 * found, rtol=1e-5, atol=1e-6)
 
 

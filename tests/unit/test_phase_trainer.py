@@ -94,7 +94,9 @@ def references(model):
 def read(model, params, references, groups, **settings):
     found = make_trainer(model, Curious(), references=references, seed=5, **settings)
     state = found.init(params)
-    episodes = found.read(state, samples_of(groups), Episodes.of(groups, limit_tok=16, step=2))
+    episodes = found.compute_credit_inputs(
+        state, found.pack_samples(samples_of(groups)), Episodes.of(groups, limit_tok=16, step=2)
+    )
     return jax.device_get(state), episodes
 
 
@@ -169,11 +171,11 @@ def test_a_stream_that_starts_anew_is_read_from_its_new_start(model, params, gro
             cut[-1].append(dataclasses.replace(t, turns=tuple(turns)))
     assert any(len(t.starts) == 2 for g in cut for t in g)
     e = Episodes.of(cut, limit_tok=16)
-    got = one.read(one.init(params), samples_of(cut), e)
+    got = one.compute_credit_inputs(one.init(params), one.pack_samples(samples_of(cut)), e)
     parts = [[dataclasses.replace(t, turns=p) for p in (t.turns[:1], t.turns[1:]) if p] for group in cut for t in group]
     logp = iter(direct_logp(model, params, parts))
     assert_rows(got.trainer_logp, [np.concatenate([next(logp) for _ in p]) for p in parts], e.mask)
-    kept = one.credited(samples_of(cut), got, one.algorithm.credit(got, {}))
+    kept = one.apply_credit(samples_of(cut), got, one.algorithm.credit(got, {}))
     batch = one.pack(kept).batch
     assert batch.num_tokens == sum(t.num_sampled_tok for g in cut for t in g) == (np.asarray(batch.scale) > 0).sum()
 
@@ -198,7 +200,7 @@ def test_attention_statistics_arrive_at_their_tokens(model, params, groups, aske
     )
     measure = attention_stats.make_attention_stats(model, cfg=MAPS)
     stats = attention_stats.reduce([measure(params, *b.values(), branches, sequences > 0)], MAPS)
-    at = [s.at for g in samples_of(groups) for s in g]
+    at = [s.indices for g in samples_of(groups) for s in g]
     for got, rows in ((e.waad, stats.waad_MBT[0]), (e.fai, stats.fai_MBT[0])):
         assert_rows(got, [row[i] for row, i in zip(rows, at, strict=True)], e.mask)
         assert got[e.mask].std() > 0.01
@@ -227,7 +229,7 @@ def test_more_groups_than_one_pack_holds_are_read_in_lots(model, params, groups)
     samples, e = samples_of(groups), Episodes.of(groups, limit_tok=16)
     with pytest.raises(DataError, match="more than 4 rows"):
         one.pack(samples)
-    got = one.read(one.init(params), samples, e)
+    got = one.compute_credit_inputs(one.init(params), one.pack_samples(samples), e)
     assert_rows(got.trainer_logp, direct_logp(model, params, groups), e.mask)
 
 
@@ -238,9 +240,9 @@ def test_pairs_are_chosen_from_more_answers_than_fit_beside_each_other(model, pa
     shape = PackShape(1, len(groups), row_len)
     found = make_trainer(model, Dpo(), shape=shape, references={"phase_start": (model, params)})
     samples = samples_of(groups)
-    e = found.read(None, samples, Episodes.of(groups, limit_tok=16))
+    e = found.compute_credit_inputs(found.init(params), found.pack_samples(samples), Episodes.of(groups, limit_tok=16))
     assert_rows(e.ref_logp, direct_logp(model, params, groups), e.mask)
-    kept = found.credited(samples, e, found.algorithm.credit(e, {}))
+    kept = found.apply_credit(samples, e, found.algorithm.credit(e, {}))
     assert [len(g) for g in kept] == [2] * len(groups)
     assert found.pack(kept).batch.num_sequences == 2 * len(groups)
 
@@ -268,7 +270,7 @@ def test_columns_carry_what_credit_said(model, groups, asked):
         keep=keep,
         critic_weights=np.stack([np.arange(e.num) % 2 == c for c in range(2)])[..., None] * e.mask,
     )
-    kept = found.credited(samples_of(groups), e, credit)
+    kept = found.apply_credit(samples_of(groups), e, credit)
     took_part = [n for n in range(e.num) if keep[n] and credit.mask[n].any()]
     assert keep[4] and 4 not in took_part
     assert len(kept) == 3 and sum(map(len, kept)) == len(took_part)
@@ -356,7 +358,7 @@ def test_an_adaptive_coefficient_is_carried_on_without_another_program(model, pa
         assert row["kl/ref_nat"] > 0.02 and metrics.check_row(row) == []
         state, carry = result.state, result.carry
     assert used == pytest.approx([0.1, 0.12, 0.144])  # the KL is above its target: a fifth more each step
-    assert found._update_policy._cache_size() == 1
+    assert found.policy_update._cache_size() == 1
 
 
 def test_what_is_not_finite_is_named_and_handed_over(model, params, groups):
@@ -393,7 +395,7 @@ def test_critics_learn_first_and_start_from_the_mean_return(model, params, group
     state = found.init(params)
     assert not np.any(state.critics.params["value"]["b"])
     before = fingerprint(state.policy)
-    e = found.read(state, samples_of(shifted), Episodes.of(shifted, limit_tok=16))
+    e = found.compute_credit_inputs(state, found.pack_samples(samples_of(shifted)), Episodes.of(shifted, limit_tok=16))
     returns = algorithm.credit(e, {}).returns
     assert (
         returns[e.mask].mean() == pytest.approx(np.repeat(e.rewards, e.lengths).mean()) and returns[e.mask].mean() > 2

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rolljax.aot.programs import computed_params, trained_params
+from rolljax.aot.programs import computed_params, placed
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.errors import ConfigError, SamplerError
 from rolljax.model.axes import SLOT_AXES
@@ -61,7 +61,10 @@ def test_new_weights_lie_where_the_old_ones_did(model, cfg):
 def test_no_stack_of_layers_is_ever_gathered():
     mesh = TRAINER.build()
     big = Model(Qwen3Config(num_layers=64, hidden_size=256, ffn_size=512), "bfloat16")
-    lowered = make_write(mesh, big, mesh).lower(trained_params(mesh, big), computed_params(mesh, big, fsdp=False))
+    lowered = make_write(mesh, big, mesh).lower(
+        placed(big.abstract(), param_shardings(mesh, big.axes(), big.abstract())),
+        computed_params(mesh, big, fsdp=False),
+    )
     memory = lowered.compile().memory_analysis()
     stack = 64 * 256 * 512 * 2 // 2  # of one map, as a device of the sampler has it
     assert memory.temp_size_in_bytes < stack / 4

@@ -46,10 +46,10 @@ class Script:
         return Completion(sampled, self.reason if cut else "stop", 0.25, 0.5)
 
 
-def roll(chat, spec, policy, task, *, cfg=PLAIN, max_context=500, max_answer_tok=64, listen=False, **how):
+def roll(chat, spec, policy, task, *, cfg=PLAIN, max_context=500, max_answer_tok=64, hash_observations=False, **how):
     """One trajectory of `KEY`, or with `group_size` a group."""
     pool = EnvPool(PoolConfig(), spec)
-    rollouts = Rollouts(pool, chat, policy, spec.max_turns, max_context, max_answer_tok, cfg, listen)
+    rollouts = Rollouts(pool, chat, policy, spec.max_turns, max_context, max_answer_tok, cfg, hash_observations)
     try:
         if "group_size" in how:
             return asyncio.run(rollouts.group(task, **how))
@@ -450,7 +450,7 @@ def test_answers_of_another_form_cost_something(chat):
         ({"format_penalty": -1.0}, "no effect"),
         ({"repeats": 1}, "after its first answer"),
         ({"retries": -1}, "negative"),
-        ({"keep_frac": 1.0}, "between"),
+        ({"keep_frac": 1.0}, "less than 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, said):
@@ -485,7 +485,7 @@ def test_a_turn_is_one_chunk_whatever_stands_in_it(chat):
 
 def recorded(chat, answers):
     """An expert's episode of `Echo`."""
-    got, _ = play(chat, answers, Echo(), Echo().task(0), listen=True)
+    got, _ = play(chat, answers, Echo(), Echo().task(0), hash_observations=True)
     chunks = (Chunk(t.text, t.tokens, h) for t, h in zip(got.turns, got.observation_hashes[1:], strict=True))
     return got, dataclasses.replace(Start.full(got.observation_hashes[0], tuple(chunks)), imitate=1)
 

@@ -1,4 +1,4 @@
-"""Text of growing answers: nothing is taken back, nothing is cut apart, pieces and whole agree; and tools in templates."""
+"""Text of growing answers: nothing is taken back, nothing is cut apart, parts and complete text agree; and tools in templates."""
 
 import json
 
@@ -36,7 +36,7 @@ def ids_of(name):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
-def test_pieces_are_the_whole(name, data):
+def test_parts_are_the_complete_text(name, data):
     ids = data.draw(ids_of(name))
     stops = data.draw(st.lists(st.sampled_from(["STOP", "TO", " ", "\u20ac", "OPa", "\u00e9S"]), max_size=3))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)), max_size=6)))
@@ -53,8 +53,8 @@ def test_pieces_are_the_whole(name, data):
 
 def test_half_a_character_and_half_a_stop_text_wait():
     stream = TextStream(VOCABULARIES["bytes"].decoder(), ["</think>"])
-    pieces = ["\u20ac".encode()[i : i + 1] for i in range(3)] + [bytes([b]) for b in b"<b></thi!</think>x"]
-    shown = [stream.add([BYTE[p]], last=False) for p in pieces]
+    parts = ["\u20ac".encode()[i : i + 1] for i in range(3)] + [bytes([b]) for b in b"<b></thi!</think>x"]
+    shown = [stream.add([BYTE[p]], last=False) for p in parts]
     assert shown[:5] == ["", "", "\u20ac", "", "<b"]
     assert "".join(shown) == "\u20ac<b></thi!" and stream.stopped
 

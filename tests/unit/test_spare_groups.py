@@ -14,10 +14,11 @@ from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import ConfigError
-from rolljax.loop import start_groups
 from rolljax.recipe import Phase
-from rolljax.rollout.episodes import Barrier, Rollouts
-from rolljax.run.buffer import Buffer, Due
+from rolljax.rollout.barrier import Barrier
+from rolljax.rollout.episodes import Rollouts
+from rolljax.run.buffer import Buffer
+from rolljax.run.groups import GroupDue, start_groups
 from rolljax.threads.event_loop import EventLoop
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.types import Completion, Message, Sampled, Task
@@ -217,4 +218,4 @@ def test_what_could_never_come_back_is_not_begun(chat):
 
 def test_groups_that_are_due_are_their_addresses():
     task = OneAnswer().task(3)
-    assert Due(task, 1, 2) == Due(task, 1, 2) != Due(task, 2, 2)
+    assert GroupDue(task, 1, 2) == GroupDue(task, 1, 2) != GroupDue(task, 2, 2)

@@ -21,7 +21,7 @@ from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import ARRAYS, PackShape, Sample, pack
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.forward import read_policy, read_values
+from rolljax.trainer.forward import critic_values, policy_outputs
 from rolljax.trainer.mesh import MeshSpec, replicated
 from rolljax.trainer.optimizer import AdamW
 from rolljax.trainer.phase_trainer import PhaseTrainer
@@ -84,7 +84,7 @@ def units(groups):
     """By algorithm, the groups as it takes them: pairs are two siblings, one of either sign."""
 
     def signed(s, sign):
-        return s.with_columns(advantages=np.full(len(s.at), sign, np.float32))
+        return s.with_columns(advantages=np.full(len(s.indices), sign, np.float32))
 
     members = [g[i : i + 2] for g in groups for i in (0, 2) if len(g) > i + 1]
     pairs = [[signed(a, (-1) ** i), signed(b, -((-1) ** i))] for i, (a, b) in enumerate(members)]
@@ -93,7 +93,12 @@ def units(groups):
 
 def packed_rows(groups, algorithm, shape=SHAPE):
     return pack(
-        groups, shape, TEMPERATURE, aggregation=algorithm.aggregation, limit_tok=30, whole=algorithm.unsplit_groups
+        groups,
+        shape,
+        TEMPERATURE,
+        aggregation=algorithm.aggregation,
+        limit_tok=30,
+        unsplit_groups=algorithm.unsplit_groups,
     )
 
 
@@ -131,7 +136,7 @@ def alone(groups, algorithm):
     for members, scales in lots:
         one = packed_rows([members], algorithm, PackShape(1, 1, ROW_LEN))
         scale = np.zeros_like(one.batch.scale)
-        for at, values in zip(one.places[0], scales, strict=True):
+        for at, values in zip(one.indices[0], scales, strict=True):
             scale.reshape(-1)[at] = values
         rows.append(dataclasses.replace(one.batch, scale=scale))
     assert len(rows) <= 12
@@ -247,7 +252,7 @@ each = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 def scored(model, params, batch):
     """The first eight rows as `[8, ROW_LEN]`, with the trainer's log-probs and entropies of them."""
     rows = reshaped(batch, 8)
-    policy = jax.jit(lambda b: read_policy(model, params, b))(rows)
+    policy = jax.jit(lambda b: policy_outputs(model, params, b))(rows)
     assert policy.divergence is None
     return rows, np.asarray(policy.logp), np.asarray(policy.entropy)
 
@@ -282,7 +287,7 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(model, params, groups
 def test_bfloat16_log_probs_are_float32_and_close(model, params, scored):
     rows, want, _ = scored
     half = dataclasses.replace(model, dtype="bfloat16")
-    policy = jax.jit(lambda b: read_policy(half, params, b))(rows)
+    policy = jax.jit(lambda b: policy_outputs(half, params, b))(rows)
     assert policy.logp.dtype == policy.entropy.dtype == jnp.float32
     gap = np.abs(np.asarray(policy.logp) - want)[rows.segment_ids > 0]
     assert gap.mean() < 1e-2 and 0 < gap.max() < 4e-2
@@ -426,7 +431,7 @@ def test_a_batch_without_a_token_to_train_on_changes_nothing_and_is_counted(run_
     """Else momentum and weight decay would move the parameters without a reason."""
     state, _ = run_update(GRPO, batch)
     before = fingerprint(state)
-    nothing = [[s.with_columns(mask=np.zeros(len(s.at), bool)) for s in g] for g in groups]
+    nothing = [[s.with_columns(mask=np.zeros(len(s.indices), bool)) for s in g] for g in groups]
     empty = packed_rows(nothing if rows == "masked" else [], GRPO).batch
     assert empty.num_micro == (2 if rows == "masked" else 0) and not empty.scale.any()
     for name in set(batch.arrays()) - set(empty.arrays()):
@@ -513,7 +518,7 @@ def test_each_critic_learns_from_its_own_share_alone(model, start, units, batche
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def written_out(p, rows, c):
-        v = read_values(ValueModel(model), p, rows)
+        v = critic_values(ValueModel(model), p, rows)
         old = rows.old_values_C[..., c]
         near = old + jnp.clip(v - old, -0.3, 0.3)
         worse = jnp.maximum((v - rows.returns) ** 2, (near - rows.returns) ** 2)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolljax.errors import ConfigError
-from rolljax.trainer import vocab
+from rolljax.trainer import vocab, vocab_blocks
 
 ONE = vocab.BLOCK_BYTES
 TINY = 1  # bytes: blocks get their least size, 128 columns
@@ -112,7 +112,7 @@ def test_blocks_cover_every_column_once(width, size):
         return carry
 
     with jax.disable_jit():  # the loop in Python: nothing to compile
-        vocab._walk(width, size, step, 0)
+        vocab_blocks.walk(width, size, step, 0)
     assert [column for block in blocks for column in block] == list(range(width))
     assert {len(block) for block in blocks[:-1]} <= {size} and len(blocks[-1]) <= size
 
@@ -124,7 +124,7 @@ def test_blocks_cover_every_column_once(width, size):
     block_bytes=st.integers(1, 2**30),
 )
 def test_blocks_stay_within_their_bytes(positions, width, shards, block_bytes):
-    size = vocab._Cut(shards, block_bytes).size(jax.ShapeDtypeStruct((positions, 8), jnp.float32), width)
+    size = vocab_blocks.Blocks(shards, block_bytes).size(jax.ShapeDtypeStruct((positions, 8), jnp.float32), width)
     assert 1 <= size <= width
     assert size <= 128 or size * shards * positions * 4 <= block_bytes
     assert size == width or size % 128 == 0

@@ -10,7 +10,7 @@ from rolljax.errors import HangError
 from rolljax.threads import watchdog
 from rolljax.threads.event_loop import EventLoop
 from rolljax.threads.inbox import Inbox
-from rolljax.threads.watchdog import LOOK_S, LOOKS, QUIET_S, Watchdog
+from rolljax.threads.watchdog import CHECK_EVERY_S, LOOKS, QUIET_S, Watchdog
 from tests.faulty import FaultyThread, play
 
 WAIT_S = 60
@@ -44,7 +44,7 @@ def sleeping(inbox):
 
 
 def test_it_is_found_in_time():
-    assert (LOOKS + 1) * LOOK_S <= 5
+    assert (LOOKS + 1) * CHECK_EVERY_S <= 5
 
 
 def test_a_thread_that_sleeps_while_work_waits_is_reported_and_woken(dog, told, tmp_path):
@@ -54,7 +54,7 @@ def test_a_thread_that_sleeps_while_work_waits_is_reported_and_woken(dog, told, 
     put_in_silence(inbox, "work")
     for look in range(LOOKS):
         assert not told and thread.is_alive()
-        dog.look(float(look))
+        dog.check(float(look))
     thread.join(WAIT_S)
     assert taken == ["work"]
     (line,) = told
@@ -63,12 +63,12 @@ def test_a_thread_that_sleeps_while_work_waits_is_reported_and_woken(dog, told, 
     text = report.read_text()
     assert "thread the-sleeper" in text and "thread MainThread" in text and "inbox.take()" in text
     for look in range(3 * LOOKS):
-        dog.look(LOOKS + look)
+        dog.check(LOOKS + look)
     assert len(told) == 1
 
 
 def test_it_is_found_by_the_thread_that_looks(monkeypatch, dog, told):
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    monkeypatch.setattr(watchdog, "CHECK_EVERY_S", 0.01)
     inbox = Inbox("a thread of the test")
     dog.watch(inbox)
     dog.start()
@@ -87,7 +87,7 @@ def test_a_thread_of_environments_is_found(dog, told):
         pass
     put_in_silence(inbox, None)  # the thread's end
     for look in range(LOOKS):
-        dog.look(float(look))
+        dog.check(float(look))
     assert len(told) == 1
     pool.close()
 
@@ -101,7 +101,7 @@ def test_honest_work_is_left_alone(dog, told):
     other, others = sleeping(flowing)
     for look in range(10 * LOOKS):
         put_in_silence(flowing, look)  # in time between two looks, another item each time
-        dog.look(float(look))
+        dog.check(float(look))
         flowing._items.clear()
     assert told == [] and taken == [] and others == []
     for inbox, one in ((idle, thread), (flowing, other)):
@@ -113,7 +113,7 @@ def test_a_wait_in_which_nothing_moves_is_named_again_and_again(dog, told):
     dog.state = lambda: "step 3: 5 episodes done, 2 under way"
     with dog.waiting_for("the update"), dog.waiting_for("the groups of step 3"):
         for second in range(int(8 * QUIET_S) + 1):
-            dog.look(float(second))
+            dog.check(float(second))
     assert [line.partition(" s;")[0].rpartition(" ")[2] for line in told] == ["10", "20", "40", "80"]
     assert all("waiting for the groups of step 3: step 3: 5 episodes done, 2 under way" in line for line in told)
 
@@ -123,21 +123,21 @@ def test_as_long_as_something_moves_nothing_is_said(dog, told):
     dog.state = lambda: f"{next(moved)} steps"
     with dog.waiting_for("the groups of step 3"):
         for second in range(100):
-            dog.look(float(second))
+            dog.check(float(second))
     dog.state = lambda: "idle"
     for second in range(100, 200):  # one wait after another
         with dog.waiting_for("the update"):
-            dog.look(float(second))
+            dog.check(float(second))
     for second in range(200, 300):  # none
-        dog.look(float(second))
+        dog.check(float(second))
     assert told == []
 
 
 def test_a_state_that_cannot_be_read_stops_nothing(dog, told):
     dog.state = lambda: 1 / 0
     with dog.waiting_for("the update"):
-        dog.look(0.0)
-        dog.look(QUIET_S)
+        dog.check(0.0)
+        dog.check(QUIET_S)
     assert "waiting for the update" in told[0] and "ZeroDivisionError" in told[0]
 
 

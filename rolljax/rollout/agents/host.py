@@ -24,12 +24,13 @@ from rolljax.errors import EnvError, InfraError, SamplerError
 from rolljax.model.tokenizer import Chat
 from rolljax.rollout.agents.program import AgentProgram
 from rolljax.rollout.agents.worker import Worker
-from rolljax.rollout.episodes import Record, Rollouts
+from rolljax.rollout.builder import TrajectoryBuilder
+from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import SamplerPolicy
 from rolljax.rollout.starts import Start
 from rolljax.sampler.client import Sampler
 from rolljax.serving.http_server import make_server
-from rolljax.serving.schema import Served
+from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import Limits, Service
 from rolljax.serving.session import Call, Session, SessionRules, Sessions
 from rolljax.types import Turn
@@ -56,7 +57,7 @@ class AgentHost:
     ) -> None:
         self.program, self.sampler, self.sessions = program, sampler, Sessions()
         vocab_size = sampler.engine.model.cfg.vocab_size
-        served = Served(model_name, chat.tokenizer, chat, vocab_size, max_context)
+        served = ServedModel(model_name, chat.tokenizer, chat, vocab_size, max_context)
         self.service = Service(sampler, served, Limits(), self.sessions)
         self.url = ""
         self._opening = asyncio.Lock()
@@ -153,10 +154,10 @@ class AgentRollouts(Rollouts):
 
     host: AgentHost
 
-    async def run_episode(self, episode: Episode, record: Record, start: Start | None) -> None:
+    async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
         assert isinstance(self.policy, SamplerPolicy) and start is None
         await self.host.open()
-        program, key, sessions = self.host.program, record.key, self.host.sessions
+        program, key, sessions = self.host.program, builder.key, self.host.sessions
         address = (self.policy.seed % 2**31, key.stream, key.step, key.group, key.sibling)
         session = sessions.open(SessionRules(self.policy.params, address, program.max_calls, program.max_restarts))
         name = f"{key.stream}-{key.step}-{key.group}-{key.sibling}"
@@ -168,52 +169,52 @@ class AgentRollouts(Rollouts):
                 try:
                     answer = await self.host.play(worker, episode, name, session)
                 finally:
-                    record.sample_s += session.busy_s()
-                    record.env_s += time.perf_counter() - start_s - session.busy_s()
+                    builder.sample_s += session.busy_s()
+                    builder.env_s += time.perf_counter() - start_s - session.busy_s()
         except (EnvError, OutOfTime) as e:
             failure = e
         finally:
             self.host.service.end(session)
-        calls = self._take_down(session, record)
+        calls = self._take_down(session, builder)
         if self.host.sampler.error:
             raise SamplerError(str(self.host.sampler.error))
         if isinstance(failure, EnvError) and not session.limit:
             raise failure
-        if not record.turns:
+        if not builder.turns:
             raise EnvError("the program made no call of the model that was answered", stage="program")
         if isinstance(failure, OutOfTime):
-            record.cut("time", f"the program did not answer within {program.deadline_s:g} s of its own")
+            builder.truncate("time", f"the program did not answer within {program.deadline_s:g} s of its own")
         elif failure is not None:
-            record.cut("calls", f"the program failed when it had had its {session.limit}: {failure}")
-        await self._judge(episode, answer, record, calls)
+            builder.truncate("calls", f"the program failed when it had had its {session.limit}: {failure}")
+        await self._judge(episode, answer, builder, calls)
 
-    async def _judge(self, episode: Episode, answer: str, record: Record, calls: list[Call]) -> None:
+    async def _judge(self, episode: Episode, answer: str, builder: TrajectoryBuilder, calls: list[Call]) -> None:
         """Give the answer to the environment; its reward belongs to the call that was made last."""
-        with record.waiting_for_env():
+        with builder.waiting_for_env():
             result = await episode.step(answer)
         last = max(range(len(calls)), key=lambda i: calls[i].index)
-        record.turns[last] = dataclasses.replace(record.turns[last], reward=result.reward)
-        record.reward, record.success = result.reward, result.success
-        record.parts |= result.reward_parts
-        record.metrics |= result.metrics
-        if record.status != "ok":
+        builder.turns[last] = dataclasses.replace(builder.turns[last], reward=result.reward)
+        builder.reward, builder.success = result.reward, result.success
+        builder.parts |= result.reward_parts
+        builder.metrics |= result.metrics
+        if builder.status != "ok":
             return
         if result.truncated:
-            record.cut("env", "the environment ended the episode before its end")
+            builder.truncate("env", "the environment ended the episode before its end")
         elif not result.terminated:
-            record.cut("program", "the environment does not take the program's answer for an end", kind="agent")
-        elif record.turns[last].finish_reason != "stop":
-            record.cut("answer", f"the model's last answer was cut: {record.turns[last].finish_reason}")
+            builder.truncate("program", "the environment does not take the program's answer for an end", kind="agent")
+        elif builder.turns[last].finish_reason != "stop":
+            builder.truncate("answer", f"the model's last answer was cut: {builder.turns[last].finish_reason}")
 
-    def _take_down(self, session: Session, record: Record) -> list[Call]:
-        """Put the calls that were answered on record, a turn for each; returns them in the same order."""
+    def _take_down(self, session: Session, builder: TrajectoryBuilder) -> list[Call]:
+        """Put the calls that were answered on builder, a turn for each; returns them in the same order."""
         streams = session.streams()
         calls = [call for stream in streams for call in stream]
-        record.turns = [_turn(call) for call in calls]
-        if record.turns:
-            record.turns[0] = dataclasses.replace(record.turns[0], restart=False)
-        record.metrics |= {
-            "agent_calls_n": float(len(record.turns)),
+        builder.turns = [_turn(call) for call in calls]
+        if builder.turns:
+            builder.turns[0] = dataclasses.replace(builder.turns[0], restart=False)
+        builder.metrics |= {
+            "agent_calls_n": float(len(builder.turns)),
             "agent_restarts_n": float(max(len(streams) - 1, 0)),
             "agent_dropped_n": float(session.dropped),
             "agent_overridden_n": float(sum(bool(call.overridden) for call in calls)),

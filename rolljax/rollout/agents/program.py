@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, check_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,7 @@ class AgentProgram:
                 value=self.sandbox,
                 remedy="read the program; then set AgentProgram.sandbox = 'none'",
             )
-        for name in ("concurrency", "max_calls"):
-            if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", setting=f"AgentProgram.{name}", value=getattr(self, name))
-        for name, low in (("deadline_s", 0), ("output_bytes", 1023), ("max_restarts", -1)):
-            if getattr(self, name) <= low:
-                raise ConfigError(f"must be more than {low}", setting=f"AgentProgram.{name}", value=getattr(self, name))
+        check_range(self, "concurrency", "max_calls", low=1)
+        check_range(self, "deadline_s", above=0)
+        check_range(self, "output_bytes", low=1024)
+        check_range(self, "max_restarts", low=0)

@@ -211,22 +211,37 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def prefill(
-        self, *, params, existing_prefix=None, padded_tokens, true_length, sampler=None, request_id=None
+        self,
+        *,
+        params: Any,
+        existing_prefix: Any = None,
+        padded_tokens: Any,
+        true_length: int,
+        sampler: Any = None,
+        request_id: Any = None,
     ) -> Any: ...
     @abc.abstractmethod
     def prefill_multisampling(
-        self, *, params, existing_prefix=None, padded_tokens, true_length, sampler=None, rng=None, num_samples=1
+        self,
+        *,
+        params: Any,
+        existing_prefix: Any = None,
+        padded_tokens: Any,
+        true_length: int,
+        sampler: Any = None,
+        rng: Any = None,
+        num_samples: int = 1,
     ) -> Any: ...
     @abc.abstractmethod
-    def insert(self, prefix, decode_state, slot, request_id=None) -> Any: ...
+    def insert(self, prefix: Any, decode_state: Any, slot: int, request_id: Any = None) -> Any: ...
     @abc.abstractmethod
-    def bulk_insert(self, prefix, decode_state, slots) -> Any: ...
+    def bulk_insert(self, prefix: Any, decode_state: Any, slots: Sequence[int]) -> Any: ...
     @abc.abstractmethod
-    def generate(self, params, decode_state, sampler=None) -> Any: ...
+    def generate(self, params: Any, decode_state: Any, sampler: Any = None) -> Any: ...
     @abc.abstractmethod
-    def load_params(self, *args, **kwargs) -> Any: ...
+    def load_params(self, *args: Any, **kwargs: Any) -> Any: ...
     @abc.abstractmethod
-    def init_decode_state(self, *args, **kwargs) -> Any: ...
+    def init_decode_state(self, *args: Any, **kwargs: Any) -> Any: ...
     @abc.abstractmethod
     def get_prefix_destination_sharding(self) -> Any: ...
     @abc.abstractmethod
@@ -253,5 +268,5 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def prefill_chunk_size(self) -> int: ...
 
-    def free_resource(self, slot) -> Any:
+    def free_resource(self, slot: int) -> Any:
         return None

@@ -4,10 +4,10 @@
     insert     a prefix -> the pages of a slot
     generate   one decode step of all slots
 
-The programs are made of those of `rolljax.sampler.engine.Engine` (see `jetstream_programs`). JetStream names neither a
-temperature nor a seed per request, so the sampled law is the engine's, and the noise is addressed by the number of the
-request. Its two interfaces differ in who shows the first token: in 0.2.2 the first `generate` after the insert, at the
-head of its repository `prefill` (`JetStreamEngine.first_from_prefill`).
+The programs are made of those of `rolljax.sampler.engine.Engine` (see `sampler.jetstream.programs`). JetStream names
+neither a temperature nor a seed per request, so the sampling distribution is the engine's, and the noise is addressed
+by the number of the request. Its two interfaces differ in who shows the first token: in 0.2.2 the first `generate`
+after the insert, at the head of its repository `prefill` (`JetStreamEngine.first_from_prefill`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError, SamplerError
 from rolljax.model.decoder import Params
-from rolljax.sampler.engine import MAX_STOP_IDS, Engine
+from rolljax.sampler.arrays import MAX_STOP_IDS
+from rolljax.sampler.engine import Engine
 from rolljax.sampler.jetstream import compat
 from rolljax.sampler.jetstream.programs import Prefix, Programs, ServedState
 from rolljax.sampler.sampling import ADDRESS_LEN
-from rolljax.sampler.settings import MIN_PIECE
+from rolljax.sampler.settings import MIN_CHUNK
 
 BUCKETS = tuple(16 * 2**i for i in range(12))
 """Lengths that JetStream pads prompts to."""
@@ -75,10 +76,11 @@ class JetStreamEngine(EngineBase):
         every slot at full length (the default).
       params: as the engine wants them; or the `Weights` of another engine on the same mesh.
       tokenizer: of `transformers`. stop_ids: tokens that end an answer (default: the tokenizer's eos).
-      temperature, top_k, top_p, min_p: the law of all requests (see `rolljax.types.SamplingParams`); 0 is greedy.
+      temperature, top_k, top_p, min_p: the sampling distribution of all requests (see `rolljax.types.SamplingParams`);
+        temperature 0 is greedy.
       seed: of the noise. max_prefill_length: one of `BUCKETS` (default: the largest that leaves room for a token);
         JetStream cuts longer prompts from the left.
-      use_chunked_prefill: let JetStream hand in long prompts in pieces. `prefill` cuts them itself, in any case.
+      use_chunked_prefill: let JetStream hand in long prompts in chunks. `prefill` cuts them itself, in any case.
     """
 
     first_from_prefill: ClassVar[bool] = "bulk_insert" in EngineBase.__abstractmethods__
@@ -118,8 +120,8 @@ class JetStreamEngine(EngineBase):
         self._use_chunked_prefill = use_chunked_prefill
         self._numbers = itertools.count()
         self._slots = _Slots(cfg.slots)
-        law = (temperature, top_k, top_p, min_p)
-        self.programs = Programs(engine, law, sorted(self.tokenizer.stop_tokens), self.first_from_prefill)
+        distribution = (temperature, top_k, top_p, min_p)
+        self.programs = Programs(engine, distribution, sorted(self.tokenizer.stop_tokens), self.first_from_prefill)
 
     # ---- what both interfaces have
 
@@ -242,7 +244,7 @@ class JetStreamEngine(EngineBase):
     def _prefix(
         self, params: Any, existing: Any, padded: Any, true_length: int, samples: int, **unsupported: Any
     ) -> Prefix:
-        """Prefill in pieces of at most `prefill_chunk`. The arrays are the caller's own: JetStream deletes them."""
+        """Prefill in chunks of at most `prefill_chunk`. The arrays are the caller's own: JetStream deletes them."""
         _refuse(**unsupported)
         cfg, weights = self.engine.cfg, params.params if isinstance(params, Weights) else params
         cache, start = _existing(existing)
@@ -250,15 +252,15 @@ class JetStreamEngine(EngineBase):
         total = start + len(ids)
         if total >= cfg.max_context:
             raise SamplerError(f"a prompt of {total} tokens does not fit a context of {cfg.max_context}")
-        size = MIN_PIECE
+        size = MIN_CHUNK
         while size < total:
             size *= 2
         pages = min(-(-size // cfg.page_size), cfg.pages_per_sequence)
-        for at in range(0, len(ids), cfg.prefill_chunk):
-            piece = ids[at : at + cfg.prefill_chunk]
-            tokens = np.zeros(cfg.piece(len(piece)), np.int32)
-            tokens[: len(piece)] = piece
-            counts = np.int32(start + at), np.int32(len(piece))
+        for begin in range(0, len(ids), cfg.prefill_chunk):
+            chunk = ids[begin : begin + cfg.prefill_chunk]
+            tokens = np.zeros(cfg.chunk_size(len(chunk)), np.int32)
+            tokens[: len(chunk)] = chunk
+            counts = np.int32(start + begin), np.int32(len(chunk))
             cache, logits = self.programs.prefill(weights, cache, tokens, *counts, pages=pages)
         address = np.zeros((samples, ADDRESS_LEN), np.int32)
         address[:, 0], address[:, 1], address[:, 2] = self.seed, next(self._numbers) % 2**31, np.arange(samples)
@@ -382,4 +384,6 @@ def _existing(existing: Any) -> tuple[jax.Array | None, int]:
 def _refuse(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
-            raise SamplerError(f"{name} is not taken per call: the sampled law and the seed are set on JetStreamEngine")
+            raise SamplerError(
+                f"{name} is not taken per call: the sampling distribution and the seed are set on JetStreamEngine"
+            )

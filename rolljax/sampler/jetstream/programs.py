@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rolljax.model.decoder import Params
-from rolljax.sampler.engine import MAX_STOP_IDS, DecodeState, Engine, Inserts, Pieces
-from rolljax.sampler.sampling import ADDRESS_LEN, Law, draw, fold_address
+from rolljax.sampler.arrays import MAX_STOP_IDS, DecodeState, Inserts, PrefillChunks
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.sampling import ADDRESS_LEN, SamplingDistribution, draw, fold_address
 
 Prefix = Mapping[str, Any]
 """cache: pages of every layer `[L, W, ...]`. logits `[V]` after the last token. length: tokens in the cache.
@@ -43,20 +44,21 @@ class Programs:
     """Jitted prefill, first tokens, insert and decode step.
 
     Args:
-      law: temperature, top_k, top_p and min_p of all requests. stop_ids: tokens that end an answer.
+      distribution: temperature, top_k, top_p and min_p of all requests. stop_ids: tokens that end an answer.
       first_from_prefill: whether the caller has seen a slot's first token when it is inserted.
     """
 
     def __init__(
         self,
         engine: Engine,
-        law: tuple[float, int, float, float],
+        distribution: tuple[float, int, float, float],
         stop_ids: Sequence[int],
         first_from_prefill: bool,
     ) -> None:
-        self.engine, self.law, self.first_from_prefill = engine, law, first_from_prefill
+        self.engine, self.distribution, self.first_from_prefill = engine, distribution, first_from_prefill
         self.stop_ids = stop_ids
-        self.truncate = law[1] > 0 or law[2] < 1 or law[3] > 0
+        _, top_k, top_p, min_p = distribution
+        self.truncate = top_k > 0 or top_p < 1 or min_p > 0
         rows: Any = NamedSharding(engine.mesh, PartitionSpec(engine.batch_axes))
         shardings = ServedState(engine.state_shardings(), rows, rows, rows, rows)
         self.empty = jax.jit(self._empty, out_shardings=shardings)
@@ -66,7 +68,7 @@ class Programs:
         self.step = jax.jit(
             self._step, donate_argnums=1, static_argnames="width", out_shardings=(shardings, None, None)
         )
-        self._place = engine._jit(self._place_local, donate=(), num_row_args=2)
+        self._copy_pages = engine._jit(self._copy_pages_local, donate=(), num_row_args=2)
 
     def _empty(self) -> ServedState:
         none, real = jnp.zeros(self.engine.cfg.slots, jnp.int32), jnp.zeros(self.engine.cfg.slots)
@@ -82,7 +84,7 @@ class Programs:
         *,
         pages: int,
     ) -> tuple[jax.Array, jax.Array]:
-        """One piece of one prompt into a pool of `pages` pages `[L, pages, ...]`, after what is in `old`."""
+        """One chunk of one prompt into a pool of `pages` pages `[L, pages, ...]`, after what is in `old`."""
         cfg = dataclasses.replace(
             self.engine.cfg, slots=1, max_context=pages * self.engine.cfg.page_size, pages=pages + 1
         )
@@ -93,7 +95,7 @@ class Programs:
         if old is not None:
             old = old[:, :pages]
             pool = pool.at[:, : old.shape[1]].set(old)
-        piece = Pieces(
+        chunk = PrefillChunks(
             tokens=tokens_T[None],
             start=start[None],
             count=count[None],
@@ -102,48 +104,48 @@ class Programs:
             copy_to=jnp.array([-1]),
         )
         state = dataclasses.replace(state, pool=pool.reshape(state.pool.shape))
-        state, logits = alone.prefill(params, state, piece, read=0 if old is None else pages)
+        state, logits = alone.prefill(params, state, chunk, read=0 if old is None else pages)
         return state.pool.reshape(pool.shape)[:, :pages], logits[0]
 
     def _first(self, logits_V: jax.Array, length: jax.Array, address_NA: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first token of each sample, as `insert` will draw them again: `data [N, 3]` and log-probs."""
         rows = len(address_NA)
         logits, position = jnp.broadcast_to(logits_V, (rows, len(logits_V))), jnp.full(rows, length)
-        new = draw(logits, self._laws(rows), fold_address(address_NA), position, self.truncate, False)
+        new = draw(logits, self._distribution(rows), fold_address(address_NA), position, self.truncate, False)
         one = jnp.ones(rows, jnp.int32)
         return jnp.stack([new.token, one, one], axis=1), new.sampler_logp[:, None]
 
-    def _place_local(self, cache: jax.Array, pool: jax.Array, here_S: jax.Array) -> jax.Array:
+    def _copy_pages_local(self, cache: jax.Array, pool: jax.Array, is_slot_S: jax.Array) -> jax.Array:
         """Copy a prefix's pages to those of the slot that is marked, if it is one of this shard's."""
         L, W = cache.shape[:2]
-        pages = jnp.argmax(here_S) * self.engine.cfg.pages_per_sequence + jnp.arange(W)
+        pages = jnp.argmax(is_slot_S) * self.engine.cfg.pages_per_sequence + jnp.arange(W)
         rows = (jnp.arange(L) * self.engine.pages_per_shard)[:, None] + pages
-        return pool.at[jnp.where(jnp.any(here_S), rows, len(pool))].set(cache, mode="drop")
+        return pool.at[jnp.where(jnp.any(is_slot_S), rows, len(pool))].set(cache, mode="drop")
 
     def _insert(self, prefix: Prefix, state: ServedState, slot: jax.Array, sample: jax.Array) -> ServedState:
         """Sample `sample` of the prefix goes into a slot."""
         cfg, S = self.engine.cfg, self.engine.cfg.slots
-        here = jnp.arange(S) == slot
+        is_slot = jnp.arange(S) == slot
         stop = [*self.stop_ids, *[-1] * MAX_STOP_IDS][:MAX_STOP_IDS]
         new = Inserts(
-            row=jnp.where(here, 0, -1),
+            row=jnp.where(is_slot, 0, -1),
             copy_from=jnp.full(S, -1),
             copy_to=jnp.full(S, -1),
             length=jnp.full(S, prefix["length"]),
             max_tokens=jnp.full(S, cfg.max_context - prefix["length"]),
-            law=self._laws(S),
+            distribution=self._distribution(S),
             address=jnp.broadcast_to(prefix["address"][sample], (S, ADDRESS_LEN)),
             stop=jnp.broadcast_to(jnp.array(stop, jnp.int32), (S, MAX_STOP_IDS)),
         )
-        core = dataclasses.replace(state.core, pool=self._place(prefix["cache"], state.core.pool, here))
+        core = dataclasses.replace(state.core, pool=self._copy_pages(prefix["cache"], state.core.pool, is_slot))
         logits = jnp.broadcast_to(prefix["logits"], (self.engine.num_shards, len(prefix["logits"])))
         core, first = self.engine.insert(core, logits, new, truncate=self.truncate)
         return ServedState(
             core=core,
-            token=jnp.where(here, first.tokens[:, 0], state.token),
-            logp=jnp.where(here, first.sampler_logp[:, 0], state.logp),
-            valid=jnp.where(here, 1, state.valid),
-            length=jnp.where(here, int(self.first_from_prefill), state.length),
+            token=jnp.where(is_slot, first.tokens[:, 0], state.token),
+            logp=jnp.where(is_slot, first.sampler_logp[:, 0], state.logp),
+            valid=jnp.where(is_slot, 1, state.valid),
+            length=jnp.where(is_slot, int(self.first_from_prefill), state.length),
         )
 
     def _step(
@@ -164,9 +166,9 @@ class Programs:
         """The state whose tokens a decode step hands out: 0.2.2 has not seen what was drawn before it."""
         return after if self.first_from_prefill else before
 
-    def _laws(self, rows: int) -> Law:
-        temperature, top_k, top_p, min_p = self.law
+    def _distribution(self, rows: int) -> SamplingDistribution:
+        temperature, top_k, top_p, min_p = self.distribution
         full = lambda x, dtype: jnp.full(rows, x, dtype)  # noqa: E731
-        return Law(
+        return SamplingDistribution(
             full(temperature, jnp.float32), full(top_k, jnp.int32), full(top_p, jnp.float32), full(min_p, jnp.float32)
         )

@@ -409,14 +409,14 @@ class PolicyGradient(Algorithm):
                 assert policy.divergence is not None
                 kl = policy.divergence
             else:
-                kl = objectives.kl(policy.logp, batch.given("ref_logp"), self.kl)
+                kl = objectives.kl(policy.logp, batch.required("ref_logp"), self.kl)
             loss = loss + batch.kl_coef * kl
             mean["kl/ref_nat"] = kl
         if self.entropy_coef:
             bonus = policy.entropy if batch.entropy_weights is None else policy.entropy * batch.entropy_weights
             loss = loss - self.entropy_coef * bonus
         if self.sft_coef:
-            loss = loss - self.sft_coef * jnp.where(batch.given("rewards") > 0, policy.logp, 0.0)
+            loss = loss - self.sft_coef * jnp.where(batch.required("rewards") > 0, policy.logp, 0.0)
         return TokenLoss(loss, {**mean, **self.ratio_stats(ratio, batch)}, {"policy/ratio_max": ratio})
 
     def ratio_stats(self, ratio: jax.Array, batch: TokenBatch) -> dict[str, jax.Array]:

@@ -108,7 +108,7 @@ class Dpo(Algorithm):
             worse = per_pair(policy.logp * negative / length)
             loss, gain = objectives.simpo(better, worse, self.beta, self.margin), self.beta * (better - worse)
         else:
-            log_ratio = policy.logp - batch.given("ref_logp")
+            log_ratio = policy.logp - batch.required("ref_logp")
             better, worse = per_pair(log_ratio * positive), per_pair(log_ratio * negative)
             gain = self.beta * (better - worse)
             if self.loss == "ipo":

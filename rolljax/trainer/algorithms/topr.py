@@ -49,7 +49,7 @@ class Topr(OutcomeGradient):
         return True
 
     def surrogate(self, logp: jax.Array, ratio: jax.Array, batch: TokenBatch) -> jax.Array:
-        good = batch.given("rewards") > 0
+        good = batch.required("rewards") > 0
         return objectives.topr(ratio, batch.advantages, logp, self.positive, self.negative, good_BT=good)
 
     def __post_init__(self) -> None:

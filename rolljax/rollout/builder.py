@@ -1,0 +1,119 @@
+"""A trajectory in the making."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Literal
+
+from rolljax.envs.base import StepResult
+from rolljax.errors import DataError, EnvError, InfraError, RolljaxError
+from rolljax.rollout.token_stream import TokenStream
+from rolljax.types import (
+    EVAL_STREAM,
+    Completion,
+    Expert,
+    Fault,
+    FaultKind,
+    Key,
+    Message,
+    Status,
+    Task,
+    Trajectory,
+    Turn,
+)
+
+
+@dataclasses.dataclass(eq=False)
+class TrajectoryBuilder:
+    """A trajectory in the making."""
+
+    task: Task
+    key: Key
+    attempt: int
+    expert: Expert | None = None
+    loops: int = 0
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    reward: float = 0.0
+    success: bool = False
+    status: Status = "ok"
+    fault: Fault | None = None
+    observation_hashes: list[str] = dataclasses.field(default_factory=list)
+    env_s: float = 0.0
+    sample_s: float = 0.0
+    repeats: int = 0
+    last: tuple[str, tuple[Message, ...]] | None = None
+
+    @contextlib.contextmanager
+    def waiting_for_env(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.env_s += time.perf_counter() - start
+
+    def add(self, stream: TokenStream, answer: Completion, text: str, result: StepResult, weight: float) -> None:
+        self.turns.append(
+            Turn(
+                stream.new_ids,
+                answer.tokens,
+                answer.sampler_logp,
+                answer.versions,
+                answer.finish_reason,
+                result.reward,
+                text,
+                result.weight * weight,
+                stream.restarted,
+                answer.experts,
+            )
+        )
+        self.sample_s += answer.queue_s + answer.sample_s
+        self.reward += result.reward
+        self.success = self.success or result.success
+        for total, values in ((self.parts, result.reward_parts), (self.metrics, result.metrics)):
+            for name, value in values.items():
+                total[name] = total.get(name, 0.0) + value
+        self.repeats = self.repeats + 1 if self.last == (text, result.messages) else 1
+        self.last = (text, result.messages)
+
+    def truncate(self, stage: str, why: str, kind: Literal["limit", "agent"] = "limit") -> None:
+        """The episode ends before its end, and counts."""
+        self.status, self.fault = "truncated", Fault(kind, stage, why)
+
+    def end_in_loop(self) -> None:
+        """The policy repeats itself: a failure in an evaluation, and nothing to learn from."""
+        why = f"the same answer {self.repeats} times in a row, to no effect"
+        if self.key.stream == EVAL_STREAM:
+            return self.truncate("repeat", why, kind="agent")
+        self.status, self.fault = "failed", Fault("agent", "repeat", why, retryable=True)
+        self.loops += 1
+
+    def trajectory(self) -> Trajectory:
+        return Trajectory(
+            self.key,
+            self.task,
+            tuple(self.turns),
+            self.reward,
+            self.parts,
+            self.success,
+            self.status,
+            self.fault,
+            self.metrics,
+            tuple(self.observation_hashes) if self.observation_hashes else None,
+            self.attempt,
+            self.loops,
+            self.expert,
+            self.env_s,
+            self.sample_s,
+        )
+
+
+def fault_of(error: RolljaxError) -> Fault:
+    """Whose failure it was."""
+    if isinstance(error, EnvError):
+        infra = isinstance(error, InfraError)
+        kind: FaultKind = "infra" if infra else "limit" if error.stage == "episode" else "env"
+        return Fault(kind, error.stage, str(error), retryable=infra and error.stage != "pool")
+    return Fault("env" if isinstance(error, DataError) else "infra", error.owner, str(error))

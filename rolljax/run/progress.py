@@ -1,0 +1,67 @@
+"""Where a run stands: what is saved beside the train state, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rolljax.recipe import Phase
+
+ALL_STEPS = "all steps done"
+"""Why a phase ended that did all of them."""
+
+
+@dataclasses.dataclass
+class RunProgress:
+    """Where a run stands. `phase` and `step` are what comes next; `total_steps` counts over all phases."""
+
+    phase: int = 0
+    step: int = 0
+    total_steps: int = 0
+    version: int = 0
+    stream_position: str = ""
+    heldout_reward: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    phase_wall_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    other_wall_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds outside of phases: `start` (settings, checks, weights, compiling the sampler, the first evaluation),
+    `save`, `result`."""
+    phase_steps: dict[str, int] = dataclasses.field(default_factory=dict)
+    phase_end: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Why each finished phase ended."""
+    carry: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What the phase's algorithm carries from step to step."""
+    starts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Where the phase's episodes start (`StartCurriculum.state`)."""
+    put_off: list[list[int]] = dataclasses.field(default_factory=list)
+    """Groups that were slow and come back: index of the task, step and number of the group (`GroupDue`)."""
+    failed_steps: int = 0
+    """Consecutive steps in which no trajectory survived."""
+    finished: bool = False
+    """The last phase is done."""
+
+    def has_more(self, phases: Sequence[Phase]) -> bool:
+        """Whether a finished run can go on: its last phase did all its steps and has more now, or another follows."""
+        phase = phases[self.phase]
+        more_steps = self.step < phase.steps and self.phase_end[phase.name] == ALL_STEPS
+        return more_steps or self.phase + 1 < len(phases)
+
+    def reopen(self, phases: Sequence[Phase]) -> None:
+        """Let a finished run go on that has more to do."""
+        phase = phases[self.phase]
+        self.finished = False
+        if self.phase_end[phase.name] == ALL_STEPS:
+            del self.phase_end[phase.name]
+
+    def is_in(self, phase: Phase) -> bool:
+        """Whether steps of `phase`, the one that goes on, are left."""
+        return self.step < phase.steps and phase.name not in self.phase_end
+
+    def end_step(self, phase: Phase) -> None:
+        """A step of `phase` is done, and made a new version of the policy."""
+        self.step, self.total_steps, self.version = self.step + 1, self.total_steps + 1, self.version + 1
+        self.phase_steps[phase.name] = self.step
+
+    def begin_next_phase(self) -> None:
+        """The next phase begins."""
+        self.phase, self.step, self.carry, self.starts, self.put_off = self.phase + 1, 0, {}, {}, []

@@ -1,0 +1,148 @@
+"""What a run leaves behind while it goes on: checkpoints, rollouts, metrics rows, and what a person sees of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rolljax.errors import EnvError, TrainerError
+from rolljax.recipe import Phase, Recipe
+from rolljax.run.console import Console
+from rolljax.run.folder import RunFolder
+from rolljax.run.notices import Notices, samples
+from rolljax.run.progress import RunProgress
+from rolljax.run.runtime import mean_reward
+from rolljax.run.step_metrics import StepTimer, timed
+from rolljax.run.trainer import Trainer
+from rolljax.threads.watchdog import Watchdog
+from rolljax.trainer.phase_trainer import NotFinite
+from rolljax.types import Group, Trajectory
+
+MAX_FAILED_STEPS = 3
+"""Steps in a row without one surviving trajectory after which the run stops."""
+
+
+class Recorder:
+    """Writes to the run folder, and tells the console.
+
+    Args:
+      progress: where the run stands; it is changed as the run goes on. saved: as the newest checkpoint has it.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        console: Console,
+        watchdog: Watchdog,
+        trainer: Trainer,
+        progress: RunProgress,
+        saved: RunProgress | None,
+    ) -> None:
+        self._recipe, self._folder, self.console, self._watchdog = recipe, folder, console, watchdog
+        self._trainer, self.progress = trainer, progress
+        self._saved = copy.deepcopy(saved)
+        self._notices: Notices | None = None
+        self._checkpoint_s = 0.0
+
+    def start_phase(self, phase: Phase) -> None:
+        """A phase begins, or goes on."""
+        self._notices = Notices(self._recipe, phase)
+        self.console.start_phase(phase.name, phase.steps, self.progress.step)
+
+    @contextlib.contextmanager
+    def keeping_crashes(self) -> Iterator[None]:
+        """Around a training step: what is not finite ends the run, and its batch is kept.
+
+        Raises:
+          TrainerError: a loss or gradient was not finite; nothing of the step is published or saved.
+        """
+        try:
+            yield
+        except NotFinite as e:
+            arrays = {name: np.asarray(array) for name, array in e.batch.arrays().items()}
+            path = self._folder.write_crash(f"step_{self.progress.total_steps + 1}", arrays)
+            raise TrainerError(f"{e}; nothing of this step was published or saved; the batch is in {path}") from e
+
+    def warn(self, groups: Sequence[Group]) -> None:
+        """Say what a person should hear about the trajectories of a step.
+
+        Raises:
+          EnvError: nothing has survived for `MAX_FAILED_STEPS` steps.
+        """
+        assert self._notices is not None
+        for text in self._notices.step(groups):
+            self.console.warn(text)
+
+    def check_alive(self, groups: Sequence[Group]) -> None:
+        """Stop a run whose environments or sampler only fail.
+
+        Raises:
+          EnvError: no trajectory survived for `MAX_FAILED_STEPS` steps.
+        """
+        failed = [t for g in groups for t in g.trajectories if t.status == "failed"]
+        all_failed = len(failed) == sum(len(g.trajectories) for g in groups)
+        self.progress.failed_steps = self.progress.failed_steps + 1 if all_failed else 0
+        if self.progress.failed_steps >= MAX_FAILED_STEPS:
+            raise EnvError(f"no trajectory survived for {MAX_FAILED_STEPS} steps; the last one: {failed[-1].fault}")
+
+    def commit(self, phase: Phase, groups: Sequence[Group], row: dict[str, float], timer: StepTimer) -> None:
+        """A step is done: its rollouts and metrics are written, and a checkpoint if one is due."""
+        progress, recipe = self.progress, self._recipe
+        with timer.part("save"):
+            if progress.total_steps % recipe.rollouts_every == 0:
+                self._folder.write_rollouts(progress.total_steps, (t for g in groups for t in g.trajectories))
+        row = row | timer.row
+        seconds = timer.total_s()
+        row["time/step_s"], row["time/checkpoint_s"], self._checkpoint_s = seconds, self._checkpoint_s, 0.0
+        if phase.samples:
+            sampled = row["rollout/len_tok"] * len(groups) * phase.group_size
+            row["tput/sample_tok_s"] = sampled / max(row["time/rollout_s"], 1e-9)
+        row["tput/train_tok_s"] = row["train/tokens_n"] / max(row["time/update_s"], 1e-9)
+        progress.phase_wall_s[phase.name] = progress.phase_wall_s.get(phase.name, 0.0) + seconds
+        place = {"step": progress.total_steps, "phase_step": progress.step, "version": progress.version}
+        self._folder.write_row({**place, "phase": phase.name, **row})
+        self.console.step(place | row)
+        if progress.total_steps % recipe.save_every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Commit a checkpoint, unless the newest is of this moment."""
+        if self.progress == self._saved:
+            return
+        seconds = self.progress.other_wall_s.get("save", 0.0)
+        name = self._folder.checkpoints.next_name(self.progress)
+        with timed(self.progress.other_wall_s, "save"):
+            with self._watchdog.waiting_for("the checkpoint to be written"):
+                self._trainer.save(name, self.progress)
+            self._folder.retain(self._recipe.keep_checkpoints, self._recipe.keep_rollouts)
+        self._checkpoint_s += self.progress.other_wall_s["save"] - seconds
+        self._saved = copy.deepcopy(self.progress)
+
+    def put_evaluation(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+        """Put the held-out reward at a border of phases on record: at the `start`, or behind phase `name`."""
+        progress = self.progress
+        mean = mean_reward(trajectories)
+        entry = {"phase": name, "step": progress.total_steps, "mean": mean, "n": len(trajectories)}
+        progress.heldout_reward = [e for e in progress.heldout_reward if e["phase"] != name] + [entry]
+        self.show_evaluation(trajectories)
+
+    def show_evaluation(self, trajectories: Sequence[Trajectory]) -> None:
+        """Show the held-out reward, and what a good and a bad answer look like."""
+        self.console.say(f"held-out reward {mean_reward(trajectories):.3f} of {len(trajectories)} tasks")
+        for line in samples(trajectories):
+            self.console.say(line)
+
+    def end_phase(self, phase: Phase) -> None:
+        """A phase is over, and evaluated."""
+        progress = self.progress
+        before, now = progress.heldout_reward[-2], progress.heldout_reward[-1]
+        steps, seconds = progress.phase_steps.get(phase.name, 0), progress.phase_wall_s[phase.name]
+        self.console.end_phase()
+        self.console.say(
+            f"{phase.name}: {progress.phase_end[phase.name]} after {steps} steps, {seconds:.0f} s; "
+            f"held-out reward {before['mean']:.3f} -> {now['mean']:.3f} ({now['n']} tasks)"
+        )

@@ -1,0 +1,106 @@
+"""What the metrics row of a step says beside the trainer's own numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from rolljax.metrics import ENV_PREFIX
+from rolljax.sampler.client import SamplerStats
+from rolljax.threads.watchdog import Watchdog
+from rolljax.types import Group
+
+PARTS = {
+    "rollout": "rollouts",
+    "update": "the update (the first of a phase is compiled)",
+    "publish": "the sampler to take new weights",
+    "eval": "the held-out evaluation",
+    "save": "the rollouts to be written",
+}
+"""Parts of a step, and what is waited for in them."""
+
+
+class StepTimer:
+    """Seconds by part of a step, in `row`; the watchdog is told which part it is."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.row: dict[str, float] = {}
+        self._watchdog = watchdog
+        self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Around a part of the step, one of `PARTS`."""
+        start = time.perf_counter()
+        with self._watchdog.waiting_for(PARTS[name]):
+            yield
+        key = f"time/{name}_s"
+        self.row[key] = self.row.get(key, 0.0) + time.perf_counter() - start
+
+    def total_s(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self._start
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], name: str, since: float | None = None) -> Iterator[None]:
+    """Add the seconds inside, or since `time.perf_counter()` was `since`, to those of `name`."""
+    start = time.perf_counter() if since is None else since
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def trajectories_row(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Statistics of a step's trajectories, trained by policy version `version`."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    alive = [t for t in trajectories if t.status != "failed"]
+    rewards = np.array([t.reward for t in alive]) if alive else np.zeros(1)
+    ages = [version - turn.versions for t in alive for turn in t.turns if (turn.versions >= 0).all()]
+    age = np.concatenate(ages) if ages else np.zeros(1)
+    own = sorted({name for t in alive for name in t.metrics})
+    return {
+        **{f"{ENV_PREFIX}{name}": _mean(t.metrics.get(name, 0.0) for t in alive) for name in own},
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/success_frac": _mean(t.success for t in alive),
+        "rollout/len_tok": _mean(t.num_sampled_tok for t in alive),
+        "rollout/turns_n": _mean(len(t.turns) for t in alive),
+        "rollout/trunc_frac": _mean(t.status == "truncated" for t in trajectories),
+        "rollout/fail_frac": _mean(t.status == "failed" for t in trajectories),
+        "stale/mean_ver": float(age.mean()),
+        "stale/max_ver": float(age.max()),
+    }
+
+
+def groups_row(started: int, kept: int, trained: int, cancelled: float) -> dict[str, float]:
+    """What became of a step's groups: those that were collected, were kept by the filters, and were trained on."""
+    return {
+        "groups/started_n": started + cancelled,
+        "groups/trained_n": trained,
+        "groups/dropped_failed_n": started - kept,
+        "groups/dropped_credit_n": kept - trained,
+    }
+
+
+def sampler_row(before: SamplerStats, now: SamplerStats) -> dict[str, float]:
+    """What the sampler did between two looks at its counters."""
+    did = {name: value - getattr(before, name) for name, value in dataclasses.asdict(now).items()}
+    return {
+        "sampler/prefill_tok": did["prefill_tok"],
+        "sampler/reuse_frac": did["reused_tok"] / max(did["reused_tok"] + did["prefill_tok"], 1),
+        "sampler/dispatches_n": did["dispatches"],
+        "sampler/slot_frac": did["busy_slot_steps"] / max(did["slot_steps"], 1),
+        "sampler/preempt_n": did["preemptions"],
+        "time/prefill_s": did["prefill_s"],
+        "time/decode_s": did["generate_s"],
+        "time/schedule_s": did["host_s"],
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return float(np.mean(found)) if found else 0.0

@@ -1,0 +1,165 @@
+"""The trainer of a run: what the loop asks for, and how one process does it with the devices of its mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rolljax.model import hf
+from rolljax.model.decoder import Params
+from rolljax.model.lora import Base
+from rolljax.run import durable, reference_policies
+from rolljax.run.checkpoint import Saved
+from rolljax.run.folder import RESULT, RunFolder
+from rolljax.run.initial_weights import base_weights, plain_params, start_params
+from rolljax.run.preflight import ResolvedRecipe
+from rolljax.run.progress import RunProgress
+from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.phase_trainer import PhaseTrainer
+from rolljax.trainer.state import TrainState, fingerprint
+from rolljax.trainer.update import ReferencePolicies
+from rolljax.types import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a training step tells the loop: what the algorithm carries on, metrics, groups that were trained on."""
+
+    carry: Carry
+    row: dict[str, float]
+    num_trained: int
+
+
+class Trainer(Protocol):
+    """Trains the policy of a run, phase by phase. Its state is its own.
+
+    On one process it is a `LocalTrainer`; on several, one in each, in lock step (`cluster.lockstep`).
+    """
+
+    def open_phase(self, progress: RunProgress) -> None:
+        """Begin phase `progress.phase` with the weights as they are, at first those that the run starts from."""
+
+    def restore(self, saved: Saved) -> None:
+        """Go on from a checkpoint."""
+
+    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> StepResult:
+        """Credit and all updates of step `step` of the phase.
+
+        Args:
+          groups: trajectories that take part. carry: what the step before returned; empty at first.
+
+        Raises:
+          NotFinite: a loss or gradient was not finite.
+          TrainerError: nothing of these trajectories can be trained on, whatever their rewards.
+        """
+        ...
+
+    def weights(self) -> Params:
+        """The policy's weights now, as `Model.bind` takes them; on the devices."""
+        ...
+
+    def save(self, name: str, progress: RunProgress) -> None:
+        """Commit a checkpoint of the state and of `progress` as `name`."""
+
+    def result(self) -> str:
+        """Write the policy as a Hugging Face folder; returns the fingerprint of the whole state, in hexadecimal."""
+        ...
+
+
+LOCKSTEP_CALLS = ("open_phase", "restore", "step", "save", "result")
+"""Methods that all processes of a mesh must call in one order."""
+
+
+class LocalTrainer:
+    """What each process does of a `Trainer`'s work, on the devices of its mesh.
+
+    Args:
+      folder: where checkpoints and the result go. tokenizer: goes along with the result; None in processes that do not
+        lead, which write none.
+    """
+
+    def __init__(self, resolved: ResolvedRecipe, folder: RunFolder, tokenizer: Any = None) -> None:
+        self._resolved, self._folder, self._tokenizer = resolved, folder, tokenizer
+        self._phase_trainer: PhaseTrainer | None = None
+        self._state: TrainState | None = None
+
+    @functools.cached_property
+    def _base(self) -> Base | None:
+        return base_weights(self._resolved)
+
+    @property
+    def phase_trainer(self) -> PhaseTrainer:
+        """The programs of the phase that goes on."""
+        assert self._phase_trainer is not None, "no phase is open"
+        return self._phase_trainer
+
+    @property
+    def state(self) -> TrainState:
+        assert self._state is not None, "no phase is open"
+        return self._state
+
+    def open_phase(self, progress: RunProgress) -> None:
+        base = self._base
+        params = start_params(self._resolved) if self._state is None else self._state.params
+        critics = None if self._state is None else self._state.critics
+        references = reference_policies.load(self._resolved, progress.phase, self._folder, params, base, begins=True)
+        self._phase_trainer = make_trainer(self._resolved, progress.phase, references, base)
+        self._state = self._phase_trainer.init(params, critics)
+
+    def restore(self, saved: Saved) -> None:
+        progress, base = saved.progress, self._base
+        trainer = make_trainer(self._resolved, progress.phase, {}, base)
+        self._state = self._folder.checkpoints.state(saved.name, trainer.abstract(), trainer.shardings)
+        if not progress.finished:  # else it is only looked at
+            references = reference_policies.load(
+                self._resolved, progress.phase, self._folder, self._state.params, base, begins=progress.step == 0
+            )
+            trainer = dataclasses.replace(trainer, references=references)
+        self._phase_trainer = trainer
+
+    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> StepResult:
+        made = self.phase_trainer.step(self.state, groups, carry, step)
+        self._state = made.state
+        return StepResult(dict(made.carry), made.row, made.num_trained)
+
+    def weights(self) -> Params:
+        return self.phase_trainer.full_params(self.state.params)
+
+    def save(self, name: str, progress: RunProgress) -> None:
+        self._folder.checkpoints.save(name, self.state, progress)
+
+    def result(self) -> str:
+        recipe, model = self._resolved.recipe, self._resolved.model
+        source = recipe.model if isinstance(recipe.model, str) else None
+        path = self._folder.path / RESULT
+        params = plain_params(self._resolved, self.weights())
+        with durable.folder(path) if self._tokenizer else contextlib.nullcontext(path) as place:
+            hf.save(place, model.plain, params, self._tokenizer, source=source)
+        return fingerprint(self.state)
+
+
+def make_trainer(
+    resolved: ResolvedRecipe, index: int, references: ReferencePolicies, base: Base | None = None
+) -> PhaseTrainer:
+    """The trainer of phase `index` of a recipe."""
+    recipe, phase = resolved.recipe, resolved.recipe.phases[index]
+    return PhaseTrainer(
+        resolved.mesh,
+        resolved.model,
+        phase.algorithm,
+        phase.optimizer,
+        recipe.pack_shape(phase),
+        steps=phase.steps,
+        groups_per_step=phase.prompts_per_step,
+        updates_per_step=phase.updates_per_step,
+        epochs=phase.epochs,
+        temperature=phase.temperature,
+        limit_tok=recipe.max_answer_tok,
+        seed=recipe.seed,
+        references=references,
+        base=base,
+        replay_experts=recipe.sampler.record_experts and phase.algorithm.source == "sampler",
+    )

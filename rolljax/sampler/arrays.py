@@ -1,0 +1,134 @@
+"""What goes into the engine's programs and what comes out: registered pytrees of device or host arrays.
+
+Shape letters beside the model's: S slots, R prefill rows, T prompt tokens of a chunk, W pages per row, K decode steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rolljax.sampler.sampling import ADDRESS_LEN, SamplingDistribution
+
+MAX_STOP_IDS = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything the engine keeps between dispatches. On a mesh every array is split over its first axis."""
+
+    pool: jax.Array
+    """KV pages of all layers; its layout is the path's."""
+    token: jax.Array
+    """`[S]` last sampled token, not yet in the cache."""
+    position: jax.Array
+    """`[S]` position of `token` in its sequence."""
+    remaining: jax.Array
+    """`[S]` tokens the slot may still sample; 0: the slot is idle or done."""
+    distribution: SamplingDistribution
+    key: jax.Array
+    """`[S, 2]` uint32: the request's address, hashed."""
+    stop: jax.Array
+    """`[S, MAX_STOP_IDS]`, padded with -1."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inserts:
+    """Which prefilled prompt goes into which slot, and how it is sampled from; one entry per slot."""
+
+    row: jax.Array
+    """`[S]` row of the prefill's logits, counted within the slot's batch shard; -1: the slot is left alone."""
+    copy_from: jax.Array
+    """`[S]` partly filled last page of the prompt, to be copied; -1: none."""
+    copy_to: jax.Array
+    """`[S]` the slot's own page that `copy_from` is copied to; -1: none."""
+    length: jax.Array
+    """`[S]` tokens that are in the cache."""
+    max_tokens: jax.Array
+    """`[S]` most tokens to sample."""
+    distribution: SamplingDistribution
+    address: jax.Array
+    """`[S, ADDRESS_LEN]` int32."""
+    stop: jax.Array
+    """`[S, MAX_STOP_IDS]` ids that end an answer, padded with -1."""
+
+    @staticmethod
+    def empty(slots: int) -> Inserts:
+        """Host arrays that insert nothing."""
+        none = lambda *shape: np.full((slots, *shape), -1, np.int32)  # noqa: E731
+        return Inserts(
+            row=none(),  # type: ignore[arg-type]
+            copy_from=none(),  # type: ignore[arg-type]
+            copy_to=none(),  # type: ignore[arg-type]
+            length=none(),  # type: ignore[arg-type]
+            max_tokens=none(),  # type: ignore[arg-type]
+            distribution=SamplingDistribution.empty(slots),
+            address=np.zeros((slots, ADDRESS_LEN), np.int32),  # type: ignore[arg-type]
+            stop=none(MAX_STOP_IDS),  # type: ignore[arg-type]
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillChunks:
+    """PrefillChunks of prompts to prefill; arrays `[R]`, `count` is 0 for rows without one."""
+
+    tokens: jax.Array
+    """`[R, T]`."""
+    start: jax.Array
+    """`[R]` tokens of the prompt that are in the cache already."""
+    count: jax.Array
+    """`[R]` new tokens; 0: the row has no chunk."""
+    table: jax.Array
+    """`[R, W]` page ids."""
+    copy_from: jax.Array
+    """`[R]` a page to copy before anything is written; -1: none."""
+    copy_to: jax.Array
+    """`[R]` the page that `copy_from` is copied to; -1: none."""
+
+    @staticmethod
+    def empty(rows: int, size: int, width: int) -> PrefillChunks:
+        """Host arrays of rows without a chunk, for chunks of `size` tokens and tables of `width` pages."""
+        return PrefillChunks(
+            tokens=np.zeros((rows, size), np.int32),  # type: ignore[arg-type]
+            start=np.zeros(rows, np.int32),  # type: ignore[arg-type]
+            count=np.zeros(rows, np.int32),  # type: ignore[arg-type]
+            table=np.full((rows, width), -1, np.int32),  # type: ignore[arg-type]
+            copy_from=np.full(rows, -1, np.int32),  # type: ignore[arg-type]
+            copy_to=np.full(rows, -1, np.int32),  # type: ignore[arg-type]
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ResultTokens:
+    """Sampled tokens of one dispatch, `[S, K]`, and what is known of each; see `rolljax.types.Sampled`."""
+
+    tokens: jax.Array
+    sampler_logp: jax.Array
+    model_logp: jax.Array
+    top_ids: jax.Array
+    """`[S, K, n]` most likely tokens; n is 0 unless they were asked for."""
+    top_sampler_logp: jax.Array
+    """`[S, K, n]` log-probs of `top_ids` under the sampling distribution."""
+    top_model_logp: jax.Array
+    """`[S, K, n]` log-probs of `top_ids` under the model's own distribution."""
+    experts: jax.Array
+    """`[S, K, L, k]` experts that each token took; L and k are 0 unless they are recorded."""
+    valid: jax.Array
+    """`[S]` how many of the K steps sampled a token; they come first."""
+    done: jax.Array
+    """`[S]` whether the slot has nothing left to sample."""
+
+    @staticmethod
+    def empty(experts: jax.Array, top: int, done: jax.Array) -> ResultTokens:
+        """No tokens yet. experts: `[S, K, L, k]`; top: likely tokens per step; done: `[S]`."""
+        slots, steps = experts.shape[:2]
+        ids, logp = jnp.zeros((slots, steps), jnp.int32), jnp.zeros((slots, steps))
+        top_ids, top_logp = jnp.zeros((slots, steps, top), jnp.int32), jnp.zeros((slots, steps, top))
+        return ResultTokens(ids, logp, logp, top_ids, top_logp, top_logp, experts, jnp.zeros(slots, jnp.int32), done)

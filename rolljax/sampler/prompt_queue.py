@@ -1,0 +1,252 @@
+"""The prompts that wait, and what is prefilled next. Host logic of one thread.
+
+    wait -> queue -> started: it has pages -> prefilled chunk by chunk -> ready for slots
+
+Equal streams that wait together are one `QueuedPrompt`: prefilled once, its pages shared, its logits drawn from by all
+of its members.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import time
+
+import numpy as np
+
+from rolljax.sampler.arrays import PrefillChunks
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.pages import TOKEN_BYTES, PageCache
+from rolljax.sampler.request import QueuedPrompt, Request, SamplerStats
+from rolljax.sampler.worker import EngineWorker
+
+SCAN = 64
+"""Prompts in the queue that are looked at for one prefill, beyond those it takes."""
+
+
+class Capacity:
+    """The free slots and the KV pages of every batch shard."""
+
+    def __init__(self, engine: Engine) -> None:
+        cfg, n = engine.cfg, engine.num_shards
+        self.slots_per_shard = each = cfg.slots // n
+        self.caches = [
+            PageCache(engine.pages_per_shard, cfg.page_size, cfg.prefix_match, cfg.prefill_chunk) for _ in range(n)
+        ]
+        self.free_slots = [list(range((s + 1) * each - 1, s * each - 1, -1)) for s in range(n)]
+
+    def take_pages(self, shard: int, num_pages: int) -> list[int] | None:
+        """Pages for something new, if one for each running sequence is left."""
+        cache = self.caches[shard]
+        running = self.slots_per_shard - len(self.free_slots[shard])
+        return cache.take(num_pages) if cache.num_available >= num_pages + running else None
+
+
+class PromptQueue:
+    """The prompts that requests wait for, from `wait` until the last member of each has a slot.
+
+    Attributes:
+      prompts: all of them, by their tokens as int32 bytes. started: those that hold pages.
+      ready: those that are prefilled, in the order they became so.
+    """
+
+    def __init__(self, worker: EngineWorker, capacity: Capacity, stats: SamplerStats) -> None:
+        self._worker, self._engine, self._capacity, self._stats = worker, worker.engine, capacity, stats
+        self._cfg = worker.engine.cfg
+        self.prompts: dict[bytes, QueuedPrompt] = {}
+        self.started: dict[bytes, QueuedPrompt] = {}
+        self.ready: list[QueuedPrompt] = []
+        self._queue: list[tuple[tuple[int, int], QueuedPrompt]] = []
+        """Prompts that are not prefilled yet, by their `queue_key`."""
+        self._holders: collections.Counter[int] = collections.Counter()
+        """How many draw from the logits of a ticket yet."""
+
+    # ---- who waits
+
+    def wait(self, request: Request, base: bytes | None = None) -> None:
+        """Have a request wait for its stream to be prefilled; `base`: see `QueuedPrompt`."""
+        stream = request.stream()
+        data = stream.tobytes()
+        prompt = self.prompts.get(data)
+        if prompt is None:
+            prompt = self._enqueue(QueuedPrompt(stream, data, request.queue_key, base=base))
+        elif request.queue_key < prompt.queue_key and prompt.shard < 0:
+            self._queue.remove((prompt.queue_key, prompt))
+            prompt.queue_key = request.queue_key
+            bisect.insort(self._queue, (prompt.queue_key, prompt), key=_queue_key)
+        prompt.members.append(request)
+        request.prompt = prompt
+
+    def wait_without_member(self, tokens: np.ndarray, queue_key: tuple[int, int]) -> None:
+        """Have a stream prefilled for the cache alone, unless it waits already."""
+        data = tokens.tobytes()
+        if data not in self.prompts:
+            self._enqueue(QueuedPrompt(tokens, data, queue_key))
+
+    def leave(self, request: Request) -> None:
+        """A request that waits gives up."""
+        prompt = request.prompt
+        assert prompt is not None
+        prompt.members.remove(request)
+        request.prompt = None
+        if not prompt.members:
+            self.forget(prompt)
+
+    def forget(self, prompt: QueuedPrompt) -> None:
+        """Nobody waits for a prompt any more."""
+        if prompt.shard >= 0:
+            self.release(prompt, requeue=False)
+        else:
+            self._queue.remove((prompt.queue_key, prompt))
+        del self.prompts[prompt.data]
+
+    def release(self, prompt: QueuedPrompt, requeue: bool = True) -> None:
+        """Take everything from a prompt that was started; what was computed stays in the cache."""
+        cache = self._capacity.caches[prompt.shard]
+        cache.unlock(prompt.locked)
+        cache.release(prompt.pages)
+        if prompt.ticket is None:
+            self._queue.remove((prompt.queue_key, prompt))
+        else:
+            self.ready.remove(prompt)
+            self._release_ticket(prompt.ticket)
+        del self.started[prompt.data]
+        prompt.shard, prompt.nodes, prompt.tail, prompt.pages = -1, [], None, []
+        prompt.reused = prompt.done = 0
+        prompt.ticket = None
+        if requeue:
+            bisect.insort(self._queue, (prompt.queue_key, prompt), key=_queue_key)
+
+    def _enqueue(self, prompt: QueuedPrompt) -> QueuedPrompt:
+        self.prompts[prompt.data] = prompt
+        bisect.insort(self._queue, (prompt.queue_key, prompt), key=_queue_key)
+        return prompt
+
+    # ---- planning
+
+    def prefill_some(self) -> bool:
+        """One prefill of the next chunks of waiting prompts that fit into one program; False: nothing to do."""
+        cfg, n = self._cfg, self._engine.num_shards
+        room = [len(f) for f in self._capacity.free_slots]
+        for prompt in self.started.values():
+            room[prompt.shard] -= len(prompt.members)
+        batch: list[QueuedPrompt] = []
+        shape, filled, skipped = None, [0] * n, 0
+        for _, prompt in self._queue:
+            if skipped >= SCAN:
+                break
+            skipped += 1
+            base = self.prompts.get(prompt.base) if prompt.base else None
+            if base is not None and base.ticket is None:
+                continue
+            if prompt.shard < 0:
+                started = self._start(prompt, room)
+                if started is None:
+                    continue
+                if not started:
+                    break
+            wanted = (cfg.chunk_size(self._next_chunk_tok(prompt)), self._engine.width(prompt.done))
+            shape = shape or wanted
+            if wanted == shape and filled[prompt.shard] < cfg.prefill_rows(wanted[0], n):
+                prompt.row = filled[prompt.shard]
+                filled[prompt.shard] += 1
+                batch.append(prompt)
+                skipped -= 1
+                if sum(filled) == cfg.prefill_rows(wanted[0], n) * n:
+                    break
+        if shape is None:
+            return False
+        self._prefill(batch, *shape)
+        return True
+
+    def _next_chunk_tok(self, prompt: QueuedPrompt) -> int:
+        """New tokens of a prompt in its next chunk: at most up to the next multiple of `prefill_chunk`."""
+        chunk = self._cfg.prefill_chunk
+        return min(len(prompt.tokens) - prompt.done, chunk - prompt.done % chunk)
+
+    def _start(self, prompt: QueuedPrompt, room: list[int]) -> bool | None:
+        """Give a prompt its pages, those in the cache first. None: not on its shard now; False: no pages anywhere.
+
+        room: of each batch shard, slots that no started prompt's members wait for.
+        """
+        size, caches = self._cfg.page_size, self._capacity.caches
+        found = [cache.find(prompt.data, len(prompt.tokens) - 1) for cache in caches]
+        longest = max(f.length for f in found)
+        open_shards = [s for s, r in enumerate(room) if r > 0 or not prompt.members]
+        if longest and self._cfg.prefix_match == "turns":
+            open_shards = [s for s in open_shards if found[s].length == longest]
+        if not open_shards:
+            return None if longest and any(r > 0 for r in room) else False
+        for shard in sorted(open_shards, key=lambda s: (-found[s].length, -room[s])):
+            cache, cached = caches[shard], found[shard]
+            full_pages = cached.length // size
+            locked = cached.nodes if cached.tail is None else [*cached.nodes, cached.tail]
+            cache.lock(locked)
+            pages = self._capacity.take_pages(shard, -(-len(prompt.tokens) // size) - full_pages)
+            if pages is None:
+                cache.unlock(locked)
+                continue
+            prompt.shard, prompt.nodes, prompt.tail, prompt.pages = shard, cached.nodes, cached.tail, pages
+            prompt.reused = prompt.done = cached.length
+            self.started[prompt.data] = prompt
+            room[shard] -= len(prompt.members)
+            return True
+        return False
+
+    # ---- prefill
+
+    def _prefill(self, batch: list[QueuedPrompt], chunk_size: int, read: int) -> None:
+        start = time.perf_counter()
+        rows = self._cfg.prefill_rows(chunk_size, self._engine.num_shards)
+        chunks = self._chunks(batch, chunk_size, rows)
+        ticket = self._worker.prefill(chunks, read=read)
+        self._holders[ticket] = 1  # until every prompt of the batch has its own
+        for prompt in batch:
+            if prompt.tail is not None:
+                self._capacity.caches[prompt.shard].unlock([prompt.tail])
+                prompt.tail = None
+            prompt.done += int(chunks.count[prompt.shard * rows + prompt.row])
+            if prompt.done == len(prompt.tokens):
+                self._finish(prompt, ticket)
+        self._release_ticket(ticket)
+        self._stats.prefills += 1
+        self._stats.prefill_s += time.perf_counter() - start
+
+    def _chunks(self, batch: list[QueuedPrompt], chunk_size: int, rows: int) -> PrefillChunks:
+        """The next chunks of some prompts; rows: of each batch shard."""
+        chunks = PrefillChunks.empty(rows * self._engine.num_shards, chunk_size, self._cfg.pages_per_sequence)
+        for prompt in batch:
+            row = prompt.shard * rows + prompt.row
+            count = self._next_chunk_tok(prompt)
+            chunks.tokens[row, :count] = prompt.tokens[prompt.done : prompt.done + count]
+            chunks.start[row], chunks.count[row] = prompt.done, count
+            pages = [*(node.page for node in prompt.nodes), *prompt.pages]
+            chunks.table[row, : len(pages)] = pages
+            if prompt.tail is not None:
+                chunks.copy_from[row], chunks.copy_to[row] = prompt.tail.page, prompt.pages[0]
+            self._stats.prefill_tok += count
+        return chunks
+
+    def _finish(self, prompt: QueuedPrompt, ticket: int) -> None:
+        """All of a prompt is in the cache: from here its pages are shared."""
+        size, cache = self._cfg.page_size, self._capacity.caches[prompt.shard]
+        new = cache.keep(prompt.nodes, prompt.data[len(prompt.nodes) * size * TOKEN_BYTES :], prompt.pages)
+        prompt.nodes, prompt.pages = [*prompt.nodes, *new], []
+        if len(prompt.tokens) % size:
+            prompt.tail = prompt.nodes.pop()
+        self._queue.remove((prompt.queue_key, prompt))
+        prompt.ticket = ticket
+        self._holders[ticket] += 1
+        self.ready.append(prompt)
+        if not prompt.members:
+            self.forget(prompt)
+
+    def _release_ticket(self, ticket: int) -> None:
+        self._holders[ticket] -= 1
+        if not self._holders[ticket]:
+            del self._holders[ticket]
+            self._worker.release([ticket])
+
+
+def _queue_key(entry: tuple[tuple[int, int], QueuedPrompt]) -> tuple[int, int]:
+    return entry[0]

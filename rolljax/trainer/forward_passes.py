@@ -1,0 +1,185 @@
+"""Forward passes over the sampled tokens of a step, before its updates: what credit asks the models for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from rolljax.model.axes import on_mesh
+from rolljax.model.decoder import Model, Params
+from rolljax.model.lora import Base
+from rolljax.model.value import ValueModel
+from rolljax.trainer import attention_stats
+from rolljax.trainer.algorithms.base import Needs
+from rolljax.trainer.attention_stats import AttentionStatsFn
+from rolljax.trainer.batch import Packed, TokenBatch
+from rolljax.trainer.forward import NumShards, critic_values, policy_outputs, without_experts
+from rolljax.trainer.mesh import put, replicated, rows
+from rolljax.trainer.update import ReferencePolicies, put_batch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedBatch:
+    """A packed batch on the host and, once it is asked for, on the devices of a mesh."""
+
+    mesh: Mesh
+    packed: Packed
+
+    @property
+    def host(self) -> TokenBatch:
+        return self.packed.batch
+
+    @functools.cached_property
+    def on_devices(self) -> TokenBatch:
+        return put_batch(self.mesh, self.host)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ForwardPasses:
+    """The programs of a phase that only look at its models.
+
+    Arrays that its methods return are `[N, T]` like the mask they take: the sampled tokens of each trajectory, left
+    aligned, 0 behind them. Batches hold the trajectories in their order.
+
+    needs: what the algorithm asks for. references: the policies that it names. value_model: what each critic is.
+    base: the frozen weights of a model with adapters.
+    """
+
+    mesh: Mesh
+    model: Model
+    needs: Needs
+    references: ReferencePolicies
+    value_model: ValueModel | None = None
+    base: Base | None = None
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether the algorithm asks for any."""
+        needs = self.needs
+        logprobs = needs.trainer_logp or needs.ref or needs.scorer or needs.teachers
+        return bool(logprobs or needs.critics or needs.attention)
+
+    def compute_logprobs(
+        self, params: Params, batches: Sequence[PlacedBatch], mask_NT: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Log-probs by the policy of parameters `params` and by references, as `Episodes` names them: `trainer_logp`,
+        `ref_logp`, `scorer_logp` `[N, T]`, `teacher_logp` `[S, N, T]`; those that are asked for."""
+        needs = self.needs
+        policies: dict[str, tuple[Model, Params]] = {}
+        if needs.trainer_logp:
+            policies["trainer_logp"] = (self.model, self.model.full_params(params, self.base))
+        if needs.ref:
+            policies["ref_logp"] = self.references[needs.ref]
+        if needs.scorer:
+            policies["scorer_logp"] = self.references[needs.scorer]
+        policies |= {f"teacher{i}": self.references[name] for i, name in enumerate(needs.teachers)}
+        found: dict[str, list[np.ndarray]] = {name: [] for name in policies}
+        for batch in batches:
+            for name, (model, weights) in policies.items():
+                placed = batch.on_devices if name == "trainer_logp" else without_experts(batch.on_devices)
+                found[name] += batch.packed.unpack(self.logprob_program(model)(weights, placed))
+        arrays = {name: _padded(values, mask_NT) for name, values in found.items()}
+        teachers = [arrays.pop(f"teacher{i}") for i in range(len(needs.teachers))]
+        return arrays | ({"teacher_logp": np.stack(teachers)} if teachers else {})
+
+    def compute_values(self, params: Params, batches: Sequence[PlacedBatch], mask_NT: np.ndarray) -> np.ndarray:
+        """What critics of parameters `params`, stacked, say of the state before every token, `[M, N, T]`."""
+        assert self.needs.critics is not None
+        found: list[list[np.ndarray]] = [[] for _ in range(self.needs.critics.num)]
+        for batch in batches:
+            values = np.asarray(self.value_program(params, batch.on_devices, self.base))
+            for of_one, array in zip(found, values, strict=True):
+                of_one += batch.packed.unpack(array)
+        return np.stack([_padded(of_one, mask_NT) for of_one in found])
+
+    def compute_attention_stats(
+        self, params: Params, batches: Sequence[PlacedBatch], mask_NT: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """`waad` and `fai` of the policy of parameters `params`; heads are picked once, by all batches together."""
+        settings = self.needs.attention
+        assert settings is not None
+        params = self.model.full_params(params, self.base)
+        parts = []
+        for batch in batches:
+            for i in range(int(batch.host.num_micro)):
+                b = batch.host.micro_batch(i)
+                columns = (b.tokens, b.positions, b.segment_ids, b.branch_ids, b.sequence_ids > 0)
+                placed = put(self.mesh, columns, (rows(self.mesh),) * len(columns))
+                parts.append(jax.device_get(self.attention_program(params, *placed)))
+        stats = attention_stats.reduce(parts, settings)
+        found: dict[str, list[np.ndarray]] = {"waad": [], "fai": []}
+        done = 0
+        for batch in batches:
+            own = slice(done, done := done + int(batch.host.num_micro))
+            for name, values in (("waad", stats.waad_MBT[own]), ("fai", stats.fai_MBT[own])):
+                full = np.zeros(np.shape(batch.host.tokens))
+                full[: len(values)] = values
+                found[name] += batch.packed.unpack(full)
+        return {name: _padded(values, mask_NT) for name, values in found.items()}
+
+    # ---- the programs -----------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _logprob_programs(self) -> dict[Model, jax.stages.Wrapped]:
+        return {}
+
+    def logprob_program(self, model: Model) -> jax.stages.Wrapped:
+        """The jitted `(params, batch) -> log-probs [M, B, T]`, one for each model."""
+        shards = NumShards.of(self.mesh)
+
+        def of_one(params: Params, micro: TokenBatch) -> jax.Array:
+            return policy_outputs(model, params, micro, shards=shards).logp
+
+        def logprobs(params: Params, batch: TokenBatch) -> jax.Array:
+            with on_mesh(self.mesh):
+                return _over_micro_batches(of_one, params, batch)
+
+        if model not in self._logprob_programs:
+            self._logprob_programs[model] = jax.jit(logprobs, out_shardings=replicated(self.mesh))
+        return self._logprob_programs[model]
+
+    @functools.cached_property
+    def value_program(self) -> jax.stages.Wrapped:
+        """The jitted `(params of all critics, batch, base) -> values [critics, M, B, T]`."""
+        model = self.value_model
+        assert model is not None
+
+        def values(params: Params, batch: TokenBatch, base: Base | None) -> jax.Array:
+            def of_one(params: Params, micro: TokenBatch) -> jax.Array:
+                return critic_values(model, model.full_params(params, base), micro)
+
+            with on_mesh(self.mesh):
+                return jax.vmap(functools.partial(_over_micro_batches, of_one), in_axes=(0, None))(params, batch)
+
+        return jax.jit(values, out_shardings=replicated(self.mesh))
+
+    @functools.cached_property
+    def attention_program(self) -> AttentionStatsFn:
+        """The jitted program of `attention_stats`, for one micro-batch."""
+        assert self.needs.attention is not None
+        return attention_stats.make_attention_stats(self.model, self.mesh, self.needs.attention)
+
+
+def _over_micro_batches(
+    forward: Callable[[Params, TokenBatch], jax.Array], params: Params, batch: TokenBatch
+) -> jax.Array:
+    """`forward(params, micro-batch)`, `[B, T]`, of every micro-batch that holds anything; `[M, B, T]`, else 0."""
+
+    def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(out, forward(params, batch.micro_batch(i)), i, 0)
+
+    return jax.lax.fori_loop(0, batch.num_micro, body, jnp.zeros(batch.tokens.shape, jnp.float32))
+
+
+def _padded(values: Sequence[np.ndarray], mask_NT: np.ndarray) -> np.ndarray:
+    """Values of each trajectory's sampled tokens, float64 `[N, T]`; 0 behind them."""
+    out = np.zeros(mask_NT.shape)
+    for row, of_one in zip(out, values, strict=True):
+        row[: len(of_one)] = of_one
+    return out

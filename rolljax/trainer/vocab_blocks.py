@@ -1,0 +1,317 @@
+"""The walk over a head's columns that `trainer.vocab` makes: blocks, scores, running sums, and gradients.
+
+Heads are walked as `[S, V/S, D]`, S shards that a mesh may split, all shards at once: no block crosses a shard, every
+running figure is one per shard, and the shards are merged in the end. Blocks are cut inside a shard, the last one
+shorter. A gradient row of the head is complete after its block, so that it is rounded once and written once, in place.
+
+Scores `z` are logits over the temperature, float32. Shapes as in `trainer.vocab`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rolljax.errors import ConfigError
+from rolljax.model.axes import COMPUTED_RULES, PARAM_RULES, constrain
+
+BLOCK_BYTES = 32 * 2**20
+"""Most bytes of one block of float32 logits, over all devices together."""
+_LANES = 128
+_UNSHARDED = (None, "embed")
+"""Axes of a block of the head, which every device computes with in full: TPU compilers would otherwise pass parts of
+hidden states, or of sums, around a ring of devices, which read far more memory than a block has."""
+_LOWEST = -1e30  # a maximum of nothing that can still be subtracted from
+_UNROLL = 8
+
+Carry = TypeVar("Carry")
+
+
+class Blocks(NamedTuple):
+    """What is static about a walk over a head."""
+
+    shards: int
+    block_bytes: int
+    entropy_grad: bool = False
+
+    def check(self, vocab: int) -> None:
+        if self.shards < 1 or vocab % self.shards:
+            raise ConfigError(
+                f"does not divide the vocabulary of {vocab}",
+                setting="shards",
+                value=self.shards,
+                remedy="a divisor of the head's first dimension",
+            )
+
+    def size(self, hidden: jax.Array, width: int, logits: int = 1) -> int:
+        """Columns of a block in each of the shards, of `width` columns; all but the last block have as many.
+
+        `logits`: how many blocks of logits are held at a time.
+        """
+        column_bytes = 4 * logits * self.shards * math.prod(hidden.shape[:-1])
+        if column_bytes * width <= self.block_bytes:
+            return width
+        most = max(self.block_bytes // (column_bytes * _LANES), 1) * _LANES
+        even = -(-width // -(-width // most))  # as few blocks, of about the same size
+        return min(-(-even // _LANES) * _LANES, width)
+
+    def by_shard(self, head_VD: jax.Array) -> jax.Array:
+        """`[S, V/S, D]`, or the head itself if it is one shard: CPU compilers are slow with axes of size 1."""
+        return head_VD if self.shards == 1 else head_VD.reshape(self.shards, -1, head_VD.shape[1])
+
+    def map_shards(self, of_shard: Callable[..., Any], *args: Any) -> Any:
+        """`of_shard(first token id, *args of the shard)` for all shards at once. Arguments and results have the leading
+        axes that `by_shard` gives."""
+        if self.shards == 1:
+            return of_shard(0, *args)
+        width = jax.tree.leaves(args)[0].shape[1]
+        return jax.vmap(of_shard)(jnp.arange(self.shards) * width, *args)
+
+    def sum_shards(self, x: jax.Array) -> jax.Array:
+        """Sum over shards."""
+        return x.sum(0) if self.shards > 1 else x
+
+
+def walk(width: int, size: int, step: Callable[[Carry, Any, int], Carry], carry: Carry) -> Carry:
+    """`step(carry, first column, columns)` over all blocks of a shard."""
+    full = width // size
+    carry = lax.fori_loop(0, full, lambda i, c: step(c, i * size, size), carry) if full > 1 else step(carry, 0, size)
+    return step(carry, full * size, width - full * size) if width > full * size else carry
+
+
+class Logits(NamedTuple):
+    """What becomes of `hidden @ head.T`. Nothing here is differentiable."""
+
+    temperature: jax.Array
+    cap: jax.Array | None
+
+    @classmethod
+    def of(cls, temperature: jax.Array | float, softcap: float | None) -> Logits:
+        if softcap is not None and softcap <= 0:
+            raise ConfigError("must be above 0, or None", setting="softcap", value=softcap)
+        return cls(jnp.float32(temperature), None if softcap is None else jnp.float32(softcap))
+
+    def scores(self, hidden: jax.Array, block_VD: jax.Array) -> jax.Array:
+        """Logits over the temperature, `[..., V]`."""
+        logits = jnp.einsum("...d,vd->...v", hidden, block_VD, preferred_element_type=jnp.float32)
+        if self.cap is not None:
+            logits = self.cap * jnp.tanh(logits / self.cap)
+        return logits * (1 / self.temperature)
+
+    def slope(self, z: jax.Array) -> jax.Array:
+        """Derivative of scores `z` in the matrix product."""
+        slope = 1 / self.temperature
+        return slope if self.cap is None else slope * (1 - jnp.square(z * (self.temperature / self.cap)))
+
+
+def head_block(head_VD: jax.Array, start: Any, size: int, dtype: Any, temperature: jax.Array) -> jax.Array:
+    """Rows of a head, cast; NaN for temperatures that are not positive.
+
+    Compilers like to cast all of the head once, before the loop, and hold the copy. The barrier keeps CPU compilers
+    from it. TPU compilers drop barriers before they look for such casts; a factor of 1 that they cannot know to be the
+    same for every block keeps the cast in the loop.
+    """
+    head_VD, start = lax.optimization_barrier((head_VD, start))
+    # first as it lies: or a head that needs no cast would be gathered, and then sliced
+    block_VD = constrain(lax.dynamic_slice_in_dim(head_VD, start, size), *_UNSHARDED, rules=PARAM_RULES)
+    if block_VD.dtype != dtype:
+        factor = jnp.where((start + 1) * temperature > 0, 1, jnp.nan).astype(block_VD.dtype)
+        block_VD = (block_VD * factor).astype(dtype)
+    return constrain(block_VD, *_UNSHARDED, rules=COMPUTED_RULES)
+
+
+class Normaliser(NamedTuple):
+    """Of `exp(z)` over the columns seen so far; `[...]` each."""
+
+    peak: jax.Array
+    """The largest z."""
+    mass: jax.Array
+    """Sum of `exp(z - peak)`."""
+    tilt: jax.Array
+    """Sum of `exp(z - peak) (z - peak)`."""
+
+    @classmethod
+    def start(cls, shape: tuple[int, ...]) -> Normaliser:
+        zeros = jnp.zeros(shape, jnp.float32)
+        return cls(zeros + _LOWEST, zeros, zeros)
+
+    @classmethod
+    def below_zero(cls, z: jax.Array) -> Normaliser:
+        """Of scores `[..., V]` with a peak of 0."""
+        mass = jnp.exp(z)
+        return cls(jnp.zeros(z.shape[:-1], jnp.float32), mass.sum(-1), _dot(mass, z))
+
+    def lift(self, peak: jax.Array) -> Normaliser:
+        """The same sums, taken from another peak."""
+        scale = jnp.exp(self.peak - peak)
+        return Normaliser(peak, scale * self.mass, scale * (self.tilt + (self.peak - peak) * self.mass))
+
+    def add(self, z: jax.Array) -> Normaliser:
+        """With a block `[..., V]` more."""
+        peak = jnp.maximum(self.peak, z.max(-1))
+        below = z - peak[..., None]
+        mass = jnp.exp(below)
+        old = self.lift(peak)
+        return Normaliser(peak, old.mass + mass.sum(-1), old.tilt + _dot(mass, below))
+
+    def merge_shards(self, blocks: Blocks) -> Normaliser:
+        """All shards together."""
+        if blocks.shards == 1:
+            return self
+        peak, mass, tilt = self.lift(self.peak.max(0))
+        return Normaliser(peak, mass.sum(0), tilt.sum(0))
+
+    def logp(self, z: jax.Array) -> jax.Array:
+        """Log-probs of scores `[..., k]`. The peak goes first: its difference to a large z is exact."""
+        return (z - self.peak[..., None]) - jnp.log(self.mass)[..., None]
+
+    def entropy(self) -> jax.Array:
+        return jnp.log(self.mass) - self.tilt / self.mass
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Sum of products over the last axis. Unlike a second sum over the same block, CPU compilers vectorise it."""
+    return jnp.einsum("...v,...v->...", a, b, precision="highest")
+
+
+def pick(z: jax.Array, first: Any, ids: jax.Array) -> jax.Array:
+    """Of scores `[..., V]` of the tokens from `first` on, those of `ids [..., k]`, 0 for tokens elsewhere; `[..., k]`.
+
+    By comparison, as gathers of single numbers are slow on TPU.
+    """
+    columns_V = first + jnp.arange(z.shape[-1])
+
+    def one(carry: None, token: jax.Array) -> tuple[None, jax.Array]:
+        return carry, jnp.where(columns_V == token[..., None], z, 0).sum(-1)
+
+    _, picked = lax.scan(one, None, jnp.moveaxis(ids, -1, 0), unroll=min(ids.shape[-1], _UNROLL))
+    return jnp.moveaxis(picked, 0, -1)
+
+
+def scatter(values: jax.Array, first: Any, size: int, ids: jax.Array) -> jax.Array:
+    """The transpose of `pick`: `values [..., k]` in the columns of `ids [..., k]`; `[..., size]`."""
+    columns_V = first + jnp.arange(size)
+
+    def one(block: jax.Array, entry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        token, value = entry
+        return block + jnp.where(columns_V == token[..., None], value[..., None], 0), None
+
+    entries = jnp.moveaxis(ids, -1, 0), jnp.moveaxis(values, -1, 0)
+    zeros = jnp.zeros((*ids.shape[:-1], size), jnp.float32)
+    return lax.scan(one, zeros, entries, unroll=min(ids.shape[-1], _UNROLL))[0]
+
+
+class TopK(NamedTuple):
+    """The largest scores seen so far, largest first, and their tokens; `[..., k]` each."""
+
+    z: jax.Array
+    ids: jax.Array
+
+    @classmethod
+    def start(cls, shape: tuple[int, ...]) -> TopK:
+        return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32))
+
+    def best(self, k: int) -> TopK:
+        """The best `k` of them."""
+        z, columns = lax.top_k(self.z, k)
+        return TopK(z, jnp.take_along_axis(self.ids, columns, -1))
+
+    def add(self, z: jax.Array, first: Any) -> TopK:
+        """With scores `[..., V]` of the tokens from `first` on."""
+        k = self.z.shape[-1]
+        new, columns = lax.top_k(z, min(k, z.shape[-1]))
+        return TopK(jnp.concatenate([self.z, new], -1), jnp.concatenate([self.ids, columns + first], -1)).best(k)
+
+    def merge_shards(self, blocks: Blocks) -> TopK:
+        """All shards together."""
+        if blocks.shards == 1:
+            return self
+        k = self.z.shape[-1]
+        return TopK(*(jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in self)).best(k)
+
+
+class Scorer(NamedTuple):
+    """Who turns hidden states into scores."""
+
+    hidden: jax.Array
+    head_VD: jax.Array
+    logits: Logits
+
+    def scores(self, start: Any, size: int) -> jax.Array:
+        block_VD = head_block(self.head_VD, start, size, self.hidden.dtype, self.logits.temperature)
+        return self.logits.scores(self.hidden, block_VD)
+
+
+def normalisers(blocks: Blocks, scorers: Sequence[Scorer], k: int) -> tuple[tuple[Normaliser, ...], TopK]:
+    """Every scorer's normaliser, and the `k` best scores of the last one. No gradient passes."""
+    blocks.check(len(scorers[0].head_VD))
+    hidden = scorers[0].hidden
+
+    def of_shard(first: Any, *heads: jax.Array) -> tuple[tuple[Normaliser, ...], TopK]:
+        def step(
+            carry: tuple[tuple[Normaliser, ...], TopK], start: Any, size: int
+        ) -> tuple[tuple[Normaliser, ...], TopK]:
+            norms, best = carry
+            zs = [r._replace(head_VD=head).scores(start, size) for r, head in zip(scorers, heads, strict=True)]
+            norms = tuple(norm.add(z) for norm, z in zip(norms, zs, strict=True))
+            return norms, best.add(zs[-1], first + start) if k else best
+
+        width, lead = len(heads[0]), hidden.shape[:-1]
+        start = (Normaliser.start(lead),) * len(scorers), TopK.start((*lead, k))
+        return walk(width, blocks.size(hidden, width, len(scorers)), step, start)
+
+    norms, best = blocks.map_shards(of_shard, *(blocks.by_shard(r.head_VD) for r in scorers))
+    return tuple(norm.merge_shards(blocks) for norm in norms), best.merge_shards(blocks) if k else best
+
+
+class KeptScores(NamedTuple):
+    """All scores of a head of one shard, where the forward pass kept them."""
+
+    below: jax.Array
+    """Less the peak, `[..., V]`."""
+    peak: jax.Array | None
+    """`[..., 1]`; None where no slope asks for it."""
+
+
+def score_gradients(
+    blocks: Blocks,
+    reader: Scorer,
+    slope: Callable[..., jax.Array],
+    kept: KeptScores | None,
+    *others: Any,
+    num_logits: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of hidden states and head.
+
+    Args:
+      slope: `(z, first column, first token id of the shard, *others of the shard)` to the loss's gradient in z; z is
+        less its peak where scores were kept.
+      others: as in `Blocks.map_shards`. num_logits: blocks of logits that are held at a time.
+    """
+    hidden, head_VD, logits = reader
+
+    def of_shard(first: Any, head_VD: jax.Array, *others: Any) -> tuple[jax.Array, jax.Array]:
+        def step(carry: tuple[jax.Array, jax.Array], start: Any, size: int) -> tuple[jax.Array, jax.Array]:
+            of_hidden, of_head = carry
+            block = head_block(head_VD, start, size, hidden.dtype, logits.temperature)
+            z = logits.scores(hidden, block) if kept is None else kept.below
+            scores = z if kept is None or kept.peak is None else z + kept.peak
+            dz = (slope(z, start, first, *others) * logits.slope(scores)).astype(hidden.dtype)
+            of_hidden += jnp.einsum("...v,vd->...d", dz, block, preferred_element_type=jnp.float32)
+            over = tuple(range(hidden.ndim - 1))
+            rows = lax.dot_general(dz, hidden, ((over, over), ((), ())), preferred_element_type=jnp.float32)
+            rows = constrain(
+                constrain(rows, *_UNSHARDED, rules=COMPUTED_RULES).astype(head_VD.dtype), *_UNSHARDED, rules=PARAM_RULES
+            )
+            return of_hidden, lax.dynamic_update_slice_in_dim(of_head, rows, start, axis=0)
+
+        start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head_VD)
+        return walk(len(head_VD), blocks.size(hidden, len(head_VD), num_logits), step, start)
+
+    of_hidden, of_head = blocks.map_shards(of_shard, blocks.by_shard(head_VD), *others)
+    return blocks.sum_shards(of_hidden).astype(hidden.dtype), of_head.reshape(head_VD.shape)

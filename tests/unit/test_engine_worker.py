@@ -1,0 +1,91 @@
+"""The engine worker: what it keeps under tickets, and how another process repeats its calls from host data alone."""
+
+import contextlib
+import pickle
+
+import jax
+import numpy as np
+import pytest
+
+from rolljax.cluster.lockstep import Lockstep
+from rolljax.model.decoder import Model
+from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.request import Request
+from rolljax.sampler.scheduler import Scheduler
+from rolljax.sampler.settings import SamplerConfig
+from rolljax.sampler.worker import LOCKSTEP_CALLS, EngineWorker
+from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
+from rolljax.types import Sampled, SamplingParams
+
+MODEL = Model(
+    Qwen3Config(vocab_size=40, num_layers=1, hidden_size=16, num_heads=2, head_dim=8, ffn_size=16, init_std=0.3)
+)
+CFG = SamplerConfig(slots=4, max_context=96, page_size=8, pages=24, prefill_chunk=32, steps_per_dispatch=4)
+
+
+def worker():
+    made = EngineWorker(Engine(MODEL, CFG, MeshSpec().build(jax.devices()[:1]), BATCH_AXES))
+    made.set_params(MODEL.init(0))
+    return made
+
+
+def sample(engine_worker):
+    """Twelve requests, long and short, siblings among them, two aborted and the weights swapped on the way; too few
+    pages for all."""
+    scheduler, done, requests = Scheduler(engine_worker, 0), {}, []
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 40, n).astype(np.int32) for n in (3, 70, 33, 8)]
+    for i in range(12):
+
+        def deliver(request, reason, i=i):
+            done[i] = (Sampled.concatenate(request.parts).tokens.tolist() if request.parts else [], reason)
+
+        requests.append(Request(prompts[i % 4], SamplingParams(1.0, 20), (i,), 0, deliver))
+        scheduler.add(requests[-1])
+    for _ in range(3):
+        scheduler.step()
+    for i in (0, 11):
+        scheduler.abort(requests[i])
+    scheduler.publish(lambda params: params, 1)
+    while scheduler.busy:
+        scheduler.step()
+    assert len(done) == 12
+    return done
+
+
+@pytest.fixture(scope="module")
+def alone():
+    one = worker()
+    return one, sample(one)
+
+
+def test_no_logits_are_kept_when_nothing_runs(alone):
+    one, _ = alone
+    assert one._logits == {}
+
+
+def test_another_worker_repeats_the_calls_from_host_data(alone):
+    """What travels is pickled bytes; the other's decode state ends as ours does, bit by bit, and no logits stay."""
+    ours, other, names = worker(), worker(), []
+
+    class Leader:
+        @contextlib.contextmanager
+        def broadcast(self, *call):
+            shared, name, args, kwargs = pickle.loads(pickle.dumps(call))
+            assert shared == "engine"
+            names.append(name)
+            getattr(other, name)(*args, **kwargs)
+            yield
+
+    assert sample(Lockstep(Leader(), "engine", ours, LOCKSTEP_CALLS)) == alone[1]
+    assert set(names) == set(LOCKSTEP_CALLS) - {"score"} and names.count("prefill") == names.count("release")
+    for mine, its in zip(jax.tree.leaves(ours._state), jax.tree.leaves(other._state), strict=True):
+        np.testing.assert_array_equal(mine, its)
+    assert ours._logits == other._logits == {}
+
+
+def test_logits_that_were_released_cannot_be_drawn_from(alone):
+    one, _ = alone
+    with pytest.raises(KeyError):
+        one.release([0])
