@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile
 # another Python, with the newest libraries (`make test-newest`); of pyenv's one that is installed
 NEWEST ?= $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12) python3.12)
-EXTRAS := data,envs,format,jetstream,serve,tools
+EXTRAS := data,envs,jetstream,tools
 # the sandbox; only where this is root's machine and Debian's
 INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \
 	{ apt-get install -qq -y bubblewrap > /dev/null || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }; }; }
@@ -67,6 +67,7 @@ check: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_docs.py
 
 bench: setup-test
 	$(BIN)/python benchmarks/quickstart.py

@@ -79,7 +79,7 @@ def make(folder: Path, mib: int, shard_mib: int) -> None:
     planned = []
     for entry in hf.entries(cfg):
         leaf = like[entry.path[0]] if len(entry.path) == 1 else like[entry.path[0]][entry.path[1]]
-        shape = leaf.shape[len(entry.at) :]
+        shape = leaf.shape[len(entry.index) :]
 
         def draw(shape=shape, entry=entry):
             value = rng.integers(0x3000, 0x3F00, shape, np.uint16).view(ml_dtypes.bfloat16)

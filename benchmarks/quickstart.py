@@ -70,7 +70,7 @@ def main() -> None:
         h = {e["phase"]: e["mean"] for e in s["heldout_reward"]}
         phases = list(s["phase_steps"])
         line = "  ".join(f"{p} {h[p]:.3f} ({s['phase_steps'][p]} steps, {s['phase_wall_s'][p]:.0f} s)" for p in phases)
-        lines.append(f"{name:8}  start {h['start']:.3f}  {line}  whole process {s['process_s']:.0f} s")
+        lines.append(f"{name:8}  start {h['start']:.3f}  {line}  all of the process {s['process_s']:.0f} s")
         print(lines[-1], flush=True)
     print(f"\n{args.config}: held-out reward after each phase\n" + "\n".join(lines))
     if args.figure:

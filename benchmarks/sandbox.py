@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from rolljax.sandbox import CODE, TERMINAL, Sandbox, SandboxConfig, SandboxHost, grade_python, recipe
+from rolljax.sandbox import CODE, TERMINAL, Sandbox, SandboxConfig, SandboxHost, command_line, grade_python
 
 
 def timed(call: Callable[[], object], repeats: int) -> list[float]:
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--sessions", type=int, default=32)
     args = parser.parse_args()
-    python = [*recipe.isolated_python(), "-c", "pass"]
+    python = [*command_line.isolated_python(), "-c", "pass"]
     test = "def check(candidate):\n    for i in range(20):\n        assert candidate(i) == i + 1"
     with SandboxHost(SandboxConfig(slots=args.sessions + 8)) as host, contextlib.ExitStack() as stack:
         host.run(python)

@@ -45,8 +45,8 @@ class ConfigError(RolljaxError, ValueError):
         self.message, self.setting, self.value, self.remedy, self.where = message, setting, value, remedy, where
         super().__init__(message)
 
-    def at(self, where: str) -> ConfigError:
-        """The same error with its origin filled in."""
+    def located_at(self, where: str) -> ConfigError:
+        """This error, its `where` filled in unless it has one."""
         self.where = self.where or where
         return self
 
@@ -174,5 +174,5 @@ def boundary(error: type[RolljaxError], doing: str) -> Iterator[None]:
         yield
     except RolljaxError:
         raise
-    except Exception as e:  # the one place where foreign exceptions get an owner
+    except Exception as e:  # border: foreign exceptions get an owner
         raise error(f"{doing}: {type(e).__name__}: {e}") from e

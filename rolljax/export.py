@@ -50,8 +50,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(
                 "is written in float32, as one file", setting="--adapter", remedy="leave out --dtype and --max_shard_gb"
             )
-        with durable.folder(to) as place:
-            export(args.run, args.model, place, adapter=args.adapter, **how)
+        with durable.folder(to) as folder:
+            export(args.run, args.model, folder, adapter=args.adapter, **how)
         print(to)
         return 0
 

@@ -74,7 +74,9 @@ NAMES: Mapping[str, Metric] = {
         "ratio", "mean", 0, INF, "load-balancing loss over its least value: 1 where all experts are used alike"
     ),
     "router/max_load_frac": Metric("share", "max", 0, 1, "choices of the busiest expert, of all in its layer"),
-    "router/entropy_nat": Metric("nats", "mean", 0, INF, "entropy of the router's law, mean over tokens and layers"),
+    "router/entropy_nat": Metric(
+        "nats", "mean", 0, INF, "entropy of the router's probabilities, mean over tokens and layers"
+    ),
     "router/unused_n": Metric("experts", "mean", 0, INF, "experts that no token of an update chose, over all layers"),
     "router/replayed_frac": Metric("share", "mean", 0, 1, "tokens whose experts are those they took in the sampler"),
     "mismatch/k3_nat": Metric(
@@ -142,7 +144,7 @@ NAMES: Mapping[str, Metric] = {
     "time/publish_s": Metric("s", "sum", 0, INF, "handing weights to the sampler"),
     "time/eval_s": Metric("s", "sum", 0, INF, "held-out evaluation"),
     "time/save_s": Metric("s", "sum", 0, INF, "writing rollout files"),
-    "time/step_s": Metric("s", "sum", 0, INF, "the whole step"),
+    "time/step_s": Metric("s", "sum", 0, INF, "all of the step"),
     "sampler/prefill_tok": Metric("tokens", "sum", 0, INF, "prompt tokens that were computed"),
     "sampler/reuse_frac": Metric(
         "share", "mean", 0, 1, "prompt tokens that were in the cache or computed for a sibling"

@@ -1,39 +1,87 @@
-"""Check an environment before training on it: `python -m rolljax.validate ENV [--tasks N]`.
+"""Check an environment before training on it: `python -m rolljax.validate ENV [--tasks N] [--seconds S]`.
 
 Runs the checks that rolljax's own environments pass (`rolljax.envs.checks`), tries a hundred answers that take no
 thought (`rolljax.envs.constants`), then plays it with a random player and with one that says nothing: what they solve,
 a policy solves without learning anything. Exit code 0, or 3 if a check fails.
+
+An environment whose steps take long (a program graded in a sandbox) is checked on fewer tasks than were asked for: the
+time is shared among the checks, and each says how many tasks it had time for.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 from rolljax import cli
 
 if TYPE_CHECKING:
     from rolljax.envs.base import EnvSpec
+    from rolljax.envs.checks import Act
 
 MUCH = 0.2
 """Share of tasks from which on it is worth a warning that a player without knowledge solves them."""
 
+SECONDS = 120.0
+"""Seconds in which all checks shall be done."""
 CONSTANT_TASKS = 30
 """Most tasks on which every constant answer is tried."""
-CONSTANTS_S = 20.0
-"""Seconds after which no further task is begun for that."""
 
-Row = tuple[str, str, str]
+T = TypeVar("T")
+CheckRow = tuple[str, str, str]
 """What was looked at; ok, fail, warn or nothing; what was seen."""
+
+
+class Budget:
+    """Time for all checks, of which each gets an equal share of what those before it left.
+
+    num_cut: checks that had no time for all tasks.
+    """
+
+    def __init__(self, seconds: float, num_checks: int) -> None:
+        self.num_cut = 0
+        self._end, self._num_left = time.monotonic() + seconds, num_checks
+
+    def share_s(self) -> float:
+        """Seconds for the next check."""
+        share = max(0.0, self._end - time.monotonic()) / max(1, self._num_left)
+        self._num_left -= 1
+        return share
+
+    def spend(self, run: Callable[[int], T], num_tasks: int) -> tuple[T, str]:
+        """What `run(n)` gives for as many tasks `n` as the next share allows, one at least; and a note on those tasks.
+
+        It is run on one task first, then on as many as what is left allows at the speed of the last time.
+        """
+        end, n = time.monotonic() + self.share_s(), 1
+        while True:
+            start = time.monotonic()
+            result = run(n)
+            now = time.monotonic()
+            affordable = min(num_tasks, int(n * (end - now) / max(now - start, 1e-6)))
+            if n == num_tasks:
+                return result, ""
+            if affordable <= n:
+                self.num_cut += 1
+                return result, f" ({n} of {num_tasks} tasks: no time for the other {num_tasks - n})"
+            n = affordable
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rolljax.validate", description="Check an environment.")
     parser.add_argument("env", metavar="ENV", help="sokoban, 'frozen_lake(size=5)', rg:chain_sum, module.Class, ...")
     parser.add_argument("--tasks", type=int, default=50, metavar="N", help="how many tasks to play (default: 50)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        metavar="S",
+        help=f"time for all checks; fewer tasks are played when it is short (default: {SECONDS:g})",
+    )
     return parser.parse_args(argv)
 
 
@@ -45,24 +93,33 @@ def main(argv: list[str] | None = None) -> int:
         from rich.table import Table
 
         from rolljax.envs.catalog import make_spec
+        from rolljax.envs.checks import CHECKS
         from rolljax.errors import ConfigError, EnvError
 
         if args.tasks < 1:
             raise ConfigError("must be at least 1", setting="--tasks", value=args.tasks)
+        if not args.seconds > 0:
+            raise ConfigError("must be positive", setting="--seconds", value=args.seconds)
         spec = make_spec(args.env)
         console = Console(highlight=False, markup=False, emoji=False)
         table = Table("check", "", "seen", title=args.env, title_justify="left")
         styles = {"ok": "green", "fail": "red", "warn": "yellow", "": ""}
         failed = 0
+        budget = Budget(args.seconds, len(CHECKS) + 4)
         with console.status("checking") if console.is_terminal else console:
             for name, verdict, seen in [
-                *check(spec, args.tasks),
-                *thoughtless(spec, args.tasks),
-                *measure(spec, args.tasks),
+                *check(spec, args.tasks, budget),
+                *findings("constant answers", thoughtless(spec, args.tasks, budget)),
+                *findings("players", measure(spec, args.tasks, budget)),
             ]:
                 table.add_row(name, verdict, seen, style=styles[verdict])
                 failed += verdict == "fail"
         console.print(table)
+        if budget.num_cut:
+            console.print(
+                f"{budget.num_cut} checks had no time for all {args.tasks} tasks in {args.seconds:g} s: "
+                "give them more with --seconds"
+            )
         if failed:
             raise EnvError(f"{spec.name} fails {failed} of the checks")
         return 0
@@ -70,51 +127,84 @@ def main(argv: list[str] | None = None) -> int:
     return cli.run_verb(run)
 
 
-def check(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
+def findings(name: str, rows: Iterable[CheckRow]) -> Iterator[CheckRow]:
+    """The rows, and one more if an exception ends them: whatever an environment raises is what was found.
+
+    Raises:
+      ConfigError: of this machine or the settings: every check would say it again.
+    """
+    from rolljax.errors import ConfigError, EnvError, RolljaxError, boundary
+
+    try:
+        with boundary(EnvError, "raised"):
+            yield from rows
+    except ConfigError:
+        raise
+    except RolljaxError as e:
+        yield name, "fail", str(e)
+
+
+def check(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
     """Every check, whatever becomes of the others."""
     from rolljax.envs.checks import CHECKS
-    from rolljax.errors import ConfigError, RolljaxError
 
     for name, run in CHECKS.items():
-        try:
-            yield name, "ok", run(spec, num_tasks)
-        except ConfigError:  # of this machine or the settings: every check would say it again
-            raise
-        except RolljaxError as e:
-            yield name, "fail", str(e)
-        except Exception as e:  # border: whatever an environment raises is what was found
-            yield name, "fail", f"{type(e).__name__}: {e}"
+        yield from findings(name, checked(name, functools.partial(run, spec), num_tasks, budget))
 
 
-def thoughtless(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
+def checked(name: str, run: Callable[[int], str], num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
+    """What one check has seen."""
+    seen, note = budget.spend(run, num_tasks)
+    yield name, "ok", seen + note
+
+
+def thoughtless(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
     """Answers that take no thought: what wins more than chance without being gold is a hole."""
     from rolljax.envs import checks
+    from rolljax.envs.constants import CONSTANTS
 
     name, num_tasks = "constant answers", min(num_tasks, CONSTANT_TASKS)
-    try:
-        found = checks.constant_wins(spec, num_tasks, CONSTANTS_S)
-    except Exception as e:  # border: as above
-        yield name, "fail", f"{type(e).__name__}: {e}"
-    else:
-        verdict = "fail" if found.hole is not None else "warn" if found.best.share > MUCH or found.pays else ""
-        yield name, verdict, str(found)
+    share_s = budget.share_s()
+    start = time.monotonic()
+    checks.play(spec, spec.task(0), checks.always(checks.NONSENSE))
+    task_s = len(CONSTANTS) * (time.monotonic() - start)
+    if task_s > share_s:
+        budget.num_cut += 1
+        seen = f"not tried: {len(CONSTANTS)} answers to one task take {task_s:.0f} s, {share_s:.0f} left"
+        yield name, "warn", seen
+        return
+    found = checks.constant_wins(spec, num_tasks, share_s)
+    budget.num_cut += found.num_tasks < num_tasks
+    verdict = "fail" if found.hole is not None else "warn" if found.best.share > MUCH or found.pays else ""
+    yield name, verdict, str(found)
 
 
-def measure(spec: EnvSpec, num_tasks: int) -> Iterator[Row]:
+def measure(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
     """Players that know nothing, and speed."""
     from rolljax.envs import checks
 
-    try:
-        tasks = [spec.task(i) for i in range(num_tasks)]
-        player, how = checks.random_player(spec)
-        for name, act in ((how, player), ("empty answers", checks.always(""))):
-            solved = checks.success_frac(spec, tasks, act)
-            yield name, "warn" if solved > MUCH else "", f"solve {solved:.1%} of {num_tasks} tasks"
-        start = time.perf_counter()
-        steps = sum(len(checks.play(spec, task, player).results) for task in tasks)
-        yield "speed", "", f"{steps / (time.perf_counter() - start):,.0f} steps/s, reset included"
-    except Exception as e:  # border: as above
-        yield "players", "fail", f"{type(e).__name__}: {e}"
+    player, how = checks.random_player(spec)
+    for name, act in ((how, player), ("empty answers", checks.always(""))):
+        solved, note = budget.spend(functools.partial(solved_frac, spec, act), num_tasks)
+        yield name, "warn" if solved > MUCH else "", f"solve {solved:.1%} of the tasks{note}"
+    speed, note = budget.spend(functools.partial(steps_per_s, spec, player), num_tasks)
+    yield "speed", "", f"{speed:,.0f} steps/s, reset included{note}"
+
+
+def solved_frac(spec: EnvSpec, act: Act, num_tasks: int) -> float:
+    """Share of the first tasks that a player solves."""
+    from rolljax.envs import checks
+
+    return checks.success_frac(spec, map(spec.task, range(num_tasks)), act)
+
+
+def steps_per_s(spec: EnvSpec, act: Act, num_tasks: int) -> float:
+    """Steps in a second of a player in the first tasks."""
+    from rolljax.envs import checks
+
+    start = time.perf_counter()
+    steps = sum(len(checks.play(spec, spec.task(i), act).results) for i in range(num_tasks))
+    return steps / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

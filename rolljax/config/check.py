@@ -1,4 +1,4 @@
-"""Values against annotations, and built dataclasses as flat JSON-able dicts. `config.py` is the only user.
+"""Values against annotations, and built dataclasses as flat JSON-able dicts.
 
 `fit` converts the three things gin cannot write (a list for a tuple, an int for a float, a string for a Path) and
 refuses everything else that does not match. Deliberately absent: coercion of strings, and any guess.
@@ -140,13 +140,13 @@ def _fit_scalar(value: Any, tp: type) -> Any:
     if tp is int and isinstance(value, bool):
         remedy = f"write {int(value)}"
     elif tp is int and isinstance(value, float):
-        remedy = f"write {int(value)}" if value.is_integer() else f"write a whole number, such as {_near_int(value)}"
+        remedy = f"write {int(value)}" if value.is_integer() else f"write an integer, such as {_near_int(value)}"
     elif tp is bool:
         remedy = f"write {str(value).lower() in ('1', '1.0', 'true', 'yes', 'on')}"
     elif tp is str and isinstance(value, (int, float)):
         remedy = f"write '{value}', with quotes"
     elif isinstance(value, str):
-        remedy = f"write {'a whole number' if tp is int else 'a number'} without quotes"
+        remedy = f"write {'an integer' if tp is int else 'a number'} without quotes"
     raise Mismatch(tp.__name__, remedy)
 
 

@@ -1,8 +1,8 @@
 """gin files and `--set` settings -> one checked tree of frozen dataclasses, once, on the main thread.
 
-Reads in the order things happen: `config_source.Source` reads files and settings into bindings; `_Build` hands the
+Reads in the order things happen: `source.Source` reads files and settings into bindings; `_Build` hands the
 winning ones to gin, which evaluates references, macros and scopes and calls `_Build.make` for every object; `make`
-fills defaults, checks each value against its annotation (`config_check.fit`) and constructs; what nothing read is an
+fills defaults, checks each value against its annotation (`check.fit`) and constructs; what nothing read is an
 error; `Loaded` is what leaves.
 
 Two things are added to gin's meaning. A binding reaches every object of its class, also one that stands in the tree
@@ -25,19 +25,11 @@ from typing import Any, Generic, TypeVar
 import gin
 import gin.config
 
-from rolljax.config import check as check
-from rolljax.config.source import (
-    Binding,
-    Macro,
-    Ref,
-    Source,
-    default,
-    fields,
-    find_config,
-    is_config,
-    leaves,
-    map_leaves,
-)
+from rolljax.config import check
+from rolljax.config.classes import default, fields, is_config
+from rolljax.config.files import find_config
+from rolljax.config.source import Binding, Source
+from rolljax.config.values import Macro, Ref, leaves, map_leaves
 from rolljax.errors import ConfigError, RolljaxError
 
 T = TypeVar("T")
@@ -62,8 +54,8 @@ class Loaded(Generic[T]):
     _build: _Build = dataclasses.field(repr=False, compare=False)
 
     def locate(self, error: ConfigError) -> ConfigError:
-        """The same error with `where` filled from its `setting` ("Class.field"): file:line, --set text, or default."""
-        return error.at(self._build.where(error.setting))
+        """The error with `where` filled from its `setting` ("Class.field"): file:line, --set text, or default."""
+        return error.located_at(self._build.where(error.setting))
 
 
 def load(files: Sequence[str | Path], settings: Sequence[str] = (), *, root: type[T]) -> Loaded[T]:
@@ -71,7 +63,7 @@ def load(files: Sequence[str | Path], settings: Sequence[str] = (), *, root: typ
 
     Args:
       files: gin files: paths, or names of those that come with rolljax (`quickstart`, `algorithms/tis`). An `include`
-        is looked up beside the file that has it, then likewise.
+        is looked up beside the file that has it, then as one of these.
       settings: a name is a macro, a selector as in the files, or any unambiguous shorter form (`Class.field`). The
         value is a gin value, or a bare word or path, which is taken as a string.
       root: the frozen dataclass the tree starts at.
@@ -118,13 +110,13 @@ def _registered(cls: Any) -> str:
     return f"rolljax.config.loader.{check.full_name(cls)}"
 
 
-class _Given:
+class _Uncopied:
     """A function or class as a value; gin deep-copies what it hands out, and some functions cannot be."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
 
-    def __deepcopy__(self, memo: dict) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.obj
 
 
@@ -133,7 +125,7 @@ def _for_gin(leaf: Any) -> Any:
         return gin.config.ConfigurableReference(f"{leaf.name}/gin.macro", True)
     if isinstance(leaf, Ref) and leaf.call:
         return gin.config.ConfigurableReference("/".join(filter(None, [leaf.scope, _registered(leaf.obj)])), True)
-    return _Given(leaf.obj) if isinstance(leaf, Ref) else leaf
+    return _Uncopied(leaf.obj) if isinstance(leaf, Ref) else leaf
 
 
 class _Build:
@@ -165,7 +157,7 @@ class _Build:
         except RecursionError:
             circle = "macros or @references refer to one another in a circle"
             raise ConfigError(circle, where=self.last_file, remedy="break the circle") from None
-        except Exception:  # gin decorates what `make` raised; the original was kept
+        except ConfigError:  # gin raises a decorated copy of what `make` raised
             if self.error is None:
                 raise
             raise self.error from self.error.__cause__
@@ -184,7 +176,7 @@ class _Build:
             return self._construct(cls, {name: self._value(cls, name, bound, base) for name in fields(cls)})
         except ConfigError as e:
             origin = self.where(e.setting, scopes) or self.where(f"{cls.__name__}.{e.setting}", scopes)
-            self.error = self.error or e.at(origin or self._asked_for(cls, "/".join(scopes)))
+            self.error = self.error or e.located_at(origin or self._asked_for(cls, "/".join(scopes)))
             raise
 
     def _value(self, cls: type, name: str, bound: dict[str, Any], base: Any) -> Any:
@@ -224,7 +216,7 @@ class _Build:
             return cls(**values)
         except RolljaxError:
             raise
-        except Exception as e:  # what a __post_init__ raises is about its settings
+        except Exception as e:  # border: what a __post_init__ raises is about its settings
             where = self._asked_for(cls, "/".join(gin.current_scope()))
             message = f"cannot be built: {type(e).__name__}: {e}"
             raise ConfigError(message, setting=cls.__name__, where=where) from e

@@ -45,7 +45,7 @@ class StepResult:
 class Env(abc.ABC):
     """One episode. Methods may block: the pool calls them from worker threads or processes, under deadlines.
 
-    All randomness comes from the task: two episodes of one task that hear the same actions say the same.
+    All randomness comes from the task: two episodes of one task that get the same actions say the same.
     """
 
     @abc.abstractmethod

@@ -21,9 +21,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from rolljax.errors import EnvError, InfraError
+
+T = TypeVar("T")
 
 CPU_S = 1.0
 MEMORY_GIB = 0.5
@@ -33,6 +35,19 @@ WALL_FACTOR = 100.0
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _MEMORY = b'{"too_much": "memory"}'
 _MAX_FDS = 1 << 20
+
+
+def or_default(score: Callable[[], T], default: T, *, raises: tuple[type[Exception], ...] = ()) -> T:
+    """What a library's scorer gives; `default` where it raises something: such an answer is no answer.
+
+    raises: exceptions that are passed on.
+    """
+    try:
+        return score()
+    except Exception as e:  # border: some libraries parse without looking
+        if isinstance(e, raises):
+            raise
+        return default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +97,16 @@ def bounded(fn: Callable[..., Any], *args: Any, cpu_s: float = CPU_S, memory_gib
     if pid == 0:
         _become_child(write, fn, args, cpu_s, memory_gib)
     os.close(write)
+    ended = False
     try:
         data = _read(read, time.monotonic() + WALL_FACTOR * cpu_s)
-    except BaseException:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
+        ended = True
     finally:
         os.close(read)
-    return _outcome(data, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+    return _outcome(data, os.waitstatus_to_exitcode(status))
 
 
 def _outcome(data: bytes, code: int) -> Any | TooMuch:
@@ -141,7 +157,7 @@ def _become_child(
 
 
 def _isolate(write: int) -> None:
-    """Nothing of the parent's is held, heard or written to."""
+    """Nothing of the parent's is held, read or written to."""
     gc.freeze()
     faulthandler.disable()
     signal.set_wakeup_fd(-1)

@@ -127,16 +127,17 @@ def _literals(text: str, ref: str) -> dict[str, Any]:
 def _load(path: str, ref: str) -> type[EnvSpec]:
     module, _, name = path.rpartition(".")
     try:
-        cls = getattr(importlib.import_module(module), name)
-    except Exception as e:  # a user's module may raise anything while it is imported
-        missing = isinstance(e, (ModuleNotFoundError, AttributeError))
-        remedy = "check the spelling, and that its folder is the current one or in PYTHONPATH"
+        with boundary(ConfigError, f"{ref} cannot be imported (python -c 'import {module}' shows where)"):
+            cls = getattr(importlib.import_module(module), name)
+    except ConfigError as e:
+        if not isinstance(e.__cause__, (ModuleNotFoundError, AttributeError)):
+            raise
         raise ConfigError(
-            f"cannot be imported: {type(e).__name__}: {e}",
+            f"cannot be imported: {e.__cause__}",
             setting="environment",
             value=ref,
-            remedy=remedy if missing else f"run: python -c 'import {module}'",
-        ) from e
+            remedy="check the spelling, and that its folder is the current one or in PYTHONPATH",
+        ) from e.__cause__
     if not (isinstance(cls, type) and issubclass(cls, EnvSpec)):
         raise ConfigError(
             "is not an EnvSpec",

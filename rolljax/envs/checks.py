@@ -42,7 +42,7 @@ class HasRandomAction(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Episode:
+class Transcript:
     """What was shown before each action, and what followed it."""
 
     task: Task
@@ -73,16 +73,16 @@ def wrong_first(env: Env, turn: int) -> str:
     return env.gold() if turn else NONSENSE
 
 
-def play(spec: EnvSpec, task: Task, act: Act) -> Episode:
+def play(spec: EnvSpec, task: Task, act: Act) -> Transcript:
     """A whole episode in an environment of its own."""
     env = spec.make()
     try:
-        return follow(env, Episode(task, [env.reset(task)], []), act)
+        return follow(env, Transcript(task, [env.reset(task)], []), act)
     finally:
         env.close()
 
 
-def follow(env: Env, so_far: Episode, act: Act) -> Episode:
+def follow(env: Env, so_far: Transcript, act: Act) -> Transcript:
     """Play an episode on to its end."""
     seen, results = list(so_far.seen), list(so_far.results)
     while not results or not over(results[-1]):
@@ -90,7 +90,7 @@ def follow(env: Env, so_far: Episode, act: Act) -> Episode:
         if results:
             seen.append(results[-1].messages)
         results.append(env.step(act(env, len(results))))
-    return Episode(so_far.task, seen, results)
+    return Transcript(so_far.task, seen, results)
 
 
 def over(result: StepResult) -> bool:
@@ -146,7 +146,7 @@ def ends_are_final(spec: EnvSpec, num_tasks: int) -> str:
     for i in range(num_tasks):
         env = spec.make()
         try:
-            follow(env, Episode(spec.task(i), [env.reset(spec.task(i))], []), gold)
+            follow(env, Transcript(spec.task(i), [env.reset(spec.task(i))], []), gold)
             _require(_refuses_a_step(env), f"a step after the end of {spec.task(i)} is let pass")
         finally:
             env.close()
@@ -173,7 +173,7 @@ def interleave(spec: EnvSpec, num_tasks: int) -> str:
     alone = [play(spec, task, act) for task, act in pairs]
     envs = [spec.make() for _ in pairs]
     try:
-        together = [Episode(task, [env.reset(task)], []) for env, (task, _) in zip(envs, pairs, strict=True)]
+        together = [Transcript(task, [env.reset(task)], []) for env, (task, _) in zip(envs, pairs, strict=True)]
         for turn in range(MAX_STEPS):
             for env, e, (_, act) in zip(envs, together, pairs, strict=True):
                 if e.results and over(e.results[-1]):
@@ -194,9 +194,9 @@ def snapshots_continue(spec: EnvSpec, num_tasks: int) -> str:
         return "no snapshots"
     for i in range(num_tasks):
         for act in (gold, wrong_first):
-            whole = play(spec, spec.task(i), act)
-            for middle in sorted({0, len(whole.results) // 2}):
-                _same_from(spec, whole, middle, act)
+            full = play(spec, spec.task(i), act)
+            for middle in sorted({0, len(full.results) // 2}):
+                _same_from(spec, full, middle, act)
     return "at the start and in the middle"
 
 
@@ -212,20 +212,20 @@ def can_snapshot(spec: EnvSpec) -> bool:
         env.close()
 
 
-def _same_from(spec: EnvSpec, whole: Episode, middle: int, act: Act) -> None:
+def _same_from(spec: EnvSpec, full: Transcript, middle: int, act: Act) -> None:
     """Play the first `middle` turns, take a snapshot, and compare what follows from it with the whole episode."""
     first, second = spec.make(), spec.make()
     try:
-        so_far = Episode(whole.task, [first.reset(whole.task)], [])
+        so_far = Transcript(full.task, [first.reset(full.task)], [])
         for turn in range(middle):
             if turn:
                 so_far.seen.append(so_far.results[-1].messages)
             so_far.results.append(first.step(act(first, turn)))
         state = first.snapshot()
-        _require(follow(first, so_far, act) == whole, f"taking a snapshot changes {whole.task}")
+        _require(follow(first, so_far, act) == full, f"taking a snapshot changes {full.task}")
         for env in (second, first):  # a fresh one, and one whose episode is over
             env.restore(state)
-            _require(follow(env, so_far, act) == whole, f"{whole.task} goes on differently from turn {middle}")
+            _require(follow(env, so_far, act) == full, f"{full.task} goes on differently from turn {middle}")
     finally:
         first.close()
         second.close()
@@ -328,26 +328,26 @@ def _given(fresh: Callable[[], tuple[Env, tuple[Message, ...]]], task: Task, tex
     """An answer given in every turn of an episode: whether it solves it, whether it is gold each time, its reward."""
     env, opening = fresh()
     try:
-        e = follow(env, Episode(task, [opening], []), always(text))
+        e = follow(env, Transcript(task, [opening], []), always(text))
     finally:
         env.close()
     if not e.success:
         return False, False, e.reward
     env, opening = fresh()
-    heard: list[bool] = []
+    are_gold: list[bool] = []
 
     def compare(env: Env, turn: int) -> str:
         try:
-            heard.append(constants.same(text, env.gold()))
+            are_gold.append(constants.same(text, env.gold()))
         except EnvError:
-            heard.append(False)
+            are_gold.append(False)
         return text
 
     try:
-        follow(env, Episode(task, [opening], []), compare)
+        follow(env, Transcript(task, [opening], []), compare)
     finally:
         env.close()
-    return True, all(heard), e.reward
+    return True, all(are_gold), e.reward
 
 
 def random_player(spec: EnvSpec, seed: int = 0) -> tuple[Act, str]:
@@ -380,7 +380,7 @@ CHECKS: Mapping[str, Callable[[EnvSpec, int], str]] = {
 """The checks by name; each takes an environment and how many of its tasks to play."""
 
 
-def _in_time(spec: EnvSpec, e: Episode) -> None:
+def _in_time(spec: EnvSpec, e: Transcript) -> None:
     _require(len(e.results) <= spec.max_turns, f"{len(e.results)} turns, at most {spec.max_turns}: {e.task}")
 
 

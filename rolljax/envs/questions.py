@@ -20,11 +20,11 @@ from rolljax.envs.data import answers, columns, messages, verifier
 from rolljax.envs.data.columns import Columns, Role
 from rolljax.envs.data.rows import BadRow, Row, Rows
 from rolljax.envs.data.table import BadRows, Table, check_path, table
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
 
 Reward = Callable[[str, str, Row], float | Mapping[str, float]]
-"""`reward(prompt, answer, record)`: the text of the message that was answered, the policy's whole answer, and the row
+"""`reward(prompt, answer, record)`: the text of the message that was answered, the policy's answer, and the row
 with all its columns. Returns the reward, or its parts by name, which are added up."""
 
 USUAL_PROMPTS = (("prompt", "question", "problem"), ("messages", "conversations", "instruction", "query", "input"))
@@ -56,7 +56,7 @@ class Questions(EnvSpec):
       message of the assistant is let go. Solutions may be missing.
     prompt: how a question is put; `{question}` is replaced. None: `BOXED` for prompts that are texts; messages stay.
     system: a system message, instead of the recorded one.
-    answer_in: where the policy's answer is read: `boxed`; `last`: the last number; `whole`: the text; a text with
+    answer_in: where the policy's answer is read: `boxed`; `last`: the last number; `full`: the text; a text with
       `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`; `any`: the first that is there of a box, a
       line behind `####`, a line behind `Answer:`, the last number.
     reward: a function of one's own, in a module that can be imported (`Reward`), instead of checking the answer; rows
@@ -86,13 +86,14 @@ class Questions(EnvSpec):
             raise ConfigError(
                 "does not contain {question}", setting="Questions.prompt", value=self.prompt, remedy="add {question}"
             )
-        where = self.answer_in
-        if where not in answers.PLACES and (answers.SLOT not in where or not where.split(answers.SLOT)[0].strip()):
+        where, formats = self.answer_in, answers.ANSWER_FORMATS
+        if where not in formats and (answers.SLOT not in where or not where.split(answers.SLOT)[0].strip()):
             raise ConfigError(
-                "is no place for an answer",
+                "is no way to find an answer",
                 setting="Questions.answer_in",
                 value=where,
-                remedy=f"one of {', '.join(answers.PLACES)}, or a text that something stands in before {{answer}}",
+                remedy=f"one of {', '.join(answers.ANSWER_FORMATS)}, or a text that something stands in before "
+                "{answer}",
             )
         if self.reward is not None:
             _check_importable(self.reward)
@@ -126,9 +127,9 @@ class Questions(EnvSpec):
         """The row of a question, all its columns."""
         return self._table().row(index)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """The file and line of a question."""
-        return self._table().place(index)
+        return self._table().location(index)
 
     def task(self, index: int) -> Task:
         return Task(self.name, index, self.question(index).content)
@@ -208,22 +209,22 @@ class QuestionsEnv(PureEnv):
         self._question = None
         if self._spec.reward is not None:
             return self._rewarded(self._spec.reward, question, action)
-        given = answers.find(action, self._spec.answer_in, number=answers.is_number(question.answer))
-        right = is_same(question.answer, given) if given is not None else False
+        found_answer = answers.find(action, self._spec.answer_in, number=answers.is_number(question.answer))
+        right = is_same(question.answer, found_answer) if found_answer is not None else False
         return StepResult(
             (),
             float(right is True),
             terminated=True,
             success=right is True,
             reward_parts={"right": float(right is True)},
-            metrics={"no_answer_n": float(given is None), "unverified_n": float(isinstance(right, TooMuch))},
+            metrics={"no_answer_n": float(found_answer is None), "unverified_n": float(isinstance(right, TooMuch))},
         )
 
     def gold(self) -> str:
         question, where = self._open(), self._spec.answer_in
         if not question.answer:
             raise EnvError(f"{self._spec.path} has no recorded answers: they can be rewarded, but not imitated")
-        if where == "whole":
+        if where == "full":
             return question.answer
         if answers.find(question.solution, "boxed" if where == "any" else where) == question.answer:
             return question.solution
@@ -236,14 +237,12 @@ class QuestionsEnv(PureEnv):
     def _rewarded(self, reward: Reward, question: Question, action: str) -> StepResult:
         """The reward of the user's own function, which must give finite numbers."""
         spec, name = self._spec, f"{reward.__module__}.{reward.__qualname__}"
-        try:
+        with boundary(EnvError, f"{name} for {spec.location(self._index)}"):
             value = reward(question.opening[-1].content, action, spec.record(self._index))
-        except Exception as e:  # border: whatever a function of the user's raises
-            raise EnvError(f"{name} raised {type(e).__name__} for {spec.place(self._index)}: {e}") from e
         parts = value if isinstance(value, Mapping) else {reward.__name__: value}
         for part, number in parts.items():
             if not _is_finite(number):
-                raise EnvError(f"{name} gave {part} = {number!r} for {spec.place(self._index)}: not a finite number")
+                raise EnvError(f"{name} gave {part} = {number!r} for {spec.location(self._index)}: not a finite number")
         parts = {str(part): float(number) for part, number in parts.items()}
         total = sum(parts.values())
         return StepResult((), total, terminated=True, success=total >= spec.solved_at, reward_parts=parts)
@@ -254,11 +253,11 @@ class QuestionsEnv(PureEnv):
         return self._question
 
 
-def is_same(gold: str, given: str) -> bool | TooMuch:
+def is_same(gold: str, answer: str) -> bool | TooMuch:
     """Whether two final answers are the same, however they are written: by plain rules where these can say, else by
     math-verify in a forked child. `TooMuch`: the answer passed the bounds on time or memory, which makes it wrong."""
-    plainly = answers.compare(gold, given)
-    return verifier.equal(gold, given) if plainly is None else plainly
+    plainly = answers.compare(gold, answer)
+    return verifier.equal(gold, answer) if plainly is None else plainly
 
 
 def is_right(text: str, gold: str, where: str = "any") -> bool:
@@ -266,8 +265,8 @@ def is_right(text: str, gold: str, where: str = "any") -> bool:
 
     where: as `Questions.answer_in`.
     """
-    given = answers.find(text, where, number=answers.is_number(gold))
-    return given is not None and is_same(gold, given) is True
+    found_answer = answers.find(text, where, number=answers.is_number(gold))
+    return found_answer is not None and is_same(gold, found_answer) is True
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Records(EnvSpec):
         complaint = self._table().complaint
         return (complaint,) if complaint else ()
 
-    def record(self, index: int) -> Record:
+    def record(self, index: int) -> RecordedExample:
         """Record `index` modulo their number.
 
         Raises:
@@ -116,15 +116,15 @@ class Records(EnvSpec):
     def make(self) -> Env:
         return RecordsEnv(self)
 
-    def _table(self) -> Table[Record]:
+    def _table(self) -> Table[RecordedExample]:
         return table(self, self.path, self.bad_rows, "Records", self._reader)
 
-    def _reader(self, rows: Rows, path: str) -> Callable[[Row], Record]:
+    def _reader(self, rows: Rows, path: str) -> Callable[[Row], RecordedExample]:
         """What makes records of rows with these columns; notes the most turns of one."""
         read = _reader_of(self, Columns.of(rows), path)
         _most_turns[self] = 1
 
-        def noting(row: Row) -> Record:
+        def noting(row: Row) -> RecordedExample:
             record = read(row)
             _most_turns[self] = max(_most_turns[self], len(record.answers))
             return record
@@ -136,7 +136,7 @@ _most_turns: dict[Records, int] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedAnswer:
     """What was answered, its weight in a supervised loss (0 or 1), and what was said before the next answer."""
 
     text: str
@@ -145,11 +145,11 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Record:
+class RecordedExample:
     """A row: what comes before the first answer, and the answers."""
 
     opening: tuple[Message, ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[RecordedAnswer, ...]
     rejected: str | None = None
 
     @property
@@ -164,7 +164,7 @@ class RecordsEnv(Env):
 
     def __init__(self, spec: Records) -> None:
         self._spec = spec
-        self._record: Record | None = None
+        self._record: RecordedExample | None = None
         self._turn, self._share, self._right = 0, 0.0, True
 
     def reset(self, task: Task) -> tuple[Message, ...]:
@@ -201,7 +201,7 @@ class RecordsEnv(Env):
             raise EnvError(f"{self._spec.path} holds no preference pairs: its rows lack chosen and rejected")
         return self._record.rejected
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> RecordedAnswer:
         if self._record is None or self._turn == len(self._record.answers):
             raise EnvError("step before reset, or after the episode's end")
         return self._record.answers[self._turn]
@@ -210,7 +210,7 @@ class RecordsEnv(Env):
 # ---- columns --------------------------------------------------------------------------------------------------------
 
 
-def _reader_of(spec: Records, names: Columns, path: str) -> Callable[[Row], Record]:
+def _reader_of(spec: Records, names: Columns, path: str) -> Callable[[Row], RecordedExample]:
     roles = {r: Role(f"Records.{r}_key", getattr(spec, f"{r}_key"), usual) for r, usual in USUAL.items()}
     kind = _kind(spec, roles, names, path)
     need = lambda role: columns.need(roles[role], names, path)  # noqa: E731
@@ -258,13 +258,13 @@ def _kind(spec: Records, roles: Mapping[str, Role], names: Columns, path: str) -
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-def _answered(row: Row, asked: str, answered: str) -> Record:
+def _answered(row: Row, asked: str, answered: str) -> RecordedExample:
     opening = messages.prompt(columns.value(row, asked), asked)
     before, answer = _said(columns.value(row, answered), answered)
-    return Record(_agreeing(opening, before, answered), (Answer(answer),))
+    return RecordedExample(_agreeing(opening, before, answered), (RecordedAnswer(answer),))
 
 
-def _pair(row: Row, prompt: str | None, chosen: str, rejected: str) -> Record:
+def _pair(row: Row, prompt: str | None, chosen: str, rejected: str) -> RecordedExample:
     good, bad = columns.value(row, chosen), columns.value(row, rejected)
     if prompt is None:
         opening, good, bad = _shared_beginning(good, bad, chosen, rejected)
@@ -273,7 +273,7 @@ def _pair(row: Row, prompt: str | None, chosen: str, rejected: str) -> Record:
     before, better = _said(good, chosen)
     opening = _agreeing(opening, before, chosen)
     before, worse = _said(bad, rejected, empty=True)
-    return Record(_agreeing(opening, before, rejected), (Answer(better),), worse)
+    return RecordedExample(_agreeing(opening, before, rejected), (RecordedAnswer(better),), worse)
 
 
 def _said(value: Any, key: str, *, empty: bool = False) -> tuple[tuple[Message, ...], str]:
@@ -313,34 +313,36 @@ def _shared_beginning(good: Any, bad: Any, chosen: str, rejected: str) -> tuple[
     return (Message("user", good[:end].rstrip()),), good[end:], bad[end:]
 
 
-def _conversation(value: Any, key: str) -> Record:
+def _conversation(value: Any, key: str) -> RecordedExample:
     value = messages.unpacked(value)
     said = messages.messages(value, key)
-    at = [i for i, m in enumerate(said) if m.role == "assistant"]
-    if not at:
+    replies = [i for i, m in enumerate(said) if m.role == "assistant"]
+    if not replies:
         raise BadRow(f"{key} has none of the assistant: there is nothing to learn")
-    if at[0] == 0:
+    if replies[0] == 0:
         raise BadRow(f"{key}[0] is the assistant's: nothing comes before it that it could answer")
-    for before, after in zip(at, at[1:], strict=False):
+    for before, after in zip(replies, replies[1:], strict=False):
         if after == before + 1:
             raise BadRow(f"{key}[{before}] and {key}[{after}] are both the assistant's: join them")
     weights = [_weight(m, said[i].role, f"{key}[{i}]") for i, m in enumerate(value)]
-    if not any(weights[i] for i in at):
+    if not any(weights[i] for i in replies):
         raise BadRow("no message of the assistant counts: each has weight 0 or an error")
-    ends = [*at[1:], at[-1] + 1]  # what stands behind the last answer was never answered
-    answers = [Answer(said[i].content, weights[i], said[i + 1 : end]) for i, end in zip(at, ends, strict=True)]
-    return Record(said[: at[0]], tuple(answers))
+    ends = [*replies[1:], replies[-1] + 1]  # what stands behind the last answer was never answered
+    answers = [
+        RecordedAnswer(said[i].content, weights[i], said[i + 1 : end]) for i, end in zip(replies, ends, strict=True)
+    ]
+    return RecordedExample(said[: replies[0]], tuple(answers))
 
 
-def _weight(message: Mapping[str, Any], role: str, place: str) -> float:
-    given, error = message.get("weight"), message.get("error")
+def _weight(message: Mapping[str, Any], role: str, location: str) -> float:
+    stated, error = message.get("weight"), message.get("error")
     if role != "assistant":
-        if given is not None or error is not None:
-            raise BadRow(f"{place} has weight or error, but is never trained on: mark the assistant's message")
+        if stated is not None or error is not None:
+            raise BadRow(f"{location} has weight or error, but is never trained on: mark the assistant's message")
         return 0.0
-    weight = 1 if given is None else given
+    weight = 1 if stated is None else stated
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise BadRow(f"{place}.weight is {weight!r}, not 0 or 1")
+        raise BadRow(f"{location}.weight is {weight!r}, not 0 or 1")
     if not isinstance(error, bool | None):
-        raise BadRow(f"{place}.error is {error!r}, not true or false")
+        raise BadRow(f"{location}.error is {error!r}, not true or false")
     return float(weight and not error)

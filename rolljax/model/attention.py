@@ -24,7 +24,7 @@ Implementation = Literal["auto", "xla", "splash", "cudnn"]
 
 NEG = -1e30
 MIN_BLOCK, MAX_BLOCKS = 64, 6
-"""Of queries in `in_blocks`: more blocks save more work, and take longer to compile."""
+"""Least queries of a block and most blocks of `in_blocks`: more blocks save more work, and take longer to compile."""
 
 
 class Window(NamedTuple):
@@ -79,18 +79,18 @@ def attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS:
 
 
 def in_blocks(
-    q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax.Array, *, whole: bool
+    q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax.Array, *, causal: bool
 ) -> jax.Array:
     """`attention` of a few blocks of queries, one after the other.
 
-    whole: queries are all of their rows and see no later key, so that each block takes only the keys up to its end.
+    causal: the queries are all of their rows and see no later key: each block takes only the keys up to its end.
     """
     T = q_BTHC.shape[1]
     size = max(MIN_BLOCK, -(-T // MAX_BLOCKS))
     mixed = []
     for start in range(0, T, size):
         end = min(start + size, T)
-        keys = end if whole else k_BSKC.shape[1]
+        keys = end if causal else k_BSKC.shape[1]
         block = q_BTHC[:, start:end], k_BSKC[:, :keys], v_BSKC[:, :keys], mask_BTS[:, start:end, :keys]
         mixed.append(attention(*block))
     return jnp.concatenate(mixed, axis=1)
@@ -130,17 +130,25 @@ def packed(
     mask_BTS = packed_mask(segment_ids_BT, branch_ids_BT)
     queries, keys = splash.rows(segment_ids_BT, branch_ids_BT, positions_BT)
 
-    def attend(q, k, v, cache, layer, window=None):
+    def attend(
+        q_BTHC: jax.Array,
+        k_BTKC: jax.Array,
+        v_BTKC: jax.Array,
+        cache: Any,
+        layer: jax.Array | int,
+        window: Window | None = None,
+    ) -> tuple[jax.Array, Any]:
         del layer
+        qkv = q_BTHC, k_BTKC, v_BTKC
         size, on = (window.size, window.on) if window else (None, True)
-        chosen = implementation(how, mesh, q.shape, q.dtype)
-        if chosen == "splash":
+        found = implementation(how, mesh, q_BTHC.shape, q_BTHC.dtype)
+        if found == "splash":
             kernels = functools.partial(splash.mix, size=size, interpret=_platform(mesh) == "cpu")
-            return _on_shards(mesh, kernels, (q, k, v), queries, keys, jnp.asarray(on)), cache
+            return _on_shards(mesh, kernels, qkv, queries, keys, jnp.asarray(on)), cache
         mask = mask_BTS & inside(window, positions_BT, positions_BT)
-        whole = _parts(mesh) == 1
-        local: Callable[..., jax.Array] = _cudnn if chosen == "cudnn" else functools.partial(in_blocks, whole=whole)
-        return _on_shards(mesh, local, (q, k, v), mask), cache
+        causal = _parts(mesh) == 1
+        local: Callable[..., jax.Array] = _cudnn if found == "cudnn" else functools.partial(in_blocks, causal=causal)
+        return _on_shards(mesh, local, qkv, mask), cache
 
     return attend
 
@@ -148,7 +156,7 @@ def packed(
 def implementation(
     how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int, ...], dtype: Any
 ) -> Literal["xla", "splash", "cudnn"]:
-    """What attends to rows of whole queries `[B, T, H, C]`: for "auto" the mesh's own kernels where they can. Without a
+    """What attends to full rows of queries `[B, T, H, C]`: for "auto" the mesh's own kernels where they can. Without a
     mesh it is XLA, because the compiler cannot split kernels, and nobody says whether it has to.
 
     Raises:
@@ -205,15 +213,15 @@ def _on_shards(
     rest = (by_query, *((by_key,) if by_key is not None else ()), *others)
     if mesh is None or mesh.size == 1:
         return local(*qkv, *rest)
-    place = lambda *names: spec(names, ACTIVATION_RULES, mesh)  # noqa: E731
+    on = lambda *names: spec(names, ACTIVATION_RULES, mesh)  # noqa: E731
 
-    def gathered(q, k, v, *rest):
+    def gathered(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
         if _parts(mesh) > 1:
             k, v = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
         return local(q, k, v, *rest)
 
-    heads, kv_heads = (place("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
-    specs = [place("batch", "length"), *((place("batch"),) if by_key is not None else ()), *(place() for _ in others)]
+    heads, kv_heads = (on("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
+    specs = [on("batch", "length"), *((on("batch"),) if by_key is not None else ()), *(on() for _ in others)]
     mapped = jax.shard_map(
         gathered, mesh=mesh, in_specs=(heads, kv_heads, kv_heads, *specs), out_specs=heads, check_vma=False
     )

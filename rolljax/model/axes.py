@@ -39,12 +39,14 @@ PARAM_RULES: Rules = {
     "head_dim": (),
     "critics": (),
 }
-"""Axes of parameters. `expert_*`: of the weights of experts, which the expert axis spreads over devices already."""
+"""Mesh axes that each axis of a parameter is split over.
+
+`expert_*`: of the weights of experts, which the expert axis spreads over devices already."""
 
 COMPUTED_RULES: Rules = {**PARAM_RULES, "embed": ()}
-"""Axes of a weight while a layer computes with it: what is spread for its size alone is gathered."""
+"""Mesh axes of a weight while a layer computes with it: what is spread for its size alone is gathered."""
 GATHERED = "gathered"
-"""Name, for `jax.checkpoint`, of such a weight: the backward pass gathers it again."""
+"""Name, for `jax.checkpoint`, of a gathered weight: the backward pass gathers it again."""
 
 ACTIVATION_RULES: Rules = {
     "batch": BATCH_AXES,
@@ -56,13 +58,15 @@ ACTIVATION_RULES: Rules = {
     "ffn": ("tensor",),
     "head_dim": (),
 }
-"""Axes of activations. `keys`: tokens that are looked at, which every part of a long row wants whole."""
+"""Mesh axes that each axis of an activation is split over.
+
+`keys`: tokens that are looked at, of which every part of a long row wants all."""
 
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 
 
 def spec(names: Sequence[str | None], rules: Rules, mesh: Mesh) -> PartitionSpec:
-    """Where an array with these axes lies.
+    """How an array with these axes is split over a mesh.
 
     Raises:
       ConfigError: a name that is in no table, or two names of one array on the same mesh axis.
@@ -104,7 +108,7 @@ def current_mesh() -> Mesh | None:
 
 
 def constrain(x: jax.Array, *names: str | None, rules: Rules = ACTIVATION_RULES) -> jax.Array:
-    """`x`, its axes placed by their names (None: whole)."""
+    """`x`, its axes placed by their names (None: not split)."""
     mesh = current_mesh()
     if mesh is None or mesh.size == 1:
         return x

@@ -56,11 +56,12 @@ class DecoderConfig(abc.ABC):
     tie_embeddings: bool = True
     max_position: int = 4096
     init_std: float = 0.02
-    """Of random weights. About `hidden_size ** -0.5` makes small models learn fastest."""
+    """Standard deviation of random weights. About `hidden_size ** -0.5` makes small models learn fastest."""
 
     architecture: ClassVar[str]
-    """In `config.json`. Likewise the next."""
+    """The model class that `config.json` names."""
     model_type: ClassVar[str]
+    """`model_type` of `config.json`."""
     multimodal: ClassVar[Multimodal | None] = None
     """An architecture whose folders are read for their text part."""
 
@@ -109,7 +110,7 @@ class DecoderConfig(abc.ABC):
         return rms_norm(x_BTD, scale, self.rms_norm_eps)
 
     norm_std: ClassVar[float | None] = None
-    """Of fresh norm scales (None: all ones)."""
+    """Standard deviation of fresh norm scales (None: all ones)."""
 
     # ---- Hugging Face folders: see `hf.py` --------------------------------------------------------------------------
 
@@ -137,9 +138,9 @@ class Out(NamedTuple):
     hidden: jax.Array
     """`[B, T, D]`, after the last norm."""
     cache: Any
-    """As it left the last layer."""
+    """The KV cache as it left the last layer."""
     mixtures: Mixture | None
-    """Of every layer, with a leading L; None without experts."""
+    """Routing of every layer, with a leading L; None without experts."""
 
 
 class Decoder(nnx.Module):
@@ -161,14 +162,14 @@ class Decoder(nnx.Module):
         attend: Attend,
         cache: Any = None,
         *,
-        chosen_LBTk: jax.Array | None = None,
+        expert_ids_LBTk: jax.Array | None = None,
         unroll: bool = False,
         in_place: bool = False,
     ) -> Out:
         """Run all layers.
 
         Args:
-          chosen_LBTk: experts to take instead of those the routers choose, -1 where they do choose (router replay).
+          expert_ids_LBTk: experts to take instead of those the routers choose, -1 where they do choose (router replay).
           unroll: write the layers out instead of scanning over them; `attend` then gets a plain int as its layer.
           in_place: give layers their experts in those of all layers (`Layers.indexed`), for programs without gradients:
             a kernel reads them where they lie, instead of a copy for each layer and step.
@@ -176,26 +177,28 @@ class Decoder(nnx.Module):
         cfg = self.cfg
         names = self.layers.indexed if in_place and not unroll else ()
         graph, *states = nnx.split(self.layers, lambda path, _: path[0] in names, ...)
-        whole, stacked = states
+        unsliced, stacked = states
         x = constrain(cfg.embedded(self._rows(tokens_BT)), "batch", "length", "hidden")
         if unroll:
             each = []
             for i in range(cfg.num_layers):
-                layer = nnx.merge(graph, whole, jax.tree.map(lambda a, i=i: a[i], stacked))
-                chosen = None if chosen_LBTk is None else chosen_LBTk[i]
-                x, cache, mixture = layer.layer(x, positions_BT, attend, cache, i, chosen)
+                layer = nnx.merge(graph, unsliced, jax.tree.map(lambda a, i=i: a[i], stacked))
+                expert_ids = None if expert_ids_LBTk is None else expert_ids_LBTk[i]
+                x, cache, mixture = layer.layer(x, positions_BT, attend, cache, i, expert_ids)
                 each.append(mixture)
             return Out(self._normed(x), cache, _stacked(each))
 
-        def body(carry, xs):
+        def body(carry: tuple[jax.Array, Any], xs: Any) -> tuple[tuple[jax.Array, Any], Mixture | None]:
             x, cache = carry
-            params, index, chosen = xs
-            x, cache, mixture = nnx.merge(graph, whole, params).layer(x, positions_BT, attend, cache, index, chosen)
+            params, index, expert_ids = xs
+            x, cache, mixture = nnx.merge(graph, unsliced, params).layer(
+                x, positions_BT, attend, cache, index, expert_ids
+            )
             return (constrain(x, "batch", "length", "hidden"), cache), mixture
 
         if self.remat != "none" or is_gathered():
             body = jax.checkpoint(body, prevent_cse=False, policy=_POLICIES[self.remat])
-        (x, cache), mixtures = jax.lax.scan(body, (x, cache), (stacked, jnp.arange(cfg.num_layers), chosen_LBTk))
+        (x, cache), mixtures = jax.lax.scan(body, (x, cache), (stacked, jnp.arange(cfg.num_layers), expert_ids_LBTk))
         return Out(self._normed(x), cache, mixtures)
 
     def _rows(self, tokens_BT: jax.Array) -> jax.Array:
@@ -242,7 +245,7 @@ class Model:
       what attention mixed.
     attention: what computes attention in packed rows (`attention.Implementation`).
     lora: adapters. They are then what `init`, `abstract` and `axes` speak of, and `bind` takes them with the frozen
-      weights beside which they stand (`whole`).
+      base weights (`full_params`).
     """
 
     cfg: DecoderConfig
@@ -287,7 +290,7 @@ class Model:
         return decoder
 
     def num_params(self) -> int:
-        """Of the decoder, without adapters."""
+        """Number of the decoder's parameters, without adapters."""
         return sum(x.size for x in jax.tree.leaves(self.plain.abstract()))
 
     def computed(self, params: Params) -> Params:
@@ -310,7 +313,7 @@ class Model:
         return dataclasses.replace(self, lora=None)
 
     def base(self, params: Params) -> Base:
-        """ReferencePolicies weights for the adapters, of a plain decoder's parameters."""
+        """Frozen base weights for the adapters, of a plain decoder's parameters."""
         assert self.lora
         base = self.lora.base(self.plain.axes(), params)
         return dataclasses.replace(base, params=self.computed(base.params))
@@ -322,9 +325,10 @@ class Model:
         assert base is not None
         return Adapted(base, params)
 
-    def merged(self, whole: Params, dtype: Dtype = "float32") -> Params:
-        """Parameters of the plain decoder that computes the same; maps with adapters, or of int8, become `dtype`."""
-        return merged(self.lora, whole, dtype) if self.lora else whole
+    def merged(self, params: Params, dtype: Dtype = "float32") -> Params:
+        """Parameters of the plain decoder that computes the same as `full_params`; maps with adapters or of int8 become
+        `dtype`."""
+        return merged(self.lora, params, dtype) if self.lora else params
 
     @property
     def saved_bytes(self) -> int:

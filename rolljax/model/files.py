@@ -13,7 +13,7 @@ from typing import Any
 from rolljax.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 * 2**20
-"""Of a file of JSON; the index of a model of 10^6 tensors has a third of that."""
+"""Most bytes of a file of JSON; the index of a model of 10^6 tensors has a third of that."""
 
 
 def inside(folder: Path, name: str) -> Path:

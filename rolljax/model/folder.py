@@ -13,12 +13,12 @@ import numpy as np
 from rolljax.errors import CheckpointError
 
 Transform = Callable[[Any], Any]
-"""Of an array of the host, or one that is traced."""
+"""A function of one array, of the host or traced."""
 _NEEDED = object()
 MOST = 2**31 - 1
-"""Of anything that is counted."""
+"""Most of anything that `config.json` counts."""
 MOST_LAYERS = 2**16
-"""Or experts of one."""
+"""Most layers of a model, or experts of a layer."""
 
 
 def folder_remedy(name: str) -> str:
@@ -53,11 +53,11 @@ class Folder:
         """A field that counts something.
 
         Raises:
-          CheckpointError: as `get`, or it is no whole number above 0, or more than `most`.
+          CheckpointError: as `get`, or it is no positive integer, or more than `most`.
         """
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is no whole number above 0")
+            raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is no positive integer")
         if value > most:
             raise CheckpointError(f"{self.path}: {name} = {_shown(value)} is more than {most:,}")
         return value
@@ -232,7 +232,7 @@ def transposed(ours: str, theirs: str, expert: int | None = None) -> Tensor:
 
 
 def attention_tensors(cfg: Any, *, bias: bool = False, head_norms: bool = False) -> list[Tensor]:
-    """Of `Layers.declare_attention`, by the names that all families here give them."""
+    """Tensors of `Layers.declare_attention`, by the names that all families here give them."""
     D, H, K, C = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
 
     def into_heads(name: str, n: int) -> list[Tensor]:
@@ -262,7 +262,7 @@ def attention_tensors(cfg: Any, *, bias: bool = False, head_norms: bool = False)
 
 
 def ffn_tensors(norm: str = "post_attention_layernorm") -> list[Tensor]:
-    """Of `Layers.declare_ffn`."""
+    """Tensors of `Layers.declare_ffn`."""
     return [
         Tensor("ffn_norm", f"{norm}.weight"),
         *(transposed(name, f"mlp.{name}_proj") for name in ("gate", "up", "down")),

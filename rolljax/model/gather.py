@@ -22,13 +22,13 @@ def embedded(table_VD: jax.Array, ids_BT: jax.Array, dtype: str) -> jax.Array:
 
     parts = _split(mesh, *PARAM_RULES["vocab"])
 
-    def local(table, ids):
+    def local(table: jax.Array, ids: jax.Array) -> jax.Array:
         if columns:
             ids = jax.lax.all_gather(ids, columns, axis=0, tiled=True)
-        at = ids - jax.lax.axis_index(parts) * len(table) if parts else ids
-        rows = table[jnp.clip(at, 0, len(table) - 1)].astype(dtype)
+        index = ids - jax.lax.axis_index(parts) * len(table) if parts else ids
+        rows = table[jnp.clip(index, 0, len(table) - 1)].astype(dtype)
         if parts:
-            rows = jnp.where(((at >= 0) & (at < len(table)))[..., None], rows, 0)
+            rows = jnp.where(((index >= 0) & (index < len(table)))[..., None], rows, 0)
         if columns:
             rows = jax.lax.all_to_all(rows, columns, split_axis=0, concat_axis=2, tiled=True)
         return jax.lax.psum(rows, parts) if parts else rows
@@ -55,17 +55,17 @@ def before(hidden_BTD: jax.Array, prev_BT: jax.Array) -> jax.Array:
     if mesh is None or not _split(mesh, "context"):
         return jnp.take_along_axis(hidden_BTD, prev_BT[..., None], axis=1)
 
-    def local(hidden, prev):
+    def local(hidden: jax.Array, prev: jax.Array) -> jax.Array:
         length = prev.shape[1]
         first = jax.lax.axis_index("context") * length
-        at, far = prev - first, prev < first - 1
-        own = jnp.take_along_axis(hidden, jnp.clip(at, 0, length - 1)[..., None], axis=1)
+        index, far = prev - first, prev < first - 1
+        own = jnp.take_along_axis(hidden, jnp.clip(index, 0, length - 1)[..., None], axis=1)
         wanted = jnp.stack([jnp.full(len(prev), first - 1), jnp.where(far, prev, -1).max(1)], 1)
         wanted = jax.lax.all_gather(wanted, "context") - first
         found = jnp.take_along_axis(hidden[None], jnp.clip(wanted, 0, length - 1)[..., None], axis=2)
         found = jnp.where(((wanted >= 0) & (wanted < length))[..., None], found, 0)
         neighbour, prompt_end = jnp.moveaxis(jax.lax.psum_scatter(found, "context"), 1, 0)[:, :, None]
-        return jnp.where((at >= 0)[..., None], own, jnp.where(far[..., None], prompt_end, neighbour))
+        return jnp.where((index >= 0)[..., None], own, jnp.where(far[..., None], prompt_end, neighbour))
 
     rows, tokens = (
         spec(names, ACTIVATION_RULES, mesh) for names in (("batch", "length", "hidden"), ("batch", "length"))
@@ -75,5 +75,5 @@ def before(hidden_BTD: jax.Array, prev_BT: jax.Array) -> jax.Array:
 
 
 def _split(mesh: Mesh, *axes: str) -> tuple[str, ...]:
-    """Those of the axes that split anything."""
+    """The axes, of those named, that split anything on this mesh."""
     return tuple(a for a in axes if mesh.shape.get(a, 1) > 1)

@@ -35,9 +35,9 @@ INDEX, WEIGHTS = shards.INDEX.format("model"), shards.WEIGHTS.format("model")
 GENERATION = "generation_config.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_MISSING = 10_000
-"""Tensors that are looked for in vain."""
+"""Most missing tensors before the search ends."""
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of a file of weights that is written."""
+"""Most bytes of a file of weights that is written."""
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
@@ -54,7 +54,7 @@ def read_config(folder: str | Path) -> DecoderConfig:
 
 
 def _described(folder: Path) -> tuple[type[DecoderConfig], Folder, Multimodal | None]:
-    """The family that reads a folder, its whole `config.json`, and how it is wrapped."""
+    """The family that reads a folder, its `config.json` in full, and how it is wrapped."""
     path = inside(folder, "config.json")
     if not path.is_file():
         no_folder = f"{folder} is not a Hugging Face model folder: it has no config.json"
@@ -92,14 +92,14 @@ def write_config(cfg: DecoderConfig, tokenizer: Any, dtype: Dtype = "float32") -
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor of the folder: its name, the parameter's path in our tree, and where in that parameter it stands.
+    """A tensor of the folder: its name, the parameter's path in our tree, and its index in that parameter.
 
-    at: nothing, the layer, or layer and expert.
+    index: empty, the layer, or layer and expert.
     """
 
     name: str
     path: tuple[str, ...]
-    at: tuple[int, ...]
+    index: tuple[int, ...]
     to_ours: Transform
     to_theirs: Transform
 
@@ -112,9 +112,9 @@ def entries(cfg: DecoderConfig) -> Iterator[Entry]:
         yield Entry(HEAD, ("head",), (), same, same)
     for tensor in cfg.layer_tensors():
         for i in range(cfg.num_layers):
-            at = (i,) if tensor.expert is None else (i, tensor.expert)
+            index = (i,) if tensor.expert is None else (i, tensor.expert)
             name = f"model.layers.{i}.{tensor.theirs}"
-            yield Entry(name, ("layers", tensor.ours), at, tensor.to_ours, tensor.to_theirs)
+            yield Entry(name, ("layers", tensor.ours), index, tensor.to_ours, tensor.to_theirs)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def load(folder: str | Path, model: Model, shardings: Params, *, computed: bool 
             node = params
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            node[path[-1]] = _parameter(stored, of_path, _at(like, path), _at(shardings, path), advance)
+            node[path[-1]] = _parameter(stored, of_path, _leaf(like, path), _leaf(shardings, path), advance)
     return params
 
 
@@ -180,7 +180,7 @@ def _audited(folder: str | Path, model: Model, like: Params) -> tuple[Shards, li
                 break
             continue
         expected.append(entry)
-        shape = _at(like, entry.path).shape[len(entry.at) :]
+        shape = _leaf(like, entry.path).shape[len(entry.index) :]
         want = entry.to_theirs(np.broadcast_to(np.int8(0), shape)).shape
         if have.shape != want:
             wrong.append(f"shape: {entry.name} is {list(have.shape)}, config.json says {list(want)}")
@@ -202,27 +202,27 @@ def _parameter(
     advance: Callable[[int], None],
 ) -> jax.Array:
     """One parameter, filled layer by layer."""
-    is_stacked = bool(of_path[0].at)
+    is_stacked = bool(of_path[0].index)
     value = jnp.zeros(like.shape, like.dtype, device=sharding) if is_stacked else None
-    for layer, group in itertools.groupby(sorted(of_path, key=lambda e: e.at), key=lambda e: e.at[:1]):
+    for layer, group in itertools.groupby(sorted(of_path, key=lambda e: e.index), key=lambda e: e.index[:1]):
         here = list(group)
-        order, piece = _piece(stored, here, like.shape[is_stacked:], sharding, is_stacked)
-        value = _placer(order, like.dtype, sharding)(value, piece, *layer)
+        order, part = _layer_part(stored, here, like.shape[is_stacked:], sharding, is_stacked)
+        value = _writer(order, like.dtype, sharding)(value, part, *layer)
         jax.block_until_ready(value)  # or the host would run ahead, and hold what devices have not taken yet
         advance(sum(stored.tensors[entry.name].nbytes for entry in here))
     assert value is not None
     return value
 
 
-def _piece(
+def _layer_part(
     stored: Shards, here: list[Entry], shape: tuple[int, ...], sharding: Sharding, is_stacked: bool
 ) -> tuple[tuple[int, ...], jax.Array]:
     """A layer's part of a parameter on the devices, in the file's dtype and with the file's order of axes.
 
-    Where its axes stand in the order of the file, the host copies whole rows; devices are better at turning them.
+    Where its axes stand in the order of the file, the host copies full rows; devices are better at turning them.
 
     Returns:
-      `(order, piece)`: axis i of the piece is axis `order[i]` of the parameter.
+      `(order, part)`: axis i of the part is axis `order[i]` of the parameter.
     """
     dtypes = {DTYPES[stored.tensors[entry.name].dtype] for entry in here}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
@@ -239,8 +239,8 @@ def _piece(
         return np.stack([one(entry, index[1:]) for entry in here[index[0]]]) if lead else one(here[0], index)
 
     if isinstance(sharding, NamedSharding):
-        whole = (*sharding.spec, *[None] * (is_stacked + len(shape) - len(sharding.spec)))
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*(whole[is_stacked + i] for i in order)))
+        full_spec = (*sharding.spec, *[None] * (is_stacked + len(shape) - len(sharding.spec)))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*(full_spec[is_stacked + i] for i in order)))
     return order, _on_devices(tuple(shape[i] for i in order), sharding, read)
 
 
@@ -263,15 +263,15 @@ def _on_devices(
 
 
 @functools.lru_cache(maxsize=64)
-def _placer(order: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Callable[..., jax.Array]:
-    """`(parameter, piece, layer)` to the parameter with that layer written in place; `(None, piece)` to all of it."""
+def _writer(order: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Callable[..., jax.Array]:
+    """`(parameter, part, layer)` to the parameter with that layer written in place; `(None, part)` to all of it."""
     back = tuple(order.index(i) for i in range(len(order)))
 
-    def place(value: jax.Array | None, piece: jax.Array, layer: int | None = None) -> jax.Array:
-        ours = jnp.copy(piece.transpose(back)).astype(dtype)
+    def write(value: jax.Array | None, part: jax.Array, layer: int | None = None) -> jax.Array:
+        ours = jnp.copy(part.transpose(back)).astype(dtype)
         return ours if value is None else jax.lax.dynamic_update_index_in_dim(value, ours, layer, 0)
 
-    return jax.jit(place, donate_argnums=0, out_shardings=sharding)
+    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def save(
       max_shard_bytes: of a file of weights; a tensor that is larger gets a file of its own.
     """
     folder, writes = Path(folder), jax.process_index() == 0
-    planned = [_planned(entry, _at(params, entry.path), dtype) for entry in _by_layer(model.cfg)]
+    planned = [_planned(entry, _leaf(params, entry.path), dtype) for entry in _by_layer(model.cfg)]
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         save_tokenizer(folder, tokenizer, source)
@@ -312,35 +312,37 @@ def save(
 
 
 def _by_layer(cfg: DecoderConfig) -> list[Entry]:
-    return sorted(entries(cfg), key=lambda entry: entry.at)
+    return sorted(entries(cfg), key=lambda entry: entry.index)
 
 
 def _planned(entry: Entry, param: jax.Array, dtype: Dtype) -> Planned:
-    nbytes = math.prod(param.shape[len(entry.at) :]) * jnp.dtype(dtype).itemsize
-    whole = None
+    nbytes = math.prod(param.shape[len(entry.index) :]) * jnp.dtype(dtype).itemsize
+    unsharded = None
     if not param.is_fully_addressable:  # then it lies on a mesh of several processes
         assert isinstance(param.sharding, NamedSharding)
-        whole = NamedSharding(param.sharding.mesh, PartitionSpec())
-    return Planned(entry.name, nbytes, lambda: np.asarray(_taker(entry.to_theirs, dtype, whole)(param, *entry.at)))
+        unsharded = NamedSharding(param.sharding.mesh, PartitionSpec())
+    return Planned(
+        entry.name, nbytes, lambda: np.asarray(_taker(entry.to_theirs, dtype, unsharded)(param, *entry.index))
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _taker(to_theirs: Transform, dtype: Dtype, whole: Sharding | None) -> Callable[..., jax.Array]:
+def _taker(to_theirs: Transform, dtype: Dtype, unsharded: Sharding | None) -> Callable[..., jax.Array]:
     """`(parameter, layer, expert)` to a tensor of the folder, on every device if others do not see all of it."""
 
-    def take(value: jax.Array, *at: int) -> jax.Array:
-        for i in at:
+    def take(value: jax.Array, *index: int) -> jax.Array:
+        for i in index:
             value = jax.lax.dynamic_index_in_dim(value, i, keepdims=False)
         return to_theirs(value.astype(dtype))
 
-    return jax.jit(take, out_shardings=whole)
+    return jax.jit(take, out_shardings=unsharded)
 
 
 def _write_json(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def _at(tree: Any, path: tuple[str, ...]) -> Any:
+def _leaf(tree: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         tree = tree[key]
     return tree

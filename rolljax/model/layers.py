@@ -67,17 +67,17 @@ def _matmul(x: jax.Array, w: jax.Array, kind: tuple[tuple[str, str], Any]) -> ja
 def _matmul_forward(
     x: jax.Array, w: jax.Array, kind: tuple[tuple[str, str], Any]
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    whole = checkpoint_name(constrain(w.astype(x.dtype), *kind[0], rules=COMPUTED_RULES), GATHERED)
-    return x @ whole, (x, whole)
+    gathered = checkpoint_name(constrain(w.astype(x.dtype), *kind[0], rules=COMPUTED_RULES), GATHERED)
+    return x @ gathered, (x, gathered)
 
 
 def _matmul_backward(
     kind: tuple[tuple[str, str], Any], saved: tuple[jax.Array, jax.Array], grad: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    (names, dtype), (x, whole) = kind, saved
+    (names, dtype), (x, gathered) = kind, saved
     tokens = tuple(range(x.ndim - 1))
     of_w = jax.lax.dot_general(x, grad, ((tokens, tokens), ((), ())), preferred_element_type=dtype)
-    return grad @ whole.T, constrain(of_w, *names, rules=PARAM_RULES)
+    return grad @ gathered.T, constrain(of_w, *names, rules=PARAM_RULES)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -86,10 +86,10 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 class Mixture(NamedTuple):
     """What a layer of experts says of its routing."""
 
-    chosen_BTk: jax.Array
+    expert_ids_BTk: jax.Array
     """Experts of each token, int32."""
     probs_BTE: jax.Array
-    """The router's law, float32."""
+    """The router's probabilities, float32."""
 
 
 class Layers(nnx.Module):
@@ -116,11 +116,11 @@ class Layers(nnx.Module):
         attend: Attend,
         cache: Any,
         index: jax.Array | int,
-        chosen_BTk: jax.Array | None,
+        expert_ids_BTk: jax.Array | None,
     ) -> tuple[jax.Array, Any, Mixture | None]:
         """One layer; `self` holds that layer's slice of the parameters (no leading L; but see `indexed`).
 
-        chosen_BTk: experts to take in place of the router's choice, -1 where the router chooses (None: everywhere).
+        expert_ids_BTk: experts to take in place of those the router chooses, -1 where it chooses (None: everywhere).
         """
 
     # ---- parameters -------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Layers(nnx.Module):
 
     @property
     def out_std(self) -> float:
-        """Of projections back to the hidden state: the sum over layers keeps its size."""
+        """Standard deviation of projections back to the hidden state: the sum over layers keeps its size."""
         return self.cfg.init_std / (2 * self.cfg.num_layers) ** 0.5
 
     # ---- computation ------------------------------------------------------------------------------------------------
@@ -217,14 +217,14 @@ class PreNormLayers(Layers):
 
     @property
     def frequencies(self) -> jax.Array:
-        """Of the rotary embedding, `[C / 2]`."""
+        """Radians per position of the rotary embedding, `[C / 2]`."""
         return rope_frequencies(self.cfg.head_dim, self.cfg.rope_theta)
 
     def feed(
-        self, h_BTD: jax.Array, index: jax.Array | int, chosen_BTk: jax.Array | None
+        self, h_BTD: jax.Array, index: jax.Array | int, expert_ids_BTk: jax.Array | None
     ) -> tuple[jax.Array, Mixture | None]:
         """The feed-forward of normed hidden states."""
-        del index, chosen_BTk
+        del index, expert_ids_BTk
         return self.gated(h_BTD), None
 
     def layer(
@@ -234,7 +234,7 @@ class PreNormLayers(Layers):
         attend: Attend,
         cache: Any,
         index: jax.Array | int,
-        chosen_BTk: jax.Array | None,
+        expert_ids_BTk: jax.Array | None,
     ) -> tuple[jax.Array, Any, Mixture | None]:
         norm = functools.partial(rms_norm, eps=self.cfg.rms_norm_eps)
         q, k, v = self.heads(norm(x_BTD, self.attn_norm[...]))
@@ -243,5 +243,5 @@ class PreNormLayers(Layers):
         q, k = (rope(x, positions_BT, self.frequencies) for x in (q, k))
         mixed, cache = attend(q, k, v, cache, index)
         x_BTD = x_BTD + self.mixed_out(mixed)
-        out, mixture = self.feed(norm(x_BTD, self.ffn_norm[...]), index, chosen_BTk)
+        out, mixture = self.feed(norm(x_BTD, self.ffn_norm[...]), index, expert_ids_BTk)
         return x_BTD + out, cache, mixture

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, check_range
 from rolljax.model.layers import LINEAR, param
 from rolljax.model.shards import save_file
 from rolljax.model.tokenizer import save_tokenizer
@@ -35,12 +35,12 @@ INT8_MAX = 127
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """ReferencePolicies weights of a decoder."""
+    """Frozen base weights of a decoder."""
 
     params: Params
     """The decoder's tree; int8 where `scales` has an entry."""
     scales: Mapping[str, jax.Array]
-    """Of int8 maps by name, float32 `[L, out]`: a weight is its int8 times the scale of its output."""
+    """Scales of int8 maps by name, float32 `[L, out]`: a weight is its int8 times the scale of its output."""
 
 
 @jax.tree_util.register_dataclass
@@ -74,10 +74,8 @@ class Lora:
     int8_base: bool = False
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError("must be at least 1", setting="Lora.rank", value=self.rank)
-        if not 0 < self.alpha < math.inf:
-            raise ConfigError("must be positive", setting="Lora.alpha", value=self.alpha)
+        check_range(self, "rank", low=1)
+        check_range(self, "alpha", above=0, below=math.inf)
         if not self.targets:
             raise ConfigError(
                 "names no linear map", setting="Lora.targets", value=self.targets, remedy="('*',) names all of them"
@@ -129,7 +127,7 @@ class Lora:
         return {"layers": layers}
 
     def base(self, axes: Params, params: Params) -> Base:
-        """ReferencePolicies weights: maps that become int8, the rest as it is."""
+        """The frozen base weights of a decoder's parameters: some maps become int8, the rest stays as it is."""
         scales, layers = {}, dict(params["layers"])
         for name in linear_maps(axes) if self.int8_base else ():
             layers[name], scales[name] = to_int8(name, layers[name])
@@ -172,13 +170,14 @@ def to_int8(name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.map(one, w)
 
 
-def merged(lora: Lora, whole: Adapted, dtype: Any) -> Params:
-    """The decoder that computes the same without adapters: base and adapters added in float32, rounded once to `dtype`.
+def merged(lora: Lora, adapted: Adapted, dtype: Any) -> Params:
+    """Parameters of a decoder that computes the same without adapters: base and adapters added in float32, rounded once
+    to `dtype`.
 
     One layer after the other: no float32 copy of all layers of a map exists. What has neither adapter nor int8 stays as
     it is.
     """
-    base, adapters = whole.base, whole.adapters
+    base, adapters = adapted.base, adapted.adapters
     extra = adapters["layers"] if adapters else {}
     layers = dict(base.params["layers"])
     for name, ins in LINEAR.items():

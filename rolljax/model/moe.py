@@ -30,14 +30,15 @@ SLACK = 1.25
 """Rows that a device with a part of the experts computes at once, over its even share of them. What does not fit is
 computed in further rounds: an uneven choice costs time, never memory and never a token."""
 ROW_TILES, TILE = (128, 512), 1024
-"""Of the TPU kernel: rows of a tile where experts have few tokens, or many; most columns of one."""
+"""Tiles of the TPU kernel: rows of one where experts have few tokens, or many; most columns of one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts: the `per_token` likeliest of `num_experts` by the router's law.
+    """How tokens choose experts: the `per_token` likeliest of `num_experts` by the router's probabilities.
 
-    normalise: the weights of the chosen sum to 1. aux_coef: of the load-balancing loss in the loss (0: it has none).
+    normalise: the weights of a token's experts sum to 1.
+    aux_coef: of the load-balancing loss in the loss (0: it has none).
     """
 
     num_experts: int
@@ -60,41 +61,42 @@ class Routing:
         """The smallest NumPy integers that hold an expert's number, and -1."""
         return np.int8 if self.num_experts <= 128 else np.int16
 
-    def choose(self, logits_BTE: jax.Array, chosen_BTk: jax.Array | None) -> tuple[Mixture, jax.Array]:
-        """Choice and law, and the weights `[B, T, k]` of the chosen.
+    def choose(self, logits_BTE: jax.Array, expert_ids_BTk: jax.Array | None) -> tuple[Mixture, jax.Array]:
+        """Experts of each token with the router's probabilities, and the weights `[B, T, k]` of these experts.
 
-        chosen_BTk: experts to take instead of the likeliest, -1: those. They have the weights that the law gives them.
+        expert_ids_BTk: experts to take instead of the likeliest, -1: the likeliest. Their weights are the router's
+            probabilities of them.
         """
         probs = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
-        weights, chosen = jax.lax.top_k(probs, self.per_token)
-        if chosen_BTk is not None:
-            chosen = jnp.where(chosen_BTk < 0, chosen, chosen_BTk.astype(chosen.dtype))
-            weights = jnp.take_along_axis(probs, chosen, axis=-1)
+        weights, expert_ids = jax.lax.top_k(probs, self.per_token)
+        if expert_ids_BTk is not None:
+            expert_ids = jnp.where(expert_ids_BTk < 0, expert_ids, expert_ids_BTk.astype(expert_ids.dtype))
+            weights = jnp.take_along_axis(probs, expert_ids, axis=-1)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdims=True)
-        return Mixture(chosen, probs), weights.astype(logits_BTE.dtype)
+        return Mixture(expert_ids, probs), weights.astype(logits_BTE.dtype)
 
 
 # ---- what experts compute -------------------------------------------------------------------------------------------
 
 
 class Weights(NamedTuple):
-    """Of the experts of a layer: gate and up `[E, D, F]`, down `[E, F, D]`."""
+    """Weights of a layer's experts: gate and up `[E, D, F]`, down `[E, F, D]`."""
 
     gate: Any
     up: Any
     down: Any
     layer: Any = None
-    """Whose they are, where the others have all layers in front: kernels then read them where they lie."""
+    """Index of the layer, where the three hold all layers `[L, ...]`: kernels then read them in place."""
 
     def each(self, change: Callable[..., Any], *others: Any) -> Weights:
-        """With `change(weights, *others of these weights)` in place of each."""
+        """These weights, each of the three replaced by `change(it, *its entry of others)`."""
         gate, up, down = map(change, self[:3], *others)
         return Weights(gate, up, down, self.layer)
 
     @property
     def num(self) -> int:
-        """E."""
+        """Number of experts, E."""
         return self.gate.shape[-3]
 
 
@@ -117,8 +119,8 @@ def declare(layers: Any, rngs: Any, num_experts: int, ffn_size: int) -> None:
     layers.down = p(rngs, (E, F, D), _AXES.down, layers.out_std)
 
 
-def mixed(x_BTD: jax.Array, chosen_BTk: jax.Array, weights_BTk: jax.Array, experts: Weights) -> jax.Array:
-    """The weighted sum of what its chosen experts make of each token, `[B, T, D]`.
+def mixed(x_BTD: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, experts: Weights) -> jax.Array:
+    """The weighted sum of what its experts make of each token, `[B, T, D]`.
 
     Where it is traced for a mesh (`axes.on_mesh`) the experts lie as `axes.PARAM_RULES` says. Inside a `shard_map` (the
     sampler's) a device has its part of them if `expert` is manual, and the feed-forward's if `tensor` is not.
@@ -140,7 +142,7 @@ def mixed(x_BTD: jax.Array, chosen_BTk: jax.Array, weights_BTk: jax.Array, exper
     else:
         axes, split, where = set(), _Split(), _AXES
     if not axes:
-        return _on_device(x_BTD, chosen_BTk, weights_BTk, experts, split)
+        return _on_device(x_BTD, expert_ids_BTk, weights_BTk, experts, split)
     if experts.layer is not None:
         where = where.each(lambda names: PartitionSpec(None, *names))._replace(layer=PartitionSpec())
     run = jax.shard_map(
@@ -151,11 +153,11 @@ def mixed(x_BTD: jax.Array, chosen_BTk: jax.Array, weights_BTk: jax.Array, exper
         axis_names=axes,
         check_vma=False,
     )
-    return run(x_BTD, chosen_BTk, weights_BTk, experts)
+    return run(x_BTD, expert_ids_BTk, weights_BTk, experts)
 
 
 class _Split(NamedTuple):
-    """Mesh axes over which experts, their hidden and their feed-forward sizes are split; empty: they are whole."""
+    """Mesh axes over which experts, their hidden and their feed-forward sizes are split; empty: they are not."""
 
     expert: tuple[str, ...] = ()
     fsdp: tuple[str, ...] = ()
@@ -163,20 +165,24 @@ class _Split(NamedTuple):
 
 
 def _on_device(
-    x_BTD: jax.Array, chosen_BTk: jax.Array, weights_BTk: jax.Array, experts: Weights, split: _Split
+    x_BTD: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, experts: Weights, split: _Split
 ) -> jax.Array:
     """`mixed` of a device's tokens, by its part of the experts."""
     gather = functools.partial(jax.lax.all_gather, tiled=True)
-    k = chosen_BTk.shape[-1]
-    x, chosen, weights = x_BTD.reshape(-1, x_BTD.shape[-1]), chosen_BTk.reshape(-1, k), weights_BTk.reshape(-1, k)
+    k = expert_ids_BTk.shape[-1]
+    x, expert_ids, weights = (
+        x_BTD.reshape(-1, x_BTD.shape[-1]),
+        expert_ids_BTk.reshape(-1, k),
+        weights_BTk.reshape(-1, k),
+    )
     if split.fsdp:
         experts = experts.each(lambda w, axis: gather(w, split.fsdp, axis=w.ndim + axis), (-2, -2, -1))
     parts = 1
     if split.expert:
-        x, chosen, weights = (gather(a, split.expert) for a in (x, chosen, weights))
+        x, expert_ids, weights = (gather(a, split.expert) for a in (x, expert_ids, weights))
         parts = jax.lax.axis_size(split.expert)
-        chosen -= jax.lax.axis_index(split.expert) * experts.num
-    out = _sum_over_experts(parts, x, weights, experts, chosen)
+        expert_ids -= jax.lax.axis_index(split.expert) * experts.num
+    out = _sum_over_experts(parts, x, weights, experts, expert_ids)
     if split.expert:
         out = jax.lax.psum_scatter(out, split.expert, tiled=True)
     if split.tensor:
@@ -190,18 +196,18 @@ class _Rounds(NamedTuple):
     order_A: jax.Array
     """Assignments, those of this device's experts first; as many as all rounds have."""
     ends_E: jax.Array
-    """Where in that order each expert's end."""
+    """Index in `order_A` behind each expert's last assignment."""
     rows: int
     needed: jax.Array | int
     """Rounds that hold anything."""
 
     @staticmethod
-    def of(chosen_Nk: jax.Array, num_experts: int, parts: int) -> _Rounds:
-        """chosen_Nk: counted from the device's first expert; others are not its own."""
-        A = chosen_Nk.size
+    def of(expert_ids_Nk: jax.Array, num_experts: int, parts: int) -> _Rounds:
+        """expert_ids_Nk: counted from the device's first expert; others are not its own."""
+        A = expert_ids_Nk.size
         rows = math.ceil(min(A, A / parts * SLACK))
         rows += -rows % _row_tile(rows, num_experts)
-        flat = chosen_Nk.reshape(-1)
+        flat = expert_ids_Nk.reshape(-1)
         key = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
         order = _order(key, num_experts + 1)
         ends = jnp.cumsum(jnp.bincount(key, length=num_experts + 1)[:num_experts]).astype(jnp.int32)
@@ -210,7 +216,7 @@ class _Rounds(NamedTuple):
         return _Rounds(jnp.pad(order, (0, rounds * rows - A)), ends, rows, needed)
 
     def __call__(self, i: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of round `i`: assignments `[R]`, which of them hold anything `[R]`, and how many each expert has `[E]`."""
+        """Round `i`: assignments `[R]`, which of them hold anything `[R]`, and how many each expert has `[E]`."""
         start = i * self.rows
         order = jax.lax.dynamic_slice_in_dim(self.order_A, start, self.rows)
         ends = jnp.clip(self.ends_E - start, 0, self.rows)
@@ -219,15 +225,15 @@ class _Rounds(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_over_experts(
-    parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: Weights, chosen_Nk: jax.Array
+    parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: Weights, expert_ids_Nk: jax.Array
 ) -> jax.Array:
-    """`[N, D]`: the part of a device that has one of `parts` equal shares of the experts; `chosen_Nk` is counted from
-    the first of them.
+    """`[N, D]`: the part of a device that has one of `parts` equal shares of the experts; `expert_ids_Nk` is counted
+    from the first of them.
 
     What experts compute is computed again in the backward pass: `k` rows to a token would be by far the most that a
     layer has to keep.
     """
-    rounds, k = _Rounds.of(chosen_Nk, experts.num, parts), chosen_Nk.shape[-1]
+    rounds, k = _Rounds.of(expert_ids_Nk, experts.num, parts), expert_ids_Nk.shape[-1]
 
     def one(i: jax.Array, out_ND: jax.Array) -> jax.Array:
         order, holds, sizes = rounds(i)
@@ -237,13 +243,18 @@ def _sum_over_experts(
     return jax.lax.fori_loop(0, rounds.needed, one, jnp.zeros(x_ND.shape, jnp.float32)).astype(x_ND.dtype)
 
 
-def _forward(parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: Weights, chosen_Nk: jax.Array) -> Any:
-    return _sum_over_experts(parts, x_ND, weights_Nk, experts, chosen_Nk), (x_ND, weights_Nk, experts, chosen_Nk)
+def _forward(parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: Weights, expert_ids_Nk: jax.Array) -> Any:
+    return _sum_over_experts(parts, x_ND, weights_Nk, experts, expert_ids_Nk), (
+        x_ND,
+        weights_Nk,
+        experts,
+        expert_ids_Nk,
+    )
 
 
 def _backward(parts: int, kept: Any, d_out_ND: jax.Array) -> Any:
-    x_ND, weights_Nk, experts, chosen_Nk = kept
-    rounds, k = _Rounds.of(chosen_Nk, experts.num, parts), chosen_Nk.shape[-1]
+    x_ND, weights_Nk, experts, expert_ids_Nk = kept
+    rounds, k = _Rounds.of(expert_ids_Nk, experts.num, parts), expert_ids_Nk.shape[-1]
 
     def one(i: jax.Array, sums: Any) -> Any:
         d_x, d_weights, d_experts = sums
@@ -338,49 +349,51 @@ def _tiling(rows: int, m: int, k: int, n: int) -> tuple[int, int, int]:
 class Load:
     """Sums over tokens, float32; those of several batches add up.
 
-    chosen_LE: tokens that chose each expert. probs_LE: of the router's law. entropy: of that law, over all layers.
-    tokens: how many there are. replayed: those whose choice was given.
+    assigned_LE: tokens that took each expert. probs_LE: the router's probabilities. entropy: of these, over all layers.
+    tokens: how many there are. replayed: those whose experts were prescribed.
     """
 
-    chosen_LE: jax.Array
+    assigned_LE: jax.Array
     probs_LE: jax.Array
     entropy: jax.Array
     tokens: jax.Array
     replayed: jax.Array
 
     @staticmethod
-    def of(mixtures: Mixture, counted_BT: jax.Array, chosen_LBTk: jax.Array | None = None) -> Load:
-        """Of all layers, over the tokens that are `counted_BT` (bool). chosen_LBTk: the choices that were given."""
+    def of(mixtures: Mixture, counted_BT: jax.Array, expert_ids_LBTk: jax.Array | None = None) -> Load:
+        """The sums of all layers over the tokens that are `counted_BT` (bool).
+
+        expert_ids_LBTk: the experts that were prescribed, -1 where the router chose.
+        """
         probs, counted = mixtures.probs_BTE, counted_BT.astype(jnp.float32)
         num_experts = probs.shape[-1]
-        hits = jax.nn.one_hot(mixtures.chosen_BTk, num_experts, dtype=jnp.float32) * counted[..., None, None]
+        hits = jax.nn.one_hot(mixtures.expert_ids_BTk, num_experts, dtype=jnp.float32) * counted[..., None, None]
         entropy = -jnp.sum(jax.scipy.special.xlogy(probs, probs), axis=-1)
-        given = jnp.zeros(()) if chosen_LBTk is None else jnp.sum(counted * (chosen_LBTk[0, ..., 0] >= 0))
-        load = Load(
+        replayed = jnp.zeros(()) if expert_ids_LBTk is None else jnp.sum(counted * (expert_ids_LBTk[0, ..., 0] >= 0))
+        return Load(
             hits.sum((1, 2, 3)),
             jnp.sum(probs * counted[..., None], axis=(1, 2)),
             jax.lax.stop_gradient(jnp.sum(entropy * counted)),
             counted.sum(),
-            given,
+            replayed,
         )
-        return load
 
     def balance_loss(self) -> jax.Array:
         """Switch Transformer's load-balancing loss (arXiv:2101.03961, equations 4 to 6) as `transformers` computes it,
         over the tokens of all layers together: E * sum over experts of (share of tokens that chose it, k in all) *
         (its mean probability). Its least value is `k`, at even use."""
-        total = jnp.maximum(self.tokens * len(self.chosen_LE), 1)
-        share = self.chosen_LE.sum(0) / total
-        return self.chosen_LE.shape[1] * jnp.sum(share * (self.probs_LE.sum(0) / total))
+        total = jnp.maximum(self.tokens * len(self.assigned_LE), 1)
+        share = self.assigned_LE.sum(0) / total
+        return self.assigned_LE.shape[1] * jnp.sum(share * (self.probs_LE.sum(0) / total))
 
     def metrics(self, routing: Routing) -> dict[str, jax.Array]:
         """By their names in `rolljax.metrics`."""
         tokens = jnp.maximum(self.tokens, 1)
-        L = len(self.chosen_LE)
+        L = len(self.assigned_LE)
         return {
             "router/balance": self.balance_loss() / routing.per_token,
-            "router/max_load_frac": jnp.max(self.chosen_LE) / tokens / routing.per_token,
+            "router/max_load_frac": jnp.max(self.assigned_LE) / tokens / routing.per_token,
             "router/entropy_nat": self.entropy / (tokens * L),
-            "router/unused_n": jnp.sum(self.chosen_LE == 0).astype(jnp.float32),
+            "router/unused_n": jnp.sum(self.assigned_LE == 0).astype(jnp.float32),
             "router/replayed_frac": self.replayed / tokens,
         }

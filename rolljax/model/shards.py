@@ -21,9 +21,9 @@ from rolljax.model.files import inside, parse_json, read_json
 
 INDEX, WEIGHTS = "{}.safetensors.index.json", "{}.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
-"""Of weights that are read."""
-_CHUNK_BYTES = 32 * 2**20
-"""Of a file, looked at in one go."""
+"""Dtypes of weights that are read, by their names in safetensors."""
+_READ_BYTES = 32 * 2**20
+"""Bytes of a file that are looked at in one go."""
 
 
 class Stored(NamedTuple):
@@ -31,10 +31,10 @@ class Stored(NamedTuple):
 
     file: str
     dtype: str
-    """As safetensors call it."""
+    """Name of the dtype in safetensors."""
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """Offset of the first byte in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -64,13 +64,13 @@ class Shards:
 
     def view(self, name: str) -> np.ndarray:
         """A tensor as unsigned integers of its width: nothing is read before somebody looks."""
-        at = self.tensors[name]
-        if at.file not in self._open:
-            with (self.folder / at.file).open("rb") as f:
-                self._open[at.file] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        unsigned = np.dtype(f"u{DTYPES[at.dtype].itemsize}")
-        flat = np.frombuffer(self._open[at.file], unsigned, math.prod(at.shape), at.start)
-        return flat.reshape(at.shape)
+        stored = self.tensors[name]
+        if stored.file not in self._open:
+            with (self.folder / stored.file).open("rb") as f:
+                self._open[stored.file] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        unsigned = np.dtype(f"u{DTYPES[stored.dtype].itemsize}")
+        flat = np.frombuffer(self._open[stored.file], unsigned, math.prod(stored.shape), stored.start)
+        return flat.reshape(stored.shape)
 
     def copy(self, view: np.ndarray, name: str) -> np.ndarray:
         """A part of `view(name)`, rows of the file first, as an array of its own in the dtype of the file.
@@ -78,7 +78,7 @@ class Shards:
         At no time more than a few MiB of the file are in memory beside it.
         """
         out = np.empty(view.shape, view.dtype)
-        rows = max(_CHUNK_BYTES // view.strides[0], 1)
+        rows = max(_READ_BYTES // view.strides[0], 1)
         for start in range(0, len(view), rows):
             out[start : start + rows] = view[start : start + rows]
             self._open[self.tensors[name].file].madvise(mmap.MADV_DONTNEED)
@@ -90,7 +90,7 @@ class Shards:
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
         left, right = self.view(one), self.view(other)
-        rows = max(_CHUNK_BYTES // left.strides[0], 1)
+        rows = max(_READ_BYTES // left.strides[0], 1)
         parts = (slice(start, start + rows) for start in range(0, len(left), rows))
         return all(np.array_equal(self.copy(left[p], one), self.copy(right[p], other)) for p in parts)
 
@@ -135,8 +135,8 @@ def _header(path: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{path} cannot be read: {e}") from e
     fields.pop("__metadata__", None)
     return {
-        name: Stored(path.name, at["dtype"], tuple(at["shape"]), 8 + size + at["data_offsets"][0])
-        for name, at in fields.items()
+        name: Stored(path.name, field["dtype"], tuple(field["shape"]), 8 + size + field["data_offsets"][0])
+        for name, field in fields.items()
     }
 
 

@@ -31,22 +31,23 @@ _Compare = Callable[[jax.Array, jax.Array], jax.Array] | None
 
 
 class Queries(NamedTuple):
-    """What the kernels know of tokens as queries, int32 `[B, T]`; indices count in the whole row."""
+    """What the kernels know of tokens as queries, int32 `[B, T]`; indices count in the full row."""
 
-    at: jax.Array
+    row_index: jax.Array
     run: jax.Array
-    """Number of its stretch; below 0 and its own for every padding token, which so sees itself only."""
+    """Number of the token's stretch of keys; below 0 and its own for every padding token, which so sees itself only."""
     run_start: jax.Array
     group: jax.Array
-    """Its segment where it looks at a shared prompt, -1 elsewhere."""
+    """The token's segment where it looks at a shared prompt, -1 elsewhere."""
     prompt_start: jax.Array
     prompt_end: jax.Array
     after_prompt: jax.Array
-    """Where it would stand if its branch followed the prompt: distances to the prompt's tokens are taken from here."""
+    """Index where the token would stand if its branch followed the prompt: distances to the prompt's tokens are
+    taken from here."""
 
 
 class Keys(NamedTuple):
-    """What they know of tokens as keys, int32 `[B, S]`."""
+    """What the kernels know of tokens as keys, int32 `[B, S]`."""
 
     run: jax.Array
     prompt: jax.Array
@@ -63,8 +64,8 @@ def rows(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array, positions_BT: jax.
         changes = [jnp.concatenate([jnp.ones_like(x[:, :1], bool), x[:, 1:] != x[:, :-1]], 1) for x in ids]
         return functools.reduce(jnp.logical_or, changes)
 
-    def latest(at: jax.Array) -> jax.Array:
-        return jax.lax.cummax(jnp.where(at, index, 0), axis=1)
+    def latest(is_start: jax.Array) -> jax.Array:
+        return jax.lax.cummax(jnp.where(is_start, index, 0), axis=1)
 
     padding, shares = segment == 0, stretch > 1
     new_run, new_segment = starts(segment, stretch), starts(segment)
@@ -72,7 +73,7 @@ def rows(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array, positions_BT: jax.
     start = latest(new_segment)
     end = latest((branch > 0) & starts(segment, jnp.minimum(branch, 1)))
     queries = Queries(
-        at=index,
+        row_index=index,
         run=run,
         run_start=jnp.where(padding, index, latest(new_run)),
         group=jnp.where(shares, segment, -1),
@@ -109,7 +110,7 @@ def mix(
 
 
 class _Look(NamedTuple):
-    """Of one row: every query looks at keys `low` to `high - 1` that have its id, as far as `bound` lets it."""
+    """What the queries of one row look at: keys `low` to `high - 1` that have its id, as far as `bound` lets it."""
 
     q_ids: jax.Array
     k_ids: jax.Array
@@ -145,15 +146,15 @@ class _Kernel:
 
     def looks(self, queries: Queries, keys: Keys, on: jax.Array | bool) -> tuple[_Look, _Look]:
         """At the own stretch, and at the shared prompt."""
-        own_low, own_bound = queries.run_start, queries.at
+        own_low, own_bound = queries.run_start, queries.row_index
         prompt_low, prompt_bound = queries.prompt_start, None
         if self.size is not None:
             on = jnp.asarray(on)
-            own_low = jnp.where(on, jnp.maximum(own_low, queries.at - self.size + 1), own_low)
-            own_bound = 2 * queries.at + on
+            own_low = jnp.where(on, jnp.maximum(own_low, queries.row_index - self.size + 1), own_low)
+            own_bound = 2 * queries.row_index + on
             near = jnp.maximum(prompt_low, queries.after_prompt - self.size + 1)
             prompt_low = prompt_bound = jnp.where(on, near, prompt_low)
-        own = _Look(queries.run, keys.run, own_low, queries.at + 1, own_bound)
+        own = _Look(queries.run, keys.run, own_low, queries.row_index + 1, own_bound)
         return own, _Look(queries.group, keys.prompt, prompt_low, queries.prompt_end, prompt_bound)
 
     def functions(self) -> tuple[_Compare, _Compare]:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 LENGTH_BYTES = 8
 MEMORY_BYTES = 2**30
-"""Of the address space of the process."""
+"""Most bytes of the address space of the process."""
 FREE_CHARS, CHARS_PER_BYTE = 2**20, 8
 """A template may write this much, and so much more for each byte of its request."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -101,7 +101,7 @@ def framed(content: bytes) -> bytes:
 
 
 def limit_memory() -> None:
-    """Of this process, which the kernel shall end before any other."""
+    """Bound the memory of this process, and have the kernel end it before any other."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

@@ -23,9 +23,9 @@ from rolljax.errors import ConfigError, boundary
 from rolljax.model import template_worker as worker
 
 DEADLINE_S = 10.0
-"""For one rendering; an ordinary one takes a fraction of a millisecond."""
+"""Seconds that one rendering may take; an ordinary one takes a fraction of a millisecond."""
 START_S = 120.0
-"""For the process to begin."""
+"""Seconds that the rendering process may take to begin."""
 
 
 def render(
@@ -59,21 +59,19 @@ class _Renderer:
         """Process id: a fork begins its own."""
 
     def ask(self, request: bytes, deadline_s: float) -> dict[str, str]:
-        with self._lock:
+        with self._lock, contextlib.ExitStack() as unless_answered:
+            unless_answered.callback(self.close)  # interrupted, too: what comes next belongs to nobody
             try:
                 process = self._running()
                 end = time.monotonic() + deadline_s
                 _write(process.stdin, worker.framed(request), end)
-                return json.loads(_read(process.stdout, end))
+                answer = json.loads(_read(process.stdout, end))
             except TimeoutError:
-                self.close()
                 return {"error": f"it was not done after {deadline_s:g} s"}
             except EOFError:
-                self.close()
                 return {"error": "it broke the process that rendered it"}
-            except BaseException:  # interrupted: what comes next belongs to nobody
-                self.close()
-                raise
+            unless_answered.pop_all()
+            return answer
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:

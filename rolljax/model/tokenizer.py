@@ -44,7 +44,7 @@ FILES = (
     *VOCABULARIES, CONFIG, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""Of a folder, that a tokenizer is read from."""
+"""Files of a folder that a tokenizer is read from."""
 MARK, UNMARK = "\ufdd0", "\ufdd1"
 """Unicode noncharacters around the number of a text that a template must not see as it is."""
 
@@ -89,7 +89,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as e:  # the library in Rust panics with what is no Exception
+    except BaseException as e:  # border: a foreign file; the library in Rust panics with what is no Exception
         raise CheckpointError(f"no tokenizer could be read from {folder}: {type(e).__name__}: {e}") from e
 
 
@@ -177,15 +177,15 @@ class Chat:
           closed: whether the sampled tokens ended with the closing token (else it is added here).
         """
         closing, head = self._closing, self._base_ids
-        whole = self._encode([*_BASE, *messages], generate=True)
-        if not np.array_equal(whole[: len(head)], head):
+        extended = self._encode([*_BASE, *messages], generate=True)
+        if not np.array_equal(extended[: len(head)], head):
             raise ConfigError(
                 "rewrites earlier turns when the conversation grows, so a token stream cannot be extended",
                 setting="chat template",
                 remedy="use a template that renders every assistant message in the same way wherever it stands",
             )
         rest = closing[1:] if closed else closing
-        return np.array([*rest, *whole[len(head) :]], np.int32)
+        return np.array([*rest, *extended[len(head) :]], np.int32)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -306,11 +306,11 @@ class Chat:
     @functools.lru_cache(maxsize=2)  # noqa: B019  # one Chat lives as long as its run
     def _template(self, with_tools: bool) -> str:
         """The template for a conversation: some tokenizers have another one for tools."""
-        with boundary(ConfigError, "no chat template can be chosen"):
+        with boundary(ConfigError, "the tokenizer offers no chat template"):
             return self.tokenizer.get_chat_template(None, [_TOOL] if with_tools else None)
 
     def _marked_message(self, message: Mapping[str, Any], plain: list[str]) -> dict[str, Any]:
-        """See `_marked`. What the operator says, and what the model said, may hold tokens that are not special."""
+        """A message whose texts are marked. What operator or model say may hold added tokens, not special ones."""
         own = ("content", "reasoning_content") if message["role"] in ("system", "assistant") else ()
         return {
             name: self._marked(value, plain, self._specials if name in own else self._added)

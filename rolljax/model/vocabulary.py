@@ -1,9 +1,9 @@
-"""Tokens and text: what a text is as ids, and the text of ids, of whole answers and of answers that grow.
+"""Tokens and text: what a text is as ids, and the text of ids, of finished answers and of answers that grow.
 
 An answer stands behind a prompt, and its text is what its tokens add there. That is not what decoding it on its own
 gives: decoders in the manner of SentencePiece leave out the first space of everything they decode. So text is put
-together here from the bytes that every single token adds. Pieces of an answer are then its whole text however they are
-cut, characters that take several tokens appear when they are whole, and a token costs one look into a table.
+together here from the bytes that every single token adds. Parts of an answer then join to its text however they are
+cut, characters that take several tokens appear when they are complete, and a token costs one look into a table.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Vocabulary:
         """Ids of a text; text that spells an added token becomes that token.
 
         Args:
-          special: with what the tokenizer puts around a whole text (a token for its beginning).
+          special: with what the tokenizer puts around a text of its own (a token for its beginning).
         """
         if self._core is None:
             return self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -64,9 +64,9 @@ class Vocabulary:
         """Ids of a text that stands behind another: without the space that some tokenizers put before every text."""
         if self._puts_space_before:
             for separator in SEPARATORS:
-                head, whole = self.encode(separator), self.encode(separator + text)
-                if whole[: len(head)] == head:
-                    return whole[len(head) :]
+                head, joined = self.encode(separator), self.encode(separator + text)
+                if joined[: len(head)] == head:
+                    return joined[len(head) :]
         return self.encode(text)
 
     def encode_plain(self, text: str, hidden: frozenset[int]) -> list[int]:
@@ -92,15 +92,15 @@ class Vocabulary:
         """Whether a text certainly has more than `most` tokens: found without tokenising much more than these.
 
         False says nothing about texts that are short enough to be tokenised. Cut into parts a text has a few tokens
-        more than whole; twice as many are sure.
+        more than uncut; twice as many are sure.
         """
         if len(text) <= SURE_CHARS * most:
             return False
         if len(text.encode()) > self.longest * most:
             return True
         counted = 0
-        for at in range(0, len(text), PART_CHARS):
-            counted += len(self.encode(text[at : at + PART_CHARS]))
+        for start in range(0, len(text), PART_CHARS):
+            counted += len(self.encode(text[start : start + PART_CHARS]))
             if counted > 2 * most:
                 return True
         return False
@@ -108,7 +108,7 @@ class Vocabulary:
     @functools.cached_property
     def longest(self) -> int:
         """Bytes of the longest token, at least."""
-        return max(len(piece.encode()) for piece in self._tokenizer.get_vocab())
+        return max(len(spelling.encode()) for spelling in self._tokenizer.get_vocab())
 
     # ---- ids to text
 
@@ -153,17 +153,17 @@ class Vocabulary:
     # ---- single tokens
 
     def _bytes_of(self, token: int) -> bytes:
-        piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:
+        spelling = self._tokenizer.convert_ids_to_tokens(token)
+        if spelling is None:
             return b""
         if self._of_char:
-            if token not in self.specials and all(c in self._of_char for c in piece):
-                return bytes(self._of_char[c] for c in piece)
-            return piece.encode()
+            if token not in self.specials and all(c in self._of_char for c in spelling):
+                return bytes(self._of_char[c] for c in spelling)
+            return spelling.encode()
         before = self._decode([self._anchor])
         text = self._decode([self._anchor, token]).removeprefix(before)
-        if text == "\ufffd" and re.fullmatch("<0x[0-9A-F]{2}>", piece):
-            return bytes([int(piece[3:5], 16)])
+        if text == "\ufffd" and re.fullmatch("<0x[0-9A-F]{2}>", spelling):
+            return bytes([int(spelling[3:5], 16)])
         return text.encode()
 
     def _decode(self, ids: list[int]) -> str:
@@ -191,7 +191,7 @@ class TextDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, ids: Ids) -> str:
-        """The text that is known with these tokens and was not before; a character that is not whole yet waits."""
+        """The text that is known with these tokens and was not before; an incomplete character waits."""
         bytes_of = self._vocabulary.shown if self._begun else self.bytes_of
         return self._utf8.decode(b"".join(map(bytes_of, map(int, ids))))
 
@@ -209,7 +209,7 @@ class TextDecoder:
 
 
 class TextStream:
-    """The text of one growing answer up to the first stop text, in pieces that are never taken back.
+    """The text of one growing answer up to the first stop text, in parts that are never taken back.
 
     Args:
       stops: texts the answer ends before.
@@ -232,7 +232,7 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + self._decoder.add(ids) + (self._decoder.end() if last else "")
-        found = [at for at in map(text.find, self._stops) if at >= 0]
+        found = [i for i in map(text.find, self._stops) if i >= 0]
         self.stopped = bool(found)
         end = min(found) if found else len(text) if last else self._sure(text)
         self._shown.append(text[:end])

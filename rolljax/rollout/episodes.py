@@ -93,21 +93,19 @@ def linear_pattern(pattern: str) -> Any:
     """A user's regular expression, compiled by RE2: Python's own can take hours over an answer made for it.
 
     Raises:
-      ConfigError: it is none, or the package is missing.
+      ConfigError: it is none.
     """
-    setting = "RolloutConfig.answer_format"
-    try:
-        import re2
-    except ModuleNotFoundError as e:
-        remedy = "pip install 'rolljax[format]'"
-        raise ConfigError("needs the package google-re2", setting=setting, value=pattern, remedy=remedy) from e
+    import re2
+
     options = re2.Options()
     options.dot_nl, options.log_errors = True, False
     try:
         return re2.compile(pattern, options)
     except re2.error as e:
         said = e.args[0].decode() if isinstance(e.args[0], bytes) else e
-        raise ConfigError(f"is not a regular expression of RE2: {said}", setting=setting, value=pattern) from e
+        raise ConfigError(
+            f"is not a regular expression of RE2: {said}", setting="RolloutConfig.answer_format", value=pattern
+        ) from e
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

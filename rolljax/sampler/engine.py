@@ -291,7 +291,7 @@ class Engine:
         """What the tokens of this step took, if that is recorded."""
         if mixtures is None or not self.cfg.record_experts:
             return experts
-        return experts.at[:, step].set(mixtures.chosen_BTk[:, :, 0].swapaxes(0, 1).astype(experts.dtype))
+        return experts.at[:, step].set(mixtures.expert_ids_BTk[:, :, 0].swapaxes(0, 1).astype(experts.dtype))
 
     def _score_all(self, params: Params, tokens_BT: jax.Array) -> jax.Array:
         decoder = self.model.bind(params)

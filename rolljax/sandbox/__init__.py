@@ -1,9 +1,9 @@
 """Running untrusted code: isolated programs, live shells, streams and graders. Linux with bubblewrap.
 
 `profile.py` settings; `host.py` one-shot programs and streams; `session.py` live sandboxes; `grade.py` graders;
-`group.py` many live sandboxes by id. Below them: `recipe.py` (the bubblewrap command), `seccomp.py` (its filter),
-`launcher.py` and `keeper.py` (the process that starts and reaps), `inside/` (what runs in a sandbox). `doctor.py` is
-`python -m rolljax.sandbox`.
+`group.py` many live sandboxes by id. Below them: `command_line.py` (the bubblewrap command), `seccomp.py` (its
+filter), `launcher.py` and `supervisor/` (the process that starts and reaps), `inside/` (what runs in a sandbox).
+`doctor.py` is `python -m rolljax.sandbox`.
 """
 
 from rolljax.sandbox.grade import Verdict, grade, grade_mbpp, grade_python

@@ -44,14 +44,14 @@ def passed_through(command: list[str], profile: str, sources: list[str]) -> int:
         path, _, target = source.partition(":")
         files[target or os.path.basename(path)] = Path(path).read_bytes()
     with SandboxHost() as host:
-        chosen = PROFILES[profile]
-        cell = host.start(command, [0, 1, 2], files, {}, chosen, chosen.wall_s)
+        limits = PROFILES[profile]
+        handle = host.start(command, [0, 1, 2], files, {}, limits, limits.wall_s)
         try:
-            cell.wait()
+            handle.wait()
         finally:
-            cell.kill()
-            cell.wait(10.0)
-        return int(cell.exit["code"])
+            handle.kill()
+            handle.wait(10.0)
+        return int(handle.exit["code"])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rolljax.errors import RolljaxError
-from rolljax.sandbox import recipe
+from rolljax.sandbox import command_line
 from rolljax.sandbox.host import INSTALL, SandboxHost
 from rolljax.sandbox.profile import CODE, MIB, TERMINAL
 
@@ -18,8 +18,8 @@ MAX_USERNS = Path("/proc/sys/user/max_user_namespaces")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """ok: None for what is merely worth knowing."""
+class Finding:
+    """A line of the table. ok: whether it holds, None for what is merely worth knowing. cure: what helps where not."""
 
     name: str
     ok: bool | None
@@ -91,19 +91,19 @@ def main() -> int:
     return 2 if broken else 0
 
 
-def examine() -> list[Row]:
-    """Every row of the table; later ones are left out where nothing can start."""
-    rows = [Row("Linux", sys.platform == "linux", f"{platform.system()} {platform.release()} {platform.machine()}")]
+def examine() -> list[Finding]:
+    """Everything that was tried; later findings are left out where nothing can start."""
+    rows = [Finding("Linux", sys.platform == "linux", f"{platform.system()} {platform.release()} {platform.machine()}")]
     if sys.platform != "linux":
         return rows
-    if not recipe.bwrap():
-        return [*rows, Row("bubblewrap", False, "not installed", INSTALL)]
-    rows.append(Row("bubblewrap", True, recipe.bwrap()))
+    if not command_line.bwrap():
+        return [*rows, Finding("bubblewrap", False, "not installed", INSTALL)]
+    rows.append(Finding("bubblewrap", True, command_line.bwrap()))
     try:
         with SandboxHost(checked=True) as host:
             return rows + _tried(host)
     except RolljaxError as e:
-        return [*rows, Row("a sandbox starts", False, str(e).replace("\n", "; "), cure(str(e)))]
+        return [*rows, Finding("a sandbox starts", False, str(e).replace("\n", "; "), cure(str(e)))]
 
 
 def cure(error: str) -> str:
@@ -120,54 +120,54 @@ def cure(error: str) -> str:
     return "see the error; sandboxes need bubblewrap, user name spaces and seccomp"
 
 
-def _tried(host: SandboxHost) -> list[Row]:
+def _tried(host: SandboxHost) -> list[Finding]:
     os.environ["ROLLJAX_DOCTOR_SECRET"] = "SECRET"
     try:
-        said = host.run([*recipe.isolated_python(), "-c", PROBE])
+        said = host.run([*command_line.isolated_python(), "-c", PROBE])
     finally:
         del os.environ["ROLLJAX_DOCTOR_SECRET"]
-    rows = [Row("a sandbox starts", True, f"{said.ms:.0f} ms for a Python program")]
+    rows = [Finding("a sandbox starts", True, f"{said.ms:.0f} ms for a Python program")]
     for line in said.text.splitlines():
         name, ok, detail = line.split("\t")
-        rows.append(Row(name, ok == "1", detail))
+        rows.append(Finding(name, ok == "1", detail))
     if said.returncode:
-        rows.append(Row("the probe ran to its end", False, said.stderr[-300:].decode(errors="replace")))
+        rows.append(Finding("the probe ran to its end", False, said.stderr[-300:].decode(errors="replace")))
     small = dataclasses.replace(CODE, nproc=16, tmpfs_bytes=4 * MIB, memory_bytes=64 * MIB, wall_s=10.0)
-    forks = host.run([*recipe.isolated_python(), "-c", FORKS], profile=small)
-    rows.append(Row("processes are limited", b"BlockingIOError" in forks.stderr, f"{small.nproc} processes"))
+    forks = host.run([*command_line.isolated_python(), "-c", FORKS], profile=small)
+    rows.append(Finding("processes are limited", b"BlockingIOError" in forks.stderr, f"{small.nproc} processes"))
     disk = host.run(["sh", "-c", "head -c 8M /dev/zero > /work/x; stat -c %s /work/x"], profile=small)
-    rows.append(Row("disk is limited", disk.text.strip().isdigit() and int(disk.text) <= small.tmpfs_bytes, ""))
+    rows.append(Finding("disk is limited", disk.text.strip().isdigit() and int(disk.text) <= small.tmpfs_bytes, ""))
     hungry = "x = [bytes(1 << 20) + b'1' for _ in range(300)]\nwhile True: pass"
-    memory = host.run([*recipe.isolated_python(), "-c", hungry], profile=small)
+    memory = host.run([*command_line.isolated_python(), "-c", hungry], profile=small)
     sockets = host.run(
-        [*recipe.isolated_python(), "-c", SOCKETS], profile=dataclasses.replace(small, memory_bytes=32 * MIB)
+        [*command_line.isolated_python(), "-c", SOCKETS], profile=dataclasses.replace(small, memory_bytes=32 * MIB)
     )
-    rows.append(Row("memory of the kernel is limited", sockets.killed_by == "memory", "50 MiB in sockets"))
-    rows.append(Row("memory is limited", memory.killed_by == "memory", str(host.modes()["memory"])))
+    rows.append(Finding("memory of the kernel is limited", sockets.killed_by == "memory", "50 MiB in sockets"))
+    rows.append(Finding("memory is limited", memory.killed_by == "memory", str(host.modes()["memory"])))
     return rows + _notes(host)
 
 
-def _notes(host: SandboxHost) -> list[Row]:
+def _notes(host: SandboxHost) -> list[Finding]:
     """What is weaker here than it could be."""
     modes, rows = host.modes(), []
     if modes["own_uid"]:
-        rows.append(Row("a user id per sandbox", True, f"from {host.config.first_uid} on"))
+        rows.append(Finding("a user id per sandbox", True, f"from {host.config.first_uid} on"))
     else:
         rows.append(
-            Row("a user id per sandbox", None, "no: all sandboxes run as your user", "run the host as root for it")
+            Finding("a user id per sandbox", None, "no: all sandboxes run as your user", "run the host as root for it")
         )
-    whole = modes["file_limits"] == "bytes and inodes"
+    counts_files = modes["file_limits"] == "bytes and inodes"
     rows.append(
-        Row(
+        Finding(
             "number of files is limited",
-            True if whole else None,
-            "" if whole else "no, only bytes, and those per directory",
-            "" if whole else "run the host as root with the right to mount",
+            True if counts_files else None,
+            "" if counts_files else "no, only bytes, and those per directory",
+            "" if counts_files else "run the host as root with the right to mount",
         )
     )
     if modes["memory"] == "watchdog":
         rows.append(
-            Row(
+            Finding(
                 "memory by control group",
                 None,
                 "no: a watchdog measures every quarter second, and estimates the kernel's part",
@@ -175,9 +175,9 @@ def _notes(host: SandboxHost) -> list[Row]:
             )
         )
     else:
-        rows.append(Row("memory by control group", True, f"{modes['memory']}: the kernel's part too, no swap"))
+        rows.append(Finding("memory by control group", True, f"{modes['memory']}: the kernel's part too, no swap"))
     rows.append(
-        Row(
+        Finding(
             "small buffers of TCP",
             True if modes["own_net"] else None,
             "" if modes["own_net"] else "no: those of the machine",
@@ -185,7 +185,7 @@ def _notes(host: SandboxHost) -> list[Row]:
         )
     )
     writable = host.run(["sh", "-c", "mkdir /probe && echo yes"], profile=TERMINAL).text == "yes\n"
-    rows.append(Row("writable root (terminal profile)", True if writable else None, "yes" if writable else "no"))
+    rows.append(Finding("writable root (terminal profile)", True if writable else None, "yes" if writable else "no"))
     return rows
 
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolljax.errors import InfraError
-from rolljax.sandbox import recipe
+from rolljax.sandbox import command_line
 from rolljax.sandbox.host import END_S, SIGKILL_CODE, SIGXCPU_CODE, SandboxHost, ended_with, shared_host
 from rolljax.sandbox.inside.wire import HeadTail
-from rolljax.sandbox.launcher import Cell
+from rolljax.sandbox.launcher import SandboxHandle
 from rolljax.sandbox.profile import CODE, SCORE, Profile
 
 MAX_VERDICT = 1 << 16
@@ -117,28 +117,32 @@ def _grade(
     out_r, out_w = os.pipe()
     err_r, err_w = os.pipe()
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    cells: list[Cell] = []
+    handles: list[SandboxHandle] = []
     try:
-        private = {name: recipe.inside(name) for name in programs}
-        argv = [*recipe.isolated_python(), recipe.inside_path(programs[0])]
-        cells.append(host.start(argv, [theirs.fileno(), null, err_w], artefacts, private, profile, profile.wall_s))
-        private = {name: recipe.inside(name) for name in ("checker.py", "wire.py", "plain.py")}
+        private = {name: command_line.inside(name) for name in programs}
+        argv = [*command_line.isolated_python(), command_line.inside_path(programs[0])]
+        handles.append(host.start(argv, [theirs.fileno(), null, err_w], artefacts, private, profile, profile.wall_s))
+        private = {name: command_line.inside(name) for name in ("checker.py", "wire.py", "plain.py")}
         private["task.json"] = json.dumps(task).encode()
-        argv = [*recipe.isolated_python(), recipe.inside_path("checker.py"), recipe.inside_path("task.json")]
+        argv = [
+            *command_line.isolated_python(),
+            command_line.inside_path("checker.py"),
+            command_line.inside_path("task.json"),
+        ]
         wall_s = profile.wall_s + EXTRA_S
-        cells.append(host.start(argv, [ours.fileno(), out_w, err_w], {}, private, profile, wall_s))
+        handles.append(host.start(argv, [ours.fileno(), out_w, err_w], {}, private, profile, wall_s))
         for end in (ours, theirs):
             end.close()
         for fd in (out_w, err_w):
             os.close(fd)
         out_w = err_w = -1
         said = _read_all(out_r)
-        cells[1].wait(wall_s + END_S)
+        handles[1].wait(wall_s + END_S)
     finally:
-        for cell in cells:
-            cell.kill()
-        for cell in cells:
-            cell.wait(END_S)
+        for handle in handles:
+            handle.kill()
+        for handle in handles:
+            handle.wait(END_S)
         errors = _read_all(err_r) if err_w < 0 else b""
         for fd in (out_r, out_w, err_r, err_w, null):
             if fd >= 0:
@@ -146,15 +150,17 @@ def _grade(
         ours.close()
         theirs.close()
     ms = (time.monotonic() - start) * 1e3
-    return _verdict(cells[0], cells[1], said, errors, num_tests, ms)
+    return _verdict(handles[0], handles[1], said, errors, num_tests, ms)
 
 
-def _verdict(candidate: Cell, checker: Cell, said: bytes, errors: bytes, num_tests: int, ms: float) -> Verdict:
+def _verdict(
+    candidate: SandboxHandle, checker: SandboxHandle, said: bytes, errors: bytes, num_tests: int, ms: float
+) -> Verdict:
     """Combine what the tests' side said with how both sandboxes ended."""
-    for cell in (candidate, checker):
-        if not cell.exit:
+    for handle in (candidate, checker):
+        if not handle.exit:
             raise InfraError("a grading sandbox did not end in time")
-        ended_with(cell, errors)
+        ended_with(handle, errors)
     reason = _out_of(candidate)
     try:
         found = json.loads(said)
@@ -169,11 +175,11 @@ def _verdict(candidate: Cell, checker: Cell, said: bytes, errors: bytes, num_tes
     return Verdict(right, passed, total, "passed" if right else reason or found["reason"], found["detail"], ms)
 
 
-def _out_of(cell: Cell) -> str:
+def _out_of(handle: SandboxHandle) -> str:
     """The verdict on a sandbox that went past a limit; empty for one that did not."""
-    if cell.exit["killed_by"] == "wall" or cell.exit["code"] == SIGXCPU_CODE:
+    if handle.exit["killed_by"] == "wall" or handle.exit["code"] == SIGXCPU_CODE:
         return "timeout"
-    return "killed" if cell.exit["killed_by"] == "memory" else ""
+    return "killed" if handle.exit["killed_by"] == "memory" else ""
 
 
 def _read_all(fd: int) -> bytes:

@@ -4,6 +4,7 @@ a server can pass them through."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import shlex
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import EnvError, check_range
 from rolljax.sandbox.host import SandboxHost, shared_host
 from rolljax.sandbox.profile import TERMINAL, Profile
 from rolljax.sandbox.session import CommandResult, Sandbox
@@ -29,11 +30,9 @@ class SandboxGroup:
     def __init__(
         self, size: int, start_concurrency: int = 4, profile: Profile = TERMINAL, host: SandboxHost | None = None
     ) -> None:
-        if size < 0:
-            raise ConfigError("must not be negative", setting="SandboxGroup.size", value=size)
-        if start_concurrency < 1:
-            raise ConfigError("must be positive", setting="SandboxGroup.start_concurrency", value=start_concurrency)
         self.size, self.start_concurrency, self.profile = size, start_concurrency, profile
+        check_range(self, "size", low=0)
+        check_range(self, "start_concurrency", low=1)
         self._host = host or shared_host()
         self._starting = threading.BoundedSemaphore(start_concurrency)
         self._lock = threading.Lock()
@@ -43,12 +42,12 @@ class SandboxGroup:
 
     def start(self) -> list[str]:
         """Start the sandboxes; their ids. When one fails, all are stopped and the error is raised."""
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.stop)
             with ThreadPoolExecutor(self.start_concurrency) as pool:
-                return list(pool.map(lambda _: self.add(), range(self.size)))
-        except BaseException:
-            self.stop()
-            raise
+                ids = list(pool.map(lambda _: self.add(), range(self.size)))
+            on_failure.pop_all()
+        return ids
 
     def stop(self) -> None:
         """Stop every sandbox."""

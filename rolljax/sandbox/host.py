@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import io
@@ -17,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from rolljax.errors import ConfigError, EnvError, InfraError
-from rolljax.sandbox import recipe
+from rolljax.sandbox import command_line
 from rolljax.sandbox.inside.wire import CHUNK, HeadTail
-from rolljax.sandbox.launcher import Cell, Launcher
+from rolljax.sandbox.launcher import Launcher, SandboxHandle
 from rolljax.sandbox.profile import CODE, MCP, Profile, SandboxConfig
 
 START_S, END_S = 60.0, 30.0
@@ -59,8 +60,8 @@ class Result:
 class Stream:
     """A program in a sandbox whose standard input and output are raw pipes of this process."""
 
-    def __init__(self, cell: Cell, stdin: int, stdout: int, stderr: int) -> None:
-        self._cell, self._stderr = cell, stderr
+    def __init__(self, handle: SandboxHandle, stdin: int, stdout: int, stderr: int) -> None:
+        self._handle, self._stderr = handle, stderr
         self.stdin: IO[bytes] = io.FileIO(stdin, "w")
         self.stdout: IO[bytes] = io.FileIO(stdout, "r")
         self._said = HeadTail(1 << 16)
@@ -83,17 +84,17 @@ class Stream:
         Raises:
           InfraError: it could not be started.
         """
-        if not self._cell.wait(timeout_s):
+        if not self._handle.wait(timeout_s):
             return None
         self._reader.join(END_S)
-        return ended_with(self._cell, self.stderr())
+        return ended_with(self._handle, self.stderr())
 
     @property
     def killed_by(self) -> str:
-        return str(self._cell.exit.get("killed_by", ""))
+        return str(self._handle.exit.get("killed_by", ""))
 
     def kill(self) -> None:
-        self._cell.kill()
+        self._handle.kill()
 
     def close(self) -> None:
         """Kill it if it still runs, and free everything."""
@@ -101,8 +102,8 @@ class Stream:
             return
         self._closed = True
         self.stdin.close()
-        self._cell.kill()
-        self._cell.wait(END_S)
+        self._handle.kill()
+        self._handle.wait(END_S)
         self._reader.join(END_S)
         self.stdout.close()
 
@@ -148,22 +149,22 @@ class SandboxHost:
         ours, theirs = [in_w, out_r, err_r], [in_r, out_w, err_w]
         try:
             try:
-                cell = self.start(argv, theirs, files or {}, {}, profile, profile.wall_s)
+                handle = self.start(argv, theirs, files or {}, {}, profile, profile.wall_s)
             finally:
                 for fd in theirs:
                     os.close(fd)
             try:
-                out, err, flooded = _exchange(cell, ours, stdin, profile)
+                out, err, flooded = _exchange(handle, ours, stdin, profile)
             finally:
-                cell.kill()
-                ended = cell.wait(END_S)
+                handle.kill()
+                ended = handle.wait(END_S)
         finally:
             for fd in ours:
                 if fd >= 0:
                     os.close(fd)
         if not ended:
             raise InfraError("a sandbox did not end in time")
-        code, killed_by = ended_with(cell, err.value()), str(cell.exit["killed_by"])
+        code, killed_by = ended_with(handle, err.value()), str(handle.exit["killed_by"])
         if flooded:
             killed_by = "output"
         elif code == SIGXCPU_CODE and not killed_by:
@@ -175,16 +176,16 @@ class SandboxHost:
     def popen(self, argv: Sequence[str], *, files: Mapping[str, bytes] | None = None, profile: Profile = MCP) -> Stream:
         """Start a program whose standard input and output are pipes for the caller."""
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
-        try:
-            cell = self.start(argv, [in_r, out_w, err_w], files or {}, {}, profile, profile.wall_s)
-        except BaseException:
+        with contextlib.ExitStack() as on_failure:
             for fd in (in_w, out_r, err_r):
-                os.close(fd)
-            raise
-        finally:
-            for fd in (in_r, out_w, err_w):
-                os.close(fd)
-        return Stream(cell, in_w, out_r, err_r)
+                on_failure.callback(os.close, fd)
+            try:
+                handle = self.start(argv, [in_r, out_w, err_w], files or {}, {}, profile, profile.wall_s)
+            finally:
+                for fd in (in_r, out_w, err_w):
+                    os.close(fd)
+            on_failure.pop_all()
+        return Stream(handle, in_w, out_r, err_r)
 
     def start(
         self,
@@ -194,41 +195,42 @@ class SandboxHost:
         private: Mapping[str, bytes],
         profile: Profile,
         wall_s: float,
-    ) -> Cell:
+    ) -> SandboxHandle:
         """Take a slot and start a sandbox on three descriptors. The slot is free again when nothing of it is left, soon
-        after `wall_s` at the latest. `private`: files that lie read-only in `recipe.INSIDE`.
+        after `wall_s` at the latest. `private`: files that lie read-only in `command_line.INSIDE`.
 
         Raises:
-          InfraError: no slot was free for `slot_wait_s`, or the keeper is gone.
+          InfraError: no slot was free for `slot_wait_s`, or the supervisor is gone.
         """
         if not argv:
             raise ConfigError("is empty", setting="argv")
         if not self._slots.acquire(timeout=self.config.slot_wait_s):
             raise InfraError(f"all {self.config.slots} sandbox slots were busy for {self.config.slot_wait_s:g} s")
-        folder, taken = "", threading.Lock()
+        folder, freed = "", threading.Lock()
         with self._lock:
             self.num_started += 1
             self.num_alive += 1
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(lambda: self._ended(folder, freed))
             launcher = self._running()
             if self.config.backend == "none":
                 folder = tempfile.mkdtemp(prefix="rolljax-")
                 for name, content in private.items():
                     with open(os.path.join(folder, name), "wb") as f:
                         f.write(content)
-                argv = [arg.replace(recipe.INSIDE, folder) for arg in argv]
-                plan = recipe.trusted(argv, files, folder, profile)
+                argv = [arg.replace(command_line.INSIDE, folder) for arg in argv]
+                command = command_line.trusted(argv, files, folder, profile)
             else:
-                plan = recipe.isolated(argv, files, private, profile, launcher.base, launcher.as_root, launcher.own_net)
-            cell = launcher.spawn(plan, stdio, profile, wall_s, functools.partial(self._ended, folder, taken))
-        except BaseException:
-            self._ended(folder, taken)
-            raise
-        return cell
+                command = command_line.isolated(
+                    argv, files, private, profile, launcher.base, launcher.as_root, launcher.own_net
+                )
+            handle = launcher.spawn(command, stdio, profile, wall_s, functools.partial(self._ended, folder, freed))
+            on_failure.pop_all()
+        return handle
 
-    def _ended(self, folder: str, taken: threading.Lock) -> None:
+    def _ended(self, folder: str, freed: threading.Lock) -> None:
         """Nothing of a sandbox is left: its slot is free, once. `folder` is its own with the `none` backend."""
-        if not taken.acquire(blocking=False):
+        if not freed.acquire(blocking=False):
             return
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -236,9 +238,9 @@ class SandboxHost:
             self.num_alive -= 1
         self._slots.release()
 
-    def usage(self, cell: Cell) -> dict[str, int]:
+    def usage(self, handle: SandboxHandle) -> dict[str, int]:
         """pss_bytes, processes, slot and generation of a sandbox that is alive."""
-        said = self._running().ask(op="stat", cell=cell.id)
+        said = self._running().ask(op="stat", sandbox=handle.id)
         return {k: v for k, v in said.items() if k != "id"}
 
     def modes(self) -> dict[str, object]:
@@ -264,7 +266,7 @@ class SandboxHost:
             launcher.close()
 
     def _running(self) -> Launcher:
-        """The keeper, started when first needed and again after it died."""
+        """The supervisor, started when first needed and again after it died."""
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 raise InfraError("this sandbox host is closed, or belongs to another process")
@@ -282,7 +284,7 @@ class SandboxHost:
         self.close()
 
 
-def _exchange(cell: Cell, fds: list[int], stdin: bytes, profile: Profile) -> tuple[HeadTail, HeadTail, bool]:
+def _exchange(handle: SandboxHandle, fds: list[int], stdin: bytes, profile: Profile) -> tuple[HeadTail, HeadTail, bool]:
     """Feed standard input and take in both outputs until they are closed; closes what it finishes (sets -1 in `fds`).
     The third value says whether output passed the flood limit."""
     outputs = {1: HeadTail(profile.output_bytes), 2: HeadTail(profile.output_bytes)}
@@ -319,28 +321,28 @@ def _exchange(cell: Cell, fds: list[int], stdin: bytes, profile: Profile) -> tup
                 outputs[i].add(part)
             if not flooded and outputs[1].total + outputs[2].total > profile.flood_bytes:
                 flooded = True
-                cell.kill("output")
+                handle.kill("output")
             if time.monotonic() > deadline:
-                cell.kill()
+                handle.kill()
                 break
         # closed outputs do not end a program
-        cell.wait(max(0.0, deadline - time.monotonic()))
+        handle.wait(max(0.0, deadline - time.monotonic()))
     return outputs[1], outputs[2], flooded
 
 
-def ended_with(cell: Cell, said: bytes) -> int:
+def ended_with(handle: SandboxHandle, said: bytes) -> int:
     """The return code of a sandbox that is over; 127 when its program was not found.
 
     Raises:
       InfraError: the sandbox ended before its program began, or the machine ran out of memory and took it.
     """
-    if cell.exit["killed_by"] == "machine":
+    if handle.exit["killed_by"] == "machine":
         raise InfraError("the machine ran out of memory and killed a sandbox: give it fewer or smaller ones")
-    if cell.exit["started"]:
-        return int(cell.exit["code"])
+    if handle.exit["started"]:
+        return int(handle.exit["code"])
     if said.startswith(b"bwrap: execvp "):
         return 127
-    reason = cell.exit["error"] or said[-500:].decode(errors="replace").strip() or "no reason given"
+    reason = handle.exit["error"] or said[-500:].decode(errors="replace").strip() or "no reason given"
     raise InfraError(f"a sandbox did not start: {reason}")
 
 
@@ -372,7 +374,7 @@ def available() -> str:
         return ""
     if sys.platform != "linux":
         return "sandboxes need Linux"
-    if not recipe.bwrap():
+    if not command_line.bwrap():
         return f"bubblewrap is not installed: {INSTALL}"
     try:
         with SandboxHost(checked=True) as host:

@@ -1,4 +1,4 @@
-"""The host's side of the keeper: start it, ask it for sandboxes, hear when they end."""
+"""The host's side of the supervisor: start it, ask it for sandboxes, be told when they end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from rolljax.errors import ConfigError, InfraError
-from rolljax.sandbox import keeper as keeper_file
+from rolljax.sandbox import supervisor
+from rolljax.sandbox.command_line import SandboxCommand
 from rolljax.sandbox.profile import Profile, SandboxConfig
-from rolljax.sandbox.recipe import Plan
+from rolljax.sandbox.supervisor.protocol import MAX_MESSAGE
 
 ANSWER_S = 30.0
 
 
-class Cell:
-    """A sandbox as the host sees it. `exit` is filled in when nothing of it is left."""
+class SandboxHandle:
+    """A sandbox as the host sees it.
+
+    exit: how it ended (code, started, killed_by, error), filled in when nothing of it is left.
+    """
 
     def __init__(self, launcher: Launcher, number: int, on_exit: Callable[[], None]) -> None:
         self.id = number
@@ -41,43 +45,44 @@ class Cell:
     def kill(self, why: str = "host") -> None:
         """Ask for its end; returns at once."""
         if not self.over:
-            self._launcher.tell(op="kill", cell=self.id, why=why)
+            self._launcher.tell(op="kill", sandbox=self.id, why=why)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether it ended within the time."""
         return self._over.wait(timeout_s)
 
     def finished(self, message: dict[str, Any]) -> None:
+        """Nothing of it is left."""
         self.exit = message
         self._on_exit()
         self._over.set()
 
 
 class Launcher:
-    """A running keeper. Thread-safe."""
+    """A running supervisor. Thread-safe."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config, self.as_root = config, os.geteuid() == 0 and config.backend == "bwrap"
         self.dead = False
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._cells: dict[int, Cell] = {}
+        self._handles: dict[int, SandboxHandle] = {}
         self._answers: dict[int, dict[str, Any] | threading.Event] = {}
         self.folder = _folder()
         self.cgroup = delegated_group(config.cgroup) if config.backend == "bwrap" else ""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, keeper_file.MAX_MESSAGE)
+            self._socket.setsockopt(socket.SOL_SOCKET, option, MAX_MESSAGE)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", keeper_file.__file__, str(theirs.fileno())],
+                [sys.executable, "-I", "-S", "-B", os.path.dirname(supervisor.__file__), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        threading.Thread(target=self._listen, name="rolljax-sandbox-keeper", daemon=True).start()
+        threading.Thread(target=self._receive, name="rolljax-sandbox-supervisor", daemon=True).start()
         said = self.ask(
             op="hello",
             folder=self.folder,
@@ -91,35 +96,41 @@ class Launcher:
         self.swept = int(said["swept"])
 
     def spawn(
-        self, plan: Plan, stdio: Sequence[int], profile: Profile, wall_s: float, on_exit: Callable[[], None]
-    ) -> Cell:
+        self,
+        command: SandboxCommand,
+        stdio: Sequence[int],
+        profile: Profile,
+        wall_s: float,
+        on_exit: Callable[[], None],
+    ) -> SandboxHandle:
         """Start a sandbox on three descriptors, which stay the caller's; `on_exit` is called at its end."""
-        cell = Cell(self, next(self._numbers), on_exit)
+        handle = SandboxHandle(self, next(self._numbers), on_exit)
         order = {
             "op": "spawn",
-            "id": cell.id,
-            "argv": plan.argv,
-            "env": plan.env,
-            "rlimits": plan.rlimits,
-            "tree": plan.tree,
-            "chdir": plan.chdir,
+            "id": handle.id,
+            "argv": command.argv,
+            "env": command.env,
+            "rlimits": command.rlimits,
+            "tree": command.tree,
+            "chdir": command.chdir,
             "wall_s": wall_s,
             "memory_bytes": profile.memory_bytes,
             "nproc": profile.nproc,
         }
-        data = [_in_memory(content) for content in plan.data]
-        self._cells[cell.id] = cell
+        data = [_in_memory(content) for content in command.data]
+        self._handles[handle.id] = handle
         try:
             self.tell([*stdio, *data], **order)
         except InfraError:
-            self._cells.pop(cell.id, None)
+            self._handles.pop(handle.id, None)
             raise
         finally:
             for fd in data:
                 os.close(fd)
-        return cell
+        return handle
 
     def tell(self, fds: Sequence[int] = (), **message: Any) -> None:
+        """Send a message, and copies of descriptors with it."""
         text = json.dumps(message).encode()
         try:
             with self._lock:
@@ -127,21 +138,21 @@ class Launcher:
         except OSError as e:
             if e.errno == errno.EMSGSIZE:
                 raise ConfigError("is too long a command line for a sandbox", setting="argv", value=len(text)) from e
-            raise InfraError(f"the sandbox keeper is gone: {e}") from e
+            raise InfraError(f"the sandbox supervisor is gone: {e}") from e
 
     def ask(self, **message: Any) -> dict[str, Any]:
         """Send and wait for the answer."""
-        number, come = next(self._numbers), threading.Event()
-        self._answers[number] = come
+        number, arrived = next(self._numbers), threading.Event()
+        self._answers[number] = arrived
         self.tell(**message, id=number)
-        come.wait(ANSWER_S)
+        arrived.wait(ANSWER_S)
         answer = self._answers.pop(number)
         if isinstance(answer, threading.Event):
-            raise InfraError("the sandbox keeper does not answer")
+            raise InfraError("the sandbox supervisor does not answer")
         return answer
 
     def close(self) -> None:
-        """End the keeper and with it every sandbox."""
+        """End the supervisor and with it every sandbox."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -152,32 +163,34 @@ class Launcher:
             self.process.kill()
             self.process.wait()
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         while True:
             try:
-                data = self._socket.recv(keeper_file.MAX_MESSAGE)
+                data = self._socket.recv(MAX_MESSAGE)
             except OSError:
                 data = b""
             if not data:
                 break
             message = json.loads(data)
             if "event" not in message:
-                come = self._answers[message["id"]]
+                arrived = self._answers[message["id"]]
                 self._answers[message["id"]] = message
-                if isinstance(come, threading.Event):
-                    come.set()
+                if isinstance(arrived, threading.Event):
+                    arrived.set()
             elif message["event"] == "slot":
-                cell = self._cells[message["id"]]
-                cell.slot, cell.generation, cell.pid = message["slot"], message["generation"], message["pid"]
+                handle = self._handles[message["id"]]
+                handle.slot, handle.generation, handle.pid = message["slot"], message["generation"], message["pid"]
             else:
-                self._cells.pop(message["id"]).finished(message)
+                self._handles.pop(message["id"]).finished(message)
         self.dead = True
-        for cell in list(self._cells.values()):
-            cell.finished({"code": 137, "started": False, "killed_by": "host", "error": "the sandbox keeper died"})
-        for number, come in list(self._answers.items()):
-            if isinstance(come, threading.Event):
+        for handle in list(self._handles.values()):
+            handle.finished(
+                {"code": 137, "started": False, "killed_by": "host", "error": "the sandbox supervisor died"}
+            )
+        for number, arrived in list(self._answers.items()):
+            if isinstance(arrived, threading.Event):
                 self._answers[number] = {"error": "dead"}
-                come.set()
+                arrived.set()
         self._socket.close()
 
 
@@ -219,7 +232,7 @@ def _can_limit(group: str) -> bool:
 
 
 def _folder() -> str:
-    """Where slot locks and the mount point are: one place per user, shared by all hosts of this machine."""
+    """Where slot locks and the mount point are: one folder per user, shared by all hosts of this machine."""
     if os.geteuid() == 0:
         folder = "/run/rolljax-sandbox"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, check_range
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -39,12 +39,10 @@ class Profile:
     writable_root: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 1e-3:
-                raise ConfigError("must be positive", setting=f"Profile.{field.name}", value=value)
-        if self.nproc < 8:
-            raise ConfigError("is too few to start a sandbox", setting="Profile.nproc", value=self.nproc, remedy=">= 8")
+        check_range(self, "memory_bytes", "address_bytes", "tmpfs_bytes", "output_bytes", "flood_bytes", above=0)
+        check_range(self, "cpu_s", "wall_s", "session_s", low=1e-3)
+        check_range(self, "nofile", "inodes", above=0)
+        check_range(self, "nproc", low=8, remedy="fewer are too few to start a sandbox")
 
 
 SCORE = Profile(
@@ -105,11 +103,6 @@ class SandboxConfig:
                 value=self.backend,
                 remedy="bwrap, or none for code that you trust",
             )
-        if not 1 <= self.slots <= 4096:
-            raise ConfigError("must be 1 to 4096", setting="SandboxConfig.slots", value=self.slots)
-        if not 0 <= self.warm < self.slots:
-            raise ConfigError("must be less than slots", setting="SandboxConfig.warm", value=self.warm)
-        if self.first_uid < 1000:
-            raise ConfigError(
-                "must not be a user of the system", setting="SandboxConfig.first_uid", value=self.first_uid
-            )
+        check_range(self, "slots", low=1, high=4096)
+        check_range(self, "warm", low=0, below=self.slots, remedy="fewer than SandboxConfig.slots")
+        check_range(self, "first_uid", low=1000, remedy="lower ones are users of the system")

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolljax.errors import ConfigError, EnvError, InfraError
-from rolljax.sandbox import recipe
+from rolljax.sandbox import command_line
 from rolljax.sandbox.host import END_S, START_S, Result, SandboxGone, SandboxHost, ended_with, shared_host
 from rolljax.sandbox.inside import wire
-from rolljax.sandbox.launcher import Cell
+from rolljax.sandbox.launcher import SandboxHandle
 from rolljax.sandbox.profile import TERMINAL, Profile
 
 ANSWER_S = 20.0
@@ -58,17 +58,17 @@ class Sandbox:
         errors_r, errors_w = os.pipe()
         self._errors = io.FileIO(errors_r)  # closes itself, like the socket, when the sandbox is forgotten unclosed
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        argv = [*recipe.isolated_python(), f"{recipe.INSIDE}/agent.py"]
-        private = {name: recipe.inside(name) for name in AGENT_FILES}
-        self._cell: Cell | None = None
+        argv = [*command_line.isolated_python(), f"{command_line.INSIDE}/agent.py"]
+        private = {name: command_line.inside(name) for name in AGENT_FILES}
+        self._handle: SandboxHandle | None = None
         try:
             with theirs:
                 stdio = [theirs.fileno(), null, errors_w]
-                self._cell = host.start(argv, stdio, {}, private, profile, profile.session_s)
+                self._handle = host.start(argv, stdio, {}, private, profile, profile.session_s)
         finally:
             os.close(null)
             os.close(errors_w)
-            if self._cell is None:
+            if self._handle is None:
                 self._socket.close()
                 self._errors.close()
 
@@ -84,31 +84,30 @@ class Sandbox:
         """
         host = host or shared_host()
         box = _take_warm(host, profile) or Sandbox.fresh(host, profile)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(box.close)
             for path, data in (files or {}).items():
                 box.put(path, data, 0o755 if data[:2] == b"#!" else 0o644)
-        except BaseException:
-            box.close()
-            raise
+            on_failure.pop_all()
         return box
 
     @staticmethod
     def fresh(host: SandboxHost, profile: Profile) -> Sandbox:
         """A started sandbox that answers."""
         box = Sandbox(host, profile)
-        try:
-            box._ask({"op": "hello"}, limit_s=START_S)
-            box.open_shell("main")
-        except SandboxGone as e:
-            assert box._cell is not None
-            os.set_blocking(box._errors.fileno(), False)
-            said = box._errors.read(4096) or b""
-            box.close()
-            ended_with(box._cell, said)
-            raise InfraError(f"a live sandbox did not start: {said.decode(errors='replace').strip() or e}") from e
-        except BaseException:
-            box.close()
-            raise
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(box.close)
+            try:
+                box._ask({"op": "hello"}, limit_s=START_S)
+                box.open_shell("main")
+            except SandboxGone as e:
+                assert box._handle is not None
+                os.set_blocking(box._errors.fileno(), False)
+                said = box._errors.read(4096) or b""
+                box.close()
+                ended_with(box._handle, said)
+                raise InfraError(f"a live sandbox did not start: {said.decode(errors='replace').strip() or e}") from e
+            on_failure.pop_all()
         return box
 
     def run(self, cmd: str, timeout_s: float = 30.0, shell: str = "main") -> CommandResult:
@@ -180,7 +179,7 @@ class Sandbox:
 
     @property
     def alive(self) -> bool:
-        return not (self._closed or self._killed_by) and self._cell is not None and not self._cell.over
+        return not (self._closed or self._killed_by) and self._handle is not None and not self._handle.over
 
     @property
     def age_s(self) -> float:
@@ -188,8 +187,8 @@ class Sandbox:
 
     def stats(self) -> dict[str, Any]:
         """pss_bytes, processes, slot, generation, age_s, alive."""
-        assert self._cell is not None
-        used = self._host.usage(self._cell) if self.alive else {}
+        assert self._handle is not None
+        used = self._host.usage(self._handle) if self.alive else {}
         return {**used, "alive": self.alive, "age_s": self.age_s}
 
     def close(self) -> None:
@@ -199,9 +198,9 @@ class Sandbox:
                 return
             self._closed = True
             self._socket.close()
-        assert self._cell is not None
-        self._cell.kill()
-        self._cell.wait(END_S)
+        assert self._handle is not None
+        self._handle.kill()
+        self._handle.wait(END_S)
         self._errors.close()
 
     def __enter__(self) -> Sandbox:
@@ -231,14 +230,14 @@ class Sandbox:
                 raise self._lost() from e
 
     def _lost(self) -> SandboxGone:
-        assert self._cell is not None
-        self._cell.wait(1.0)
-        self._cell.kill("agent")
-        self._cell.wait(END_S)
-        self._killed_by = self._cell.exit.get("killed_by") or "agent"
+        assert self._handle is not None
+        self._handle.wait(1.0)
+        self._handle.kill("agent")
+        self._handle.wait(END_S)
+        self._killed_by = self._handle.exit.get("killed_by") or "agent"
         if self._killed_by == "host":
-            raise InfraError("a live sandbox was lost with its keeper")
-        ended_with(self._cell, b"")
+            raise InfraError("a live sandbox was lost with its supervisor")
+        ended_with(self._handle, b"")
         self._fresh_loss = True
         return SandboxGone(self._killed_by)
 

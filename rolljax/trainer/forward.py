@@ -44,7 +44,7 @@ def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Deco
     decoder = model.bind(params)
     attend = packed(batch.segment_ids, batch.branch_ids, batch.positions, model.attention)
     replayed = None if batch.expert_ids_Lk is None else jnp.moveaxis(batch.expert_ids_Lk, 2, 0)
-    out = decoder(batch.tokens, batch.positions, attend, chosen_LBTk=replayed)
+    out = decoder(batch.tokens, batch.positions, attend, expert_ids_LBTk=replayed)
     load = out.mixtures and Load.of(out.mixtures, batch.segment_ids > 0, replayed)
     return decoder, before(out.hidden, batch.prev), load
 

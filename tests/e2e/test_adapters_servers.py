@@ -171,7 +171,7 @@ def test_a_full_server_is_the_infrastructures_fault(openenv_url):
             break
         time.sleep(0.1)
     else:
-        pytest.fail("the seat was not given back")
+        pytest.fail("the session was not freed")
     held[1].close()
 
 
@@ -201,7 +201,7 @@ def test_a_server_that_is_not_there_or_dies_is_the_infrastructures_fault():
     env.close()
 
 
-def test_a_silent_client_loses_its_seat():
+def test_a_silent_client_loses_its_session():
     with serve("openenv_server", LAKE, "--idle_s", "0.3") as url:
         spec = OpenEnv(url)
         env = spec.make()

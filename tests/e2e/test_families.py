@@ -127,7 +127,7 @@ def test_gradients_equal_autograd(pair):
     got = jax.device_get(gradient(params))
     want = split_experts(want)
     for entry in hf.entries(model.cfg):
-        mine = entry.to_theirs(functools.reduce(operator.getitem, entry.path, got)[entry.at])
+        mine = entry.to_theirs(functools.reduce(operator.getitem, entry.path, got)[entry.index])
         theirs = want.pop(entry.name)
         error = np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)
         assert error <= 1e-3, f"{entry.name}: {error:.1e}"

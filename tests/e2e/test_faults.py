@@ -326,7 +326,7 @@ def test_the_process_that_starts_workers_may_die(make_pool, monkeypatch):
 
     async def go():
         episode = await pool.open(pool.spec.task(0))
-        os.kill(pool._runner._link._nursery.pid, signal.SIGKILL)
+        os.kill(pool._backend._link._fork_server.pid, signal.SIGKILL)
         with pytest.raises(InfraError, match="the process that starts workers ended"):
             for _ in range(1000):
                 await episode.gold()
@@ -343,7 +343,7 @@ def test_nobody_waits_for_a_dispatcher_that_failed(make_pool, monkeypatch):
 
     async def go():
         episode = await pool.open(pool.spec.task(0))
-        monkeypatch.setattr(pool._runner, "_place", lambda: 1 / 0)
+        monkeypatch.setattr(pool._backend, "_place", lambda: 1 / 0)
         with pytest.raises(InfraError, match="dispatcher failed: ZeroDivisionError"):
             await episode.gold()
         with pytest.raises(InfraError, match="dispatcher failed: ZeroDivisionError"):
@@ -372,7 +372,7 @@ asyncio.run(go())
     with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as host:
         assert host.stdout.readline() == b"ready\n"
         time.sleep(0.2)
-        assert len(marked(mark)) >= 4  # it, the nursery, two workers
+        assert len(marked(mark)) >= 4  # it, the fork server, two workers
         host.kill()
     soon(lambda: not marked(mark))
 

@@ -168,9 +168,9 @@ def test_an_environment_in_the_script_that_is_started(folder, runs, code):
 
 
 def test_a_missing_sandbox_is_said_once(folder, monkeypatch, capfd):
-    from rolljax.sandbox import host, recipe
+    from rolljax.sandbox import command_line, host
 
-    monkeypatch.setattr(recipe, "bwrap", lambda: "")
+    monkeypatch.setattr(command_line, "bwrap", lambda: "")
     monkeypatch.setattr(host, "_works", type(host._works)())
     monkeypatch.setattr(host, "_shared", {})
     for verb, argv in ((validate, ["terminal", "--tasks", "3"]), (play, ["terminal"])):

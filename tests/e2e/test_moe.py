@@ -85,8 +85,8 @@ def read(rows):
     def run(params, batch):
         attend = packed(batch.segment_ids, batch.branch_ids, batch.positions)
         given = None if batch.expert_ids_Lk is None else jnp.moveaxis(batch.expert_ids_Lk, 2, 0)
-        out = MODEL.bind(params)(batch.tokens, batch.positions, attend, chosen_LBTk=given)
-        return jnp.moveaxis(out.mixtures.chosen_BTk, 0, 2), policy_outputs(MODEL, params, batch).logp
+        out = MODEL.bind(params)(batch.tokens, batch.positions, attend, expert_ids_LBTk=given)
+        return jnp.moveaxis(out.mixtures.expert_ids_BTk, 0, 2), policy_outputs(MODEL, params, batch).logp
 
     return lambda params, replay: run(params, rows if replay else dataclasses.replace(rows, expert_ids_Lk=None))
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,30 @@ from rolljax.envs.games.guess_number import GuessNumber
 
 ROOT = Path(rolljax.__file__).parents[1]
 BROKEN = """
-import dataclasses
+import dataclasses, time
 from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.errors import EnvError
 from rolljax.types import Message, Task
+
+@dataclasses.dataclass(frozen=True)
+class Slow(EnvSpec):
+    '''Grades for a while, as a sandbox does.'''
+    name = "slow"
+    def task(self, index): return Task("slow", index, f"{index}?")
+    def make(self): return SlowEnv()
+
+class SlowEnv(Env):
+    def reset(self, task):
+        self.content, self.over = task.content, False
+        return (Message("user", task.content),)
+    def step(self, action):
+        if self.over:
+            raise EnvError("over")
+        time.sleep(0.05)
+        self.over = True
+        solved = action == self.gold()
+        return StepResult((), float(solved), terminated=True, success=solved)
+    def gold(self): return f"yes {self.content}"
 
 @dataclasses.dataclass(frozen=True)
 class Broken(EnvSpec):
@@ -113,6 +134,7 @@ def test_what_an_environment_shows_cannot_steer_the_terminal(broken):
         (["play", "sokoban", "--task", "-1"], 2, "--task"),
         (["validate", "sokoban", "--tasks", "0"], 2, "--tasks"),
         (["validate", "house(things=99)"], 2, "House.things"),
+        (["validate", "sokoban", "--seconds", "0"], 2, "--seconds"),
     ],
     ids=str,
 )
@@ -131,6 +153,16 @@ def test_a_sound_environment_is_valid():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fail" not in done.stdout.replace("bad actions fail", "") and "random legal actions" in done.stdout
     assert "steps/s" in done.stdout
+
+
+def test_a_slow_environment_is_checked_within_its_time(broken):
+    """All of it would take minutes: 40 tasks by a hundred answers."""
+    start = time.monotonic()
+    done = run("validate", "own.Slow", "--tasks", "40", "--seconds", "8")
+    said = " ".join(done.stdout.replace("│", " ").split())
+    assert done.returncode == 0 and time.monotonic() - start < 40, done.stdout
+    assert "of 40 tasks: no time for the other" in said and "not tried: " in said
+    assert "checks had no time for all 40 tasks in 8 s: give them more with --seconds" in said
 
 
 def test_an_easy_environment_is_valid_with_a_warning():

@@ -26,8 +26,8 @@ from rolljax.sandbox import (
     SandboxGroup,
     SandboxHost,
     collect,
+    command_line,
     popen,
-    recipe,
     run,
     session,
     shared_host,
@@ -176,22 +176,22 @@ HOST_SCRIPT = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("victim", ["host", "keeper"])
-def test_nothing_is_left_when_the_host_or_the_keeper_is_killed(victim):
-    mark = {"host": "7654321.5", "keeper": "7654321.75"}[victim]
+@pytest.mark.parametrize("victim", ["host", "supervisor"])
+def test_nothing_is_left_when_the_host_or_the_supervisor_is_killed(victim):
+    mark = {"host": "7654321.5", "supervisor": "7654321.75"}[victim]
     process = subprocess.Popen([sys.executable, "-c", HOST_SCRIPT % (mark, mark)], stdout=subprocess.PIPE, text=True)
     try:
-        host_pid, keeper_pid = map(int, process.stdout.readline().split())
+        host_pid, supervisor_pid = map(int, process.stdout.readline().split())
         assert eventually(lambda: len(running(mark)) == 2)
-        os.kill({"host": host_pid, "keeper": keeper_pid}[victim], signal.SIGKILL)
+        os.kill({"host": host_pid, "supervisor": supervisor_pid}[victim], signal.SIGKILL)
         assert eventually(lambda: not running(mark))
     finally:
         process.kill()
         process.communicate()
-    assert eventually(lambda: not Path(f"/proc/{keeper_pid}").exists() or victim == "host")
+    assert eventually(lambda: not Path(f"/proc/{supervisor_pid}").exists() or victim == "host")
 
 
-def test_a_host_starts_a_new_keeper_after_the_first_died():
+def test_a_host_starts_a_new_supervisor_after_the_first_died():
     with SandboxHost() as host:
         box = Sandbox.open(host=host)
         os.kill(host._launcher.process.pid, signal.SIGKILL)
@@ -226,9 +226,9 @@ def test_leftovers_of_a_dead_host_are_swept_and_those_of_a_live_one_are_not():
 
 
 def counts(host):
-    """Open descriptors, processes under the keeper, zombies of ours, mounts, threads."""
-    keeper = host._launcher.process.pid
-    children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    """Open descriptors, processes under the supervisor, zombies of ours, mounts, threads."""
+    supervisor = host._launcher.process.pid
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     ours = Path("/proc/self/task")
     zombies = [
         p
@@ -238,7 +238,9 @@ def counts(host):
     ]
     return {
         "fds": len(os.listdir("/proc/self/fd")),
-        "keeper_fds": len(os.listdir(f"/proc/{keeper}/fd")) if os.access(f"/proc/{keeper}/fd", os.R_OK) else 0,
+        "supervisor_fds": len(os.listdir(f"/proc/{supervisor}/fd"))
+        if os.access(f"/proc/{supervisor}/fd", os.R_OK)
+        else 0,
         "children": len(children),
         "zombies": len(zombies),
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
@@ -255,15 +257,15 @@ def test_counts_stay_the_same_over_many_starts_and_stops(host):
     for _ in range(3):
         host.run(["true"])
         Sandbox.open(host=host).close()
-    keeper = host._launcher.process.pid
-    before, memory = counts(host), rss_kib(keeper)
+    supervisor = host._launcher.process.pid
+    before, memory = counts(host), rss_kib(supervisor)
     for i in range(CYCLES):
         if i % 10:
             assert host.run(["true"]).returncode == 0
         else:
             Sandbox.open(host=host).close()
     assert eventually(lambda: counts(host) == before), (before, counts(host))
-    assert rss_kib(keeper) < memory + 4096
+    assert rss_kib(supervisor) < memory + 4096
 
 
 def test_slots_run_out_with_an_error_that_may_be_retried():
@@ -460,7 +462,9 @@ LIES = {
 def test_an_agent_that_lies_is_the_end_of_its_sandbox_alone(host, monkeypatch, lie):
     """What speaks from inside is not trusted."""
     hostile = HOSTILE.replace("ANSWER", LIES[lie].replace("\\\\", "\\")).encode()
-    monkeypatch.setattr(recipe, "inside", lambda name: hostile if name == "agent.py" else (INSIDE / name).read_bytes())
+    monkeypatch.setattr(
+        command_line, "inside", lambda name: hostile if name == "agent.py" else (INSIDE / name).read_bytes()
+    )
     monkeypatch.setattr(session, "ANSWER_S", 0.3)
     with Sandbox.open(CODE, host=host) as box:
         assert box.run("echo", timeout_s=0.2).killed_by == "agent"
@@ -470,7 +474,9 @@ def test_an_agent_that_lies_is_the_end_of_its_sandbox_alone(host, monkeypatch, l
 
 def test_an_agent_without_an_exit_code_is_an_error(host, monkeypatch):
     hostile = HOSTILE.replace("ANSWER", "send(0, {'code': '0'})").encode()
-    monkeypatch.setattr(recipe, "inside", lambda name: hostile if name == "agent.py" else (INSIDE / name).read_bytes())
+    monkeypatch.setattr(
+        command_line, "inside", lambda name: hostile if name == "agent.py" else (INSIDE / name).read_bytes()
+    )
     with Sandbox.open(CODE, host=host) as box, pytest.raises(EnvError, match="code"):
         box.run("echo")
 
@@ -552,7 +558,7 @@ def test_the_doctor_passes_here():
 def test_without_bubblewrap_untrusted_code_is_refused(tmp_path):
     script = "from rolljax.sandbox import Sandbox\nSandbox.open()"
     env = {**os.environ, "PATH": str(tmp_path)}
-    hide = "import rolljax.sandbox.recipe as r; r.bwrap = lambda: ''\n"
+    hide = "import rolljax.sandbox.command_line as r; r.bwrap = lambda: ''\n"
     done = subprocess.run([sys.executable, "-c", hide + script], env=env, capture_output=True, text=True)
     assert "ConfigError" in done.stderr and "apt-get install bubblewrap" in done.stderr
 

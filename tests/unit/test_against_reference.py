@@ -724,7 +724,7 @@ class Table:
     def bind(self, params):
         return Table(params)
 
-    def __call__(self, tokens, positions, mask, chosen_LBTk=None):
+    def __call__(self, tokens, positions, mask, expert_ids_LBTk=None):
         return Out(self.hidden, None, None)
 
     @property

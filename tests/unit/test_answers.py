@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from rolljax.envs.bounded import TooMuch
 from rolljax.envs.data import verifier
-from rolljax.envs.data.answers import PLACES, compare, find, is_number, split_recorded
+from rolljax.envs.data.answers import ANSWER_FORMATS, compare, find, is_number, split_recorded
 from rolljax.envs.questions import is_same
 
-PLACES_AND_TAGS = (*PLACES, "Answer: {answer}", "<answer>{answer}</answer>")
+FORMATS_AND_TAGS = (*ANSWER_FORMATS, "Answer: {answer}", "<answer>{answer}</answer>")
 
 SAME = [
     ("18", ["18.0", "18.", "$18", "\\$18.00", "18 dollars", "18 \\text{ dollars}", "x = 18", "36/2", "\\frac{36}{2}"]),
@@ -164,7 +164,7 @@ def test_fractions_are_exact(x):
 
 @given(st.text(max_size=300), st.text(max_size=60))
 def test_no_text_is_too_strange(text, gold):
-    for where in PLACES_AND_TAGS:
+    for where in FORMATS_AND_TAGS:
         found = find(text, where)
         assert found is None or compare(gold, found) in (True, False, None)
     json.dumps(split_recorded(text))
@@ -196,7 +196,7 @@ def test_where_the_answer_is_read(text, any_, boxed, last, line, tag):
 
 def test_without_a_number_the_last_line_counts():
     assert find("I think\nthat it is\nEvelyn.\n\n", number=False) == "Evelyn."
-    assert find("Paris", "whole") == "Paris" and find(" \n", "whole") is None
+    assert find("Paris", "full") == "Paris" and find(" \n", "full") is None
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ UNITS = [
 @pytest.mark.parametrize("unit", UNITS)
 def test_huge_answers_are_read_to_their_end_only(unit):
     text = unit * (10**6 // len(unit))
-    for where in PLACES_AND_TAGS:
+    for where in FORMATS_AND_TAGS:
         found = find(text, where)
         assert found is None or compare("17", found) is not True
     assert find(text + "\n#### 12\n") == "12"

@@ -77,7 +77,7 @@ def test_the_same_rows_in_every_format(tmp_path, write):
     assert [rows.row(i) for i in range(len(rows))] == ROWS
     spec = Questions(str(path))
     assert [spec.question(i).answer for i in range(8)] == ["0", "2", "4", "6", "8", "10", "12", "0"]
-    assert spec.record(9) == ROWS[2] and str(tmp_path) in spec.place(9)
+    assert spec.record(9) == ROWS[2] and str(tmp_path) in spec.location(9)
 
 
 def test_a_pattern_names_files_in_order(tmp_path):
@@ -85,7 +85,7 @@ def test_a_pattern_names_files_in_order(tmp_path):
         as_lines(tmp_path / f"part{i}.jsonl", ROWS[i : i + 1])
     rows = open_rows(find_files(str(tmp_path / "part*.jsonl"), "Records.path"))
     assert [rows.row(i) for i in range(3)] == ROWS[:3]
-    assert rows.place(2) == f"{tmp_path / 'part2.jsonl'}, line 1"
+    assert rows.location(2) == f"{tmp_path / 'part2.jsonl'}, line 1"
     with pytest.raises(ConfigError, match="matches no file"):
         find_files(str(tmp_path / "none*.jsonl"), "Records.path")
 
@@ -190,7 +190,7 @@ def test_bad_rows_are_named_or_left_out_aloud(tmp_path):
     spec = Questions(str(path), bad_rows="skip")
     (said,) = spec.warnings()
     assert spec.num_questions == 3 and "7 of 10 rows are left out" in said and "line 3" in said
-    assert spec.place(2) == f"{path}, line 11"
+    assert spec.location(2) == f"{path}, line 11"
     assert Questions(str(path), bad_rows="skip", domain="x").task(3).content == "1+1?"
     path.write_text("nonsense\n")
     with pytest.raises(DataError, match="line 1: is not JSON"):
@@ -283,4 +283,4 @@ def test_whatever_rows_hold_they_come_back(tmp_path_factory, rows):
     as_lines(path, rows)
     got = open_rows([path])
     assert [got.row(i) for i in range(len(got))] == rows
-    assert [got.place(i) for i in range(len(got))] == [f"{path}, line {2 * i + 1}" for i in range(len(rows))]
+    assert [got.location(i) for i in range(len(got))] == [f"{path}, line {2 * i + 1}" for i in range(len(rows))]

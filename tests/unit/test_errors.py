@@ -46,8 +46,8 @@ def test_config_error_leaves_out_what_is_not_there():
 
 def test_config_error_keeps_its_first_origin():
     error = ConfigError("is odd", setting="A.b")
-    assert error.at("x.gin:1") is error and str(error) == "x.gin:1: A.b is odd"
-    assert str(error.at("y.gin:2")) == "x.gin:1: A.b is odd"
+    assert error.located_at("x.gin:1") is error and str(error) == "x.gin:1: A.b is odd"
+    assert str(error.located_at("y.gin:2")) == "x.gin:1: A.b is odd"
 
 
 def test_config_error_pickles_with_its_parts():

@@ -155,7 +155,7 @@ def test_estimators_without_a_useful_gradient_are_refused_as_losses(kind):
 
 def gem(groups, logps, gamma, ignore_cut=False):
     """github.com/axon-rl/gem, examples/train_oat/train_oat.py (prepare_trajectories, compute_monte_carlo_advantages,
-    PhaseTrainer._init) and github.com/sail-sg/oat, oat/algorithms/ppo.py (learning_step): every turn is a sample; its return
+    Learner._init) and github.com/sail-sg/oat, oat/algorithms/ppo.py (learning_step): every turn is a sample; its return
     is normalised over all turns (population, 1e-9); PPO's clip of .2; a masked sum over generate_max_length; a turn that
     was cut is multiplied by 0 only with ignore_no_eos; the mean over all turns."""
     returns, cut = [], []

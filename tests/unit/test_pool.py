@@ -15,7 +15,7 @@ from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.catalog import make_spec
 from rolljax.envs.pool import EnvPool, PoolConfig, wire
 from rolljax.envs.pool.checks import check_answer, check_messages, check_opening, check_result
-from rolljax.envs.pool.play import Host
+from rolljax.envs.pool.episode_runner import WorkerEpisodes
 from rolljax.envs.pool.processes import spec_bytes, worker_environ
 from rolljax.errors import ConfigError, DataError, EnvError, InfraError
 from rolljax.types import Message, Task
@@ -209,7 +209,7 @@ def test_scorers_that_compute_get_few_threads(make_pool, runs):
         return await asyncio.gather(*(one_step(pool, i) for i in range(512)))
 
     assert len(run(go())) == 512
-    assert len(pool._runner._threads) == 2
+    assert len(pool._backend._threads) == 2
 
 
 def test_waiting_environments_get_as_many_threads_as_they_hold_up(make_pool):
@@ -222,10 +222,10 @@ def test_waiting_environments_get_as_many_threads_as_they_hold_up(make_pool):
     together = threading.Barrier(1)
     for _ in range(20):
         run(go())
-    assert len(pool._runner._threads) == 1
+    assert len(pool._backend._threads) == 1
     together = threading.Barrier(300)
     assert len(run(go())) == 300
-    assert len(pool._runner._threads) == 300
+    assert len(pool._backend._threads) == 300
 
 
 @pytest.mark.parametrize("stage", ["reset", "step", "close"])
@@ -598,7 +598,7 @@ def test_bytes_that_mean_nothing_are_refused(payload):
 
 def test_a_host_plays_like_the_environment_itself():
     spec = make_spec("frozen_lake")
-    host, env, task = Host(spec, LIMIT), spec.make(), spec.task(3)
+    host, env, task = WorkerEpisodes(spec, LIMIT), spec.make(), spec.task(3)
     assert value("reset", host.answer((1, 9, "reset", task))) == env.reset(task)
     for number in range(2, 20):
         action = value("gold", host.answer((number, 9, "gold", None)))

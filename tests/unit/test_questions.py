@@ -77,8 +77,8 @@ def test_settings_that_cannot_work(tmp_path):
     assert e.value.setting == "Questions.path"
     for settings, match in (
         ({"prompt": "question"}, "does not contain"),
-        ({"answer_in": "box"}, "no place"),
-        ({"answer_in": "{answer}"}, "no place"),
+        ({"answer_in": "box"}, "no way to find"),
+        ({"answer_in": "{answer}"}, "no way to find"),
         ({"reward": lambda prompt, answer, record: 1.0}, "cannot be imported"),
     ):
         with pytest.raises(ConfigError, match=match):
@@ -235,9 +235,7 @@ def test_what_is_no_number_is_a_fault_and_no_reward(answer):
 
 
 def test_what_a_reward_raises_names_it_and_the_record():
-    with pytest.raises(
-        EnvError, match=r"test_questions\.broken raised ZeroDivisionError for .*word_problems\.jsonl, line 3"
-    ):
+    with pytest.raises(EnvError, match=r"test_questions\.broken for .*word_problems\.jsonl, line 3: ZeroDivisionError"):
         ask(dataclasses.replace(SPEC, reward=broken), "", 2)
 
 

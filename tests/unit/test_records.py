@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rolljax import train
 from rolljax.envs.pool import EnvPool, PoolConfig
-from rolljax.envs.records import Answer, Records
+from rolljax.envs.records import RecordedAnswer, Records
 from rolljax.envs.tasks import TaskStream, held_out
 from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.rollout.episodes import Rollouts
@@ -101,7 +101,10 @@ def test_a_conversation_is_replayed():
 
 def test_what_follows_the_last_answer_is_dropped():
     record = TALKS.record(1)
-    assert record.answers == (Answer("Hi.", 0.0, (Message("user", "Who are you?"),)), Answer("A program."))
+    assert record.answers == (
+        RecordedAnswer("Hi.", 0.0, (Message("user", "Who are you?"),)),
+        RecordedAnswer("A program."),
+    )
 
 
 # ---- what is trained on ---------------------------------------------------------------------------------------------

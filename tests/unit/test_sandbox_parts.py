@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolljax.errors import ConfigError, InfraError
-from rolljax.sandbox import CODE, PROFILES, Profile, SandboxConfig, SandboxGone, recipe, seccomp
+from rolljax.sandbox import CODE, PROFILES, Profile, SandboxConfig, SandboxGone, command_line, seccomp
 from rolljax.sandbox.host import ended_with
 from rolljax.sandbox.inside.plain import Codec
 from rolljax.sandbox.inside.wire import HeadTail, Lost, receive, send
-from rolljax.sandbox.keeper import Keeper
 from rolljax.sandbox.launcher import delegated_group
+from rolljax.sandbox.supervisor import cgroup
 
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
 KILL, ALLOW = "kill", "allow"
@@ -264,14 +264,14 @@ def test_presets():
     assert set(PROFILES) == {"score", "code", "terminal", "mcp"}
     assert PROFILES["terminal"].writable_root
     for profile in PROFILES.values():
-        hard = {name: pair[1] for name, pair in recipe.limits(profile, own_uid=True).items()}
+        hard = {name: pair[1] for name, pair in command_line.limits(profile, own_uid=True).items()}
         assert 0 < hard["RLIMIT_AS"] <= 32 << 30 and hard["RLIMIT_NOFILE"] <= 1024
         assert hard["RLIMIT_SIGPENDING"] <= 256 and hard["RLIMIT_MEMLOCK"] <= 65536 and not hard["RLIMIT_MSGQUEUE"]
 
 
 def test_own_user_decides_where_processes_are_counted():
-    assert "RLIMIT_NPROC" in recipe.limits(CODE, own_uid=True)
-    assert "RLIMIT_NPROC" not in recipe.limits(CODE, own_uid=False)
+    assert "RLIMIT_NPROC" in command_line.limits(CODE, own_uid=True)
+    assert "RLIMIT_NPROC" not in command_line.limits(CODE, own_uid=False)
 
 
 def test_a_delegated_group_is_used_when_it_limits_its_children(tmp_path):
@@ -284,12 +284,10 @@ def test_a_delegated_group_is_used_when_it_limits_its_children(tmp_path):
 
 def test_a_sandbox_in_a_control_group_has_no_swap_and_dies_whole(tmp_path):
     """On files that stand for the kernel's."""
-    keeper = Keeper.__new__(Keeper)
-    keeper.cgroup = str(tmp_path)
-    group = Path(keeper.group_of(os.getppid(), 3))
+    group = Path(cgroup.path_of(str(tmp_path), os.getppid(), 3))
     group.mkdir()
     (group / "memory.swap.max").write_text("max")
-    keeper.enter_group(3, {"memory_bytes": 5 << 20, "nproc": 9})
+    cgroup.enter(str(group), memory_bytes=5 << 20, nproc=9)
     said = {path.name: path.read_text() for path in group.iterdir()}
     assert said.pop("cgroup.procs") == str(os.getpid())
     assert said == {"memory.max": str(5 << 20), "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "9"}

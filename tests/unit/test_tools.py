@@ -21,7 +21,7 @@ from rolljax.envs.tools import (
 )
 from rolljax.envs.tools.base import clip, plain
 from rolljax.envs.tools.calculator import CalculatorTask, calc
-from rolljax.envs.tools.repeats import call_hash, first_repeat, repeated
+from rolljax.envs.tools.repeats import call_hash, repeated
 from rolljax.envs.tools.schema import problem_of, schema_of
 from rolljax.errors import ConfigError, InfraError
 
@@ -345,12 +345,12 @@ def test_the_calculator_refuses(question):
 def test_repeats():
     same = ("f", {"a": 1, "b": 2}, "r")
     turned = ("f", {"b": 2, "a": 1}, "r")
-    assert first_repeat([same, turned, same]) == 2
-    assert first_repeat([same, turned]) is None and first_repeat([]) is None
-    assert first_repeat([same, ("g", {}, "r"), turned, ("f", {}, "r"), same, same]) == 4
-    assert first_repeat([same, same, ("f", same[1], "new"), same, same]) is None
-    assert first_repeat([same, same, ("f", same[1], "new"), same, same, same]) == 5
+    assert repeated([same, turned, same]) == [False, False, True]
+    assert repeated([same, turned]) == [False, False] and repeated([]) == []
+    assert repeated([same, ("g", {}, "r"), turned, ("f", {}, "r"), same, same]) == [False] * 4 + [True, True]
+    assert not any(repeated([same, same, ("f", same[1], "new"), same, same]))
+    assert repeated([same, same, ("f", same[1], "new"), same, same, same]) == [False] * 5 + [True]
     assert repeated([same, same, ("g", {}, "r"), same, same]) == [False, False, False, True, True]
-    assert first_repeat([same, same], times=2) == 1 and first_repeat([same], times=1) == 0
+    assert repeated([same, same], times=2) == [False, True] and repeated([same], times=1) == [True]
     assert call_hash("f", {"a": 1}) == call_hash("f", {"a": 1}) != call_hash("f", {"a": "1"})
     assert call_hash("f", {"a": "\ud800", "b": object}) and len(call_hash("f", {})) == 16

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS, BorrowedRandom, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.values import flag, number
-from rolljax.errors import ConfigError, EnvError, boundary
+from rolljax.errors import ConfigError, EnvError, boundary, check_range
 from rolljax.types import Message, Task
 
 
@@ -44,8 +44,7 @@ class Gem(EnvSpec):
                 value=self.id,
                 remedy="the environment rg:FAMILY" if self.id.startswith("rg:") else "the environment code:FILE",
             )
-        if self.max_turns < 1:
-            raise ConfigError("must be at least 1", setting="Gem.max_turns", value=self.max_turns)
+        check_range(self, "max_turns", low=1)
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.values import flag, number
-from rolljax.errors import ConfigError, EnvError, boundary
+from rolljax.errors import ConfigError, EnvError, boundary, check_range
 from rolljax.types import Message, Task
 
 ACTIONS: Mapping[str, tuple[str, ...]] = {
@@ -61,8 +61,7 @@ class Gymnasium(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1:
-            raise ConfigError("must be at least 1", setting="Gymnasium.max_turns", value=self.max_turns)
+        check_range(self, "max_turns", low=1)
         if self.reward not in ("env", "success"):
             raise ConfigError("is neither env nor success", setting="Gymnasium.reward", value=self.reward)
         _shape(self.id, self._key)
@@ -254,8 +253,8 @@ class GymnasiumEnv(Env):
         if self._spec.id.startswith(tuple(RULES)):
             return terminated and (reward > 0 or self._spec.id.startswith("CliffWalking"))
         shape = _shape(self._spec.id, self._spec._key)
-        whole = terminated or shape.num_steps is not None and self._turns >= shape.num_steps
-        return whole and shape.threshold is not None and self._total >= shape.threshold
+        complete = terminated or shape.num_steps is not None and self._turns >= shape.num_steps
+        return complete and shape.threshold is not None and self._total >= shape.threshold
 
     def gold(self) -> str:
         """The action of greatest value, from the environment's table of what follows what."""

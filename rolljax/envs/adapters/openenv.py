@@ -14,7 +14,7 @@ from rolljax.envs.adapters.border import MAX_ACTION_CHARS, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.text import read_json
 from rolljax.envs.values import flag, number, table
-from rolljax.errors import ConfigError, EnvError, InfraError, boundary
+from rolljax.errors import ConfigError, EnvError, InfraError, boundary, check_range
 from rolljax.types import Message, Task
 
 MAX_FRAME_BYTES = 2**22
@@ -48,8 +48,7 @@ class OpenEnv(EnvSpec):
 
     def __post_init__(self) -> None:
         check_url(self.url, "OpenEnv.url")
-        if self.max_turns < 1:
-            raise ConfigError("must be at least 1", setting="OpenEnv.max_turns", value=self.max_turns)
+        check_range(self, "max_turns", low=1)
 
     @property
     def name(self) -> str:

@@ -127,7 +127,7 @@ class _Server:
             sizes = {"active_sessions": len(self.sessions.open_ones), "max_sessions": self.sessions.limits.sessions}
             await _last_word(socket, _error("CAPACITY_REACHED", str(e), **sizes))
         except (RolljaxError, TimeoutError, KeyError) as e:
-            why = "nothing was heard for too long" if isinstance(e, TimeoutError) else str(e)
+            why = "nothing was received for too long" if isinstance(e, TimeoutError) else str(e)
             await _last_word(socket, _error("SESSION_ERROR", why))
         finally:
             if session is not None:
@@ -161,8 +161,8 @@ class TokenStream:
             match message.get("type"):
                 case "reset":
                     seed, name = data.get("seed"), data.get("episode_id")
-                    whole = seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0)
-                    if not whole or not isinstance(name, (str, type(None))) or len(name or "") > 255:
+                    is_seed = seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0)
+                    if not is_seed or not isinstance(name, (str, type(None))) or len(name or "") > 255:
                         return _error("VALIDATION_ERROR", "seed is a number from 0 on, episode_id a text")
                     opening = await session.reset(seed)
                     self._episode_id = name or f"{session.ref}#{session.index}"

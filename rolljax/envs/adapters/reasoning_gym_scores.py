@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from rolljax.envs.adapters.expressions import exact, is_plain
-from rolljax.envs.bounded import TooMuch, scored
+from rolljax.envs.bounded import TooMuch, or_default, scored
 
 LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Their scorers execute an answer to see whether it is a list; here it is read as a Python literal instead."""
@@ -93,10 +93,7 @@ def _has_form(family: str, answer: str, reference: str | None) -> bool:
 
 
 def _library(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:
-    try:
-        found = float(dataset.score_answer(answer, entry))
-    except Exception:  # border: some scorers parse without looking; what they choke on is no answer
-        return 0.0
+    found = or_default(lambda: float(dataset.score_answer(answer, entry)), 0.0)
     return found if 0 <= found <= 1 else 0.0
 
 

@@ -12,7 +12,7 @@ from rolljax.envs.adapters.border import MAX_ACTION_CHARS
 from rolljax.envs.adapters.gem import framed, step_result
 from rolljax.envs.adapters.openenv import bearer, check_url, refused
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
-from rolljax.errors import ConfigError, EnvError, InfraError, boundary
+from rolljax.errors import EnvError, InfraError, boundary, check_range
 from rolljax.types import Message, Task
 
 PATH = "/apis/v1/envs/gem/"
@@ -42,8 +42,7 @@ class Rock(EnvSpec):
 
     def __post_init__(self) -> None:
         check_url(self.url, "Rock.url")
-        if self.max_turns < 1:
-            raise ConfigError("must be at least 1", setting="Rock.max_turns", value=self.max_turns)
+        check_range(self, "max_turns", low=1)
 
     @property
     def name(self) -> str:

@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rolljax.envs.adapters.border import library
 from rolljax.envs.base import NUM_INDICES, StepResult
 from rolljax.envs.catalog import NAMES, PREFIXES, make_spec
 from rolljax.envs.pool import EnvPool, Episode, PoolConfig
-from rolljax.errors import ConfigError, EnvError, InfraError, RolljaxError
+from rolljax.errors import ConfigError, EnvError, InfraError, RolljaxError, check_range
 from rolljax.types import Message
 
 TOKEN = "ROLLJAX_ENV_TOKEN"
@@ -42,10 +41,8 @@ class Limits:
     pool: PoolConfig = PoolConfig()
 
     def __post_init__(self) -> None:
-        if self.sessions < 1:
-            raise ConfigError("must be at least 1", setting="Limits.sessions", value=self.sessions)
-        if self.idle_s <= 0:
-            raise ConfigError("must be positive", setting="Limits.idle_s", value=self.idle_s)
+        check_range(self, "sessions", low=1)
+        check_range(self, "idle_s", above=0)
 
 
 class Full(InfraError):
@@ -53,7 +50,7 @@ class Full(InfraError):
 
 
 class Session:
-    """One client's seat: episodes of one environment, one after the other, one call at a time."""
+    """One client's session: episodes of one environment, one after the other, one call at a time."""
 
     def __init__(self, ref: str, pool: EnvPool) -> None:
         self.id = secrets.token_hex(8)
@@ -184,8 +181,8 @@ class Gate:
             await send({"type": "http.response.body", "body": body})
 
     def _opens(self, scope: Any) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return not self._token or hmac.compare_digest(given, b"Bearer " + self._token)
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        return not self._token or hmac.compare_digest(header, b"Bearer " + self._token)
 
 
 def metadata(session: Session, result: StepResult | None) -> dict[str, Any]:
@@ -233,9 +230,9 @@ def parser(prog: str, what: str) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, make_app: Callable[[Limits], Any]) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code. The token comes from `$ROLLJAX_ENV_TOKEN`; without one, a
     server that others can reach makes one and shows it."""
+    import uvicorn
+
     try:
-        uvicorn = library("uvicorn", "rolljax[serve]")
-        library("starlette", "rolljax[serve]")
         token = os.environ.get(TOKEN, "")
         with _listen(args.host, args.port) as listener:
             host, port = listener.getsockname()[:2]

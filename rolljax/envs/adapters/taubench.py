@@ -19,7 +19,7 @@ from rolljax.envs.adapters.expressions import is_plain
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.text import read_json
 from rolljax.envs.values import flag, number
-from rolljax.errors import ConfigError, EnvError, boundary
+from rolljax.errors import ConfigError, EnvError, boundary, check_range
 from rolljax.types import Message, Task
 
 SPLITS = {"retail": ("test", "train", "dev"), "airline": ("test",)}
@@ -69,8 +69,7 @@ class TauBench(EnvSpec):
                 value=self.split,
                 remedy="; ".join(f"{d}: {', '.join(s)}" for d, s in SPLITS.items()),
             )
-        if self.max_turns < 1:
-            raise ConfigError("must be at least 1", setting="TauBench.max_turns", value=self.max_turns)
+        check_range(self, "max_turns", low=1)
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS, BorrowedRandom, library
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.values import flag, number
-from rolljax.errors import ConfigError, EnvError, boundary
+from rolljax.errors import ConfigError, EnvError, boundary, check_range
 from rolljax.types import Message, Task
 
 GAMES = tuple(
@@ -53,8 +53,7 @@ class TextArena(EnvSpec):
         if game not in GAMES:
             why = f"needs {NEEDS[game]}" if game in NEEDS else "is no game for one player that this adapter offers"
             raise ConfigError(why, setting="TextArena.id", value=self.id, remedy=f"one of {', '.join(GAMES)}")
-        if self.max_turns < 1:
-            raise ConfigError("must be at least 1", setting="TextArena.max_turns", value=self.max_turns)
+        check_range(self, "max_turns", low=1)
 
     @property
     def name(self) -> str:
@@ -106,8 +105,8 @@ class TextArenaEnv(Env):
                 return StepResult((self._heard(),), 0.0, terminated=False)
             rewards, infos = self._game.close() if done else ({}, {})
         illegal = bool((infos or {}).get(0, {}).get("invalid_move"))
-        given = (rewards or {}).get(0) if done else 0.0
-        reward = 0.0 if illegal and isinstance(given, str) else number(given)
+        score = (rewards or {}).get(0) if done else 0.0
+        reward = 0.0 if illegal and isinstance(score, str) else number(score)
         return StepResult(
             (),
             reward,

@@ -15,7 +15,7 @@ MAX_ANSWER_CHARS = 500
 """A longer answer is none."""
 MAX_DIGITS = 60
 """Digits of a number; one with more is none."""
-PLACES = ("any", "boxed", "last", "whole")
+ANSWER_FORMATS = ("any", "boxed", "last", "full")
 SLOT = "{answer}"
 
 _MARKS = (re.compile("####"), re.compile("answer:", re.IGNORECASE))
@@ -24,7 +24,7 @@ _MARKS = (re.compile("####"), re.compile("answer:", re.IGNORECASE))
 def find(text: str, where: str = "any", *, number: bool = True) -> str | None:
     r"""The final answer of a text, or None.
 
-    where: boxed: in the last `\boxed{...}`. last: the last number. whole: the text. A text with `{answer}`: between
+    where: boxed: in the last `\boxed{...}`. last: the last number. full: the text. A text with `{answer}`: between
       what stands before and behind it there, such as `<answer>{answer}</answer>`; up to the end of the line where
       nothing stands behind. any: the first that is there of a box, a line behind the last `####`, a line behind the
       last `Answer:`, and the last number.
@@ -33,7 +33,7 @@ def find(text: str, where: str = "any", *, number: bool = True) -> str | None:
     text = text[-MAX_CHARS:]
     if SLOT in where:
         return _between(text, *(part.strip() for part in where.split(SLOT, 1)))
-    if where == "whole":
+    if where == "full":
         return text.strip() or None
     if where in ("any", "boxed"):
         found = boxed(text)
@@ -88,25 +88,25 @@ def split_recorded(text: str) -> tuple[str, str]:
     return (text.strip(), final) if final else ("", text.strip())
 
 
-def compare(gold: str, given: str) -> bool | None:
+def compare(gold: str, answer: str) -> bool | None:
     """Whether an answer is the recorded one; None where plain rules cannot say."""
-    if len(given) > max(MAX_ANSWER_CHARS, 2 * len(gold)) or not given.strip():
+    if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(gold)) or not answer.strip():
         return False
-    if _tight(gold) == _tight(given):
+    if _tight(gold) == _tight(answer):
         return True
-    gold, given = _plain(gold), _plain(given)
+    gold, answer = _plain(gold), _plain(answer)
     if choice := _CHOICE.fullmatch(gold):
-        found = _CHOSEN.match(given)
+        found = _CHOICE_ANSWER.match(answer)
         return found is not None and found[1] == choice[1]
     if _is_words(gold):
-        return _words(gold) == _words(given)
+        return _words(gold) == _words(answer)
     want = _number(gold)
     if want is None:
         return None
-    got = _number(given)
+    got = _number(answer)
     if got is not None:
         return _same(want, got)
-    return None if re.search(r"[0-9\\]", given) else False
+    return None if re.search(r"[0-9\\]", answer) else False
 
 
 def is_number(text: str) -> bool:
@@ -121,7 +121,7 @@ _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)\]}}])-)?(?:{_DIGITS} (?=[0-9]{{1,9}}/[0-9]))?{_DECIMAL}(?: ?/ ?{_DECIMAL})?")
 """A number in a text."""
 _WHOLE = re.compile(
-    rf"(?:[A-Za-z]{{1,15}} ?= ?)?(?P<sign>[-+]?) ?(?:(?P<whole>{_DIGITS}) (?=[0-9]{{1,9}} ?/ ?[0-9]))?"
+    rf"(?:[A-Za-z]{{1,15}} ?= ?)?(?P<sign>[-+]?) ?(?:(?P<integer>{_DIGITS}) (?=[0-9]{{1,9}} ?/ ?[0-9]))?"
     rf"(?P<top>{_DECIMAL})(?:e(?P<power>[-+]?[0-9]{{1,2}})|(?: ?/ ?(?P<bottom>{_DECIMAL}))?)"
     r"(?P<percent> ?%| ?percent\b)?(?P<unit> [A-Za-z][A-Za-z/ ]*)?\.?"
 )
@@ -162,10 +162,10 @@ def _number(text: str) -> tuple[Fraction, bool] | None:
     found = _WHOLE.fullmatch(text) if len(text) <= MAX_ANSWER_CHARS else None
     if found is None or len(found["top"]) > MAX_DIGITS or not _is_unit(found["unit"] or ""):
         return None
-    whole, top, bottom = ((found[k] or "").replace(",", "").rstrip(".") for k in ("whole", "top", "bottom"))
+    integer, top, bottom = ((found[k] or "").replace(",", "").rstrip(".") for k in ("integer", "top", "bottom"))
     if len(bottom) > MAX_DIGITS or (bottom and Fraction(bottom) == 0):
         return None
-    value = Fraction(top) / Fraction(bottom or 1) + Fraction(whole or 0)
+    value = Fraction(top) / Fraction(bottom or 1) + Fraction(integer or 0)
     value *= Fraction(10) ** int(found["power"] or 0)
     return (-value if found["sign"] == "-" else value), bool(found["percent"])
 
@@ -186,7 +186,7 @@ def _same(want: tuple[Fraction, bool], got: tuple[Fraction, bool]) -> bool:
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 _CHOICE = re.compile(r"\(?([A-J])\)?")
-_CHOSEN = re.compile(r"\(?([A-J])(?:\)|[.:]|$)")
+_CHOICE_ANSWER = re.compile(r"\(?([A-J])(?:\)|[.:]|$)")
 _WORD = re.compile(r"[^\W\d_]+")
 _LOOSE = re.compile(r" (?![0-9A-Za-z])|(?<![0-9A-Za-z]) ")
 """A space that separates nothing: `1 1/2` keeps its own."""

@@ -54,7 +54,7 @@ class Columns:
                 counts.update(_names(rows.row(i), "", _DEPTH))
                 num_read += 1
             except BadRow as e:
-                complaints.append(f"{rows.place(i)}: {e}")
+                complaints.append(f"{rows.location(i)}: {e}")
         if not num_read:
             raise DataError(complaints[0])
         return cls(tuple(counts), tuple(name for name, n in counts.items() if n >= num_read / 2))
@@ -115,13 +115,13 @@ def value(row: Row, key: str) -> Any:
     """What stands in a column. Raises `BadRow`: nothing does."""
     if key in row:
         return row[key]
-    at: Any = row
+    found: Any = row
     for part in key.split("."):
-        at = _as_object(at)
-        if not isinstance(at, Mapping) or part not in at:
+        found = _as_object(found)
+        if not isinstance(found, Mapping) or part not in found:
             raise BadRow(f"lacks {key!r}; it has {', '.join(map(str, row)) or 'nothing'}")
-        at = at[part]
-    return at
+        found = found[part]
+    return found
 
 
 def _names(row: Mapping[str, Any], before: str, depth: int) -> list[str]:
@@ -135,10 +135,10 @@ def _names(row: Mapping[str, Any], before: str, depth: int) -> list[str]:
     return names
 
 
-def _as_object(at: Any) -> Any:
-    if isinstance(at, str) and at.lstrip()[:1] == "{":
+def _as_object(found: Any) -> Any:
+    if isinstance(found, str) and found.lstrip()[:1] == "{":
         try:
-            return json.loads(at)
+            return json.loads(found)
         except (ValueError, RecursionError):
-            return at
-    return at
+            return found
+    return found

@@ -56,16 +56,16 @@ def messages(value: Any, key: str) -> tuple[Message, ...]:
     return tuple(_message(m, f"{key}[{i}]") for i, m in enumerate(value))
 
 
-def text(value: Any, place: str, *, empty: bool = False) -> str:
+def text(value: Any, location: str, *, empty: bool = False) -> str:
     """A text that can be written."""
     if not isinstance(value, str):
-        raise BadRow(f"{place} is {kind(value)}, not a text")
+        raise BadRow(f"{location} is {kind(value)}, not a text")
     if not empty and not value.strip():
-        raise BadRow(f"{place} is empty")
+        raise BadRow(f"{location} is empty")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BadRow(f"{place} holds half of a surrogate pair, which is no character") from None
+        raise BadRow(f"{location} holds half of a surrogate pair, which is no character") from None
     return value
 
 
@@ -88,27 +88,27 @@ def kind(value: Any) -> str:
     return kinds.get(type(value), "an object")
 
 
-def _message(value: Any, place: str) -> Message:
+def _message(value: Any, location: str) -> Message:
     if not isinstance(value, Mapping):
-        raise BadRow(f"{place} is not an object with role and content")
+        raise BadRow(f"{location} is not an object with role and content")
     keys = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
     for key in keys:
         if key not in value:
-            raise BadRow(f"{place} lacks {key!r}")
+            raise BadRow(f"{location} lacks {key!r}")
     said, content = (value[key] for key in keys)
     role = _OTHER_ROLES.get(said, said) if isinstance(said, str) else said
     if role not in ROLES:
-        raise BadRow(f"{place}.role is {said!r}, not one of {', '.join(ROLES)}")
+        raise BadRow(f"{location}.role is {said!r}, not one of {', '.join(ROLES)}")
     if value.get("tool_calls"):
-        raise BadRow(f"{place} has tool_calls: write each call into content, as the text that the model shall produce")
-    return Message(role, text(_joined(content, place), f"{place}.{keys[1]}", empty=role != "assistant"))
+        raise BadRow(f"{location} has tool_calls: write each call into content, as text for the model to produce")
+    return Message(role, text(_joined(content, location), f"{location}.{keys[1]}", empty=role != "assistant"))
 
 
-def _joined(content: Any, place: str) -> Any:
+def _joined(content: Any, location: str) -> Any:
     """The text of OpenAI's content parts."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return content
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadRow(f"{place}.content has a part that is no text")
+            raise BadRow(f"{location}.content has a part that is no text")
     return "".join(part["text"] for part in content)

@@ -45,7 +45,7 @@ class Rows(Protocol):
         """Row `i`. Raises `BadRow`: it is not an object, or cannot be read."""
         ...
 
-    def place(self, i: int) -> str:
+    def location(self, i: int) -> str:
         """File and line (or number of the row, from 0) of row `i`."""
         ...
 
@@ -57,21 +57,21 @@ def find_files(path: str, setting: str) -> list[Path]:
     Raises:
       ConfigError: there is none, or a folder holds several splits.
     """
-    at = Path(path)
-    if at.is_file():
-        return [at]
-    if at.is_dir():
-        return _in_folder(at, setting)
+    target = Path(path)
+    if target.is_file():
+        return [target]
+    if target.is_dir():
+        return _in_folder(target, setting)
     if glob.has_magic(path):
         if found := sorted(p for p in map(Path, glob.glob(path)) if p.is_file()):
             return found
         raise ConfigError("matches no file", setting=setting, value=path)
     package = Path(__file__).parents[2]
     for folder in (package / "configs", package.parent / "configs"):
-        if at.name == path and (folder / path).is_file():
+        if target.name == path and (folder / path).is_file():
             return [folder / path]
-    beside = [p.name for p in at.parent.iterdir()] if at.parent.is_dir() else []
-    near = difflib.get_close_matches(at.name, beside, 1)
+    beside = [p.name for p in target.parent.iterdir()] if target.parent.is_dir() else []
+    near = difflib.get_close_matches(target.name, beside, 1)
     raise ConfigError(
         "is not a file or folder",
         setting=setting,
@@ -140,11 +140,11 @@ def _open(path: Path) -> Rows:
 
 
 def _unpacked(packed: BinaryIO) -> BinaryIO:
-    whole = tempfile.TemporaryFile()  # noqa: SIM115  # as above
+    unpacked_file = tempfile.TemporaryFile()  # noqa: SIM115  # its reader keeps it open
     with packed, gzip.open(packed) as unpacking:
-        shutil.copyfileobj(unpacking, whole, 1 << 20)
-    whole.seek(0)
-    return whole
+        shutil.copyfileobj(unpacking, unpacked_file, 1 << 20)
+    unpacked_file.seek(0)
+    return unpacked_file
 
 
 def _starts_array(file: BinaryIO) -> bool:
@@ -164,12 +164,12 @@ class _JsonLines:
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
         self._starts = array("q")
-        at = 0
+        offset = 0
         for line in file:
             if line.strip():
-                self._starts.append(at)
-            at += len(line)
-        self._starts.append(at)
+                self._starts.append(offset)
+            offset += len(line)
+        self._starts.append(offset)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -178,10 +178,10 @@ class _JsonLines:
         start, end = self._starts[i], self._starts[i + 1]
         return _object(os.pread(self._file.fileno(), end - start, start))
 
-    def place(self, i: int) -> str:
-        lines, left, at = 1, self._starts[i], 0
-        while block := os.pread(self._file.fileno(), min(left - at, 1 << 20), at):
-            lines, at = lines + block.count(b"\n"), at + len(block)
+    def location(self, i: int) -> str:
+        lines, left, offset = 1, self._starts[i], 0
+        while block := os.pread(self._file.fileno(), min(left - offset, 1 << 20), offset):
+            lines, offset = lines + block.count(b"\n"), offset + len(block)
         return f"{self._path}, line {lines}"
 
 
@@ -202,7 +202,7 @@ class _JsonArray:
     def row(self, i: int) -> Row:
         return _checked(self._items[i])
 
-    def place(self, i: int) -> str:
+    def location(self, i: int) -> str:
         return f"{self._path}, row {i}"
 
 
@@ -240,7 +240,7 @@ class _ArrowRows:
         batch = self._batches[n]
         return batch.slice(i - self._ends[n] + batch.num_rows, 1).to_pylist()[0]
 
-    def place(self, i: int) -> str:
+    def location(self, i: int) -> str:
         return f"{self._path}, row {i}"
 
 
@@ -255,14 +255,14 @@ class _Several:
         return self._ends[-1]
 
     def row(self, i: int) -> Row:
-        part, at = self._at(i)
-        return part.row(at)
+        part, row = self._part_of(i)
+        return part.row(row)
 
-    def place(self, i: int) -> str:
-        part, at = self._at(i)
-        return part.place(at)
+    def location(self, i: int) -> str:
+        part, row = self._part_of(i)
+        return part.location(row)
 
-    def _at(self, i: int) -> tuple[Rows, int]:
+    def _part_of(self, i: int) -> tuple[Rows, int]:
         n = bisect.bisect_right(self._ends, i)
         return self._parts[n], i - (self._ends[n - 1] if n else 0)
 

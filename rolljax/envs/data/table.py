@@ -37,7 +37,7 @@ class Table(Generic[T]):
                 self._good.append(i)
             except BadRow as e:
                 if len(named) < NUM_NAMED:
-                    named.append(f"{rows.place(i)}: {e}")
+                    named.append(f"{rows.location(i)}: {e}")
         self.num_bad = len(rows) - len(self._good)
         self.complaint = self._sentence(named, bad_rows, setting)
         if self.num_bad and (bad_rows == "error" or not len(self._good)):
@@ -48,22 +48,22 @@ class Table(Generic[T]):
 
     def record(self, index: int) -> T:
         """Record `index` modulo their number."""
-        return self._at(index, self._read)
+        return self._read_row(index, self._read)
 
     def row(self, index: int) -> Row:
         """All columns of record `index`."""
-        return self._at(index, lambda row: row)
+        return self._read_row(index, lambda row: row)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """File and line of record `index`."""
-        return self._rows.place(self._good[index % len(self._good)])
+        return self._rows.location(self._good[index % len(self._good)])
 
-    def _at(self, index: int, read: Callable[[Row], Any]) -> Any:
+    def _read_row(self, index: int, read: Callable[[Row], Any]) -> Any:
         i = self._good[index % len(self._good)]
         try:
             return read(self._rows.row(i))
         except BadRow as e:
-            raise DataError(f"{self._rows.place(i)}: {e}; was the file changed?") from None
+            raise DataError(f"{self._rows.location(i)}: {e}; was the file changed?") from None
 
     def _sentence(self, named: Sequence[str], bad_rows: BadRows, setting: str) -> str:
         if not named:

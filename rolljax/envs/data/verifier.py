@@ -11,7 +11,7 @@ import functools
 import logging
 from typing import Any
 
-from rolljax.envs.bounded import TooMuch, scored
+from rolljax.envs.bounded import TooMuch, or_default, scored
 
 CPU_S = 3.0
 MEMORY_GIB = 0.5
@@ -22,20 +22,20 @@ _USUAL = (
 )  # fmt: skip
 
 
-def equal(gold: str, given: str) -> bool | TooMuch:
+def equal(gold: str, answer: str) -> bool | TooMuch:
     """Whether `given` is equal to `gold`, both in LaTeX without a box; `TooMuch`: it could not be told within bounds.
 
     Raises:
       EnvError: `gold` itself passes the bounds. InfraError: the child was lost.
     """
     _library()
-    return scored(lambda text: _equal(gold, text), given, gold, cpu_s=CPU_S, memory_gib=MEMORY_GIB)
+    return scored(lambda text: _equal(gold, text), answer, gold, cpu_s=CPU_S, memory_gib=MEMORY_GIB)
 
 
 def warm() -> None:
     """Load what a child needs, and let the grammar learn what is usual."""
-    for gold, given in _USUAL:
-        _equal(gold, given)
+    for gold, answer in _USUAL:
+        _equal(gold, answer)
 
 
 @functools.cache
@@ -47,13 +47,9 @@ def _library() -> Any:
     return math_verify
 
 
-def _equal(gold: str, given: str) -> bool:
-    try:
-        return bool(_library().verify(_parsed(gold), _parsed(given), timeout_seconds=None))
-    except MemoryError:
-        raise
-    except Exception:  # border: what the library chokes on is no answer
-        return False
+def _equal(gold: str, answer: str) -> bool:
+    verify = lambda: bool(_library().verify(_parsed(gold), _parsed(answer), timeout_seconds=None))  # noqa: E731
+    return or_default(verify, False, raises=(MemoryError,))
 
 
 def _parsed(text: str) -> list[Any]:

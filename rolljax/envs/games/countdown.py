@@ -12,7 +12,7 @@ from itertools import pairwise, product
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, unboxed
-from rolljax.errors import ConfigError, DataError, EnvError
+from rolljax.errors import ConfigError, DataError, EnvError, check_range
 from rolljax.types import Task
 
 MAX_EXPRESSION = 200
@@ -49,14 +49,10 @@ class Countdown(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 2 <= self.count <= 6:
-            raise ConfigError("must be 2 to 6", setting="Countdown.count", value=self.count)
-        if not 3 <= self.largest <= 999:
-            raise ConfigError("must be 3 to 999", setting="Countdown.largest", value=self.largest)
-        if not 10 <= self.max_target <= 10**6:
-            raise ConfigError("must be 10 to 10**6", setting="Countdown.max_target", value=self.max_target)
-        if self.max_turns < 1:
-            raise ConfigError("must be at least 1", setting="Countdown.max_turns", value=self.max_turns)
+        check_range(self, "count", low=2, high=6)
+        check_range(self, "largest", low=3, high=999)
+        check_range(self, "max_target", low=10, high=10**6)
+        check_range(self, "max_turns", low=1)
         if not 0 <= self.format_reward * self.max_turns < 1:
             raise ConfigError(
                 "must be at least 0, and less than 1 over all turns",
@@ -129,8 +125,8 @@ def evaluate(text: str, numbers: Sequence[int], use_all: bool = False) -> Fracti
     tokens = _TOKENS.findall(text)
     if "".join(tokens) != text.replace(" ", "") or any(a.isdigit() and b.isdigit() for a, b in pairwise(tokens)):
         return None
-    used, given = Counter(int(t) for t in tokens if t.isdigit()), Counter(numbers)
-    if used - given or (use_all and used != given):
+    used, available = Counter(int(t) for t in tokens if t.isdigit()), Counter(numbers)
+    if used - available or (use_all and used != available):
         return None
     try:
         value, rest = _sum(tokens, 0, 0)

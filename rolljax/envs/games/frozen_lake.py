@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, word
 from rolljax.envs.games.search import plan
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Task
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -41,10 +41,8 @@ class FrozenLake(EnvSpec):
     slippery: bool = False
 
     def __post_init__(self) -> None:
-        if self.size < 2:
-            raise ConfigError("must be at least 2", setting="FrozenLake.size", value=self.size)
-        if not 0 < self.frozen_prob <= 1:
-            raise ConfigError("must be in (0, 1]", setting="FrozenLake.frozen_prob", value=self.frozen_prob)
+        check_range(self, "size", low=2)
+        check_range(self, "frozen_prob", above=0, high=1)
         if self.max_turns < 2 * (self.size - 1):
             raise ConfigError(
                 f"is too few to cross a lake of {self.size} x {self.size}",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, number, unboxed
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Task
 
 
@@ -37,8 +37,7 @@ class GuessNumber(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 2 <= self.largest <= 10**8:
-            raise ConfigError("must be 2 to 10**8", setting="GuessNumber.largest", value=self.largest)
+        check_range(self, "largest", low=2, high=10**8)
         if self.max_turns < self.largest.bit_length():
             raise ConfigError(
                 f"is too few to find a number of {self.largest}",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Task
 
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -18,7 +18,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "bedroom": ("bed", "drawer"),
     "study": ("desk", "safe"),
 }
-"""Runtime and their places; the first place of each is open to see and to put things on."""
+"""Rooms and their places; the first place of each is open to see and to put things on."""
 ROOM_OF = {place: room for room, places in ROOMS.items() for place in places}
 DOORS = frozenset({"box", "fridge", "oven", "cabinet", "drawer", "safe"})
 """Places that can be open or shut."""
@@ -58,8 +58,7 @@ class House(EnvSpec):
     def __post_init__(self) -> None:
         if not self.goals or set(self.goals) - set(GOALS):
             raise ConfigError(f"must be some of {', '.join(GOALS)}", setting="House.goals", value=self.goals)
-        if not 1 <= self.things <= len(THINGS):
-            raise ConfigError(f"must be 1 to {len(THINGS)}", setting="House.things", value=self.things)
+        check_range(self, "things", low=1, high=len(THINGS))
         if self.max_turns < LONGEST:
             raise ConfigError(
                 "is too few for the longest task",

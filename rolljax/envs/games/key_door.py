@@ -1,4 +1,4 @@
-"""Runtime in a row: find the key, open the door, reach the goal."""
+"""Rooms in a row: find the key, open the door, reach the goal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, word
 from rolljax.envs.games.search import plan
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Task
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -40,10 +40,8 @@ class KeyDoor(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.doors <= 8:
-            raise ConfigError("must be 1 to 8", setting="KeyDoor.doors", value=self.doors)
-        if not 2 <= self.room <= 12:
-            raise ConfigError("must be 2 to 12", setting="KeyDoor.room", value=self.room)
+        check_range(self, "doors", low=1, high=8)
+        check_range(self, "room", low=2, high=12)
         longest = 2 * (self.room - 1) + 2 * self.doors * (2 * self.room - 1)
         if self.max_turns < longest:
             raise ConfigError(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, word
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Task
 
 _TASK = re.compile(r"chain (?P<chain>[0-9]+) (?P<keys>[a-z]+) walk [0-9]+")
@@ -37,11 +37,9 @@ class KeyDoorChain(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least, most in (("length", 1, 1000), ("actions", 2, 26), ("num_tasks", 1, 10**6)):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(
-                    f"must be {least} to {most}", setting=f"KeyDoorChain.{name}", value=getattr(self, name)
-                )
+        check_range(self, "length", low=1, high=1000)
+        check_range(self, "actions", low=2, high=26)
+        check_range(self, "num_tasks", low=1, high=10**6)
         if self.max_turns < self.length:
             raise ConfigError(
                 f"is too few for {self.length} doors",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, unboxed
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Task
 
 MAX_CODES = 10_000
@@ -39,14 +39,12 @@ class Mastermind(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 2 <= self.digits <= 9:
-            raise ConfigError("must be 2 to 9", setting="Mastermind.digits", value=self.digits)
+        check_range(self, "digits", low=2, high=9)
         if self.length < 1 or self.digits**self.length > MAX_CODES:
             raise ConfigError(
                 f"must be at least 1, with at most {MAX_CODES} codes", setting="Mastermind.length", value=self.length
             )
-        if self.max_turns < 1:
-            raise ConfigError("must be at least 1", setting="Mastermind.max_turns", value=self.max_turns)
+        check_range(self, "max_turns", low=1)
 
     @property
     def name(self) -> str:
@@ -69,7 +67,7 @@ class MastermindEnv(Game[Mastermind]):
         if not self._is_code(task.content):
             raise EnvError(f"task {task.index} is no code of {self._spec.length} digits up to {self._spec.digits}")
         self._secret = task.content
-        self._heard: list[tuple[str, tuple[int, int]]] = []
+        self._answers: list[tuple[str, tuple[int, int]]] = []
         return self._ask()
 
     def _play(self, action: str) -> Outcome:
@@ -79,12 +77,12 @@ class MastermindEnv(Game[Mastermind]):
         if code == self._secret:
             return Outcome("", 1.0, over=True, success=True, parts={"found": 1.0})
         black, white = pegs(code, self._secret)
-        self._heard.append((code, (black, white)))
+        self._answers.append((code, (black, white)))
         return Outcome(f"{black}b {white}w")
 
     def _gold(self) -> str:
         codes = map("".join, itertools.product(_alphabet(self._spec), repeat=self._spec.length))
-        return self._say(next(c for c in codes if all(pegs(guess, c) == heard for guess, heard in self._heard)))
+        return self._say(next(c for c in codes if all(pegs(guess, c) == answer for guess, answer in self._answers)))
 
     def _random(self, rng: random.Random) -> str:
         return self._say(_draw(self._spec, rng))

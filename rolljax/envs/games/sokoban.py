@@ -9,7 +9,7 @@ from collections import deque
 from rolljax.envs.base import Env, EnvSpec
 from rolljax.envs.games.game import Game, Outcome, word
 from rolljax.envs.games.search import plan
-from rolljax.errors import ConfigError, DataError, EnvError
+from rolljax.errors import ConfigError, DataError, EnvError, check_range
 from rolljax.types import Task
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
@@ -24,7 +24,7 @@ State = tuple[Cell, frozenset[Cell]]
 
 @dataclasses.dataclass(frozen=True)
 class Sokoban(EnvSpec):
-    """Runtime of `size` x `size` cells, outer wall included, with `boxes` boxes and as many targets.
+    """Rooms of `size` x `size` cells, outer wall included, with `boxes` boxes and as many targets.
 
     Levels are made by reverse play (as in arXiv 1707.06203): boxes start on their targets and are pulled away by at
     most `max_turns` moves, so that every level can be solved in time.
@@ -50,16 +50,13 @@ class Sokoban(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 5 <= self.size <= 20:
-            raise ConfigError("must be 5 to 20", setting="Sokoban.size", value=self.size)
+        check_range(self, "size", low=5, high=20)
         if not 1 <= self.boxes <= (self.size - 2) ** 2 // 4:
             raise ConfigError(
                 f"must be 1 to {(self.size - 2) ** 2 // 4} in this room", setting="Sokoban.boxes", value=self.boxes
             )
-        if not 0 <= self.wall_frac <= 0.4:
-            raise ConfigError("must be 0 to 0.4", setting="Sokoban.wall_frac", value=self.wall_frac)
-        if self.distance < 1:
-            raise ConfigError("must be at least 1", setting="Sokoban.distance", value=self.distance)
+        check_range(self, "wall_frac", low=0, high=0.4)
+        check_range(self, "distance", low=1)
         if self.max_turns < self.distance + 1:
             raise ConfigError(
                 "is too few to push that far",

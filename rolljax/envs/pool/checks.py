@@ -95,7 +95,7 @@ def describe(error: BaseException) -> str:
     """Type and text of an exception, short, and even if it cannot be shown."""
     try:
         text = str(error)
-    except Exception:  # an exception of an environment is code of that environment
+    except Exception:  # border: an exception of an environment is its code
         text = "(its text cannot be shown)"
     return clean(f"{type(error).__name__}: {text}"[:MAX_ERROR_CHARS])
 

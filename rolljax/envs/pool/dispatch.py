@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import itertools
 import math
+import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.blame import SET_ASIDE, Blame
 from rolljax.envs.pool.checks import Verb, describe
+from rolljax.envs.pool.link import Cause, Link
 from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
+from rolljax.envs.pool.workers import Call, RemoteSlot, Worker, WorkerSlot
 from rolljax.errors import EnvError, InfraError, NeighbourError, RolljaxError
 from rolljax.types import Task
 
@@ -35,102 +36,6 @@ SOON_S = 2.0
 
 BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 """Pause after a start that failed; it doubles each time."""
-
-Cause = Literal["crash", "hang", "unknown", "machine"]
-"""What ended a worker: the code in it; a call past its limit; nobody can tell; something that no episode has to do
-with."""
-
-
-class Link(Protocol):
-    """Starts, feeds and kills workers, each named by a generation. All but `wake` is for the dispatcher's thread."""
-
-    num_workers: int
-    num_warm: int
-    """Workers that are started before any episode needs them."""
-
-    def start(self, generation: int) -> None:
-        """Begin to start a worker; `Dispatcher.ready` or `ended` follows."""
-
-    def send(self, generation: int, requests: Sequence[wire.Request]) -> None: ...
-
-    def kill(self, generation: int) -> None:
-        """End it now; nothing more is told of it."""
-
-    def poll(self, timeout_s: float, sink: Dispatcher) -> None:
-        """Wait until something happens or `wake` is called, and tell `sink`."""
-
-    def wake(self) -> None:
-        """From any thread."""
-
-    def close(self) -> None:
-        """Kill all workers and free everything, in bounded time."""
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Call:
-    number: int
-    seat: WorkerSeat
-    verb: Verb
-    argument: Task | str | None
-    limit_s: float
-    future: asyncio.Future[Any] | None  # None: nobody waits
-
-    @property
-    def request(self) -> wire.Request:
-        return self.number, self.seat.number, self.verb, self.argument
-
-
-@dataclasses.dataclass(eq=False)
-class _Worker:
-    generation: int
-    slot: _Slot
-    since_s: float
-    """When its start began, or when the first of its calls became the first."""
-    ready: bool = False
-    lost: str = ""
-    """Why it is no more."""
-    cause: Cause = "machine"
-    culprit: WorkerSeat | None = None
-    """Whose call ended it, as far as that is known."""
-    answered: bool = False
-    hosted: int = 0
-    is_apart: bool = False
-    """Its episode is that of a suspect."""
-    episodes: dict[int, WorkerSeat] = dataclasses.field(default_factory=dict)
-    calls: collections.deque[_Call] = dataclasses.field(default_factory=collections.deque)
-    unsent: list[_Call] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(eq=False)
-class _Slot:
-    """A place for one worker after another."""
-
-    worker: _Worker | None = None
-    failures: int = 0
-    start_at_s: float = 0.0
-
-
-class WorkerSeat:
-    """An episode in some worker, which is chosen when there is one with room."""
-
-    def __init__(self, dispatcher: Dispatcher, number: int) -> None:
-        self.number = number
-        self.started_s = 0.0
-        self.task = ""
-        self.worker: _Worker | None = None
-        self.closing = False
-        self._dispatcher = dispatcher
-
-    def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]:
-        self.closing = self.closing or verb == "close"
-        future = asyncio.get_running_loop().create_future()
-        self._dispatcher.post(self, verb, argument, limit_s, future)
-        return future
-
-    def discard(self) -> None:
-        if not self.closing:
-            self.closing = True
-            self._dispatcher.post(self, "close", None, self._dispatcher.cfg.close_s, None)
 
 
 class Dispatcher:
@@ -144,12 +49,12 @@ class Dispatcher:
         self._name, self._link, self._mailbox = name, link, mailbox
         self._numbers = itertools.count(1)
         self._generations = itertools.count(1)
-        self._inbox: collections.deque[_Call] = collections.deque()
-        self._backlog: collections.deque[_Call] = collections.deque()
-        self._apart: collections.deque[_Call] = collections.deque()
+        self._inbox: collections.deque[Call] = collections.deque()
+        self._backlog: collections.deque[Call] = collections.deque()
+        self._apart: collections.deque[Call] = collections.deque()
         """Resets of suspects, who wait for a worker each."""
-        self._slots = [_Slot() for _ in range(link.num_workers)]
-        self._workers: dict[int, _Worker] = {}
+        self._worker_slots = [WorkerSlot() for _ in range(link.num_workers)]
+        self._workers: dict[int, Worker] = {}
         self._awake = False
         self._closing = threading.Event()
         self._end_s = math.inf
@@ -160,18 +65,20 @@ class Dispatcher:
 
     # what event loops call
 
-    def seat(self) -> WorkerSeat:
-        return WorkerSeat(self, next(self._numbers))
+    def slot(self) -> RemoteSlot:
+        """A slot for a new episode."""
+        return RemoteSlot(self, next(self._numbers))
 
     def post(
         self,
-        seat: WorkerSeat,
+        slot: RemoteSlot,
         verb: Verb,
         argument: Task | str | None,
         limit_s: float,
         future: asyncio.Future[Any] | None,
     ) -> None:
-        self._inbox.append(_Call(next(self._numbers), seat, verb, argument, limit_s, future))
+        """Put a call into the inbox."""
+        self._inbox.append(Call(next(self._numbers), slot, verb, argument, limit_s, future))
         if self._over:
             self._settle()
         elif not self._awake:
@@ -208,7 +115,7 @@ class Dispatcher:
             self._lose(worker, f"it sent {e}", "crash")
             return
         worker.calls.popleft()
-        worker.since_s, worker.answered, worker.slot.failures = time.monotonic(), True, 0
+        worker.since_s, worker.answered, worker.worker_slot.failures = time.monotonic(), True, 0
         self._after(call, worker)
         failed = isinstance(value, RolljaxError)
         self._report(call, None if failed else value, value if failed else None)
@@ -224,21 +131,19 @@ class Dispatcher:
         try:
             self._start_workers()
             while not self._closing.is_set() or (time.monotonic() < self._end_s and self._under_way()):
-                self._turn()
-        except Exception as e:  # border: whoever waits must hear of it
-            self._over = f"the pool's dispatcher failed: {describe(e)}"
-            raise
-        finally:
-            self._over = self._over or "the pool was closed"
+                self._run_once()
+        finally:  # also after an error: whoever waits must be told
+            failure = sys.exc_info()[1]
+            self._over = f"the pool's dispatcher failed: {describe(failure)}" if failure else "the pool was closed"
             self._settle()
             self._link.close()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Whatever is to be done now, or the wait for it."""
         self._link.poll(self._pause_s(), self)
         self._awake = False
         while self._inbox:
-            self._take(self._inbox.popleft())
+            self._accept(self._inbox.popleft())
         self._check_limits()
         self._place()
         self._start_workers()
@@ -267,14 +172,14 @@ class Dispatcher:
             return 0.0
         now = time.monotonic()
         times = [now + 1.0, self._end_s]
-        for slot in self._slots:
-            if slot.worker is None and slot.start_at_s > now:
-                times.append(slot.start_at_s)
-            elif slot.worker is not None:
-                times.append(slot.worker.since_s + self._limit_s(slot.worker))
+        for worker_slot in self._worker_slots:
+            if worker_slot.worker is None and worker_slot.start_at_s > now:
+                times.append(worker_slot.start_at_s)
+            elif worker_slot.worker is not None:
+                times.append(worker_slot.worker.since_s + self._limit_s(worker_slot.worker))
         return max(0.0, min(times) - now)
 
-    def _limit_s(self, worker: _Worker) -> float:
+    def _limit_s(self, worker: Worker) -> float:
         if not worker.ready:
             return self.cfg.start_s
         return worker.calls[0].limit_s if worker.calls else math.inf
@@ -283,21 +188,22 @@ class Dispatcher:
         """As many as there are episodes, as far as there are slots: alone, an episode is nobody's neighbour."""
         now = time.monotonic()
         episodes = self._num_wanted()
-        for slot in self._slots[: max(self._link.num_warm, episodes)]:
-            if slot.worker is None and now >= slot.start_at_s and not self._closing.is_set():
-                worker = slot.worker = _Worker(next(self._generations), slot, now)
+        for worker_slot in self._worker_slots[: max(self._link.num_warm, episodes)]:
+            if worker_slot.worker is None and now >= worker_slot.start_at_s and not self._closing.is_set():
+                worker = worker_slot.worker = Worker(next(self._generations), worker_slot, now)
                 self._workers[worker.generation] = worker
                 self._link.start(worker.generation)
 
-    def _take(self, call: _Call) -> None:
-        worker = call.seat.worker
+    def _accept(self, call: Call) -> None:
+        """Take in a call of an event loop."""
+        worker = call.slot.worker
         if call.verb == "reset":
             assert isinstance(call.argument, Task)
-            call.seat.task = call.argument.id
+            call.slot.task = call.argument.id
             self._backlog.append(call)
         elif worker is None:  # discarded before it was placed
             for waiting in (self._backlog, self._apart):
-                for other in [c for c in waiting if c.seat is call.seat]:
+                for other in [c for c in waiting if c.slot is call.slot]:
                     waiting.remove(other)
             self._report(call, None, None)
         elif worker.lost:
@@ -315,7 +221,7 @@ class Dispatcher:
             if not room:
                 break
             call = self._backlog.popleft()
-            if self.blame.is_suspect(call.seat.task):
+            if self.blame.is_suspect(call.slot.task):
                 self._apart.append(call)
             elif self._is_wanted(call):
                 self._put(call, min(room, key=lambda w: len(w.episodes)))
@@ -325,32 +231,32 @@ class Dispatcher:
         while self._apart and (empty := next((w for w in self._open_workers() if not w.episodes), None)):
             call = self._apart.popleft()
             if self._is_wanted(call):
-                empty.is_apart = self.blame.is_suspect(call.seat.task)
+                empty.is_apart = self.blame.is_suspect(call.slot.task)
                 self._put(call, empty)
 
-    def _open_workers(self) -> list[_Worker]:
+    def _open_workers(self) -> list[Worker]:
         return [w for w in self._workers.values() if w.ready and w.hosted < self.cfg.worker_lifetime]
 
-    def _emptied(self) -> list[_Worker]:
+    def _emptied(self) -> list[Worker]:
         """Workers that get no more episodes until suspects had them: those with the fewest, at most every second."""
         shared = [w for w in self._open_workers() if not w.is_apart]
         shared.sort(key=lambda w: (len(w.episodes), w.generation))
-        return shared[: min(len(self._apart), max(1, len(self._slots) // 2))]
+        return shared[: min(len(self._apart), max(1, len(self._worker_slots) // 2))]
 
-    def _is_wanted(self, call: _Call) -> bool:
+    def _is_wanted(self, call: Call) -> bool:
         """Whether a reset is to be carried out; whoever waits for it is told if its task is set aside."""
         if call.future is not None and call.future.cancelled():
             return False
-        if why := self.blame.set_aside(call.seat.task):
+        if why := self.blame.set_aside(call.slot.task):
             assert isinstance(call.argument, Task)
             text = f"task {call.argument.index} of {self._name}: {why}"
             self._report(call, None, EnvError(text, stage=SET_ASIDE))
         return not why
 
-    def _put(self, call: _Call, worker: _Worker) -> None:
-        worker.episodes[call.seat.number] = call.seat
+    def _put(self, call: Call, worker: Worker) -> None:
+        worker.episodes[call.slot.number] = call.slot
         worker.hosted += 1
-        call.seat.worker, call.seat.started_s = worker, time.monotonic()
+        call.slot.worker, call.slot.started_s = worker, time.monotonic()
         self._enqueue(call, worker)
 
     def _num_wanted(self) -> int:
@@ -364,19 +270,19 @@ class Dispatcher:
             return self.cfg.episodes_per_worker
         return min(self.cfg.episodes_per_worker, math.ceil(self._num_wanted() / len(self._workers)))
 
-    def _enqueue(self, call: _Call, worker: _Worker) -> None:
+    def _enqueue(self, call: Call, worker: Worker) -> None:
         if not worker.calls:
             worker.since_s = time.monotonic()
         worker.calls.append(call)
         worker.unsent.append(call)
 
-    def _after(self, call: _Call, worker: _Worker) -> None:
+    def _after(self, call: Call, worker: Worker) -> None:
         """Free the room of a closed episode; a worker at the end of its life goes with its last episode."""
         if call.verb == "close":
-            worker.episodes.pop(call.seat.number, None)
+            worker.episodes.pop(call.slot.number, None)
             if worker.is_apart:
                 worker.is_apart = False
-                self.blame.acquit(call.seat.task)
+                self.blame.acquit(call.slot.task)
             if worker.hosted >= self.cfg.worker_lifetime and not worker.episodes:
                 self._lose(worker, "it had hosted PoolConfig.worker_lifetime episodes", "machine")
 
@@ -392,54 +298,55 @@ class Dispatcher:
                 self.timeouts["start"] += 1
             self._lose(worker, f"no answer within {limit_s:g} s", "hang")
 
-    def _lose(self, worker: _Worker, why: str, cause: Cause, output: str = "") -> None:
+    def _lose(self, worker: Worker, why: str, cause: Cause, output: str = "") -> None:
         """Settle the calls of a worker that ended, or that must end, and have it replaced."""
         self._link.kill(worker.generation)
         del self._workers[worker.generation]
-        worker.lost, worker.cause, slot = why, cause, worker.slot
-        slot.worker = None
+        worker.lost, worker.cause, worker_slot = why, cause, worker.worker_slot
+        worker_slot.worker = None
         self.restarts += 1
         self._lay_blame(worker)
         if not worker.ready or not (worker.answered or worker.calls):  # of no use, and nobody's doing
-            slot.failures += 1
-            slot.start_at_s = time.monotonic() + min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (slot.failures - 1))
-            if slot.failures >= MAX_START_FAILURES and not any(w.ready for w in self._workers.values()):
-                self._give_up(why, slot.failures, output)
+            worker_slot.failures += 1
+            backoff_s = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (worker_slot.failures - 1))
+            worker_slot.start_at_s = time.monotonic() + backoff_s
+            if worker_slot.failures >= MAX_START_FAILURES and not any(w.ready for w in self._workers.values()):
+                self._give_up(why, worker_slot.failures, output)
         again = []
         for call in worker.calls:
-            innocent = cause != "machine" and call.seat is not worker.culprit
-            if innocent and call.verb == "reset" and not call.seat.closing:
-                call.seat.worker = None
+            innocent = cause != "machine" and call.slot is not worker.culprit
+            if innocent and call.verb == "reset" and not call.slot.closing:
+                call.slot.worker = None
                 again.append(call)
             else:
                 self._report(call, None, self._loss(call, worker, output))
         self._backlog.extendleft(reversed(again))
 
-    def _lay_blame(self, worker: _Worker) -> None:
+    def _lay_blame(self, worker: Worker) -> None:
         """Find whose doing the end of a worker was, or who may have done it."""
-        seats = list(worker.episodes.values())
+        slots = list(worker.episodes.values())
         if worker.cause == "machine":
             return
         if worker.calls:
-            worker.culprit = worker.calls[0].seat
-        elif len(seats) == 1:
-            worker.culprit = seats[0]
-        alone = worker.culprit is not None and all(seat is worker.culprit for seat in seats)
+            worker.culprit = worker.calls[0].slot
+        elif len(slots) == 1:
+            worker.culprit = slots[0]
+        alone = worker.culprit is not None and all(slot is worker.culprit for slot in slots)
         if worker.culprit is None:
-            self.blame.suspect(seat.task for seat in seats)
+            self.blame.suspect(slot.task for slot in slots)
         elif worker.cause == "crash" or (worker.cause == "unknown" and alone):
             self.blame.crashed(worker.culprit.task, worker.lost)
         else:
             self.blame.suspect([worker.culprit.task])
 
-    def _loss(self, call: _Call, worker: _Worker, output: str = "") -> EnvError:
+    def _loss(self, call: Call, worker: Worker, output: str = "") -> EnvError:
         """What a call gets whose worker is gone."""
         doing = f"{call.verb} of {self._name}"
         error: EnvError
-        if call.seat is worker.culprit and worker.cause != "unknown":
+        if call.slot is worker.culprit and worker.cause != "unknown":
             error = EnvError(f"{doing}: {worker.lost}{_last_lines(output)}", stage=call.verb)
         else:
-            innocent = worker.cause != "machine" and call.seat is not worker.culprit
+            innocent = worker.cause != "machine" and call.slot is not worker.culprit
             lost = NeighbourError if innocent else InfraError
             error = lost(f"{doing}: its worker is gone: {worker.lost}", stage=call.verb)
         if output:
@@ -454,7 +361,7 @@ class Dispatcher:
         self._backlog.clear()
         self._apart.clear()
 
-    def _report(self, call: _Call, value: Any, error: RolljaxError | None) -> None:
+    def _report(self, call: Call, value: Any, error: RolljaxError | None) -> None:
         if call.future is not None:
             self._mailbox.put(call.future, value, error)
 

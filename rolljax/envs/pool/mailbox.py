@@ -9,7 +9,7 @@ from typing import Any
 
 from rolljax.errors import RolljaxError
 
-Answer = tuple["asyncio.Future[Any]", Any, RolljaxError | None]
+Delivery = tuple["asyncio.Future[Any]", Any, RolljaxError | None]
 
 
 class Mailbox:
@@ -17,7 +17,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[asyncio.AbstractEventLoop, collections.deque[Answer]] = {}
+        self._waiting: dict[asyncio.AbstractEventLoop, collections.deque[Delivery]] = {}
 
     def put(self, future: asyncio.Future[Any], value: Any, error: RolljaxError | None) -> None:
         """From any thread. What comes too late, or to a loop that is closed, reaches nobody."""

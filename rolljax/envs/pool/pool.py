@@ -1,9 +1,9 @@
 """The host pool: episodes behind asyncio, wherever they run.
 
-`EnvPool.open` gives an `Episode`; its methods are coroutines that never block the event loop. Below are two runners
-with the same seats: threads of this process (`threads.py`), and workers elsewhere (`dispatch.py` with `processes.py`
-or `ray_actors.py`). Here are the rules that hold for both: the wall clock of an episode, what a cancelled caller
-leaves behind, the counters, and when too much fails to go on.
+`EnvPool.open` gives an `Episode`; its methods are coroutines that never block the event loop. Below are two backends,
+which give each episode a slot: threads of this process (`threads.py`), and workers elsewhere (`dispatch.py` with
+`processes.py` or `ray_actors.py`). Here are the rules that hold for both: the wall clock of an episode, what a
+cancelled caller leaves behind, the counters, and when too much fails to go on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
-from rolljax.envs.pool.threads import ThreadRunner
+from rolljax.envs.pool.threads import ThreadBackend
 from rolljax.errors import ConfigError, EnvError, InfraError, NeighbourError
 from rolljax.threads.watchdog import Sleeper
 from rolljax.types import Message, Task
@@ -30,19 +30,23 @@ NUM_THREADS = 2
 """For environments that compute: more would only wait for the interpreter's lock."""
 
 
-class _Seat(Protocol):
+class EpisodeSlot(Protocol):
+    """Where one episode runs. `started_s`: when its reset began, on `time.monotonic`."""
+
     started_s: float
 
     def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]: ...
     def discard(self) -> None: ...
 
 
-class _Runner(Protocol):
+class _Backend(Protocol):
+    """Where the episodes of a pool run."""
+
     timeouts: collections.Counter[str]
     restarts: int
     blame: Blame
 
-    def seat(self) -> _Seat: ...
+    def slot(self) -> EpisodeSlot: ...
     def close(self) -> None: ...
 
 
@@ -77,7 +81,7 @@ class EnvPool:
         self.cfg, self.spec = cfg, spec
         self.broken = ""
         """Why no more episodes are opened; empty while they are."""
-        self._runner = _runner(cfg, spec)
+        self._backend = _backend_of(cfg, spec)
         self._open: set[Episode] = set()
         self._counts: collections.Counter[str] = collections.Counter()
         self._faults: collections.Counter[str] = collections.Counter()
@@ -95,18 +99,20 @@ class EnvPool:
         """
         if self._closed or self.broken:
             raise InfraError(self.broken or "the pool is closed", stage="pool")
-        seat = self._runner.seat()
+        slot = self._backend.slot()
+        opened = False
         try:
             with self._counted("reset"):
-                opening = await seat.call("reset", task, self.cfg.reset_s)
-        except BaseException as e:
-            seat.discard()
-            self._counts["failed"] += 1
-            if isinstance(e, EnvError):
-                self._record(e)
+                opening = await slot.call("reset", task, self.cfg.reset_s)
+            opened = True
+        except EnvError as e:
+            self._record(e)
             raise
-        self._counts["opened"] += 1
-        return Episode(self, seat, opening)
+        finally:  # also when the caller was cancelled
+            self._counts["opened" if opened else "failed"] += 1
+            if not opened:
+                slot.discard()
+        return Episode(self, slot, opening)
 
     @property
     def opens_at_once(self) -> bool:
@@ -117,19 +123,19 @@ class EnvPool:
     @property
     def inboxes(self) -> tuple[Sleeper, ...]:
         """What threads of this pool wait for that wait without an end (`rolljax.threads.watchdog`)."""
-        return (self._runner.calls,) if isinstance(self._runner, ThreadRunner) else ()
+        return (self._backend.calls,) if isinstance(self._backend, ThreadBackend) else ()
 
     @property
     def stats(self) -> PoolStats:
         counts = {name: self._counts[name] for name in ("opened", "closed", "failed", "steps")}
-        timeouts = self._runner.timeouts + collections.Counter({"episode": self._late})
+        timeouts = self._backend.timeouts + collections.Counter({"episode": self._late})
         return PoolStats(
             open=len(self._open),
-            restarts=self._runner.restarts,
+            restarts=self._backend.restarts,
             timeouts=dict(timeouts),
             faults=dict(self._faults),
-            crashes=self._runner.blame.crashes.total(),
-            set_aside=self._runner.blame.num_set_aside,
+            crashes=self._backend.blame.crashes.total(),
+            set_aside=self._backend.blame.num_set_aside,
             under_way=dict(+self._under_way),
             **counts,
         )
@@ -141,7 +147,7 @@ class EnvPool:
         self._closed = True
         for episode in list(self._open):
             episode._discard()
-        self._runner.close()
+        self._backend.close()
 
     @contextlib.contextmanager
     def _counted(self, verb: Verb) -> Iterator[None]:
@@ -176,15 +182,15 @@ class Episode:
     opening: the conversation it begins with.
     """
 
-    def __init__(self, pool: EnvPool, seat: _Seat, opening: tuple[Message, ...]) -> None:
+    def __init__(self, pool: EnvPool, slot: EpisodeSlot, opening: tuple[Message, ...]) -> None:
         self.opening = opening
-        self._pool, self._seat = pool, seat
+        self._pool, self._slot = pool, slot
         self._ended = ""  # why there are no more steps
         self._fault: EnvError | None = None
         self._call: asyncio.Future[Any] | None = None
         self._is_closed = False
         loop = asyncio.get_running_loop()
-        left_s = seat.started_s + pool.cfg.episode_s - time.monotonic()
+        left_s = slot.started_s + pool.cfg.episode_s - time.monotonic()
         self._timer = loop.call_later(max(0.0, left_s), self._expire)
         pool._open.add(self)
 
@@ -198,11 +204,13 @@ class Episode:
         """
         if self._ended:
             raise EnvError(f"step of {self._pool.spec.name}: {self._ended}", stage="step")
+        succeeded = False
         try:
             result: StepResult = await self._do("step", action)
-        except BaseException:
-            self._ended = self._ended or "an earlier step failed"
-            raise
+            succeeded = True
+        finally:  # also when the caller was cancelled
+            if not succeeded:
+                self._ended = self._ended or "an earlier step failed"
         self._pool._counts["steps"] += 1
         if result.terminated or result.truncated:
             self._ended = "the episode is over"
@@ -225,7 +233,7 @@ class Episode:
             self._discard()
             return
         self._leave()
-        waiting = self._seat.call("close", None, self._pool.cfg.close_s)
+        waiting = self._slot.call("close", None, self._pool.cfg.close_s)
         waiting.add_done_callback(lambda f: f.cancelled() or f.exception())  # a failing close is nobody's failure
         if not waiting.done():
             with self._pool._counted("close"):
@@ -235,7 +243,7 @@ class Episode:
         if self._is_closed or self._call is not None:
             state = "is closed" if self._is_closed else "has another call under way"
             raise self._fault or EnvError(f"{verb} of {self._pool.spec.name}: the episode {state}", stage=verb)
-        self._call = self._seat.call(verb, argument, self._pool.cfg.step_s)
+        self._call = self._slot.call(verb, argument, self._pool.cfg.step_s)
         try:
             with self._pool._counted(verb):
                 value = await self._call
@@ -263,7 +271,7 @@ class Episode:
         """Close without waiting."""
         if not self._is_closed:
             self._leave()
-            self._seat.discard()
+            self._slot.discard()
 
     def _leave(self) -> None:
         self._is_closed = True
@@ -273,7 +281,7 @@ class Episode:
         self._pool._record(self._fault)
 
 
-def _runner(cfg: PoolConfig, spec: EnvSpec) -> _Runner:
+def _backend_of(cfg: PoolConfig, spec: EnvSpec) -> _Backend:
     """Where this pool's episodes run."""
     mailbox = Mailbox()
     where = cfg.where if cfg.where != "auto" else "process" if spec.runs == "process" else "thread"
@@ -286,8 +294,9 @@ def _runner(cfg: PoolConfig, spec: EnvSpec) -> _Runner:
                 remedy="'auto' or 'process'",
             )
         threads = cfg.io_threads if spec.runs == "thread" else cfg.workers or NUM_THREADS
-        return ThreadRunner(cfg, spec, threads, mailbox)
-    from rolljax.envs.pool.dispatch import Dispatcher, Link
+        return ThreadBackend(cfg, spec, threads, mailbox)
+    from rolljax.envs.pool.dispatch import Dispatcher
+    from rolljax.envs.pool.link import Link
     from rolljax.envs.pool.processes import ProcessLink
 
     link: Link

@@ -1,4 +1,4 @@
-"""The pool's end of the link to worker processes (the other end is `worker.py`). Used by the dispatcher's thread."""
+"""The pool's end of the link to worker processes, used by the dispatcher's thread. The other end: `fork_server.py`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import wire
-from rolljax.envs.pool.dispatch import Cause, Dispatcher
+from rolljax.envs.pool.fork_server import END_S, ORDER, OUTPUT_BYTES
+from rolljax.envs.pool.link import Cause, LinkEvents
 from rolljax.envs.pool.settings import PoolConfig
-from rolljax.envs.pool.worker import END_S, ORDER, OUTPUT_BYTES
 from rolljax.errors import ConfigError
 
 NUM_PROCESSES = max(8, min(64, 2 * (os.cpu_count() or 1)))
@@ -60,7 +60,7 @@ def spec_bytes(spec: EnvSpec) -> bytes:
         raise ConfigError("cannot be imported by worker processes", setting=cls.__qualname__, remedy=remedy)
     try:
         return pickle.dumps(spec)
-    except Exception as e:  # whatever the settings' own __reduce__ throws
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as e:
         raise ConfigError(f"cannot be sent to worker processes: {e}", setting=cls.__qualname__, remedy=remedy) from e
 
 
@@ -81,7 +81,7 @@ class _Peer:
 
 
 class ProcessLink:
-    """Worker processes, forked by one nursery process."""
+    """Worker processes, forked by one fork server."""
 
     def __init__(self, cfg: PoolConfig, spec: EnvSpec) -> None:
         self._cfg = cfg
@@ -96,14 +96,14 @@ class ProcessLink:
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._nursery: subprocess.Popen[bytes] | None = None
+        self._fork_server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._news = wire.Frames(0)
         self._output = b""
 
     def start(self, generation: int) -> None:
         try:
-            self._start_nursery()
+            self._start_fork_server()
             assert self._control is not None
             ours, theirs = socket.socketpair()
             with theirs:
@@ -129,17 +129,17 @@ class ProcessLink:
         self._shut(peer)
         self._order_kill(generation)
         if not peer.ready and not any(p.ready for p in self._peers.values()):  # nothing starts: begin anew
-            self._end_nursery(grace_s=0.0)
+            self._end_fork_server(grace_s=0.0)
             self._failed.extend((g, "the process that starts workers did not answer") for g in self._peers)
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # full, or closed: either way nobody needs to be woken
             self._waker.send(b"\0")
 
-    def poll(self, timeout_s: float, sink: Dispatcher) -> None:
+    def poll(self, timeout_s: float, events: LinkEvents) -> None:
         while self._failed:
             generation, why = self._failed.popleft()
-            sink.ended(generation, why, "machine")
+            events.ended(generation, why, "machine")
             timeout_s = 0.0
         for peer in self._peers.values():
             if not peer.open and not peer.closed_itself:
@@ -147,24 +147,24 @@ class ProcessLink:
                 if time.monotonic() - peer.shut_s > LINGER_S:
                     peer.closed_itself = True
                     self._order_kill(peer.generation)
-        for key, events in self._selector.select(timeout_s):
+        for key, mask in self._selector.select(timeout_s):
             if key.fileobj is self._woken:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
             elif isinstance(key.data, _Peer):
-                if events & selectors.EVENT_WRITE and key.data.open:
+                if mask & selectors.EVENT_WRITE and key.data.open:
                     self._write(key.data)
-                if events & selectors.EVENT_READ and key.data.open:
-                    self._read(key.data, sink)
+                if mask & selectors.EVENT_READ and key.data.open:
+                    self._read(key.data, events)
             elif key.fileobj is self._control:
-                self._hear(sink)
-            elif self._nursery is not None and key.fileobj is self._nursery.stdout:
-                self._listen(key.fd)  # and nothing of a nursery that ended meanwhile
+                self._read_news(events)
+            elif self._fork_server is not None and key.fileobj is self._fork_server.stdout:
+                self._keep_output(key.fd)  # and nothing of a fork server that ended meanwhile
 
     def close(self) -> None:
         for generation in list(self._peers):
             self._shut(self._peers.pop(generation))
-        self._end_nursery()
+        self._end_fork_server()
         self._selector.close()
         self._woken.close()
         self._waker.close()
@@ -181,10 +181,10 @@ class ProcessLink:
             peer.unsent.clear()
         if bool(peer.unsent) != peer.writing:
             peer.writing = bool(peer.unsent)
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.writing else 0)
-            self._selector.modify(peer.sock, events, peer)
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.writing else 0)
+            self._selector.modify(peer.sock, mask, peer)
 
-    def _read(self, peer: _Peer, sink: Dispatcher) -> bool:
+    def _read(self, peer: _Peer, events: LinkEvents) -> bool:
         """Pass on what a worker sent; False when there is nothing more to read now."""
         try:
             data = peer.sock.recv(READ_BYTES)
@@ -192,20 +192,20 @@ class ProcessLink:
             return False
         except OSError:
             data = b""
-        if not data:  # the nursery will tell how it ended
+        if not data:  # the fork server will tell how it ended
             self._shut(peer)
             return False
         try:
             for payload in peer.frames.feed(data):
                 if peer.ready:
-                    sink.replied(peer.generation, payload)
+                    events.replied(peer.generation, payload)
                 elif payload == wire.HELLO:
                     peer.ready = True
-                    sink.ready(peer.generation)
+                    events.ready(peer.generation)
                 else:
                     raise wire.ProtocolError("something before it was ready")
         except wire.ProtocolError as e:
-            sink.ended(peer.generation, f"it sent {e}", "crash")
+            events.ended(peer.generation, f"it sent {e}", "crash")
         return peer.open
 
     def _shut(self, peer: _Peer) -> None:
@@ -219,37 +219,35 @@ class ProcessLink:
             with contextlib.suppress(OSError):
                 self._control.sendall(ORDER.pack(b"K", generation))
 
-    # the nursery
+    # the fork server
 
-    def _start_nursery(self) -> None:
-        if self._nursery is not None:
+    def _start_fork_server(self) -> None:
+        if self._fork_server is not None:
             return
         ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._nursery = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "rolljax.envs.pool.worker", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env=worker_environ(os.environ, self._cfg.pass_env),
-                    start_new_session=True,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        assert self._nursery.stdout is not None
-        os.set_blocking(self._nursery.stdout.fileno(), False)
-        self._selector.register(self._nursery.stdout, selectors.EVENT_READ)
+        with theirs, contextlib.ExitStack() as on_failure:
+            on_failure.callback(ours.close)
+            self._fork_server = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rolljax.envs.pool.fork_server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=worker_environ(os.environ, self._cfg.pass_env),
+                start_new_session=True,
+            )
+            on_failure.pop_all()
+        assert self._fork_server.stdout is not None
+        os.set_blocking(self._fork_server.stdout.fileno(), False)
+        self._selector.register(self._fork_server.stdout, selectors.EVENT_READ)
         self._selector.register(ours, selectors.EVENT_READ)
         self._control = ours
         self._news = wire.Frames(8 * OUTPUT_BYTES)
         self._output = b""
         ours.sendall(wire.frame(self._first))
 
-    def _hear(self, sink: Dispatcher) -> None:
-        """News of workers that ended, or the end of the nursery itself."""
+    def _read_news(self, events: LinkEvents) -> None:
+        """News of workers that ended, or the end of the fork server itself."""
         assert self._control is not None
         try:
             data = self._control.recv(READ_BYTES)
@@ -261,21 +259,21 @@ class ProcessLink:
             peer = self._peers.get(generation)
             if peer is None:
                 continue
-            while peer.open and self._read(peer, sink):  # what it said before it ended
+            while peer.open and self._read(peer, events):  # what it said before it ended
                 pass
             if generation in self._peers:
                 why, cause = _why(code, peer.frames.rest)
                 if peer.closed_itself:
                     why, cause = "it closed its connection", "crash"
-                sink.ended(generation, why, cause, output)
+                events.ended(generation, why, cause, output)
         if not data:
-            self._end_nursery()
+            self._end_fork_server()
             output = self._output.decode(errors="replace")
             for generation in list(self._peers):
-                sink.ended(generation, "the process that starts workers ended", "machine", output)
+                events.ended(generation, "the process that starts workers ended", "machine", output)
 
-    def _listen(self, fd: int) -> None:
-        """Keep the end of what the nursery prints."""
+    def _keep_output(self, fd: int) -> None:
+        """Keep the end of what the fork server prints."""
         try:
             data = os.read(fd, OUTPUT_BYTES)
         except BlockingIOError:
@@ -284,27 +282,27 @@ class ProcessLink:
         if not data:
             self._selector.unregister(fd)
 
-    def _end_nursery(self, grace_s: float = 3 * END_S) -> None:
+    def _end_fork_server(self, grace_s: float = 3 * END_S) -> None:
         """Close its socket, which tells it to end its workers and itself; kill it if it does not."""
-        nursery, control = self._nursery, self._control
-        self._nursery = self._control = None
-        if nursery is None or control is None or nursery.stdout is None:
+        server, control = self._fork_server, self._control
+        self._fork_server = self._control = None
+        if server is None or control is None or server.stdout is None:
             return
         self._selector.unregister(control)
         control.close()
         end = time.monotonic() + grace_s
-        while nursery.poll() is None and time.monotonic() < end:
+        while server.poll() is None and time.monotonic() < end:
             with contextlib.suppress(KeyError, ValueError):
-                self._listen(nursery.stdout.fileno())
+                self._keep_output(server.stdout.fileno())
             time.sleep(0.002)
-        if nursery.poll() is None:
-            nursery.kill()
-            nursery.wait()
+        if server.poll() is None:
+            server.kill()
+            server.wait()
         with contextlib.suppress(KeyError, ValueError):
-            self._listen(nursery.stdout.fileno())
+            self._keep_output(server.stdout.fileno())
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(nursery.stdout)
-        nursery.stdout.close()
+            self._selector.unregister(server.stdout)
+        server.stdout.close()
 
 
 def _why(code: int | None, rest: int) -> tuple[str, Cause]:

@@ -1,8 +1,8 @@
 """The link to workers that are Ray actors, on this and other hosts. Ray is imported here alone.
 
-An actor holds the same `Host` as a worker process and gets the same requests, one Ray call each; Ray carries them out
-in their order. How an actor died is not known as well as for a process: whatever it was counts as infrastructure, and
-its task is to blame when it was alone with its actor.
+An actor holds the same `WorkerEpisodes` as a worker process and gets the same requests, one Ray call each; Ray carries
+them out in their order. How an actor died is not known as well as for a process: whatever it was counts as
+infrastructure, and its task is to blame when it was alone with its actor.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.checks import describe
-from rolljax.envs.pool.dispatch import Dispatcher
-from rolljax.envs.pool.play import Host
+from rolljax.envs.pool.episode_runner import WorkerEpisodes
+from rolljax.envs.pool.link import LinkEvents
 from rolljax.envs.pool.processes import spec_bytes, worker_environ
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import ConfigError
@@ -34,13 +34,13 @@ class Actor:
     """What Ray makes an actor of."""
 
     def __init__(self, spec: bytes, max_bytes: int) -> None:
-        self._host = Host(pickle.loads(spec), max_bytes)
+        self._episodes = WorkerEpisodes(pickle.loads(spec), max_bytes)
 
     def ready(self) -> bytes:
         return wire.HELLO
 
     def answer(self, request: wire.Request) -> bytes:
-        return self._host.answer(request)
+        return self._episodes.answer(request)
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,11 +105,11 @@ class RayLink:
     def wake(self) -> None:
         self._news.put(None)
 
-    def poll(self, timeout_s: float, sink: Dispatcher) -> None:
+    def poll(self, timeout_s: float, events: LinkEvents) -> None:
         with contextlib.suppress(queue.Empty):
-            self._tell(self._news.take(timeout_s), sink)
+            self._tell(self._news.take(timeout_s), events)
             while self._news:
-                self._tell(self._news.take(), sink)
+                self._tell(self._news.take(), events)
 
     def close(self) -> None:
         for generation in list(self._peers):
@@ -131,20 +131,20 @@ class RayLink:
 
         ref.future().add_done_callback(back)
 
-    def _tell(self, news: _Pending | None, sink: Dispatcher) -> None:
+    def _tell(self, news: _Pending | None, events: LinkEvents) -> None:
         """Pass on what came back, in the order in which it was asked."""
         if news is None or (peer := self._peers.get(news.generation)) is None:
             return
         while peer.pending and (peer.pending[0].payload is not None or peer.pending[0].error):
             first = peer.pending.popleft()
             if first.payload is None:
-                sink.ended(news.generation, f"its actor failed: {first.error}", "unknown")
+                events.ended(news.generation, f"its actor failed: {first.error}", "unknown")
                 return
             if peer.ready:
-                sink.replied(news.generation, first.payload)
+                events.replied(news.generation, first.payload)
             else:
                 peer.ready = True
-                sink.ready(news.generation)
+                events.ready(news.generation)
 
 
 def _passed(cfg: PoolConfig, environ: Mapping[str, str]) -> tuple[str, ...]:

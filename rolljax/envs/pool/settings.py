@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, check_range
 
 Where = Literal["auto", "thread", "process", "ray"]
 
@@ -61,29 +61,17 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if self.where not in (choices := ("auto", "thread", "process", "ray")):
             raise ConfigError(f"is none of {', '.join(choices)}", setting="PoolConfig.where", value=self.where)
-        for name in ("workers", "max_crashes"):
-            if getattr(self, name) < 0:
-                raise ConfigError("must not be negative", setting=f"PoolConfig.{name}", value=getattr(self, name))
-        for name in ("io_threads", "episodes_per_worker", "worker_lifetime", "fault_window"):
-            if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", setting=f"PoolConfig.{name}", value=getattr(self, name))
-        for name in ("start_s", "reset_s", "step_s", "close_s", "episode_s"):
-            if not 0 < getattr(self, name) <= 1e7:
-                raise ConfigError("must be positive seconds", setting=f"PoolConfig.{name}", value=getattr(self, name))
-        if self.max_observation_bytes < 256:
-            raise ConfigError(
-                "must be at least 256", setting="PoolConfig.max_observation_bytes", value=self.max_observation_bytes
-            )
+        check_range(self, "workers", "max_crashes", "ray_cpus_per_worker", low=0)
+        check_range(self, "io_threads", "episodes_per_worker", "worker_lifetime", "fault_window", low=1)
+        check_range(
+            self, "start_s", "reset_s", "step_s", "close_s", "episode_s", above=0, high=1e7, remedy="in seconds"
+        )
+        check_range(self, "max_observation_bytes", low=256)
+        check_range(self, "max_fault_frac", low=0, high=1)
         if self.memory_gib < 0 or 0 < self.memory_gib < 0.25:
             raise ConfigError(
                 "is too little for a Python process",
                 setting="PoolConfig.memory_gib",
                 value=self.memory_gib,
                 remedy="0 for no limit, or at least 0.25",
-            )
-        if not 0 <= self.max_fault_frac <= 1:
-            raise ConfigError("must be in [0, 1]", setting="PoolConfig.max_fault_frac", value=self.max_fault_frac)
-        if self.ray_cpus_per_worker < 0:
-            raise ConfigError(
-                "must not be negative", setting="PoolConfig.ray_cpus_per_worker", value=self.ray_cpus_per_worker
             )

@@ -1,9 +1,9 @@
 """Episodes in threads of this process.
 
-Calls are handed to threads in lots and their answers come back to the event loop in lots: a call costs microseconds,
-not a thread wake-up. Threads are started when calls find none idle, up to a limit: the first few at once, more only
-when all are held up, each by one call. A call that runs past its limit fails, and its thread is written off and
-replaced; when the call ever returns, that thread closes the environment and ends.
+Calls are handed to threads in batches and their answers come back to the event loop in batches: a call costs
+microseconds, not a thread wake-up. Threads are started when calls find none idle, up to a limit: the first few at once,
+more only when all are held up, each by one call. A call that runs past its limit fails, and its thread is written off
+and replaced; when the call ever returns, that thread closes the environment and ends.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
+from rolljax.envs.pool.episode_runner import EpisodeRunner
 from rolljax.envs.pool.mailbox import Mailbox
-from rolljax.envs.pool.play import Play
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import EnvError, InfraError, RolljaxError
 from rolljax.threads.inbox import Inbox
@@ -33,51 +33,51 @@ HELD_S = 0.002
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Call:
-    seat: ThreadSeat
+    slot: ThreadSlot
     verb: Verb
     argument: Task | str | None
     limit_s: float
     future: asyncio.Future[Any] | None  # None: nobody waits
 
 
-class ThreadSeat:
-    """An episode in this process. At most one call at a time; a seat that is discarded while a call is under way is
+class ThreadSlot:
+    """An episode in this process. At most one call at a time; a slot that is discarded while a call is under way is
     cleared when that call returns."""
 
-    def __init__(self, runner: ThreadRunner, play: Play) -> None:
+    def __init__(self, backend: ThreadBackend, runner: EpisodeRunner) -> None:
         self.started_s = 0.0
-        self.play = play
+        self.runner = runner
         self.busy = False
         self.discarded = False
-        self._runner = runner
+        self._backend = backend
 
     def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]:
         future = asyncio.get_running_loop().create_future()
-        if verb == "close" and not self.busy and not self.play.closes:
+        if verb == "close" and not self.busy and not self.runner.closes:
             future.set_result(None)
         else:
-            self._runner.submit(_Call(self, verb, argument, limit_s, future))
+            self._backend.submit(_Call(self, verb, argument, limit_s, future))
         return future
 
     def discard(self) -> None:
-        self._runner.discard(self)
+        self._backend.discard(self)
 
 
 class _Thread(threading.Thread):
-    def __init__(self, runner: ThreadRunner) -> None:
+    def __init__(self, backend: ThreadBackend) -> None:
         super().__init__(name="rolljax-env", daemon=True)
-        self._runner = runner
+        self._backend = backend
         self.call: _Call | None = None
         self.since_s = 0.0
 
     def run(self) -> None:
-        while (call := self._runner.calls.take()) is not None:
-            if not self._runner.work(self, call):
+        while (call := self._backend.calls.take()) is not None:
+            if not self._backend.work(self, call):
                 return
 
 
-class ThreadRunner:
-    """Runs the calls of all seats; one more thread watches their limits."""
+class ThreadBackend:
+    """Runs the calls of all episodes; one more thread watches their limits."""
 
     def __init__(self, cfg: PoolConfig, spec: EnvSpec, max_threads: int, mailbox: Mailbox) -> None:
         self.calls: Inbox[_Call | None] = Inbox("a thread of environments")
@@ -92,25 +92,27 @@ class ThreadRunner:
         self._closed, self._crowded = threading.Event(), threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def seat(self) -> ThreadSeat:
-        return ThreadSeat(self, Play(self._spec, self._cfg.max_observation_bytes))
+    def slot(self) -> ThreadSlot:
+        """A slot for a new episode."""
+        return ThreadSlot(self, EpisodeRunner(self._spec, self._cfg.max_observation_bytes))
 
     def submit(self, call: _Call) -> None:
+        """Hand a call to the threads; start one more when all of them may be held up."""
         with self._lock:
             if self._under_way >= len(self._threads) and len(self._threads) < self._max_threads:
                 if len(self._threads) < AT_ONCE:
                     self._start()
                 else:
                     self._crowded.set()
-            call.seat.busy = True
+            call.slot.busy = True
             self._under_way += 1
         self.calls.put(call)
 
-    def discard(self, seat: ThreadSeat) -> None:
+    def discard(self, slot: ThreadSlot) -> None:
         with self._lock:
-            late, seat.discarded = seat.discarded or seat.busy, True
-        if not late and seat.play.closes:
-            self.submit(_Call(seat, "close", None, self._cfg.close_s, None))
+            late, slot.discarded = slot.discarded or slot.busy, True
+        if not late and slot.runner.closes:
+            self.submit(_Call(slot, "close", None, self._cfg.close_s, None))
 
     def work(self, thread: _Thread, call: _Call) -> bool:
         """Run one call in `thread`; False when the thread was written off meanwhile."""
@@ -120,15 +122,15 @@ class ThreadRunner:
             with self._lock:
                 thread.since_s, thread.call = time.monotonic(), call
             if call.verb == "reset":
-                call.seat.started_s = thread.since_s
+                call.slot.started_s = thread.since_s
             try:
-                value = call.seat.play.call(call.verb, call.argument)
+                value = call.slot.runner.call(call.verb, call.argument)
             except RolljaxError as e:
                 error = e
             with self._lock:
                 mine, thread.call = thread.call is call, None
             if not mine:
-                call.seat.play.close()
+                call.slot.runner.close()
                 return False
         self._finish(call, value, error)
         return True
@@ -158,12 +160,12 @@ class ThreadRunner:
     def _finish(self, call: _Call, value: Any, error: RolljaxError | None) -> None:
         with self._lock:
             self._under_way -= 1
-            call.seat.busy = False
-            clear = call.seat.discarded and call.verb != "close" and call.seat.play.closes
+            call.slot.busy = False
+            clear = call.slot.discarded and call.verb != "close" and call.slot.runner.closes
         if clear and self._closed.is_set():
-            call.seat.play.close()
+            call.slot.runner.close()
         elif clear:
-            self.submit(_Call(call.seat, "close", None, self._cfg.close_s, None))
+            self.submit(_Call(call.slot, "close", None, self._cfg.close_s, None))
         if call.future is not None:
             self._mailbox.put(call.future, value, error)
 

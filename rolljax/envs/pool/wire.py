@@ -96,7 +96,7 @@ def max_reply_bytes(max_observation_bytes: int) -> int:
 
 
 def reply(number: int, verb: Verb, value: Any) -> bytes:
-    """A reply that holds what `Play.call` returned."""
+    """A reply that holds what `EpisodeRunner.call` returned."""
     plain: Any = value
     if verb == "reset":
         plain = [[m.role, m.content] for m in value]
@@ -139,7 +139,7 @@ def parse(payload: bytes) -> tuple[int, str, Any]:
 
 
 def value_of(verb: Verb, outcome: str, value: Any, max_bytes: int) -> Any | RolljaxError:
-    """What `Play.call` returned or raised, from the plain value of a reply to `verb`.
+    """What `EpisodeRunner.call` returned or raised, from the plain value of a reply to `verb`.
 
     Raises:
       ProtocolError: it is not of the verb's schema, or it breaks the rules for what an environment says.

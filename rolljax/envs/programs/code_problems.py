@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.text import code_blocks
-from rolljax.errors import ConfigError, DataError, EnvError
+from rolljax.errors import ConfigError, DataError, EnvError, check_range
 from rolljax.types import Message, Task
 
 MAX_ANSWER_CHARS = 65_536
@@ -82,10 +82,8 @@ class CodeProblems(EnvSpec):
                     value=getattr(self, field),
                     remedy=f"one of {', '.join(values)}",
                 )
-        if self.timeout_s <= 0:
-            raise ConfigError("must be positive", setting="CodeProblems.timeout_s", value=self.timeout_s)
-        if self.tests_shown < 0:
-            raise ConfigError("must not be negative", setting="CodeProblems.tests_shown", value=self.tests_shown)
+        check_range(self, "timeout_s", above=0)
+        check_range(self, "tests_shown", low=0)
 
     @property
     def name(self) -> str:

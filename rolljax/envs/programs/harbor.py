@@ -106,9 +106,7 @@ def _load(folder: Path) -> HarborTask:
     if not isinstance(instruction, str) or not instruction.strip():
         raise DataError(f"task {folder}: has no instruction")
     environment = folder if v1 else folder / "environment"
-    context = _files(
-        environment, skip={"tests", "task.yaml", "solution.sh", "solution.yaml", "run-tests.sh"} if v1 else set()
-    )
+    context = _files(environment, skip=_NOT_CONTEXT if v1 else set())
     if "Dockerfile" not in context:
         raise DataError(f"task {folder}: has no {environment.name}/Dockerfile")
     recipe = read_dockerfile(context["Dockerfile"].data.decode(), context)

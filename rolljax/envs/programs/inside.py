@@ -19,8 +19,11 @@ A test that evaluates a text of the policy's in its own process still gives it t
 matter start a program instead.
 """
 
+from __future__ import annotations
+
 import base64
 import ctypes
+import functools
 import inspect
 import itertools
 import json
@@ -34,7 +37,9 @@ import tempfile
 import time
 import types
 import unittest
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 REWARD = "/logs/verifier/reward.txt"
@@ -60,7 +65,7 @@ def main() -> int:
     return 1 if failed or any(cases.values()) or (exam and not cases) else 0
 
 
-def build(steps):
+def build(steps: list[list[Any]]) -> str:
     """Do the steps in order; returns the first that failed, and how."""
     for kind, *step in steps:
         if kind == "put":
@@ -83,14 +88,14 @@ def build(steps):
     return ""
 
 
-def put(path, mode, data):
+def put(path: str, mode: int, data: str | bytes) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb") as f:
         f.write(base64.b64decode(data))
     os.chmod(path, mode)
 
 
-def take_exam(exam):
+def take_exam(exam: dict[str, Any]) -> dict[str, str]:
     """Lay in what the policy left, then run the tests."""
     lay_in(exam)
     for path, data in exam["tests"].items():
@@ -106,7 +111,7 @@ def take_exam(exam):
     return cases
 
 
-def lay_in(exam):
+def lay_in(exam: dict[str, Any]) -> None:
     """Put the policy's files in the place of the task's own; what cannot be written is left out."""
     for root in exam["clear"]:
         if os.path.isdir(root) and not os.path.islink(root):
@@ -126,7 +131,7 @@ def lay_in(exam):
             pass
 
 
-def remove(path):
+def remove(path: str) -> None:
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -136,7 +141,7 @@ def remove(path):
         pass
 
 
-def run_script(source, deadline):
+def run_script(source: bytes, deadline: float) -> str:
     """Run the text of /tests/test.sh; "" if it ended with code 0, wrote a reward of 1 and left nothing running."""
     os.makedirs(os.path.dirname(REWARD), exist_ok=True)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes a child of this one
@@ -154,7 +159,7 @@ def run_script(source, deadline):
     return "" if reward == 1 and code == 0 else f"reward {reward:g}, code {code}"
 
 
-def has_children():
+def has_children() -> bool:
     """Whether a process is left, running or not."""
     try:
         os.waitpid(-1, os.WNOHANG)
@@ -163,7 +168,7 @@ def has_children():
     return True
 
 
-def run_file(path, source, names, foreign, deadline):
+def run_file(path: str, source: str, names: list[str], foreign: list[str], deadline: float) -> dict[str, str]:
     """Run the tests of a file in a child process; what it did not report before its end counts as failed."""
     wanted = {f"{path}::{name}": "did not run: the test process ended early" for name in names}
     reader, writer = os.pipe()
@@ -197,11 +202,11 @@ def run_file(path, source, names, foreign, deadline):
     return wanted
 
 
-def keep_out(roots):
+def keep_out(roots: list[str]) -> None:
     """From now on this process runs no code of files below `roots`, and makes no objects of classes in pickled data."""
     foreign = [os.path.realpath(root) for root in roots]
 
-    def watch(event, args):
+    def watch(event: str, args: tuple[Any, ...]) -> None:
         if event == "pickle.find_class":
             raise ImportError(f"pickled data name {args[0]}.{args[1]}: only plain data are taken from the policy")
         path = args[0].co_filename if event == "exec" else args[0] if event == "ctypes.dlopen" else None
@@ -215,31 +220,35 @@ def keep_out(roots):
     sys.addaudithook(watch)
 
 
-def run_tests(path, source, names, writer):
-    def report(name, why):
+def run_tests(path: str, source: str, names: list[str], writer: int) -> None:
+    def report(name: str, why: str) -> None:
         os.write(writer, json.dumps([f"{path}::{name}", why]).encode() + b"\n")
 
     sys.modules["pytest"] = stand_in()
     module = types.ModuleType(path.removesuffix(".py"))
     module.__file__ = f"/tests/{path}"
     sys.modules[module.__name__] = module
-    try:
-        exec(compile(source, module.__file__, "exec"), module.__dict__)
-    except BaseException as e:  # whatever a test file throws is a failure of its tests
+    code = f"/tests/{path}"
+    broken = failure_of(lambda: exec(compile(source, code, "exec", dont_inherit=True), module.__dict__))
+    if broken:
         for name in names:
-            report(name, describe(e))
+            report(name, broken)
         return
     fixtures = Fixtures(module)
     for name in names:
-        try:
-            run_test(module, name, fixtures)
-            why = ""
-        except BaseException as e:
-            why = describe(e)
-        report(name, why)
+        report(name, failure_of(functools.partial(run_test, module, name, fixtures)))
 
 
-def run_test(module, name, fixtures):
+def failure_of(call: Callable[[], object]) -> str:
+    """Why code of a test file failed; empty when it did not."""
+    try:
+        call()
+    except BaseException as e:  # border: whatever a test throws, an exit too, is its failure
+        return describe(e)
+    return ""
+
+
+def run_test(module: types.ModuleType, name: str, fixtures: Fixtures) -> None:
     cls_name, _, method = name.rpartition(".")
     if not cls_name:
         run_function(getattr(module, name), fixtures)
@@ -254,14 +263,14 @@ def run_test(module, name, fixtures):
     getattr(owner, "tearDown", lambda: None)()
 
 
-def run_function(function, fixtures):
+def run_function(function: Callable[..., Any], fixtures: Fixtures) -> None:
     if getattr(function, "_skip", False):
         raise Skipped("marked to be skipped or to fail")
     tables = getattr(function, "_tables", [])
     for row in itertools.product(*tables):
-        given = {k: v for values in row for k, v in values.items()}
-        needed = [n for n in inspect.signature(function).parameters if n not in given]
-        result = function(**given, **{n: fixtures.value(n) for n in needed})
+        arguments = {k: v for values in row for k, v in values.items()}
+        needed = [n for n in inspect.signature(function).parameters if n not in arguments]
+        result = function(**arguments, **{n: fixtures.value(n) for n in needed})
         if inspect.iscoroutine(result):
             import asyncio
 
@@ -271,11 +280,11 @@ def run_function(function, fixtures):
 class Fixtures:
     """Values by name: of the module's own fixtures, made once, and `tmp_path`."""
 
-    def __init__(self, module):
+    def __init__(self, module: types.ModuleType) -> None:
         self.makers = {getattr(f, "_fixture", ""): f for f in vars(module).values() if getattr(f, "_fixture", "")}
-        self.made = {}
+        self.made: dict[str, Any] = {}
 
-    def value(self, name):
+    def value(self, name: str) -> Any:
         if name == "tmp_path":
             return Path(tempfile.mkdtemp())
         if name not in self.made:
@@ -286,14 +295,14 @@ class Fixtures:
 
 
 class Raises:
-    def __init__(self, kind, match=None):
+    def __init__(self, kind: Any, match: str | None = None) -> None:
         self.kind, self.match = kind, match
-        self.value = None
+        self.value: BaseException | None = None
 
-    def __enter__(self):
+    def __enter__(self) -> Raises:
         return self
 
-    def __exit__(self, kind, error, _):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         import re
 
         assert kind is not None, f"did not raise {self.kind}"
@@ -302,10 +311,10 @@ class Raises:
 
 
 class Approx:
-    def __init__(self, wanted, rel=1e-6, abs=1e-12):  # noqa: A002  # pytest's names
+    def __init__(self, wanted: Any, rel: float = 1e-6, abs: float = 1e-12) -> None:  # noqa: A002  # pytest's names
         self.wanted, self.rel, self.abs = wanted, rel, abs
 
-    def __eq__(self, other):
+    def __eq__(self, other: Any) -> Any:
         if isinstance(self.wanted, (list, tuple)):
             pairs = zip(self.wanted, other, strict=True)
             return len(self.wanted) == len(other) and all(b == Approx(a, self.rel, self.abs) for a, b in pairs)
@@ -313,34 +322,34 @@ class Approx:
         return abs(other - self.wanted) <= bound
 
 
-def stand_in():
+def stand_in() -> types.ModuleType:
     """The part of pytest that simple tests use."""
     pytest = types.ModuleType("pytest")
 
-    def skip(reason="", **_):
+    def skip(reason: str = "", **_: Any) -> NoReturn:
         raise Skipped(reason)
 
-    def fail(reason="", **_):
+    def fail(reason: str = "", **_: Any) -> NoReturn:
         raise AssertionError(reason)
 
-    def fixture(function=None, *, name="", **_):
+    def fixture(function: Any = None, *, name: str = "", **_: Any) -> Any:
         if function is None:
             return lambda f: fixture(f, name=name)
         function._fixture = name or function.__name__
         return function
 
-    def parametrize(names, rows, **_):
+    def parametrize(names: Any, rows: Any, **_: Any) -> Callable[[Any], Any]:
         keys = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
         table = [dict(zip(keys, row if len(keys) > 1 else [row], strict=True)) for row in rows]
 
-        def mark(function):
+        def mark(function: Any) -> Any:
             function._tables = [*getattr(function, "_tables", []), table]
             return function
 
         return mark
 
     class Mark:
-        def __getattr__(self, name):
+        def __getattr__(self, name: str) -> Any:
             if name == "parametrize":
                 return parametrize
             if name in ("skip", "xfail"):
@@ -349,7 +358,7 @@ def stand_in():
                 return lambda condition, **_: skipped if condition else (lambda f: f)
             return lambda *args, **_: args[0] if args and callable(args[0]) else (lambda f: f)
 
-    def skipped(function=None, **_):
+    def skipped(function: Any = None, **_: Any) -> Any:
         if function is None:
             return skipped
         function._skip = True
@@ -359,7 +368,7 @@ def stand_in():
     return pytest
 
 
-def describe(error):
+def describe(error: BaseException) -> str:
     """Kind, message and line: short, and without the sources around it."""
     trace, line = error.__traceback__, 0
     while trace is not None:

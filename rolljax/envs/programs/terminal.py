@@ -16,7 +16,7 @@ from rolljax.envs.programs.dockerfile import Put
 from rolljax.envs.programs.grading import Grade, Left, build, enter, grade, leave, list_files
 from rolljax.envs.programs.harbor import HarborTask, find_tasks, load_task
 from rolljax.envs.programs.tampering import suspicious_files, suspicious_words
-from rolljax.errors import ConfigError, DataError, EnvError, InfraError
+from rolljax.errors import ConfigError, DataError, EnvError, InfraError, check_range
 from rolljax.types import Message, Task
 
 if TYPE_CHECKING:
@@ -59,11 +59,8 @@ class TerminalTasks(EnvSpec):
     runs = "thread"
 
     def __post_init__(self) -> None:
-        for field in ("max_turns", "command_timeout_s", "test_timeout_s", "max_output_chars", "max_answer_chars"):
-            if getattr(self, field) <= 0:
-                raise ConfigError(
-                    "must be positive", setting=f"{type(self).__name__}.{field}", value=getattr(self, field)
-                )
+        check_range(self, "max_turns", "command_timeout_s", "test_timeout_s", above=0)
+        check_range(self, "max_output_chars", "max_answer_chars", above=0)
         if self.max_repeats < 0 or self.max_repeats == 1:
             raise ConfigError(
                 "cannot be kept to",
@@ -96,8 +93,8 @@ class TerminalTasks(EnvSpec):
 
     def task(self, index: int) -> Task:
         tasks = self.tasks()
-        chosen = tasks[index % len(tasks)]
-        return Task(self.name, index, f"{chosen.name}\n\n{chosen.instruction}")
+        task = tasks[index % len(tasks)]
+        return Task(self.name, index, f"{task.name}\n\n{task.instruction}")
 
     def make(self) -> Env:
         return TerminalEnv(self)

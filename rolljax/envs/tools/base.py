@@ -8,6 +8,7 @@ exception; only a dead server or sandbox raises, an `InfraError`.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import math
 import time
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from rolljax.envs.text import MAX_DEPTH
 from rolljax.envs.tools.schema import problem_of
-from rolljax.errors import ConfigError, InfraError
+from rolljax.errors import ConfigError, InfraError, check_range
 
 Kind = Literal["ok", "unknown_tool", "bad_arguments", "exception", "timeout", "limit", "unparsed"]
 
@@ -40,9 +41,9 @@ class ToolLimits:
     concurrency: int = 64
 
     def __post_init__(self) -> None:
-        for name, least in {"calls_per_turn": 1, "calls_per_episode": 1, "told_bytes": 64, "concurrency": 1}.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"must be at least {least}", setting=f"ToolLimits.{name}", value=getattr(self, name))
+        check_range(self, "calls_per_turn", "calls_per_episode", "concurrency", low=1)
+        check_range(self, "told_bytes", low=64)
+        check_range(self, "call_s", above=0)
         if self.kept_bytes < self.told_bytes:
             raise ConfigError(
                 "is less than what the policy is told",
@@ -50,8 +51,6 @@ class ToolLimits:
                 value=self.kept_bytes,
                 remedy=f"at least ToolLimits.told_bytes, {self.told_bytes}",
             )
-        if not self.call_s > 0:
-            raise ConfigError("must be positive", setting="ToolLimits.call_s", value=self.call_s)
 
 
 DEFAULT_LIMITS = ToolLimits()
@@ -207,14 +206,13 @@ class JoinedTools(Tools):
 
     def open(self) -> ToolSet:
         opened: list[ToolSet] = []
-        try:
+        with contextlib.ExitStack() as on_failure:
             for part in self.parts:
                 opened.append(part.open())
-            return JoinedToolSet(opened)
-        except BaseException:
-            for part_set in opened:
-                part_set.close()
-            raise
+                on_failure.callback(opened[-1].close)
+            joined = JoinedToolSet(opened)
+            on_failure.pop_all()
+        return joined
 
 
 class JoinedToolSet(ToolSet):

@@ -15,7 +15,7 @@ from rolljax.envs.tools.base import ToolError, ToolLimits, ToolResult, Tools
 from rolljax.envs.tools.env import ToolEnv
 from rolljax.envs.tools.functions import PythonTools
 from rolljax.envs.tools.mcp_client import McpTools
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Message, Task
 
 MAX_CHARS = 256
@@ -27,47 +27,47 @@ def calc(expression: str) -> str:
     if len(expression) > MAX_CHARS:
         raise ToolError(f"longer than {MAX_CHARS} characters")
     tokens = re.findall(r"[0-9]+|//|[-+*()]|\S", expression)
-    value, at = _sum(tokens, 0, 0)
-    if at < len(tokens):
-        raise ToolError(f"cannot read {tokens[at]!r}")
+    value, position = _sum(tokens, 0, 0)
+    if position < len(tokens):
+        raise ToolError(f"cannot read {tokens[position]!r}")
     return str(value)
 
 
-def _sum(tokens: list[str], at: int, depth: int) -> tuple[int, int]:
+def _sum(tokens: list[str], position: int, depth: int) -> tuple[int, int]:
     """Value of the sum that begins at token `at`, and where it ends."""
-    value, at = _product(tokens, at, depth)
-    while at < len(tokens) and tokens[at] in "+-":
-        term, after = _product(tokens, at + 1, depth)
-        value, at = (value + term if tokens[at] == "+" else value - term), after
-    return value, at
+    value, position = _product(tokens, position, depth)
+    while position < len(tokens) and tokens[position] in "+-":
+        term, after = _product(tokens, position + 1, depth)
+        value, position = (value + term if tokens[position] == "+" else value - term), after
+    return value, position
 
 
-def _product(tokens: list[str], at: int, depth: int) -> tuple[int, int]:
-    value, at = _factor(tokens, at, depth)
-    while at < len(tokens) and tokens[at] in ("*", "//"):
-        term, after = _factor(tokens, at + 1, depth)
-        if tokens[at] == "//" and term == 0:
+def _product(tokens: list[str], position: int, depth: int) -> tuple[int, int]:
+    value, position = _factor(tokens, position, depth)
+    while position < len(tokens) and tokens[position] in ("*", "//"):
+        term, after = _factor(tokens, position + 1, depth)
+        if tokens[position] == "//" and term == 0:
             raise ToolError("division by zero")
-        value, at = (value * term if tokens[at] == "*" else value // term), after
-    return value, at
+        value, position = (value * term if tokens[position] == "*" else value // term), after
+    return value, position
 
 
-def _factor(tokens: list[str], at: int, depth: int) -> tuple[int, int]:
-    if at == len(tokens):
+def _factor(tokens: list[str], position: int, depth: int) -> tuple[int, int]:
+    if position == len(tokens):
         raise ToolError("a number is missing at the end")
     if depth > MAX_DEPTH:
         raise ToolError("nested too deeply")
-    if tokens[at] == "-":
-        value, at = _factor(tokens, at + 1, depth + 1)
-        return -value, at
-    if tokens[at] == "(":
-        value, at = _sum(tokens, at + 1, depth + 1)
-        if at == len(tokens) or tokens[at] != ")":
+    if tokens[position] == "-":
+        value, position = _factor(tokens, position + 1, depth + 1)
+        return -value, position
+    if tokens[position] == "(":
+        value, position = _sum(tokens, position + 1, depth + 1)
+        if position == len(tokens) or tokens[position] != ")":
             raise ToolError("a bracket is not closed")
-        return value, at + 1
-    if not re.fullmatch("[0-9]+", tokens[at]):
-        raise ToolError(f"cannot read {tokens[at]!r}")
-    return int(tokens[at]), at + 1
+        return value, position + 1
+    if not re.fullmatch("[0-9]+", tokens[position]):
+        raise ToolError(f"cannot read {tokens[position]!r}")
+    return int(tokens[position]), position + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +85,7 @@ class Arithmetic(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least, most in (("digits", 2, 12), ("terms", 2, 12)):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(
-                    f"must be {least} to {most}", setting=f"{type(self).__name__}.{name}", value=getattr(self, name)
-                )
+        check_range(self, "digits", "terms", low=2, high=12)
         if not self.operators or set(self.operators) - set("+-*"):
             raise ConfigError("must be of + - *", setting=f"{type(self).__name__}.operators", value=self.operators)
 

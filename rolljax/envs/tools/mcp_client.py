@@ -55,12 +55,12 @@ class McpTools(Tools):
     start_s: float = 20.0
 
     def __post_init__(self) -> None:
-        given = [n for n in ("command", "url", "server") if getattr(self, n)]
-        if len(given) != 1:
+        targets = [n for n in ("command", "url", "server") if getattr(self, n)]
+        if len(targets) != 1:
             raise ConfigError(
                 "needs exactly one of command, url and server",
                 setting="McpTools",
-                value=given,
+                value=targets,
                 remedy="set one of them",
             )
         if self.where not in ("sandbox", "process"):
@@ -130,13 +130,13 @@ class _Connection:
           InfraError: the server does not start.
         """
         self._task = asyncio.run_coroutine_threadsafe(self._live(), self._loop)
-        try:
-            self._ready.result(self.cfg.start_s + GRACE_S)
-        except BaseException as e:
-            self.close()
-            if isinstance(e, concurrent.futures.TimeoutError):
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            try:
+                self._ready.result(self.cfg.start_s + GRACE_S)
+            except concurrent.futures.TimeoutError as e:
                 raise InfraError(f"MCP server {self.cfg.title}: the event loop does not answer") from e
-            raise
+            on_failure.pop_all()
         return self
 
     async def _live(self) -> None:
@@ -228,7 +228,7 @@ class _Connection:
                 await self._die(e.message)
                 raise InfraError(self.dead) from e
             return ToolResult.error("limit" if e.code == REFUSED else "exception", e.message)
-        except Exception as e:
+        except Exception as e:  # border: whatever the SDK raises when its connection breaks
             if self.gone:
                 raise InfraError(self.dead or f"MCP server {self.cfg.title}: {_reason(e)}") from e
             raise
@@ -297,8 +297,8 @@ def _shared(cfg: McpTools) -> _Connection:
 
 
 @atexit.register
-def close_all() -> None:
-    """Close the connections of this process; the next use opens them again."""
+def _close_connections() -> None:
+    """Close the connections of this process."""
     if os.getpid() not in _loop_of:
         return
     with _lock:

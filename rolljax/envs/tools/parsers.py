@@ -44,18 +44,18 @@ class Parser(abc.ABC):
         """
         text = bounded(text)
         opening = _opening(self.opening(specs))
-        at = text.find(_UNTHINK)
-        at = 0 if at < 0 or text.find(_THINK, 0, at) >= 0 else at + len(_UNTHINK)
+        position = text.find(_UNTHINK)
+        position = 0 if position < 0 or text.find(_THINK, 0, position) >= 0 else position + len(_UNTHINK)
         calls = 0
-        while calls < MAX_CALLS and (found := opening.search(text, at)):
+        while calls < MAX_CALLS and (found := opening.search(text, position)):
             if found[0] == _THINK:
-                at = text.find(_UNTHINK, found.end())
-                if at < 0:
+                position = text.find(_UNTHINK, found.end())
+                if position < 0:
                     return
-                at += len(_UNTHINK)
+                position += len(_UNTHINK)
             else:
                 calls += 1
-                call, at = self.read(text, found, specs)
+                call, position = self.read(text, found, specs)
                 yield call
 
     @abc.abstractmethod

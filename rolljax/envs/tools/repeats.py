@@ -29,8 +29,3 @@ def repeated(calls: Iterable[tuple[str, Mapping[str, Any], str]], times: int = 3
         last[key] = (result, count + 1 if before == result else 1)
         found.append(last[key][1] >= times)
     return found
-
-
-def first_repeat(calls: Iterable[tuple[str, Mapping[str, Any], str]], times: int = 3) -> int | None:
-    """Index of the first call that is `repeated`, or None."""
-    return next((i for i, again in enumerate(repeated(calls, times)) if again), None)

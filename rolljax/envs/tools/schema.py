@@ -32,7 +32,7 @@ def schema_of(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
     name = getattr(function, "__name__", repr(function))
     try:
         hints = typing.get_type_hints(function, include_extras=True)
-    except Exception as e:
+    except (NameError, TypeError, AttributeError, SyntaxError) as e:
         raise ConfigError(f"has type hints that cannot be read: {e}", setting="tool", value=name) from e
     description, told = _documented(inspect.getdoc(function) or "")
     properties: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def _object_problem(schema: Mapping[str, Any], value: Mapping[str, Any], name: s
 
 def _is(kind: str, value: Any) -> bool:
     if kind in ("integer", "number"):
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return whole or (kind == "number" and isinstance(value, float) and math.isfinite(value))
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        return is_integer or (kind == "number" and isinstance(value, float) and math.isfinite(value))
     types_of = {"string": str, "boolean": bool, "array": list, "object": Mapping, "null": type(None)}
     return kind not in types_of or isinstance(value, types_of[kind])

@@ -132,7 +132,7 @@ def _write_file(box: Sandbox, limits: ToolLimits, path: str, text: str) -> ToolR
 
 
 def _failed(box: Sandbox, error: EnvError) -> ToolResult:
-    """A file that cannot be read or written is the policy's to hear of; a machine that failed is not."""
+    """A file that cannot be read or written is told to the policy; a machine that failed is not."""
     if type(error) is not EnvError:
         raise error
     raise ToolError(str(error)) from error

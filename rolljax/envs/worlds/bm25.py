@@ -31,10 +31,10 @@ class Bm25:
             for word, count in Counter(doc).items():
                 found.setdefault(word, []).append((i, count))
         self._postings: dict[str, list[tuple[int, float]]] = {}
-        for word, places in found.items():
-            idf = math.log(1 + (len(docs) - len(places) + 0.5) / (len(places) + 0.5))
+        for word, occurrences in found.items():
+            idf = math.log(1 + (len(docs) - len(occurrences) + 0.5) / (len(occurrences) + 0.5))
             self._postings[word] = [
-                (i, idf * n * (k1 + 1) / (n + k1 * (1 - b + b * len(docs[i]) / mean_len))) for i, n in places
+                (i, idf * n * (k1 + 1) / (n + k1 * (1 - b + b * len(docs[i]) / mean_len))) for i, n in occurrences
             ]
 
     def scores(self, query: str) -> dict[int, float]:

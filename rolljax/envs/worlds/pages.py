@@ -28,17 +28,20 @@ def parse(text: str) -> tuple[str, str] | None:
 
 
 @dataclasses.dataclass(slots=True)
-class Place:
-    """Where a visitor stands. found: products (indices) by rank; at: first of them on this page; item: the product that
-    is open; chosen: option slot -> value, of that product."""
+class PageView:
+    """The page that a visitor sees.
+
+    found: products (indices), best match first. first: position in `found` of the first on this page. item: the
+    product that is open. selected: option slot -> value, of that product.
+    """
 
     page: Literal["index", "results", "item", "sub"] = "index"
     query: str = ""
     found: tuple[int, ...] = ()
-    at: int = 0
+    first: int = 0
     item: int = -1
     sub: str = ""
-    chosen: dict[str, str] = dataclasses.field(default_factory=dict)
+    selected: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,67 +63,67 @@ class Pages:
     def goods(self) -> Catalogue:
         return catalogue(self.sizes, self.seed)
 
-    def product(self, place: Place) -> Product:
-        return self.goods.products[place.item]
+    def product(self, view: PageView) -> Product:
+        return self.goods.products[view.item]
 
     def schema(self, product: Product) -> Category:
         return schema(self.sizes, product.category)
 
     # ---- what can be done --------------------------------------------------------------------------------------------
 
-    def rows(self, place: Place) -> Sequence[int]:
+    def rows(self, view: PageView) -> Sequence[int]:
         """Products on this page of the results."""
-        return place.found[place.at : place.at + self.page_size]
+        return view.found[view.first : view.first + self.page_size]
 
-    def numbered(self, place: Place) -> list[str]:
+    def numbered(self, view: PageView) -> list[str]:
         """What `click[1]`, `click[2]`, ... mean here: ids of products, or values of options."""
-        if place.page == "results":
-            return [self.goods.products[i].id.lower() for i in self.rows(place)]
-        if place.page == "item":
-            return [v for values in self.schema(self.product(place)).options.values() for v in values]
+        if view.page == "results":
+            return [self.goods.products[i].id.lower() for i in self.rows(view)]
+        if view.page == "item":
+            return [v for values in self.schema(self.product(view)).options.values() for v in values]
         return []
 
-    def buttons(self, place: Place) -> list[str]:
+    def buttons(self, view: PageView) -> list[str]:
         """What else can be clicked here."""
-        if place.page == "results":
-            more, less = place.at + self.page_size < len(place.found), place.at > 0
+        if view.page == "results":
+            more, less = view.first + self.page_size < len(view.found), view.first > 0
             return ["next"] * more + ["prev"] * less + ["back"]
-        if place.page == "item":
+        if view.page == "item":
             return [*self.sub_pages, "buy", "back"]
-        return ["back"] if place.page == "sub" else []
+        return ["back"] if view.page == "sub" else []
 
     @property
     def sub_pages(self) -> tuple[str, ...]:
         attributes = SUB_PAGES[:1] if self.shown == "page" else ()
         return attributes + (SUB_PAGES[1:] if self.style == "full" else ())
 
-    def search(self, place: Place, query: str, order: Sequence[float]) -> bool:
+    def search(self, view: PageView, query: str, order: Sequence[float]) -> bool:
         """Look for `query`. Products of equal score come by `order[product]`. False: cannot be done here."""
-        if place.page not in ("index", "results") or not query.strip():
+        if view.page not in ("index", "results") or not query.strip():
             return False
         scores = self.goods.index.scores(query)
-        place.page, place.query, place.at = "results", query, 0
-        place.found = tuple(sorted(scores, key=lambda i: (-scores[i], order[i])))
+        view.page, view.query, view.first = "results", query, 0
+        view.found = tuple(sorted(scores, key=lambda i: (-scores[i], order[i])))
         return True
 
-    def click(self, place: Place, name: str) -> bool:
+    def click(self, view: PageView, name: str) -> bool:
         """Click anything but `buy`. False: there is no such thing here."""
-        numbered, buttons = self.numbered(place), self.buttons(place)
+        numbered, buttons = self.numbered(view), self.buttons(view)
         if re.fullmatch("[0-9]{1,4}", name) and 1 <= int(name) <= len(numbered):
             name = numbered[int(name) - 1]
-        if place.page == "results" and name in numbered:
-            place.page, place.item, place.chosen = "item", self.goods.by_id[name.upper()], {}
-        elif place.page == "item" and name in numbered:
-            options = self.schema(self.product(place)).options
-            place.chosen[next(slot for slot, values in options.items() if name in values)] = name
+        if view.page == "results" and name in numbered:
+            view.page, view.item, view.selected = "item", self.goods.by_id[name.upper()], {}
+        elif view.page == "item" and name in numbered:
+            options = self.schema(self.product(view)).options
+            view.selected[next(slot for slot, values in options.items() if name in values)] = name
         elif name not in buttons:
             return False
         elif name in ("next", "prev"):
-            place.at += self.page_size if name == "next" else -self.page_size
+            view.first += self.page_size if name == "next" else -self.page_size
         elif name == "back":
-            place.page = {"results": "index", "item": "results", "sub": "item"}[place.page]  # type: ignore[assignment]
+            view.page = {"results": "index", "item": "results", "sub": "item"}[view.page]  # type: ignore[assignment]
         else:
-            place.page, place.sub = "sub", name
+            view.page, view.sub = "sub", name
         return True
 
     # ---- how it reads ------------------------------------------------------------------------------------------------
@@ -134,62 +137,62 @@ class Pages:
         """Attributes that the item's own page shows."""
         return self.on_row(product) if self.shown == "page" else dict(product.attributes)
 
-    def render(self, place: Place, prices: Sequence[int]) -> str:
+    def render(self, view: PageView, prices: Sequence[int]) -> str:
         """The page as text. prices: of every product."""
-        return (self._short if self.style == "short" else self._full)(place, prices)
+        return (self._short if self.style == "short" else self._full)(view, prices)
 
-    def _short(self, place: Place, prices: Sequence[int]) -> str:
-        if place.page == "index":
+    def _short(self, view: PageView, prices: Sequence[int]) -> str:
+        if view.page == "index":
             return "search"
-        if place.page == "results":
+        if view.page == "results":
             goods = self.goods.products
             rows = [
                 f"{n} {' '.join([goods[i].type, *self.on_row(goods[i]).values()])} {prices[i]}"
-                for n, i in enumerate(self.rows(place), 1)
+                for n, i in enumerate(self.rows(view), 1)
             ]
-            return "\n".join([*(rows or ["nothing"]), " ".join(self.buttons(place))])
-        product = self.product(place)
-        if place.page == "sub":
+            return "\n".join([*(rows or ["nothing"]), " ".join(self.buttons(view))])
+        product = self.product(view)
+        if view.page == "sub":
             return " ".join(product.attributes.values()) + "\nback"
-        head = " ".join([product.type, *self.on_item(product).values(), str(prices[place.item])])
-        picked = place.chosen.values()
-        options = " ".join(f"{n} {'*' * (v in picked)}{v}" for n, v in enumerate(self.numbered(place), 1))
-        return "\n".join([head, *([options] if options else []), " ".join(self.buttons(place))])
+        head = " ".join([product.type, *self.on_item(product).values(), str(prices[view.item])])
+        picked = view.selected.values()
+        options = " ".join(f"{n} {'*' * (v in picked)}{v}" for n, v in enumerate(self.numbered(view), 1))
+        return "\n".join([head, *([options] if options else []), " ".join(self.buttons(view))])
 
-    def _full(self, place: Place, prices: Sequence[int]) -> str:
+    def _full(self, view: PageView, prices: Sequence[int]) -> str:
         lines = {"index": self._index, "results": self._results, "item": self._item, "sub": self._sub}
-        return "\n".join([*lines[place.page](place, prices), self._can(place)])
+        return "\n".join([*lines[view.page](view, prices), self._can(view)])
 
-    def _can(self, place: Place) -> str:
-        can = [f"click[{b}]" for b in self.buttons(place)]
-        if place.page in ("index", "results"):
+    def _can(self, view: PageView) -> str:
+        can = [f"click[{b}]" for b in self.buttons(view)]
+        if view.page in ("index", "results"):
             can.insert(0, "search[words]")
         return "Here you can: " + ", ".join(can)
 
-    def _index(self, place: Place, prices: Sequence[int]) -> list[str]:
+    def _index(self, view: PageView, prices: Sequence[int]) -> list[str]:
         return ["You are on the shop's front page."]
 
-    def _results(self, place: Place, prices: Sequence[int]) -> list[str]:
-        lines = [f'{len(place.found)} results for "{place.query}", from {place.at + 1}; open one with click[its id].']
-        for i in self.rows(place):
+    def _results(self, view: PageView, prices: Sequence[int]) -> list[str]:
+        lines = [f'{len(view.found)} results for "{view.query}", from {view.first + 1}; open one with click[its id].']
+        for i in self.rows(view):
             product = self.goods.products[i]
             extra = {k: v for k, v in self.on_row(product).items() if v not in product.title.split()}
             lines.append(f"[{product.id}] {product.title}{_listed(extra)}, price {prices[i]}")
         return lines
 
-    def _item(self, place: Place, prices: Sequence[int]) -> list[str]:
-        product = self.product(place)
-        lines = [f"[{product.id}] {product.title}, price {prices[place.item]}"]
+    def _item(self, view: PageView, prices: Sequence[int]) -> list[str]:
+        product = self.product(view)
+        lines = [f"[{product.id}] {product.title}, price {prices[view.item]}"]
         if self.shown != "page":
             lines.append("Attributes" + _listed(product.attributes).replace(" (", ": ").rstrip(")"))
         for slot, values in self.schema(product).options.items():
-            picked = place.chosen.get(slot)
+            picked = view.selected.get(slot)
             lines.append(f"Choose {slot}: " + ", ".join(f"click[{v}]{' (chosen)' * (v == picked)}" for v in values))
         return lines
 
-    def _sub(self, place: Place, prices: Sequence[int]) -> list[str]:
-        product = self.product(place)
-        return [f"[{product.id}] {place.sub}: {_about(product, place.sub, self.schema(product).department)}"]
+    def _sub(self, view: PageView, prices: Sequence[int]) -> list[str]:
+        product = self.product(view)
+        return [f"[{product.id}] {view.sub}: {_about(product, view.sub, self.schema(product).department)}"]
 
 
 def _listed(values: Mapping[str, str]) -> str:

@@ -22,9 +22,9 @@ from rolljax.envs.worlds.catalogue import (
     catalogue,
     schema,
 )
-from rolljax.envs.worlds.pages import Pages, Place, Shown, Style, parse
+from rolljax.envs.worlds.pages import Pages, PageView, Shown, Style, parse
 from rolljax.envs.worlds.purchase import Score, hits, type_score
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Message, Task
 
 TINY: Mapping[str, Any] = {
@@ -111,12 +111,7 @@ class Shop(EnvSpec):
             "refusals": (0, 100),
         }
         for name, (low, high) in bounds.items():
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(
-                    f"must be from {low} to {high} with these settings",
-                    setting=f"Shop.{name}",
-                    value=getattr(self, name),
-                )
+            check_range(self, name, low=low, high=high, remedy="the range depends on the other settings")
         if self.max_turns < self.turns_needed:
             raise ConfigError(
                 "is too few to look at all products of a family",
@@ -172,7 +167,7 @@ class ShopEnv(PureEnv):
         except (ValueError, TypeError) as e:
             raise EnvError(f"task {task.index} is no wish: {e}") from None
         self._prices, self._order = _draw(spec.sizes, spec.seed, self._wish.prices)
-        self._place = Place()
+        self._view = PageView()
         self._told = set(self._wish.habits if spec.dialogue else self._wish.slots)
         self._seen: set[int] = set()
         self._turns = self._legal = self._refused = 0
@@ -183,7 +178,7 @@ class ShopEnv(PureEnv):
             "" if short else rules,
             shopper.persona(self._wish, short=short),
             shopper.opening(self._wish, vague=spec.dialogue, short=short),
-            self._pages.render(self._place, self._prices),
+            self._pages.render(self._view, self._prices),
         ]
         return (Message("user", "\n".join(p for p in parts if p)),)
 
@@ -193,7 +188,7 @@ class ShopEnv(PureEnv):
         verb, what = parse(action) or ("", "")
         self._turns += 1
         missing = self._missing() if self._spec.dialogue else []
-        buying = verb == "click" and what in _BUY and self._place.page == "item"
+        buying = verb == "click" and what in _BUY and self._view.page == "item"
         if buying and not (missing and self._refused < self._spec.refusals):
             self._legal += 1
             return self._buy()
@@ -216,29 +211,29 @@ class ShopEnv(PureEnv):
 
     def gold(self) -> str:
         """What a patient buyer does next who knows no more than was said and seen."""
-        wish, place, pages = self._wish, self._place, self._pages
+        wish, view, pages = self._wish, self._view, self._pages
         ask = [slot for slot in wish.open_slots if slot not in self._told]
         if ask:
             return f"ask[{', '.join(ask[: self._spec.answers_per_ask])}]"
         query = " ".join([*list(wish.attributes.values())[: self._spec.indexed_attributes], wish.type])
-        if place.page == "index" or (place.page == "results" and (place.query, place.at) != (query, 0)):
+        if view.page == "index" or (view.page == "results" and (view.query, view.first) != (query, 0)):
             return f"search[{query}]"
-        if place.page == "sub":
+        if view.page == "sub":
             return "click[back]"
-        if place.page == "results":
-            fit = next(i for i in pages.rows(place) if not self._ruled_out(i))
+        if view.page == "results":
+            fit = next(i for i in pages.rows(view) if not self._ruled_out(i))
             return self._click(pages.goods.products[fit].id.lower())
-        if self._ruled_out(place.item):
+        if self._ruled_out(view.item):
             return "click[back]"
-        if place.item not in self._seen:
+        if view.item not in self._seen:
             return "click[attributes]"
-        to_choose = [v for slot, v in wish.options.items() if place.chosen.get(slot) != v]
+        to_choose = [v for slot, v in wish.options.items() if view.selected.get(slot) != v]
         return self._click(to_choose[0]) if to_choose else "click[buy]"
 
     def random_action(self, rng: random.Random) -> str:
         """Anything that can be done here."""
-        can = [f"click[{name}]" for name in (*self._pages.numbered(self._place), *self._pages.buttons(self._place))]
-        if self._place.page in ("index", "results"):
+        can = [f"click[{name}]" for name in (*self._pages.numbered(self._view), *self._pages.buttons(self._view))]
+        if self._view.page in ("index", "results"):
             can.append(f"search[{self._wish.type}]")
         if self._spec.dialogue:
             can.append(f"ask[{rng.choice(list(self._wish.slots))}]")
@@ -247,7 +242,7 @@ class ShopEnv(PureEnv):
     def _click(self, name: str) -> str:
         if self._spec.style == "full":
             return f"click[{name}]"
-        return f"click[{self._pages.numbered(self._place).index(name) + 1}]"
+        return f"click[{self._pages.numbered(self._view).index(name) + 1}]"
 
     def _ruled_out(self, i: int) -> bool:
         """Whether what was seen of a product speaks against it."""
@@ -257,13 +252,13 @@ class ShopEnv(PureEnv):
         return product.type != wish.type or not fits or self._prices[i] > wish.budget
 
     def _move(self, verb: str, what: str) -> bool:
-        place, pages = self._place, self._pages
+        view, pages = self._view, self._pages
         if verb == "search":
-            return pages.search(place, what, self._order)
-        if verb != "click" or what in _BUY or not pages.click(place, what):
+            return pages.search(view, what, self._order)
+        if verb != "click" or what in _BUY or not pages.click(view, what):
             return False
-        if (place.page, place.sub) == ("sub", "attributes") or (place.page == "item" and self._spec.shown != "page"):
-            self._seen.add(place.item)
+        if (view.page, view.sub) == ("sub", "attributes") or (view.page == "item" and self._spec.shown != "page"):
+            self._seen.add(view.item)
         return True
 
     def _ask(self, question: str) -> str:
@@ -278,20 +273,20 @@ class ShopEnv(PureEnv):
         """What is not settled: slots the shopper was not asked about, and options that were not chosen."""
         wish = self._wish
         unasked = [slot for slot in wish.slots if slot not in self._told]
-        return unasked + [s for s in wish.options if s not in unasked and s not in self._place.chosen]
+        return unasked + [s for s in wish.options if s not in unasked and s not in self._view.selected]
 
     def _buy(self) -> StepResult:
         self._over = True
-        wish, place, pages = self._wish, self._place, self._pages
-        product = pages.product(place)
+        wish, view, pages = self._wish, self._view, self._pages
+        product = pages.product(view)
         kinds = [(p.type, (schema(pages.sizes, p.category).department, p.type), p.type) for p in (wish, product)]
         score = Score(
             type_score(*kinds),
             hits(wish.attributes, product.attributes),
             len(wish.attributes),
-            hits(wish.options, place.chosen),
+            hits(wish.options, view.selected),
             len(wish.options),
-            self._prices[place.item] <= wish.budget,
+            self._prices[view.item] <= wish.budget,
         )
         reward = score.strict if self._spec.reward == "strict" else score.loose
         metrics = {"illegal_n": 0.0, "asks_n": 0.0, "legal_ratio": self._legal / self._turns}
@@ -302,7 +297,7 @@ class ShopEnv(PureEnv):
         short = self._spec.style == "short"
         if not legal:
             note = "?" if short else "That cannot be done here."
-        page = self._pages.render(self._place, self._prices)
+        page = self._pages.render(self._view, self._prices)
         return Message("user", note if note and short and legal else "\n".join(p for p in (note, page) if p))
 
 

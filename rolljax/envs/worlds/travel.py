@@ -29,7 +29,7 @@ from rolljax.envs.worlds.travel_world import (
     weekday,
     world,
 )
-from rolljax.errors import ConfigError, EnvError
+from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Message, Task
 
 _ASK = (
@@ -61,12 +61,9 @@ class TravelDesk(EnvSpec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        bounds = {"num_cities": (2, MAX_CITIES), "num_pois": (20, 100), "num_stops": (1, 4)}
-        for name, (low, high) in bounds.items():
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(
-                    f"must be from {low} to {high}", setting=f"{type(self).__name__}.{name}", value=getattr(self, name)
-                )
+        check_range(self, "num_cities", low=2, high=MAX_CITIES)
+        check_range(self, "num_pois", low=20, high=100)
+        check_range(self, "num_stops", low=1, high=4)
 
     @property
     def name(self) -> str:

@@ -76,7 +76,7 @@ class Gemma3Config(DecoderConfig):
 
     @property
     def is_local(self) -> np.ndarray:
-        """Of each layer."""
+        """Whether each layer is local, `[L]`."""
         return (np.arange(self.num_layers) + 1) % self.global_every != 0
 
     def layers(self, rngs: nnx.Rngs) -> Layers:
@@ -175,7 +175,7 @@ class Gemma3Layers(Layers):
         attend: Attend,
         cache: Any,
         index: jax.Array | int,
-        chosen_BTk: jax.Array | None,
+        expert_ids_BTk: jax.Array | None,
     ) -> tuple[jax.Array, Any, Mixture | None]:
         cfg = self.cfg
         norm = functools.partial(offset_norm, eps=cfg.rms_norm_eps)

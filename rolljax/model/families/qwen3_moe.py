@@ -93,10 +93,10 @@ class Qwen3MoeLayers(PreNormLayers):
         moe.declare(self, rngs, self.cfg.num_experts, self.cfg.expert_ffn_size)
 
     def feed(
-        self, h_BTD: jax.Array, index: jax.Array | int, chosen_BTk: jax.Array | None
+        self, h_BTD: jax.Array, index: jax.Array | int, expert_ids_BTk: jax.Array | None
     ) -> tuple[jax.Array, Mixture | None]:
-        mixture, weights = self.cfg.routing.choose(self.project(h_BTD, "router"), chosen_BTk)
+        mixture, weights = self.cfg.routing.choose(self.project(h_BTD, "router"), expert_ids_BTk)
         experts = moe.Weights(self.gate[...], self.up[...], self.down[...])
         if experts.gate.ndim > 3:
             experts = experts._replace(layer=index)
-        return moe.mixed(h_BTD, mixture.chosen_BTk, weights, experts), mixture
+        return moe.mixed(h_BTD, mixture.expert_ids_BTk, weights, experts), mixture

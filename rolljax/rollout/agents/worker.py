@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -134,14 +133,7 @@ class Worker:
 
 
 def check_machine(program: AgentProgram) -> None:
-    """Raise `ConfigError` if the program, or the server it talks to, cannot run here."""
-    missing = [m for m in ("starlette", "uvicorn", "pydantic", "prometheus_client") if not importlib.util.find_spec(m)]
-    if missing:
-        raise ConfigError(
-            f"needs {', '.join(missing)} to serve the policy",
-            setting="Recipe.agent",
-            remedy="pip install -e '.[serve]'",
-        )
+    """Raise `ConfigError` if the program cannot run here."""
     resolve(program.command)
 
 

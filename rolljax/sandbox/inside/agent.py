@@ -6,6 +6,8 @@ even a loop of the shell itself, and keeps its variables, functions and director
 as one quoted word, exit codes go over a pipe of their own, so that no output can be mistaken for either.
 """
 
+from __future__ import annotations
+
 import ctypes
 import fcntl
 import os
@@ -14,6 +16,7 @@ import signal
 import stat
 import sys
 import time
+from typing import Any
 
 from wire import CHUNK, HeadTail, Lost, receive, send  # type: ignore[import-not-found]
 
@@ -27,8 +30,12 @@ MAX_COMMAND = 1 << 20
 SETUP = "set +H +o history +m; PS1= PS2= PS4='+ ' PROMPT_COMMAND=; unset HISTFILE"
 ESCAPES = {c: f"\\x{c:02x}" for c in [*range(1, 32), 127]} | {10: "\\n", 9: "\\t", 39: "\\'", 92: "\\\\"}
 
+Order = dict[str, Any]
+Reply = tuple[dict[str, Any], bytes]
+"""What is said to the host: a JSON object and the bytes that belong to it."""
 
-def parents():
+
+def parents() -> dict[int, int]:
     """Process -> parent."""
     table = {}
     for name in os.listdir("/proc"):
@@ -41,7 +48,7 @@ def parents():
     return table
 
 
-def descendants(root):
+def descendants(root: int) -> set[int]:
     table, found, grew = parents(), {root}, True
     while grew:
         new = {pid for pid, parent in table.items() if parent in found} - found
@@ -50,7 +57,7 @@ def descendants(root):
     return found - {root}
 
 
-def signal_all(processes, number):
+def signal_all(processes: set[int], number: int) -> None:
     for pid in processes:
         try:
             os.kill(pid, number)
@@ -58,7 +65,7 @@ def signal_all(processes, number):
             pass
 
 
-def spawn(argv, fds, cwd):
+def spawn(argv: list[str], fds: dict[int, int], cwd: str) -> int:
     """Start a program in a process group of its own, with `fds`: descriptor inside -> descriptor here."""
     pid = os.fork()
     if pid:
@@ -72,15 +79,15 @@ def spawn(argv, fds, cwd):
             os.dup2(fd, target)
         os.chdir(cwd)
         os.execvp(argv[0], argv)
-    except BaseException as e:
+    except (OSError, ValueError, TypeError) as e:  # no such program, or a name that can be none
         os.write(2, f"{argv[0]}: {getattr(e, 'strerror', e)}\n".encode(errors="replace"))
     finally:
         os._exit(127)
 
 
-def drain(fd, kept, lots=1):
-    """Take in what a descriptor has ready; False when it is closed."""
-    for _ in range(lots):
+def drain(fd: int, kept: HeadTail | Shell, most: int = 1) -> bool:
+    """Take in what a descriptor has ready, in `most` reads; False when it is closed."""
+    for _ in range(most):
         try:
             part = os.read(fd, CHUNK)
         except BlockingIOError:
@@ -93,7 +100,7 @@ def drain(fd, kept, lots=1):
     return True
 
 
-def exit_code(status):
+def exit_code(status: int) -> int:
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
@@ -101,11 +108,11 @@ def exit_code(status):
 class Shell:
     """A bash. `code` is None until it ended."""
 
-    def __init__(self, cwd):
+    def __init__(self, cwd: str) -> None:
         self.number = 0
         self.start(cwd)
 
-    def start(self, cwd):
+    def start(self, cwd: str) -> None:
         commands_r, self.commands = os.pipe2(os.O_CLOEXEC)
         self.output, output_w = os.pipe2(os.O_CLOEXEC)
         self.status, status_w = os.pipe2(os.O_CLOEXEC)
@@ -114,16 +121,17 @@ class Shell:
             os.close(fd)
         for fd in (self.output, self.status):
             os.set_blocking(fd, False)
-        self.cwd, self.said, self.code = cwd, b"", None
+        self.cwd, self.said = cwd, b""
+        self.code: int | None = None
         self.write(SETUP + "; " + self.report("0"))
         self.wait(time.monotonic() + START_S, HeadTail(0))  # what it says at its start is nobody's output
 
-    def report(self, code):
+    def report(self, code: str) -> str:
         """A command that tells number, exit code and directory on the status pipe."""
         self.number += 1
         return f"builtin printf '%s %s %s\\0' {self.number} {code} \"$PWD\" >&{STATUS_FD}\n"
 
-    def write(self, line):
+    def write(self, line: str) -> None:
         data = memoryview(line.encode("utf-8", "replace"))
         try:
             while data:
@@ -131,7 +139,7 @@ class Shell:
         except OSError:
             pass
 
-    def run(self, command, timeout_s, limit):
+    def run(self, command: str, timeout_s: float, limit: int) -> Reply:
         kept = HeadTail(limit)
         before = descendants(self.pid)
         word = "$'" + command.translate(ESCAPES) + "'"
@@ -147,7 +155,7 @@ class Shell:
             self.start(self.cwd if os.path.isdir(self.cwd) else "/")
         return {"code": code, "timed_out": timed_out, "restarted": restarted, "cut": kept.truncated}, kept.value()
 
-    def interrupt(self, before, kept):
+    def interrupt(self, before: set[int], kept: HeadTail) -> int | None:
         """End the running command but keep the shell: first ask, then kill what it started. None when the shell does
         not come back."""
         signal_all({self.pid} | (descendants(self.pid) - before), signal.SIGINT)
@@ -156,7 +164,7 @@ class Shell:
         signal_all(descendants(self.pid) - before, signal.SIGKILL)
         return self.wait(time.monotonic() + GRACE_S, kept) if code is None else code
 
-    def wait(self, deadline, kept):
+    def wait(self, deadline: float, kept: HeadTail) -> int | None:
         """Collect output until the last report asked for comes: its exit code; None at the deadline, and when the
         shell ended (`self.code` is set then)."""
         poll = select.poll()
@@ -183,17 +191,17 @@ class Shell:
                 drain(self.output, kept, DRAIN_MAX)
                 return None
 
-    def add(self, part):
+    def add(self, part: bytes) -> None:
         """Status text, a record ends with NUL."""
         self.said = (self.said + part)[-CHUNK:]
 
-    def ended(self):
+    def ended(self) -> bool:
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.code = exit_code(status) if pid else None
         return self.code is not None
 
-    def close(self, before=None):
+    def close(self, before: set[int] | None = None) -> None:
         """End it, and what it started that is not in `before`."""
         if not self.ended():
             signal_all({self.pid} | (descendants(self.pid) - (before or set())), signal.SIGKILL)
@@ -203,11 +211,13 @@ class Shell:
 
 
 class Agent:
-    def __init__(self, channel):
-        self.channel, self.work = channel, os.getcwd()
-        self.shells = {}
+    """Answers the requests of the host."""
 
-    def serve(self):
+    def __init__(self, channel: int) -> None:
+        self.channel, self.work = channel, os.getcwd()
+        self.shells: dict[str, Shell] = {}
+
+    def serve(self) -> None:
         while True:
             order, blob = receive(self.channel)
             operation = getattr(self, "do_" + str(order.get("op")))
@@ -217,22 +227,22 @@ class Agent:
                 answer, data = {"error": str(getattr(e, "strerror", None) or e)}, b""
             send(self.channel, answer, data)
 
-    def do_hello(self, order, blob):
+    def do_hello(self, order: Order, blob: bytes) -> Reply:
         return {"ready": True, "work": self.work}, b""
 
-    def do_open_shell(self, order, blob):
+    def do_open_shell(self, order: Order, blob: bytes) -> Reply:
         if order["shell"] in self.shells:
             return {"error": "there is a shell of that name"}, b""
         self.shells[order["shell"]] = Shell(self.work)
         return {}, b""
 
-    def do_close_shell(self, order, blob):
+    def do_close_shell(self, order: Order, blob: bytes) -> Reply:
         if order["shell"] not in self.shells:
             return {"error": "there is no shell of that name"}, b""
         self.shells.pop(order["shell"]).close()
         return {}, b""
 
-    def do_run(self, order, blob):
+    def do_run(self, order: Order, blob: bytes) -> Reply:
         if order["shell"] not in self.shells:
             return {"error": "there is no shell of that name"}, b""
         if b"\0" in blob or len(blob) > MAX_COMMAND:
@@ -240,7 +250,7 @@ class Agent:
         command = blob.decode("utf-8", "replace")
         return self.shells[order["shell"]].run(command, order["timeout_s"], order["limit"])
 
-    def do_execute(self, order, blob):
+    def do_execute(self, order: Order, blob: bytes) -> Reply:
         """Run a program beside the shells; `blob` is its standard input."""
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
         pid = spawn(order["argv"], {0: in_r, 1: out_w, 2: err_w}, self.work)
@@ -252,7 +262,7 @@ class Agent:
         cut = any(k.truncated for k in kept.values())
         return {"code": exit_code(status), "timed_out": timed_out, "cut": cut, "stdout_n": len(out)}, out + err
 
-    def do_put(self, order, blob):
+    def do_put(self, order: Order, blob: bytes) -> Reply:
         path = os.path.join(self.work, order["path"])
         os.makedirs(os.path.dirname(path), exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, order["mode"])
@@ -263,7 +273,7 @@ class Agent:
             os.fchmod(fd, order["mode"])
         return {}, b""
 
-    def do_get(self, order, blob):
+    def do_get(self, order: Order, blob: bytes) -> Reply:
         path = os.path.join(self.work, order["path"])
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as f:
@@ -275,14 +285,15 @@ class Agent:
             return {}, f.read(order["limit"])
 
 
-def exchange(pid, stdin, kept, data, deadline):
+def exchange(pid: int, stdin: int, kept: dict[int, HeadTail], data: bytes, deadline: float) -> tuple[int, bool]:
     """Feed a program and collect its output (`kept`: descriptor -> HeadTail) until it ended or its time is up; what it
     left in the background is not waited for. Closes the descriptors."""
     poll = select.poll()
     for fd in (stdin, *kept):
         os.set_blocking(fd, False)
         poll.register(fd, select.POLLOUT if fd == stdin else select.POLLIN)
-    left, status, timed_out, still_open = memoryview(data), None, False, {stdin, *kept}
+    left, timed_out, still_open = memoryview(data), False, {stdin, *kept}
+    status: int | None = None
     while status is None:
         for fd, _ in poll.poll(20 if len(still_open) < 3 else 5):
             done = False
@@ -314,7 +325,7 @@ def exchange(pid, stdin, kept, data, deadline):
     return status, timed_out
 
 
-def main():
+def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory and descriptors are not the commands' to open
     channel = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 10)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -1,6 +1,8 @@
 """Runs a candidate's program and answers calls of its functions with plain data. It is not trusted: what it may do to
 itself, the other end must bear. Channel: the socket on descriptor 0."""
 
+from __future__ import annotations
+
 import fcntl
 import os
 import sys
@@ -12,12 +14,12 @@ from wire import Lost, receive, send  # type: ignore[import-not-found]
 MAX_OBJECTS = 10_000
 
 
-def main():
+def main() -> None:
     channel = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 10)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     objects: list[object] = []
 
-    def handle(value):
+    def handle(value: object) -> tuple[int, str]:
         if len(objects) >= MAX_OBJECTS:
             raise ValueError("too many objects")
         objects.append(value)
@@ -34,7 +36,7 @@ def main():
         codec = Codec(handle, lambda number, _: objects[number])
         try:
             if order["op"] == "load":
-                exec(compile(source, "candidate.py", "exec"), module.__dict__)
+                exec(compile(source, "candidate.py", "exec", dont_inherit=True), module.__dict__)
                 names = [name for name, value in vars(module).items() if callable(value)]
                 answer = {"names": names}
             else:
@@ -42,7 +44,7 @@ def main():
                 args, kwargs = codec.decode(order["args"]), codec.decode(order["kwargs"])
                 value = function(*args, **kwargs)
                 answer = {"value": ["object", *handle(value)] if order["opaque"] else codec.encode(value)}
-        except BaseException as e:
+        except BaseException as e:  # border: the candidate's own code
             kinds = [kind.__name__ for kind in type(e).__mro__]
             answer = {"error": kinds[0], "kinds": kinds, "text": describe(e), "fatal": not isinstance(e, Exception)}
         try:
@@ -51,10 +53,10 @@ def main():
             return
 
 
-def describe(error):
+def describe(error: BaseException) -> str:
     try:
         return str(error)[:500]
-    except BaseException:
+    except BaseException:  # border: an exception of the candidate's is its code
         return ""
 
 

@@ -8,6 +8,8 @@ Nothing of the candidate's has behaviour here. Its exceptions arrive as text and
 catches: one that is wanted is asked for by `with pytest.raises(ValueError):`. Only the function under test gives data;
 what else a test calls by a name that only the candidate defines gives objects that can be handed back to it."""
 
+from __future__ import annotations
+
 import ast
 import builtins
 import fcntl
@@ -18,9 +20,15 @@ import re
 import sys
 import traceback
 import types
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from plain import Codec  # type: ignore[import-not-found]
 from wire import Lost, receive, send  # type: ignore[import-not-found]
+
+Task = dict[str, Any]
+Test = tuple[str, Callable[[], object]]
+"""Its name, and what runs it."""
 
 
 class Fatal(BaseException):
@@ -30,7 +38,7 @@ class Fatal(BaseException):
 class Failed(BaseException):
     """What the candidate did fails the test, also one that catches this: it stands in `Candidate.failures`."""
 
-    def __init__(self, reason, text):
+    def __init__(self, reason: str, text: str) -> None:
         self.reason = reason
         super().__init__(text)
 
@@ -38,7 +46,7 @@ class Failed(BaseException):
 class Raised(Failed):
     """A call of the candidate raised. kinds: names of the exception's classes, as the candidate says."""
 
-    def __init__(self, name, kinds, text):
+    def __init__(self, name: str, kinds: list[str], text: str) -> None:
         self.kinds, self.text = kinds, text
         super().__init__("error", f"{name} raised {kinds[0]}: {text[:200]}")
 
@@ -50,13 +58,13 @@ class BrokenTests(Exception):
 class Remote:
     """An object that stays with the candidate: it can be passed back. A test that asks what it is or equals fails."""
 
-    def __init__(self, number, kind, candidate):
+    def __init__(self, number: int, kind: str, candidate: Candidate) -> None:
         self._number, self._kind, self._candidate = number, kind, candidate
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<{self._kind} of the candidate>"
 
-    def _judged(self, *_):
+    def _judged(self, *_: object) -> NoReturn:
         self._candidate.fail(Failed("wrong", f"the answer is no plain data, but {self!r}"))
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _judged
@@ -70,22 +78,22 @@ class Candidate:
     the running test.
     """
 
-    def __init__(self, channel):
+    def __init__(self, channel: int) -> None:
         self.channel = channel
         self.answers = self.expected = 0
         self.lost = ""
-        self.remotes = {}
-        self.failures = []
+        self.remotes: dict[int, Remote] = {}
+        self.failures: list[Failed] = []
 
-    def lose(self, why):
+    def lose(self, why: str) -> NoReturn:
         self.lost = self.lost or why
         raise Fatal(self.lost) from None
 
-    def fail(self, failure):
+    def fail(self, failure: Failed) -> NoReturn:
         self.failures.append(failure)
         raise failure
 
-    def ask(self, blob=b"", **order):
+    def ask(self, blob: bytes = b"", **order: Any) -> tuple[dict[str, Any], bytes]:
         if self.lost:
             raise Fatal(self.lost)
         try:
@@ -99,14 +107,14 @@ class Candidate:
             self.lose(f"the candidate exited ({str(answer.get('error'))[:100]})")
         return answer, blob
 
-    def load(self, source):
+    def load(self, source: str) -> list[str]:
         """Run the candidate's program; the names it defines."""
         answer, _ = self.ask(source.encode("utf-8", "surrogatepass"), op="load")
         if "error" in answer:
             self.lose(f"{answer['error']}: {str(answer.get('text'))[:200]}")
         return texts(answer.get("names"))
 
-    def call(self, name, args, kwargs, opaque):
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], opaque: bool) -> Any:
         codec = Codec(self.number_of, self.remote)
         args, kwargs = codec.encode(args), codec.encode(kwargs)
         answer, _ = self.ask(op="call", name=name, args=args, kwargs=kwargs, opaque=opaque)
@@ -115,13 +123,13 @@ class Candidate:
             self.fail(Raised(name, kinds, str(answer.get("text", ""))))
         try:
             return codec.decode(answer["value"])
-        except Exception as e:
+        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError) as e:
             self.lose(f"the candidate's answer is no plain data ({type(e).__name__})")
 
-    def function(self, name):
+    def function(self, name: str) -> Callable[..., Any]:
         """The function under test: gives plain data."""
 
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> Any:
             value = self.call(name, args, kwargs, opaque=False)
             self.answers += 1
             return value
@@ -129,20 +137,20 @@ class Candidate:
         call.__name__ = call.__qualname__ = name
         return call
 
-    def maker(self, name):
+    def maker(self, name: str) -> Callable[..., Remote]:
         """What else the candidate defines, such as a class that a test makes arguments with: gives objects only."""
 
-        def make(*args, **kwargs):
+        def make(*args: Any, **kwargs: Any) -> Remote:
             made = self.call(name, args, kwargs, opaque=True)
             return made if type(made) is Remote else self.lose("the candidate breaks the protocol")
 
         make.__name__ = make.__qualname__ = name
         return make
 
-    def remote(self, number, kind):
+    def remote(self, number: Any, kind: Any) -> Remote:
         return self.remotes.setdefault(int(number), Remote(int(number), str(kind)[:50], self))
 
-    def number_of(self, value):
+    def number_of(self, value: object) -> tuple[int, str]:
         if type(value) is not Remote:
             raise TypeError(f"{type(value).__name__} cannot be sent to a candidate")
         return value._number, value._kind
@@ -152,16 +160,17 @@ class Raises:
     """`with pytest.raises(ValueError, match="negative") as caught:` a call in it must end in that exception of the
     candidate's. `caught.value`: its text. What else goes wrong in it is not wanted."""
 
-    def __init__(self, candidate, kinds, match=""):
+    def __init__(self, candidate: Candidate, kinds: Any, match: str | None = "") -> None:
         self.kinds = kinds if type(kinds) is tuple else (kinds,)
         if not self.kinds or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in self.kinds):
             raise TypeError("pytest.raises takes a class of exceptions, or a tuple of them")
-        self.candidate, self.match, self.value = candidate, match or "", None
+        self.candidate, self.match = candidate, match or ""
+        self.value: str | None = None
 
-    def __enter__(self):
+    def __enter__(self) -> Raises:
         return self
 
-    def __exit__(self, kind, error, _):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         wanted = {kind.__name__ for kind in self.kinds}
         assert kind is not None, f"did not raise {' or '.join(sorted(wanted))}"
         if type(error) is not Raised or not wanted & set(error.kinds) or not re.search(self.match, error.text):
@@ -173,17 +182,19 @@ class Raises:
 
 
 class Completed:
-    def __init__(self, returncode, stdout, stderr):
+    """How a program in the candidate's sandbox ended."""
+
+    def __init__(self, returncode: int, stdout: str, stderr: str) -> None:
         self.returncode, self.stdout, self.stderr = returncode, stdout, stderr
 
 
 class Box:
     """Programs and files of the candidate's sandbox."""
 
-    def __init__(self, candidate):
+    def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
 
-    def run(self, argv, stdin="", timeout_s=10.0):
+    def run(self, argv: Sequence[str], stdin: str = "", timeout_s: float = 10.0) -> Completed:
         """Run a program there; its return code and output as text."""
         answer, blob = self._candidate.ask(
             stdin.encode(), op="execute", argv=list(argv), timeout_s=timeout_s, limit=1 << 20
@@ -195,7 +206,7 @@ class Box:
         out, err = (part.decode(errors="replace") for part in (blob[:cut], blob[cut:]))
         return Completed(code, out, err)
 
-    def read(self, path):
+    def read(self, path: str) -> bytes:
         """The bytes of a regular file there; FileNotFoundError when it is not one."""
         answer, blob = self._candidate.ask(op="get", path=path, limit=16 << 20)
         self._candidate.answers += 1
@@ -204,23 +215,22 @@ class Box:
         return blob
 
 
-def texts(value):
+def texts(value: Any) -> list[str]:
     """The texts in what should be a list of texts."""
     return [text for text in value if type(text) is str] if type(value) is list else []
 
 
-def loaded(space, name, text):
+def loaded(space: dict[str, Any], name: str, text: str) -> None:
     """Run a trusted source in `space`."""
-    try:
-        exec(compile(text, name, "exec"), space)
-    except BaseException as e:
-        raise BrokenTests(f"{name}: {type(e).__name__}: {str(e)[:200]}") from None
+    error = error_of(lambda: exec(compile(text, name, "exec", dont_inherit=True), space))
+    if error is not None:
+        raise BrokenTests(f"{name}: {type(error).__name__}: {str(error)[:200]}")
 
 
-def run_check(task, candidate):
+def check_tests(task: Task, candidate: Candidate) -> list[Test]:
     """One test: the `check` function of the test source, with the prompt's own helpers in scope. What the test source
     defines counts, also under the name of the function that is tested."""
-    space: dict[str, object] = {"__name__": "tests"}
+    space: dict[str, Any] = {"__name__": "tests"}
     function = candidate.function(task["entry_point"])
     loaded(space, "prompt.py", task["prompt"])
     space[task["entry_point"]] = function
@@ -230,7 +240,7 @@ def run_check(task, candidate):
     return [("check", lambda: check(function))] if callable(check) else []
 
 
-def load_program(task, candidate):
+def load_program(task: Task, candidate: Candidate) -> set[str]:
     """Run the candidate's program; the names it defines, with the tested function among them."""
     own = set(candidate.load(task["source"]))
     if task["entry_point"] not in own:
@@ -238,13 +248,13 @@ def load_program(task, candidate):
     return own
 
 
-def run_asserts(task, candidate):
+def assert_tests(task: Task, candidate: Candidate) -> list[Test]:
     """One test per statement. A name that neither Python, the setup nor a module has makes objects of the candidate."""
-    space: dict[str, object] = {"__name__": "tests"}
+    space: dict[str, Any] = {"__name__": "tests"}
     loaded(space, "setup.py", task["setup"])
     own = load_program(task, candidate)
     space[task["entry_point"]] = candidate.function(task["entry_point"])
-    tests = []
+    tests: list[Test] = []
     for i, text in enumerate(task["tests"]):
         try:
             tree = ast.parse(text)
@@ -257,29 +267,29 @@ def run_asserts(task, candidate):
                 space[name] = __import__(name)
             elif name in own:
                 space[name] = candidate.maker(name)
-        code = compile(tree, f"test_{i}.py", "exec")
-        tests.append((f"test {i}", lambda code=code: exec(code, space)))
+        code = compile(tree, f"test_{i}.py", "exec", dont_inherit=True)
+        tests.append((f"test {i}", functools.partial(exec, code, space)))
     return tests
 
 
-def run_box(task, candidate):
+def box_tests(task: Task, candidate: Candidate) -> list[Test]:
     """One test per function `test_*`."""
-    space: dict[str, object] = {"__name__": "tests"}
+    space: dict[str, Any] = {"__name__": "tests"}
     loaded(space, "tests.py", task["test"])
     answer, _ = candidate.ask(op="hello")
     if not answer.get("ready"):
         candidate.lose("the candidate's sandbox does not answer")
     box = Box(candidate)
     found = [(name, value) for name, value in space.items() if name.startswith("test_") and callable(value)]
-    return [(name, lambda value=value: value(box)) for name, value in found]
+    return [(name, functools.partial(value, box)) for name, value in found]
 
 
-def verdict(task, candidate):
+def verdict(task: Task, candidate: Candidate) -> dict[str, Any]:
     """What passed. A test that only expects exceptions counts where another test had an answer to judge."""
-    tests = {"check": run_check, "asserts": run_asserts, "box": run_box}[task["kind"]](task, candidate)
+    tests = {"check": check_tests, "asserts": assert_tests, "box": box_tests}[task["kind"]](task, candidate)
     passed, problems = 0, []
     for name, test in tests:
-        problem = take(test, candidate)
+        problem = run_test(test, candidate)
         if candidate.lost:
             break
         if problem:
@@ -298,17 +308,16 @@ def verdict(task, candidate):
     return {"num_passed": passed, "num_tests": len(tests), "reason": reason, "detail": detail}
 
 
-def take(test, candidate):
+def run_test(test: Callable[[], object], candidate: Candidate) -> tuple[str, str] | None:
     """Run one test; reason and text of what is wrong, None when it passed."""
     answers, expected, candidate.failures, line = candidate.answers, candidate.expected, [], ""
-    try:
-        test()
-    except (Fatal, Failed):
-        line = where()
-    except AssertionError:
-        return "wrong", f"assertion failed{where()}"
-    except BaseException as e:
-        return "error", f"{type(e).__name__}: {str(e)[:200]}{where()}"
+    error = error_of(test)
+    if isinstance(error, (Fatal, Failed)):
+        line = where(error)
+    elif isinstance(error, AssertionError):
+        return "wrong", f"assertion failed{where(error)}"
+    elif error is not None:
+        return "error", f"{type(error).__name__}: {str(error)[:200]}{where(error)}"
     if candidate.failures:
         return candidate.failures[0].reason, f"{candidate.failures[0]}{line}"
     if (candidate.answers, candidate.expected) == (answers, expected):
@@ -316,13 +325,22 @@ def take(test, candidate):
     return None
 
 
-def where():
-    """The line of the test that failed."""
-    frames = [f for f in traceback.extract_tb(sys.exc_info()[2]) if f.filename.startswith("test")]
+def error_of(call: Callable[[], object]) -> BaseException | None:
+    """What a call of the tests' own code raises; None when it ends in order."""
+    try:
+        call()
+    except BaseException as e:  # border: the code of a test, which may also exit
+        return e
+    return None
+
+
+def where(error: BaseException) -> str:
+    """The line of the test that raised an error."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("test")]
     return f" (line {frames[-1].lineno})" if frames else ""
 
 
-def main():
+def main() -> None:
     channel = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 10)
     out = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 10)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)

@@ -5,9 +5,12 @@ iterator is sent as what is left in it. Subclasses are sent as their base: nothi
 own.
 """
 
+from __future__ import annotations
+
 import collections
 import types
 from collections.abc import Callable, Iterable
+from typing import Any
 
 MAX_DEPTH = 100
 MAX_ITEMS = 1_000_000
@@ -34,16 +37,19 @@ MAKERS: dict[str, Callable] = {
     "iterator": iter,
 }
 
+Handle = Callable[[Any], tuple[int, str]]
+"""Number and kind that stand for an object."""
+
 
 class Codec:
     """Plain data to JSON values and back. `handle(x)` names an object that is not plain, `resolve` finds it again;
     without them such objects are an error (TypeError)."""
 
-    def __init__(self, handle=None, resolve=None):
+    def __init__(self, handle: Handle | None = None, resolve: Callable[..., Any] | None = None) -> None:
         self.handle, self.resolve = handle, resolve
         self.items = 0
 
-    def encode(self, value, depth=0):
+    def encode(self, value: Any, depth: int = 0) -> Any:
         self.items += 1
         if depth > MAX_DEPTH or self.items > MAX_ITEMS:
             raise ValueError("too deep or too large to send")
@@ -74,7 +80,7 @@ class Codec:
             raise TypeError(f"{type(value).__name__} is not plain data")
         return ["object", *self.handle(value)]
 
-    def decode(self, value):
+    def decode(self, value: Any) -> Any:
         if value is None or type(value) in (bool, int, float, str):
             return value
         kind, *rest = value
@@ -85,6 +91,8 @@ class Codec:
         if kind == "bytes":
             return bytes.fromhex(rest[0])
         if kind == "object":
+            if self.resolve is None:
+                raise TypeError("an object where only plain data can be")
             return self.resolve(*rest)
         if kind == "dict":
             return {self.decode(k): self.decode(v) for k, v in rest}

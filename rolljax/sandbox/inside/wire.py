@@ -1,11 +1,15 @@
 """Frames between the two ends of a sandbox: two lengths (32 bits each, big endian), a JSON object, and bytes that
 belong to it."""
 
+from __future__ import annotations
+
 import json
 import os
 import select
 import struct
 import time
+from collections.abc import Mapping
+from typing import Any
 
 HEAD = struct.Struct(">II")
 CHUNK = 1 << 16
@@ -16,7 +20,7 @@ class Lost(Exception):
     """The other end is gone, or does not speak the protocol."""
 
 
-def send(fd, header, blob=b"", deadline=None):
+def send(fd: int, header: Mapping[str, Any], blob: bytes = b"", deadline: float | None = None) -> None:
     """Write one frame. deadline: of `time.monotonic`, for all of it."""
     text = json.dumps(header).encode()
     left = memoryview(HEAD.pack(len(text), len(blob)) + text + blob)
@@ -32,7 +36,9 @@ def send(fd, header, blob=b"", deadline=None):
         raise Lost(str(e)) from None
 
 
-def receive(fd, max_blob=64 << 20, max_header=MAX_HEADER, deadline=None):
+def receive(
+    fd: int, max_blob: int = 64 << 20, max_header: int = MAX_HEADER, deadline: float | None = None
+) -> tuple[dict[str, Any], bytes]:
     """The next frame: header and blob."""
     header_n, blob_n = HEAD.unpack(read_exactly(fd, HEAD.size, deadline))
     if header_n > max_header or blob_n > max_blob:
@@ -46,14 +52,14 @@ def receive(fd, max_blob=64 << 20, max_header=MAX_HEADER, deadline=None):
     return header, read_exactly(fd, blob_n, deadline)
 
 
-def wait(fd, event, deadline):
+def wait(fd: int, event: int, deadline: float) -> None:
     poll = select.poll()
     poll.register(fd, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise Lost("too late")
 
 
-def read_exactly(fd, n, deadline=None):
+def read_exactly(fd: int, n: int, deadline: float | None = None) -> bytes:
     parts = bytearray()
     while len(parts) < n:
         if deadline is not None:
@@ -73,11 +79,11 @@ def read_exactly(fd, n, deadline=None):
 class HeadTail:
     """Keeps the first and the last half of `limit` bytes of a stream, and counts all."""
 
-    def __init__(self, limit):
+    def __init__(self, limit: int) -> None:
         self.half, self.total = limit // 2, 0
         self.head, self.tail = bytearray(), bytearray()
 
-    def add(self, part):
+    def add(self, part: bytes) -> None:
         self.total += len(part)
         room = self.half - len(self.head)
         self.head += part[:room]
@@ -86,10 +92,10 @@ class HeadTail:
             del self.tail[: len(self.tail) - self.half]
 
     @property
-    def truncated(self):
+    def truncated(self) -> bool:
         return self.total > 2 * self.half
 
-    def value(self):
+    def value(self) -> bytes:
         cut = self.total - 2 * self.half
         if not self.truncated:
             return bytes(self.head + self.tail)

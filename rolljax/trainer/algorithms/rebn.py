@@ -40,7 +40,7 @@ class ReBn(ClippedRatio):
             "episodes of several turns are what the class is for, and there 0.9 prefers short solutions",
         ),
         "aggregation": Stated(
-            "turn-sum-norm", f"{_GEM}, PhaseTrainer._init: masked sum over generate_max_length, mean of turns"
+            "turn-sum-norm", f"{_GEM}, Learner._init: masked sum over generate_max_length, mean of turns"
         ),
         "anchor": Stated(
             "proximal",

@@ -1,8 +1,9 @@
-"""The processes that environments run in: `python -m rolljax.envs.pool.worker FD`, started by `processes.py`.
+"""The processes that environments run in: `python -m rolljax.envs.pool.fork_server FD`, started by `processes.py`.
 
-The process that is started is the nursery. It loads the environment (`EnvSpec.warm`), once, and forks workers from that
-state when the pool asks: a worker costs milliseconds, and nothing was ever forked from a process that holds a device.
-The nursery keeps the last output of each worker, says how each ended, and when the pool is gone it ends them all.
+The process that is started is the fork server. It loads the environment (`EnvSpec.warm`), once, and forks workers from
+that state when the pool asks: a worker costs milliseconds, and nothing was ever forked from a process that holds a
+device. The fork server keeps the last output of each worker, says how each ended, and when the pool is gone it ends
+them all.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import time
 from typing import Any
 
 from rolljax.envs.pool import wire
-from rolljax.envs.pool.play import Host
+from rolljax.envs.pool.episode_runner import WorkerEpisodes
 
 ORDER = struct.Struct("!cI")
-"""What the pool sends to the nursery after the first frame: F (fork; the worker's socket comes along) or K (kill), and
-the generation of the worker, which no two workers share."""
+"""What the pool sends to the fork server after the first frame: F (fork; the worker's socket comes along) or K (kill),
+and the generation of the worker, which no two workers share."""
 
 OUTPUT_BYTES = 65_536
 """What is kept of the output of each process."""
@@ -39,6 +40,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class _Child:
+    """A worker as the fork server sees it."""
+
     def __init__(self, generation: int, pid: int, output: int) -> None:
         self.generation, self.pid, self.output = generation, pid, output
         self.tail = b""
@@ -53,7 +56,7 @@ class _Child:
         return bool(data)
 
 
-class Nursery:
+class ForkServer:
     """Forks, watches and reaps workers.
 
     Towards the pool it sends frames of JSON: `{"generation", "code", "output"}` for each worker that ended, with the
@@ -168,11 +171,11 @@ class Nursery:
             os.close(write)
             faulthandler.enable()
             _limit(self._memory_bytes)
-            serve(sock, Host(self._spec, self._max_bytes))
+            serve(sock, WorkerEpisodes(self._spec, self._max_bytes))
             code = 0
-        except BaseException:  # the last frame of a process: what it says goes to its output
-            sys.excepthook(*sys.exc_info())
         finally:
+            if sys.exc_info()[0] is not None:  # nothing above this frame shows an error of this process
+                sys.excepthook(*sys.exc_info())
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
@@ -206,7 +209,7 @@ class Nursery:
             self._pool.sendall(wire.frame(json.dumps(news).encode()))
 
 
-def serve(sock: socket.socket, host: Host) -> None:
+def serve(sock: socket.socket, episodes: WorkerEpisodes) -> None:
     """Answer requests until the pool closes its end, then close what is open."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
@@ -214,10 +217,10 @@ def serve(sock: socket.socket, host: Host) -> None:
         sock.sendall(wire.frame(wire.HELLO))
         while (payload := wire.receive(sock)) is not None:
             for request in pickle.loads(payload):
-                sock.sendall(wire.frame(host.answer(request)))
+                sock.sendall(wire.frame(episodes.answer(request)))
     except (BrokenPipeError, ConnectionResetError):
         pass
-    host.close()
+    episodes.close()
 
 
 def _limit(memory_bytes: int) -> None:
@@ -237,7 +240,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _kill(pid: int) -> None:
-    """A worker with its whole process group; a process that is no leader alone."""
+    """A worker and its process group; a process that leads no group alone."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except OSError:
@@ -255,11 +258,11 @@ def _children() -> list[int]:
 
 
 def main() -> None:
-    nursery = Nursery(socket.socket(fileno=int(sys.argv[1])))
+    server = ForkServer(socket.socket(fileno=int(sys.argv[1])))
     try:
-        nursery.run()
+        server.run()
     finally:
-        nursery.end()
+        server.end()
 
 
 if __name__ == "__main__":

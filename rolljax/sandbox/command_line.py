@@ -15,8 +15,8 @@ from typing import Any
 
 from rolljax.errors import ConfigError
 from rolljax.sandbox import seccomp
-from rolljax.sandbox.keeper import STATUS_FD
 from rolljax.sandbox.profile import Profile
+from rolljax.sandbox.supervisor.protocol import STATUS_FD
 
 WORK = "/work"
 INSIDE = "/run/rolljax"
@@ -46,8 +46,12 @@ MERGED_USR = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the keeper needs. data: contents for descriptors `FIRST_DATA_FD`, `FIRST_DATA_FD + 1`, ..."""
+class SandboxCommand:
+    """What the supervisor needs to start a sandbox.
+
+    data: contents for descriptors `FIRST_DATA_FD`, `FIRST_DATA_FD + 1`, ... rlimits: soft and hard, by name.
+    tree: the writable file system to mount first (`namespaces.mount_tree`).
+    """
 
     argv: list[str]
     env: dict[str, str]
@@ -119,11 +123,12 @@ def isolated(
     base: str,
     own_uid: bool,
     own_net: bool,
-) -> Plan:
+) -> SandboxCommand:
     """The bubblewrap command of a sandbox. `files` are writable copies in it; `private` ones lie read-only in `INSIDE`.
 
-    mounts: the keeper makes the writable file system (bytes and number of files limited together); otherwise bubblewrap
-    makes one per directory, limited in bytes only. own_net: the keeper makes the network name space.
+    base: where the supervisor mounts the writable file system (bytes and number of files limited together); empty:
+    bubblewrap makes one per directory, limited in bytes only. own_uid: the sandbox has a user id of its own. own_net:
+    the supervisor makes the network name space.
     """
     if len(files) + len(private) > MAX_FILES:
         raise ConfigError(f"are more than {MAX_FILES}", setting="files", value=len(files) + len(private))
@@ -161,10 +166,12 @@ def isolated(
         argv = ["/usr/bin/prlimit", f"--nproc={profile.nproc}:{profile.nproc}", *argv]
     tree = _tree(profile) if base else None
     data[0] = b"".join(os.fsencode(arg) + b"\0" for arg in line)  # not on a command line that code inside can read
-    return Plan([bwrap(), "--args", str(FIRST_DATA_FD), "--", *argv], {}, data, limits(profile, own_uid), tree)
+    return SandboxCommand(
+        [bwrap(), "--args", str(FIRST_DATA_FD), "--", *argv], {}, data, limits(profile, own_uid), tree
+    )
 
 
-def trusted(argv: Sequence[str], files: Mapping[str, bytes], folder: str, profile: Profile) -> Plan:
+def trusted(argv: Sequence[str], files: Mapping[str, bytes], folder: str, profile: Profile) -> SandboxCommand:
     """The same without isolation: a plain process in `folder`, with the limits that need no name space."""
     work = os.path.join(folder, "work")
     os.makedirs(work, exist_ok=True)
@@ -178,7 +185,7 @@ def trusted(argv: Sequence[str], files: Mapping[str, bytes], folder: str, profil
         found, argv = "/bin/sh", ["sh", "-c", 'echo "$0: not found" >&2; exit 127', argv[0]]
     env = {**ENV, "HOME": work, "TMPDIR": folder}
     keep = {k: v for k, v in limits(profile, own_uid=False).items() if k != "RLIMIT_FSIZE"}
-    return Plan([found, *argv[1:]], env, [], keep, None, chdir=work)
+    return SandboxCommand([found, *argv[1:]], env, [], keep, None, chdir=work)
 
 
 def _target(name: str) -> str:
@@ -214,13 +221,13 @@ def _system(profile: Profile, base: str) -> list[str]:
 
 
 def _writable(profile: Profile, base: str) -> list[str]:
-    """`/work`, `/tmp` and `/dev/shm`: parts of the keeper's file system, parts of the writable root, or one each."""
-    line, places = [], {WORK: "work", "/tmp": "tmp", "/dev/shm": "shm"}
+    """`/work`, `/tmp`, `/dev/shm`: parts of the supervisor's file system, parts of the writable root, or one each."""
+    line, mounts = [], {WORK: "work", "/tmp": "tmp", "/dev/shm": "shm"}
     if profile.writable_root:
         line += [arg for name in ROOT_DIRS for arg in ("--dir", f"/{name}")]
         line += ["--perms", "0755", "--dir", WORK, "--perms", "1777", "--dir", "/tmp"]
-        places = {"/dev/shm": "shm"}
-    for path, name in places.items():
+        mounts = {"/dev/shm": "shm"}
+    for path, name in mounts.items():
         if base:
             line += ["--bind", f"{base}/{name}", path]
         else:

@@ -1,8 +1,8 @@
-"""The side of the pool on which environments run: in a thread, a worker process or a Ray actor."""
+"""What runs environments for the pool: in a thread, a worker process or a Ray actor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
 from typing import Any
 
 from rolljax.envs.base import Env, EnvSpec
@@ -12,8 +12,8 @@ from rolljax.envs.text import bounded
 from rolljax.errors import EnvError, RolljaxError
 
 
-class Play:
-    """One episode's environment, from `reset` to `close`. What it says is checked; what it throws has an owner."""
+class EpisodeRunner:
+    """Runs one episode's environment, from `reset` to `close`. What it says is checked; what it throws has an owner."""
 
     def __init__(self, spec: EnvSpec, max_bytes: int) -> None:
         self._spec = spec
@@ -40,11 +40,11 @@ class Play:
     def _call(self, verb: Verb, argument: Any) -> Any:
         if verb == "reset":
             self._env = self._spec.make()
-            try:
-                return check_opening(self._env.reset(argument), self._max_bytes)
-            except BaseException:
-                self.close()
-                raise
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(self.close)
+                opening = check_opening(self._env.reset(argument), self._max_bytes)
+                on_failure.pop_all()
+            return opening
         if verb == "close":
             env, self._env = self._env, None
             return env.close() if env is not None else None
@@ -55,7 +55,7 @@ class Play:
         return check_answer(self._env.gold() if verb == "gold" else self._env.rejected(), self._max_bytes)
 
     def close(self) -> None:
-        """Close without a word: the episode is over, or failed already."""
+        """Close, whatever the environment says to it: the episode is over, or failed already."""
         try:
             self.call("close", None)
         except RolljaxError:
@@ -67,33 +67,33 @@ class Play:
         return self._env is not None and type(self._env).close is not Env.close
 
 
-class Host:
+class WorkerEpisodes:
     """The episodes of one worker process or actor, by number. Calls are answered one after the other, in their order:
     the first call without an answer is the one that runs."""
 
     def __init__(self, spec: EnvSpec, max_bytes: int) -> None:
         self._spec = spec
         self._max_bytes = max_bytes
-        self._plays: dict[int, Play] = {}
+        self._runners: dict[int, EpisodeRunner] = {}
 
     def answer(self, call: wire.Request) -> bytes:
         """The reply to one request, whatever happens in it."""
         number, episode, verb, argument = call
         try:
             if verb == "reset":
-                self._plays[episode] = Play(self._spec, self._max_bytes)
-            elif episode not in self._plays:
+                self._runners[episode] = EpisodeRunner(self._spec, self._max_bytes)
+            elif episode not in self._runners:
                 if verb == "close":
                     return wire.reply(number, verb, None)
                 raise EnvError(f"{verb} of an episode that is not open here", stage=verb)
-            play = self._plays.pop(episode) if verb == "close" else self._plays[episode]
-            return wire.reply(number, verb, play.call(verb, argument))
+            runner = self._runners.pop(episode) if verb == "close" else self._runners[episode]
+            return wire.reply(number, verb, runner.call(verb, argument))
         except RolljaxError as e:
             return wire.failure(number, e)
 
     def close(self) -> None:
         """Close every episode that is still open."""
-        plays: Iterable[Play] = list(self._plays.values())
-        self._plays.clear()
-        for play in plays:
-            play.close()
+        runners = list(self._runners.values())
+        self._runners.clear()
+        for runner in runners:
+            runner.close()

@@ -1,0 +1,92 @@
+"""The classes that settings name: frozen dataclasses, their fields, and the modules they are imported from."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from rolljax.config import check
+from rolljax.config.values import leaves
+from rolljax.errors import ConfigError
+
+
+def is_config(cls: Any) -> bool:
+    """Whether `cls` is a frozen dataclass that its fields construct."""
+    params = getattr(cls, "__dataclass_params__", None) if isinstance(cls, type) else None
+    return params is not None and params.frozen and params.init
+
+
+def fields(cls: type) -> dict[str, dataclasses.Field]:
+    """The fields that can be set, by name."""
+    return {field.name: field for field in dataclasses.fields(cls) if field.init}
+
+
+def default(field: dataclasses.Field) -> Any:
+    """The field's default, a fresh one from its factory, or `dataclasses.MISSING`."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def default_classes(cls: type) -> list[type]:
+    """Classes of the objects that stand in `cls` by default."""
+    found = [type(leaf) for field in fields(cls).values() for leaf in leaves(default(field), object)]
+    return [cls for cls in found if is_config(cls)]
+
+
+def mentioned_classes(cls: type) -> list[type]:
+    """The config classes that the annotations of a class name."""
+    return [c for tp in check.hints(cls).values() for c in check.classes_in(tp) if is_config(c)]
+
+
+def closure(start: Iterable[type], grow: Callable[[type], list[type]]) -> dict[type, None]:
+    """The classes, those that `grow` finds for each, and so on; keys in the order found."""
+    seen: dict[type, None] = {}
+    todo = list(start)
+    while todo:
+        if (cls := todo.pop()) not in seen:
+            seen[cls] = None
+            todo += grow(cls)
+    return seen
+
+
+def check_class(cls: Any, selector: str, where: str) -> None:
+    """Raise `ConfigError` unless `cls`, which `selector` names, is a frozen dataclass."""
+    if not is_config(cls):
+        remedy = "set fields of a frozen dataclass; @module.Class() builds one, @module.function names a function"
+        if isinstance(cls, type):
+            remedy = f"put @dataclasses.dataclass(frozen=True) on {cls.__name__}"
+        raise ConfigError("is not a frozen dataclass", setting=selector, remedy=remedy, where=where)
+
+
+def import_module(module: str, where: str) -> ModuleType:
+    """Import a module that a file or a setting names.
+
+    Raises:
+      ConfigError: there is none, or importing it failed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name and f"{module}.".startswith(f"{e.name}."):
+            raise ConfigError(
+                f"cannot be imported: there is no module '{e.name}'",
+                setting=module,
+                remedy=modules_near(e.name),
+                where=where,
+            ) from None
+        broken: Exception = e
+    except Exception as e:  # border: a user's module may raise anything while it is imported
+        broken = e
+    message = f"was found, but importing it failed: {type(broken).__name__}: {broken}"
+    raise ConfigError(message, setting=module, remedy=f"run: python -c 'import {module}'", where=where) from broken
+
+
+def modules_near(module: str) -> str:
+    """A remedy for a module that does not exist: the nearest name beside it."""
+    parent, _, last = module.rpartition(".")
+    beside = pkgutil.iter_modules(getattr(importlib.import_module(parent), "__path__", [])) if parent else []
+    remedy = check.nearest(last, [m.name for m in beside], f"modules in {parent}")
+    return remedy or "check the spelling, and that it is installed or its folder is in PYTHONPATH"

@@ -1,0 +1,62 @@
+"""gin files by their names: a path, or one of those that come with rolljax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rolljax.config import check
+from rolljax.errors import ConfigError
+
+CONFIGS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
+"""Folders of the configs that come with rolljax: in the installed package, in a checkout."""
+
+
+def find_config(name: str) -> str:
+    """A gin file as the user named it: a path, or the name of one that comes with rolljax (`quickstart`,
+    `algorithms/tis`)."""
+    if Path(name).exists() and not Path(name).is_dir():
+        return name
+    inside = Path(name.removeprefix("configs/").removesuffix(".gin") + ".gin")
+    for folder in CONFIGS:
+        if not inside.is_absolute() and ".." not in inside.parts and (folder / inside).is_file():
+            return str(folder / inside)
+    return name
+
+
+def include_path(path: str, name: str) -> str:
+    """The path of the included file `name`: beside the file that includes it, else as `find_config` finds it."""
+    beside = Path(path).parent / name
+    found = find_config(name)
+    return found if Path(found).is_file() and not beside.is_file() else str(beside)
+
+
+def read(path: str, included_at: str) -> str:
+    """The text of a gin file. Raises `ConfigError`, which names the file:line that includes it, if there is one."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError("does not exist", setting=path, remedy=_files_near(path), where=included_at) from None
+    except IsADirectoryError:
+        remedy = _files_near(str(Path(path, "x.gin")))
+        raise ConfigError("is a folder, not a gin file", setting=path, remedy=remedy, where=included_at) from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"cannot be read: {e}", setting=path, where=included_at) from None
+
+
+def _files_near(path: str) -> str:
+    """The gin file that was meant by one that is not there: beside it, or of rolljax's own; else what there is."""
+    folder, name = Path(path).parent, Path(path).stem
+    beside = {p.stem: p.name for p in folder.glob("*.gin")}
+    shipped = _shipped()
+    if near := check.near(name, beside):
+        return f"did you mean '{folder / beside[near]}'?"
+    if near := check.near(path.removeprefix("configs/").removesuffix(".gin"), shipped) or check.near(name, shipped):
+        return f"did you mean '{near}', which comes with rolljax?"
+    here = f"gin files in {folder}: {', '.join(sorted(beside.values()))}; " if beside else ""
+    return f"{here}those that come with rolljax: {', '.join(n for n in shipped if '/' not in n)}"
+
+
+def _shipped() -> list[str]:
+    """Names of the configs that come with rolljax."""
+    found = {p.relative_to(folder).with_suffix("").as_posix() for folder in CONFIGS for p in folder.rglob("*.gin")}
+    return sorted(found)

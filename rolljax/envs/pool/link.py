@@ -1,0 +1,51 @@
+"""The link between the dispatcher and its workers: what every kind of worker (process, Ray actor) is behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from rolljax.envs.pool import wire
+
+Cause = Literal["crash", "hang", "unknown", "machine"]
+"""What ended a worker: the code in it; a call past its limit; nobody can tell; something that no episode
+has to do with."""
+
+
+class LinkEvents(Protocol):
+    """Told by a link what happens to its workers."""
+
+    def ready(self, generation: int) -> None:
+        """The worker takes requests."""
+
+    def replied(self, generation: int, payload: bytes) -> None:
+        """A frame came from the worker."""
+
+    def ended(self, generation: int, why: str, cause: Cause, output: str = "") -> None:
+        """The worker is gone."""
+
+
+class Link(Protocol):
+    """Starts, feeds and kills workers, each named by a generation. All but `wake` is for the dispatcher's thread."""
+
+    num_workers: int
+    num_warm: int
+    """Workers that are started before any episode needs them."""
+
+    def start(self, generation: int) -> None:
+        """Begin to start a worker; `LinkEvents.ready` or `ended` follows."""
+
+    def send(self, generation: int, requests: Sequence[wire.Request]) -> None:
+        """Pass requests on to a worker, in their order."""
+
+    def kill(self, generation: int) -> None:
+        """End it now; nothing more is told of it."""
+
+    def poll(self, timeout_s: float, events: LinkEvents) -> None:
+        """Wait until something happens or `wake` is called, and tell `events`."""
+
+    def wake(self) -> None:
+        """From any thread."""
+
+    def close(self) -> None:
+        """Kill all workers and free everything, in bounded time."""

@@ -1,0 +1,87 @@
+"""Workers as the dispatcher sees them, the episodes in them and the calls on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from rolljax.envs.pool import wire
+from rolljax.envs.pool.checks import Verb
+from rolljax.envs.pool.link import Cause
+from rolljax.types import Task
+
+if TYPE_CHECKING:
+    from rolljax.envs.pool.dispatch import Dispatcher
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Call:
+    """A request of an episode on its way to a worker and back."""
+
+    number: int
+    slot: RemoteSlot
+    verb: Verb
+    argument: Task | str | None
+    limit_s: float
+    future: asyncio.Future[Any] | None  # None: nobody waits
+
+    @property
+    def request(self) -> wire.Request:
+        return self.number, self.slot.number, self.verb, self.argument
+
+
+@dataclasses.dataclass(eq=False)
+class Worker:
+    """A worker process or actor as the dispatcher sees it."""
+
+    generation: int
+    worker_slot: WorkerSlot
+    since_s: float
+    """When its start began, or when the first of its calls became the first."""
+    ready: bool = False
+    lost: str = ""
+    """Why it is no more."""
+    cause: Cause = "machine"
+    culprit: RemoteSlot | None = None
+    """Whose call ended it, as far as that is known."""
+    answered: bool = False
+    hosted: int = 0
+    is_apart: bool = False
+    """Its episode is that of a suspect."""
+    episodes: dict[int, RemoteSlot] = dataclasses.field(default_factory=dict)
+    calls: collections.deque[Call] = dataclasses.field(default_factory=collections.deque)
+    unsent: list[Call] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class WorkerSlot:
+    """Holds one worker after another."""
+
+    worker: Worker | None = None
+    failures: int = 0
+    start_at_s: float = 0.0
+
+
+class RemoteSlot:
+    """An episode in some worker; the dispatcher picks the worker when there is one with room."""
+
+    def __init__(self, dispatcher: Dispatcher, number: int) -> None:
+        self.number = number
+        self.started_s = 0.0
+        self.task = ""
+        self.worker: Worker | None = None
+        self.closing = False
+        self._dispatcher = dispatcher
+
+    def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]:
+        self.closing = self.closing or verb == "close"
+        future = asyncio.get_running_loop().create_future()
+        self._dispatcher.post(self, verb, argument, limit_s, future)
+        return future
+
+    def discard(self) -> None:
+        if not self.closing:
+            self.closing = True
+            self._dispatcher.post(self, "close", None, self._dispatcher.cfg.close_s, None)

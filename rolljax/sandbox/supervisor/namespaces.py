@@ -1,0 +1,88 @@
+"""Mounts and networks of a sandbox's own, made in the forked child before it becomes bubblewrap."""
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+CLONE_NEWNET = 0x40000000
+CLONE_NEWNS, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x20000, 0x4000, 1 << 18, 2, 4
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+NET_LIMITS = {"ipv4/tcp_rmem": "4096 65536 131072", "ipv4/tcp_wmem": "4096 65536 131072"}
+"""Least, first and largest buffer of a TCP socket in a sandbox."""
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    if libc.mount(source.encode(), target.encode(), kind.encode() or None, flags, options.encode() or None):
+        raise OSError(ctypes.get_errno(), f"mount {kind} on {target}: {os.strerror(ctypes.get_errno())}")
+
+
+def unshare(flags: int) -> None:
+    """Leave the name spaces that `flags` name for new ones."""
+    if libc.unshare(flags):
+        raise OSError(ctypes.get_errno(), "unshare: " + os.strerror(ctypes.get_errno()))
+
+
+def mount_tree(base: str, tree: dict[str, Any], uid: int) -> None:
+    """Mount a file system of a fixed size and number of files on `base`, seen by this process alone, and make its
+    directories and overlays.
+
+    Args:
+      tree: bytes, inodes; dirs: (name, mode); overlays: (folder below, name).
+    """
+    unshare(CLONE_NEWNS)
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    options = f"size={tree['bytes']},nr_inodes={tree['inodes']},mode=0711"
+    mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for name, mode in tree["dirs"]:
+        path = os.path.join(base, name)
+        os.mkdir(path)
+        os.chmod(path, mode)
+        os.chown(path, uid, uid)
+    for lower, name in tree["overlays"]:
+        mount_overlay(base, lower, name, uid)
+
+
+def mount_overlay(base: str, lower: str, name: str, uid: int) -> None:
+    """Make the folder `lower` writable at `NAME-merged` of `base`: what is written goes to `NAME-upper`."""
+    parts = {part: os.path.join(base, f"{name}-{part}") for part in ("upper", "work", "merged")}
+    for path in parts.values():
+        os.mkdir(path, 0o755)
+    os.chown(parts["upper"], uid, uid)
+    for entry in os.scandir(lower):
+        if entry.is_dir(follow_symlinks=False):
+            os.mkdir(os.path.join(parts["upper"], entry.name), 0o755)
+            os.chown(os.path.join(parts["upper"], entry.name), uid, uid)
+    options = f"lowerdir={lower},upperdir={parts['upper']},workdir={parts['work']}"
+    mount("overlay", parts["merged"], "overlay", MS_NOSUID | MS_NODEV, options)
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as f:
+        f.write(text)
+
+
+def private_net() -> None:
+    """Move into a network of one's own, with nothing in it but a loopback and with small buffers."""
+    unshare(CLONE_NEWNET)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
+    for name, value in NET_LIMITS.items():
+        write(f"/proc/sys/net/{name}", value)
+
+
+def in_child(call: Callable[[], None]) -> bool:
+    """Whether a child process can do something."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0

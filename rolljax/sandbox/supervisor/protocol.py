@@ -1,0 +1,6 @@
+"""What the host and its supervisor must agree on."""
+
+MAX_MESSAGE = 256 << 10
+"""Most bytes of one message."""
+STATUS_FD = 3
+"""Where bubblewrap writes its status inside the forked child; data descriptors follow from here on."""
