@@ -153,7 +153,8 @@ def accumulate(grad_fn: Callable[[TokenBatch], Gradients], batch: TokenBatch) ->
     """Gradients and statistics of micro-batches, summed over those that hold anything. `grad_fn` is traced once."""
     like = jax.eval_shape(batch.micro_batch, jnp.int32(0))
     traced, shapes = jax.make_jaxpr(grad_fn, return_shape=True)(like)
-    run, tree = jaxpr_as_fun(traced), jax.tree.structure(shapes)
+    run = jaxpr_as_fun(traced)
+    tree: Any = jax.tree.structure(shapes)
 
     def body(i: jax.Array, total: Gradients) -> Gradients:
         grads, (sums, maxima) = total

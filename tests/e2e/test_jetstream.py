@@ -226,7 +226,7 @@ def first_of(result, row=0):
 
 
 def test_the_engine_has_the_members_of_both_interfaces(without):
-    from engine.engine import engine_api
+    from jetstream.engine import engine_api
 
     assert issubclass(engine.JetStreamEngine, engine_api.Engine)
     assert not engine.JetStreamEngine.first_from_prefill
