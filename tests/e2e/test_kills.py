@@ -9,17 +9,17 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rolljax import cli, train
-from rolljax.cluster.lockstep import ALONE
+from rolljax.cluster.lockstep import SingleProcess
 from rolljax.errors import ConfigError
 from rolljax.run import durable
 from rolljax.run.checkpoint import MANIFEST, Checkpoints
 from rolljax.run.folder import RunFolder
-from rolljax.run.preflight import check as check_run
 from rolljax.run.trainer import LocalTrainer
 from rolljax.trainer.state import fingerprint
 from tests.ends import Killed, at_points, end
@@ -44,17 +44,16 @@ TINY = {
 
 
 @functools.cache
-def checked(**changes):
-    """Settings and plan."""
+def loaded(**changes):
+    """Settings."""
     args = train.parse(arguments("-", **TINY | changes))
-    config = cli.load_recipe(args.gin, args.set)
-    return config, check_run(config.value)
+    return cli.load_recipe(args.gin, args.set)
 
 
 def start(run_dir, **changes):
-    """What the command does once settings are checked; its exit code."""
-    config, plan = checked(**changes)
-    return cli.run_verb(lambda: train.train(plan, config, run_dir, fresh=False, team=ALONE))
+    """What the command does once settings are read; its exit code."""
+    args = train.parse(arguments(run_dir, **TINY | changes))
+    return cli.run_verb(lambda: train.train(args, loaded(**changes), SingleProcess(), time.perf_counter()))
 
 
 def contents(run_dir):
@@ -159,7 +158,7 @@ def _of_rl(argv, i):
 
 
 def prepared(run_dir, **changes):
-    return RunFolder(run_dir).prepare(checked(**changes)[0], fresh=False)
+    return RunFolder(run_dir).prepare(loaded(**changes), fresh=False)
 
 
 def test_what_may_change_between_starts(watched, tmp_path):
