@@ -35,7 +35,8 @@ TINY = {
     "rl__Phase_dot_steps": 3,
     "rl__Phase_dot_prompts_per_step": 4,
     "rl__AdamW_dot_schedule": "'constant'",
-    "Grpo_dot_kl_coef": 0.1,  # so that the weights that the phase began with are kept
+    "Grpo_dot_kl": "@KlLoss()",  # so that the weights that the phase began with are kept
+    "KlLoss_dot_coef": 0.1,
     "Evaluation_dot_tasks": 4,
     "Recipe_dot_save_every": 2,
     "Recipe_dot_keep_rollouts": 4,
