@@ -143,7 +143,7 @@ def test_a_finished_run_is_given_more(watched, tmp_path, capsys):
     run_dir = tmp_path / "run"
     first = "[@warm_start/recipe.Phase()]"
     few = {"Recipe_dot_phases": first, "warm_start__Phase_dot_steps": 1}
-    unread = [name for name in TINY if name.startswith(("rl", "Grpo"))]
+    unread = [name for name in TINY if name.startswith(("rl", "Grpo", "KlLoss"))]
     settings = arguments(run_dir, **{k: v for k, v in TINY.items() if k not in unread} | few)
     settings = [a for i, a in enumerate(settings) if not _of_rl(settings, i)]
     assert train.main(settings) == 0 and summary(run_dir)["steps"] == 1
@@ -155,7 +155,7 @@ def test_a_finished_run_is_given_more(watched, tmp_path, capsys):
 
 def _of_rl(argv, i):
     """Whether this argument, or the one after it, is a setting of the phase that is not there yet."""
-    return any(a.startswith(("rl/", "Grpo.")) for a in argv[i : i + 2] if argv[i] == "--set" or a == argv[i])
+    return any(a.startswith(("rl/", "Grpo.", "KlLoss.")) for a in argv[i : i + 2] if argv[i] == "--set" or a == argv[i])
 
 
 def prepared(run_dir, **changes):
