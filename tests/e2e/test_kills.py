@@ -35,7 +35,8 @@ TINY = {
     "rl__Phase_dot_steps": 3,
     "rl__Phase_dot_prompts_per_step": 4,
     "rl__AdamW_dot_schedule": "'constant'",
-    "Grpo_dot_kl_coef": 0.1,  # so that the weights that the phase began with are kept
+    "Grpo_dot_kl": "@KlLoss()",  # so that the weights that the phase began with are kept
+    "KlLoss_dot_coef": 0.1,
     "Evaluation_dot_tasks": 4,
     "Recipe_dot_save_every": 2,
     "Recipe_dot_keep_rollouts": 4,
@@ -142,7 +143,7 @@ def test_a_finished_run_is_given_more(watched, tmp_path, capsys):
     run_dir = tmp_path / "run"
     first = "[@warm_start/recipe.Phase()]"
     few = {"Recipe_dot_phases": first, "warm_start__Phase_dot_steps": 1}
-    unread = [name for name in TINY if name.startswith(("rl", "Grpo"))]
+    unread = [name for name in TINY if name.startswith(("rl", "Grpo", "KlLoss"))]
     settings = arguments(run_dir, **{k: v for k, v in TINY.items() if k not in unread} | few)
     settings = [a for i, a in enumerate(settings) if not _of_rl(settings, i)]
     assert train.main(settings) == 0 and summary(run_dir)["steps"] == 1
@@ -154,7 +155,7 @@ def test_a_finished_run_is_given_more(watched, tmp_path, capsys):
 
 def _of_rl(argv, i):
     """Whether this argument, or the one after it, is a setting of the phase that is not there yet."""
-    return any(a.startswith(("rl/", "Grpo.")) for a in argv[i : i + 2] if argv[i] == "--set" or a == argv[i])
+    return any(a.startswith(("rl/", "Grpo.", "KlLoss.")) for a in argv[i : i + 2] if argv[i] == "--set" or a == argv[i])
 
 
 def prepared(run_dir, **changes):
