@@ -51,7 +51,8 @@ RECIPES = {
 
 def arguments(name, run_dir, settings):
     argv = ["--gin", str(ROOT / "configs" / f"{name}.gin"), "--run_dir", str(run_dir)]
-    return argv + [a for key, value in (TINY | settings).items() for a in ("--set", f"{key} = {value!r}")]
+    written = {k: v if str(v).startswith("@") else repr(v) for k, v in (TINY | settings).items()}
+    return argv + [a for key, value in written.items() for a in ("--set", f"{key} = {value}")]
 
 
 @pytest.mark.sampled(3)

@@ -276,8 +276,8 @@ def test_ppo_clips_on_both_sides_and_again_below(folder, frozen, agree):
     assert_clipped(agree(Ppo(clip_low=0.1, clip_high=0.2, dual_clip=1.4), frozen, verdict))
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_decoupled_ppo_corrects_for_the_sampler(folder, frozen, agree, level):
+@pytest.mark.parametrize(("level", "theirs"), [("token", "token"), ("trajectory", "sequence")])
+def test_decoupled_ppo_corrects_for_the_sampler(folder, frozen, agree, level, theirs):
     frozen = large_rewards(frozen)
     verdict = trl.grpo(
         folder,
@@ -285,7 +285,7 @@ def test_decoupled_ppo_corrects_for_the_sampler(folder, frozen, agree, level):
         corrected=True,
         loss_type="dapo",
         epsilon=0.2,
-        vllm_importance_sampling_mode=f"{level}_truncate",
+        vllm_importance_sampling_mode=f"{theirs}_truncate",
         vllm_importance_sampling_clip_max=1.5,
     )
     algorithm = DecoupledPpo(correction=Correction(level, weight_cap=1.5))

@@ -294,7 +294,7 @@ def test_the_example_learns(example, name, model, params):
     reader = dataclasses.replace(trainer, algorithm=grpo.Grpo(anchor="proximal"))  # it reads log-probs
     before = reader.compute_credit_inputs(state, reader.pack_samples(samples), e).trainer_logp
     step = trainer.step(state, groups, {}, 0)
-    after = reader.read(step.state, samples, e).trainer_logp
+    after = reader.compute_credit_inputs(step.state, reader.pack_samples(samples), e).trainer_logp
     rise = (after - before).mean(1)
     assert step.num_trained == 4 and rise[e.rewards == 1].min() > 0.02
     assert rise[e.rewards == 1].mean() > 2 * np.abs(rise[e.rewards == 0]).mean()

@@ -141,4 +141,4 @@ def test_what_nobody_asked_for_is_not_there():
     for name in ("trainer_logp", "ref_logp", "scorer_logp", "teacher_logp", "values", "waad", "fai"):
         with pytest.raises(ValueError, match=f"credit uses {name}, but needs"):
             e.required(name)
-    assert dataclasses.replace(e, values=np.ones((1, 1, 1))).given("values").shape == (1, 1, 1)
+    assert dataclasses.replace(e, values=np.ones((1, 1, 1))).required("values").shape == (1, 1, 1)

@@ -107,6 +107,7 @@ TAILS = ["", "!", "\n", "x", "```", "}", "</tool_call>", " "]
 TRUSTED = {
     "sandbox/inside/checker.py": "the tests' own pattern, in the tests' sandbox",
     "aot/hlo.py": "what XLA's compiler wrote about our own program",
+    "aot/hlo_text.py": "what XLA's compiler wrote about our own program",
     "aot/programs.py": "an error text of XLA's compiler",
     "envs/catalog.py": "what the user typed",
     "envs/programs/inside.py": "runs in the sandbox, under its limits",

@@ -55,8 +55,8 @@ def episodes_of_runs(rng, outcomes):
     for n, outcome in enumerate(outcomes):
         turns = []
         for _ in range(rng.integers(2, 5)):
-            said, observation_hashes = rng.integers(1, 5), rng.integers(1, 4)
-            tokens = [rng.integers(0, 99, k).astype(np.int32) for k in (observation_hashes, said)]
+            said, seen = rng.integers(1, 5), rng.integers(1, 4)
+            tokens = [rng.integers(0, 99, k).astype(np.int32) for k in (seen, said)]
             logp = (-rng.exponential(1.0, said) - 0.1).astype(np.float32)
             turns.append(Turn(tokens[0], tokens[1], logp, np.zeros(said, np.int32), "stop", 0.0, ""))
         turns[-1] = dataclasses.replace(turns[-1], reward=float(outcome))

@@ -121,7 +121,7 @@ def test_only_answers_that_count_are_trained_on(chat):
 
     e = Episodes.of([[got]], limit_tok=16)
     credit = Sft().credit(e, {})
-    trained = Sample.of(got).at[credit.mask[0]]
+    trained = Sample.of(got).indices[credit.mask[0]]
     assert chat.tokenizer.decode(tokens[sampled]) == "calc(17*)<|end|>calc(17*3)<|end|>51<|end|>"
     assert chat.tokenizer.decode(tokens[trained]) == "calc(17*3)<|end|>51<|end|>"
 
@@ -147,7 +147,7 @@ def test_user_assistant_tool_assistant_of_3_2_4_3_tokens(weights, want):
     sample, e = Sample.of(t), Episodes.of([[t]], limit_tok=8)
     np.testing.assert_array_equal(e.turn_weights, [weights])
     credit = Sft().credit(e, {})
-    assert sample.at[credit.mask[0]].tolist() == want
+    assert sample.indices[credit.mask[0]].tolist() == want
     columns = {"mask": credit.mask[0], "advantages": np.float32(credit.advantages[0])}
     batch = pack([[sample.with_columns(**columns)]], PackShape(1, 1, 16), 1.0).batch
     assert np.flatnonzero(batch.scale[0, 0]).tolist() == want
