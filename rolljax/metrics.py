@@ -144,7 +144,7 @@ NAMES: Mapping[str, Metric] = {
     "time/publish_s": Metric("s", "sum", 0, INF, "handing weights to the sampler"),
     "time/eval_s": Metric("s", "sum", 0, INF, "held-out evaluation"),
     "time/save_s": Metric("s", "sum", 0, INF, "writing rollout files"),
-    "time/checkpoint_s": Metric("s", "sum", 0, INF, "writing the checkpoint behind the step before, where there is one"),
+    "time/checkpoint_s": Metric("s", "sum", 0, INF, "writing the checkpoint behind the step before, if there is one"),
     "time/step_s": Metric("s", "sum", 0, INF, "all of the step"),
     "sampler/prefill_tok": Metric("tokens", "sum", 0, INF, "prompt tokens that were computed"),
     "sampler/reuse_frac": Metric(

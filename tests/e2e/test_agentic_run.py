@@ -111,6 +111,7 @@ def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
     assert np.isfinite([row["loss/total"] for row in rows(tmp_path / "run")]).all()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_takes_back_the_groups_that_were_put_off(tmp_path):
     from rolljax import cli
 

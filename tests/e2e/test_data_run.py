@@ -74,6 +74,7 @@ def near(prompt, answer, record):
 '''
 
 
+@pytest.mark.slow
 def test_a_run_on_parquet_of_others_with_a_reward_of_ones_own(files, monkeypatch):
     """Three settings, and numbers that make it small."""
     (files / "my_rewards_of_a_test.py").write_text(REWARD)

@@ -79,6 +79,27 @@ def answers(run_dir, step):
     return [[turn["tokens"] for turn in json.loads(line)["turns"]] for line in lines]
 
 
+def assert_the_same_run(run_dir, alone):
+    """Of two processes, as of one: sums over devices may be taken in another order."""
+    assert len(rows(run_dir)) == len(rows(alone)) > 0
+    for of_two, of_one in zip(numbers(run_dir), numbers(alone), strict=True):
+        assert of_two == pytest.approx(of_one, abs=1e-4)
+        assert of_two["loss/total"] == pytest.approx(of_one["loss/total"], abs=1e-5)
+        assert of_two["reward/mean"] == of_one["reward/mean"]
+        assert answers(run_dir, of_one["step"]) == answers(alone, of_one["step"])
+    assert summary(run_dir)["heldout_reward"] == summary(alone)["heldout_reward"]
+
+
+def test_two_processes_are_one(start, tmp_path):
+    run_dir, alone = tmp_path / "run", tmp_path / "alone"
+    few = SMALL | {"warm_start__Phase_dot_steps": 1, "rl__Phase_dot_steps": 2}
+    codes, said = ends(start(arguments(run_dir, **few)))
+    assert codes == [0, 0], said
+    assert train.main(arguments(alone, **few)) == 0
+    assert_the_same_run(run_dir, alone)
+
+
+@pytest.mark.slow
 def test_two_processes_stopped_and_continued_are_one(start, tmp_path):
     run_dir, alone = tmp_path / "run", tmp_path / "alone"
     both = start(arguments(run_dir, **SMALL))
@@ -96,18 +117,14 @@ def test_two_processes_stopped_and_continued_are_one(start, tmp_path):
     assert "continuing" in said[0]
     assert not said[1]
     assert train.main(arguments(alone, **SMALL)) == 0
-    assert len(rows(run_dir)) == len(rows(alone)) == 6
-    for of_two, of_one in zip(numbers(run_dir), numbers(alone), strict=True):
-        assert of_two == pytest.approx(of_one, abs=1e-4)
-        assert of_two["loss/total"] == pytest.approx(of_one["loss/total"], abs=1e-5)
-        assert of_two["reward/mean"] == of_one["reward/mean"]
-        assert answers(run_dir, of_one["step"]) == answers(alone, of_one["step"])
+    assert len(rows(run_dir)) == 6
+    assert_the_same_run(run_dir, alone)
     assert sum(row["reward/std"] > 0 for row in rows(alone)[2:]) > 1  # there was something to learn
-    assert summary(run_dir)["heldout_reward"] == summary(alone)["heldout_reward"]
     files = [{p.name: p.stat().st_size for p in (d / "hf").iterdir()} for d in (run_dir, alone)]
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_a_lost_process_ends_the_run(start, tmp_path):
     run_dir = tmp_path / "run"
     both = start(arguments(run_dir, **SMALL | {"rl__Phase_dot_steps": 1000, "rl__Phase_dot_staleness": 1}))

@@ -29,6 +29,8 @@ SETTINGS = {
     "rl/Phase.eval_every": 0,
 }
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def lake(tmp_path_factory):

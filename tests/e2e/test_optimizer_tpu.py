@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'rolljax[tpu]'"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'rolljax[tpu]'"),
+]
 
 
 @pytest.fixture(scope="module")

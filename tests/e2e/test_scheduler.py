@@ -229,6 +229,7 @@ def swapped(scheduler, new, prompt, n, max_tokens=70):
     return [done[i][0] for i in range(n)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", [{}, {"num_devices": 4, "slots": 32}, {"pages": 40, "page_size": 8}], ids=str)
 def test_tokens_after_a_swap_are_those_of_a_fresh_request_under_the_new_weights(how):
     prompt = ids(np.random.default_rng(5), 21)
@@ -360,6 +361,7 @@ def test_many_requests_through_too_few_pages(requests):
         assert a.finish_reason == b.finish_reason
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ["forwards", "shuffled"])
 def test_abort_and_resume_change_nothing(order):
     """Every request is aborted once or twice and goes on from its tokens: same tokens, same log-probs."""
