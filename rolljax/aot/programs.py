@@ -30,7 +30,8 @@ from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.hf import read_config
 from rolljax.model.lora import Adapted, Base
 from rolljax.model.moe import SLACK
-from rolljax.sampler.engine import Engine, Inserts, PrefillChunks
+from rolljax.sampler.arrays import Inserts, PrefillChunks
+from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import COLUMNS, SCALARS, TokenBatch

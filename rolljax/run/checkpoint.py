@@ -106,8 +106,8 @@ class Checkpoints:
 
     def retain(self, keep: int) -> None:
         """Take away all but the newest `keep`, and those that were found damaged."""
-        whole = [name for name in self.names() if name not in self._bad]
-        for name in {*whole[:-keep], *self._bad}:
+        sound = [name for name in self.names() if name not in self._bad]
+        for name in {*sound[:-keep], *self._bad}:
             if (self.folder / name).exists():
                 durable.remove(self.folder / name)
         self._bad.clear()

@@ -25,7 +25,7 @@ from rolljax.types import Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
-class StepResult:
+class TrainedStep:
     """What a training step tells the loop: what the algorithm carries on, metrics, groups that were trained on."""
 
     carry: Carry
@@ -45,7 +45,7 @@ class Trainer(Protocol):
     def restore(self, saved: Saved) -> None:
         """Go on from a checkpoint."""
 
-    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> StepResult:
+    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
         """Credit and all updates of step `step` of the phase.
 
         Args:
@@ -120,10 +120,10 @@ class LocalTrainer:
             trainer = dataclasses.replace(trainer, references=references)
         self._phase_trainer = trainer
 
-    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> StepResult:
+    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
         made = self.phase_trainer.step(self.state, groups, carry, step)
         self._state = made.state
-        return StepResult(dict(made.carry), made.row, made.num_trained)
+        return TrainedStep(dict(made.carry), made.row, made.num_trained)
 
     def weights(self) -> Params:
         return self.phase_trainer.full_params(self.state.params)

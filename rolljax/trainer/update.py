@@ -28,6 +28,7 @@ from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import ARRAYS, COLUMNS, SCALARS, TokenBatch
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import UNSHARDED, NumShards, critic_values, policy_outputs
+from rolljax.trainer.kl import k3
 from rolljax.trainer.mesh import put, replicated, rows
 from rolljax.trainer.optimizer import Optimizer, Transformation, grad_norm_parts
 from rolljax.trainer.state import ParamState
@@ -59,10 +60,10 @@ def policy_loss(
     model: Model, algorithm: Algorithm, references: ReferencePolicies, shards: NumShards = UNSHARDED
 ) -> LossFn:
     """The policy's share of the loss from one micro-batch, and its statistics (sums over tokens, maxima)."""
-    law = algorithm.needs().divergence
+    divergence = algorithm.needs().divergence
 
     def loss_fn(params: Params, batch: TokenBatch) -> Loss:
-        reference = (law, *references[law.policy]) if law else None
+        reference = (divergence, *references[divergence.policy]) if divergence else None
         policy = policy_outputs(
             model, params, batch, entropy_grad=algorithm.entropy_grad, reference=reference, shards=shards
         )
@@ -137,7 +138,7 @@ def mismatch_stats(logp: jax.Array, batch: TokenBatch) -> tuple[Stats, Stats]:
     sequence = jnp.abs(objectives.segment_mean(gap, batch.sequence_ids, trained))
     product = jnp.abs(objectives.segment_sum(gap * trained, batch.sequence_ids))
     return {
-        "mismatch/k3_nat": jnp.expm1(jnp.clip(gap, -20, 20)) - jnp.clip(gap, -20, 20),
+        "mismatch/k3_nat": k3(jnp.clip(-gap, -20, 20), jnp),
         "mismatch/mult_ratio": jnp.exp(jnp.minimum(jnp.abs(gap), 20)),
         "mismatch/turn_abs_nat": turn,
         "mismatch/geometric_abs_nat": sequence,
