@@ -35,7 +35,7 @@ class Phase:
     name: shown in progress and metrics. steps: steps of this phase.
     prompts_per_step x group_size: trajectories of a step. updates_per_step: optimizer updates that share them out.
     epochs: how many times each is gone through.
-    temperature: of sampling, and of the trainer's log-probs. top_k, top_p, min_p: tokens cut from the sampled law.
+    temperature: of sampling, and of the trainer's log-probs. top_k, top_p, min_p: tokens left out of sampling.
     staleness: how many steps ahead of the trainer groups may be started (0: every token is on-policy).
     spare_groups: in every second step so many more groups are begun; the first that are complete are trained on and
       the others put off to the step between, which waits for all of its own. Every answer is trained in the end,

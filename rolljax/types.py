@@ -87,7 +87,7 @@ EVAL_STREAM = 1_000_000
 class SamplingParams:
     """How one request is sampled. Temperature 0 is greedy (its log-probs are those of temperature 1).
 
-    The sampled law: logits over temperature, then only the `top_k` largest (0: all), then the smallest set of them that
+    The sampling distribution: logits over temperature, then only the `top_k` largest (0: all), then the smallest set of them that
     holds `top_p` of the probability, then those with at least `min_p` times the largest probability; renormalised.
 
     stop_ids: token ids that end the answer (they are part of it). stop: texts that end it, at the token that completes
@@ -105,7 +105,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are cut from the law."""
+        """Whether tokens are left out of the sampling distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -113,9 +113,9 @@ class SamplingParams:
 class Sampled:
     """Tokens as they were sampled; arrays `[T]`, one entry per token, stop token included.
 
-    sampler_logp: log-prob under the law really sampled from. model_logp: under the model's own law (temperature 1,
+    sampler_logp: log-prob under the sampling distribution. model_logp: under the model's own (temperature 1,
     nothing cut). versions: policy version that sampled the token. The `top_` arrays `[T, n]` hold the most likely
-    tokens of every position, largest first, and their log-probs under either law (-inf: cut from the sampled law).
+    tokens of every position, largest first, and their log-probs under either (-inf: left out of sampling).
     experts `[T, L, k]`: those that the token before took when this one was sampled, in every layer (-1: it came from a
     prefill; `[T, 0, 0]`: nobody asked, `SamplerConfig.record_experts`).
     """
@@ -141,7 +141,7 @@ class Sampled:
 
     @staticmethod
     def of(tokens: np.ndarray, logp: np.ndarray, versions: np.ndarray) -> Sampled:
-        """Tokens whose two laws are the same, without alternatives."""
+        """Tokens whose two distributions are the same, without alternatives."""
         none = np.zeros((len(tokens), 0))
         return Sampled(tokens, logp, logp, versions, none.astype(np.int32), none, none, none[..., None][:, :, :0])
 
