@@ -87,8 +87,9 @@ EVAL_STREAM = 1_000_000
 class SamplingParams:
     """How one request is sampled. Temperature 0 is greedy (its log-probs are those of temperature 1).
 
-    The sampling distribution: logits over temperature, then only the `top_k` largest (0: all), then the smallest set of them that
-    holds `top_p` of the probability, then those with at least `min_p` times the largest probability; renormalised.
+    The sampling distribution: logits over temperature, then only the `top_k` largest (0: all), then the smallest set of
+    them that holds `top_p` of the probability, then those with at least `min_p` times the largest probability;
+    renormalised.
 
     stop_ids: token ids that end the answer (they are part of it). stop: texts that end it, at the token that completes
     one. top_logprobs: report this many most likely tokens beside every sampled one.
