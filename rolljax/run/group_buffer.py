@@ -1,0 +1,325 @@
+"""Which groups may begin, which a step trains, and which are let go: bookkeeping without threads and without a clock.
+
+A group is named by its draw, the place of its task in the task stream. It begins at some policy version and may be
+trained while the trainer is at most `async_ratio` versions further; its age counts from the version at its *start*, so
+that a long answer is as old as it is. One rule serves synchronous and asynchronous training, dynamic sampling,
+redundancy and tail batching (ROLL Flash, arXiv 2510.11345; RollPacker, arXiv 2509.21009):
+
+- *capacity*: at most `(1 + async_ratio) x prompts_per_step` groups are in flight and ready together, beside spares;
+- *oldest start first*: of the groups that are ready a step takes those that began first, so that short answers are not
+  preferred;
+- *in time*: after a step at version `n`, of the groups that it did not take at most `(async_ratio - j) x
+  prompts_per_step` are of age `j` or older, for every `j`. Then the steps to come can train all of them while they are
+  young enough, and a step waits only for groups that would otherwise be too old: nothing that was begun is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from rolljax.errors import ConfigError, check_range
+
+Late = Literal["wait", "redraw", "drop"]
+Dropped = Literal["no_signal", "failed", "late"]
+"""Why a group was not trained: its algorithm learns nothing from it, every trajectory failed, or it was not finished
+when the policy had moved on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TailBatching:
+    """Synchronous steps that do not wait for their slowest answers (RollPacker, arXiv 2509.21009).
+
+    A short round begins `eta` times the prompts that a step needs, and `eta` times the siblings of a group; those that
+    are complete first are trained on, the other prompts wait in a queue. When a step's worth of them has gathered, or
+    no other is left, a long round begins these alone, and waits for all. Every prompt is trained once, by answers of
+    the newest policy; only the order changes.
+
+    eta: how much more is begun in a short round.
+    epoch: prompts after which none may still wait (0: only at the end of the phase).
+    """
+
+    eta: float = 1.25
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        check_range(self, "eta", above=1)
+        check_range(self, "epoch", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """What `GroupBuffer` goes by.
+
+    prompts_per_step: groups of a step. num_steps: of the phase.
+    async_ratio: most versions between the start of a group and its training; 0 is synchronous. A fraction `f` beyond a
+      whole number lets `f x prompts_per_step` groups of a step be one version older.
+    spare_prompts: so many more groups are kept in flight than are needed.
+    late: what becomes of a group that is not ready when the policy has moved on. wait: there is none, steps wait for
+      it. redraw: it begins again, with the newest policy and the same randomness, and is then waited for. drop: it is
+      let go, and its prompt is not trained.
+    max_replaced: groups without a signal that a step may replace; more than these are trained on as they are.
+    in_rounds: what replaces a group begins when nothing is in flight, so that requests always meet the same others.
+    """
+
+    prompts_per_step: int
+    num_steps: int
+    async_ratio: float = 0.0
+    spare_prompts: int = 0
+    late: Late = "wait"
+    max_replaced: int = 0
+    tail: TailBatching | None = None
+    in_rounds: bool = False
+
+    def __post_init__(self) -> None:
+        check_range(self, "prompts_per_step", "num_steps", low=1)
+        check_range(self, "async_ratio", "spare_prompts", "max_replaced", low=0)
+        if self.spare_prompts and self.late == "wait":
+            raise ConfigError(
+                "can have no effect: steps wait for every group",
+                setting="Phase.spare_prompts",
+                value=self.spare_prompts,
+                remedy="set Phase.late to 'drop' or 'redraw', or use tail_batching",
+            )
+        if self.tail and (self.async_ratio or self.spare_prompts or self.late != "wait"):
+            raise ConfigError(
+                "is synchronous and has its own spares",
+                setting="Phase.tail_batching",
+                value=self.tail,
+                remedy="leave out async_ratio, spare_prompts and late",
+            )
+
+    @property
+    def oldest(self) -> int:
+        """Age beyond which no group is trained."""
+        return math.ceil(self.async_ratio)
+
+    @property
+    def num_oldest(self) -> int:
+        """Groups of a step that may be of that age."""
+        return self.allowed(self.oldest - 1) if self.async_ratio else self.prompts_per_step
+
+    def allowed(self, age: int) -> int:
+        """Groups of `age` or older that may be left after a step: floor((async_ratio - age) x prompts_per_step)."""
+        return max(0, math.floor((self.async_ratio - age) * self.prompts_per_step + 1e-9))
+
+
+@dataclasses.dataclass
+class Entry:
+    """A group in flight, or ready. version: of the policy at its start. kept: it is waited for, and never let go."""
+
+    draw: int
+    version: int
+    kept: bool
+    ready: bool = False
+    has_signal: bool = True
+
+    def age(self, version: int) -> int:
+        """Versions since its start."""
+        return version - self.version
+
+
+class GroupBuffer:
+    """The groups of a phase, from their start until they are trained or let go.
+
+    The order of calls: `start` as long as it gives one, `finished` for each that is done, `take` until it gives those
+    of a step, `expire` for the version that this step makes.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.num_started = self.num_trained = self.num_drawn = 0
+        self.dropped: Counter[str] = Counter()
+        self.ages: Counter[int] = Counter()
+        """How many groups were trained at each age."""
+        self._entries: dict[int, Entry] = {}
+        self._again: list[int] = []  # draws that were let go, and begin again
+        self._restart: list[tuple[int, bool]] = []  # what was in flight when the run ended
+        self._round: list[tuple[int, bool]] = []  # of tail batching: what it begins next
+        self._round_size, self._is_short = 0, False
+        self._taken_at = -1
+        self._replaced = 0
+        self._some_finished = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    @property
+    def num_ready(self) -> int:
+        return sum(e.ready for e in self)
+
+    # ---- beginning
+
+    def start(self, version: int) -> Entry | None:
+        """The next group to begin, which is in flight from now on; None when there must be no more."""
+        found = self._next(version)
+        if found is None:
+            return None
+        draw, kept = found
+        if draw in self._again:
+            self._again.remove(draw)
+        self.num_drawn = max(self.num_drawn, draw + 1)
+        self.num_started += 1
+        self._entries[draw] = Entry(draw, version, kept)
+        return self._entries[draw]
+
+    def _next(self, version: int) -> tuple[int, bool] | None:
+        """Draw of the next group, and whether it is kept."""
+        rules = self.admission
+        if rules.in_rounds and self._some_finished and self.num_ready < len(self):
+            return None
+        if self._restart:
+            return self._restart.pop(0)
+        if rules.tail:
+            return self._next_of_round(version, rules.tail)
+        capacity, spares = rules.allowed(0), 0
+        if version > self._taken_at:
+            capacity, spares = capacity + rules.prompts_per_step, rules.spare_prompts
+        left = rules.prompts_per_step * rules.num_steps - self.num_trained
+        if not capacity or len(self) >= min(capacity, left) + spares:
+            return None
+        if self._again and sum(e.kept for e in self) < capacity:
+            return self._again[0], True
+        if rules.late != "drop" and not self._num_new:
+            return None
+        return self.num_drawn, rules.late == "wait"
+
+    @property
+    def _num_new(self) -> int:
+        """Prompts of the phase that were not drawn yet, if each is to be trained once."""
+        replaced = self.dropped["no_signal"] + self.dropped["failed"]
+        return self.admission.prompts_per_step * self.admission.num_steps + replaced - self.num_drawn
+
+    # ---- tail batching
+
+    def _next_of_round(self, version: int, tail: TailBatching) -> tuple[int, bool] | None:
+        if version <= self._taken_at:
+            return None
+        if not self._round_size:
+            self._plan_round(tail)
+        if self._round:
+            return self._round.pop(0)
+        if len(self) < self._round_size:  # one was dropped
+            return self.num_drawn, not self._is_short
+        return None
+
+    def _plan_round(self, tail: TailBatching) -> None:
+        prompts = self.admission.prompts_per_step
+        new = self._num_new
+        if tail.epoch:
+            of_epoch = (new - prompts * self.admission.num_steps) % tail.epoch or (0 if self._again else tail.epoch)
+            new = min(new, of_epoch) if of_epoch + len(self._again) >= prompts else new
+        self._is_short = len(self._again) < prompts <= new
+        late = [] if self._is_short else self._again[:prompts]
+        size = min(math.ceil(tail.eta * prompts), new) if self._is_short else prompts
+        fresh = range(self.num_drawn, self.num_drawn + size - len(late))
+        self._round, self._round_size = [(d, not self._is_short) for d in (*late, *fresh)], size
+
+    # ---- while they run
+
+    def finished(self, draw: int, *, has_signal: bool = True, failed: bool = False) -> bool:
+        """A group is done; returns whether it waits to be trained (else it was dropped, and another may begin).
+
+        Args:
+          has_signal: whether its algorithm learns from it. failed: nothing of it can be trained on.
+        """
+        entry = self._entries[draw]
+        self._some_finished = True
+        spare = len(self) > self.admission.prompts_per_step and not entry.kept
+        if not has_signal and not failed and self._replaced < self.admission.max_replaced:
+            self._replaced += 1
+            self._drop(entry, "no_signal")
+        elif failed and spare:
+            self._drop(entry, "failed")
+        else:
+            entry.ready, entry.has_signal = True, has_signal
+        if self.num_ready == len(self):
+            self._some_finished = False
+        return draw in self._entries
+
+    def _drop(self, entry: Entry, why: Dropped) -> None:
+        del self._entries[entry.draw]
+        self.dropped[why] += 1
+
+    # ---- training
+
+    def take(self, version: int) -> list[Entry] | None:
+        """The groups that the step at `version` trains, in the order of their draws; None: it must wait for more."""
+        rules, of_oldest = self.admission, 0
+        taken: list[Entry] = []
+        for entry in sorted((e for e in self if e.ready), key=lambda e: (not e.kept, e.version, e.draw)):
+            is_oldest = entry.age(version) == rules.oldest
+            if len(taken) < rules.prompts_per_step and not (is_oldest and of_oldest == rules.num_oldest):
+                of_oldest += is_oldest
+                taken.append(entry)
+        if len(taken) < rules.prompts_per_step or not self._in_time(taken, version):
+            return None
+        for entry in taken:
+            assert entry.age(version) <= rules.oldest, f"group {entry.draw} is {entry.age(version)} versions old"
+            del self._entries[entry.draw]
+            self.ages[entry.age(version)] += 1
+        self.num_trained += len(taken)
+        self._taken_at, self._replaced, self._some_finished = version, 0, False
+        self._round_size = 0
+        self._check()
+        return sorted(taken, key=lambda e: e.draw)
+
+    def _in_time(self, taken: list[Entry], version: int) -> bool:
+        """Whether those that must not be let go can all be trained in time if `taken` are trained now."""
+        chosen = {e.draw for e in taken}
+        ages = [e.age(version) for e in self if e.kept and e.draw not in chosen]
+        return all(sum(a >= j for a in ages) <= self.admission.allowed(j) for j in range(max(ages, default=-1) + 1))
+
+    def expire(self, version: int) -> list[Entry]:
+        """Let go of the groups that will be too old for the step at `version`.
+
+        Returns:
+          Those that were let go, to be cancelled; they begin again if `late` says so.
+        """
+        rules = self.admission
+        oldest = sorted(
+            (e for e in self if e.age(version) == rules.oldest), key=lambda e: (not e.kept, not e.ready, e.draw)
+        )
+        late = [e for e in self if e.age(version) > rules.oldest] + oldest[rules.num_oldest :]
+        for entry in late:
+            assert not entry.kept, f"group {entry.draw} was to be waited for"
+            self._drop(entry, "late")
+            if rules.late == "redraw" or rules.tail:
+                self._again.append(entry.draw)
+        self._check()
+        return late
+
+    def _check(self) -> None:
+        gone = self.num_trained + sum(self.dropped.values())
+        assert self.num_started == gone + len(self), "a group was lost"
+
+    # ---- continuing
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs, as JSON; the groups that are ready are saved beside it."""
+        return {
+            "num_started": self.num_started,
+            "num_trained": self.num_trained,
+            "num_drawn": self.num_drawn,
+            "dropped": dict(self.dropped),
+            "again": self._again,
+            "taken_at": self._taken_at,
+            "entries": [dataclasses.asdict(e) for e in self],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state`: what is ready is ready; what was in flight begins again, first of all."""
+        self.num_trained, self.num_drawn = state["num_trained"], state["num_drawn"]
+        self.dropped, self._again, self._taken_at = Counter(state["dropped"]), list(state["again"]), state["taken_at"]
+        entries = [Entry(**e) for e in state["entries"]]
+        self._entries = {e.draw: e for e in entries if e.ready}
+        self._restart = [(e.draw, e.kept) for e in entries if not e.ready]
+        self.num_started = state["num_started"] - len(self._restart)
+        if self.admission.tail and entries:  # in the middle of a round
+            self._round_size, self._is_short = len(entries), not entries[0].kept

@@ -1,0 +1,291 @@
+"""Who begins, who is trained, who is let go: the rules of ROLL Flash and RollPacker by their own examples, and random
+traces."""
+
+import dataclasses
+import heapq
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rolljax.errors import ConfigError
+from rolljax.run.group_buffer import Admission, GroupBuffer, TailBatching
+
+
+def fill(buffer, version):
+    """Begin all that may begin; their draws."""
+    return [e.draw for e in iter(lambda: buffer.start(version), None)]
+
+
+def draws(entries):
+    return None if entries is None else [e.draw for e in entries]
+
+
+# ---- by hand
+
+
+def test_synchronous_steps_have_nothing_in_flight_between_them():
+    buffer = GroupBuffer(Admission(3, num_steps=2))
+    assert fill(buffer, 0) == [0, 1, 2]
+    for draw in (2, 0):
+        buffer.finished(draw)
+        assert buffer.take(0) is None
+    buffer.finished(1)
+    assert draws(buffer.take(0)) == [0, 1, 2]
+    assert buffer.expire(1) == [] and len(buffer) == 0
+    assert fill(buffer, 0) == []  # what begins now would be too old for the next step
+    assert fill(buffer, 1) == [3, 4, 5]
+    for draw in (3, 4, 5):
+        buffer.finished(draw)
+    assert draws(buffer.take(1)) == [3, 4, 5]
+    assert fill(buffer, 2) == []  # the phase is over
+
+
+def flash_trace(late):
+    """ROLL Flash's example: a, b, c, d begin at version 0, e and f at 1; c is the slow one."""
+    buffer = GroupBuffer(Admission(2, num_steps=9, async_ratio=1, late=late))
+    assert fill(buffer, 0) == [0, 1, 2, 3]
+    buffer.finished(0), buffer.finished(1)
+    assert draws(buffer.take(0)) == [0, 1]
+    assert buffer.expire(1) == []
+    assert fill(buffer, 1) == [4, 5]
+    buffer.finished(3), buffer.finished(5)
+    return buffer
+
+
+def test_a_group_that_would_be_too_old_is_let_go():
+    buffer = flash_trace("drop")
+    assert draws(buffer.take(1)) == [3, 5]
+    assert draws(buffer.expire(2)) == [2]
+    assert buffer.dropped == {"late": 1}
+    assert [(e.draw, e.age(2)) for e in buffer] == [(4, 1)]  # which began at version 1 and may still be trained
+    assert fill(buffer, 2) == [6, 7, 8]
+
+
+def test_or_begins_again_and_is_waited_for():
+    buffer = flash_trace("redraw")
+    assert draws(buffer.take(1)) == [3, 5]
+    assert draws(buffer.expire(2)) == [2]
+    assert fill(buffer, 2) == [2, 6, 7]  # before any new one
+    buffer.finished(4), buffer.finished(6)
+    assert draws(buffer.take(2)) == [4, 6]  # it is young: no need to wait yet
+    assert buffer.expire(3) == []
+    fill(buffer, 3)
+    buffer.finished(7), buffer.finished(8)
+    assert buffer.take(3) is None  # now there is
+    buffer.finished(2)
+    assert draws(buffer.take(3)) == [2, 7]
+
+
+def test_or_is_waited_for_at_once():
+    buffer = flash_trace("wait")
+    assert buffer.take(1) is None
+    buffer.finished(2)
+    assert draws(buffer.take(1)) == [2, 3]  # oldest start first: 5 waits
+    assert buffer.ages == {0: 2, 1: 2} and not buffer.dropped
+
+
+@pytest.mark.parametrize(("ratio", "prompts", "ahead"), [(0.5, 4, 2), (1.5, 4, 6), (0.25, 4, 1), (2, 3, 6), (0.3, 10, 3)])
+def test_fractions(ratio, prompts, ahead):
+    """A fraction of a step's groups may be one version older; so many begin ahead (the paper's example: .5 of 4 is 2)."""
+    buffer = GroupBuffer(Admission(prompts, 100, async_ratio=ratio, late="drop"))
+    assert len(fill(buffer, 0)) == prompts + ahead
+    for draw in range(prompts):
+        buffer.finished(draw)
+    buffer.take(0), buffer.expire(1)
+    fill(buffer, 1)
+    for version in range(1, 12):
+        for entry in [e for e in buffer if not e.ready]:
+            buffer.finished(entry.draw)
+        taken = buffer.take(version)
+        ages = [e.age(version) for e in taken]
+        assert max(ages) == min(version, math.ceil(ratio))  # the bound is reached
+        assert ratio == int(ratio) or ages.count(math.ceil(ratio)) <= math.floor(ratio % 1 * prompts + 1e-9)
+        buffer.expire(version + 1)
+        fill(buffer, version + 1)
+
+
+def test_dynamic_sampling_replaces_while_the_others_run():
+    """Means (0, .25, 1, .5, 0, .75) and three prompts: those with a signal are trained, three were replaced (ROLL)."""
+    means = [0, 0.25, 1, 0.5, 0, 0.75]
+    buffer = GroupBuffer(Admission(3, num_steps=1, max_replaced=30))
+    waiting = fill(buffer, 0)
+    assert waiting == [0, 1, 2]
+    while (taken := buffer.take(0)) is None:
+        draw = waiting.pop(0)
+        buffer.finished(draw, has_signal=0 < means[draw] < 1)
+        waiting += fill(buffer, 0)
+    assert draws(taken) == [1, 3, 5]
+    assert buffer.dropped == {"no_signal": 3} and buffer.num_started == 6
+
+
+def test_dynamic_sampling_has_an_end():
+    buffer = GroupBuffer(Admission(2, num_steps=1, max_replaced=3))
+    done = 0
+    while (taken := buffer.take(0)) is None:
+        fill(buffer, 0)
+        buffer.finished(done, has_signal=False)
+        done += 1
+    assert draws(taken) == [3, 4] and not any(e.has_signal for e in taken)
+
+
+def test_in_rounds_nothing_begins_beside_what_runs():
+    buffer = GroupBuffer(Admission(3, num_steps=2, max_replaced=30, in_rounds=True))
+    assert fill(buffer, 0) == [0, 1, 2]
+    buffer.finished(0, has_signal=False)
+    assert fill(buffer, 0) == []
+    buffer.finished(1, has_signal=False), buffer.finished(2)
+    assert fill(buffer, 0) == [3, 4]
+    buffer.finished(4)
+    assert fill(buffer, 0) == []
+    buffer.finished(3)
+    assert draws(buffer.take(0)) == [2, 3, 4]
+    buffer.expire(1)
+    assert fill(buffer, 1) == [5, 6, 7]
+
+
+def test_redundancy():
+    buffer = GroupBuffer(Admission(2, num_steps=3, spare_prompts=2, late="drop"))
+    assert fill(buffer, 0) == [0, 1, 2, 3]
+    buffer.finished(2, failed=True)  # a spare takes its place
+    assert buffer.dropped == {"failed": 1}
+    buffer.finished(3), buffer.finished(0)
+    assert draws(buffer.take(0)) == [0, 3]
+    assert draws(buffer.expire(1)) == [1]
+    assert buffer.dropped == {"failed": 1, "late": 1}
+    assert fill(buffer, 1) == [4, 5, 6, 7]
+
+
+def test_a_round_of_tail_batching():
+    """RollPacker's example: four of five prompts, two of three responses; the round ends at 8 and prompt 4 is queued."""
+    times = [(1, 2, 9), (3, 4, 5), (2, 8, 9), (1, 1, 1), (7, 20, 30)]
+    tail = TailBatching(1.25)
+    buffer = GroupBuffer(Admission(4, num_steps=5, tail=tail))
+    assert fill(buffer, 0) == [0, 1, 2, 3, 4]
+    assert math.ceil(tail.eta * 2) == 3
+    done = sorted((sorted(responses)[2 - 1], draw) for draw, responses in enumerate(times))
+    for end, draw in done:
+        buffer.finished(draw)
+        if (taken := buffer.take(0)) is not None:
+            break
+    assert end == 8 and draws(taken) == [0, 1, 2, 3]
+    assert draws(buffer.expire(1)) == [4]
+
+
+# ---- random traces
+
+
+def play(admission, seconds, restores=(), version=0):
+    """Play a phase in virtual time. `seconds(draw, start)`: how long a group takes, None if it has no signal. Returns
+    the buffer, and per step which draws were trained, at which age, and when."""
+    buffer, now, running, steps, starts = GroupBuffer(admission), 0.0, [], [], 0
+
+    def begin(version):
+        nonlocal starts
+        for entry in iter(lambda: buffer.start(version), None):
+            long, signal, failed = seconds(entry.draw, starts)
+            heapq.heappush(running, (now + long, starts, entry.draw, signal, failed))
+            starts += 1
+
+    while len(steps) < admission.num_steps:
+        begin(version)
+        while (taken := buffer.take(version)) is None:
+            now, _, draw, signal, failed = heapq.heappop(running)
+            assert any(e.draw == draw and not e.ready for e in buffer), "a group that was let go is done"
+            buffer.finished(draw, has_signal=signal, failed=failed)
+            begin(version)
+        gone = {e.draw for e in buffer.expire(version + 1)}
+        running = [r for r in running if r[2] not in gone]
+        heapq.heapify(running)
+        steps.append([(e.draw, e.age(version)) for e in taken])
+        begin(version)
+        version += 1
+        if len(steps) in restores:
+            state = json.loads(json.dumps(buffer.state()))
+            buffer, running = GroupBuffer(admission), []
+            buffer.restore(state)
+    assert buffer.num_trained == admission.num_steps * admission.prompts_per_step
+    return buffer, steps, now
+
+
+@st.composite
+def admissions(draw):
+    prompts, steps = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    replaced = draw(st.sampled_from([0, 0, prompts, 5 * prompts]))
+    if draw(st.integers(0, 3)) == 0:
+        tail = TailBatching(draw(st.sampled_from([1.25, 1.5, 2.0])), epoch=draw(st.sampled_from([0, 3, 7])))
+        return Admission(prompts, steps, max_replaced=replaced, tail=tail)
+    ratio = draw(st.one_of(st.just(0.0), st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 4.0]), st.floats(0, 3)))
+    late = draw(st.sampled_from(["wait", "redraw", "drop"]))
+    spare = 0 if late == "wait" else draw(st.integers(0, 4))
+    return Admission(prompts, steps, ratio, spare, late, replaced, in_rounds=ratio == 0 and draw(st.booleans()))
+
+
+@settings(max_examples=10_000 // 5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(admissions(), st.integers(0, 2**32 - 1), st.sets(st.integers(1, 7), max_size=3))
+def test_random_traces(admission, seed, restores):
+    """The bound holds, nothing is lost, nothing is trained twice, whatever the latencies, failures and restarts."""
+    rng = np.random.default_rng(seed)
+
+    def seconds(draw, start):
+        return float(rng.lognormal(0, 1)), bool(rng.random() > 0.3), bool(rng.random() < 0.05)
+
+    buffer, steps, _ = play(admission, seconds, restores)
+    trained = [d for step in steps for d, _ in step]
+    assert len(set(trained)) == len(trained)
+    assert max(age for step in steps for _, age in step) <= math.ceil(admission.async_ratio)
+    fraction = admission.async_ratio % 1
+    if fraction:
+        most = math.floor(fraction * admission.prompts_per_step + 1e-9)
+        assert all(sum(a == math.ceil(admission.async_ratio) for _, a in step) <= most for step in steps)
+    late_or_lost = buffer.dropped["late"]
+    if admission.late == "wait" and not admission.tail:
+        assert late_or_lost == 0
+    if admission.late != "drop" and not admission.max_replaced and not buffer.dropped["failed"]:
+        assert sorted(trained) == list(range(len(trained)))  # every prompt once
+
+
+def test_the_bound_is_reached():
+    rng = np.random.default_rng(0)
+    for ratio in (0.5, 1.0, 2.0, 3.5):
+        _, steps, _ = play(Admission(4, 50, ratio), lambda d, s: (float(rng.lognormal(0, 1)), True, False))
+        assert max(age for step in steps for _, age in step) == math.ceil(ratio)
+
+
+def test_long_answers_are_trained_as_often_as_short_ones():
+    """At ratio 1 the answers that are trained are as long as those of synchronous training."""
+    rng = np.random.default_rng(0)
+    length = rng.lognormal(0, 1, size=100_000)
+    _, sync, slow = play(Admission(8, 400), lambda d, s: (length[d], True, False))
+    _, steps, fast = play(Admission(8, 400, 1.0), lambda d, s: (length[d], True, False))
+    means = [np.mean([length[d] for step in run for d, _ in step]) for run in (sync, steps)]
+    assert means[1] == pytest.approx(means[0], rel=0.02)
+    assert fast < 0.75 * slow
+
+
+@pytest.mark.parametrize("epoch", [0, 64])
+def test_tail_batching_trains_every_prompt_once(epoch):
+    rng = np.random.default_rng(0)
+    tail = TailBatching(1.25, epoch)
+    scale = rng.lognormal(0, 0.7, size=10_000)
+    plain = play(Admission(32, 40), lambda d, s: (scale[d], True, False))
+    buffer, steps, seconds = play(Admission(32, 40, tail=tail), lambda d, s: (scale[d], True, False))
+    assert sorted(d for step in steps for d, _ in step) == list(range(40 * 32))
+    assert all(age == 0 for step in steps for _, age in step)
+    assert seconds < plain[2]
+    if epoch:  # no prompt waits beyond the end of its epoch
+        for i in range(0, 40, 2):
+            assert {d for step in steps[i : i + 2] for d, _ in step} == set(range(i * 32, (i + 2) * 32))
+
+
+def test_settings_that_have_no_effect_are_refused():
+    with pytest.raises(ConfigError, match="steps wait for every group"):
+        Admission(2, 1, spare_prompts=1)
+    with pytest.raises(ConfigError, match="is synchronous"):
+        Admission(2, 1, async_ratio=1, tail=TailBatching())
+    with pytest.raises(ConfigError, match="eta"):
+        TailBatching(1.0)
+    assert dataclasses.asdict(Admission(2, 1))["late"] == "wait"
