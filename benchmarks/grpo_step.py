@@ -91,7 +91,7 @@ def ours(args: argparse.Namespace) -> None:
         text = tok.decode(answer.tokens)
         reward = bc.reward(text)
         turn = Turn(prompt, answer.tokens, answer.sampler_logp, answer.versions, "stop", reward, text)
-        return Trajectory(Key(0, step, group, sibling), Task("vowels", group, ""), (turn,), reward, {}, False, "ok")
+        return Trajectory(Key(0, group, sibling), Task("vowels", group, ""), (turn,), reward, {}, False, "ok")
 
     sampler = None
     for i, batch in enumerate(bc.prompt_batches(a, total)):

@@ -181,8 +181,9 @@ def run(sft_steps: int, rl_steps: int) -> list[float]:
     for step in range(rl_steps):
         tasks = [next(stream) for _ in range(RL_PROMPTS)]
         prompts = [chat.prompt_ids(env.reset(task)) for task in tasks]
-        # the address of a sample's randomness: run seed, stream (phase), step, group, sibling, turn
-        addresses = [(SEED, 1, step, g, i, 0) for g in range(RL_PROMPTS) for i in range(RL_GROUP)]
+        # the address of a sample's randomness: run seed, stream (phase), draw, sibling, turn
+        draws = range(step * RL_PROMPTS, (step + 1) * RL_PROMPTS)
+        addresses = [(SEED, 1, draw, i, 0) for draw in draws for i in range(RL_GROUP)]
         assert len(addresses[0]) == ADDRESS_LEN
         repeated = [p for p in prompts for _ in range(RL_GROUP)]
         state, answers = sample_all(engine, params, state, repeated, addresses, chat.stop_ids)

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         checked = preflight.check(config[0].value)
         params, version = trained_params(checked, args.run) if args.run else (initial_params(checked), 0)
         with Runtime(checked, lambda: params, version) as runtime:
-            trajectories = runtime.evaluate(version)
+            trajectories = runtime.event_loop.run(runtime.evaluate(version))
         alive = [t for t in trajectories if t.status != "failed"]
         rewards = np.array([t.reward for t in alive])
         if not alive:

@@ -1,9 +1,10 @@
-"""The loop: from tasks to published weights, one step after the other. One loop for every phase and every mode.
+"""The loop: from tasks to published weights, step after step. One coroutine for every phase and every mode.
 
 | call                 | consumes                       | produces                         | waits for              |
 |----------------------|--------------------------------|----------------------------------|------------------------|
-| `rollouts.fill`      | the task stream                | groups in flight                 | nothing                |
-| `rollouts.collect`   | groups of this step            | trajectories                     | the slowest trajectory |
+| `rollouts.start`     | the task stream                | groups in flight                 | nothing                |
+| `rollouts.take`      | complete groups, oldest first  | the groups of this step          | `GroupBuffer.take`     |
+| `rollouts.start`     | the task stream                | groups of later steps            | nothing                |
 | `filter_groups`      | trajectories                   | those that take part             | nothing                |
 | `trainer.step`       | these, the train state         | the next train state, statistics | the device             |
 | `rollouts.end_step`  | trajectories                   | where the next episodes start    | nothing                |
@@ -13,12 +14,14 @@
 | `recorder.commit`    | all of the above               | rollouts, a row, a checkpoint    | the disk               |
 
 `trainer.step` is credit, packing, all updates, and the gate: a step that is not finite ends the run before anything of
-it is published or saved. With `staleness` 0 fill starts this step's groups only, so every token is sampled by the
-newest weights; with more, the groups of the next steps are in flight while the trainer works.
+it is published or saved. `Phase.async_ratio` is the one dial between synchronous and asynchronous training: at 0 the
+second `rollouts.start` begins nothing, so every token is of the newest weights; above 0 the groups of later steps are
+in flight while the trainer works, and live through `runtime.publish`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable
 
@@ -73,32 +76,7 @@ def train(
     console.say("compiling the sampler")
     with Runtime(preflight, trainer.weights, progress.version, should_stop, team, watchdog) as runtime:
         try:
-            is_new = not progress.heldout_reward
-            with timed(progress.other_wall_s, "start", began):
-                if is_new:
-                    recorder.put_evaluation("start", runtime.evaluate(progress.total_steps))
-            if is_new:
-                recorder.save()
-            while not progress.finished:
-                phase = recipe.phases[progress.phase]
-                recorder.start_phase(phase)
-                with PhaseRollouts(runtime, stream, progress, console.warn) as rollouts:
-                    while progress.is_in(phase):
-                        train_step(phase, rollouts, trainer, runtime, recorder)
-                        if should_stop():
-                            raise Stopped
-                console.wait("evaluating on held-out tasks")
-                with timed(progress.phase_wall_s, phase.name):
-                    runtime.publish(progress.version)
-                    recorder.put_evaluation(phase.name, runtime.evaluate(progress.total_steps))
-                progress.phase_end.setdefault(phase.name, ALL_STEPS)
-                progress.finished = progress.phase + 1 == len(recipe.phases)
-                if not progress.finished:
-                    progress.begin_next_phase()
-                    with timed(progress.other_wall_s, "start"):
-                        trainer.open_phase(progress)
-                recorder.save()
-                recorder.end_phase(phase)
+            runtime.event_loop.run(train_phases(stream, trainer, runtime, recorder, began))
         except Stopped:
             recorder.save()
             raise
@@ -107,37 +85,71 @@ def train(
     return trainer, progress
 
 
-def train_step(phase: Phase, rollouts: PhaseRollouts, trainer: Trainer, runtime: Runtime, recorder: Recorder) -> None:
-    """One step of a phase. At its end state and progress agree, so that they can be saved as they are."""
+async def train_phases(
+    stream: TaskStream, trainer: Trainer, runtime: Runtime, recorder: Recorder, began: float | None
+) -> None:
+    """Every phase of the run that is not done yet, each evaluated at its end."""
     progress, recipe = recorder.progress, runtime.recipe
-    timer, before = StepTimer(runtime.watchdog), runtime.sampler.stats
-    rollouts.fill(progress.step)
+    is_new = not progress.heldout_reward
+    with timed(progress.other_wall_s, "start", began):
+        if is_new:
+            recorder.put_evaluation("start", await runtime.evaluate(progress.total_steps))
+    if is_new:
+        await runtime.call(recorder.save)
+    while not progress.finished:
+        phase = recipe.phases[progress.phase]
+        recorder.start_phase(phase)
+        async with PhaseRollouts(runtime, stream, progress, recorder.console.warn) as rollouts:
+            while progress.is_in(phase):
+                await train_step(phase, rollouts, trainer, runtime, recorder)
+                runtime.check_stop()
+        recorder.console.wait("evaluating on held-out tasks")
+        with timed(progress.phase_wall_s, phase.name):
+            await runtime.call(runtime.publish, progress.version)
+            recorder.put_evaluation(phase.name, await runtime.evaluate(progress.total_steps))
+        progress.phase_end.setdefault(phase.name, ALL_STEPS)
+        progress.finished = progress.phase + 1 == len(recipe.phases)
+        if not progress.finished:
+            progress.begin_next_phase()
+            with timed(progress.other_wall_s, "start"):
+                await runtime.call(trainer.open_phase, progress)
+        await runtime.call(recorder.save)
+        recorder.end_phase(phase)
+
+
+async def train_step(
+    phase: Phase, rollouts: PhaseRollouts, trainer: Trainer, runtime: Runtime, recorder: Recorder
+) -> None:
+    """One step of a phase. At its end state and progress agree, so that they can be saved as they are."""
+    progress, recipe, version = recorder.progress, runtime.recipe, recorder.progress.version
+    timer, before = StepTimer(runtime.watchdog, asyncio.get_running_loop().time), runtime.sampler.stats
+    rollouts.start(version)
     with timer.part("rollout"):
-        groups = rollouts.collect(progress.step)
+        groups = await rollouts.take(version)
+    rollouts.start(version)
     with timer.part("update"), recorder.keeping_crashes():
-        kept = filter_groups(groups, recipe.filters)
-        trained = trainer.step(kept, progress.carry, progress.step)
+        kept = filter_groups(groups.trained, recipe.filters)
+        trained = await runtime.call(trainer.step, kept, progress.carry, progress.step)
     progress.carry = dict(trained.carry)
-    recorder.warn(groups)
-    row = trained.row | trajectories_row(groups, progress.version) | faults_row(groups)
-    row |= rollouts.end_step(groups, progress)
-    row |= groups_row(len(groups), len(kept), trained.num_trained, row["groups/cancelled_n"])
+    recorder.warn(groups.all)
+    row = trained.row | trajectories_row(groups.all, version) | faults_row(groups.all)
+    row |= rollouts.end_step(groups) | groups_row(len(groups.trained), len(kept), trained.num_trained)
     if phase.samples:
         row |= sampler_row(before, runtime.sampler.stats)
     progress.end_step(phase)
     evaluate_now = phase.eval_every > 0 and progress.step % phase.eval_every == 0
     if phase.samples or evaluate_now:
         with timer.part("publish"):
-            runtime.publish(progress.version)
+            await runtime.call(runtime.publish, progress.version)
     if evaluate_now:
         with timer.part("eval"):
-            found = runtime.evaluate(progress.total_steps, interruptible=False)
+            found = await runtime.evaluate(progress.total_steps, interruptible=False)
         row["heldout/reward_mean"] = mean_reward(found)
         recorder.show_evaluation(found)
         if phase.stop_at_reward is not None and row["heldout/reward_mean"] >= phase.stop_at_reward:
             progress.phase_end[phase.name] = f"held-out reward reached {phase.stop_at_reward:g}"
-    recorder.check_alive(groups)
-    recorder.commit(phase, groups, row, timer)
+    recorder.check_alive(groups.all)
+    await runtime.call(recorder.commit, phase, groups.all, row, timer)
 
 
 def open_trainer(

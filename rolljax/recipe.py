@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jax.sharding import Mesh
 
@@ -16,6 +17,7 @@ from rolljax.model.lora import Lora
 from rolljax.rollout.agents.program import AgentProgram
 from rolljax.rollout.episodes import RolloutConfig
 from rolljax.rollout.filters import FilterConfig
+from rolljax.rollout.group_buffer import Admission, Late, TailBatching
 from rolljax.rollout.starts import ExpertStarts
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.base import Algorithm, Setup
@@ -36,12 +38,18 @@ class Phase:
     prompts_per_step x group_size: trajectories of a step. updates_per_step: optimizer updates that share them out.
     epochs: how many times each is gone through.
     temperature: of sampling, and of the trainer's log-probs. top_k, top_p, min_p: tokens left out of sampling.
-    staleness: how many steps ahead of the trainer groups may be started (0: every token is on-policy).
-    spare_groups: in every second step so many more groups are begun; the first that are complete are trained on and
-      the others put off to the step between, which waits for all of its own. Every answer is trained in the end,
-      long ones later. spare_siblings: so many more trajectories of each group are begun; the first that are complete
-      make the group and the others are let go for good, which favours short answers. Which these are depends on time,
-      so such a run cannot be repeated to the bit.
+    async_ratio: most versions that the policy may be further when a group is trained than when it began. 0: every token
+      is of the newest policy, and rollouts and training take turns. Above 0 they go on side by side, and up to
+      `(1 + async_ratio) x prompts_per_step` groups are in flight or wait. With a fraction `f` beyond a whole number up
+      to `f x prompts_per_step` groups of a step are one version older.
+    late: what becomes of a group that would be older. wait: there is none, the step that could still train it waits for
+      it. redraw: it begins again with the newest policy, and is then waited for. drop: it is let go for good, which
+      favours short answers.
+    spare_prompts, spare_siblings: so many more groups are kept in flight than are needed, so many more trajectories of
+      each are begun; the first that are complete are trained on and the others let go. Which these are depends on time,
+      so such a run cannot be repeated to the bit; where they are let go for good, short answers are favoured.
+    tail_batching: short rounds that do not wait for their slowest answers, and long ones for these
+      (`group_buffer.TailBatching`).
     starts: begin episodes behind an expert's first turns (`starts.ExpertStarts`).
     row_len, micro_rows: tokens of a packed row, which must hold one trajectory, and rows of a micro-batch. 0: the
       shortest row that does, a multiple of 128, and as many rows as the devices do well with. `--dry_run` shows them.
@@ -60,9 +68,11 @@ class Phase:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    staleness: int = 0
-    spare_groups: int = 0
+    async_ratio: float = 0.0
+    late: Late = "wait"
+    spare_prompts: int = 0
     spare_siblings: int = 0
+    tail_batching: TailBatching | None = None
     starts: ExpertStarts | None = None
     optimizer: Optimizer = AdamW()
     row_len: int = 0
@@ -72,7 +82,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         check_range(self, "steps", "prompts_per_step", "group_size", "updates_per_step", "epochs", low=1)
-        check_range(self, "staleness", "eval_every", "top_k", "spare_groups", "spare_siblings", low=0)
+        check_range(self, "async_ratio", "eval_every", "top_k", "spare_prompts", "spare_siblings", low=0)
         check_range(self, "row_len", "micro_rows", low=0)
         check_range(self, "top_p", above=0, high=1)
         check_range(self, "min_p", low=0, below=1)
@@ -90,21 +100,6 @@ class Phase:
                 value=self.prompts_per_step,
                 remedy=f"choose a multiple of {self.updates_per_step}: every update takes an equal number of groups",
             )
-        if self.spare_groups > self.prompts_per_step:
-            raise ConfigError(
-                f"are more than prompts_per_step = {self.prompts_per_step}: one step could not take them all back",
-                setting="Phase.spare_groups",
-                value=self.spare_groups,
-                remedy=f"choose at most {self.prompts_per_step}; an eighth of prompts_per_step is usual",
-            )
-        if self.spare_groups and self.steps < self.staleness + 2:
-            raise ConfigError(
-                f"can have no effect in {self.steps} steps at staleness = {self.staleness}: no step is left that could "
-                "take back what is put off",
-                setting="Phase.spare_groups",
-                value=self.spare_groups,
-                remedy="set it to 0",
-            )
         if self.stop_at_reward is not None and not self.eval_every:
             raise ConfigError(
                 "is never looked at, because eval_every is 0",
@@ -112,14 +107,7 @@ class Phase:
                 value=self.stop_at_reward,
                 remedy="set Phase.eval_every",
             )
-        if self.staleness and not self.samples:
-            raise ConfigError(
-                f"can have no effect: {type(self.algorithm).__name__} learns from gold answers, which do not age",
-                setting="Phase.staleness",
-                value=self.staleness,
-                remedy="set it to 0",
-            )
-        for name in ("spare_groups", "spare_siblings", "starts"):
+        for name in ("async_ratio", "spare_prompts", "spare_siblings", "tail_batching", "starts"):
             if getattr(self, name) and not self.samples:
                 raise ConfigError(
                     f"can have no effect: {type(self.algorithm).__name__} learns from gold answers",
@@ -127,6 +115,21 @@ class Phase:
                     value=getattr(self, name),
                     remedy="leave it out",
                 )
+        if self.tail_batching and self.spare_siblings:
+            raise ConfigError(
+                "is what tail_batching does by its eta",
+                setting="Phase.spare_siblings",
+                value=self.spare_siblings,
+                remedy="leave it out",
+            )
+        if self.late != "wait" and not (self.async_ratio or self.spare_prompts):
+            raise ConfigError(
+                "can have no effect: a synchronous step without spares waits for all of its groups",
+                setting="Phase.late",
+                value=self.late,
+                remedy="leave it out, or set async_ratio or spare_prompts",
+            )
+        self.admission()
         if self.epochs > 1 and not self.algorithm.trains_policy:
             raise ConfigError(
                 f"can have no effect: {type(self.algorithm).__name__} does not train the policy",
@@ -140,12 +143,36 @@ class Phase:
         """Whether the policy acts in the environments; else their own answers are learned from."""
         return self.algorithm.source == "sampler"
 
+    @property
+    def begins_again(self) -> bool:
+        """Whether groups that were let go begin again."""
+        return self.late == "redraw" or self.tail_batching is not None
+
+    def spares(self, *, kept: bool) -> int:
+        """Siblings that are begun beyond `group_size`. kept: the group is one that is waited for."""
+        if self.tail_batching is None:
+            return self.spare_siblings
+        return 0 if kept else math.ceil(self.tail_batching.eta * self.group_size) - self.group_size
+
+    def admission(self, *, in_rounds: bool = False) -> Admission:
+        """The rules of the phase's groups."""
+        return Admission(
+            self.prompts_per_step,
+            self.steps,
+            self.async_ratio,
+            self.spare_prompts,
+            self.late,
+            max_replaced=self.algorithm.dynamic_sampling_rounds * self.prompts_per_step,
+            tail=self.tail_batching,
+            in_rounds=in_rounds,
+        )
+
     def setup(self, max_turns: int, *, first: bool = False, environment: str = "") -> Setup:
         """What the algorithm is combined with. first: the phase is the run's first. environment: its name."""
         return Setup(
             group_size=self.group_size,
             updates=self.updates_per_step * self.epochs,
-            staleness=self.staleness,
+            staleness=math.ceil(self.async_ratio),
             max_turns=max_turns,
             truncated_sampling=self.top_k > 0 or self.top_p < 1 or self.min_p > 0,
             first_phase=first,
@@ -308,7 +335,7 @@ class Recipe:
         ]
         short = [
             f"phase {p.name}: spare_siblings = {p.spare_siblings} lets the slowest answers go for good: short ones are "
-            "trained on more often than they are sampled (spare_groups brings slow groups back)"
+            "trained on more often than they are sampled (tail_batching brings slow groups back)"
             for p in self.phases
             if p.spare_siblings
         ]

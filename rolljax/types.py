@@ -75,8 +75,8 @@ class Key:
 
     stream: int
     """0: training rollouts of the first phase, 1: of the second, ...; evaluations use `EVAL_STREAM`."""
-    step: int
-    group: int
+    draw: int
+    """The place of its task in the task stream, whatever step trains it."""
     sibling: int
 
 
@@ -283,14 +283,30 @@ class Trajectory:
         """A JSON-able record of everything above; what `rollouts/step_N.jsonl` holds, one line per trajectory."""
         return {"schema": SCHEMA_VERSION, **_plain(self)}
 
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> Trajectory:
+        """The trajectory that `to_json` was of."""
+        fields = {name: value for name, value in record.items() if name != "schema"}
+        hashes = fields["observation_hashes"]
+        return Trajectory(
+            **fields
+            | {
+                "key": Key(**fields["key"]),
+                "task": Task(**fields["task"]),
+                "turns": tuple(map(_turn, fields["turns"])),
+                "fault": fields["fault"] and Fault(**fields["fault"]),
+                "expert": fields["expert"] and Expert(**fields["expert"]),
+                "observation_hashes": hashes and tuple(hashes),
+            }
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """Trajectories of the same start: the unit of credit and of dropping."""
 
     task: Task
-    step: int
-    index: int
+    draw: int
     trajectories: tuple[Trajectory, ...]
     cancelled: int = 0
     """Spare episodes that were let go when enough others were complete."""
@@ -300,6 +316,27 @@ class Group:
     @property
     def rewards(self) -> np.ndarray:
         return np.array([t.reward for t in self.trajectories], np.float32)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able record of everything but what is not written (`Turn.experts`)."""
+        return {"schema": SCHEMA_VERSION, **_plain(self)}
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> Group:
+        """The group that `to_json` was of."""
+        shown = record["demonstration"]
+        return Group(
+            Task(**record["task"]),
+            record["draw"],
+            tuple(map(Trajectory.from_json, record["trajectories"])),
+            record["cancelled"],
+            shown and Trajectory.from_json(shown),
+        )
+
+
+def _turn(record: Mapping[str, Any]) -> Turn:
+    dtypes = {"prompt_ids": np.int32, "tokens": np.int32, "sampler_logp": np.float32, "versions": np.int32}
+    return Turn(**dict(record) | {name: np.array(record[name], dtype) for name, dtype in dtypes.items()})
 
 
 def _plain(value: Any) -> Any:

@@ -46,7 +46,7 @@ def trajectory(rng, group, sibling, prompt, turns, *, reward, gap=0.3):
         tokens, versions = rng.integers(0, VOCAB, said).astype(np.int32), np.zeros(said, np.int32)
         made.append(Turn(ids.astype(np.int32), tokens, logp, versions, "stop", part, f"{group}.{sibling}.{k}"))
     task = Task("toy", group, f"task {group}")
-    key = Key(0, 0, group, sibling)
+    key = Key(0, group, sibling)
     return Trajectory(key, task, tuple(made), reward, {}, reward > 0, "ok")
 
 

@@ -20,12 +20,12 @@ class Barrier:
 
     def __init__(self, episodes: int, hold: Callable[[], Callable[[], None]] | None = None) -> None:
         self._expected, self._hold = episodes, hold
-        self._waiting: list[tuple[tuple[int, int, int], asyncio.Future[None]]] = []
+        self._waiting: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
 
     async def arrive(self, key: Key) -> None:
         """Wait for the others."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(((key.step, key.group, key.sibling), future))
+        self._waiting.append(((key.draw, key.sibling), future))
         self._open()
         await future
 
@@ -45,29 +45,27 @@ class Barrier:
 
 
 class Tally:
-    """Episodes done and under way, by stream and step, of the steps that have any under way."""
+    """Episodes done and under way, by stream, of the streams that have any under way."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[int, int], tuple[int, int]] = {}
+        self._counts: dict[int, tuple[int, int]] = {}
 
     @contextlib.contextmanager
     def counted(self, key: Key) -> Iterator[None]:
         """Around one episode."""
-        place = (key.stream, key.step)
-        done, under_way = self._counts.get(place, (0, 0))
-        self._counts[place] = done, under_way + 1
+        done, under_way = self._counts.get(key.stream, (0, 0))
+        self._counts[key.stream] = done, under_way + 1
         try:
             yield
         finally:
-            done, under_way = self._counts[place]
-            self._counts[place] = done + 1, under_way - 1
+            done, under_way = self._counts[key.stream]
+            self._counts[key.stream] = done + 1, under_way - 1
             if under_way == 1:
-                del self._counts[place]
+                del self._counts[key.stream]
 
     def __str__(self) -> str:
-        """One clause for each step: `step 12: 448 episodes done, 64 under way`."""
+        """One clause for each stream: `training: 448 episodes done, 64 under way`."""
         return "; ".join(
-            f"{'evaluation' if stream == EVAL_STREAM else f'step {step + 1}'}: "
-            f"{done} episodes done, {under_way} under way"
-            for (stream, step), (done, under_way) in list(self._counts.items())
+            f"{'evaluation' if stream == EVAL_STREAM else 'training'}: {done} episodes done, {under_way} under way"
+            for stream, (done, under_way) in list(self._counts.items())
         )

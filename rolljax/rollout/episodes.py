@@ -132,8 +132,7 @@ class Rollouts:
         task: Task,
         *,
         stream: int,
-        step: int,
-        index: int,
+        draw: int,
         group_size: int,
         spare: int = 0,
         start: Start | None = None,
@@ -143,12 +142,12 @@ class Rollouts:
 
         With `spare` more are begun; the first `group_size` that are complete make the group and the rest is cancelled.
         """
-        keys = [Key(stream, step, index, sibling) for sibling in range(group_size + spare)]
+        keys = [Key(stream, draw, sibling) for sibling in range(group_size + spare)]
         running = [asyncio.ensure_future(self.trajectory(task, key, start, barrier)) for key in keys]
         try:
             if not spare:
-                return Group(task, step, index, tuple(await asyncio.gather(*running)))
-            return await _first(running, group_size, Group(task, step, index, ()))
+                return Group(task, draw, tuple(await asyncio.gather(*running)))
+            return await _first(running, group_size, Group(task, draw, ()))
         finally:
             for future in running:
                 future.cancel()

@@ -34,7 +34,7 @@ class SamplerPolicy:
     seed: int
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
-        address = (self.seed % 2**31, key.stream, key.step, key.group, key.sibling, turn)
+        address = (self.seed % 2**31, key.stream, key.draw, key.sibling, turn)
         return await self.sampler.generate(prompt_ids, self.params, address)
 
 

@@ -177,8 +177,8 @@ class StartCurriculum:
         certain = rates[-1][1]  # behind the last chunk is the expert's success
         return crucial_fork([*rates, (certain, certain)], self.settings.fork_gap)
 
-    async def choose(self, task: Task, step: int, index: int) -> Start | None:
-        """Where group `index` of `step` starts; None: at the beginning, for want of an expert."""
+    async def choose(self, task: Task, draw: int) -> Start | None:
+        """Where group `draw` starts; None: at the beginning, for want of an expert."""
         expert = await self._expert(task)
         if expert is None:
             return None
@@ -187,7 +187,7 @@ class StartCurriculum:
         if self.settings.mode == "rollback":
             keep = max(0, length - self.distance)
         else:
-            keep = int(np.random.default_rng([self._seed, step, index]).integers(length))
+            keep = int(np.random.default_rng([self._seed, draw]).integers(length))
         fork = self.fork(expert.expert)
         return dataclasses.replace(
             expert,

@@ -1,12 +1,12 @@
 """Checkpoints: everything a run needs to go on, saved together, and trusted only if every byte is as it was written.
 
-A checkpoint is the train state and one JSON record (`RunProgress`): phase and step, the position of the task stream,
-the policy version, held-out rewards and wall seconds so far. Randomness is addressed, not stored, and rollouts in
-flight are made again from their addresses, so this is all there is.
+A checkpoint is the train state and one record (`RunProgress`): phase and step, the position of the task stream, the
+policy version, held-out rewards and wall seconds so far, and the groups that are complete and wait to be trained.
+Randomness is addressed, not stored, and rollouts in flight are made again from their addresses: this is all there is.
 
-It is a folder: the arrays as Orbax writes them, `progress.json`, and a manifest with the SHA-256 of every file
-(`sha256sum -c manifest.sha256` checks it by hand). It is filled beside its place and takes its name, which no other
-checkpoint had or will have, when all of it is on the disk. Reading takes the newest that agrees with its manifest.
+It is a folder: the arrays as Orbax writes them, `progress.json`, `waiting.jsonl`, and a manifest with the SHA-256 of
+every file (`sha256sum -c manifest.sha256` checks it by hand). It is filled beside its place and takes its name, which no
+other checkpoint had or will have, when all of it is on the disk. Reading takes the newest that agrees with its manifest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rolljax.run import durable
 from rolljax.run.progress import RunProgress
 from rolljax.trainer.state import TrainState
 
-MANIFEST, ARRAYS, PROGRESS = "manifest.sha256", "arrays", "progress.json"
+MANIFEST, ARRAYS, PROGRESS, WAITING = "manifest.sha256", "arrays", "progress.json", "waiting.jsonl"
 _NAME = re.compile(r"(\d{6,})_step_\d+")
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)\n")
 _READERS = 8
@@ -70,7 +70,9 @@ class Checkpoints:
         Raises:
           StorageError: the disk does not take it. CheckpointError: Orbax does not write it.
         """
-        write(self.folder / name, state, {PROGRESS: json.dumps(dataclasses.asdict(progress), indent=1) + "\n"})
+        record = dataclasses.asdict(progress)
+        texts = {WAITING: record.pop("waiting"), PROGRESS: json.dumps(record, indent=1) + "\n"}
+        write(self.folder / name, state, texts)
         self._good.add(name)
 
     def latest(self, warn: Callable[[str], None]) -> Saved | None:
@@ -98,7 +100,7 @@ class Checkpoints:
     def _progress(self, name: str) -> RunProgress:
         path = self.folder / name / PROGRESS
         with boundary(CheckpointError, f"reading {path}, which another version of rolljax may have written"):
-            return RunProgress(**json.loads(path.read_text()))
+            return RunProgress(**json.loads(path.read_text()), waiting=path.with_name(WAITING).read_text())
 
     def state(self, name: str, abstract: TrainState, shardings: TrainState) -> TrainState:
         """The train state, placed as `shardings` say, on whatever mesh they are of."""

@@ -1,29 +1,49 @@
-"""The rollouts of one phase: its groups are started ahead, collected step by step, and replaced where they teach
-nothing."""
+"""The rollouts of one phase: groups begin, are waited for, trained or let go, as `GroupBuffer` says."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rolljax.envs.tasks import TaskStream
-from rolljax.errors import TrainerError
+from rolljax.errors import RolljaxError, TrainerError
 from rolljax.recipe import Phase
 from rolljax.rollout.barrier import Barrier
+from rolljax.rollout.builder import fault_of
 from rolljax.rollout.filters import filter_groups
-from rolljax.rollout.starts import StartCurriculum
-from rolljax.run.buffer import Buffer
-from rolljax.run.groups import GroupDue, start_groups
+from rolljax.rollout.group_buffer import Entry, GroupBuffer
+from rolljax.rollout.starts import StartCurriculum, fallback
 from rolljax.run.notices import unfilled_step
 from rolljax.run.progress import RunProgress
 from rolljax.run.runtime import Runtime
+from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.credit.episodes import Episodes
-from rolljax.types import Group
+from rolljax.types import Group, Key, Task, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class StepGroups:
+    """What a step gets: the groups it trains, in the order of their draws, and the ages they have, in versions; those
+    that were dropped since the step before because nothing can be learned from them."""
+
+    trained: list[Group]
+    start_ages: list[int]
+    dropped: list[Group]
+
+    @property
+    def all(self) -> list[Group]:
+        """Every group that was completed for the step."""
+        return self.trained + self.dropped
 
 
 class PhaseRollouts:
-    """Groups of trajectories for the steps of phase `progress.phase`, from the task stream. Use as a context manager.
+    """Groups of trajectories for the steps of phase `progress.phase`, from the task stream. Use as an asynchronous
+    context manager, in the event loop of `runtime`.
 
     Args:
       warn: is told once if dynamic sampling cannot fill a step.
@@ -34,83 +54,210 @@ class PhaseRollouts:
     ) -> None:
         recipe, phase = runtime.recipe, runtime.recipe.phases[progress.phase]
         self._runtime, self._recipe, self._phase, self._index = runtime, recipe, phase, progress.phase
+        self._stream, self._progress = stream, progress
         self._starts = _start_curriculum(runtime, phase, progress)
         self._rollouts = runtime.rollouts(runtime.actor(phase), hash_observations=self._starts is not None)
         self._warn: Callable[[str], None] | None = warn
-        self._buffer = Buffer(
-            runtime.event_loop,
-            stream,
-            self._start,
-            prompts_per_step=phase.prompts_per_step,
-            staleness=phase.staleness,
-            num_steps=phase.steps,
-            spares=phase.spare_groups,
-            put_off=[GroupDue(recipe.env.task(index), step, group) for index, step, group in progress.put_off],
-        )
+        self._together = runtime.pool.opens_at_once and not phase.async_ratio
+        self._buffer = GroupBuffer(phase.admission(in_rounds=self._together))
+        self._tasks: dict[int, Task] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._done: dict[int, Group] = {}
+        self._dropped: list[Group] = []
+        self._before: Counter[str] = Counter()
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        if progress.groups:
+            self._restore(progress)
 
-    def __enter__(self) -> PhaseRollouts:
+    async def __aenter__(self) -> PhaseRollouts:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._buffer.cancel()
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Stopped) and self._phase.async_ratio:
+            self.note(is_saved=True)
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _start(self, due: list[GroupDue], wanted: int) -> list[Group]:
-        runtime, phase = self._runtime, self._phase
-        episodes = len(due) * (phase.group_size + phase.spare_siblings)
-        hold = runtime.sampler.hold if phase.samples and runtime.agents is None else None
-        barrier = Barrier(episodes, hold) if runtime.pool.opens_at_once else None
-        return await start_groups(self._rollouts, self._starts, phase, self._index, due, wanted, barrier)
+    # ---- beginning
 
-    def fill(self, step: int) -> None:
-        """Start the groups of every step up to `step + staleness` that are not started yet."""
-        self._buffer.fill(step)
+    def start(self, version: int) -> None:
+        """Begin the groups that may begin now, with the policy as it is, of `version`."""
+        entries = list(iter(lambda: self._buffer.start(version), None))
+        if not entries:
+            return
+        phase, hold = self._phase, None
+        spares = [phase.spares(kept=e.kept) for e in entries]
+        if phase.samples and self._runtime.agents is None:
+            hold = self._runtime.sampler.hold
+        barrier = Barrier(sum(phase.group_size + s for s in spares), hold) if self._together else None
+        for entry, spare in zip(entries, spares, strict=True):
+            if entry.draw not in self._tasks:
+                self._tasks[entry.draw] = next(self._stream)
+            self._running[entry.draw] = asyncio.ensure_future(self._run(entry, spare, version, barrier))
 
-    def collect(self, step: int) -> list[Group]:
-        """The groups of a step; with dynamic sampling (DAPO, arXiv 2503.14476), until enough of them have a signal.
+    async def _run(self, entry: Entry, spare: int, version: int, barrier: Barrier | None) -> None:
+        """One group, from its start until the buffer has it."""
+        try:
+            group = await self._group(self._tasks[entry.draw], entry.draw, spare, barrier)
+            self._finished(group, version)
+        except Exception as e:  # border: of a task that nobody awaits; `take` raises it
+            self._error = e
+        finally:
+            self._changed.set()
+
+    async def _group(self, task: Task, draw: int, spare: int, barrier: Barrier | None) -> Group:
+        phase, key = self._phase, Key(self._index, draw, 0)
+        try:
+            start = await self._starts.choose(task, draw) if self._starts else None
+        except RolljaxError as e:  # the expert's episode failed, and with it the group
+            if barrier:
+                barrier.leave(phase.group_size + spare)
+            keys = [dataclasses.replace(key, sibling=s) for s in range(phase.group_size)]
+            lost = tuple(Trajectory(k, task, (), 0.0, {}, False, "failed", fault_of(e)) for k in keys)
+            return Group(task, draw, lost)
+        group = await self._rollouts.group(
+            task,
+            stream=self._index,
+            draw=draw,
+            group_size=phase.group_size,
+            spare=spare,
+            start=start,
+            barrier=barrier,
+        )
+        if start is None or not phase.algorithm.imitates:
+            return group
+        return dataclasses.replace(group, demonstration=fallback(start, group.trajectories))
+
+    def _finished(self, group: Group, version: int) -> None:
+        del self._running[group.draw]
+        failed = all(t.status == "failed" for t in group.trajectories)
+        if self._buffer.finished(group.draw, has_signal=self._has_signal(group), failed=failed):
+            self._done[group.draw] = group
+        else:
+            del self._tasks[group.draw]
+            self._dropped.append(group)
+            self.start(version)
+
+    def _has_signal(self, group: Group) -> bool:
+        """Whether the phase's algorithm learns anything from a group, if it asks."""
+        if not self._phase.algorithm.dynamic_sampling_rounds:
+            return True
+        kept = filter_groups([group], self._recipe.filters)
+        episodes = Episodes.of(kept, limit_tok=self._recipe.max_answer_tok, step=self._progress.step)
+        return bool(kept) and bool(self._phase.algorithm.has_signal(episodes).any())
+
+    # ---- collecting
+
+    async def take(self, version: int) -> StepGroups:
+        """The groups of the step at `version`, when they are there; those that are too old for the next are let go.
+
+        With dynamic sampling (DAPO, arXiv 2503.14476) groups without a signal were replaced by then.
 
         Raises:
-          TrainerError: after all rounds not one group has a signal. HangError, Stopped: see `EventLoop.wait`.
+          TrainerError: after all that may be replaced not one group has a signal. HangError: it took longer than
+            `Recipe.wait_s`. Stopped: the run was told to stop.
         """
-        wait_s, wanted = self._recipe.wait_s, self._phase.prompts_per_step
-        groups, rounds = self._buffer.collect(step, wait_s), self._phase.algorithm.dynamic_sampling_rounds
-        if not rounds:
-            return groups
-        found = self._num_with_signal(groups, step)
-        for _ in range(rounds):
-            if found >= wanted:
-                return groups
-            groups += self._buffer.more(step, wanted - found, wait_s)
-            found = self._num_with_signal(groups, step)
+        taken = await self._runtime.event_loop.within(
+            self._take(version), f"the groups of step {self._progress.step + 1}", self._recipe.wait_s
+        )
+        ages = [e.age(version) for e in taken]
+        groups = [self._done.pop(e.draw) for e in taken]
+        for entry in taken:
+            del self._tasks[entry.draw]
+        for entry in self._buffer.expire(version + 1):
+            self._let_go(entry)
+        dropped, self._dropped = self._dropped, []
+        self._check_signal(taken, groups, dropped)
+        return StepGroups(groups, ages, dropped)
+
+    async def _take(self, version: int) -> list[Entry]:
+        while True:
+            if self._error:
+                raise self._error
+            if (taken := self._buffer.take(version)) is not None:
+                return taken
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _let_go(self, entry: Entry) -> None:
+        if entry.draw in self._running:
+            self._running.pop(entry.draw).cancel()
+        self._done.pop(entry.draw, None)
+        if self._phase.begins_again:
+            return  # its task is needed again
+        del self._tasks[entry.draw]
+
+    def _check_signal(self, taken: Sequence[Entry], groups: Sequence[Group], dropped: Sequence[Group]) -> None:
+        phase, found = self._phase, sum(e.has_signal for e in taken)
+        rounds, drawn = phase.algorithm.dynamic_sampling_rounds, len(groups) + len(dropped)
         if not found and filter_groups(groups, self._recipe.filters):
             raise TrainerError(
-                f"step {step + 1} of {self._phase.name}: after {rounds} dynamic-sampling rounds none of {len(groups)} "
-                "groups has a signal; look at rollouts/ for whether tasks are all too easy or all too hard, or raise "
-                "GroupFilter.dynamic_sampling_rounds"
+                f"step {self._progress.step + 1} of {phase.name}: after {rounds} dynamic-sampling rounds none of "
+                f"{drawn} groups has a signal; look at rollouts/ for whether tasks are all too easy or all too hard, "
+                "or raise GroupFilter.dynamic_sampling_rounds"
             )
-        if found < wanted and self._warn:
-            self._warn(unfilled_step(self._phase, found, len(groups)))
+        if found < len(taken) and self._warn:
+            self._warn(unfilled_step(phase, found, drawn))
             self._warn = None
-        return groups
 
-    def _num_with_signal(self, groups: Sequence[Group], step: int) -> int:
-        kept = filter_groups(groups, self._recipe.filters)
-        episodes = Episodes.of(kept, limit_tok=self._recipe.max_answer_tok, step=step)
-        return len(np.unique(episodes.groups[self._phase.algorithm.has_signal(episodes)]))
+    # ---- what a step leaves behind
 
-    def end_step(self, groups: Sequence[Group], progress: RunProgress) -> dict[str, float]:
-        """Learn from how a step's episodes went where the next ones start; note in `progress` what comes next.
+    def end_step(self, step: StepGroups) -> dict[str, float]:
+        """Learn from how a step's episodes went where the next ones start; note in the progress what comes next.
 
         Returns:
           Metrics of the step.
         """
-        row = self._buffer.row()
+        progress, buffer = self._progress, self._buffer
+        now = Counter({"started": buffer.num_started, **buffer.dropped})
+        since = {name: float(now[name] - self._before[name]) for name in ("started", "no_signal", "failed", "late")}
+        self._before = now
+        ages = np.array(step.start_ages or [0])
+        row = {
+            "groups/started_n": since["started"],
+            "groups/no_signal_n": since["no_signal"],
+            "groups/spare_failed_n": since["failed"],
+            "groups/late_n": since["late"],
+            "groups/waiting_n": float(len(buffer)),
+            "groups/ready_n": float(buffer.num_ready),
+            "stale/start_mean_ver": float(ages.mean()),
+            "stale/start_max_ver": float(ages.max()),
+        }
         if self._starts:
-            self._starts.learn(groups, progress.step)
+            self._starts.learn(step.all, progress.step)
             progress.starts = self._starts.state()
-            row |= self._starts.row(groups)
-        progress.stream_position = self._buffer.position()
-        progress.put_off = [[d.task.index, d.step, d.index] for d in self._buffer.put_off()]
+            row |= self._starts.row(step.all)
+        self.note(is_saved=(progress.total_steps + 1) % self._recipe.save_every == 0)
         return row
+
+    def note(self, *, is_saved: bool) -> None:
+        """Note in the progress where the task stream stands, and which groups are in flight.
+
+        Args:
+          is_saved: note those that are ready as well, which else begin again.
+        """
+        state = self._buffer.state()
+        waiting = {draw: g for draw, g in self._done.items() if is_saved and not _has_experts(g)}
+        for entry in state["entries"]:
+            entry["ready"] = entry["draw"] in waiting
+        tasks = {str(draw): task.index for draw, task in self._tasks.items()}
+        self._progress.stream_position = self._stream.state()
+        self._progress.groups = {"buffer": state, "tasks": tasks}
+        self._progress.waiting = "".join(json.dumps(g.to_json()) + "\n" for g in waiting.values())
+
+    def _restore(self, progress: RunProgress) -> None:
+        self._buffer.restore(progress.groups["buffer"])
+        self._tasks = {int(draw): self._recipe.env.task(i) for draw, i in progress.groups["tasks"].items()}
+        groups = [Group.from_json(json.loads(line)) for line in progress.waiting.splitlines()]
+        self._done = {g.draw: g for g in groups}
+        self._before = Counter({"started": self._buffer.num_started, **self._buffer.dropped})
+
+
+def _has_experts(group: Group) -> bool:
+    """Whether its turns hold what is not written; such a group is made again."""
+    return any(turn.experts is not None for t in group.trajectories for turn in t.turns)
 
 
 def _start_curriculum(runtime: Runtime, phase: Phase, progress: RunProgress) -> StartCurriculum | None:

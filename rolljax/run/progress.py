@@ -33,8 +33,10 @@ class RunProgress:
     """What the phase's algorithm carries from step to step."""
     starts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Where the phase's episodes start (`StartCurriculum.state`)."""
-    put_off: list[list[int]] = dataclasses.field(default_factory=list)
-    """Groups that were slow and come back: index of the task, step and number of the group (`GroupDue`)."""
+    groups: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the phase: which are in flight and which wait (`GroupBuffer.state`), and the index of each one's task."""
+    waiting: str = ""
+    """Those that wait to be trained, a JSON line each (`Group.to_json`)."""
     failed_steps: int = 0
     """Consecutive steps in which no trajectory survived."""
     finished: bool = False
@@ -64,4 +66,5 @@ class RunProgress:
 
     def begin_next_phase(self) -> None:
         """The next phase begins."""
-        self.phase, self.step, self.carry, self.starts, self.put_off = self.phase + 1, 0, {}, {}, []
+        self.phase, self.step, self.carry, self.starts = self.phase + 1, 0, {}, {}
+        self.groups, self.waiting = {}, ""

@@ -148,7 +148,7 @@ def made_up(resolved: ResolvedRecipe, phase: Phase, rng: np.random.Generator, *,
             made[-1] = dataclasses.replace(made[-1], reward=float(reward))
             status: Status = "truncated" if alike else "ok"
             task = Task(recipe.env.name, g, f"made up {g}")
-            key = Key(0, 0, g, s)
+            key = Key(0, g, s)
             members.append(Trajectory(key, task, tuple(made), float(reward), {}, reward > 0.5, status))
         groups.append(members)
     return groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -21,10 +22,13 @@ from rolljax.run.preflight import Preflight, ResolvedRecipe
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.worker import LOCKSTEP_CALLS, EngineWorker
-from rolljax.threads.event_loop import EventLoop
+from rolljax.threads.event_loop import EventLoop, Stopped
 from rolljax.threads.watchdog import Watchdog
 from rolljax.trainer.publish import make_publish
 from rolljax.types import EVAL_STREAM, SamplingParams, Trajectory
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class WeightChannel:
@@ -72,7 +76,7 @@ class Runtime:
         watchdog: Watchdog | None = None,
     ) -> None:
         self.preflight, self.recipe = preflight, preflight.recipe
-        self.watchdog, self._tally = watchdog or Watchdog(), Tally()
+        self.watchdog, self._tally, self._should_stop = watchdog or Watchdog(), Tally(), should_stop
         worker, self._channel = share_sampler(preflight, weights, team)
         self.sampler = Sampler(
             worker.engine,
@@ -108,11 +112,20 @@ class Runtime:
         self.watchdog.close()
         gc.unfreeze()
         if self.agents:
-            ending = self.event_loop.start(self.agents.close())
-            self.event_loop.wait(ending, "the agent programs to end", 60.0, interruptible=False)
+            ending = self.event_loop.within(self.agents.close(), "the agent programs to end", 60.0, interruptible=False)
+            self.event_loop.run(ending)
         self.event_loop.close()
         self.sampler.close()
         self.pool.close()
+
+    async def call(self, blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `blocking` returns, called beside the event loop, in which rollouts go on meanwhile."""
+        return await self.event_loop.call(blocking, *args, **kwargs)
+
+    def check_stop(self) -> None:
+        """Raise `Stopped` if the run is to stop."""
+        if self._should_stop():
+            raise Stopped
 
     def publish(self, version: int) -> None:
         """Give the sampler the trainer's weights, as policy version `version`."""
@@ -151,26 +164,22 @@ class Runtime:
             )
         return Rollouts(self.pool, self.preflight.chat, policy, *limits, r.rollout, hash_observations, self._tally)
 
-    def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
+    async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
         """One trajectory for each held-out task, with the weights that are published now.
 
-        interruptible: let a stop of the run end the wait (`Stopped`).
+        Args:
+          step: of the run; each has randomness of its own. interruptible: a stop of the run ends the wait (`Stopped`).
         """
-        rollouts = self.rollouts(self.policy(self.recipe.evaluation.temperature))
-
-        async def all_tasks() -> list[Trajectory]:
-            groups = [
-                rollouts.group(task, stream=EVAL_STREAM, step=step, index=i, group_size=1)
-                for i, task in enumerate(self.preflight.heldout)
-            ]
-            return [t for group in await asyncio.gather(*groups) for t in group.trajectories]
-
-        return self.event_loop.wait(
-            self.event_loop.start(all_tasks()),
-            "the held-out evaluation",
-            self.recipe.wait_s,
-            interruptible=interruptible,
+        rollouts, tasks = self.rollouts(self.policy(self.recipe.evaluation.temperature)), self.preflight.heldout
+        groups = asyncio.gather(
+            *(
+                rollouts.group(task, stream=EVAL_STREAM, draw=step * len(tasks) + i, group_size=1)
+                for i, task in enumerate(tasks)
+            )
         )
+        wait_s = self.recipe.wait_s
+        done = await self.event_loop.within(groups, "the held-out evaluation", wait_s, interruptible=interruptible)
+        return [t for group in done for t in group.trajectories]
 
     def _state(self) -> str:
         """Where the work stands: episodes by step, the sampler, the environments."""

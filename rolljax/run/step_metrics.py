@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -27,23 +27,23 @@ PARTS = {
 class StepTimer:
     """Seconds by part of a step, in `row`; the watchdog is told which part it is."""
 
-    def __init__(self, watchdog: Watchdog) -> None:
+    def __init__(self, watchdog: Watchdog, clock: Callable[[], float] = time.perf_counter) -> None:
         self.row: dict[str, float] = {}
-        self._watchdog = watchdog
-        self._start = time.perf_counter()
+        self._watchdog, self._clock = watchdog, clock
+        self._start = clock()
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Around a part of the step, one of `PARTS`."""
-        start = time.perf_counter()
+        start = self._clock()
         with self._watchdog.waiting_for(PARTS[name]):
             yield
         key = f"time/{name}_s"
-        self.row[key] = self.row.get(key, 0.0) + time.perf_counter() - start
+        self.row[key] = self.row.get(key, 0.0) + self._clock() - start
 
     def total_s(self) -> float:
         """Seconds since it was made."""
-        return time.perf_counter() - self._start
+        return self._clock() - self._start
 
 
 @contextlib.contextmanager
@@ -72,16 +72,17 @@ def trajectories_row(groups: Sequence[Group], version: int) -> dict[str, float]:
         "rollout/trunc_frac": _mean(t.status == "truncated" for t in trajectories),
         "rollout/fail_frac": _mean(t.status == "failed" for t in trajectories),
         "stale/mean_ver": float(age.mean()),
+        "stale/p50_ver": float(np.percentile(age, 50)),
+        "stale/p99_ver": float(np.percentile(age, 99)),
         "stale/max_ver": float(age.max()),
     }
 
 
-def groups_row(started: int, kept: int, trained: int, cancelled: float) -> dict[str, float]:
-    """What became of a step's groups: those that were collected, were kept by the filters, and were trained on."""
+def groups_row(taken: int, kept: int, trained: int) -> dict[str, float]:
+    """What became of the groups that a step took: those that the filters kept, and that were trained on."""
     return {
-        "groups/started_n": started + cancelled,
         "groups/trained_n": trained,
-        "groups/dropped_failed_n": started - kept,
+        "groups/dropped_failed_n": taken - kept,
         "groups/dropped_credit_n": kept - trained,
     }
 

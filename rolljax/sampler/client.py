@@ -129,7 +129,7 @@ class Sampler:
         """Start to sample a continuation of `prompt_ids [P]`; call it from the event loop that waits for the result.
 
         Args:
-          address: up to 6 integers; equal addresses give equal noise, whatever else is running.
+          address: up to 5 integers; equal addresses give equal noise, whatever else is running.
           priority: lower is served first; equal ones in the order of their arrival.
           on_tokens: called on the event loop with all new tokens, in order, before the completion is there.
           resume: what an aborted request of the same prompt had sampled; it goes on from there.

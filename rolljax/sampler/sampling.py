@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ADDRESS_LEN = 6
-"""Integers in the address of a request's randomness: run seed, stream, step, group, sibling, turn."""
+ADDRESS_LEN = 5
+"""Integers in the address of a request's randomness: run seed, stream, draw, sibling, turn."""
 MAX_TOP_LOGPROBS = 20
 
 

@@ -36,7 +36,7 @@ class SessionRules:
     """What the trainer decides about a session.
 
     params: the sampling distribution, the ids that end an answer, and the most tokens of one.
-    address: of the session's randomness, up to 5 integers; the number of the call is the next.
+    address: of the session's randomness, up to 4 integers; the number of the call is the next.
     max_calls: calls that are answered. max_restarts: how often a conversation may begin that goes on with no other.
     """
 

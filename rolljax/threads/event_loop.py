@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-import time
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 from rolljax.errors import HangError
 from rolljax.threads.watchdog import Watchdog
 
 T = TypeVar("T")
+P = ParamSpec("P")
 POLL_S = 0.2
 
 
@@ -21,7 +21,8 @@ class Stopped(Exception):
 
 
 class EventLoop:
-    """An asyncio event loop in a thread: where environments and requests live while the main thread trains.
+    """An asyncio event loop in a thread: where environments, requests and the loop of a run live. What blocks, as a
+    training step does, goes to a second thread (`call`), so that all of them go on meanwhile.
 
     Args:
       should_stop: asked while waiting. watchdog: is told the names of waits.
@@ -32,41 +33,50 @@ class EventLoop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rolljax-rollouts", daemon=True)
         self._thread.start()
+        self._blocking = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rolljax-trainer")
 
-    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begin `work`; its result is for `wait`."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which runs in the loop while the calling thread waits; it names its waits itself."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            while True:
+                try:
+                    return future.result(timeout=POLL_S)  # an end, so that signals are handled
+                except concurrent.futures.TimeoutError:
+                    if future.done():
+                        return future.result()
+        finally:
+            future.cancel()
 
-    def wait(
-        self, future: concurrent.futures.Future[T], name: str, deadline_s: float, *, interruptible: bool = True
-    ) -> T:
-        """The result of `future`.
+    async def call(self, blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `blocking` returns, called in the thread for what blocks, one after the other. It is not interrupted."""
+        future = self._blocking.submit(blocking, *args, **kwargs)
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    async def within(self, work: Awaitable[T], name: str, deadline_s: float, *, interruptible: bool = True) -> T:
+        """The result of `work`, awaited in the loop. If it is given up, `work` is cancelled.
 
         Raises:
           HangError: it took longer than `deadline_s`; the message names the wait.
           Stopped: the run was told to stop meanwhile.
         """
+        task, clock = asyncio.ensure_future(work), asyncio.get_running_loop().time
+        start = clock()
         with self._watchdog.waiting_for(name):
-            return self._wait(future, name, deadline_s, interruptible)
-
-    def _wait(self, future: concurrent.futures.Future[T], name: str, deadline_s: float, interruptible: bool) -> T:
-        start = time.monotonic()
-        while True:
             try:
-                return future.result(timeout=POLL_S)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    return future.result()
-            if interruptible and self._should_stop():
-                raise Stopped
-            if time.monotonic() - start > deadline_s:
-                about = self._watchdog.about()
-                future.cancel()
-                text = f"waited {deadline_s:.0f} s for {name}" + (f" ({about})" if about else "")
-                raise HangError(f"{text}; raise Recipe.wait_s if that can be normal")
+                while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
+                    if interruptible and self._should_stop():
+                        raise Stopped
+                    if clock() - start > deadline_s:
+                        about = self._watchdog.about()
+                        text = f"waited {deadline_s:.0f} s for {name}" + (f" ({about})" if about else "")
+                        raise HangError(f"{text}; raise Recipe.wait_s if that can be normal")
+                return task.result()
+            finally:
+                task.cancel()
 
     def close(self) -> None:
-        """Cancel what is left and end the thread."""
+        """Cancel what is left and end the threads."""
 
         async def cancel() -> None:
             tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
@@ -74,7 +84,8 @@ class EventLoop:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        self.start(cancel()).result(timeout=30)
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(timeout=30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=30)
+        self._blocking.shutdown(wait=False, cancel_futures=True)
         self._loop.close()

@@ -62,7 +62,7 @@ def trajectories(played):
             )
             for t in range(int(e.num_turns[n]))
         )
-        key = Key(0, 0, int(e.groups[n]), n)
+        key = Key(0, int(e.groups[n]), n)
         every.append(Trajectory(key, Task("toy", 0, ""), turns, float(e.rewards[n]), {}, bool(e.success[n]), "ok"))
     size = int((e.groups == 0).sum())
     return [every[g : g + size] for g in range(0, e.num, size)]

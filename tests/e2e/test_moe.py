@@ -67,7 +67,7 @@ def trajectories(params):
     made = []
     for i, (prompt, c) in enumerate(zip(prompts, done, strict=True)):
         turn = Turn(prompt, c.tokens, c.sampler_logp, c.versions, c.finish_reason, 0.0, "", experts=c.experts)
-        made.append(Trajectory(Key(0, 0, i, 0), Task("e", i, str(i)), (turn,), i % 2, {}, True, "ok"))
+        made.append(Trajectory(Key(0, i, 0), Task("e", i, str(i)), (turn,), i % 2, {}, True, "ok"))
     return made
 
 

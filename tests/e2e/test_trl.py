@@ -137,7 +137,7 @@ def trajectory(frozen, n):
     if frozen.truncated[n]:
         turns[-1] = dataclasses.replace(turns[-1], finish_reason="length")
     return Trajectory(
-        key=Key(0, 0, n // frozen.group_size, n % frozen.group_size),
+        key=Key(0, n // frozen.group_size, n % frozen.group_size),
         task=Task("frozen", n // frozen.group_size, str(n // frozen.group_size)),
         turns=tuple(turns),
         reward=float(frozen.rewards[n]),

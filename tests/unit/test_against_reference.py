@@ -119,7 +119,7 @@ class World:
                     weight=float(rng.choice([1.0, 1.0, 0.5, 0.0])),
                 )
             )
-        key, task = Key(0, 0, group, sibling), Task(str(rng.choice(["toy", "other"])), group, f"task {group}")
+        key, task = Key(0, group, sibling), Task(str(rng.choice(["toy", "other"])), group, f"task {group}")
         expert = Expert("e", replayed + int(rng.integers(0, 4))) if replay else None
         return Trajectory(key, task, tuple(turns), reward, {}, reward > 0, "truncated" if cut else "ok", expert=expert)
 

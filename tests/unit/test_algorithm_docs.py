@@ -269,7 +269,7 @@ def test_every_field_is_explained():
 def trajectory(rng, group, sibling, prompt, reward):
     tokens = rng.integers(0, 264, 6).astype(np.int32)
     turn = Turn(prompt, tokens, np.full(6, -5.6, np.float32), np.zeros(6, np.int32), "stop", reward, "")
-    return Trajectory(Key(0, 0, group, sibling), Task("t", group, "t"), (turn,), reward, {}, reward > 0, "ok")
+    return Trajectory(Key(0, group, sibling), Task("t", group, "t"), (turn,), reward, {}, reward > 0, "ok")
 
 
 @pytest.mark.parametrize("name", ["raft", "best_of"])

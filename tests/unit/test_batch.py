@@ -353,7 +353,7 @@ def test_a_sample_of_a_trajectory_is_what_was_sampled():
         )
 
     turns = (turn([1, 2, 3], [4, 5]), turn([6], [7]), turn([8], []), turn([9, 10], [11, 12]))
-    got = Sample.of(Trajectory(Key(0, 0, 0, 0), Task("e", 0, "x"), turns, 1.0, {}, True, "ok"))
+    got = Sample.of(Trajectory(Key(0, 0, 0), Task("e", 0, "x"), turns, 1.0, {}, True, "ok"))
     assert got.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12] and got.tokens.dtype == np.int32
     assert got.indices.tolist() == [3, 4, 6, 10, 11] and got.turns.tolist() == [0, 0, 1, 3, 3]
     assert set(got.columns) == {"mask", "sampler_logp"} and got.mask.tolist() == [True] * 5

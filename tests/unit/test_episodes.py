@@ -29,7 +29,7 @@ def turn(prompt, tokens, *, logp=None, version=0, reward=0.0, text="", weight=1.
 
 
 def trajectory(*turns, reward=0.0, success=False, status="ok", env="e"):
-    return Trajectory(Key(0, 0, 0, 0), Task(env, 0, "x"), turns, reward, {}, success, status)
+    return Trajectory(Key(0, 0, 0), Task(env, 0, "x"), turns, reward, {}, success, status)
 
 
 def test_ragged_turns_and_groups():

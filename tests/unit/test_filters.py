@@ -19,7 +19,7 @@ def made():
 
     def group(*rewards, index=0):
         ts = [trajectory(rng, index, s, np.arange(3), [(0, 5)], reward=r) for s, r in enumerate(rewards)]
-        return Group(Task("toy", index, str(index)), 0, index, tuple(ts))
+        return Group(Task("toy", index, str(index)), index, tuple(ts))
 
     return group
 
@@ -118,4 +118,4 @@ def test_settings_that_cannot_work_are_refused():
 
 def test_keys_stay(made):
     (left,) = filter_groups([made(1.0, 0.0)])
-    assert [t.key for t in left] == [Key(0, 0, 0, 0), Key(0, 0, 0, 1)]
+    assert [t.key for t in left] == [Key(0, 0, 0), Key(0, 0, 1)]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rolljax.errors import ConfigError
-from rolljax.run.group_buffer import Admission, GroupBuffer, TailBatching
+from rolljax.rollout.group_buffer import Admission, GroupBuffer, TailBatching
 
 
 def fill(buffer, version):
@@ -88,7 +88,9 @@ def test_or_is_waited_for_at_once():
     assert buffer.ages == {0: 2, 1: 2} and not buffer.dropped
 
 
-@pytest.mark.parametrize(("ratio", "prompts", "ahead"), [(0.5, 4, 2), (1.5, 4, 6), (0.25, 4, 1), (2, 3, 6), (0.3, 10, 3)])
+@pytest.mark.parametrize(
+    ("ratio", "prompts", "ahead"), [(0.5, 4, 2), (1.5, 4, 6), (0.25, 4, 1), (2, 3, 6), (0.3, 10, 3)]
+)
 def test_fractions(ratio, prompts, ahead):
     """A fraction of a step's groups may be one version older; so many begin ahead (the paper's example: .5 of 4 is 2)."""
     buffer = GroupBuffer(Admission(prompts, 100, async_ratio=ratio, late="drop"))

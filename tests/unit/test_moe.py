@@ -171,7 +171,7 @@ def trajectory(rng, sibling, turns):
         ids, tokens = rng.integers(0, 96, seen).astype(np.int32), rng.integers(0, 96, said).astype(np.int32)
         logp = np.full(said, -4.0, np.float32)
         made.append(Turn(ids, tokens, logp, np.zeros(said, np.int32), "stop", 0.0, "", experts=experts))
-    return Trajectory(Key(0, 0, 0, sibling), Task("e", 0, "t"), tuple(made), 0.0, {}, True, "ok")
+    return Trajectory(Key(0, 0, sibling), Task("e", 0, "t"), tuple(made), 0.0, {}, True, "ok")
 
 
 UNKNOWN = np.full((2, K), -1, np.int8)

@@ -18,7 +18,7 @@ PHASE = Phase("rl", Reinforce(), steps=50, group_size=4)
 
 def trajectory(reward=0.0, status="ok", fault=None, turns=1, text="up"):
     said = Turn(np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1), np.zeros(1, np.int32), "stop", reward, text)
-    return Trajectory(Key(0, 0, 0, 0), TASK, (said,) * turns, reward, {}, False, status, fault)
+    return Trajectory(Key(0, 0, 0), TASK, (said,) * turns, reward, {}, False, status, fault)
 
 
 def cut(stage, turns=1):
@@ -35,7 +35,7 @@ def notices():
 
 
 def step(notices, *trajectories):
-    return notices.step([Group(TASK, 0, 0, trajectories)])
+    return notices.step([Group(TASK, 0, trajectories)])
 
 
 def test_nothing_is_said_of_a_run_that_goes_well(notices):

@@ -60,7 +60,7 @@ def episodes_of_runs(rng, outcomes):
             logp = (-rng.exponential(1.0, said) - 0.1).astype(np.float32)
             turns.append(Turn(tokens[0], tokens[1], logp, np.zeros(said, np.int32), "stop", 0.0, ""))
         turns[-1] = dataclasses.replace(turns[-1], reward=float(outcome))
-        key = Key(0, 0, 0, n)
+        key = Key(0, 0, n)
         trajectories.append(Trajectory(key, Task("toy", 0, ""), tuple(turns), float(outcome), {}, outcome > 0, "ok"))
     return trajectories
 

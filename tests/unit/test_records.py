@@ -143,7 +143,7 @@ def turn(prompt, tokens, weight=1.0):
 @pytest.mark.parametrize(("weights", "want"), [((1, 1), [3, 4, 9, 10, 11]), ((0, 1), [9, 10, 11]), ((1, 0), [3, 4])])
 def test_user_assistant_tool_assistant_of_3_2_4_3_tokens(weights, want):
     turns = (turn(3, [5, 6], weights[0]), turn(4, [7, 8, 9], weights[1]))
-    t = Trajectory(Key(0, 0, 0, 0), Task("e", 0, "c"), turns, 0.0, {}, False, "ok")
+    t = Trajectory(Key(0, 0, 0), Task("e", 0, "c"), turns, 0.0, {}, False, "ok")
     sample, e = Sample.of(t), Episodes.of([[t]], limit_tok=8)
     np.testing.assert_array_equal(e.turn_weights, [weights])
     credit = Sft().credit(e, {})

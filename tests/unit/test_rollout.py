@@ -17,7 +17,7 @@ from rolljax.rollout.starts import Chunk, Start, digest
 from rolljax.types import EVAL_STREAM, Completion, Fault, Key, Message, Sampled, Task
 
 LAKE = Task("frozen_lake", 0, "SFF\nHFH\nFFG")
-KEY = Key(0, 0, 0, 0)
+KEY = Key(0, 0, 0)
 PLAIN = RolloutConfig()
 
 
@@ -88,7 +88,7 @@ def test_a_stream_is_prompts_and_samples_one_after_the_other(chat):
 def test_gold_answers_play_through_the_same_function(chat):
     lake = FrozenLake()
     group = roll(chat, lake, GoldPolicy(chat, 64), lake.task(4), stream=1, step=2, index=3, group_size=2)
-    assert [t.key for t in group.trajectories] == [Key(1, 2, 3, 0), Key(1, 2, 3, 1)]
+    assert [t.key for t in group.trajectories] == [Key(1, 3, 0), Key(1, 3, 1)]
     assert (group.step, group.index, group.rewards.tolist()) == (2, 3, [1, 1])
     for trajectory in group.trajectories:
         assert trajectory.status == "ok" and trajectory.success

@@ -53,9 +53,9 @@ def went(
     def one(i, success):
         made = tuple(turn(x, chat, -1 if k < replayed else 0) for k, x in enumerate(turns))
         said = {"observation_hashes": observation_hashes, "expert": expert}
-        return Trajectory(Key(0, 0, 0, i), task, made, float(success), {}, success, status, fault, **said)
+        return Trajectory(Key(0, 0, i), task, made, float(success), {}, success, status, fault, **said)
 
-    return Group(task, 0, 0, tuple(one(i, s) for i, s in enumerate(successes)))
+    return Group(task, 0, tuple(one(i, s) for i, s in enumerate(successes)))
 
 
 # ---- the crucial fork -----------------------------------------------------------------------------------------------

@@ -158,9 +158,9 @@ class AgentRollouts(Rollouts):
         assert isinstance(self.policy, SamplerPolicy) and start is None
         await self.host.open()
         program, key, sessions = self.host.program, builder.key, self.host.sessions
-        address = (self.policy.seed % 2**31, key.stream, key.step, key.group, key.sibling)
+        address = (self.policy.seed % 2**31, key.stream, key.draw, key.sibling)
         session = sessions.open(SessionRules(self.policy.params, address, program.max_calls, program.max_restarts))
-        name = f"{key.stream}-{key.step}-{key.group}-{key.sibling}"
+        name = f"{key.stream}-{key.draw}-{key.sibling}"
         answer = ""
         failure: EnvError | OutOfTime | None = None
         try:
