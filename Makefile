@@ -57,6 +57,7 @@ test-newest:
 
 # what every test costs, by which they are handed out: run it alone on a machine, and commit tests/durations.json
 durations: setup-test
+	rm -f tests/durations.json
 	$(PYTEST) -m 'slow or not slow' --write_durations
 
 # faults put into a copy of the source, each of which `make test` must catch

@@ -86,5 +86,7 @@ class Durations:
         for file, tests in ran.items():
             listed = {test: round(s, 1) for test, s in tests.items() if s >= LISTED_FROM_S}
             others = [s for test, s in tests.items() if test not in listed]
-            files[file] = {OTHERS: round(sum(others) / max(len(others), 1), 3)} | dict(sorted(listed.items()))
+            kept = {test: s for test, s in files.get(file, {}).items() if test not in tests and test != OTHERS}
+            mean = round(sum(others) / max(len(others), 1), 3)
+            files[file] = {OTHERS: mean} | dict(sorted((kept | listed).items()))
         PATH.write_text(json.dumps(dict(sorted(files.items())), indent=1) + "\n")

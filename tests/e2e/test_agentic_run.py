@@ -62,6 +62,7 @@ def test_episodes_start_behind_the_experts_turns(tmp_path, mode):
         assert sum(row["starts/fallback_n"] for row in written) > 0
 
 
+@pytest.mark.slow
 def test_where_episodes_start_survives_a_stop(tmp_path):
     """Stopped and continued is the run that never was, to the bit, with the starts that were learned."""
     from rolljax import cli

@@ -189,6 +189,7 @@ def steps_to_success():
     }
 
 
+@pytest.mark.slow
 def test_on_policy_all_surrogates_are_one(steps_to_success):
     assert len({steps_to_success[name, 0] for name in SURROGATES}) == 1
     assert 40 < steps_to_success["ppo", 0] < 60

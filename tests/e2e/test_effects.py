@@ -34,6 +34,7 @@ def in_order(found):
     assert plan[0] > 1.4 and 1.1 < plan[1] < 1.3 and plan[2] < 1.1
 
 
+@pytest.mark.slow
 def test_what_attention_marks_is_worth_amplifying():
     in_order(effects.rhythm(CONTROLS, steps=20))
 

@@ -97,6 +97,7 @@ def test_a_step_of_which_too_much_was_lost_is_skipped(tmp_path):
     assert min(shares) <= 0.4 < max(shares)
 
 
+@pytest.mark.slow
 def test_workers_that_hang_and_die_do_not_end_a_run(tmp_path):
     """The same in worker processes, which are killed and replaced."""
     folder = tmp_path / "marks"
@@ -116,6 +117,7 @@ def test_workers_that_hang_and_die_do_not_end_a_run(tmp_path):
             assert (t["status"] == "failed") == (fault == "reset_hang"), t["fault"]
 
 
+@pytest.mark.slow
 def test_a_task_in_eight_that_crashes_its_worker_does_not_end_a_run(tmp_path):
     """With settings as they come, although all episodes share one worker."""
     changes = {"PoolConfig_dot_where": "'process'", "PoolConfig_dot_workers": 1, "PoolConfig_dot_fault_window": 16}

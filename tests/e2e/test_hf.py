@@ -118,6 +118,7 @@ def test_export_writes_bfloat16_and_keeps_what_the_folder_said_of_generation(tmp
     assert export.main(argv) == 2  # not an empty folder
 
 
+@pytest.mark.slow
 def test_an_export_that_is_killed_leaves_no_half_a_folder(tmp_path):
     make_folder(tmp_path / "in", "qwen3")
     byte_tokenizer().save_pretrained(tmp_path / "in")

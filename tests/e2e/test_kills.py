@@ -111,6 +111,7 @@ def tear(run_dir):
     return bool(torn) or metrics.is_file()
 
 
+@pytest.mark.slow
 def test_killed_after_the_last_checkpoint_it_writes_its_results(watched, tmp_path, capsys):
     run_dir = watched.state("written hf", tmp_path / "run")
     assert not (run_dir / "hf").exists() and not (run_dir / "summary.json").exists()

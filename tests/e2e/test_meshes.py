@@ -91,7 +91,7 @@ def assert_same(found, expected):
         assert np.abs(found[1][name] - value).max() <= 1e-4 * np.abs(value).max(), name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MESHES)
 def test_the_mesh_changes_neither_loss_nor_gradients(name, alone):
     assert all(np.abs(g).max() > 0 for g in alone[1].values())
@@ -129,14 +129,12 @@ def processes(tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
 def test_nor_do_two_processes(alone, processes):
     for i in range(2):
         arrays = dict(np.load(processes / f"{i}.npz"))
         assert_same((float(arrays.pop("loss")), arrays), alone)
 
 
-@pytest.mark.slow
 def test_two_processes_read_a_folder_and_write_it(processes):
     files = {path.name: path.read_bytes() for path in (processes / "folder").iterdir()}
     assert sum(name.endswith(".safetensors") for name in files) > 2

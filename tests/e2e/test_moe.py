@@ -98,6 +98,7 @@ def same(chosen, rows):
     return (np.sort(chosen, axis=-1) == np.sort(rows.expert_ids_Lk, axis=-1)).all(-1)[known].mean()
 
 
+@pytest.mark.slow
 def test_the_trainer_takes_the_experts_of_the_sampler(params, rows, read):
     """A router that is a little off chooses other experts; told which, it does not, and the log-probs come closer."""
     assert same(read(params, False)[0], rows) == 1  # what was recorded stands at its own token

@@ -71,6 +71,7 @@ def test_a_recipe_trains_to_its_end(name, tmp_path):
     assert summary(tmp_path / "run")["stop_reason"] == "all phases done"
 
 
+@pytest.mark.slow
 def test_critics_references_and_memory_survive_a_stop(tmp_path):
     """AsyPPO with an adaptive KL penalty: stopped in the middle of its phase, it ends bitwise as if it had not been."""
     from rolljax import cli

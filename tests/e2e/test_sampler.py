@@ -99,7 +99,7 @@ def reference():
     return sample(requests(), slots=16)[0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "how",
     [

@@ -400,6 +400,7 @@ def test_a_machine_failure_is_no_verdict(host):
         grade_python("def f(): return 1", "f", "def check(c): assert c() == 1", host=narrow)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HUMAN_EVAL, reason="ROLLJAX_HUMAN_EVAL does not name the HumanEval file")
 def test_human_eval(host):
     opener = gzip.open if HUMAN_EVAL.endswith(".gz") else open

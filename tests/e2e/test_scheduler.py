@@ -80,6 +80,7 @@ def hf_pair(request, one_torch_thread, tmp_path_factory):
 PAGED, PREEMPTED = {"page_size": 4}, {"page_size": 4, "pages": 120, "slots": 32, "steps_per_dispatch": 2}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("hf_pair", "how"),
     [
@@ -229,7 +230,7 @@ def swapped(scheduler, new, prompt, n, max_tokens=70):
     return [done[i][0] for i in range(n)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [{}, {"num_devices": 4, "slots": 32}, {"pages": 40, "page_size": 8}], ids=str)
 def test_tokens_after_a_swap_are_those_of_a_fresh_request_under_the_new_weights(how):
     prompt = ids(np.random.default_rng(5), 21)
@@ -328,7 +329,8 @@ def test_weights_travel_between_meshes():
 # ---- too little of everything
 
 
-@pytest.mark.parametrize("requests", [1_500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [1_500, 10_000])
 def test_many_requests_through_too_few_pages(requests):
     """A page budget too small for half of them finishes all of them as a large one does, and leaks nothing."""
     mesh = MeshSpec().build(jax.devices()[:1])

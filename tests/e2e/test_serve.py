@@ -644,6 +644,7 @@ def test_a_model_folder_is_loaded(folder, params, chat):
     assert engine.cfg.max_context == 64 and served.stop_ids == chat.stop_ids
 
 
+@pytest.mark.slow
 def test_the_command_serves_and_drains(run_folder):
     env = os.environ | {"PYTHONPATH": str(ROOT), "ROLLJAX_API_KEY": KEY}
     env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"

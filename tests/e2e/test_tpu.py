@@ -47,6 +47,7 @@ def test_the_programs_fit_a_tpu_and_update_the_pool_in_place(compiled):
         assert program["memory"]["total"] < 0.9 * program["memory"]["usable"], program["program"]
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path):
     settings = SMALL | {"SamplerConfig.pages": 1_000_000}

@@ -95,6 +95,7 @@ def said(params):
     return run("dense", MeshSpec().build(jax.devices()[:1]), params)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=["one device", "data 2, tensor 2"])
 def test_the_tpu_path_says_what_the_dense_path_says(said, params, interpreted, sizes):
     data, tensor = sizes

@@ -257,6 +257,7 @@ def test_the_state_is_that_of_the_adapters():
     assert num_bytes(critics.opt_state) <= 2 * 2 * (adapters + 4 * 33) + counters
 
 
+@pytest.mark.slow
 def test_no_gradient_of_a_whole_weight_exists(groups):
     """Neither of a layer's maps nor of the vocabulary: what nobody asks for, compilers leave out."""
     cfg = dataclasses.replace(FAMILIES["qwen3"], hidden_size=56, ffn_size=88, vocab_size=264)
@@ -275,6 +276,7 @@ def test_no_gradient_of_a_whole_weight_exists(groups):
         assert not [line for line in sums if f"= f32[{shape}]" in line], shape
 
 
+@pytest.mark.slow
 def test_critics_stand_on_the_same_base(groups):
     model = model_of()
     trainer = make_trainer(model, RewardModel(critic=Critic(num=2, shard="all", optimizer=AdamW(lr=1e-2))))

@@ -92,6 +92,7 @@ def test_experts_compute_what_all_experts_on_all_tokens_would(inputs, kind, part
     near(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @each_choice
 def test_the_kernel_of_tpus_gives_the_same(inputs, kind, monkeypatch):

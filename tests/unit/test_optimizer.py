@@ -362,6 +362,7 @@ def run_on(mesh, placed, optimizer, params, grads):
     return params, state
 
 
+@pytest.mark.sampled(2)
 @each
 def test_eight_devices_and_host_memory_change_nothing(optimizer, mesh, placed, start, grads, plain):
     spread = run_on(mesh, placed, optimizer, start, grads)

@@ -39,6 +39,7 @@ def weights(model, mesh, seed):
     return params, jax.device_put(params, param_shardings(mesh, model.axes(), model.abstract()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cfg", [SamplerConfig(), SamplerConfig(tensor=1), SamplerConfig(tensor=2, expert=2)], ids=str)
 def test_new_weights_lie_where_the_old_ones_did(model, cfg):
     mesh = TRAINER.build()

@@ -308,6 +308,7 @@ def test_supervised_loss_is_the_mean_negative_log_prob(model, params, scored):
 # ---- loss and gradients ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_references_are_worth_comparing_with(expected):
     """Some ratios are clipped, some are not, and pairs stand both ways."""
     token, sequence, pair = (expected(a)[1] for a in (GRPO, GSPO, DPO))
@@ -369,7 +370,7 @@ def test_what_stands_under_a_zero_scale_changes_nothing(grads_of, batches, expec
 # ---- the whole update -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, remat", [("data", "full"), ("all", "none")], ids=["data", "all"])
 @each
 def test_meshes_change_nothing(run_update, model, batches, expected, algorithm, mesh, remat):
