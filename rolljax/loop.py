@@ -149,7 +149,7 @@ async def train_step(
         if phase.stop_at_reward is not None and row["heldout/reward_mean"] >= phase.stop_at_reward:
             progress.phase_end[phase.name] = f"held-out reward reached {phase.stop_at_reward:g}"
     recorder.check_alive(groups.all)
-    await runtime.call(recorder.commit, phase, groups.all, row, timer)
+    await runtime.call(recorder.commit, phase, groups, row, timer)
 
 
 def open_trainer(

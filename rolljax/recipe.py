@@ -185,11 +185,13 @@ class Evaluation:
     """Held-out evaluation: one trajectory for each of `tasks` tasks, at `temperature` (0: greedy).
 
     held_out_frac: share of all tasks, by the hash of their content, that training never sees.
+    pauses_rollouts: with `Phase.async_ratio` above 0, training rollouts send no request meanwhile.
     """
 
     tasks: int = 256
     temperature: float = 1.0
     held_out_frac: float = 0.1
+    pauses_rollouts: bool = False
 
     def __post_init__(self) -> None:
         check_range(self, "tasks", low=1)

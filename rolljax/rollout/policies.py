@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Protocol
 
@@ -11,10 +12,12 @@ from rolljax.envs.pool import Episode
 from rolljax.errors import DataError
 from rolljax.model.tokenizer import Chat
 from rolljax.sampler.client import Sampler
-from rolljax.types import Completion, Key, Sampled, SamplingParams
+from rolljax.types import EVAL_STREAM, Completion, Key, Sampled, SamplingParams
 
 EXPERT = -1
 """Policy version of tokens that no policy sampled."""
+EVALUATION_FIRST = -1
+"""Priority of requests of evaluations; those of training have their draw, which is 0 or more."""
 
 
 class Policy(Protocol):
@@ -27,15 +30,23 @@ class Policy(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SamplerPolicy:
-    """The model, through the sampler; randomness is addressed by run seed, key and turn."""
+    """The model, through the sampler; randomness is addressed by run seed, key and turn. Requests of groups that began
+    earlier are served first, those of evaluations before all.
+
+    may_ask: requests wait until it is set.
+    """
 
     sampler: Sampler
     params: SamplingParams
     seed: int
+    may_ask: asyncio.Event | None = None
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
         address = (self.seed % 2**31, key.stream, key.draw, key.sibling, turn)
-        return await self.sampler.generate(prompt_ids, self.params, address)
+        if self.may_ask:
+            await self.may_ask.wait()
+        priority = EVALUATION_FIRST if key.stream == EVAL_STREAM else key.draw
+        return await self.sampler.generate(prompt_ids, self.params, address, priority=priority)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

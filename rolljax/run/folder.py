@@ -4,6 +4,7 @@ config.gin            the settings that were read, complete and runnable
 config.resolved.json  every setting with its value, defaults included
 env.json              versions, devices, command
 metrics.jsonl         one object per step (`metrics.NAMES`)
+consumed.jsonl        per step the draws it trained, and the policy versions at which they began
 rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
 ckpt/                 checkpoints (Orbax)
 hf/                   the result as a Hugging Face folder
@@ -51,7 +52,7 @@ PACKAGES = (
 )
 
 RESOLVED, LOCK = "config.resolved.json", ".lock"
-METRICS, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "rollouts", "ckpt"
+METRICS, CONSUMED, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "consumed.jsonl", "rollouts", "ckpt"
 RESULT, CURVES, SUMMARY = "hf", "curves.png", "summary.json"
 DONE = "all phases done"
 """Why a complete run stopped."""
@@ -256,12 +257,13 @@ class RunFolder:
         Args:
           warn: is told if rows of earlier steps are missing.
         """
-        path = self.path / METRICS
-        if path.is_file():
-            rows = {row["step"]: line for line in path.read_text(errors="replace").splitlines() if (row := _row(line))}
-            durable.write(path, "".join(f"{rows[s]}\n" for s in sorted(rows) if s <= step))
-            if missing := sorted({*range(1, step + 1)} - {*rows}):
-                warn(f"warning: {path} is damaged: it lacks {len(missing)} row(s), the first of step {missing[0]}")
+        for path in (self.path / METRICS, self.path / CONSUMED):
+            if path.is_file():
+                lines = path.read_text(errors="replace").splitlines()
+                rows = {row["step"]: line for line in lines if (row := _row(line))}
+                durable.write(path, "".join(f"{rows[s]}\n" for s in sorted(rows) if s <= step))
+                if missing := sorted({*range(1, step + 1)} - {*rows}):
+                    warn(f"warning: {path} is damaged: it lacks {len(missing)} row(s), the first of step {missing[0]}")
         for file in (self.path / ROLLOUTS).glob("step_*.jsonl"):
             if _step_of(file) > step:
                 durable.remove(file)
@@ -269,6 +271,10 @@ class RunFolder:
     def write_row(self, row: Mapping[str, Any]) -> None:
         """Append one step to metrics.jsonl."""
         durable.append(self.path / METRICS, json.dumps(row))
+
+    def write_consumed(self, entry: Mapping[str, Any]) -> None:
+        """Append to consumed.jsonl which draws a step trained, and the policy versions at which they began."""
+        durable.append(self.path / CONSUMED, json.dumps(entry))
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows of metrics.jsonl that are whole."""

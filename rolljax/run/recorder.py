@@ -13,6 +13,7 @@ from rolljax.recipe import Phase, Recipe
 from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.notices import Notices, samples
+from rolljax.run.phase_rollouts import StepGroups
 from rolljax.run.progress import RunProgress
 from rolljax.run.runtime import mean_reward
 from rolljax.run.step_metrics import StepTimer, timed
@@ -89,10 +90,19 @@ class Recorder:
         if self.progress.failed_steps >= MAX_FAILED_STEPS:
             raise EnvError(f"no trajectory survived for {MAX_FAILED_STEPS} steps; the last one: {failed[-1].fault}")
 
-    def commit(self, phase: Phase, groups: Sequence[Group], row: dict[str, float], timer: StepTimer) -> None:
+    def commit(self, phase: Phase, step: StepGroups, row: dict[str, float], timer: StepTimer) -> None:
         """A step is done: its rollouts and metrics are written, and a checkpoint if one is due."""
-        progress, recipe = self.progress, self._recipe
+        progress, recipe, groups = self.progress, self._recipe, step.all
         with timer.part("save"):
+            self._folder.write_consumed(
+                {
+                    "step": progress.total_steps,
+                    "phase": phase.name,
+                    "version": progress.version - 1,
+                    "draws": [g.draw for g in step.trained],
+                    "start_versions": [progress.version - 1 - age for age in step.start_ages],
+                }
+            )
             if progress.total_steps % recipe.rollouts_every == 0:
                 self._folder.write_rollouts(progress.total_steps, (t for g in groups for t in g.trajectories))
         row = row | timer.row

@@ -87,6 +87,8 @@ class Runtime:
             vocabulary=preflight.chat.vocabulary,
             multi_turn=preflight.recipe.max_turns > 1,
         )
+        self._may_train = asyncio.Event()
+        self._may_train.set()
         self.pool = EnvPool(preflight.recipe.pool, preflight.recipe.env)
         self.event_loop = EventLoop(should_stop, self.watchdog)
         self.agents = None
@@ -133,17 +135,31 @@ class Runtime:
             with self.watchdog.waiting_for("the sampler to take new weights"):
                 self.sampler.publish(lambda _: self._channel.push(), version)
 
-    def policy(self, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Policy:
-        """The model as a policy."""
+    def policy(
+        self,
+        temperature: float,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        may_ask: asyncio.Event | None = None,
+    ) -> Policy:
+        """The model as a policy. may_ask: see `SamplerPolicy`."""
         limit, stop = self.recipe.max_answer_tok, self.preflight.chat.stop_ids
         params = SamplingParams(temperature, limit, stop, top_k=top_k, top_p=top_p, min_p=min_p)
-        return SamplerPolicy(self.sampler, params, self.recipe.seed)
+        return SamplerPolicy(self.sampler, params, self.recipe.seed, may_ask)
 
     def actor(self, phase: Phase) -> Policy:
         """Whoever acts in a phase: the model, or the environments' own answers."""
         source = phase.algorithm.source
         if source == "sampler":
-            return self.policy(phase.temperature, top_k=phase.top_k, top_p=phase.top_p, min_p=phase.min_p)
+            return self.policy(
+                phase.temperature,
+                top_k=phase.top_k,
+                top_p=phase.top_p,
+                min_p=phase.min_p,
+                may_ask=self._may_train,
+            )
         return GoldPolicy(self.preflight.chat, self.recipe.max_answer_tok, pairs=source == "pairs")
 
     def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
@@ -178,7 +194,12 @@ class Runtime:
             )
         )
         wait_s = self.recipe.wait_s
-        done = await self.event_loop.within(groups, "the held-out evaluation", wait_s, interruptible=interruptible)
+        if self.recipe.evaluation.pauses_rollouts:
+            self._may_train.clear()
+        try:
+            done = await self.event_loop.within(groups, "the held-out evaluation", wait_s, interruptible=interruptible)
+        finally:
+            self._may_train.set()
         return [t for group in done for t in group.trajectories]
 
     def _state(self) -> str:
