@@ -1,0 +1,220 @@
+"""What asynchrony and tail batching save: seconds per step of real runs, each mechanism added in turn.
+
+    python benchmarks/async_speedup.py --figure docs/async_speedup.png            # all workloads
+    python benchmarks/async_speedup.py --workloads agents --steps 12
+
+A tiny model, the real engine, the real loop; every run is a process of its own, one after the other. What is drawn is
+how long answers are (single-turn workloads) and how long an environment takes (`latency.py`). The seconds are the mean
+of the steps in the steady state: without the first two, which compile, and without the last, for which nothing is
+begun ahead. Ratios are to the synchronous loop of the same call.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SKIPPED = 2
+COMMON = """
+from __gin__ import dynamic_registration
+import latency
+from rolljax import recipe
+from rolljax.envs import pool
+from rolljax.model.families import qwen3
+from rolljax.rollout import group_buffer
+from rolljax.sampler import settings
+from rolljax.trainer import optimizer
+from rolljax.trainer.algorithms import grpo
+
+recipe.Recipe.env = @latency.Latency()
+recipe.Recipe.model = @qwen3.Qwen3Config()
+recipe.Recipe.sampler = @settings.SamplerConfig()
+recipe.Recipe.phases = [@recipe.Phase()]
+recipe.Recipe.save_every = 100000
+recipe.Recipe.rollouts_every = 100000
+recipe.Evaluation.tasks = 2
+recipe.Recipe.evaluation = @recipe.Evaluation()
+recipe.Phase.name = 'rl'
+recipe.Phase.algorithm = @grpo.Grpo()
+recipe.Phase.updates_per_step = 2
+recipe.Phase.optimizer = @optimizer.AdamW()
+optimizer.AdamW.lr = 1e-5
+"""
+ONE_TURN = """
+latency.Latency.turns = 1
+latency.Latency.mean_s = 0.0
+latency.Latency.std_s = 0.0
+latency.Latency.hang_frac = 0.0
+settings.SamplerConfig.slots = 32
+settings.SamplerConfig.max_context = 1088
+recipe.Recipe.max_answer_tok = 1024
+recipe.Phase.prompts_per_step = 16
+recipe.Phase.group_size = 4
+"""
+AGENTS = """
+settings.SamplerConfig.slots = 128
+settings.SamplerConfig.max_context = 256
+recipe.Recipe.max_answer_tok = 8
+recipe.Phase.prompts_per_step = 8
+recipe.Phase.group_size = 4
+"""
+TAIL = {"recipe.Phase.tail_batching": "@group_buffer.TailBatching()"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """name: for people. lengths: median, and sigmas of the prompts' and the samples' log-normal lengths, in tokens."""
+
+    name: str
+    gin: str
+    variants: dict[str, dict[str, object]]
+    lengths: tuple[float, float, float] | None = None
+
+
+def ratio(value: float, **more: object) -> dict[str, object]:
+    return {"recipe.Phase.async_ratio": value, **{f"recipe.Phase.{name}": x for name, x in more.items()}}
+
+
+WORKLOADS = {
+    "agents": Workload(
+        "agents: 5 calls of N(1 s, 1 s), 1 % of episodes hang for 30 s",
+        AGENTS,
+        {
+            "synchronous": {},
+            "spare groups and siblings": ratio(0, spare_prompts=1, spare_siblings=1, late="'drop'"),
+            "async_ratio 1": ratio(1),
+            "async_ratio 2": ratio(2),
+            "async_ratio 2, spares": ratio(2, spare_prompts=1, spare_siblings=1, late="'drop'"),
+        },
+    ),
+    "answers": Workload(
+        "single turns: log-normal lengths, median 100, sigma 1",
+        ONE_TURN,
+        {"synchronous": {}, "async_ratio 0.5": ratio(0.5), "async_ratio 1": ratio(1), "async_ratio 2": ratio(2)},
+        (100, 0.0, 1.0),
+    ),
+    "tail": Workload(
+        "single turns: prompts' sigma 0.7, samples' sigma 0.5",
+        ONE_TURN,
+        {"synchronous": {}, "tail batching": TAIL, "async_ratio 1": ratio(1)},
+        (100, 0.7, 0.5),
+    ),
+}
+
+
+def child(workload: Workload, arguments: list[str]) -> None:
+    """A run; where lengths are drawn, every answer is as long as its address says."""
+    import numpy as np
+
+    from rolljax import train
+    from rolljax.rollout.policies import SamplerPolicy
+
+    if workload.lengths:
+        median, of_prompt, of_sample = workload.lengths
+        act = SamplerPolicy.act
+
+        async def as_long_as_drawn(self, prompt_ids, episode, key, turn):
+            prompt = np.random.default_rng([key.stream, key.draw]).normal(0, of_prompt)
+            sample = np.random.default_rng([key.stream, key.draw, key.sibling]).normal(0, of_sample)
+            length = int(np.clip(median * math.exp(prompt + sample), 1, 1000))
+            params = dataclasses.replace(self.params, max_tokens=length, stop_ids=())
+            return await act(dataclasses.replace(self, params=params), prompt_ids, episode, key, turn)
+
+        SamplerPolicy.act = as_long_as_drawn
+    raise SystemExit(train.main(arguments))
+
+
+def run(name: str, variant: str, folder: Path, steps: int) -> list[dict]:
+    """The rows of a run's steps."""
+    workload = WORKLOADS[name]
+    folder.mkdir(parents=True)
+    recipe = folder / "recipe.gin"
+    settings = {"recipe.Phase.steps": steps, **workload.variants[variant]}
+    recipe.write_text(COMMON + workload.gin + "".join(f"{k} = {v}\n" for k, v in settings.items()))
+    arguments = ["--gin", str(recipe), "--run_dir", str(folder / "run")]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, __file__, "--child", name, "--", *arguments]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name}, {variant}:\n{done.stdout[-3000:]}")
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def measured(rows: list[dict]) -> dict[str, float]:
+    """Means over the steps in the steady state."""
+    steady = rows[SKIPPED : -max(1, math.ceil(max(r["stale/start_max_ver"] for r in rows)))]
+
+    def mean(key: str) -> float:
+        return sum(r[key] for r in steady) / len(steady)
+
+    return {
+        "step_s": mean("time/step_s"),
+        "wait_s": mean("time/rollout_s"),
+        "update_s": mean("time/update_s"),
+        "slots_frac": mean("sampler/slot_frac"),
+        "age_ver": mean("stale/start_mean_ver"),
+        "len_tok": mean("rollout/len_tok"),
+    }
+
+
+def draw(found: dict[str, dict[str, dict[str, float]]], figure: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 3), constrained_layout=True, squeeze=False)
+    for axis, (name, variants) in zip(axes[0], found.items(), strict=True):
+        labels = list(variants)[::-1]
+        seconds = [variants[v]["step_s"] for v in labels]
+        bars = axis.barh(labels, seconds, color="#3b7dd8")
+        axis.bar_label(bars, [f"{variants[labels[-1]]['step_s'] / s:.2f}x" for s in seconds], padding=3)
+        axis.set(title=WORKLOADS[name].name, xlabel="seconds per step", xlim=(0, 1.15 * max(seconds)))
+        axis.title.set_fontsize(9)
+    fig.savefig(figure, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(WORKLOADS[args.child], args.arguments)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as out:
+        for name in args.workloads.split(","):
+            for i, variant in enumerate(WORKLOADS[name].variants):
+                rows = run(name, variant, Path(out) / f"{name}{i}", args.steps)
+                found.setdefault(name, {})[variant] = measured(rows)
+                print(name, variant, {k: round(v, 3) for k, v in found[name][variant].items()}, flush=True)
+    for name, variants in found.items():
+        base = variants["synchronous"]["step_s"]
+        print(f"\n{WORKLOADS[name].name}\n")
+        print(
+            "| | s per step | ratio | waiting | update | slots busy | age |", "|---|---|---|---|---|---|---|", sep="\n"
+        )
+        for variant, x in variants.items():
+            print(
+                f"| {variant} | {x['step_s']:.2f} | {base / x['step_s']:.2f} | {x['wait_s']:.2f} | {x['update_s']:.2f} "
+                f"| {x['slots_frac']:.2f} | {x['age_ver']:.2f} |"
+            )
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.figure:
+        draw(found, args.figure)
+
+
+if __name__ == "__main__":
+    main()
