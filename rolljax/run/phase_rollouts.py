@@ -65,7 +65,7 @@ class PhaseRollouts:
         self._done: dict[int, Group] = {}
         self._dropped: list[Group] = []
         self._before: Counter[str] = Counter()
-        self._changed = asyncio.Event()
+        self._changed, self._version = asyncio.Event(), progress.version
         self._error: Exception | None = None
         if progress.groups:
             self._restore(progress)
@@ -84,6 +84,7 @@ class PhaseRollouts:
 
     def start(self, version: int) -> None:
         """Begin the groups that may begin now, with the policy as it is, of `version`."""
+        self._version = version
         entries = list(iter(lambda: self._buffer.start(version), None))
         if not entries:
             return
@@ -95,13 +96,13 @@ class PhaseRollouts:
         for entry, spare in zip(entries, spares, strict=True):
             if entry.draw not in self._tasks:
                 self._tasks[entry.draw] = next(self._stream)
-            self._running[entry.draw] = asyncio.ensure_future(self._run(entry, spare, version, barrier))
+            self._running[entry.draw] = asyncio.ensure_future(self._run(entry, spare, barrier))
 
-    async def _run(self, entry: Entry, spare: int, version: int, barrier: Barrier | None) -> None:
+    async def _run(self, entry: Entry, spare: int, barrier: Barrier | None) -> None:
         """One group, from its start until the buffer has it."""
         try:
             group = await self._group(self._tasks[entry.draw], entry.draw, spare, barrier)
-            self._finished(group, version)
+            self._finished(group)
         except Exception as e:  # border: of a task that nobody awaits; `take` raises it
             self._error = e
         finally:
@@ -130,7 +131,7 @@ class PhaseRollouts:
             return group
         return dataclasses.replace(group, demonstration=fallback(start, group.trajectories))
 
-    def _finished(self, group: Group, version: int) -> None:
+    def _finished(self, group: Group) -> None:
         del self._running[group.draw]
         failed = all(t.status == "failed" for t in group.trajectories)
         if self._buffer.finished(group.draw, has_signal=self._has_signal(group), failed=failed):
@@ -138,7 +139,7 @@ class PhaseRollouts:
         else:
             del self._tasks[group.draw]
             self._dropped.append(group)
-            self.start(version)
+        self.start(self._version)
 
     def _has_signal(self, group: Group) -> bool:
         """Whether the phase's algorithm learns anything from a group, if it asks."""
