@@ -73,8 +73,8 @@ class Workload:
 
     name: str
     gin: str
+    lengths: tuple[float, float, float]
     variants: dict[str, dict[str, object]]
-    lengths: tuple[float, float, float] | None = None
 
 
 def ratio(value: float, **more: object) -> dict[str, object]:
@@ -85,6 +85,7 @@ WORKLOADS = {
     "agents": Workload(
         "agents: 5 calls of N(1 s, 1 s), 1 % of episodes hang for 30 s",
         AGENTS,
+        (4, 0.0, 0.0),
         {
             "synchronous": {},
             "spare groups and siblings": ratio(0, spare_prompts=1, spare_siblings=1, late="'drop'"),
@@ -96,37 +97,37 @@ WORKLOADS = {
     "answers": Workload(
         "single turns: log-normal lengths, median 100, sigma 1",
         ONE_TURN,
-        {"synchronous": {}, "async_ratio 0.5": ratio(0.5), "async_ratio 1": ratio(1), "async_ratio 2": ratio(2)},
         (100, 0.0, 1.0),
+        {"synchronous": {}, "async_ratio 0.5": ratio(0.5), "async_ratio 1": ratio(1), "async_ratio 2": ratio(2)},
     ),
     "tail": Workload(
         "single turns: prompts' sigma 0.7, samples' sigma 0.5",
         ONE_TURN,
-        {"synchronous": {}, "tail batching": TAIL, "async_ratio 1": ratio(1)},
         (100, 0.7, 0.5),
+        {"synchronous": {}, "tail batching": TAIL, "async_ratio 1": ratio(1)},
     ),
 }
 
 
 def child(workload: Workload, arguments: list[str]) -> None:
-    """A run; where lengths are drawn, every answer is as long as its address says."""
+    """A run whose answers are as long as their addresses say."""
     import numpy as np
 
     from rolljax import train
     from rolljax.rollout.policies import SamplerPolicy
 
-    if workload.lengths:
-        median, of_prompt, of_sample = workload.lengths
-        act = SamplerPolicy.act
+    median, of_prompt, of_sample = workload.lengths
+    act = SamplerPolicy.act
 
-        async def as_long_as_drawn(self, prompt_ids, episode, key, turn):
-            prompt = np.random.default_rng([key.stream, key.draw]).normal(0, of_prompt)
-            sample = np.random.default_rng([key.stream, key.draw, key.sibling]).normal(0, of_sample)
-            length = int(np.clip(median * math.exp(prompt + sample), 1, 1000))
-            params = dataclasses.replace(self.params, max_tokens=length, stop_ids=())
-            return await act(dataclasses.replace(self, params=params), prompt_ids, episode, key, turn)
+    async def as_long_as_drawn(self, prompt_ids, episode, key, turn):
+        prompt = np.random.default_rng([key.stream, key.draw]).normal(0, of_prompt)
+        sample = np.random.default_rng([key.stream, key.draw, key.sibling]).normal(0, of_sample)
+        length = int(np.clip(median * math.exp(prompt + sample), 1, 1000))
+        params = dataclasses.replace(self.params, max_tokens=length, stop_ids=())
+        answer = await act(dataclasses.replace(self, params=params), prompt_ids, episode, key, turn)
+        return dataclasses.replace(answer, finish_reason="stop")
 
-        SamplerPolicy.act = as_long_as_drawn
+    SamplerPolicy.act = as_long_as_drawn
     raise SystemExit(train.main(arguments))
 
 
