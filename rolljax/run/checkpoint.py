@@ -5,8 +5,9 @@ policy version, held-out rewards and wall seconds so far, and the groups that ar
 Randomness is addressed, not stored, and rollouts in flight are made again from their addresses: this is all there is.
 
 It is a folder: the arrays as Orbax writes them, `progress.json`, `waiting.jsonl`, and a manifest with the SHA-256 of
-every file (`sha256sum -c manifest.sha256` checks it by hand). It is filled beside its place and takes its name, which no
-other checkpoint had or will have, when all of it is on the disk. Reading takes the newest that agrees with its manifest.
+every file (`sha256sum -c manifest.sha256` checks it by hand). It is filled beside its place and takes its name, which
+no other checkpoint had or will have, when all of it is on the disk. Reading takes the newest that agrees with its
+manifest.
 """
 
 from __future__ import annotations
