@@ -341,6 +341,12 @@ class Recipe:
             for p in self.phases
             if p.spare_siblings
         ]
+        short += [
+            f"phase {p.name}: late = 'drop' lets the slowest groups go for good: prompts with short answers are trained "
+            "on more often than they are drawn ('redraw' brings them back)"
+            for p in self.phases
+            if p.late == "drop"
+        ]
         return [*self.env.warnings(), *said, *short]
 
     def _lengths(self, phase: Phase) -> tuple[int, int, int]:

@@ -137,7 +137,7 @@ class GroupBuffer:
         """How many groups were trained at each age."""
         self._entries: dict[int, Entry] = {}
         self._again: list[int] = []  # draws that were let go, and begin again
-        self._restart: list[tuple[int, bool]] = []  # what was in flight when the run ended
+        self._restart: list[Entry] = []  # what was in flight when the run ended
         self._round: list[tuple[int, bool]] = []  # of tail batching: what it begins next
         self._round_size, self._is_short = 0, False
         self._taken_at = -1
@@ -175,7 +175,8 @@ class GroupBuffer:
         if rules.in_rounds and self._some_finished and self.num_ready < len(self):
             return None
         if self._restart:
-            return self._restart.pop(0)
+            entry = self._restart.pop(0)
+            return entry.draw, entry.kept
         if rules.tail:
             return self._next_of_round(version, rules.tail)
         capacity, spares = rules.allowed(0), 0
@@ -230,7 +231,6 @@ class GroupBuffer:
           has_signal: whether its algorithm learns from it. failed: nothing of it can be trained on.
         """
         entry = self._entries[draw]
-        self._some_finished = True
         spare = len(self) > self.admission.prompts_per_step and not entry.kept
         if not has_signal and not failed and self._replaced < self.admission.max_replaced:
             self._replaced += 1
@@ -239,8 +239,7 @@ class GroupBuffer:
             self._drop(entry, "failed")
         else:
             entry.ready, entry.has_signal = True, has_signal
-        if self.num_ready == len(self):
-            self._some_finished = False
+        self._some_finished = self.num_ready < len(self)
         return draw in self._entries
 
     def _drop(self, entry: Entry, why: Dropped) -> None:
@@ -292,6 +291,7 @@ class GroupBuffer:
             self._drop(entry, "late")
             if rules.late == "redraw" or rules.tail:
                 self._again.append(entry.draw)
+        self._some_finished = self._some_finished and self.num_ready < len(self)
         self._check()
         return late
 
@@ -304,13 +304,13 @@ class GroupBuffer:
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs, as JSON; the groups that are ready are saved beside it."""
         return {
-            "num_started": self.num_started,
+            "num_started": self.num_started + len(self._restart),
             "num_trained": self.num_trained,
             "num_drawn": self.num_drawn,
             "dropped": dict(self.dropped),
-            "again": self._again,
+            "again": list(self._again),
             "taken_at": self._taken_at,
-            "entries": [dataclasses.asdict(e) for e in self],
+            "entries": [dataclasses.asdict(e) for e in (*self, *self._restart)],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -319,7 +319,7 @@ class GroupBuffer:
         self.dropped, self._again, self._taken_at = Counter(state["dropped"]), list(state["again"]), state["taken_at"]
         entries = [Entry(**e) for e in state["entries"]]
         self._entries = {e.draw: e for e in entries if e.ready}
-        self._restart = [(e.draw, e.kept) for e in entries if not e.ready]
+        self._restart = [e for e in entries if not e.ready]
         self.num_started = state["num_started"] - len(self._restart)
         if self.admission.tail and entries:  # in the middle of a round
             self._round_size, self._is_short = len(entries), not entries[0].kept

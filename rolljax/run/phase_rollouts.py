@@ -64,9 +64,10 @@ class PhaseRollouts:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._done: dict[int, Group] = {}
         self._dropped: list[Group] = []
+        self._version = progress.version
         self._before: Counter[str] = Counter()
-        self._changed, self._version = asyncio.Event(), progress.version
-        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
         if progress.groups:
             self._restore(progress)
 
@@ -97,16 +98,17 @@ class PhaseRollouts:
             if entry.draw not in self._tasks:
                 self._tasks[entry.draw] = next(self._stream)
             self._running[entry.draw] = asyncio.ensure_future(self._run(entry, spare, barrier))
+            self._running[entry.draw].add_done_callback(self._ended)
 
     async def _run(self, entry: Entry, spare: int, barrier: Barrier | None) -> None:
         """One group, from its start until the buffer has it."""
-        try:
-            group = await self._group(self._tasks[entry.draw], entry.draw, spare, barrier)
-            self._finished(group)
-        except Exception as e:  # border: of a task that nobody awaits; `take` raises it
-            self._error = e
-        finally:
-            self._changed.set()
+        self._finished(await self._group(self._tasks[entry.draw], entry.draw, spare, barrier))
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        """Wake up `take`, which raises what went wrong."""
+        if not running.cancelled() and self._error is None:
+            self._error = running.exception()
+        self._changed.set()
 
     async def _group(self, task: Task, draw: int, spare: int, barrier: Barrier | None) -> Group:
         phase, key = self._phase, Key(self._index, draw, 0)
@@ -139,7 +141,7 @@ class PhaseRollouts:
         else:
             del self._tasks[group.draw]
             self._dropped.append(group)
-        self.start(self._version)
+        self.start(self._version)  # which is further by now, maybe, than where this one began
 
     def _has_signal(self, group: Group) -> bool:
         """Whether the phase's algorithm learns anything from a group, if it asks."""
@@ -163,21 +165,20 @@ class PhaseRollouts:
         taken = await self._runtime.event_loop.within(
             self._take(version), f"the groups of step {self._progress.step + 1}", self._recipe.wait_s
         )
-        ages = [e.age(version) for e in taken]
         groups = [self._done.pop(e.draw) for e in taken]
-        for entry in taken:
-            del self._tasks[entry.draw]
-        for entry in self._buffer.expire(version + 1):
-            self._let_go(entry)
         dropped, self._dropped = self._dropped, []
         self._check_signal(taken, groups, dropped)
-        return StepGroups(groups, ages, dropped)
+        return StepGroups(groups, [e.age(version) for e in taken], dropped)
 
     async def _take(self, version: int) -> list[Entry]:
         while True:
             if self._error:
                 raise self._error
             if (taken := self._buffer.take(version)) is not None:
+                for entry in taken:
+                    del self._tasks[entry.draw]
+                for entry in self._buffer.expire(version + 1):
+                    self._let_go(entry)
                 return taken
             self._changed.clear()
             await self._changed.wait()
@@ -245,7 +246,7 @@ class PhaseRollouts:
             entry["ready"] = entry["draw"] in waiting
         tasks = {str(draw): task.index for draw, task in self._tasks.items()}
         self._progress.stream_position = self._stream.state()
-        self._progress.groups = {"buffer": state, "tasks": tasks}
+        self._progress.groups = {"buffer": state, "tasks": tasks, "counted": dict(self._before)}
         self._progress.waiting = "".join(json.dumps(g.to_json()) + "\n" for g in waiting.values())
 
     def _restore(self, progress: RunProgress) -> None:
@@ -253,7 +254,7 @@ class PhaseRollouts:
         self._tasks = {int(draw): self._recipe.env.task(i) for draw, i in progress.groups["tasks"].items()}
         groups = [Group.from_json(json.loads(line)) for line in progress.waiting.splitlines()]
         self._done = {g.draw: g for g in groups}
-        self._before = Counter({"started": self._buffer.num_started, **self._buffer.dropped})
+        self._before = Counter(progress.groups["counted"])
 
 
 def _has_experts(group: Group) -> bool:

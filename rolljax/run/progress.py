@@ -34,7 +34,8 @@ class RunProgress:
     starts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Where the phase's episodes start (`StartCurriculum.state`)."""
     groups: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the phase: which are in flight and which wait (`GroupBuffer.state`), and the index of each one's task."""
+    """Of the phase: which are in flight and which wait (`GroupBuffer.state`), the index of each one's task, and what
+    rows of metrics have told of them."""
     waiting: str = ""
     """Those that wait to be trained, a JSON line each (`Group.to_json`)."""
     failed_steps: int = 0

@@ -128,7 +128,7 @@ def test_two_processes_stopped_and_continued_are_one(start, tmp_path):
 @pytest.mark.slow
 def test_a_lost_process_ends_the_run(start, tmp_path):
     run_dir = tmp_path / "run"
-    both = start(arguments(run_dir, **SMALL | {"rl__Phase_dot_steps": 1000, "rl__Phase_dot_staleness": 1}))
+    both = start(arguments(run_dir, **SMALL | {"rl__Phase_dot_steps": 1000, "rl__Phase_dot_async_ratio": 1}))
     wait_for_step(both, run_dir, 5)
     assert rows(run_dir)[4]["groups/waiting_n"] == 4  # while the policy is trained, the next answers are under way
     assert max(r["stale/max_ver"] for r in rows(run_dir)) <= 1

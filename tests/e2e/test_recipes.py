@@ -112,12 +112,12 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path):
     assert train.main(arguments("algorithms/dapo", tmp_path / "run", RL | {"rl/Phase.steps": 1})) == 0
     row = rows(tmp_path / "run")[-1]
     assert row["groups/trained_n"] == 8 < row["groups/started_n"]
-    assert row["groups/started_n"] == row["groups/trained_n"] + row["groups/dropped_credit_n"]
+    assert row["groups/started_n"] == row["groups/trained_n"] + row["groups/no_signal_n"]
     keys = set()
     import json
 
     for line in (tmp_path / "run" / "rollouts" / "step_4.jsonl").read_text().splitlines():
-        keys.add((json.loads(line)["key"]["group"], json.loads(line)["key"]["sibling"]))
+        keys.add((json.loads(line)["key"]["draw"], json.loads(line)["key"]["sibling"]))
     assert len(keys) == row["groups/started_n"] * 4
 
 

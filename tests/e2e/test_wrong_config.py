@@ -64,7 +64,7 @@ TABLE = [
     ("group of one", "rl/recipe.Phase.group_size = 1", [], ["broken.gin:10", "group_size", "baseline"]),
     ("copies of one answer", "warm_start/recipe.Phase.group_size = 4", [], ["broken.gin:10", "group_size = 1"]),
     ("stop nobody looks for", "rl/recipe.Phase.stop_at_reward = 0.5", ["rl/Phase.eval_every = 0"], ["eval_every"]),
-    ("inert staleness", "warm_start/recipe.Phase.staleness = 1", [], ["broken.gin:10", "staleness", "no effect"]),
+    ("inert async ratio", "warm_start/recipe.Phase.async_ratio = 1", [], ["broken.gin:10", "async_ratio", "no effect"]),
     ("greedy training", "rl/recipe.Phase.temperature = 0.0", [], ["broken.gin:10", "temperature"]),
     ("heads do not divide", "qwen3.Qwen3Config.num_kv_heads = 3", [], ["broken.gin:10", "num_kv_heads"]),
     ("vocabulary too small", "qwen3.Qwen3Config.vocab_size = 100", [], ["broken.gin:10", "261"]),

@@ -149,6 +149,16 @@ def test_in_rounds_nothing_begins_beside_what_runs():
     assert fill(buffer, 1) == [5, 6, 7]
 
 
+def test_in_rounds_nobody_waits_for_what_was_let_go():
+    buffer = GroupBuffer(Admission(2, num_steps=3, spare_prompts=2, late="redraw", in_rounds=True))
+    assert fill(buffer, 0) == [0, 1, 2, 3]
+    buffer.finished(0), buffer.finished(2)
+    assert draws(buffer.take(0)) == [0, 2]
+    buffer.finished(3)  # too late, and before it is let go
+    assert draws(buffer.expire(1)) == [1, 3]
+    assert fill(buffer, 1) == [1, 3, 4, 5]
+
+
 def test_redundancy():
     buffer = GroupBuffer(Admission(2, num_steps=3, spare_prompts=2, late="drop"))
     assert fill(buffer, 0) == [0, 1, 2, 3]
@@ -169,12 +179,77 @@ def test_a_round_of_tail_batching():
     assert fill(buffer, 0) == [0, 1, 2, 3, 4]
     assert math.ceil(tail.eta * 2) == 3
     done = sorted((sorted(responses)[2 - 1], draw) for draw, responses in enumerate(times))
-    for end, draw in done:
+    while (taken := buffer.take(0)) is None:
+        end, draw = done.pop(0)
         buffer.finished(draw)
-        if (taken := buffer.take(0)) is not None:
-            break
     assert end == 8 and draws(taken) == [0, 1, 2, 3]
     assert draws(buffer.expire(1)) == [4]
+
+
+# ---- going on
+
+
+def restored(buffer, **changes):
+    """What goes on from the state of `buffer`, maybe with other settings."""
+    state = json.loads(json.dumps(buffer.state()))
+    buffer = GroupBuffer(dataclasses.replace(buffer.admission, **changes))
+    buffer.restore(state)
+    return buffer
+
+
+def begun(**settings):
+    """A buffer behind a step: 2 and 4 are ready, 3 and 5 in flight."""
+    buffer = GroupBuffer(Admission(2, num_steps=4, async_ratio=2, **settings))
+    assert fill(buffer, 0) == [0, 1, 2, 3, 4, 5]
+    for draw in (0, 1, 2, 4):
+        buffer.finished(draw)
+    assert draws(buffer.take(0)) == [0, 1] and buffer.expire(1) == []
+    return buffer
+
+
+def test_what_is_ready_is_ready_and_what_was_in_flight_begins_again_first():
+    buffer = restored(begun())
+    assert [(e.draw, e.version, e.ready) for e in buffer] == [(2, 0, True), (4, 0, True)]
+    assert [(e.draw, e.version) for e in iter(lambda: buffer.start(1), None)] == [(3, 1), (5, 1), (6, 1), (7, 1)]
+    assert buffer.num_started == 8
+    assert draws(buffer.take(1)) == [2, 4]
+
+
+def test_a_state_does_not_change_with_its_buffer():
+    buffer = flash_trace("redraw")
+    buffer.take(1), buffer.expire(2)
+    state = buffer.state()
+    before = json.dumps(state)
+    fill(buffer, 2)
+    assert state["again"] == [2] and json.dumps(state) == before
+
+
+def test_nothing_is_lost_if_a_run_stops_before_anything_began_again():
+    buffer = begun()
+    again = restored(restored(buffer))
+    assert again.state() == restored(buffer).state() and again.state().keys() == buffer.state().keys()
+    assert fill(again, 1) == fill(restored(buffer), 1) == [3, 5, 6, 7]
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 2.5])
+def test_a_phase_ends_with_nothing_begun_and_goes_on_with_more_steps(ratio):
+    """As if it had had them from the start, but for what would have begun ahead."""
+    buffer, trained = GroupBuffer(Admission(2, num_steps=3, async_ratio=ratio)), []
+
+    def train(first, last):
+        for version in range(first, last):
+            for draw in fill(buffer, version):
+                buffer.finished(draw)
+            trained.extend(draws(buffer.take(version)))
+            buffer.expire(version + 1)
+            for draw in fill(buffer, version):
+                buffer.finished(draw)
+
+    train(0, 3)
+    assert trained == [0, 1, 2, 3, 4, 5] and len(buffer) == 0 and buffer.start(3) is None
+    buffer = restored(buffer, num_steps=5)
+    train(3, 5)
+    assert trained == list(range(10)) and len(buffer) == 0 and buffer.start(5) is None
 
 
 # ---- random traces
@@ -206,9 +281,8 @@ def play(admission, seconds, restores=(), version=0):
         begin(version)
         version += 1
         if len(steps) in restores:
-            state = json.loads(json.dumps(buffer.state()))
-            buffer, running = GroupBuffer(admission), []
-            buffer.restore(state)
+            for _ in range(2):  # the second time before anything has begun again
+                buffer, running = restored(buffer), []
     assert buffer.num_trained == admission.num_steps * admission.prompts_per_step
     return buffer, steps, now
 

@@ -38,7 +38,7 @@ def write(path, *records):
 def gold_group(spec, chat, index, *, size=1, pairs=False, max_context=2000):
     pool = EnvPool(PoolConfig(), spec)
     rollouts = Rollouts(pool, chat, GoldPolicy(chat, 64, pairs), spec.max_turns, max_context, 64)
-    group = asyncio.run(rollouts.group(spec.task(index), stream=0, step=0, index=0, group_size=size))
+    group = asyncio.run(rollouts.group(spec.task(index), stream=0, draw=0, group_size=size))
     pool.close()
     assert [t.status for t in group.trajectories] == ["ok"] * size, [t.fault for t in group.trajectories]
     return group.trajectories

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from rolljax import train
+from rolljax import cli, train
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.records import Records
 from rolljax.errors import ConfigError
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.recipe import Phase, Recipe
+from rolljax.rollout.group_buffer import TailBatching
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.asyppo import AsyPpo
 from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
@@ -29,6 +30,7 @@ from rolljax.trainer.algorithms.gspo import Gspo
 from rolljax.trainer.algorithms.ipa import Ipa
 from rolljax.trainer.algorithms.kimi import Kimi
 from rolljax.trainer.algorithms.opd import Opd, Teacher
+from rolljax.trainer.algorithms.policy_gradient import PolicyGradient
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.raft import RaftPP
 from rolljax.trainer.algorithms.reinforce import Reinforce
@@ -45,7 +47,8 @@ from rolljax.trainer.credit.shaping import GroupFilter, RewardShaping
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.kl import AdaptiveKl, KlLoss, KlReward
 
-QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.gin")
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.gin")
 MAX_CONTEXT, MAX_ANSWER = 64, 16
 
 
@@ -116,7 +119,7 @@ TABLE = {
         0.28,
         ("ratio is 1", "updates_per_step"),
         lambda build: build(Cispo(), updates_per_step=1),
-        lambda build: build(Cispo(), updates_per_step=1, staleness=1),
+        lambda build: build(Cispo(), updates_per_step=1, async_ratio=1),
     ),
     "clip around the proximal policy of one update": Refused(
         "DecoupledPpo.clip_high",
@@ -394,11 +397,11 @@ TABLE = {
         lambda build: build(Sft(), group_size=1),
     ),
     "gold answers that age": Refused(
-        "Phase.staleness",
+        "Phase.async_ratio",
         1,
-        ("no effect", "0"),
-        lambda build: build(Sft(), group_size=1, staleness=1),
-        lambda build: build(Rft(), staleness=1),
+        ("no effect", "gold answers"),
+        lambda build: build(Sft(), group_size=1, async_ratio=1),
+        lambda build: build(Rft(), async_ratio=1),
     ),
     # preferences
     "smoothing of IPO": Refused(
@@ -526,7 +529,9 @@ def test_the_remedy_helps(name, build):
 
 ONE_UPDATE = {"updates_per_step": 1}
 WARNED: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-    (Tis(), ONE_UPDATE, {"staleness": 2}),
+    (Tis(), ONE_UPDATE, {"async_ratio": 2}),
+    (Reinforce(), ONE_UPDATE | {"async_ratio": 0.5}, ONE_UPDATE),
+    (Grpo(anchor="proximal"), {"async_ratio": 1}, {}),
     (Topr(), ONE_UPDATE, {"updates_per_step": 2}),
     (SequenceTopr(), ONE_UPDATE, {"updates_per_step": 1, "epochs": 2}),
     (Kimi(), ONE_UPDATE, {"updates_per_step": 2}),
@@ -551,6 +556,32 @@ def test_a_range_that_no_group_can_be_in_is_warned_about(build):
     (text,) = build(Grpo(filter=GroupFilter(solve_range=(0.3, 0.45)))).warnings()
     assert "no mean of 4" in text and "GroupFilter.solve_range of Grpo" in text
     assert build(Grpo(filter=GroupFilter(solve_range=(0.3, 0.55)))).warnings() == []
+
+
+def test_short_answers_that_are_favoured_are_warned_about(build):
+    spares = {"spare_prompts": 1}
+    for name, settings in (("'drop'", spares | {"late": "drop"}), ("spare_siblings", {"spare_siblings": 1})):
+        (text,) = build(Grpo(), **settings).warnings()
+        assert name in text and "more often" in text
+    assert build(Grpo(), **spares, late="redraw").warnings() == []
+    assert build(Grpo(), tail_batching=TailBatching()).warnings() == []
+
+
+def test_asynchronous_training_warns_where_nothing_corrects_for_it():
+    """Of all shipped algorithms: those without a ratio to the log-probs that were sampled with, and without a
+    correction. Who imitates, or prefers, does not ask whose answers they are."""
+    warned, corrects = set(), set()
+    for path in sorted((CONFIGS / "algorithms").glob("*.gin")):
+        loaded = cli.load_recipe([str(path)], []).value
+        phases = [dataclasses.replace(p, async_ratio=1.5 if p.samples else 0.0) for p in loaded.phases]
+        found = any("nothing corrects" in text for text in dataclasses.replace(loaded, phases=tuple(phases)).warnings())
+        algorithms = [p.algorithm for p in phases if p.samples and isinstance(p.algorithm, PolicyGradient)]
+        assert found == any(
+            a.correction is None and not (a.uses_ratio() and a.anchor == "behaviour") for a in algorithms
+        ), path.name
+        (warned if found else corrects).add(path.stem)
+    assert warned == {"opd", "reinforce", "rloo", "turn_reinforce"}
+    assert {"grpo", "ppo", "tis", "cispo", "topr", "decoupled_ppo", "ipa", "kimi", "gspo", "rft", "dpo"} < corrects
 
 
 @pytest.mark.parametrize("algorithm", [Reinforce(), Rloo(), Grpo(**NO_CLIP), Rft(), Dpo()])

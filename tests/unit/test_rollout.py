@@ -87,9 +87,9 @@ def test_a_stream_is_prompts_and_samples_one_after_the_other(chat):
 
 def test_gold_answers_play_through_the_same_function(chat):
     lake = FrozenLake()
-    group = roll(chat, lake, GoldPolicy(chat, 64), lake.task(4), stream=1, step=2, index=3, group_size=2)
+    group = roll(chat, lake, GoldPolicy(chat, 64), lake.task(4), stream=1, draw=3, group_size=2)
     assert [t.key for t in group.trajectories] == [Key(1, 3, 0), Key(1, 3, 1)]
-    assert (group.step, group.index, group.rewards.tolist()) == (2, 3, [1, 1])
+    assert (group.draw, group.rewards.tolist()) == (3, [1, 1])
     for trajectory in group.trajectories:
         assert trajectory.status == "ok" and trajectory.success
         assert all((t.versions == -1).all() and not t.sampler_logp.any() for t in trajectory.turns)
@@ -134,7 +134,7 @@ class ChoiceEnv(Env):
 
 def test_pairs_are_a_gold_answer_and_a_rejected_one(chat):
     pairs = GoldPolicy(chat, 64, pairs=True)
-    group = roll(chat, Choice(), pairs, Choice().task(0), stream=0, step=0, index=0, group_size=2)
+    group = roll(chat, Choice(), pairs, Choice().task(0), stream=0, draw=0, group_size=2)
     assert [[t.text for t in m.turns] for m in group.trajectories] == [["good 0", "good 1"], ["bad 0", "bad 1"]]
     assert group.rewards.tolist() == [2, -2]
     for trajectory in group.trajectories:
@@ -145,7 +145,7 @@ def test_pairs_are_a_gold_answer_and_a_rejected_one(chat):
 
 def test_an_environment_without_rejected_answers_says_so(chat):
     pairs, lake = GoldPolicy(chat, 64, pairs=True), FrozenLake()
-    group = roll(chat, lake, pairs, lake.task(4), stream=0, step=0, index=0, group_size=2)
+    group = roll(chat, lake, pairs, lake.task(4), stream=0, draw=0, group_size=2)
     assert [t.status for t in group.trajectories] == ["ok", "failed"]
     failed = group.trajectories[1]
     assert failed.fault.kind == "env" and "no rejected answers" in failed.fault.detail
@@ -243,7 +243,7 @@ def group_of(chat, spec, answers):
         async def act(self, prompt_ids, episode, key, turn):
             return await Script(chat, [answers[key.sibling]] * 2).act(prompt_ids, episode, key, turn)
 
-    return roll(chat, spec, PerSibling(), spec.task(0), stream=0, step=0, index=0, group_size=len(answers))
+    return roll(chat, spec, PerSibling(), spec.task(0), stream=0, draw=0, group_size=len(answers))
 
 
 @pytest.mark.parametrize("fault", [KeyError("hole"), math.nan, math.inf, None], ids=str)
@@ -429,7 +429,7 @@ def test_a_loop_behind_an_expert_is_begun_again_behind_it(chat):
 
 def test_a_loop_counts_in_an_evaluation(chat):
     cfg = RolloutConfig(repeats=3)
-    group = roll(chat, Echo(), Script(chat, LOOPING), LAKE, cfg=cfg, stream=EVAL_STREAM, step=0, index=0, group_size=1)
+    group = roll(chat, Echo(), Script(chat, LOOPING), LAKE, cfg=cfg, stream=EVAL_STREAM, draw=0, group_size=1)
     (got,) = group.trajectories
     assert len(got.turns) == 4 and got.status == "truncated" and not got.loops
     assert (got.fault.kind, got.fault.stage) == ("agent", "repeat")
@@ -522,6 +522,6 @@ def test_the_first_complete_of_a_group_and_its_spares_make_it(chat):
                 raise SamplerError("gone")
             return await Script(chat, ["stop"]).act(prompt_ids, episode, key, turn)
 
-    group = roll(chat, Echo(), Slow(), Echo().task(0), stream=0, step=0, index=0, group_size=3, spare=2)
+    group = roll(chat, Echo(), Slow(), Echo().task(0), stream=0, draw=0, group_size=3, spare=2)
     assert [t.key.sibling for t in group.trajectories] == [1, 3, 4] and group.cancelled == 2
     assert all(t.status == "ok" for t in group.trajectories)

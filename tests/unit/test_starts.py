@@ -31,9 +31,9 @@ def starts(pool, chat, **settings):
     return StartCurriculum(ExpertStarts(**settings), pool, chat, seed=3, max_turns=CHAIN.max_turns)
 
 
-def choose(s, task, count=1, step=0):
+def choose(s, task, count=1, first=0):
     async def every():
-        return [await s.choose(task, step, i) for i in range(count)]
+        return [await s.choose(task, draw) for draw in range(first, first + count)]
 
     return asyncio.run(every())
 
@@ -246,7 +246,7 @@ def test_parallel_starts_are_spread_over_all_chunks_and_belong_to_their_address(
     assert len(counts) == 5 and counts.min() >= 200 / 5 - 4 * math.sqrt(200 * 0.16)
     again = starts(pool, chat, mode="parallel")
     assert [len(x.chunks) if x else 0 for x in choose(again, task, 200)] == lengths
-    assert [len(x.chunks) if x else 0 for x in choose(again, task, 200, step=1)] != lengths
+    assert [len(x.chunks) if x else 0 for x in choose(again, task, 200, first=200)] != lengths
 
 
 # ---- experts of one's own -------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_waits_of_the_event_loop_have_their_names(dog, told):
     dog.state = lambda: "sampler idle"
     try:
         with pytest.raises(HangError, match=r"for the groups of step 7 \(sampler idle\)") as e:
-            background.wait(background.start(asyncio.sleep(WAIT_S)), "the groups of step 7", 0.1)
+            background.run(background.within(asyncio.sleep(WAIT_S), "the groups of step 7", 0.1))
         dog.hung(e.value)
     finally:
         background.close()

@@ -80,6 +80,8 @@ def check_ratio(algorithm: PolicyGradient, setup: Setup) -> list[str]:
     if not algorithm.uses_ratio():
         return _without_ratio(algorithm, setup)
     _check_anchor(algorithm, setup)
+    if setup.staleness and algorithm.anchor == "proximal" and algorithm.correction is None:
+        return [_uncorrected(algorithm, "a ratio to log-probs of its own (anchor = 'proximal') and no correction")]
     if setup.updates > 1 or (setup.staleness and algorithm.anchor == "behaviour"):
         return []
     name = type(algorithm).__name__
@@ -101,8 +103,12 @@ def _without_ratio(algorithm: PolicyGradient, setup: Setup) -> list[str]:
         raise algorithm.refuse("anchor", "can have no effect: this objective has no ratio", "leave it out")
     if setup.on_policy or algorithm.correction is not None:
         return []
-    name = type(algorithm).__name__
-    return [f"{name} has no ratio: nothing corrects for samples of older weights (staleness, several updates)"]
+    return [_uncorrected(algorithm, "no ratio")]
+
+
+def _uncorrected(algorithm: Algorithm, why: str) -> str:
+    source = "samples of older weights (Phase.async_ratio, several updates)"
+    return f"{type(algorithm).__name__} has {why}: nothing corrects for {source}"
 
 
 def _check_anchor(algorithm: PolicyGradient, setup: Setup) -> None:

@@ -1,0 +1,190 @@
+"""The event loop of a run: what runs in it and beside it, and waits with a name and a deadline."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rolljax.errors import EnvError, HangError
+from rolljax.threads.event_loop import EventLoop, Stopped
+
+
+@pytest.fixture
+def make_event_loop():
+    made = []
+
+    def make(should_stop=lambda: False):
+        made.append(EventLoop(should_stop))
+        return made[-1]
+
+    yield make
+    for event_loop in made:
+        event_loop.close()
+
+
+async def answer(passes=3):
+    """42, after so many passes of the loop."""
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    return 42
+
+
+async def forever(started, cancelled):
+    """Never done; sets `cancelled` when it is given up."""
+    started.set()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        cancelled.set()
+
+
+# ---- what runs in the loop ------------------------------------------------------------------------------------------
+
+
+def test_run_gives_the_result(make_event_loop):
+    event_loop = make_event_loop()
+    assert event_loop.run(answer()) == 42
+    assert event_loop.run(event_loop.within(answer(), "the answer", 60)) == 42
+
+
+@pytest.mark.parametrize("error", [EnvError("lost"), ValueError("odd"), TimeoutError("its own")], ids=repr)
+def test_run_raises_what_the_work_raised(make_event_loop, error):
+    async def work():
+        raise error
+
+    event_loop = make_event_loop()
+    for wrapped in (work(), event_loop.within(work(), "the answer", 60)):
+        with pytest.raises(type(error), match=str(error)):
+            event_loop.run(wrapped)
+
+
+def test_it_runs_in_a_thread_of_its_own(make_event_loop):
+    async def where():
+        return threading.get_ident()
+
+    event_loop = make_event_loop()
+    assert event_loop.run(where()) == event_loop.run(where()) != threading.get_ident()
+
+
+# ---- waits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_wait_past_its_deadline_names_itself_and_ends_the_work(make_event_loop):
+    started, cancelled, event_loop = threading.Event(), threading.Event(), make_event_loop()
+    with pytest.raises(HangError, match="the groups of step 7.*Recipe.wait_s"):
+        event_loop.run(event_loop.within(forever(started, cancelled), "the groups of step 7", 0.1))
+    assert started.is_set() and cancelled.wait(10)
+
+
+def test_a_stop_ends_only_waits_that_may_be_interrupted(make_event_loop):
+    released = asyncio.Event()
+
+    async def released_work():
+        await released.wait()
+        return "done"
+
+    started, cancelled, asked = threading.Event(), threading.Event(), []
+
+    def should_stop():
+        asked.append(True)
+        return True
+
+    event_loop = make_event_loop(should_stop)
+    with pytest.raises(Stopped):
+        event_loop.run(event_loop.within(forever(started, cancelled), "x", 60))
+    assert asked and cancelled.wait(10)
+
+    async def both():
+        waiting = asyncio.ensure_future(event_loop.within(released_work(), "x", 60, interruptible=False))
+        await asyncio.sleep(0.5)  # longer than it takes to ask
+        assert not waiting.done()
+        released.set()
+        return await waiting
+
+    asked.clear()
+    assert event_loop.run(both()) == "done" and not asked
+
+
+def test_what_is_done_when_the_run_is_told_to_stop_is_not_lost(make_event_loop):
+    assert (event_loop := make_event_loop(lambda: True)).run(event_loop.within(answer(), "x", 60)) == 42
+
+
+# ---- what blocks ----------------------------------------------------------------------------------------------------
+
+
+def test_what_blocks_runs_beside_the_loop(make_event_loop):
+    """The loop goes on meanwhile: else it could never let the call return."""
+    event_loop, released = make_event_loop(), threading.Event()
+
+    def blocks(number, *, more):
+        assert released.wait(30)
+        return threading.get_ident(), number + more
+
+    async def both():
+        call = asyncio.ensure_future(event_loop.call(blocks, 40, more=2))
+        await answer()
+        assert not call.done()
+        released.set()
+        return threading.get_ident(), await call
+
+    here, (there, number) = event_loop.run(both())
+    assert number == 42 and len({here, there, threading.get_ident()}) == 3
+
+
+def test_calls_raise_what_they_raised(make_event_loop):
+    event_loop = make_event_loop()
+    with pytest.raises(ZeroDivisionError):
+        event_loop.run(event_loop.call(lambda: 1 // 0))
+
+
+def test_calls_are_made_one_after_the_other(make_event_loop):
+    event_loop, under_way, order = make_event_loop(), threading.Lock(), []
+
+    def one(number):
+        assert under_way.acquire(blocking=False)
+        order.append(number)
+        under_way.release()
+
+    async def many():
+        await asyncio.gather(*(event_loop.call(one, i) for i in range(50)))
+
+    event_loop.run(many())
+    assert order == list(range(50))
+
+
+def test_a_call_is_not_interrupted(make_event_loop):
+    """Whoever waits for it may be given up; it goes on to its end, and what comes next waits for that."""
+    event_loop, released, done = make_event_loop(), threading.Event(), []
+
+    def blocks():
+        assert released.wait(30)
+        done.append("first")
+
+    async def work():
+        with pytest.raises(HangError):
+            await event_loop.within(event_loop.call(blocks), "x", 0.1)
+        released.set()
+        await event_loop.call(done.append, "second")
+
+    event_loop.run(work())
+    assert done == ["first", "second"]
+
+
+# ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_close_cancels_what_is_left_and_ends_the_threads():
+    before = set(threading.enumerate())
+    event_loop, started, cancelled = EventLoop(lambda: False), threading.Event(), threading.Event()
+
+    async def begin():
+        task = asyncio.ensure_future(forever(started, cancelled))
+        await asyncio.sleep(0)
+        return task, await event_loop.call(threading.current_thread)
+
+    task, beside = event_loop.run(begin())
+    threads = set(threading.enumerate()) - before
+    assert started.is_set() and len(threads) == 2 and beside in threads
+    event_loop.close()
+    beside.join(30)
+    assert task.cancelled() and cancelled.is_set() and not any(t.is_alive() for t in threads)

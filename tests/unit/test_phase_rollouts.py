@@ -1,0 +1,494 @@
+"""The rollouts of a phase: what is trained, let go, replaced and continued, and that nobody is trained on short answers
+only.
+
+Real rollouts, environments, event loop and buffer; the policy's answers are as long as the random numbers of their
+address say, as the sampler's are. A token takes a second of a virtual clock, so that nothing depends on the machine.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import heapq
+import json
+import types
+
+import numpy as np
+import pytest
+
+from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.envs.pool import EnvPool, PoolConfig
+from rolljax.envs.tasks import TaskStream
+from rolljax.errors import EnvError, HangError, TrainerError
+from rolljax.model.tokenizer import byte_tokenizer
+from rolljax.recipe import Phase, Recipe
+from rolljax.rollout.episodes import RolloutConfig, Rollouts
+from rolljax.rollout.group_buffer import TailBatching
+from rolljax.run.phase_rollouts import PhaseRollouts
+from rolljax.run.progress import RunProgress
+from rolljax.run.step_metrics import groups_row
+from rolljax.threads.event_loop import EventLoop, Stopped
+from rolljax.trainer.algorithms.grpo import Grpo
+from rolljax.trainer.credit.shaping import GroupFilter
+from rolljax.types import Completion, Message, Sampled, Task
+
+PROMPTS, SIBLINGS, SPARES, LIMIT = 8, 2, 2, 400
+
+
+@dataclasses.dataclass(frozen=True)
+class OneAnswer(EnvSpec):
+    """Any answer ends the episode; one that begins with `x` is right. Every `broken`th task's environment is broken
+    (0: none)."""
+
+    runs = "inline"
+    max_turns: int = 1
+    broken: int = 0
+
+    @property
+    def name(self):
+        return "one_answer"
+
+    def task(self, index):
+        return Task("one_answer", index, f"task {index}")
+
+    def make(self):
+        return OneAnswerEnv(self.broken)
+
+
+class OneAnswerEnv(Env):
+    def __init__(self, broken):
+        self.broken = broken
+
+    def reset(self, task):
+        self.index = task.index
+        return (Message("user", task.content),)
+
+    def step(self, action):
+        if self.broken and self.index % self.broken == 0:
+            raise EnvError("out of order", stage="step")
+        return StepResult((), float(action.startswith("x")), terminated=True)
+
+    def gold(self):
+        return "x"
+
+
+@functools.cache
+def token(letter):
+    """Its id to the byte tokenizer."""
+    return byte_tokenizer().convert_tokens_to_ids(letter)
+
+
+class VirtualClock:
+    """Goes on to what comes next whenever nothing else can happen. settle: passes of the event loop until then."""
+
+    def __init__(self, settle=12):
+        self.now, self.settle = 0.0, settle
+        self._waiting = []
+
+    async def sleep(self, seconds, order=(0, 0)):
+        """Wait; what ends at the same moment ends in the order of `order`."""
+        future = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (self.now + seconds, *order, id(future), future))
+        await future
+
+    async def run(self, pool):
+        """Go on, but not while environments work: they are in threads."""
+        while True:
+            passes = 0
+            while passes < self.settle:
+                await asyncio.sleep(0)
+                passes = 0 if pool.stats.under_way else passes + 1
+            while self._waiting and self._waiting[0][-1].done():
+                heapq.heappop(self._waiting)  # it was given up
+            if self._waiting:
+                self.now, *_, future = heapq.heappop(self._waiting)
+                future.set_result(None)
+
+
+class Drawn:
+    """Answers whose lengths are drawn by their address, log-normal with a mean of about 27 tokens.
+
+    by_sibling: standard deviation of the logarithm between siblings; by_prompt: between prompts. right: chance of a
+    right answer. version: of the policy, now. begun: draws of the answers that were begun. slow: draws whose answers
+    take longer than any while the policy is of version 0.
+    """
+
+    def __init__(self, by_prompt=0.0, by_sibling=0.8, right=1.0):
+        self.by_prompt, self.by_sibling, self.right = by_prompt, by_sibling, right
+        self.clock, self.version, self.begun, self.error, self.slow = VirtualClock(), 0, [], None, set()
+
+    async def act(self, prompt_ids, episode, key, turn):
+        self.begun.append(key.draw)
+        first = self.version
+        if self.error:
+            raise self.error
+        prompt, own = (np.random.default_rng([key.stream, key.draw, s]) for s in (1000, key.sibling))
+        size = 3.0 + self.by_prompt * prompt.normal() + self.by_sibling * own.normal()
+        length = int(np.clip(np.exp(size), 1, LIMIT))
+        longer = 10 * LIMIT if key.draw in self.slow and first == 0 else 0
+        await self.clock.sleep(length + longer, (key.draw, key.sibling))
+        tokens = np.full(length, token("x" if own.random() < self.right else "y"), np.int32)
+        versions = np.linspace(first, self.version, length).astype(np.int32)
+        return Completion(Sampled.of(tokens, np.zeros(length, np.float32), versions), "stop")
+
+
+def phase(steps, rounds=0, **settings):
+    groups = GroupFilter(dynamic_sampling_rounds=rounds) if rounds else None
+    algorithm = Grpo(clip_low=None, clip_high=None, filter=groups)
+    return Phase("only", algorithm, steps, prompts_per_step=PROMPTS, group_size=SIBLINGS, **settings)
+
+
+class Run:
+    """What a loop does with the rollouts of a phase, without a model. train_s: that training a step takes."""
+
+    agents = None
+
+    def __init__(self, chat, phase, policy=None, broken=0, wait_s=60.0, train_s=20):
+        spec = OneAnswer(broken=broken)
+        self.phase, self.policy, self.train_s = phase, policy or Drawn(), train_s
+        self.recipe = Recipe(spec, (phase,), rollout=RolloutConfig(retries=0), wait_s=wait_s)
+        self.preflight = types.SimpleNamespace(chat=chat)
+        self.sampler = types.SimpleNamespace(hold=lambda: lambda: None)
+        self.pool, self.event_loop = EnvPool(PoolConfig(), spec), EventLoop(lambda: False)
+        self.progress, self.stream = RunProgress(), TaskStream(spec, 0, 0.1)
+        self.warned, self.steps, self.rows = [], [], []
+
+    def actor(self, phase):
+        return self.policy
+
+    def rollouts(self, policy, *, hash_observations=False):
+        return Rollouts(self.pool, self.preflight.chat, policy, 1, 1000, LIMIT, self.recipe.rollout)
+
+    async def train_step(self, rollouts):
+        """As `loop.train_step` does it; whoever was sampled by an older policy is older."""
+        version = self.policy.version = self.progress.version
+        rollouts.start(version)
+        groups = await rollouts.take(version)
+        rollouts.start(version)
+        await self.policy.clock.sleep(self.train_s)
+        for group, age in zip(groups.trained, groups.start_ages, strict=True):
+            told = [t.turns[0].versions[0] for t in group.trajectories if t.turns]
+            assert not told or version - min(told) <= age <= np.ceil(self.phase.async_ratio)
+        row = groups_row(len(groups.trained), len(groups.trained), len(groups.trained)) | rollouts.end_step(groups)
+        self.steps.append(groups)
+        self.rows.append(row)
+        self.progress.end_step(self.phase)
+
+    async def _until(self, step, stop):
+        time = asyncio.ensure_future(self.policy.clock.run(self.pool))
+        try:
+            async with PhaseRollouts(self, self.stream, self.progress, self.warned.append) as rollouts:
+                while self.progress.step < min(step, self.phase.steps):
+                    await self.train_step(rollouts)
+                if stop:
+                    await stop(self, rollouts)
+                    raise Stopped
+        finally:
+            time.cancel()
+
+    def until(self, step, stop=None):
+        """The steps up to `step`; the run is told to stop at `stop`, behind the last one."""
+        try:
+            self.event_loop.run(self._until(step, stop))
+        except Stopped:
+            self.go_on()
+        return self
+
+    def all(self):
+        return self.until(self.phase.steps)
+
+    def go_on(self):
+        """Whoever goes on has the record of the progress, and nothing else."""
+        record = json.loads(json.dumps(dataclasses.asdict(self.progress)))
+        self.progress, self.stream = RunProgress(**record), TaskStream(self.recipe.env, 0, 0.1)
+        if self.progress.stream_position:
+            self.stream.restore(self.progress.stream_position)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.event_loop.close()
+        self.pool.close()
+
+    # ---- what came of it
+
+    @property
+    def trained(self):
+        return [g for groups in self.steps for g in groups.trained]
+
+    @property
+    def draws(self):
+        return [g.draw for g in self.trained]
+
+    @property
+    def mean_length(self):
+        return np.mean([t.num_sampled_tok for g in self.trained for t in g.trajectories])
+
+    def total(self, name):
+        return sum(row[f"groups/{name}_n"] for row in self.rows)
+
+    def check_conserved(self):
+        """Groups are what they were begun as, step by step."""
+        before = 0
+        for row in self.rows:
+            gone = sum(row[f"groups/{name}_n"] for name in ("trained", "no_signal", "spare_failed", "late"))
+            assert before + row["groups/started_n"] == gone + row["groups/waiting_n"]
+            before = row["groups/waiting_n"]
+
+    def check_tasks(self):
+        """Every draw is the task at that place of the stream."""
+        stream = TaskStream(self.recipe.env, 0, 0.1)
+        tasks = [next(stream) for _ in range(max(self.draws) + 1)]
+        assert all(g.task == tasks[g.draw] for g in self.trained)
+        assert all(t.task == g.task and t.key.draw == g.draw for g in self.trained for t in g.trajectories)
+
+
+# ---- lengths ----------------------------------------------------------------------------------------------------------
+
+EVERY_PROMPT = {
+    "ratio 1": {"async_ratio": 1.0},
+    "ratio 2.5": {"async_ratio": 2.5},
+    "ratio 1, begun again": {"async_ratio": 1.0, "late": "redraw"},
+    "spares, begun again": {"spare_prompts": SPARES, "late": "redraw"},
+    "tail batching": {"tail_batching": TailBatching(1.25)},
+}
+
+
+@pytest.mark.parametrize("name", EVERY_PROMPT)
+def test_trained_answers_are_as_long_as_in_synchronous_training(chat, name):
+    """Every prompt is trained once, in less time, and the answers are as long; lengths are mostly the prompt's."""
+    lengths = {"by_prompt": 0.8, "by_sibling": 0.02}
+    with Run(chat, phase(24), Drawn(**lengths)) as plain, Run(chat, phase(24, **EVERY_PROMPT[name])) as run:
+        run.policy = Drawn(**lengths)
+        plain.all(), run.all()
+    assert plain.mean_length == pytest.approx(27, rel=0.15)
+    assert run.mean_length == pytest.approx(plain.mean_length, rel=0.02)
+    for each in (plain, run):
+        assert sorted(each.draws) == list(range(24 * PROMPTS))
+        each.check_conserved(), each.check_tasks()
+    assert run.policy.clock.now < plain.policy.clock.now
+    assert (run.total("late") > 0) == (name not in ("ratio 1", "ratio 2.5"))
+    assert max(row["stale/start_max_ver"] for row in run.rows) == np.ceil(run.phase.async_ratio)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+def test_long_siblings_are_trained_as_often_as_short_ones(chat, ratio):
+    with Run(chat, phase(24)) as plain, Run(chat, phase(24, async_ratio=ratio)) as run:
+        plain.all(), run.all()
+    assert run.mean_length == pytest.approx(plain.mean_length, rel=0.02)
+
+
+@pytest.mark.parametrize("settings", [{"spare_prompts": SPARES}, {"async_ratio": 1.0}], ids=["spares", "ratio 1"])
+def test_what_is_let_go_for_good_was_long(chat, settings):
+    lengths = {"by_prompt": 0.8, "by_sibling": 0.02}
+    with Run(chat, phase(24), Drawn(**lengths)) as plain, Run(chat, phase(24, late="drop", **settings)) as run:
+        run.policy, run.train_s = Drawn(**lengths), 0
+        plain.all(), run.all()
+    assert len(set(run.draws)) == len(run.draws) == 24 * PROMPTS and run.total("late") > 0
+    if "spare_prompts" in settings:
+        assert [row["groups/late_n"] for row in run.rows] == [SPARES] * 24
+        assert [row["groups/waiting_n"] for row in run.rows] == [0] * 24
+    assert run.mean_length < 0.95 * plain.mean_length
+    run.check_conserved(), run.check_tasks()
+
+
+def test_of_spare_siblings_the_slowest_are_let_go(chat):
+    with Run(chat, phase(20, spare_siblings=2)) as run:
+        run.all()
+    assert all(len(g.trajectories) == SIBLINGS and g.cancelled == 2 for g in run.trained)
+    with Run(chat, phase(20)) as plain:
+        plain.all()
+    assert run.mean_length < 0.8 * plain.mean_length
+
+
+def test_a_group_begins_again_with_the_answers_that_made_it_slow(chat):
+    with Run(chat, phase(3, spare_prompts=SPARES, late="redraw")) as run, Run(chat, phase(3)) as plain:
+        run.policy.slow = {3, 5}
+        run.all(), plain.all()
+    first, second, _ = run.steps
+    assert [g.draw for g in first.trained] == [0, 1, 2, 4, 6, 7, 8, 9]
+    assert {3, 5} < {g.draw for g in second.trained}
+    assert [run.policy.begun.count(d) for d in (3, 4, 5)] == [2 * SIBLINGS, SIBLINGS, 2 * SIBLINGS]
+    want = {g.draw: [t.num_sampled_tok for t in g.trajectories] for g in plain.trained}
+    assert want == {g.draw: [t.num_sampled_tok for t in g.trajectories] for g in run.trained}
+
+
+# ---- dynamic sampling -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"async_ratio": 1.0}, {"async_ratio": 2.0, "late": "redraw"}])
+def test_groups_without_a_signal_are_replaced(chat, settings):
+    with Run(chat, phase(25, rounds=30, **settings), Drawn(right=0.5)) as run:
+        run.all()
+        dropped = [g for groups in run.steps for g in groups.dropped]
+    assert all(len({t.reward for t in g.trajectories}) == 2 for g in run.trained)
+    assert all(len({t.reward for t in g.trajectories}) == 1 for g in dropped)
+    assert run.total("no_signal") == len(dropped) > 100 and not run.warned
+    assert not {g.draw for g in dropped} & set(run.draws) and len(set(run.draws)) == 25 * PROMPTS
+    run.check_conserved(), run.check_tasks()
+
+
+def test_they_are_replaced_while_the_others_run(chat):
+    """Above ratio 0 nobody waits for the slowest before a new group begins."""
+    with Run(chat, phase(3, rounds=30, async_ratio=1.0), Drawn(right=0.5)) as run:
+        begun, done = run.policy.begun, run.policy.done = run.policy.begun, []
+        act = run.policy.act
+
+        async def noted(prompt_ids, episode, key, turn):
+            found = await act(prompt_ids, episode, key, turn)
+            done.append((key.draw, set(begun)))
+            return found
+
+        run.policy.act = noted
+        run.until(1)
+    assert any(max(seen) >= 2 * PROMPTS and draw < 2 * PROMPTS for draw, seen in done)
+
+
+def test_a_step_that_cannot_be_filled_says_so_once(chat):
+    with Run(chat, phase(3, rounds=1), Drawn(right=0.15)) as run:
+        run.all()
+    assert [len(groups.trained) for groups in run.steps] == [PROMPTS] * 3
+    assert max(row["groups/no_signal_n"] for row in run.rows) <= PROMPTS
+    assert len(run.warned) == 1 and "dynamic_sampling_rounds" in run.warned[0]
+
+
+def test_a_step_in_which_nothing_has_a_signal_is_an_error(chat):
+    with (
+        Run(chat, phase(3, rounds=2)) as run,
+        pytest.raises(TrainerError, match="2 dynamic-sampling rounds none of 24"),
+    ):
+        run.all()
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"async_ratio": 1.0}, {"tail_batching": TailBatching()}])
+def test_episodes_that_fail_are_data(chat, settings):
+    """A group of failed episodes comes to the step like any other, where nobody is there to take its place."""
+    with Run(chat, phase(10, **settings), broken=4) as run:
+        run.all()
+    failed = [g for g in run.trained if all(t.status == "failed" for t in g.trajectories)]
+    assert {g.draw for g in failed} == {g.draw for g in run.trained if g.task.index % 4 == 0} and failed
+    assert len(run.trained) == 10 * PROMPTS and len(set(run.draws)) == len(run.draws)
+    run.check_conserved(), run.check_tasks()
+
+
+@pytest.mark.parametrize("late", ["drop", "redraw"])
+def test_spares_take_the_place_of_groups_that_fail(chat, late):
+    with Run(chat, phase(10, spare_prompts=PROMPTS, late=late), broken=8) as run:
+        run.all()
+    if late == "drop":  # at the end of a phase that trains every prompt no spares are left
+        assert all(t.status == "ok" for g in run.trained for t in g.trajectories)
+    assert run.total("spare_failed") > 0
+    assert all(g.task.index % 8 == 0 for groups in run.steps for g in groups.dropped)
+    run.check_conserved(), run.check_tasks()
+
+
+def test_what_goes_wrong_outside_of_episodes_ends_the_wait(chat):
+    with Run(chat, phase(3)) as run:
+        run.policy.error = ZeroDivisionError("ours")
+        with pytest.raises(ZeroDivisionError, match="ours"):
+            run.all()
+
+
+def test_a_hanging_group_names_its_step(chat):
+    with Run(chat, phase(3), wait_s=0.3) as run:
+        run.until(1)
+
+        async def never(*_):
+            await asyncio.Event().wait()
+
+        run.policy.act = never
+        with pytest.raises(HangError, match="the groups of step 2"):
+            run.all()
+
+
+# ---- going on -------------------------------------------------------------------------------------------------------
+
+
+async def at_once(run, rollouts):
+    """Nothing of the next step has begun."""
+
+
+async def begun(run, rollouts):
+    """The groups of the next step are under way; some of them are done."""
+    run.policy.version = run.progress.version
+    rollouts.start(run.progress.version)
+    await run.policy.clock.sleep(25)
+
+
+GOING_ON = {
+    "synchronous": {},
+    "dynamic sampling": {"rounds": 30},
+    "ratio .5": {"async_ratio": 0.5},
+    "ratio 2": {"async_ratio": 2.0},
+    "ratio 2, begun again": {"async_ratio": 2.0, "late": "redraw", "spare_prompts": 2},
+    "ratio 2, replaced": {"async_ratio": 2.0, "rounds": 30},
+    "ratio 1, let go": {"async_ratio": 1.0, "late": "drop", "spare_prompts": 2},
+    "tail batching": {"tail_batching": TailBatching()},
+}
+
+
+@pytest.mark.parametrize("stop", [at_once, begun], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", GOING_ON)
+def test_a_run_that_goes_on_loses_nothing_and_trains_nothing_twice(chat, name, stop):
+    settings = GOING_ON[name]
+    with Run(chat, phase(8, **settings), Drawn(right=0.5 if "rounds" in settings else 1.0)) as run:
+        for step in (0, 1, 2, 5):
+            run.until(step, stop)
+        run.all()
+    assert [len(groups.trained) for groups in run.steps] == [PROMPTS] * 8
+    assert len(set(run.draws)) == 8 * PROMPTS
+    gone = int(run.total("no_signal"))
+    if settings.get("late") != "drop":
+        assert len(set(range(8 * PROMPTS + gone)) - set(run.draws)) == gone
+    run.check_conserved(), run.check_tasks()
+
+
+def test_what_waits_is_saved_and_not_played_again(chat):
+    with Run(chat, phase(6, async_ratio=2.0)) as run:
+        run.until(2, begun)
+        state = run.progress.groups["buffer"]
+        ready = {entry["draw"] for entry in state["entries"] if entry["ready"]}
+        again = {entry["draw"] for entry in state["entries"]} - ready
+        lines = [json.loads(line) for line in run.progress.waiting.splitlines()]
+        assert ready == {line["draw"] for line in lines} and ready and again
+        run.policy.begun.clear()
+        run.all()
+    assert not ready & set(run.policy.begun) and again < set(run.policy.begun)
+    saved = {line["draw"]: line for line in lines}
+    assert [g.to_json() for g in run.trained if g.draw in ready] == [saved[d] for d in run.draws if d in ready]
+
+
+def test_a_checkpoint_that_is_due_has_what_waits(chat):
+    """A run that is killed goes on from there."""
+    with Run(chat, phase(6, async_ratio=2.0)) as run:
+        run.recipe = dataclasses.replace(run.recipe, save_every=3)
+        waiting = []
+        for step in range(1, 4):
+            run.until(step)
+            waiting.append(len(run.progress.waiting.splitlines()))
+        assert waiting[:2] == [0, 0] and waiting[2] == run.rows[2]["groups/ready_n"] > 0
+        run.go_on()
+        run.all()
+    assert sorted(run.draws) == list(range(6 * PROMPTS))
+    run.check_conserved()
+
+
+def test_the_end_of_a_phase_has_nothing_left_that_is_waited_for(chat):
+    with Run(chat, phase(4, async_ratio=3.0)) as run:
+        run.all()
+        assert run.rows[-1]["groups/waiting_n"] == 0 and sorted(set(run.policy.begun)) == list(range(4 * PROMPTS))
+
+
+@pytest.mark.parametrize("name", ["ratio 2", "ratio 2, begun again", "tail batching", "synchronous"])
+def test_a_phase_with_more_steps_goes_on_behind_its_end(chat, name):
+    with Run(chat, phase(3, **GOING_ON[name])) as run:
+        run.all()
+        run.go_on()
+        run.phase = phase(6, **GOING_ON[name])
+        run.recipe = dataclasses.replace(run.recipe, phases=(run.phase,))
+        run.all()
+    assert sorted(run.draws) == list(range(6 * PROMPTS))
+    run.check_conserved(), run.check_tasks()
