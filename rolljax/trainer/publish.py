@@ -67,11 +67,18 @@ class Reshard:
         self.parts = math.gcd(mesh.size, to.size, model.cfg.hidden_size)
         self.sent, self.received = in_parts(mesh, self.parts), in_parts(to, self.parts)
         plain = model.plain
-        shapes = jax.eval_shape(plain.computed, plain.abstract())
-        self.landing = param_shardings(self.received, plain.axes(), shapes)
+        self._shapes, self.landing = _weights(model, self.received, True)
         self.cast_program = make_write(mesh, model, self.sent, fsdp=True)
         self.write_program = make_write(self.received, plain, to)
         self._cast_into, self._write_into = make_empty(model, self.sent, fsdp=True), make_empty(model, to)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that go from device to device at each publish, all together."""
+        each = jax.tree.map(
+            lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, self._shapes, self.landing
+        )
+        return self.received.size * sum(jax.tree.leaves(each))
 
     def cast(self, params: Params) -> Params:
         """What `Model.bind` takes, as a plain decoder's weights in the compute dtype; in parts, on the same devices."""
