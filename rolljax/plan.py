@@ -220,9 +220,9 @@ def step_times(
 ) -> dict[str, dict[str, float]]:
     """Seconds of the parts of a step at best, by phase: rollout, training, publish.
 
-    transfer: between the two programs of a publish. Every answer is taken to be of full length; prefill is not
-    counted, as nothing is known of prompts. Phases that do not sample, and those of which a program is not among the
-    reports, are left out.
+    transfer: between the two programs of a publish, on devices of their own; `async_ratio` then fills the slots with
+    answers of later steps. Every answer is taken to be of full length; prefill is not counted, as nothing is known of
+    prompts. Phases that do not sample, and those of which a program is not among the reports, are left out.
     """
     seconds = {r.program: r.time.step_s for r in reports if r.time}
     recipe, found = resolved.recipe, {}
@@ -237,7 +237,8 @@ def step_times(
         wanted = {"decode", *publish, *(f"{phase.name}/{name}" for name in times)}
         if phase.algorithm.source != "sampler" or not wanted <= seconds.keys():
             continue
-        waves = math.ceil(phase.prompts_per_step * phase.group_size / recipe.sampler.slots)
+        ahead = 1 + phase.async_ratio if transfer else 1  # steps whose answers are under way at once
+        waves = math.ceil(ahead * phase.prompts_per_step * phase.group_size / recipe.sampler.slots) / ahead
         answer = min(recipe.max_answer_tok * recipe.env.max_turns, recipe.sampler.max_context)
         found[phase.name] = {
             "rollout_s": waves * math.ceil(answer / recipe.sampler.steps_per_dispatch) * seconds["decode"],

@@ -214,7 +214,8 @@ def test_apart_neither_has_the_others_memory(two_slices):
 
 def test_a_step_of_two_sides_at_once_is_the_longer_one(two_slices):
     from rolljax.aot.chips import CHIPS
-    from rolljax.plan import Plan, devices
+    from rolljax.aot.report import Memory, Report, Time
+    from rolljax.plan import Plan, devices, step_times
     from rolljax.run.preflight import resolve
 
     small = [
@@ -234,6 +235,16 @@ def test_a_step_of_two_sides_at_once_is_the_longer_one(two_slices):
     assert plan().step_s("rl", times) == 5.0
     assert plan().step_s("rl", times | {"train_s": 6.0}) == 6.5
     assert plan("rl/Phase.async_ratio = 0.0").step_s("rl", times) == 9.5
+    memory, seconds = (
+        Memory({}, 0.0, {}, 0.0, 0.0, 1.0),
+        {"rl/update": 60.0, "decode": 0.5, "cast": 1.0, "publish": 0.25},
+    )
+    reports = [Report(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0)) for name, s in seconds.items()]
+    found = plan("SamplerConfig.slots = 1024")
+    (parts,) = step_times(found.resolved, reports, found.transfer).values()
+    # 1024 slots hold the answers of two steps; every one of 3072 tokens
+    assert parts["rollout_s"] == 3072 // 8 * 0.5 / 2
+    assert parts["publish_s"] == 1.25 + found.transfer.seconds
 
 
 @pytest.mark.slow
