@@ -41,6 +41,7 @@ from rolljax import recipe
 from rolljax.envs.adapters import reasoning_gym
 from rolljax.model import lora
 from rolljax.model.families import qwen3
+from rolljax.model.families import qwen3_moe
 from rolljax.sampler import settings
 from rolljax.trainer import mesh
 from rolljax.trainer.algorithms import grpo
@@ -144,6 +145,19 @@ def test_adapters_arrive_as_their_sum(tmp_path):
     adapters = ["Recipe.lora = @Lora()", "Lora.rank = 4"]
     expected = run(tmp_path / "a" / "run", *adapters)[0]
     assert_the_same(run(tmp_path / "b" / "run", *adapters, *split(4))[0], expected)
+
+
+@pytest.mark.slow
+def test_experts_arrive_and_are_replayed(tmp_path):
+    """Split over two devices on either side."""
+    experts = ["Recipe.model = @Qwen3MoeConfig()", "Qwen3MoeConfig.num_layers = 1", "Qwen3MoeConfig.num_experts = 4"]
+    experts += ["Qwen3MoeConfig.init_std = 0.1", "SamplerConfig.record_experts = True"]
+    expected = run(tmp_path / "a" / "run", *experts, "MeshSpec.data = 1")[0]
+    axes = ["MeshSpec.data = 2", "MeshSpec.expert = 2", "SamplerConfig.expert = 2"]
+    found = run(tmp_path / "b" / "run", *experts, *axes, *split(4))[0]
+    assert_the_same(found, expected)
+    replayed = [row["router/replayed_frac"] for row in found]
+    assert replayed == [row["router/replayed_frac"] for row in expected] and min(replayed) > 0
 
 
 def test_both_are_busy_at_once(tmp_path, monkeypatch):
