@@ -140,7 +140,7 @@ async def train_step(
     evaluate_now = phase.eval_every > 0 and progress.step % phase.eval_every == 0
     if phase.samples or evaluate_now:
         with timer.part("publish"):
-            await runtime.call(runtime.publish, progress.version)
+            row |= await runtime.call(runtime.publish, progress.version)
     if evaluate_now:
         with timer.part("eval"):
             found = await runtime.evaluate(progress.total_steps, interruptible=False)

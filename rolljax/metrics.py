@@ -152,6 +152,10 @@ NAMES: Mapping[str, Metric] = {
     "time/pack_s": Metric("s", "sum", 0, INF, "credit and packing"),
     "time/update_s": Metric("s", "sum", 0, INF, "optimizer updates"),
     "time/publish_s": Metric("s", "sum", 0, INF, "handing weights to the sampler"),
+    "time/push_s": Metric(
+        "s", "sum", 0, INF, "of it: cast, and moved to devices of the sampler's own, while it decodes"
+    ),
+    "time/swap_s": Metric("s", "sum", 0, INF, "of it: waiting for a dispatch, and putting them in place of the old"),
     "time/eval_s": Metric("s", "sum", 0, INF, "held-out evaluation"),
     "time/save_s": Metric("s", "sum", 0, INF, "writing rollout files"),
     "time/checkpoint_s": Metric("s", "sum", 0, INF, "writing the checkpoint behind the step before, if there is one"),

@@ -7,22 +7,28 @@ Exit codes: 0 everything fits, 1 something does not, 2 a wrong setting or no TPU
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolljax import cli
 
 if TYPE_CHECKING:
+    import jax
+
     from rolljax.aot.chips import Chip
     from rolljax.aot.programs import Program
     from rolljax.aot.report import Report
+    from rolljax.aot.transfer import Transfer
     from rolljax.config.loader import Loaded
     from rolljax.recipe import Recipe
     from rolljax.run.preflight import ResolvedRecipe
+    from rolljax.trainer.publish import Reshard
 
 EXIT_TOO_LARGE = 1
 WIDTH = 200
@@ -35,6 +41,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     cli.add_config_arguments(parser, required=True)
     parser.add_argument("--topology", required=True, help="chip and shape of the slice: v5e:2x4, v5p:4x4x4, v6e:16x16")
+    parser.add_argument(
+        "--sampler_topology",
+        help="a slice of the sampler's own, of the same chip (with Recipe.placement = @mesh.Split())",
+    )
     parser.add_argument("--json", type=Path, help="write all figures here, too")
     parser.add_argument("--hlo", type=Path, help="write the compiled text of each program into this folder")
     parser.add_argument(
@@ -56,15 +66,47 @@ def main(argv: list[str] | None = None) -> int:
         from rolljax.run import reference_policies
         from rolljax.run.preflight import resolve
 
-        resolved = resolve(config[0].value, chips.devices(args.topology))
+        resolved = resolve(config[0].value, devices(config[0].value, args.topology, args.sampler_topology))
         reference_policies.check(resolved)
         reports = list(compile_all(resolved, chip, args.only, args.hlo))
-        show(resolved, chip, args.topology, reports)
+        found = Plan(resolved, chip, args.topology, args.sampler_topology, reports)
+        show(found)
         if args.json:
-            args.json.write_text(json.dumps(to_json(resolved, chip, args.topology, reports), indent=1) + "\n")
+            args.json.write_text(json.dumps(to_json(found), indent=1) + "\n")
         return 0 if all(r.fits for r in reports) else EXIT_TOO_LARGE
 
     return cli.run_verb(run, lambda: config[0] if config else None)
+
+
+def devices(recipe: Recipe, topology: str, sampler_topology: str | None) -> list[jax.Device]:
+    """The devices of a slice, and behind them those of the sampler's own, if it has one.
+
+    Raises:
+      ConfigError: the slices are not the shares of `Recipe.placement`.
+    """
+    from rolljax.aot import chips
+    from rolljax.errors import ConfigError
+    from rolljax.trainer.mesh import Split
+
+    found = chips.devices(topology)
+    if sampler_topology is None:
+        return found
+    both = found + chips.devices(sampler_topology)
+    split = recipe.placement
+    if chips.chip(sampler_topology) != chips.chip(topology):
+        problem = f"is of another chip than {topology}"
+    elif not isinstance(split, Split):
+        problem = "can have no effect: trainer and sampler share their devices"
+    elif [len(share) for share in split.shares(both)] != [len(found), len(both) - len(found)]:
+        problem = f"and {topology} have {len(both) - len(found)} and {len(found)} chips, the shares are {split}"
+    else:
+        return both
+    raise ConfigError(
+        problem,
+        setting="--sampler_topology",
+        value=sampler_topology,
+        remedy=f"Recipe.placement = @mesh.Split() with Split.sampler = {len(both) - len(found)}, or leave it out",
+    )
 
 
 def compile_all(resolved: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path | None) -> Iterator[Report]:
@@ -94,7 +136,7 @@ def programs(resolved: ResolvedRecipe) -> Iterator[Program]:
     from rolljax.run.trainer import make_trainer
 
     mesh, model, recipe = resolved.mesh, resolved.model, resolved.recipe
-    base = base_shapes(resolved)
+    base, way = base_shapes(resolved), reshard(resolved)
     sampler = aot.SamplerShapes.of(model, recipe.sampler, resolved.sampler_mesh)
     trainers, seen = [], set()
     for index, phase in enumerate(recipe.phases):
@@ -102,29 +144,63 @@ def programs(resolved: ResolvedRecipe) -> Iterator[Program]:
         trainers.append(aot.Trainer.of(trainer))
         key = (phase.algorithm, phase.optimizer, trainer.shape)
         if key not in seen:
-            yield from trainers[-1].programs(phase.name, sampler.resident())
+            yield from trainers[-1].programs(phase.name, {} if way else sampler.resident())
         seen.add(key)
     largest = max((t.resident() for t in trainers), key=lambda sizes: sum(sizes.values()))
-    yield from sampler.programs(largest)
+    arriving = {aot.ARRIVING: way.moved_bytes / way.received.size} if way else {}
+    yield from sampler.programs(arriving or largest)
     trainer = trainers[0].trainer
     trained = trainer.full_params(trainers[0].state.policy.params)
-    resident = largest | sampler.resident()
-    own = {k: v for k, v in resident.items() if k in ("parameters", "base weights", "sampler weights")}
-    beside = {k: v for k, v in resident.items() if k not in own}
-    yield aot.publish_program(mesh, resolved.sampler_mesh, model, trained, sampler.params, own, beside)
+    yield from aot.publish_programs(mesh, model, trained, sampler, largest, way)
+
+
+def reshard(resolved: ResolvedRecipe) -> Reshard | None:
+    """The way of weights between trainer and sampler, where they share no devices."""
+    from rolljax.trainer.publish import Reshard, share_devices
+
+    if share_devices(resolved.mesh, resolved.sampler_mesh):
+        return None
+    return Reshard(resolved.mesh, resolved.model, resolved.sampler_mesh)
 
 
 # ---- what is said ---------------------------------------------------------------------------------------------------
 
 
-def to_json(resolved: ResolvedRecipe, chip: Chip, topology: str, reports: list[Report]) -> dict[str, Any]:
-    """Everything that was found, and what it rests on."""
-    import dataclasses
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What was found of a run, and for what slices."""
 
+    resolved: ResolvedRecipe
+    chip: Chip
+    topology: str
+    sampler_topology: str | None
+    reports: list[Report]
+
+    @functools.cached_property
+    def transfer(self) -> Transfer | None:
+        """The way of weights from the trainer's devices to the sampler's."""
+        from rolljax.aot.transfer import Transfer
+
+        way = reshard(self.resolved)
+        return Transfer.of(way, self.chip, one_slice=self.sampler_topology is None) if way else None
+
+    def step_s(self, phase: str, times: Mapping[str, float]) -> float:
+        """Seconds of a step: on devices of their own both sides of an asynchronous phase work at once."""
+        ratio = next(p.async_ratio for p in self.resolved.recipe.phases if p.name == phase)
+        if self.transfer is None or not ratio:
+            return sum(times.values())
+        return max(times["rollout_s"], times["train_s"] + times["publish_s"])
+
+
+def to_json(found: Plan) -> dict[str, Any]:
+    """Everything that was found, and what it rests on."""
     import jax
 
+    resolved, chip, reports = found.resolved, found.chip, found.reports
+    steps = step_times(resolved, reports, found.transfer)
     return {
-        "topology": topology,
+        "topology": found.topology,
+        "sampler_topology": found.sampler_topology,
         "mesh": {k: v for k, v in resolved.mesh.shape.items() if v > 1},
         "sampler_mesh": {k: v for k, v in resolved.sampler_mesh.shape.items() if v > 1},
         "parameters": resolved.model.num_params(),
@@ -132,16 +208,21 @@ def to_json(resolved: ResolvedRecipe, chip: Chip, topology: str, reports: list[R
         "chip": dataclasses.asdict(chip),
         "fits": all(r.fits for r in reports),
         "programs": [r.to_json() for r in reports],
-        "steps": step_times(resolved, reports),
+        "transfer": dataclasses.asdict(found.transfer) if found.transfer else None,
+        "steps": steps,
+        "step_s": {phase: found.step_s(phase, times) for phase, times in steps.items()},
         "next": {r.program: next_settings(resolved, r) for r in reports if not r.fits},
     }
 
 
-def step_times(resolved: ResolvedRecipe, reports: list[Report]) -> dict[str, dict[str, float]]:
-    """Seconds of a whole step at best, by phase: rollout, training, publish, one after the other.
+def step_times(
+    resolved: ResolvedRecipe, reports: list[Report], transfer: Transfer | None = None
+) -> dict[str, dict[str, float]]:
+    """Seconds of the parts of a step at best, by phase: rollout, training, publish.
 
-    Every answer is taken to be of full length; prefill is not counted, as nothing is known of prompts. Phases that do
-    not sample, and those of which a program is not among the reports, are left out.
+    transfer: between the two programs of a publish, on devices of their own; `async_ratio` then fills the slots with
+    answers of later steps. Every answer is taken to be of full length; prefill is not counted, as nothing is known of
+    prompts. Phases that do not sample, and those of which a program is not among the reports, are left out.
     """
     seconds = {r.program: r.time.step_s for r in reports if r.time}
     recipe, found = resolved.recipe, {}
@@ -152,42 +233,48 @@ def step_times(resolved: ResolvedRecipe, reports: list[Report]) -> dict[str, dic
             times["logprobs"] = phase.updates_per_step
         if critics:
             times["critics"] = phase.updates_per_step * critics.epochs
-        wanted = {"decode", "publish", *(f"{phase.name}/{name}" for name in times)}
+        publish = ("cast", "publish") if transfer else ("publish",)
+        wanted = {"decode", *publish, *(f"{phase.name}/{name}" for name in times)}
         if phase.algorithm.source != "sampler" or not wanted <= seconds.keys():
             continue
-        waves = math.ceil(phase.prompts_per_step * phase.group_size / recipe.sampler.slots)
+        ahead = 1 + phase.async_ratio if transfer else 1  # steps whose answers are under way at once
+        waves = math.ceil(ahead * phase.prompts_per_step * phase.group_size / recipe.sampler.slots) / ahead
         answer = min(recipe.max_answer_tok * recipe.env.max_turns, recipe.sampler.max_context)
         found[phase.name] = {
             "rollout_s": waves * math.ceil(answer / recipe.sampler.steps_per_dispatch) * seconds["decode"],
             "train_s": sum(n * seconds[f"{phase.name}/{name}"] for name, n in times.items()),
-            "publish_s": seconds["publish"],
+            "publish_s": sum(seconds[name] for name in publish) + (transfer.seconds if transfer else 0.0),
         }
     return found
 
 
-def show(resolved: ResolvedRecipe, chip: Chip, topology: str, reports: list[Report]) -> None:
+def show(found: Plan) -> None:
     """The report, on stdout."""
     from rich.console import Console
+
+    resolved, chip, reports = found.resolved, found.chip, found.reports
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console = Console(highlight=False, soft_wrap=True, width=WIDTH)
-    split = lambda mesh: ", ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"  # noqa: E731
-    axes = split(resolved.mesh)
-    if resolved.sampler_mesh is not resolved.mesh:
-        axes += f"; sampler {split(resolved.sampler_mesh)}"
     console.print(
-        f"{topology}: {resolved.mesh.size} devices ({axes}); {resolved.model.num_params() / 1e9:.2f} B parameters, "
-        f"{resolved.model.dtype}, remat {resolved.model.remat}"
+        f"{describe_devices(found)}; {resolved.model.num_params() / 1e9:.2f} B parameters, {resolved.model.dtype}, "
+        f"remat {resolved.model.remat}"
     )
     console.print(
         f"assumed of a device: {chip.bf16_flops / 1e12:.0f} TFLOP/s bf16, {chip.hbm_bytes_s / 1e9:.0f} GB/s HBM, "
         f"{chip.usable_hbm_gib} GiB usable, {chip.link_bytes_s / 1e9:.0f} GB/s per link and way ({chip.source})"
     )
     console.print(_overview(reports))
-    for phase, t in step_times(resolved, reports).items():
+    if found.transfer:
+        way = found.transfer
         console.print(
-            f"a step of {phase} at best, every answer of full length: {sum(t.values()):.1f} s (rollout "
+            f"a publish moves {way.gib:.2f} GiB in {way.parts} parts: {way.seconds:.2f} s at best ({way.link}), in "
+            "which decoding goes on\n"
+        )
+    for phase, t in step_times(resolved, reports, found.transfer).items():
+        console.print(
+            f"a step of {phase} at best, every answer of full length: {found.step_s(phase, t):.1f} s (rollout "
             f"{t['rollout_s']:.1f}, training {t['train_s']:.1f}, publish {t['publish_s']:.1f})\n"
         )
     console.print(_memory(reports))
@@ -201,6 +288,18 @@ def show(resolved: ResolvedRecipe, chip: Chip, topology: str, reports: list[Repo
             console.print(f"[bold red]{report.program} does not fit[/]: {why}", markup=True)
             for setting in next_settings(resolved, report):
                 console.print(f"  try {setting}", markup=False)
+
+
+def describe_devices(found: Plan) -> str:
+    """Which devices there are, and how they are split."""
+    mesh, sampler = found.resolved.mesh, found.resolved.sampler_mesh
+    split = lambda m: ", ".join(f"{a} {n}" for a, n in m.shape.items() if n > 1) or "one device"  # noqa: E731
+    if found.transfer:
+        own = f" of {found.sampler_topology}" if found.sampler_topology else ""
+        train, sample = f"{mesh.size} devices train ({split(mesh)})", f"{sampler.size}{own} sample ({split(sampler)})"
+        return f"{found.topology}: {train}, {sample}"
+    axes = split(mesh) + (f"; sampler {split(sampler)}" if sampler is not mesh else "")
+    return f"{found.topology}: {mesh.size} devices ({axes})"
 
 
 def _table(title: str, first: str, *columns: str) -> Any:

@@ -23,7 +23,7 @@ from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.base import Algorithm, Setup
 from rolljax.trainer.batch import PackShape, num_rows_bound
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.mesh import MeshSpec, num_batch_shards
+from rolljax.trainer.mesh import Colocated, MeshSpec, Placement, num_batch_shards
 from rolljax.trainer.optimizer import AdamW, Optimizer
 
 ROW_MULTIPLE = 128
@@ -209,6 +209,7 @@ class Recipe:
     router_aux_coef: of the load-balancing loss, in place of what a folder's config.json says (docs/moe.md).
     agent: a program that plays the episodes with the model behind an OpenAI-compatible server (docs/agents.md).
     attention: what computes attention while training (docs/sharding.md).
+    placement: whether trainer and sampler share devices or have their own (docs/sharding.md).
     max_answer_tok: most tokens of one answer (one turn).
     seed: of the weights, of the order of tasks and of everything sampled.
     save_every: steps between checkpoints (one is always kept at the end of a phase and when the run is told to stop).
@@ -229,6 +230,7 @@ class Recipe:
     max_answer_tok: int = 16
     sampler: SamplerConfig = SamplerConfig()
     mesh: MeshSpec = MeshSpec()
+    placement: Placement = Colocated()
     pool: PoolConfig = PoolConfig()
     rollout: RolloutConfig = RolloutConfig()
     filters: FilterConfig = FilterConfig()

@@ -194,7 +194,7 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, ServedModel]:
         where = param_shardings(mesh, model.axes(), model.abstract())
         params, version = hf.load(args.model, model, where, computed=True), 0
     else:
-        resolved = ResolvedRecipe(recipe.sized(mesh, micro_tok(mesh, model)), mesh, model)
+        resolved = ResolvedRecipe(recipe.sized(mesh, micro_tok(mesh, model)), mesh, mesh, model)
         params, version = trained_params(resolved, args.run)
     return Engine(model.plain, sizes, mesh, SLOT_AXES), make_publish(mesh, model)(params), version, served
 

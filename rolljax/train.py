@@ -239,6 +239,21 @@ def describe_adapters(model: Model) -> str:
     return f"adapters  {trained:,} parameters: rank {lora.rank} beside {maps}; base weights in {base}"
 
 
+def describe_split(checked: Preflight) -> list[str]:
+    """One line, where trainer and sampler share no devices: who has which, and what travels between them."""
+    import jax
+
+    from rolljax.trainer.publish import Reshard, share_devices
+
+    mesh, sampler = checked.mesh, checked.sampler_mesh
+    if share_devices(mesh, sampler):
+        return []
+    train, sample = (f"{m.devices.flat[0].id} to {m.devices.flat[-1].id}" for m in (mesh, sampler))
+    way, idle = Reshard(mesh, checked.model, sampler), jax.device_count() - mesh.size - sampler.size
+    line = f"split     devices {train} train, {sample} sample; a publish moves {way.moved_bytes / 2**20:,.1f} MiB"
+    return [line + f"; {idle} devices are not used" * bool(idle)]
+
+
 def describe(checked: Preflight, lines_of_checks: Sequence[str] = ()) -> str:
     """What would run: mesh, model, batch geometry, what was checked, and the first task as the model will see it."""
     from rolljax.trainer.mesh import MESH_AXES
@@ -248,6 +263,7 @@ def describe(checked: Preflight, lines_of_checks: Sequence[str] = ()) -> str:
     lines = [
         f"mesh      {split(checked.mesh)} ({checked.mesh.devices.flat[0].device_kind})",
         *([f"sampler's {split(checked.sampler_mesh)}"] if checked.sampler_mesh is not checked.mesh else []),
+        *describe_split(checked),
         f"model     {m.num_params():,} parameters, {m.cfg.num_layers} layers, {m.dtype}"
         + (f", from {r.model}" if isinstance(r.model, str) else ", random weights"),
         *([describe_adapters(m)] if m.lora else []),

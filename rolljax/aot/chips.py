@@ -31,7 +31,8 @@ ENVIRONMENT = {
 class Chip:
     """What is assumed of one JAX device: a chip, or half of one where `cores` is 2.
 
-    bf16_flops, hbm_bytes_s: peaks per second. link_bytes_s: one link of the interconnect, one way.
+    bf16_flops, hbm_bytes_s: peaks per second. link_bytes_s: one link of the interconnect, one way. dcn_bytes_s: its
+      share of its host's network, one way.
     usable_hbm_gib: what libtpu 0.0.42 lets a program use, measured by programs that it refuses.
     ring: a dimension of the torus closes into a ring where its length is a multiple of this; else it is a line.
     """
@@ -40,6 +41,7 @@ class Chip:
     bf16_flops: float
     hbm_bytes_s: float
     link_bytes_s: float
+    dcn_bytes_s: float
     usable_hbm_gib: float
     ring: int
     source: str
@@ -54,16 +56,16 @@ _DOCS = "docs.cloud.google.com/tpu/docs"
 CHIPS = {
     c.name: c
     for c in (
-        # 2400 Gbps over 6 links
-        Chip("v4", 275e12 / 2, 1228e9 / 2, 50e9 / 2, 15.25, 4, f"{_DOCS}/v4", cores=2),
-        # 1600 Gbps over 4 links
-        Chip("v5e", 197e12, 819e9, 50e9, 15.75, 16, f"{_DOCS}/v5e"),
-        # 1200 GB/s both ways over 6 links
-        Chip("v5p", 459e12, 2765e9, 100e9, 95.74, 4, f"{_DOCS}/v5p"),
-        # 3200 Gbps over 4 links
-        Chip("v6e", 918e12, 1600e9, 100e9, 31.25, 16, f"{_DOCS}/v6e"),
-        # 1200 GB/s both ways over 6 links
-        Chip("tpu7x", 2307e12 / 2, 7380e9 / 2, 100e9 / 2, 94.75, 4, f"{_DOCS}/tpu7x", cores=2),
+        # 2400 Gbps over 6 links; of its network nothing is documented: as v5e's
+        Chip("v4", 275e12 / 2, 1228e9 / 2, 50e9 / 2, 3.125e9 / 2, 15.25, 4, f"{_DOCS}/v4", cores=2),
+        # 1600 Gbps over 4 links; 200 Gbps of network for 8 chips
+        Chip("v5e", 197e12, 819e9, 50e9, 3.125e9, 15.75, 16, f"{_DOCS}/v5e"),
+        # 1200 GB/s both ways over 6 links; 50 Gbps of network
+        Chip("v5p", 459e12, 2765e9, 100e9, 6.25e9, 95.74, 4, f"{_DOCS}/v5p"),
+        # 3200 Gbps over 4 links; 800 Gbps of network for 8 chips
+        Chip("v6e", 918e12, 1600e9, 100e9, 12.5e9, 31.25, 16, f"{_DOCS}/v6e"),
+        # 1200 GB/s both ways over 6 links; 100 Gbps of network
+        Chip("tpu7x", 2307e12 / 2, 7380e9 / 2, 100e9 / 2, 12.5e9 / 2, 94.75, 4, f"{_DOCS}/tpu7x", cores=2),
     )
 }
 

@@ -3,9 +3,10 @@
     update, critics, logprobs  of each phase, as its `PhaseTrainer` makes them
     decode, prefill, insert    of the sampler's `Engine`
     publish                    from the trainer's weights to the sampler's
+    cast                       before it, where both have their own chips
 
-Trainer and sampler share their chips. Whatever is in HBM while a program runs and is no argument of it is added to
-what the compiler says that the program needs.
+Whatever is in HBM while a program runs and is no argument of it is added to what the compiler says that the program
+needs: where trainer and sampler share their chips, all of the other's.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import COLUMNS, SCALARS, TokenBatch
 from rolljax.trainer.mesh import SLOT_AXES, param_shardings
 from rolljax.trainer.phase_trainer import PhaseTrainer
-from rolljax.trainer.publish import make_write
+from rolljax.trainer.publish import Reshard, make_write
 from rolljax.trainer.update import batch_shardings
 
 Sizes = Mapping[str, float]
 """Bytes of one device by what they are."""
+LEAVING, ARRIVING = "leaving weights", "arriving weights"
+"""Of these: weights on their way from mesh to mesh, on either side."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,13 +347,26 @@ class SamplerShapes:
         yield program("insert", lambda: engine._insert.lower(state, logits, inserts, False, False), pool, rest)
 
 
-def publish_program(mesh: Mesh, to: Mesh, model: Model, trained: Any, old: Any, own: Sizes, beside: Sizes) -> Program:
-    """The copy from the trainer's weights to the sampler's.
+def publish_programs(
+    mesh: Mesh, model: Model, trained: Any, sampler: SamplerShapes, trainer: Sizes, reshard: Reshard | None
+) -> Iterator[Program]:
+    """The copy from the trainer's weights to the sampler's; from one mesh to another (`reshard`) two, one on each.
 
     Args:
-      mesh, to: of the trainer, and of the sampler.
-      trained: what `Model.bind` takes. old: the sampler's weights; both with shardings. own: their bytes. beside: all
-        else.
+      mesh: of the trainer. trained: what `Model.bind` takes, with shardings. trainer: bytes of all that it keeps.
     """
-    write = make_write(mesh, model, to)
-    return Program("publish", lambda: write.lower(trained, old), mesh, own, beside)
+    pool, weights = sampler.resident()["KV pool"], sampler.resident()["sampler weights"]
+    mine = {k: v for k, v in trainer.items() if k in ("parameters", "base weights")}
+    others = {k: v for k, v in trainer.items() if k not in mine}
+    old, to = sampler.params, sampler.engine.mesh
+    if reshard is None:
+        write = make_write(mesh, model, to)
+        own, beside = mine | {"sampler weights": weights}, others | {"KV pool": pool}
+        yield Program("publish", lambda: write.lower(trained, old), mesh, own, beside)
+        return
+    sent, received = (computed_params(m, model) for m in (reshard.sent, reshard.received))
+    own = mine | {LEAVING: device_bytes(sent)}
+    yield Program("cast", lambda: reshard.cast_program.lower(trained, sent), mesh, own, others)
+    own = {"sampler weights": weights, ARRIVING: device_bytes(received)}
+    lower = lambda: reshard.write_program.lower(received, old)  # noqa: E731
+    yield Program("publish", lower, reshard.received, own, {"KV pool": pool})

@@ -24,7 +24,7 @@ from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.recipe import Recipe
 from rolljax.rollout.agents.worker import check_machine
 from rolljax.trainer.critic import Critic
-from rolljax.trainer.mesh import num_batch_shards, num_slot_shards, param_shardings
+from rolljax.trainer.mesh import Colocated, available_devices, num_batch_shards, num_slot_shards, param_shardings
 from rolljax.types import Message, Task
 
 PROBED_TASKS = 64
@@ -39,16 +39,15 @@ SMALL_MEMORY = 16 << 30
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe checked against its model's shape and the devices."""
+    """A recipe checked against its model's shape and the devices.
+
+    mesh, sampler_mesh: of the trainer and of the sampler: over the same devices, or over others (`Recipe.placement`).
+    """
 
     recipe: Recipe
     mesh: Mesh
+    sampler_mesh: Mesh
     model: Model
-
-    @property
-    def sampler_mesh(self) -> Mesh:
-        """Of the sampler, over the same devices."""
-        return self.recipe.sampler.mesh(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,7 @@ def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Reso
       ConfigError: a mesh that does not divide or leaves a process out, a context that the model does not have.
       CheckpointError: an unreadable `config.json`.
     """
-    mesh = recipe.mesh.build(devices)
+    mesh, sampler_mesh = meshes(recipe, devices)
     if devices is None and jax.process_count() > 1 and mesh.size < jax.device_count():
         raise ConfigError(
             f"takes {mesh.size} of {jax.device_count()} devices, but {jax.process_count()} processes share all of them",
@@ -80,7 +79,6 @@ def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Reso
             remedy="let one axis be -1, or the product of the axes the number of devices",
         )
     recipe.check_mesh(mesh)
-    sampler_mesh = recipe.sampler.mesh(mesh)
     recipe.sampler.check_shards(num_slot_shards(sampler_mesh))
     cfg = recipe.model if isinstance(recipe.model, DecoderConfig) else _folder_config(recipe.model)
     recipe.sampler.check_experts(cfg)
@@ -106,7 +104,39 @@ def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Reso
         critic = phase.algorithm.needs().critics
         if phase.algorithm.mini_critics and critic is not None:
             _check_mini(critic, model)
-    return ResolvedRecipe(recipe, mesh, model)
+    return ResolvedRecipe(recipe, mesh, sampler_mesh, model)
+
+
+def meshes(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, Mesh]:
+    """The trainer's mesh, and the sampler's: over the same devices, or over its share.
+
+    Args:
+      devices: default: all there are.
+
+    Raises:
+      ConfigError: a mesh or a share that does not divide; a split in a run of several processes.
+    """
+    placement = recipe.placement
+    if isinstance(placement, Colocated):
+        mesh = recipe.mesh.build(devices)
+        return mesh, recipe.sampler.mesh(mesh)
+    if devices is None and jax.process_count() > 1:
+        raise ConfigError(
+            f"is not possible in a run of {jax.process_count()} processes: each would need devices of both",
+            setting="Recipe.placement",
+            value=placement,
+            remedy="start one process, or leave the setting out",
+        )
+    first, second = placement.shares(available_devices() if devices is None else devices)
+    mesh = recipe.mesh.build(first)
+    if mesh.size < len(first):
+        raise ConfigError(
+            f"takes {mesh.size} of the trainer's {len(first)} devices",
+            setting="Recipe.mesh",
+            value=recipe.mesh,
+            remedy=f"let one axis be -1, or set Split.trainer = {mesh.size}",
+        )
+    return mesh, recipe.sampler.mesh(mesh, second)
 
 
 def _check_mini(critic: Critic, policy: Model) -> None:
@@ -172,7 +202,7 @@ def check(recipe: Recipe) -> Preflight:
       DataError: too few held-out tasks. CheckpointError: an unreadable model folder.
     """
     found = resolve(recipe)
-    recipe, mesh, model = found.recipe, found.mesh, found.model
+    recipe, model = found.recipe, found.model
     chat = load_chat(found)
     if recipe.agent:
         check_machine(recipe.agent)
@@ -194,7 +224,7 @@ def check(recipe: Recipe) -> Preflight:
             value=recipe.sampler.max_context,
             remedy=f"set it to {longest + recipe.max_answer_tok} or more",
         )
-    return Preflight(recipe, mesh, model, chat, heldout, openings[0], longest)
+    return Preflight(recipe, found.mesh, found.sampler_mesh, model, chat, heldout, openings[0], longest)
 
 
 def load_chat(resolved: ResolvedRecipe) -> Chat:

@@ -18,42 +18,27 @@ from rolljax.recipe import Phase
 from rolljax.rollout.barrier import Tally
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
+from rolljax.run import weight_channel
 from rolljax.run.preflight import Preflight, ResolvedRecipe
+from rolljax.run.step_metrics import timed
+from rolljax.run.weight_channel import WeightChannel, open_channel
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.worker import LOCKSTEP_CALLS, EngineWorker
 from rolljax.threads.event_loop import EventLoop, Stopped
 from rolljax.threads.watchdog import Watchdog
-from rolljax.trainer.publish import make_publish
 from rolljax.types import EVAL_STREAM, SamplingParams, Trajectory
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class WeightChannel:
-    """From the trainer's weights to the sampler's, over the devices of one mesh: cast, and laid out for decoding.
-
-    Args:
-      source: the trainer's weights now, as `Model.bind` takes them. worker: takes them, in place of those it has.
-    """
-
-    def __init__(self, resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> None:
-        self._write = make_publish(resolved.mesh, resolved.model, resolved.sampler_mesh)
-        self._source, self._worker = source, worker
-
-    def push(self) -> Params:
-        """Write the trainer's weights into the sampler's, and return these."""
-        self._worker.set_params(self._write(self._source(), self._worker.params))
-        return self._worker.params
-
-
 def share_sampler(
     resolved: ResolvedRecipe, source: Callable[[], Params], team: SingleProcess | Leader | Follower
 ) -> tuple[EngineWorker, WeightChannel]:
-    """This process's part of the sampler, shared with the other processes of the mesh. source: see `WeightChannel`."""
+    """This process's part of the sampler, shared with the other processes of the mesh. source: see `open_channel`."""
     worker = EngineWorker(Engine(resolved.model.plain, resolved.recipe.sampler, resolved.sampler_mesh, SLOT_AXES))
-    channel = team.share("weights", WeightChannel(resolved, source, worker), ("push",))
+    channel = team.share("weights", open_channel(resolved, source, worker), weight_channel.LOCKSTEP_CALLS)
     return team.share("engine", worker, LOCKSTEP_CALLS), channel
 
 
@@ -78,9 +63,10 @@ class Runtime:
         self.preflight, self.recipe = preflight, preflight.recipe
         self.watchdog, self._tally, self._should_stop = watchdog or Watchdog(), Tally(), should_stop
         worker, self._channel = share_sampler(preflight, weights, team)
+        self._channel.push(version)
         self.sampler = Sampler(
             worker.engine,
-            self._channel.push(),
+            self._channel.pull(version),
             version,
             worker=worker,
             longest_prompt=preflight.longest_prompt_tok,
@@ -129,11 +115,20 @@ class Runtime:
         if self._should_stop():
             raise Stopped
 
-    def publish(self, version: int) -> None:
-        """Give the sampler the trainer's weights, as policy version `version`."""
+    def publish(self, version: int) -> dict[str, float]:
+        """Give the sampler the trainer's weights, as policy version `version`.
+
+        Returns:
+          Metrics: the seconds of its parts.
+        """
+        seconds: dict[str, float] = {}
         if version != self.sampler.version:
             with self.watchdog.waiting_for("the sampler to take new weights"):
-                self.sampler.publish(lambda _: self._channel.push(), version)
+                with timed(seconds, "time/push_s"):
+                    self._channel.push(version)
+                with timed(seconds, "time/swap_s"):
+                    self.sampler.publish(lambda _: self._channel.pull(version), version)
+        return seconds
 
     def policy(
         self,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from rolljax.errors import ConfigError, check_range
@@ -91,25 +94,29 @@ class SamplerConfig:
     def num_pages(self) -> int:
         return self.pages or (self.slots + self.prefill_chunk // MIN_CHUNK) * self.pages_per_sequence
 
-    def mesh(self, trainer: Mesh) -> Mesh:
-        """The sampler's mesh over the devices of the trainer's.
+    def mesh(self, trainer: Mesh, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """The sampler's mesh.
+
+        Args:
+          trainer: that of the trainer. devices: of the sampler, where it has its own (default: the trainer's).
 
         Raises:
           ConfigError: the devices do not divide by what `tensor` and `expert` ask for.
         """
-        if self.tensor is None and self.expert is None:
+        if devices is None and self.tensor is None and self.expert is None:
             return trainer
         tensor, expert = self.tensor or trainer.shape["tensor"], self.expert or trainer.shape["expert"]
-        if trainer.size % (tensor * expert):
-            name = "tensor" if self.tensor else "expert"
+        own = trainer.devices if devices is None else np.array(devices)
+        if own.size % (tensor * expert):
+            name = "expert" if self.expert and not self.tensor else "tensor"
             raise ConfigError(
-                f"{trainer.size} devices do not divide by tensor x expert = {tensor} x {expert}",
+                f"{own.size} devices do not divide by tensor x expert = {tensor} x {expert}",
                 setting=f"SamplerConfig.{name}",
                 value=getattr(self, name),
-                remedy=f"choose a divisor of {trainer.size}",
+                remedy=f"choose a divisor of {own.size}",
             )
-        sizes = {"data": trainer.size // (tensor * expert), "expert": expert, "tensor": tensor}
-        return Mesh(trainer.devices.reshape([sizes.get(axis, 1) for axis in MESH_AXES]), MESH_AXES)
+        sizes = {"data": own.size // (tensor * expert), "expert": expert, "tensor": tensor}
+        return Mesh(own.reshape([sizes.get(axis, 1) for axis in MESH_AXES]), MESH_AXES)
 
     def check_shards(self, num_shards: int) -> None:
         """Raise `ConfigError` unless slots, prefill rows and pages can be split over so many batch shards."""

@@ -86,6 +86,61 @@ class MeshSpec:
         return Mesh(np.array(devices[: int(np.prod(sizes))]).reshape(sizes), MESH_AXES)
 
 
+@dataclasses.dataclass(frozen=True)
+class Colocated:
+    """Trainer and sampler share the devices of the trainer's mesh, and take turns on each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Trainer and sampler have devices of their own; with `Phase.async_ratio` above 0 both are busy at once.
+
+    sampler, trainer: devices of each. The first devices of the machine train, those behind them sample. One may be -1,
+    "all that are left"; without one, devices behind both shares are not used.
+    """
+
+    sampler: int
+    trainer: int = -1
+
+    def __post_init__(self) -> None:
+        for name in ("sampler", "trainer"):
+            if getattr(self, name) < 1 and getattr(self, name) != -1:
+                raise ConfigError(
+                    "must be positive, or -1 for all devices that are left",
+                    setting=f"Split.{name}",
+                    value=getattr(self, name),
+                )
+        if self.sampler == self.trainer == -1:
+            raise ConfigError(
+                "and Split.trainer cannot both be -1", setting="Split.sampler", value=-1, remedy="give one a number"
+            )
+
+    def shares(self, devices: Sequence[jax.Device]) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
+        """The trainer's devices and the sampler's, of all that there are.
+
+        Raises:
+          ConfigError: they are more than there are, or nothing is left for one of them.
+        """
+        there = len(devices)
+        trainer = there - self.sampler if self.trainer == -1 else self.trainer
+        sampler = there - trainer if self.sampler == -1 else self.sampler
+        if min(trainer, sampler) < 1 or trainer + sampler > there:
+            name = "trainer" if self.sampler == -1 else "sampler"
+            raise ConfigError(
+                f"leaves the {'sampler' if name == 'trainer' else 'trainer'} none of {there} devices"
+                if -1 in (self.trainer, self.sampler)
+                else f"and Split.trainer = {trainer} are {trainer + sampler} devices, there are {there}",
+                setting=f"Split.{name}",
+                value=getattr(self, name),
+                remedy=f"choose shares whose sum is {there}, or set Recipe.placement = @mesh.Colocated()",
+            )
+        return devices[:trainer], devices[trainer : trainer + sampler]
+
+
+Placement = Colocated | Split
+"""Which devices of a machine train and which sample."""
+
+
 def num_batch_shards(mesh: Mesh) -> int:
     """Into how many parts the rows of a batch are split."""
     return int(np.prod([mesh.shape[a] for a in BATCH_AXES]))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from rolljax.model.axes import MESH_AXES
 from rolljax.model.decoder import Model, Params
 from rolljax.trainer.mesh import param_shardings, replicated
 
@@ -30,35 +34,84 @@ def make_publish(mesh: Mesh, model: Model, to: Mesh | None = None) -> Publish:
     """A copy of what `Model.bind` takes, full on every batch shard, matrices in the model's compute dtype.
 
     Args:
-      mesh: the trainer's. to: the sampler's, if it is another one; weights then travel between devices.
+      mesh: the trainer's. to: the sampler's, if it is another one; over other devices weights travel between them.
 
     Adapters are added to their maps, so that the sampler's is the plain decoder; in bfloat16 the sum is rounded, which
     the trainer's adapters are not.
     """
-    shapes, _, there = _weights(mesh, model, to or mesh)
-    if to is not None and to.devices.flatten().tolist() != mesh.devices.flatten().tolist():
-        cast = jax.jit(lambda params: model.plain.computed(jax.tree.map(jnp.copy, model.merged(params, model.dtype))))
-
-        def travel(params: Params, over: Params | None = None) -> Params:
-            ready = cast(params)
-            for x in jax.tree.leaves(over):
-                x.delete()
-            return jax.device_put(ready, there)
-
-        return travel
-    write = make_write(mesh, model, to or mesh)
-    empty = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=there)
-
-    def in_place(params: Params, over: Params | None = None) -> Params:
-        return write(params, empty() if over is None else over)
-
-    return in_place
+    to = to or mesh
+    if share_devices(mesh, to):
+        write, empty = make_write(mesh, model, to), make_empty(model, to)
+        return lambda params, over=None: write(params, empty() if over is None else over)
+    reshard = Reshard(mesh, model, to)
+    return lambda params, over=None: reshard.write(reshard.move(reshard.cast(params)), over)
 
 
-def make_write(mesh: Mesh, model: Model, to: Mesh) -> jax.stages.Wrapped:
+def share_devices(mesh: Mesh, other: Mesh) -> bool:
+    """Whether two meshes are over the same devices in the same order."""
+    return bool(mesh.devices.flatten().tolist() == other.devices.flatten().tolist())
+
+
+class Reshard:
+    """The way of weights between the meshes of one runtime that have no device in common: `cast`, `move`, `write`.
+
+    In between weights lie in as many parts as both meshes can have: each device that receives is sent its part of every
+    matrix by a device that has just that part, so nothing passes through the host, and the mesh that receives has one
+    part beside its weights instead of a second copy. Only `write`, on its own mesh, gathers them.
+
+    Args:
+      mesh: the trainer's. to: the sampler's.
+    """
+
+    def __init__(self, mesh: Mesh, model: Model, to: Mesh) -> None:
+        self.parts = math.gcd(mesh.size, to.size, model.cfg.hidden_size)
+        self.sent, self.received = in_parts(mesh, self.parts), in_parts(to, self.parts)
+        plain = model.plain
+        self._shapes, self.landing = _weights(model, self.received, True)
+        self.cast_program = make_write(mesh, model, self.sent, fsdp=True)
+        self.write_program = make_write(self.received, plain, to)
+        self._cast_into, self._write_into = make_empty(model, self.sent, fsdp=True), make_empty(model, to)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that go from device to device at each publish, all together."""
+        each = jax.tree.map(
+            lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, self._shapes, self.landing
+        )
+        return self.received.size * sum(jax.tree.leaves(each))
+
+    def cast(self, params: Params) -> Params:
+        """What `Model.bind` takes, as a plain decoder's weights in the compute dtype; in parts, on the same devices."""
+        return self.cast_program(params, self._cast_into())
+
+    def move(self, parts: Params) -> Params:
+        """These parts on the devices of the other mesh."""
+        return jax.device_put(parts, self.landing)
+
+    def write(self, parts: Params, over: Params | None) -> Params:
+        """The weights of these parts, written over others of that mesh, which are given up (None: in new memory)."""
+        return self.write_program(parts, self._write_into() if over is None else over)
+
+
+def in_parts(mesh: Mesh, parts: int) -> Mesh:
+    """A mesh of the same devices on which parameters are split into so many parts, each on as many devices."""
+    sizes = {"data": mesh.size // parts, "fsdp": parts}
+    return Mesh(mesh.devices.reshape([sizes.get(axis, 1) for axis in MESH_AXES]), MESH_AXES)
+
+
+def make_empty(model: Model, to: Mesh, *, fsdp: bool = False) -> Callable[[], Params]:
+    """Makes weights of zeros, to be written over; fsdp: see `make_write`."""
+    shapes, there = _weights(model, to, fsdp)
+    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=there)
+
+
+def make_write(mesh: Mesh, model: Model, to: Mesh, *, fsdp: bool = False) -> jax.stages.Wrapped:
     """The jitted `(params, over) -> over`, both meshes over the same devices: one layer after the other is gathered and
-    written, so that besides both no more than a layer is ever in memory. `over` is donated."""
-    plain, (_, here, there) = model.plain, _weights(mesh, model, to)
+    written, so that besides both no more than a layer is ever in memory. `over` is donated.
+
+    fsdp: what is written is split over that axis of `to` as well, as the trainer's parameters are.
+    """
+    plain, (_, here), (_, there) = model.plain, _weights(model, mesh, True), _weights(model, to, fsdp)
     axes = model.full_params(model.axes(), model.lora.base_axes(plain.axes()) if model.lora else None)
 
     def layer_of(params: Params, i: jax.Array | int) -> Params:
@@ -85,9 +138,33 @@ def make_write(mesh: Mesh, model: Model, to: Mesh) -> jax.stages.Wrapped:
     return jax.jit(write, out_shardings=there, donate_argnums=1, keep_unused=True)
 
 
-def _weights(mesh: Mesh, model: Model, to: Mesh) -> tuple[Any, Any, Any]:
-    """Shapes of the sampler's weights, where the trainer has them, and where the sampler has."""
+def _weights(model: Model, mesh: Mesh, fsdp: bool) -> tuple[Any, Any]:
+    """Shapes of the sampler's weights, and where they lie on a mesh; fsdp: see `param_shardings`."""
     plain = model.plain
     shapes = jax.eval_shape(plain.computed, plain.abstract())
-    here = param_shardings(mesh, plain.axes(), shapes)
-    return shapes, here, param_shardings(to, plain.axes(), shapes, fsdp=False)
+    return shapes, param_shardings(mesh, plain.axes(), shapes, fsdp=fsdp)
+
+
+# ---- whether what arrives is what was sent --------------------------------------------------------------------------
+
+
+@jax.jit
+def checksums(params: Params) -> Params:
+    """A number for each array, uint32: the sum of its bit patterns, each times the odd number 2 i + 1 of its place i.
+
+    Exact, and the same wherever the parts of an array lie; parts that change places change it.
+    """
+    return jax.tree.map(_checksum, params)
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    strides = [math.prod(x.shape[axis + 1 :]) % 2**32 for axis in range(x.ndim)]
+    places = [jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * np.uint32(s) for axis, s in enumerate(strides)]
+    return jnp.sum(bits * (2 * sum(places, start=jnp.uint32(0)) + 1), dtype=jnp.uint32)
+
+
+def differing(sent: Params, received: Params) -> list[str]:
+    """Names of the arrays whose `checksums` are not equal."""
+    pairs = zip(jax.tree.leaves_with_path(sent), jax.tree.leaves(received), strict=True)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for (path, a), b in pairs if int(a) != int(b)]

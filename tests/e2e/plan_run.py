@@ -15,10 +15,21 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def plan(config, topology, settings, only, folder, timeout=600):
+def plan(config, topology, settings, only, folder, timeout=600, flags=()):
     """The finished process, and what it wrote as JSON (None where it wrote nothing)."""
     out = Path(folder) / "plan.json"
-    command = [sys.executable, "-m", "rolljax.plan", "--gin", config, "--topology", topology, "--json", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "rolljax.plan",
+        "--gin",
+        config,
+        "--topology",
+        topology,
+        "--json",
+        str(out),
+        *flags,
+    ]
     command += [a for name in only for a in ("--only", name)]
     command += [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | {"PYTHONPATH": str(ROOT)}

@@ -154,6 +154,122 @@ def test_a_step_is_its_programs_in_turn():
     assert step_times(found, reports[:2]) == {}
 
 
+@pytest.fixture
+def two_slices(monkeypatch):
+    """Devices of this machine in place of two slices of TPUs: 6 and 2."""
+    from rolljax.aot import chips
+
+    found = {"v5p:6": jax.devices()[:6], "v5p:2": jax.devices()[6:], "v5e:2": jax.devices()[6:]}
+    monkeypatch.setattr(chips, "devices", lambda topology: list(found[topology]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "slices", "says"),
+    [
+        (["Split.trainer = 6", "Split.sampler = 2"], ("v5p:6", "v5e:2"), "of another chip"),
+        (["Split.trainer = 4", "Split.sampler = 4"], ("v5p:6", "v5p:2"), "have 2 and 6 chips"),
+        (["Recipe.placement = @Colocated()"], ("v5p:6", "v5p:2"), "can have no effect"),
+    ],
+    ids=str,
+)
+def test_a_slice_that_is_not_the_samplers_share_is_refused(two_slices, settings, slices, says):
+    from rolljax.errors import ConfigError
+    from rolljax.plan import devices
+
+    recipe = loader.load(["qwen3_32b_split_v5p_64"], settings, root=Recipe).value
+    with pytest.raises(ConfigError, match=rf"(?s)--sampler_topology.*{says}"):
+        devices(recipe, *slices)
+
+
+def test_apart_neither_has_the_others_memory(two_slices):
+    """On devices of this machine: no weights, nothing compiled. What stands beside a program, and what travels."""
+    from rolljax.aot.chips import CHIPS
+    from rolljax.plan import Plan, devices, programs
+    from rolljax.run.preflight import resolve
+
+    small = [
+        "Split.trainer = 6",
+        "Split.sampler = 2",
+        "MeshSpec.data = 3",
+        "MeshSpec.fsdp = 2",
+        "SamplerConfig.tensor = 2",
+    ]
+    small += ["rl/Phase.micro_rows = 6", "Recipe.attention = 'xla'", "Qwen3Config.num_layers = 2"]
+    recipe = loader.load(["qwen3_32b_split_v5p_64"], small, root=Recipe).value
+    found = resolve(recipe, devices(recipe, "v5p:6", "v5p:2"))
+    by_name = {p.name: p for p in programs(found)}
+    assert list(by_name) == ["rl/update", "decode", "prefill", "insert", "cast", "publish"]
+    assert by_name["rl/update"].beside == {} and set(by_name["decode"].beside) == {"arriving weights"}
+    assert set(by_name["cast"].beside) == {"optimizer"} and set(by_name["publish"].beside) == {"KV pool"}
+    weights = by_name["decode"].own["sampler weights"]
+    arriving = by_name["publish"].own["arriving weights"]
+    assert (
+        arriving == by_name["cast"].own["leaving weights"] == pytest.approx(weights, rel=1e-3)
+    )  # halves, otherwise cut
+    way = Plan(found, CHIPS["v5p"], "v5p:6", "v5p:2", []).transfer
+    assert (way.parts, way.link, way.gib) == (2, "DCN", 2 * arriving / 2**30)
+    assert way.seconds == arriving / 6.25e9
+    assert Plan(found, CHIPS["v5p"], "v5p:8", None, []).transfer.seconds == arriving / 100e9
+
+
+def test_a_step_of_two_sides_at_once_is_the_longer_one(two_slices):
+    from rolljax.aot.chips import CHIPS
+    from rolljax.aot.report import Memory, Report, Time
+    from rolljax.plan import Plan, devices, step_times
+    from rolljax.run.preflight import resolve
+
+    small = [
+        "Split.trainer = 6",
+        "Split.sampler = 2",
+        "MeshSpec.data = 6",
+        "MeshSpec.fsdp = 1",
+        "SamplerConfig.tensor = 2",
+    ]
+    small += ["rl/Phase.micro_rows = 6", "Recipe.attention = 'xla'"]
+
+    def plan(*more):
+        recipe = loader.load(["qwen3_32b_split_v5p_64"], [*small, *more], root=Recipe).value
+        return Plan(resolve(recipe, devices(recipe, "v5p:6", "v5p:2")), CHIPS["v5p"], "v5p:6", "v5p:2", [])
+
+    times = {"rollout_s": 5.0, "train_s": 4.0, "publish_s": 0.5}
+    assert plan().step_s("rl", times) == 5.0
+    assert plan().step_s("rl", times | {"train_s": 6.0}) == 6.5
+    assert plan("rl/Phase.async_ratio = 0.0").step_s("rl", times) == 9.5
+    memory, seconds = (
+        Memory({}, 0.0, {}, 0.0, 0.0, 1.0),
+        {"rl/update": 60.0, "decode": 0.5, "cast": 1.0, "publish": 0.25},
+    )
+    reports = [Report(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0)) for name, s in seconds.items()]
+    found = plan("SamplerConfig.slots = 1024")
+    (parts,) = step_times(found.resolved, reports, found.transfer).values()
+    # 1024 slots hold the answers of two steps; every one of 3072 tokens
+    assert parts["rollout_s"] == 3072 // 8 * 0.5 / 2
+    assert parts["publish_s"] == 1.25 + found.transfer.seconds
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_weights_of_32b_reach_a_slice_of_its_own(tmp_path):
+    """64 chips train, 32 of another slice sample. In 32 parts nothing is gathered before it travels."""
+    flags = ("--sampler_topology", "v5p:2x4x4")
+    done, found = plan("qwen3_32b_split_v5p_64", "v5p:4x4x4", {}, ("cast", "publish"), tmp_path, flags=flags)
+    assert done.returncode == 0, done.stderr
+    assert found["fits"] and found["mesh"] == {"data": 2, "fsdp": 32}
+    assert found["sampler_mesh"] == {"data": 8, "tensor": 4}
+    cast, publish = found["programs"]
+    assert cast["collectives"] == []
+    weights = 2 * found["parameters"]
+    way = found["transfer"]
+    assert (way["parts"], way["link"]) == (32, "DCN")
+    assert way["gib"] * 2**30 == pytest.approx(weights, rel=0.01)
+    assert way["seconds"] == pytest.approx(weights / 32 / 6.25e9, rel=0.01)
+    own = publish["memory"]["own"]
+    assert own["sampler weights"] * 2**30 == pytest.approx(weights / 4, rel=0.01)
+    assert own["arriving weights"] * 2**30 == pytest.approx(weights / 32, rel=0.01)
+    assert publish["memory"]["aliased"] > 0.9 * own["sampler weights"] and publish["memory"]["temporaries"] < 3
+    assert "a publish moves 61" in done.stdout
+
+
 def test_of_a_folder_only_its_config_is_read(tmp_path):
     """Memory from shapes alone, on devices of this machine: no weights, no tokenizer, nothing compiled."""
     from rolljax.plan import programs

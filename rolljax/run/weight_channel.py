@@ -1,0 +1,99 @@
+"""The way of new weights from the trainer to the sampler: in place where they share devices, else by resharding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+
+from rolljax.errors import SamplerError
+from rolljax.model.decoder import Params
+from rolljax.run.preflight import ResolvedRecipe
+from rolljax.sampler.worker import EngineWorker
+from rolljax.trainer.publish import Reshard, checksums, differing, make_publish, share_devices
+
+LOCKSTEP_CALLS = ("pull",)
+"""Methods that all processes of a mesh must call in one order."""
+
+
+class WeightChannel(Protocol):
+    """From the trainer's weights to the sampler's: cast, and laid out for decoding."""
+
+    def push(self, version: int) -> None:
+        """The trainer's side: make its weights ready for the sampler, as `version`. Decoding goes on meanwhile."""
+
+    def pull(self, version: int) -> Params:
+        """The sampler's side, between two dispatches: put them in place of the weights in use, and return them.
+
+        Raises:
+          SamplerError: what is there is not what was pushed as `version`.
+        """
+        ...
+
+
+def open_channel(resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> WeightChannel:
+    """The channel between the meshes of a run.
+
+    Args:
+      source: the trainer's weights now, as `Model.bind` takes them. worker: takes them, in place of those it has.
+    """
+    shared = share_devices(resolved.mesh, resolved.sampler_mesh)
+    return (InPlace if shared else BetweenMeshes)(resolved, source, worker)
+
+
+class InPlace:
+    """A `WeightChannel` over devices that both sides share: all of its work is done between two dispatches."""
+
+    def __init__(self, resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> None:
+        self._write = make_publish(resolved.mesh, resolved.model, resolved.sampler_mesh)
+        self._source, self._worker = source, worker
+
+    def push(self, version: int) -> None:
+        """Nothing: the weights are where the sampler can read them."""
+
+    def pull(self, version: int) -> Params:
+        self._worker.set_params(self._write(self._source(), self._worker.params))
+        return self._worker.params
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Arrived:
+    """Weights in parts on the sampler's devices, and the checksums of what was sent."""
+
+    version: int
+    parts: Params
+    sent: Params
+
+
+class BetweenMeshes:
+    """A `WeightChannel` between meshes of one runtime that have no device in common (`Reshard`).
+
+    `push` casts on the trainer's devices and moves the result beside the weights in use; `pull` writes it over them,
+    and compares version and checksums of both sides.
+    """
+
+    def __init__(self, resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> None:
+        self._reshard = Reshard(resolved.mesh, resolved.model, resolved.sampler_mesh)
+        self._source, self._worker = source, worker
+        self._arrived: _Arrived | None = None
+
+    def push(self, version: int) -> None:
+        parts = self._reshard.cast(self._source())
+        sent = checksums(parts)
+        self._arrived = _Arrived(version, jax.block_until_ready(self._reshard.move(parts)), jax.device_get(sent))
+
+    def pull(self, version: int) -> Params:
+        arrived, self._arrived = self._arrived, None
+        if arrived is None or arrived.version != version:
+            found = "none have arrived" if arrived is None else f"those of version {arrived.version} have arrived"
+            raise SamplerError(f"weights of version {version} are wanted, {found}")
+        params = self._reshard.write(arrived.parts, self._worker.params)
+        if wrong := differing(arrived.sent, jax.device_get(checksums(params))):
+            raise SamplerError(
+                f"weights of version {version} are not what the trainer sent: checksums of {len(wrong)} arrays differ, "
+                f"first of {wrong[0]}"
+            )
+        self._worker.set_params(params)
+        return params
