@@ -340,8 +340,8 @@ class Recipe:
             if p.spare_siblings
         ]
         short += [
-            f"phase {p.name}: late = 'drop' lets the slowest groups go for good: prompts with short answers are trained "
-            "on more often than they are drawn ('redraw' brings them back)"
+            f"phase {p.name}: late = 'drop' lets the slowest groups go for good: prompts with short answers are "
+            "trained on more often than they are drawn ('redraw' brings them back)"
             for p in self.phases
             if p.late == "drop"
         ]

@@ -19,7 +19,7 @@ from rolljax.run.trained import trained_params
 from rolljax.threads.event_loop import Stopped
 from rolljax.types import Group, SamplingParams
 
-from .conftest import ROOT, StopAt, arguments, rows, summary
+from .conftest import ROOT, StopAt, arguments, check_conserved, rows, summary
 
 
 def test_run_folder_holds_everything(trained):
@@ -196,16 +196,6 @@ def test_async_ratio_bounds_the_age_and_loses_nothing(tmp_path):
     assert [r["groups/waiting_n"] for r in rl[:3]] == [12, 12, 12] and rl[-1]["groups/waiting_n"] == 0
     trained = draws(tmp_path / "run", range(7, 21))
     assert sorted(trained) == list(range(14 * 8))
-
-
-def check_conserved(rows):
-    """Groups begun = trained + dropped + replaced + let go + waiting, at every step of a phase."""
-    waiting = 0
-    gone = ("trained", "dropped_credit", "dropped_failed", "no_signal", "spare_failed", "late")
-    for row in rows:
-        ended = sum(row[f"groups/{name}_n"] for name in gone)
-        assert waiting + row["groups/started_n"] == ended + row["groups/waiting_n"]
-        waiting = row["groups/waiting_n"]
 
 
 def draws(run_dir, steps):
