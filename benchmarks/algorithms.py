@@ -319,7 +319,7 @@ LM_SETTINGS: dict[str, list[str]] = {
 """What the language model's run of an algorithm needs beside the quickstart's settings."""
 
 
-def lm(names: Sequence[str], out: Path, steps: int, staleness: int) -> dict[str, Numbers]:
+def lm(names: Sequence[str], out: Path, steps: int, async_ratio: float) -> dict[str, Numbers]:
     """The quickstart's model and task through `rolljax.train`: one warm start, then every algorithm from there."""
     warm = out / "warm_start"
     common = ["Recipe.rollouts_every = 1000", "Recipe.save_every = 1000"]
@@ -336,13 +336,13 @@ def lm(names: Sequence[str], out: Path, steps: int, staleness: int) -> dict[str,
             "Recipe.phases = [@rl/recipe.Phase()]",
             f"rl/Phase.algorithm = @{cls.__module__}.{cls.__name__}()",
             f"rl/Phase.steps = {steps}",
-            f"rl/Phase.staleness = {staleness}",
+            f"rl/Phase.async_ratio = {async_ratio:g}",
             *LM_SETTINGS.get(name, []),
         ]
-        folder = out / f"{name}-stale{staleness}"
+        folder = out / f"{name}-async{async_ratio:g}"
         print(f"{name}: {folder}", flush=True)
         failed = _train(folder, settings)
-        results[f"{name}|{staleness}"] = {"failed": failed} if failed else _lm_numbers(folder)
+        results[f"{name}|{async_ratio:g}"] = {"failed": failed} if failed else _lm_numbers(folder)
     return results
 
 
@@ -460,13 +460,13 @@ def _noise_table(noise: Mapping[str, Numbers]) -> str:
 def _lm_table(runs: Mapping[str, Numbers]) -> str:
     rows = []
     for key, x in runs.items():
-        name, staleness = key.rsplit("|", 1)
+        name, async_ratio = key.rsplit("|", 1)
         if "failed" in x:
-            rows.append([f"`{name}`", staleness, x["failed"], "", "", ""])
+            rows.append([f"`{name}`", async_ratio, x["failed"], "", "", ""])
         else:
             first, last = x["heldout"][0][1], x["heldout"][-1]
-            rows.append([f"`{name}`", staleness, last[0], f"{first:.3f}", f"{last[1]:.3f}", f"{x['wall_s']:.0f}"])
-    return table(["", "staleness", "steps", "held-out reward before", "after", "seconds"], rows)
+            rows.append([f"`{name}`", async_ratio, last[0], f"{first:.3f}", f"{last[1]:.3f}", f"{x['wall_s']:.0f}"])
+    return table(["", "async ratio", "steps", "held-out reward before", "after", "seconds"], rows)
 
 
 def _escaped(text: str) -> str:
@@ -599,11 +599,11 @@ def main() -> None:
     parser.add_argument("--lm", nargs="*", help="train the quickstart's model with these algorithms (none: all)")
     parser.add_argument("--lm_out", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--lm_steps", type=int, default=150)
-    parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--async_ratio", type=float, default=0.0)
     args = parser.parse_args()
     if args.lm is not None:
         names = args.lm or [n for n, cls in found().items() if not why_not(make(n, cls))]
-        save({"lm": lm(names, args.lm_out.resolve(), args.lm_steps, args.staleness)})
+        save({"lm": lm(names, args.lm_out.resolve(), args.lm_steps, args.async_ratio)})
         write_page(load())
         return
     if not args.redraw:

@@ -66,9 +66,9 @@ RewardModel: To give PPO a critic that knows good answers from bad ones before i
   'previous'`).
 PairRewardModel: The same from recorded preferences.
 Reinforce: As the baseline everything else is compared with, or with `mean = 'batch'` as the simplest thing that works
-  on-policy. It has no guard against stale samples: keep `staleness` at 0.
+  on-policy. It has no guard against stale samples: keep `Phase.async_ratio` at 0.
 Rloo: On-policy, with a few answers per prompt and rewards on a meaningful scale: the unbiased form of a group
-  baseline. No ratio, so one update per step, no staleness.
+  baseline. No ratio, so one update per step, and an `async_ratio` of 0.
 ReinforcePP: When prompts have one answer each, or groups are unwanted: the batch is the baseline. Sensitive to
   mixing easy and hard prompts, whose different means end up in the advantages.
 ReinforcePPBaseline: Like GRPO where groups of one prompt have rewards of very different spread: only their mean is

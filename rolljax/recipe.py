@@ -122,13 +122,6 @@ class Phase:
                 value=self.spare_siblings,
                 remedy="leave it out",
             )
-        if self.late != "wait" and not (self.async_ratio or self.spare_prompts):
-            raise ConfigError(
-                "can have no effect: a synchronous step without spares waits for all of its groups",
-                setting="Phase.late",
-                value=self.late,
-                remedy="leave it out, or set async_ratio or spare_prompts",
-            )
         self.admission()
         if self.epochs > 1 and not self.algorithm.trains_policy:
             raise ConfigError(
@@ -344,8 +337,8 @@ class Recipe:
             if p.spare_siblings
         ]
         short += [
-            f"phase {p.name}: late = 'drop' lets the slowest groups go for good: prompts with short answers are trained "
-            "on more often than they are drawn ('redraw' brings them back)"
+            f"phase {p.name}: late = 'drop' lets the slowest groups go for good: prompts with short answers are "
+            "trained on more often than they are drawn ('redraw' brings them back)"
             for p in self.phases
             if p.late == "drop"
         ]
@@ -449,16 +442,3 @@ def _check_previous(before: Critic | None, critic: Critic | None) -> None:
             value=critic.num,
             remedy=f"set it to {before.num}",
         )
-
-
-RESUMABLE = (
-    "save_every",
-    "keep_",
-    "rollouts_every",
-    "wait_s",
-    "pool.",
-    "agent.concurrency",
-    "agent.output_bytes",
-)
-"""Settings (path prefixes) that may differ when a run is continued: they change no number. So may those of phases that
-have not begun, and `steps` of the one that has (`RunFolder.prepare`)."""

@@ -296,7 +296,7 @@ class Trajectory:
                 "turns": tuple(map(_turn, fields["turns"])),
                 "fault": fields["fault"] and Fault(**fields["fault"]),
                 "expert": fields["expert"] and Expert(**fields["expert"]),
-                "observation_hashes": hashes and tuple(hashes),
+                "observation_hashes": None if hashes is None else tuple(hashes),
             }
         )
 

@@ -35,8 +35,8 @@ FAULTS = {
         "jnp.minimum(ratio_BT, 1.0 + high)", "jnp.minimum(ratio_BT, 1.0 - high)", "unit/test_objectives.py"
     ),
     "KL turned round": Fault(
-        "x_BT = logp_BT - jax.lax.stop_gradient(ref_logp_BT)",
-        "x_BT = jax.lax.stop_gradient(ref_logp_BT) - logp_BT",
+        "kl_estimate(logp_BT - jax.lax.stop_gradient(ref_logp_BT), estimator, jnp)",
+        "kl_estimate(jax.lax.stop_gradient(ref_logp_BT) - logp_BT, estimator, jnp)",
         "unit/test_objectives.py",
     ),
     "mask missed in the mean of a segment": Fault(
@@ -95,6 +95,36 @@ FAULTS = {
         "e2e/test_sampler.py",
     ),
     "stale pages are used again": Fault("if not self.cfg.reuse_stale:", "if False:", "e2e/test_scheduler.py"),
+    "a group one version too old": Fault(
+        "late = [e for e in self if e.age(version) > rules.oldest] + oldest[rules.num_oldest :]",
+        "late = [e for e in self if e.age(version) > rules.oldest + 1] + oldest[rules.num_oldest :]",
+        "unit/test_group_buffer.py",
+    ),
+    "a fraction is rounded up": Fault(
+        "math.floor((self.async_ratio - age) * self.prompts_per_step + 1e-9)",
+        "math.ceil((self.async_ratio - age) * self.prompts_per_step + 1e-9)",
+        "unit/test_group_buffer.py",
+    ),
+    "youngest start first": Fault(
+        "key=lambda e: (not e.kept, e.version, e.draw)", "key=lambda e: (not e.kept, -e.version, e.draw)", "unit/test_group_buffer.py"
+    ),
+    "nobody waits for what would be too old": Fault(
+        "if len(taken) < rules.prompts_per_step or not self._in_time(taken, version):",
+        "if len(taken) < rules.prompts_per_step:",
+        "unit/test_group_buffer.py",
+    ),
+    "what was in flight is forgotten": Fault(
+        "self._restart = [e for e in entries if not e.ready]", "self._restart = []", "unit/test_group_buffer.py"
+    ),
+    "an expired group is not cancelled": Fault(
+        "self._running.pop(entry.draw).cancel()", "self._running.pop(entry.draw)", "unit/test_phase_rollouts.py"
+    ),
+    "a replaced group begins with the version of the old one": Fault(
+        "self._version = version entries", "entries", "unit/test_phase_rollouts.py"
+    ),
+    "what is ready is not saved": Fault(
+        "if is_saved and not _has_experts(g)", "if False", "unit/test_phase_rollouts.py"
+    ),
     "pages that leak": Fault("self._free.extend(pages)", "del pages", "e2e/test_sampler.py"),
     "a failed episode counts as a wrong answer": Fault(
         'if t.status == "failed" or not t.turns:', "if not t.turns:", "unit/test_filters.py"

@@ -84,6 +84,13 @@ class Admission:
                 value=self.spare_prompts,
                 remedy="set Phase.late to 'drop' or 'redraw', or use tail_batching",
             )
+        if self.late != "wait" and not (self.async_ratio or self.spare_prompts):
+            raise ConfigError(
+                "can have no effect: a synchronous step without spares waits for all of its groups",
+                setting="Phase.late",
+                value=self.late,
+                remedy="leave it out, or set async_ratio or spare_prompts",
+            )
         if self.tail and (self.async_ratio or self.spare_prompts or self.late != "wait"):
             raise ConfigError(
                 "is synchronous and has its own spares",

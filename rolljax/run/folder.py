@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from rolljax.errors import CheckpointError, ConfigError
-from rolljax.recipe import RESUMABLE, Recipe
+from rolljax.recipe import Recipe
 from rolljax.run import durable
 from rolljax.run.checkpoint import Checkpoints, Saved
 from rolljax.run.progress import RunProgress
@@ -54,6 +54,17 @@ PACKAGES = (
 RESOLVED, LOCK = "config.resolved.json", ".lock"
 METRICS, CONSUMED, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "consumed.jsonl", "rollouts", "ckpt"
 RESULT, CURVES, SUMMARY = "hf", "curves.png", "summary.json"
+RESUMABLE = (
+    "save_every",
+    "keep_",
+    "rollouts_every",
+    "wait_s",
+    "pool.",
+    "agent.concurrency",
+    "agent.output_bytes",
+)
+"""Settings (path prefixes) that may differ when a run is continued: they change no number. So may those of phases that
+have not begun, and `steps` of the one that has (`RunFolder.prepare`)."""
 DONE = "all phases done"
 """Why a complete run stopped."""
 _OF_PHASE = re.compile(r"phases\[(\d+)\]\.(.*)")

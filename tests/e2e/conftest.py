@@ -61,6 +61,16 @@ def rows(run_dir):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def check_conserved(rows):
+    """Groups begun = trained + dropped + replaced + let go + waiting, at every step of phases that end with nothing waiting."""
+    waiting = 0
+    gone = ("trained", "dropped_credit", "dropped_failed", "no_signal", "spare_failed", "late")
+    for row in rows:
+        ended = sum(row[f"groups/{name}_n"] for name in gone)
+        assert waiting + row["groups/started_n"] == ended + row["groups/waiting_n"]
+        waiting = row["groups/waiting_n"]
+
+
 def summary(run_dir):
     return json.loads((Path(run_dir) / "summary.json").read_text())
 

@@ -90,7 +90,8 @@ def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
         "SamplerConfig.max_context": 48,
         "Recipe.max_answer_tok": 2,
         "ipa/Phase.starts": None,
-        "ipa/Phase.spare_groups": 2,
+        "ipa/Phase.spare_prompts": 2,
+        "ipa/Phase.late": "redraw",
         "ipa/Phase.spare_siblings": 1,
         "ipa/Phase.steps": 2,
         "ipa/Phase.row_len": 64,
@@ -102,32 +103,41 @@ def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
     assert train.main(argv) == 0
     for step, row in enumerate(rows(tmp_path / "run")):
         assert check_row(row) == []
-        begun, put_off, back = (row[f"groups/{name}_n"] for name in ("started", "cancelled", "back"))
-        assert (begun, put_off, back) == ((6, 2, 0), (4, 0, 2))[step] and row["rollout/cancelled_n"] == 4
+        begun, late = row["groups/started_n"], row["groups/late_n"]
+        assert (begun, late) == ((6, 2), (4, 0))[step] and row["rollout/cancelled_n"] == 4
         kept = row["groups/trained_n"] + row["groups/dropped_credit_n"] + row["groups/dropped_failed_n"]
-        assert row["groups/started_n"] == kept + row["groups/cancelled_n"]
+        assert kept == 4 and row["groups/waiting_n"] == 0
         if row["groups/trained_n"]:
             assert row["mismatch/abs_max_nat"] < 1e-4
+    draws = [{t["key"]["draw"] for t in trajectories(tmp_path / "run", step)} for step in (1, 2)]
+    assert draws[0] | draws[1] == set(range(8))
     assert summary(tmp_path / "run")["stop_reason"] == "all phases done"
     assert np.isfinite([row["loss/total"] for row in rows(tmp_path / "run")]).all()
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_takes_back_the_groups_that_were_put_off(tmp_path):
+@pytest.mark.parametrize("how", ["spares", "tail batching"])
+def test_a_run_that_goes_on_takes_back_the_groups_that_were_let_go(tmp_path, how):
     from rolljax import cli
 
     settings = {k: v for k, v in IPA.items() if not k.startswith("ExpertStarts")}
-    settings |= {"ipa/Phase.starts": None, "ipa/Phase.spare_groups": 2, "ipa/Phase.steps": 2}
+    settings |= {"ipa/Phase.starts": None, "ipa/Phase.steps": 3}
+    if how == "spares":
+        settings |= {"ipa/Phase.spare_prompts": 2, "ipa/Phase.late": "redraw"}
     argv = arguments("agent_ipa", "", settings)
+    if how == "tail batching":
+        argv += ["--set", "ipa/Phase.tail_batching = @rolljax.rollout.group_buffer.TailBatching()"]
     config = cli.load_recipe([argv[1]], argv[5::2])
     plan, folder = check_run(config.value), RunFolder(tmp_path / "run")
     folder.prepare(config, fresh=False)
     with pytest.raises(Stopped):
         loop.train(plan, folder, console := StopAt(1), lambda: getattr(console, "stopped", False))
-    saved = folder.checkpoints.latest(print).progress.put_off
+    saved = folder.checkpoints.latest(print).progress.groups
+    assert len(saved["buffer"]["again"]) == (2 if how == "spares" else 1) and not saved["buffer"]["entries"]
     _, progress = loop.train(plan, folder, Console())
-    assert [step for _, step, _ in saved] == [0, 0] and progress.put_off == []
-    written = rows(tmp_path / "run")
-    assert [row["groups/back_n"] for row in written] == [0, 2]
-    late = {(t["task"]["index"], t["key"]["step"], t["key"]["group"]) for t in trajectories(tmp_path / "run", 2)}
-    assert {tuple(due) for due in saved} < late
+    assert progress.groups["buffer"]["again"] == []
+    found = [(t["key"]["draw"], t["task"]["index"]) for step in (1, 2, 3) for t in trajectories(tmp_path / "run", step)]
+    assert {draw for draw, _ in found} == set(range(12)) and len(set(found)) == 12
+    late = {(draw, saved["tasks"][str(draw)]) for draw in saved["buffer"]["again"]}
+    assert late < set(found)
+    assert sum(row["groups/late_n"] for row in rows(tmp_path / "run")) >= len(late)

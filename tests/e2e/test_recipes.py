@@ -10,7 +10,7 @@ from rolljax.run.preflight import check as check_run
 from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.state import fingerprint
 
-from .conftest import ROOT, StopAt, rows, summary
+from .conftest import ROOT, StopAt, check_conserved, rows, summary
 
 TINY = {
     "SamplerConfig.slots": 64,
@@ -63,11 +63,7 @@ def test_a_recipe_trains_to_its_end(name, tmp_path):
     run = rows(tmp_path / "run")
     assert all(check_row(row) == [] for row in run)
     assert written <= set().union(*run)
-    for row in run:
-        assert (
-            row["groups/started_n"]
-            == row["groups/trained_n"] + row["groups/dropped_credit_n"] + row["groups/dropped_failed_n"]
-        )
+    check_conserved(run)
     assert summary(tmp_path / "run")["stop_reason"] == "all phases done"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -16,9 +17,9 @@ from rolljax.run.preflight import check as check_run
 from rolljax.run.runtime import Runtime
 from rolljax.run.trained import trained_params
 from rolljax.threads.event_loop import Stopped
-from rolljax.types import SamplingParams
+from rolljax.types import Group, SamplingParams
 
-from .conftest import ROOT, arguments, rows, summary
+from .conftest import ROOT, StopAt, arguments, check_conserved, rows, summary
 
 
 def test_run_folder_holds_everything(trained):
@@ -38,10 +39,9 @@ def test_run_folder_holds_everything(trained):
 def test_metrics_are_in_range_and_conserve_groups(trained):
     run = rows(trained)
     assert [r["step"] for r in run] == list(range(1, 51))
-    for row in run:
-        assert check_row(row) == []
-        dropped = row["groups/dropped_credit_n"] + row["groups/dropped_failed_n"]
-        assert row["groups/started_n"] == row["groups/trained_n"] + dropped
+    assert [check_row(row) for row in run] == [[]] * 50
+    assert all(row["groups/waiting_n"] == 0 for row in run)
+    check_conserved(run)
     for row in run[40:]:
         assert row["mismatch/abs_max_nat"] <= 1e-5
         assert row["stale/max_ver"] == 0
@@ -182,21 +182,66 @@ def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths):
     assert len({r["train/tokens_n"] for r in rows(tmp_path / "run")}) > lengths  # and the lengths did vary
 
 
-def test_staleness_bounds_the_age_and_loses_nothing(tmp_path):
-    changes = {"rl__Phase_dot_staleness": 2, "MeshSpec_dot_data": 1}
+def test_async_ratio_bounds_the_age_and_loses_nothing(tmp_path):
+    changes = {"rl__Phase_dot_async_ratio": 1.5, "MeshSpec_dot_data": 1}
     config, plan = load(arguments(tmp_path / "run", **changes))
     folder = RunFolder(tmp_path / "run")
     folder.prepare(config, fresh=False)
     loop.train(plan, folder, Console())
     rl = rows(tmp_path / "run")[6:]
-    assert max(r["stale/max_ver"] for r in rl) == 2
-    assert [r["groups/waiting_n"] for r in rl[:3]] == [16, 16, 16]
-    assert rl[-1]["groups/waiting_n"] == 0
-    ids = set()
-    for step in range(7, 21):
-        lines = (tmp_path / "run" / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
-        ids |= {(e["key"]["step"], e["key"]["group"]) for e in map(json.loads, lines)}
-    assert ids == {(s, g) for s in range(14) for g in range(8)}
+    assert [check_row(row) for row in rl] == [[]] * 14
+    assert max(r["stale/start_max_ver"] for r in rl) == 2 == max(r["stale/max_ver"] for r in rl)
+    assert all(r["stale/max_ver"] <= r["stale/start_max_ver"] <= 2 for r in rl)
+    check_conserved(rl)
+    assert [r["groups/waiting_n"] for r in rl[:3]] == [12, 12, 12] and rl[-1]["groups/waiting_n"] == 0
+    trained = draws(tmp_path / "run", range(7, 21))
+    assert sorted(trained) == list(range(14 * 8))
+
+
+def draws(run_dir, steps):
+    """The draws of the groups that steps were given, one after the other."""
+    found = []
+    for step in steps:
+        lines = (run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+        found += dict.fromkeys(json.loads(line)["key"]["draw"] for line in lines)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", ["wait", "redraw"])
+def test_an_asynchronous_run_that_goes_on_loses_no_draw_and_trains_none_twice(tmp_path, late):
+    """Stopped once, and gone on from older checkpoints as if it had been killed: what was ready is there, and is what
+    is trained, though the weights have changed since."""
+    changes = {"rl__Phase_dot_async_ratio": 2, "rl__Phase_dot_late": f"'{late}'", "MeshSpec_dot_data": 1}
+    config, plan = load(arguments(tmp_path / "run", Recipe_dot_save_every=1, **changes))
+    folder = RunFolder(tmp_path / "run")
+
+    def run(console):
+        folder.prepare(config, fresh=False)
+        return loop.train(plan, folder, console, lambda: getattr(console, "stopped", False))
+
+    used = []
+    for stop in (8, 13, 17):
+        with pytest.raises(Stopped):
+            run(StopAt(stop))
+        name = folder.checkpoints.names()[-1]
+        if stop == 13:  # nobody could save behind the last step: the newest checkpoint is the one before
+            shutil.rmtree(folder.checkpoints.folder / name)
+            name = folder.checkpoints.names()[-1]
+        saved = folder.checkpoints.folder / name
+        state = json.loads((saved / "progress.json").read_text())["groups"]["buffer"]
+        waiting = [Group.from_json(json.loads(line)) for line in (saved / "waiting.jsonl").read_text().splitlines()]
+        assert {g.draw for g in waiting} == {e["draw"] for e in state["entries"] if e["ready"]}
+        used += [t.to_json() for g in waiting for t in g.trajectories]
+    _, progress = run(Console())
+    assert progress.finished and progress.step == 14
+    rl = rows(tmp_path / "run")[6:]
+    assert [r["phase_step"] for r in rl] == list(range(1, 15))
+    check_conserved(rl)
+    assert sorted(draws(tmp_path / "run", range(7, 21))) == list(range(14 * 8))
+    lines = {line for path in (tmp_path / "run" / "rollouts").iterdir() for line in path.read_text().splitlines()}
+    trained = [json.loads(line) for line in lines]
+    assert used and (late != "wait" or all(t in trained for t in used))
 
 
 def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path, capsys):

@@ -109,12 +109,13 @@ class Drawn:
 
     by_sibling: standard deviation of the logarithm between siblings; by_prompt: between prompts. right: chance of a
     right answer. version: of the policy, now. begun: draws of the answers that were begun. slow: draws whose answers
-    take longer than any while the policy is of version 0.
+    take longer than any while the policy is of version 0. experts: say which experts of a mixture each token took.
     """
 
     def __init__(self, by_prompt=0.0, by_sibling=0.8, right=1.0):
         self.by_prompt, self.by_sibling, self.right = by_prompt, by_sibling, right
         self.clock, self.version, self.begun, self.error, self.slow = VirtualClock(), 0, [], None, set()
+        self.experts = False
 
     async def act(self, prompt_ids, episode, key, turn):
         self.begun.append(key.draw)
@@ -128,7 +129,10 @@ class Drawn:
         await self.clock.sleep(length + longer, (key.draw, key.sibling))
         tokens = np.full(length, token("x" if own.random() < self.right else "y"), np.int32)
         versions = np.linspace(first, self.version, length).astype(np.int32)
-        return Completion(Sampled.of(tokens, np.zeros(length, np.float32), versions), "stop")
+        sampled = Sampled.of(tokens, np.zeros(length, np.float32), versions)
+        if self.experts:
+            sampled = dataclasses.replace(sampled, experts=np.zeros((length, 2, 1), np.int32))
+        return Completion(sampled, "stop")
 
 
 def phase(steps, rounds=0, **settings):
@@ -459,6 +463,19 @@ def test_what_waits_is_saved_and_not_played_again(chat):
     assert not ready & set(run.policy.begun) and again < set(run.policy.begun)
     saved = {line["draw"]: line for line in lines}
     assert [g.to_json() for g in run.trained if g.draw in ready] == [saved[d] for d in run.draws if d in ready]
+
+
+def test_what_cannot_be_written_is_played_again(chat):
+    with Run(chat, phase(4, async_ratio=2.0)) as run:
+        run.policy.experts = True
+        run.until(2, begun)
+        entries = run.progress.groups["buffer"]["entries"]
+        assert run.rows[-1]["groups/ready_n"] > 0 and not run.progress.waiting
+        assert entries and not any(entry["ready"] for entry in entries)
+        run.all()
+    assert sorted(run.draws) == list(range(4 * PROMPTS))
+    assert all(turn.experts is not None for g in run.trained for t in g.trajectories for turn in t.turns)
+    run.check_conserved()
 
 
 def test_a_checkpoint_that_is_due_has_what_waits(chat):
