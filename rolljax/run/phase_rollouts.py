@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rolljax.envs.tasks import TaskStream
 from rolljax.errors import RolljaxError, TrainerError
 from rolljax.recipe import Phase
 from rolljax.rollout.barrier import Barrier
 from rolljax.rollout.builder import fault_of
 from rolljax.rollout.filters import filter_groups
 from rolljax.rollout.group_buffer import Entry, GroupBuffer
-from rolljax.rollout.starts import StartCurriculum, fallback
+from rolljax.rollout.starts import fallback
 from rolljax.run.notices import unfilled_step
 from rolljax.run.progress import RunProgress
-from rolljax.run.runtime import Runtime
+from rolljax.run.protocols import LoopRuntime, TaskSource
 from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Group, Key, Task, Trajectory
@@ -50,12 +49,12 @@ class PhaseRollouts:
     """
 
     def __init__(
-        self, runtime: Runtime, stream: TaskStream, progress: RunProgress, warn: Callable[[str], None]
+        self, runtime: LoopRuntime, stream: TaskSource, progress: RunProgress, warn: Callable[[str], None]
     ) -> None:
         recipe, phase = runtime.recipe, runtime.recipe.phases[progress.phase]
         self._runtime, self._recipe, self._phase, self._index = runtime, recipe, phase, progress.phase
         self._stream, self._progress = stream, progress
-        self._starts = _start_curriculum(runtime, phase, progress)
+        self._starts = runtime.start_curriculum(phase, progress)
         self._rollouts = runtime.rollouts(runtime.actor(phase), hash_observations=self._starts is not None)
         self._warn: Callable[[str], None] | None = warn
         self._together = runtime.pool.opens_at_once and not phase.async_ratio
@@ -258,14 +257,3 @@ class PhaseRollouts:
 def _has_experts(group: Group) -> bool:
     """Whether its turns hold what is not written; such a group is made again."""
     return any(turn.experts is not None for t in group.trajectories for turn in t.turns)
-
-
-def _start_curriculum(runtime: Runtime, phase: Phase, progress: RunProgress) -> StartCurriculum | None:
-    """Where the phase's episodes start, as far as that was learned already."""
-    if phase.starts is None:
-        return None
-    recipe = runtime.recipe
-    starts = StartCurriculum(phase.starts, runtime.pool, runtime.preflight.chat, recipe.seed, recipe.env.max_turns)
-    if progress.starts:
-        starts.restore(progress.starts)
-    return starts
