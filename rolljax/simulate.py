@@ -46,7 +46,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     given.add_argument("--run", type=Path, metavar="RUN", help="a run folder whose lengths and seconds are taken")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each phase, at most (default: 20)")
     parser.add_argument(
-        "--sweep", metavar="NAME=A,B,...", help="a simulation for each value of a setting (of Phase, if no class is named)"
+        "--sweep",
+        metavar="NAME=A,B,...",
+        help="a simulation for each value of a setting (of Phase, or Class.field)",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write figures as JSON, and pictures, here")
     return parser.parse_args(argv)

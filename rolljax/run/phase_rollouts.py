@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rolljax.errors import RolljaxError, TrainerError
-from rolljax.recipe import Phase
 from rolljax.rollout.barrier import Barrier
 from rolljax.rollout.builder import fault_of
 from rolljax.rollout.filters import filter_groups

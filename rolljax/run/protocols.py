@@ -39,9 +39,7 @@ class LoopSampler(Protocol):
 class Waits(Protocol):
     """Waits with a name and a deadline; see `threads.event_loop.EventLoop`."""
 
-    async def within(
-        self, work: Awaitable[T], name: str, deadline_s: float, *, interruptible: bool = True
-    ) -> T: ...
+    async def within(self, work: Awaitable[T], name: str, deadline_s: float, *, interruptible: bool = True) -> T: ...
 
 
 class LoopRuntime(Protocol):

@@ -12,8 +12,8 @@ from rolljax.errors import check_range
 class Workload:
     """A step of `samples` answers on `workers` devices, which take turns or share out both roles.
 
-    generate_s, longest_s: seconds of an answer on one device: mean, and the longest. train_s: mean seconds to train one.
-    epochs: how often each is trained.
+    generate_s, longest_s: seconds of an answer on one device: mean, and the longest. train_s: mean seconds to train
+    one; epochs: how often.
     """
 
     samples: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from rolljax.envs.base import StepResult
 from rolljax.envs.pool import Episode
 from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
-from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.errors import EnvError
 from rolljax.model.tokenizer import Chat
 from rolljax.rollout.barrier import Barrier
@@ -22,7 +22,7 @@ from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.starts import Start
 from rolljax.simulation.replica import Answer
 from rolljax.simulation.sampler import SimulatedSampler
-from rolljax.simulation.timings import EnvTimings, Timings
+from rolljax.simulation.timings import Timings
 from rolljax.types import Completion, FinishReason, Group, Key, Message, Sampled, Task, Trajectory
 
 GROUP, ANSWER, EPISODE = 0, 1, 2
@@ -77,6 +77,16 @@ class TokenCounts(Chat):
 # ---- environments
 
 
+@dataclasses.dataclass(frozen=True)
+class SimulatedStart:
+    """A task. turns_factor: of the length of its episodes. chance: below `Timings.solved_frac` all answers are right,
+    else all are wrong; None: each has its own."""
+
+    prompt_tok: int
+    turns_factor: float
+    chance: float | None
+
+
 class SimulatedEnvs:
     """What an `EnvPool` opens its episodes in: they take time, fail, and pay a reward at their end."""
 
@@ -89,6 +99,14 @@ class SimulatedEnvs:
 
     def slot(self) -> SimulatedSlot:
         return SimulatedSlot(self)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  # they live as long as their simulation
+    def start(self, index: int) -> SimulatedStart:
+        """What all episodes of a task have in common."""
+        shared, t = rng(self.seed, GROUP, index), self.timings
+        prompt_tok, turns_factor = max(1, round(t.prompt_tok.draw(shared))), t.turns.group_factor(shared)
+        same, chance = shared.random(2)
+        return SimulatedStart(prompt_tok, turns_factor, float(chance) if same < t.no_signal_frac else None)
 
     def close(self) -> None: ...
 
@@ -128,16 +146,15 @@ class SimulatedSlot:
     def _reset(self, task: Task) -> tuple[float, Any]:
         envs, t = self._envs, self._timings
         envs.opened[task.index] += 1
-        shared = rng(envs.seed, GROUP, task.index)
+        start = envs.start(task.index)
         self._rng = rng(envs.seed, EPISODE, task.index, envs.opened[task.index])
-        prompt_tok = max(1, round(t.prompt_tok.draw(shared)))
-        self._turns = min(envs.max_turns, max(1, round(t.turns.draw(self._rng, t.turns.group_factor(shared)))))
-        same, one = shared.random(2)
-        self._reward = float((one if same < t.no_signal_frac else self._rng.random()) < t.solved_frac)
+        self._turns = min(envs.max_turns, max(1, round(t.turns.draw(self._rng, start.turns_factor))))
+        chance = self._rng.random() if start.chance is None else start.chance
+        self._reward = float(chance < t.solved_frac)
         seconds = t.env.reset_s.draw(self._rng)
         if self._rng.random() < t.env.fail_frac:
             return seconds, EnvError("the environment fails", stage="reset")
-        return seconds, (Message("user", str(prompt_tok)),)
+        return seconds, (Message("user", str(start.prompt_tok)),)
 
     def _step(self) -> tuple[float, StepResult]:
         t = self._timings
@@ -177,10 +194,15 @@ class SimulatedPolicy:
     before: dict[Key, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """The replica of each episode's last answer, and the context it has there."""
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  # one policy lives as long as its simulation
+    def _factor(self, stream: int, draw: int) -> float:
+        """Of the lengths of a group."""
+        return self.timings.answer_tok.group_factor(rng(self.seed, GROUP, stream, draw))
+
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
-        distribution, group = self.timings.answer_tok, (key.stream, key.draw)
-        factor = distribution.group_factor(rng(self.seed, GROUP, key.stream, key.draw))
-        drawn = round(distribution.draw(rng(self.seed, ANSWER, key.stream, key.draw, key.sibling, turn), factor))
+        group = (key.stream, key.draw)
+        own = rng(self.seed, ANSWER, key.stream, key.draw, key.sibling, turn)
+        drawn = round(self.timings.answer_tok.draw(own, self._factor(*group)))
         prompt_tok, (home, known_tok) = len(prompt_ids), self.before.get(key, (-1, 0))
         limit = max(1, min(self.limit_tok, self.max_context - prompt_tok))
         loop = asyncio.get_running_loop()

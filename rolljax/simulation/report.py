@@ -1,4 +1,4 @@
-"""What a simulation found: step time and throughput, how busy each role was, staleness, waits; as numbers and pictures."""
+"""What a simulation found: step time, throughput, how busy each role was, staleness, waits; in numbers and pictures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ LINES = {
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """numbers: see `LINES`; means over the steps behind the first ones, in which the buffer fills. token_ages: share of
+    """numbers: see `LINES`; means over the steps between the first
+    ones, in which the buffer fills, and the last ones, in which nothing new begins. token_ages: share of
     the trained tokens at each age in versions. warnings: what a real run would stumble over."""
 
     numbers: Mapping[str, float]
@@ -47,14 +48,19 @@ class Summary:
     warnings: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.numbers, "token_ages": {str(k): v for k, v in self.token_ages.items()}, "warnings": self.warnings}
+        return {
+            **self.numbers,
+            "token_ages": {str(k): v for k, v in self.token_ages.items()},
+            "warnings": self.warnings,
+        }
 
 
 def summarize(runtime: SimulatedRuntime, recorder: SimulatedRecorder) -> Summary:
     """The numbers of a simulation."""
-    rows = recorder.rows
-    filling = min(len(rows) - 1, 1 + max(math.ceil(p.async_ratio) for p in runtime.recipe.phases))
-    steady, start_s, end_s = rows[filling:], rows[filling]["end_s"] - rows[filling]["time/step_s"], rows[-1]["end_s"]
+    rows, ahead = recorder.rows, max(math.ceil(p.async_ratio) for p in runtime.recipe.phases)
+    filling = min(len(rows) - 1, 1 + ahead)
+    steady = rows[filling : max(filling + 1, len(rows) - ahead)]
+    start_s, end_s = steady[0]["end_s"] - steady[0]["time/step_s"], steady[-1]["end_s"]
     elapsed = max(end_s - start_s, 1e-9)
 
     def mean(name: str) -> float:
@@ -108,8 +114,8 @@ def _warnings(runtime: SimulatedRuntime, recorder: SimulatedRecorder, numbers: M
     waits = runtime.event_loop
     if waits.longest_s > runtime.recipe.wait_s:
         found.append(
-            f"{waits.name} took {waits.longest_s:,.0f} s, and Recipe.wait_s = {runtime.recipe.wait_s:g} would end a run: "
-            "raise it"
+            f"{waits.name} took {waits.longest_s:,.0f} s: a run would end after Recipe.wait_s = "
+            f"{runtime.recipe.wait_s:g}; raise it"
         )
     return found
 
@@ -137,8 +143,10 @@ def sweep_table(name: str, found: Mapping[str, Summary]) -> Any:
     from rich import box
     from rich.table import Table
 
-    columns = ("step_s", "rollout_s", "sample_tok_s", "sampler_busy_frac", "trainer_busy_frac", "start_age_mean")
-    columns += ("start_age_max", "late_groups")
+    columns = (
+        *("step_s", "rollout_s", "sample_tok_s", "sampler_busy_frac", "trainer_busy_frac"),
+        *("start_age_mean", "start_age_max", "late_groups"),
+    )
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in (name, *columns, "speedup"):
         result.add_column(head, justify="right")
@@ -188,7 +196,9 @@ def _draw_slots(axis: Any, answers: Sequence[Any], runtime: SimulatedRuntime) ->
     for slot, found in by_slot.items():
         bars = [(a.started_s, a.ended_s - a.started_s) for a in found]
         versions = [int(a.versions[0]) if len(a.versions) else 0 for a in found]
-        axis.broken_barh(bars, (slot, 0.9), facecolors=[colours[v % 10] for v in versions], edgecolor="w", linewidth=0.3)
+        axis.broken_barh(
+            bars, (slot, 0.9), facecolors=[colours[v % 10] for v in versions], edgecolor="w", linewidth=0.3
+        )
     axis.set(ylabel="slot", ylim=(0, runtime.sampler.slots))
 
 

@@ -18,7 +18,7 @@ from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import Policy
 from rolljax.run.checkpoint import Saved
 from rolljax.run.progress import RunProgress
-from rolljax.run.step_metrics import StepTimer
+from rolljax.run.step_metrics import StepTimer, token_ages
 from rolljax.run.trainer import TrainedStep
 from rolljax.simulation.episodes import GroupSpan, ObservedRollouts, SimulatedEnvs, SimulatedPolicy, TokenCounts
 from rolljax.simulation.sampler import SimulatedSampler
@@ -140,7 +140,9 @@ class SimulatedRuntime:
         number = self.recipe.evaluation.tasks
         rollouts = self.rollouts(self.actor(self.recipe.phases[0]))
         tasks = [Task("held out", 10**9 + i, str(i)) for i in range(number)]
-        groups = (rollouts.group(t, stream=EVAL_STREAM, draw=step * number + i, group_size=1) for i, t in enumerate(tasks))
+        groups = (
+            rollouts.group(t, stream=EVAL_STREAM, draw=step * number + i, group_size=1) for i, t in enumerate(tasks)
+        )
         return [t for group in await asyncio.gather(*groups) for t in group.trajectories]
 
 
@@ -206,8 +208,7 @@ class SimulatedRecorder:
         version, now = self.progress.version - 1, asyncio.get_running_loop().time()
         for group in groups:
             self.trained[self.progress.phase, group.draw] = now
-            for turn in (turn for t in group.trajectories for turn in t.turns):
-                self.ages.update(dict(enumerate(np.bincount(version - turn.versions).tolist())))
+            self.ages.update(dict(enumerate(token_ages(group.trajectories, version).tolist())))
         seconds = timer.total_s()
         sampled = row["rollout/len_tok"] * len(groups) * phase.group_size
         row = row | timer.row | {"time/step_s": seconds}

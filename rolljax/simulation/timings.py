@@ -71,13 +71,14 @@ class Distribution:
 class EngineTimings:
     """The sampler: replicas that share out its slots, each a copy of the weights on devices of its own.
 
-    A decode step of a replica gives a token to each of its `n` sequences, which have `c` tokens of context together, and
-    takes `step_s + sequence_s * n + context_s * c` seconds (a roofline: reading the weights, arithmetic, reading keys
-    and values). A prompt token takes `prefill_s`, in which the replica decodes nothing; siblings share their prompt's.
+    A decode step of a replica gives a token to each of its `n` sequences, which have `c` tokens of context together.
+    It takes `step_s + sequence_s * n + context_s * c` seconds (a roofline: reading the weights, arithmetic, reading
+    keys and values). A prompt token takes `prefill_s`, in which the replica decodes nothing; siblings share a prompt.
 
-    scheduling: queue: a free slot takes the answer at once whose group began first. group: all answers of a prompt go to
-      one replica, whose slots are free for others when the last of them is done. batch: answers begin together, when
-      all episodes wait for one, and no other does before all are done. The last two are there to be compared with.
+    scheduling: queue: a free slot takes the answer at once whose group began first. group: all answers of a prompt go
+      to one replica, whose slots are free for others when the last of them is done (episodes have one turn). batch:
+      answers begin together, when all episodes wait for one, and no other does before all are done. The last two are
+      there to be compared with.
     kv_tok: tokens of context that a replica has room for (0: not known); where more were needed a warning says so.
     """
 
@@ -128,9 +129,9 @@ class TrainerTimings:
 class Slices:
     """TPU slices for trainer and sampler, in place of seconds for both (`simulation.roofline`).
 
-    train_chip, train_chips; sample_chip, sample_chips: kind and number of chips (`aot.chips`). chips_per_replica: that a
+    train_chip, train_chips; sample_chip, sample_chips: kind (`aot.chips`) and number. chips_per_replica: chips that a
     copy of the sampler's weights is split over.
-    train_mfu, prefill_mfu, decode_mfu: share of the peak of arithmetic that is reached. hbm_frac: of the peak of memory,
+    train_mfu, prefill_mfu, decode_mfu: share of the peak of arithmetic that is reached. hbm_frac: of that of memory,
     while decoding. memory_frac: of usable memory that weights, keys and values may fill.
     collective_s: of a decode step, for collectives between the chips of a replica. publish_bytes_s: at which each
     replica gets new weights, all at the same time.
