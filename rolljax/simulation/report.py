@@ -83,7 +83,7 @@ def summarize(runtime: SimulatedRuntime, recorder: SimulatedRecorder) -> Summary
         "publish_s": mean("time/publish_s"),
         "sample_tok_s": mean("sampled_tok") * len(steady) / elapsed,
         "answer_tok": mean("rollout/len_tok"),
-        "sampler_busy_frac": busy / (runtime.sampler.slots * elapsed),
+        "sampler_busy_frac": min(1.0, busy / (runtime.sampler.slots * elapsed)),
         "sampler_peak_kv_tok": max(r.peak_tok for r in runtime.sampler.replicas),
         "trainer_busy_frac": trainer / elapsed,
         "start_age_mean": mean("stale/start_mean_ver"),
