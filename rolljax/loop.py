@@ -16,7 +16,8 @@
 `trainer.step` is credit, packing, all updates, and the gate: a step that is not finite ends the run before anything of
 it is published or saved. `Phase.async_ratio` is the one dial between synchronous and asynchronous training: at 0 the
 second `rollouts.start` begins nothing, so every token is of the newest weights; above 0 the groups of later steps are
-in flight while the trainer works, and live through `runtime.publish`.
+in flight while the trainer works, and live through `runtime.publish`. Time is the event loop's: on a virtual clock the
+same coroutine is the simulator (`rolljax.simulation`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rolljax.run.folder import RunFolder
 from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import ALL_STEPS, RunProgress
+from rolljax.run.protocols import LoopRecorder, LoopRuntime, TaskSource
 from rolljax.run.recorder import Recorder
 from rolljax.run.runtime import Runtime, mean_reward
 from rolljax.run.step_metrics import StepTimer, groups_row, sampler_row, timed, trajectories_row
@@ -86,7 +88,7 @@ def train(
 
 
 async def train_phases(
-    stream: TaskStream, trainer: Trainer, runtime: Runtime, recorder: Recorder, began: float | None
+    stream: TaskSource, trainer: Trainer, runtime: LoopRuntime, recorder: LoopRecorder, began: float | None = None
 ) -> None:
     """Every phase of the run that is not done yet, each evaluated at its end."""
     progress, recipe = recorder.progress, runtime.recipe
@@ -118,7 +120,7 @@ async def train_phases(
 
 
 async def train_step(
-    phase: Phase, rollouts: PhaseRollouts, trainer: Trainer, runtime: Runtime, recorder: Recorder
+    phase: Phase, rollouts: PhaseRollouts, trainer: Trainer, runtime: LoopRuntime, recorder: LoopRecorder
 ) -> None:
     """One step of a phase. At its end state and progress agree, so that they can be saved as they are."""
     progress, recipe, version = recorder.progress, runtime.recipe, recorder.progress.version

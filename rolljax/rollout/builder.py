@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator
 from typing import Literal
 
@@ -50,9 +50,10 @@ class TrajectoryBuilder:
 
     @contextlib.contextmanager
     def waiting_for_env(self) -> Iterator[None]:
-        start = time.perf_counter()
+        clock = asyncio.get_running_loop().time
+        start = clock()
         yield
-        self.env_s += time.perf_counter() - start
+        self.env_s += clock() - start
 
     def add(self, stream: TokenStream, answer: Completion, text: str, result: StepResult, weight: float) -> None:
         self.turns.append(

@@ -10,35 +10,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rolljax.envs.tasks import TaskStream
 from rolljax.errors import RolljaxError, TrainerError
-from rolljax.recipe import Phase
 from rolljax.rollout.barrier import Barrier
 from rolljax.rollout.builder import fault_of
 from rolljax.rollout.filters import filter_groups
 from rolljax.rollout.group_buffer import Entry, GroupBuffer
-from rolljax.rollout.starts import StartCurriculum, fallback
+from rolljax.rollout.starts import fallback
 from rolljax.run.notices import unfilled_step
 from rolljax.run.progress import RunProgress
-from rolljax.run.runtime import Runtime
+from rolljax.run.protocols import LoopRuntime, StepGroups, TaskSource
 from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Group, Key, Task, Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class StepGroups:
-    """What a step gets: the groups it trains, in the order of their draws, and the ages they have, in versions; those
-    that were dropped since the step before because nothing can be learned from them."""
-
-    trained: list[Group]
-    start_ages: list[int]
-    dropped: list[Group]
-
-    @property
-    def all(self) -> list[Group]:
-        """Every group that was completed for the step."""
-        return self.trained + self.dropped
 
 
 class PhaseRollouts:
@@ -50,12 +33,12 @@ class PhaseRollouts:
     """
 
     def __init__(
-        self, runtime: Runtime, stream: TaskStream, progress: RunProgress, warn: Callable[[str], None]
+        self, runtime: LoopRuntime, stream: TaskSource, progress: RunProgress, warn: Callable[[str], None]
     ) -> None:
         recipe, phase = runtime.recipe, runtime.recipe.phases[progress.phase]
         self._runtime, self._recipe, self._phase, self._index = runtime, recipe, phase, progress.phase
         self._stream, self._progress = stream, progress
-        self._starts = _start_curriculum(runtime, phase, progress)
+        self._starts = runtime.start_curriculum(phase, progress)
         self._rollouts = runtime.rollouts(runtime.actor(phase), hash_observations=self._starts is not None)
         self._warn: Callable[[str], None] | None = warn
         self._together = runtime.pool.opens_at_once and not phase.async_ratio
@@ -260,14 +243,3 @@ class PhaseRollouts:
 def _has_experts(group: Group) -> bool:
     """Whether its turns hold what is not written; such a group is made again."""
     return any(turn.experts is not None for t in group.trajectories for turn in t.turns)
-
-
-def _start_curriculum(runtime: Runtime, phase: Phase, progress: RunProgress) -> StartCurriculum | None:
-    """Where the phase's episodes start, as far as that was learned already."""
-    if phase.starts is None:
-        return None
-    recipe = runtime.recipe
-    starts = StartCurriculum(phase.starts, runtime.pool, runtime.preflight.chat, recipe.seed, recipe.env.max_turns)
-    if progress.starts:
-        starts.restore(progress.starts)
-    return starts

@@ -13,8 +13,8 @@ from rolljax.recipe import Phase, Recipe
 from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.notices import Notices, samples
-from rolljax.run.phase_rollouts import StepGroups
 from rolljax.run.progress import RunProgress
+from rolljax.run.protocols import StepGroups
 from rolljax.run.runtime import mean_reward
 from rolljax.run.step_metrics import StepTimer, timed
 from rolljax.run.trainer import Trainer

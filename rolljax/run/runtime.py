@@ -18,8 +18,10 @@ from rolljax.recipe import Phase
 from rolljax.rollout.barrier import Tally
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
+from rolljax.rollout.starts import StartCurriculum
 from rolljax.run import weight_channel
 from rolljax.run.preflight import Preflight, ResolvedRecipe
+from rolljax.run.progress import RunProgress
 from rolljax.run.step_metrics import timed
 from rolljax.run.weight_channel import WeightChannel, open_channel
 from rolljax.sampler.client import Sampler
@@ -174,6 +176,17 @@ class Runtime:
                 host=self.agents,
             )
         return Rollouts(self.pool, self.preflight.chat, policy, *limits, r.rollout, hash_observations, self._tally)
+
+    def start_curriculum(self, phase: Phase, progress: RunProgress) -> StartCurriculum | None:
+        """Where a phase's episodes start, as far as that was learned already."""
+        if phase.starts is None:
+            return None
+        starts = StartCurriculum(
+            phase.starts, self.pool, self.preflight.chat, self.recipe.seed, self.recipe.env.max_turns
+        )
+        if progress.starts:
+            starts.restore(progress.starts)
+        return starts
 
     async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
         """One trajectory for each held-out task, with the weights that are published now.

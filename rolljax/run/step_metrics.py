@@ -12,7 +12,7 @@ import numpy as np
 from rolljax.metrics import ENV_PREFIX
 from rolljax.sampler.client import SamplerStats
 from rolljax.threads.watchdog import Watchdog
-from rolljax.types import Group
+from rolljax.types import Group, Trajectory
 
 PARTS = {
     "rollout": "rollouts",
@@ -59,8 +59,9 @@ def trajectories_row(groups: Sequence[Group], version: int) -> dict[str, float]:
     trajectories = [t for g in groups for t in g.trajectories]
     alive = [t for t in trajectories if t.status != "failed"]
     rewards = np.array([t.reward for t in alive]) if alive else np.zeros(1)
-    ages = [version - turn.versions for t in alive for turn in t.turns if (turn.versions >= 0).all()]
-    age = np.concatenate(ages) if ages else np.zeros(1)
+    tokens = token_ages(alive, version)
+    ages, weights = np.arange(len(tokens)), tokens if tokens.any() else np.ones(1)
+    p50, p99 = np.percentile(ages, (50, 99), weights=weights, method="inverted_cdf")
     own = sorted({name for t in alive for name in t.metrics})
     return {
         **{f"{ENV_PREFIX}{name}": _mean(t.metrics.get(name, 0.0) for t in alive) for name in own},
@@ -71,11 +72,21 @@ def trajectories_row(groups: Sequence[Group], version: int) -> dict[str, float]:
         "rollout/turns_n": _mean(len(t.turns) for t in alive),
         "rollout/trunc_frac": _mean(t.status == "truncated" for t in trajectories),
         "rollout/fail_frac": _mean(t.status == "failed" for t in trajectories),
-        "stale/mean_ver": float(age.mean()),
-        "stale/p50_ver": float(np.percentile(age, 50)),
-        "stale/p99_ver": float(np.percentile(age, 99)),
-        "stale/max_ver": float(age.max()),
+        "stale/mean_ver": float(np.average(ages, weights=weights)),
+        "stale/p50_ver": float(p50),
+        "stale/p99_ver": float(p99),
+        "stale/max_ver": float(ages[-1]),
     }
+
+
+def token_ages(trajectories: Iterable[Trajectory], version: int) -> np.ndarray:
+    """How many tokens that a policy sampled have each age, in versions, when they train version `version`; `[A]`."""
+    found = np.zeros(1, np.int64)
+    for turn in (turn for t in trajectories for turn in t.turns if (turn.versions >= 0).all()):
+        counts = np.bincount(version - turn.versions, minlength=len(found))
+        counts[: len(found)] += found
+        found = counts
+    return found
 
 
 def groups_row(taken: int, kept: int, trained: int) -> dict[str, float]:

@@ -37,6 +37,7 @@ LITERAL = {"my_model.md"}
 NOT_RUN = {
     r"^(pip|apt-get|git clone|make|source|hf download) ?": "installs or downloads, or is what started this test",
     r"rolljax\.plan": "the TPU compiler takes minutes: tests/e2e/test_plan.py",
+    r"qwen3_32b_async": "minutes: tests/unit/test_simulation.py has smaller ones",
     r"^python benchmarks/": "figures, not promises",
     r"^python docs/make_": "tests/unit/test_algorithm_docs.py",
     r"where = .ray": "one Ray start is enough: tests/e2e/test_pool_ray.py",

@@ -12,7 +12,7 @@ import rolljax
 
 ROOT = Path(rolljax.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-VERBS = {"cli.py", "train.py", "eval.py", "export.py", "plan.py", "play.py", "serve.py", "validate.py"}
+VERBS = {"cli.py", "train.py", "eval.py", "export.py", "plan.py", "play.py", "serve.py", "simulate.py", "validate.py"}
 
 
 def name_of(path):
@@ -66,6 +66,7 @@ LEFT = {
     "recipe": {"errors", "model", "envs", "sampler", "trainer", "rollout"},
     "run": {"errors", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "rollout", "cluster",
             "recipe", "config"},
+    "simulation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run", "aot"},
 }  # fmt: skip
 """What each room, or module at the root, may import beside itself; the loop and the verbs may import everything."""
 OUTSIDE = {

@@ -12,7 +12,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -31,7 +30,7 @@ NUM_THREADS = 2
 
 
 class EpisodeSlot(Protocol):
-    """Where one episode runs. `started_s`: when its reset began, on `time.monotonic`."""
+    """Where one episode runs. `started_s`: when its reset began, on the event loop's clock (`time.monotonic`)."""
 
     started_s: float
 
@@ -39,7 +38,7 @@ class EpisodeSlot(Protocol):
     def discard(self) -> None: ...
 
 
-class _Backend(Protocol):
+class Backend(Protocol):
     """Where the episodes of a pool run."""
 
     timeouts: collections.Counter[str]
@@ -75,13 +74,17 @@ class PoolStats:
 
 
 class EnvPool:
-    """A pool for the episodes of one environment. Used by one event loop at a time."""
+    """A pool for the episodes of one environment. Used by one event loop at a time.
 
-    def __init__(self, cfg: PoolConfig, spec: EnvSpec) -> None:
+    Args:
+      backend: where they run, if not where `cfg` says.
+    """
+
+    def __init__(self, cfg: PoolConfig, spec: EnvSpec, backend: Backend | None = None) -> None:
         self.cfg, self.spec = cfg, spec
         self.broken = ""
         """Why no more episodes are opened; empty while they are."""
-        self._backend = _backend_of(cfg, spec)
+        self._backend = backend or _backend_of(cfg, spec)
         self._open: set[Episode] = set()
         self._counts: collections.Counter[str] = collections.Counter()
         self._faults: collections.Counter[str] = collections.Counter()
@@ -190,7 +193,7 @@ class Episode:
         self._call: asyncio.Future[Any] | None = None
         self._is_closed = False
         loop = asyncio.get_running_loop()
-        left_s = slot.started_s + pool.cfg.episode_s - time.monotonic()
+        left_s = slot.started_s + pool.cfg.episode_s - loop.time()
         self._timer = loop.call_later(max(0.0, left_s), self._expire)
         pool._open.add(self)
 
@@ -281,7 +284,7 @@ class Episode:
         self._pool._record(self._fault)
 
 
-def _backend_of(cfg: PoolConfig, spec: EnvSpec) -> _Backend:
+def _backend_of(cfg: PoolConfig, spec: EnvSpec) -> Backend:
     """Where this pool's episodes run."""
     mailbox = Mailbox()
     where = cfg.where if cfg.where != "auto" else "process" if spec.runs == "process" else "thread"

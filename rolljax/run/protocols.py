@@ -1,0 +1,110 @@
+"""What the loop asks of its parts, those of a run (`Runtime`, `Recorder`) or of a simulation, and hands from one to the
+other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from rolljax.envs.pool import EnvPool
+from rolljax.recipe import Phase, Recipe
+from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.policies import Policy
+from rolljax.rollout.starts import StartCurriculum
+from rolljax.run.progress import RunProgress
+from rolljax.run.step_metrics import StepTimer
+from rolljax.sampler.request import SamplerStats
+from rolljax.threads.watchdog import Watchdog
+from rolljax.types import Group, Task, Trajectory
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepGroups:
+    """What a step gets: the groups it trains, in the order of their draws, and the ages they have, in versions; those
+    that were dropped since the step before because nothing can be learned from them."""
+
+    trained: list[Group]
+    start_ages: list[int]
+    dropped: list[Group]
+
+    @property
+    def all(self) -> list[Group]:
+        """Every group that was completed for the step."""
+        return self.trained + self.dropped
+
+
+class TaskSource(Protocol):
+    """Endless tasks, from a position that can be saved."""
+
+    def __next__(self) -> Task: ...
+    def state(self) -> str: ...
+
+
+class LoopSampler(Protocol):
+    """What the loop asks of the sampler itself; see `sampler.client.Sampler`."""
+
+    @property
+    def stats(self) -> SamplerStats: ...
+    def hold(self) -> Callable[[], None]: ...
+
+
+class Waits(Protocol):
+    """Waits with a name and a deadline; see `threads.event_loop.EventLoop`."""
+
+    async def within(self, work: Awaitable[T], name: str, deadline_s: float, *, interruptible: bool = True) -> T: ...
+
+
+class LoopRuntime(Protocol):
+    """Sampler, environments and the event loop they share; see `runtime.Runtime`."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def watchdog(self) -> Watchdog: ...
+    @property
+    def sampler(self) -> LoopSampler: ...
+    @property
+    def pool(self) -> EnvPool: ...
+    @property
+    def agents(self) -> Any: ...
+    @property
+    def event_loop(self) -> Waits: ...
+
+    async def call(self, blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def check_stop(self) -> None: ...
+    def publish(self, version: int) -> dict[str, float]: ...
+    def actor(self, phase: Phase) -> Policy: ...
+    def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts: ...
+    def start_curriculum(self, phase: Phase, progress: RunProgress) -> StartCurriculum | None: ...
+    async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]: ...
+
+
+class LoopConsole(Protocol):
+    """What the loop tells a person."""
+
+    def warn(self, text: str) -> None: ...
+    def wait(self, what: str) -> None: ...
+
+
+class LoopRecorder(Protocol):
+    """What a run leaves behind while it goes on; see `recorder.Recorder`."""
+
+    @property
+    def progress(self) -> RunProgress: ...
+    @property
+    def console(self) -> LoopConsole: ...
+
+    def start_phase(self, phase: Phase) -> None: ...
+    def keeping_crashes(self) -> contextlib.AbstractContextManager[None]: ...
+    def warn(self, groups: Sequence[Group]) -> None: ...
+    def check_alive(self, groups: Sequence[Group]) -> None: ...
+    def commit(self, phase: Phase, step: StepGroups, row: dict[str, float], timer: StepTimer) -> None: ...
+    def save(self) -> None: ...
+    def put_evaluation(self, name: str, trajectories: Sequence[Trajectory]) -> None: ...
+    def show_evaluation(self, trajectories: Sequence[Trajectory]) -> None: ...
+    def end_phase(self, phase: Phase) -> None: ...

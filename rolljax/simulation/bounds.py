@@ -1,0 +1,59 @@
+"""What queueing says of asynchronous training before anything is simulated: the propositions of ROLL Flash
+(arXiv 2510.11345, section 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rolljax.errors import check_range
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A step of `samples` answers on `workers` devices, which take turns or share out both roles.
+
+    generate_s, longest_s: seconds of an answer on one device: mean, and the longest. train_s: mean seconds to train
+    one; epochs: how often.
+    """
+
+    samples: int
+    workers: int
+    generate_s: float
+    longest_s: float
+    train_s: float = 0.0
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        check_range(self, "samples", "workers", "epochs", low=1)
+        check_range(self, "generate_s", "longest_s", above=0)
+        check_range(self, "train_s", low=0)
+
+    def sample_s(self, async_ratio: float) -> float:
+        """Proposition 1: most seconds for a sample if a free worker takes the next one at once, and
+        `(1 + async_ratio) x samples` are in flight."""
+        return self.generate_s / self.workers + self.longest_s / ((1 + async_ratio) * self.samples)
+
+    @property
+    def generation_speedup(self) -> float:
+        """Proposition 1: what asynchrony can win at most while generating, with as many samples as workers."""
+        return (self.longest_s + self.generate_s) / self.generate_s
+
+    def trainer_frac(self, async_ratio: float) -> float:
+        """Proposition 2: the share of the devices that is best for training."""
+        train = self.epochs * self.samples * self.train_s
+        tail = self.workers * self.longest_s / (async_ratio + 1)
+        return train / (self.samples * self.generate_s + tail + train)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of a step in which no device ever waits."""
+        return self.samples / self.workers * (self.generate_s + self.epochs * self.train_s)
+
+    def step_s(self, async_ratio: float) -> float:
+        """Proposition 2: most seconds of a step with the best share; at 0 those of a synchronous one."""
+        return self.busy_s + self.longest_s / (async_ratio + 1)
+
+    @property
+    def speedup(self) -> float:
+        """Proposition 2: the limit of `step_s(0) / step_s(async_ratio)`."""
+        return self.step_s(0) / self.busy_s

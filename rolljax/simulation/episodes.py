@@ -1,0 +1,272 @@
+"""Tasks, environments and answers of which only lengths and times are known, for the real rollouts to play."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rolljax.envs.base import StepResult
+from rolljax.envs.pool import Episode
+from rolljax.envs.pool.blame import Blame
+from rolljax.envs.pool.checks import Verb
+from rolljax.errors import EnvError
+from rolljax.model.tokenizer import Chat
+from rolljax.rollout.barrier import Barrier
+from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.starts import Start
+from rolljax.simulation.replica import Answer
+from rolljax.simulation.sampler import SimulatedSampler
+from rolljax.simulation.timings import Timings
+from rolljax.types import Completion, FinishReason, Group, Key, Message, Sampled, Task, Trajectory
+
+GROUP, ANSWER, EPISODE = 0, 1, 2
+"""What randomness is for; part of its address."""
+
+
+def rng(seed: int, *address: int) -> np.random.Generator:
+    """Randomness of an address: it depends on nothing that happens in the simulation."""
+    return np.random.default_rng((seed % 2**31, *address))
+
+
+def tokens(number: int) -> np.ndarray:
+    """So many tokens, without memory; int32 `[P]`."""
+    return np.broadcast_to(np.int32(0), number)
+
+
+class SimulatedTasks:
+    """An endless stream of tasks, of which only the number is known."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Task]:
+        return self
+
+    def __next__(self) -> Task:
+        self._next += 1
+        return Task("simulated", self._next - 1, str(self._next - 1))
+
+    def state(self) -> str:
+        return str(self._next)
+
+
+class TokenCounts(Chat):
+    """A chat whose messages are numbers of tokens."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "tokenizer", None)
+
+    def __post_init__(self) -> None: ...
+
+    def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
+        return tokens(sum(int(m.content) for m in messages))
+
+    def delta_ids(self, messages: Sequence[Message], *, closed: bool) -> np.ndarray:
+        return self.prompt_ids(messages)
+
+    def text(self, ids: Any, behind: Any) -> str:
+        return ""
+
+
+# ---- environments
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedStart:
+    """A task. turns_factor: of the length of its episodes. chance: below `Timings.solved_frac` all answers are right,
+    else all are wrong; None: each has its own."""
+
+    prompt_tok: int
+    turns_factor: float
+    chance: float | None
+
+
+class SimulatedEnvs:
+    """What an `EnvPool` opens its episodes in: they take time, fail, and pay a reward at their end."""
+
+    def __init__(self, timings: Timings, max_turns: int, seed: int) -> None:
+        self.timeouts: collections.Counter[str] = collections.Counter()
+        self.restarts, self.blame = 0, Blame(0)
+        self.timings, self.max_turns, self.seed = timings, max_turns, seed
+        self.opened: collections.Counter[int] = collections.Counter()
+        """Episodes of each task."""
+
+    def slot(self) -> SimulatedSlot:
+        return SimulatedSlot(self)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  # they live as long as their simulation
+    def start(self, index: int) -> SimulatedStart:
+        """What all episodes of a task have in common."""
+        shared, t = rng(self.seed, GROUP, index), self.timings
+        prompt_tok, turns_factor = max(1, round(t.prompt_tok.draw(shared))), t.turns.group_factor(shared)
+        same, chance = shared.random(2)
+        return SimulatedStart(prompt_tok, turns_factor, float(chance) if same < t.no_signal_frac else None)
+
+    def close(self) -> None: ...
+
+
+class SimulatedSlot:
+    """One episode."""
+
+    def __init__(self, envs: SimulatedEnvs) -> None:
+        self.started_s = asyncio.get_running_loop().time()
+        self._envs, self._timings = envs, envs.timings
+        self._rng = rng(envs.seed)
+        self._turns = self._turn = 0
+        self._reward = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]:
+        """The answer of an environment, after its time; an error if that is more than `limit_s`."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        if verb == "close":
+            future.set_result(None)
+            return future
+        seconds, value = self._reset(argument) if isinstance(argument, Task) else self._step()
+        if seconds > limit_s:
+            self._envs.timeouts[verb] += 1
+            seconds, value = limit_s, EnvError(f"{verb} took more than {limit_s:g} s", stage=verb)
+        if seconds:
+            self._timer = loop.call_later(seconds, _settle, future, value)
+        else:
+            _settle(future, value)
+        return future
+
+    def discard(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def _reset(self, task: Task) -> tuple[float, Any]:
+        envs, t = self._envs, self._timings
+        envs.opened[task.index] += 1
+        start = envs.start(task.index)
+        self._rng = rng(envs.seed, EPISODE, task.index, envs.opened[task.index])
+        self._turns = min(envs.max_turns, max(1, round(t.turns.draw(self._rng, start.turns_factor))))
+        chance = self._rng.random() if start.chance is None else start.chance
+        self._reward = float(chance < t.solved_frac)
+        seconds = t.env.reset_s.draw(self._rng)
+        if self._rng.random() < t.env.fail_frac:
+            return seconds, EnvError("the environment fails", stage="reset")
+        return seconds, (Message("user", str(start.prompt_tok)),)
+
+    def _step(self) -> tuple[float, StepResult]:
+        t = self._timings
+        self._turn += 1
+        is_last = self._turn >= self._turns
+        seconds = t.env.step_s.draw(self._rng) + (t.env.score_s.draw(self._rng) if is_last else 0.0)
+        told = () if is_last else (Message("user", str(round(t.observation_tok.draw(self._rng)))),)
+        reward = self._reward * is_last
+        return seconds, StepResult(told, reward, is_last, success=bool(reward))
+
+
+def _settle(future: asyncio.Future[Any], value: Any) -> None:
+    if future.done():
+        return
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+
+
+# ---- answers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SimulatedPolicy:
+    """Answers of drawn lengths, through the simulated sampler.
+
+    order: of the starts of groups, by stream and draw; those that began first are served first.
+    """
+
+    sampler: SimulatedSampler
+    timings: Timings
+    limit_tok: int
+    max_context: int
+    seed: int
+    order: dict[tuple[int, int], int]
+    before: dict[Key, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """The replica of each episode's last answer, and the context it has there."""
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  # one policy lives as long as its simulation
+    def _factor(self, stream: int, draw: int) -> float:
+        """Of the lengths of a group."""
+        return self.timings.answer_tok.group_factor(rng(self.seed, GROUP, stream, draw))
+
+    async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
+        group = (key.stream, key.draw)
+        own = rng(self.seed, ANSWER, key.stream, key.draw, key.sibling, turn)
+        drawn = round(self.timings.answer_tok.draw(own, self._factor(*group)))
+        prompt_tok, (home, known_tok) = len(prompt_ids), self.before.get(key, (-1, 0))
+        limit = max(1, min(self.limit_tok, self.max_context - prompt_tok))
+        loop = asyncio.get_running_loop()
+        answer = Answer(
+            priority=(self.order[group], key.sibling),
+            group=group,
+            prompt_tok=prompt_tok,
+            new_tok=max(0, prompt_tok - known_tok),
+            answer_tok=min(max(1, drawn), limit),
+            done=loop.create_future(),
+            asked_s=loop.time(),
+            home=home,
+        )
+        await self.sampler.generate(answer)
+        self.before[key] = answer.replica, prompt_tok + answer.answer_tok
+        reason: FinishReason = "stop" if drawn <= limit else "length" if limit == self.limit_tok else "context"
+        logp = np.broadcast_to(np.float32(0), answer.answer_tok)
+        said = Sampled.of(tokens(answer.answer_tok), logp, answer.versions)
+        return Completion(said, reason, answer.started_s - answer.asked_s, answer.ended_s - answer.started_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSpan:
+    """A group from its start to its end; end_s is infinite where it was let go. version: of the policy at its start."""
+
+    stream: int
+    draw: int
+    version: int
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ObservedRollouts(Rollouts):
+    """The real rollouts, with a record of their groups; `sampler` knows how many episodes go on."""
+
+    sampler: SimulatedSampler = dataclasses.field(kw_only=True)
+    order: dict[tuple[int, int], int] = dataclasses.field(kw_only=True)
+    spans: list[GroupSpan] = dataclasses.field(kw_only=True)
+
+    async def group(
+        self,
+        task: Task,
+        *,
+        stream: int,
+        draw: int,
+        group_size: int,
+        spare: int = 0,
+        start: Start | None = None,
+        barrier: Barrier | None = None,
+    ) -> Group:
+        clock = asyncio.get_running_loop().time
+        self.order[stream, draw] = len(self.spans)
+        place = len(self.spans)
+        span = GroupSpan(stream, draw, self.sampler.version, clock(), float("inf"))
+        self.spans.append(span)
+        group = await super().group(
+            task, stream=stream, draw=draw, group_size=group_size, spare=spare, start=start, barrier=barrier
+        )
+        self.spans[place] = dataclasses.replace(span, end_s=clock())
+        return group
+
+    async def trajectory(
+        self, task: Task, key: Key, start: Start | None = None, barrier: Barrier | None = None
+    ) -> Trajectory:
+        with self.sampler.episode():
+            return await super().trajectory(task, key, start, barrier)

@@ -1,0 +1,106 @@
+"""Timings of a real run, from the records that it left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rolljax.errors import ConfigError
+from rolljax.recipe import Recipe
+from rolljax.run.folder import METRICS, ROLLOUTS
+from rolljax.simulation.timings import Distribution, EngineTimings, EnvTimings, Timings, TrainerTimings
+
+MAX_VALUES = 2000
+"""Recorded numbers that a distribution keeps."""
+Row = Mapping[str, Any]
+
+
+def fitted(folder: Path, recipe: Recipe) -> Timings:
+    """The timings of the run in `folder`, which `recipe` made: lengths, turns and seconds of environments from its
+    rollouts, seconds of sampler and trainer from its metrics; the first step, which compiles, is left out.
+
+    Raises:
+      ConfigError: there is nothing to go by.
+    """
+    names = {p.name for p in recipe.phases if p.samples}
+    rows = [r for r in _lines(folder / METRICS) if r["phase"] in names]
+    steps = {int(r["step"]): r for r in rows[1:]}
+    files = [folder / ROLLOUTS / f"step_{step}.jsonl" for step in steps]
+    trajectories = [t for f in files if f.is_file() for t in _lines(f) if t["status"] != "failed" and t["turns"]]
+    if not steps or not trajectories:
+        raise ConfigError(
+            "has no steps with rollouts behind the first one",
+            setting="--run",
+            value=str(folder),
+            remedy="a run of at least two steps in a phase that samples",
+        )
+    turns = [turn for t in trajectories for turn in t["turns"]]
+    later = [len(turn["prompt_ids"]) for t in trajectories for turn in t["turns"][1:]]
+    return Timings(
+        answer_tok=_recorded([len(turn["tokens"]) for turn in turns]),
+        prompt_tok=_recorded([len(t["turns"][0]["prompt_ids"]) for t in trajectories]),
+        observation_tok=_recorded(later) if later else Distribution(),
+        turns=_recorded([len(t["turns"]) for t in trajectories]),
+        engine=_engine(list(steps.values()), recipe),
+        env=EnvTimings(step_s=_recorded([t["env_s"] / len(t["turns"]) for t in trajectories])),
+        trainer=_trainer(list(steps.values())),
+        shared_devices=True,
+        solved_frac=float(np.mean([t["success"] for t in trajectories])),
+        no_signal_frac=_no_signal_frac(trajectories),
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ConfigError("is not there", setting="--run", value=str(path), remedy="name the folder of a run")
+    with open(path) as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _recorded(values: Sequence[float]) -> Distribution:
+    """What was recorded, thinned evenly; of equal values just the one."""
+    if len(set(values)) == 1:
+        return Distribution(center=float(values[0]))
+    kept = np.sort(values)[np.linspace(0, len(values) - 1, min(len(values), MAX_VALUES)).astype(int)]
+    return Distribution("recorded", 1.0, values=tuple(float(v) for v in kept))
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Intercept and slope of the straight line through the points, neither below 0."""
+    if len(x) > 1 and np.ptp(x) > 0:
+        slope, start = np.polyfit(x, y, 1)
+        if slope >= 0 and start >= 0:
+            return float(start), float(slope)
+        if start < 0:
+            return 0.0, float(x @ y / (x @ x))
+    return float(y.mean()), 0.0
+
+
+def _engine(rows: Sequence[Row], recipe: Recipe) -> EngineTimings:
+    """Seconds of a decode step over the sequences in it, and of a prompt token."""
+    per_dispatch = recipe.sampler.steps_per_dispatch
+    steps = np.array([max(r["sampler/dispatches_n"], 1.0) * per_dispatch for r in rows])
+    seconds = np.array([r["time/decode_s"] + r["time/schedule_s"] for r in rows])
+    sampled = np.array([r["tput/sample_tok_s"] * r["time/rollout_s"] for r in rows])
+    step_s, sequence_s = _line(sampled / steps, seconds / steps)
+    prefilled = sum(r["sampler/prefill_tok"] for r in rows)
+    prefill_s = sum(r["time/prefill_s"] for r in rows) / max(prefilled, 1.0)
+    return dataclasses.replace(EngineTimings(), step_s=step_s, sequence_s=sequence_s, prefill_s=prefill_s)
+
+
+def _trainer(rows: Sequence[Row]) -> TrainerTimings:
+    tokens, seconds = (np.array([r[name] for r in rows]) for name in ("train/tokens_n", "time/update_s"))
+    step_s, token_s = _line(tokens, seconds)
+    return TrainerTimings(step_s, token_s, float(np.mean([r.get("time/publish_s", 0.0) for r in rows])))
+
+
+def _no_signal_frac(trajectories: Sequence[Mapping[str, Any]]) -> float:
+    groups: dict[tuple[int, int], set[float]] = {}
+    for t in trajectories:
+        groups.setdefault((t["key"]["stream"], t["key"]["draw"]), set()).add(t["reward"])
+    return float(np.mean([len(rewards) == 1 for rewards in groups.values()]))

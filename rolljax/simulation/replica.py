@@ -1,0 +1,190 @@
+"""One replica of a sampler that only takes time: sequences decode together, at a pace that depends on all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from rolljax.simulation.timings import EngineTimings
+
+STEP_ERROR = 1e-6
+"""Of a decode step: so much is lost to rounding."""
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """An answer that is asked for, and then decoded.
+
+    priority: the lowest is served first. group: draw and stream of its prompt. prompt_tok: of its context; new_tok: of
+    these, behind what its replica `home` may still have (-1: it had none). answer_tok: that it will have.
+    """
+
+    priority: tuple[int, ...]
+    group: tuple[int, int]
+    prompt_tok: int
+    new_tok: int
+    answer_tok: int
+    done: asyncio.Future[None]
+    asked_s: float
+    home: int = -1
+    replica: int = -1
+    slot: int = -1
+    started_s: float = 0.0
+    ended_s: float = -1.0
+    first_step: float = 0.0
+    versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @property
+    def is_over(self) -> bool:
+        """Ended, or given up."""
+        return self.done.done()
+
+
+class Replica:
+    """`slots` sequences at most, which get a token at each decode step.
+
+    Args:
+      finished: called with each answer when it has all of its tokens.
+    """
+
+    def __init__(self, index: int, slots: int, timings: EngineTimings, finished: Callable[[Answer], None]) -> None:
+        self.index, self.free_slots = index, list(range(slots))
+        self.steps, self.sequence_steps, self.running_s, self.peak_tok = 0.0, 0.0, 0.0, 0.0
+        self._timings, self._finished = timings, finished
+        self._running: list[tuple[float, int, Answer]] = []  # by the step that ends them
+        self._num_running, self._context_tok, self._started = 0, 0.0, 0
+        self._until_s = 0.0  # what was decoded is accounted for up to here; in the future while it does something else
+        self._weights: list[tuple[float, int]] = [(0.0, 0)]  # decode step from which on a version is used
+        self._prefilled: dict[tuple[int, int], int] = {}  # groups whose prompt it has, and how many of them run
+        self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
+
+    def __len__(self) -> int:
+        return self._num_running
+
+    # ---- what happens to it
+
+    def begin(self, answer: Answer) -> int:
+        """Start to decode an answer; returns the prompt tokens that it had to compute."""
+        now = self._advance()
+        reused = self._prefilled.get(answer.group, 0) and answer.home < 0
+        tokens = 0 if reused else answer.new_tok if answer.home == self.index else answer.prompt_tok
+        self._prefilled[answer.group] = self._prefilled.get(answer.group, 0) + 1
+        self.pause(tokens * self._timings.prefill_s)
+        answer.replica, answer.slot, answer.started_s = self.index, heapq.heappop(self.free_slots), now
+        answer.first_step = self.steps
+        self._started += 1
+        heapq.heappush(self._running, (self.steps + answer.answer_tok, self._started, answer))
+        self._num_running += 1
+        self._context_tok += answer.prompt_tok
+        self._look_soon()
+        return tokens
+
+    def give_up(self, answer: Answer) -> None:
+        """Stop decoding an answer that nobody waits for any more."""
+        self._advance()
+        self._leave(answer)
+        self._look_soon()
+
+    def take_weights(self, version: int, *, recompute: bool) -> None:
+        """Go on with new weights. recompute: make the keys and values of all that runs again."""
+        self._advance()
+        self._weights.append((self.steps, version))
+        if recompute:
+            self.pause(self._context_tok * self._timings.prefill_s)
+            self._prefilled = {}
+
+    def pause(self, seconds: float) -> None:
+        """Do something else for so long, from now on or behind what is done else."""
+        now = self._advance()
+        self._until_s = max(self._until_s, now) + seconds
+        self._look_soon()
+
+    # ---- decoding
+
+    def _step_s(self) -> float:
+        """Seconds of the next decode step."""
+        t = self._timings
+        return t.step_s + t.sequence_s * self._num_running + t.context_s * self._context_tok
+
+    def _seconds_for(self, steps: float) -> float:
+        """Seconds of so many steps with what runs now, whose context grows by a token each."""
+        return steps * self._step_s() + self._timings.context_s * self._num_running * steps * steps / 2
+
+    def _steps_in(self, seconds: float) -> float:
+        pace = self._step_s()
+        root = math.sqrt(pace * pace + 2 * self._timings.context_s * self._num_running * seconds)
+        return 2 * seconds / (pace + root) if pace + root else math.inf
+
+    def _advance(self) -> float:
+        """Account for the time up to now, which is returned; no answer ends in it."""
+        now = asyncio.get_running_loop().time()
+        if now > self._until_s:
+            if self._running:
+                left = max(0.0, self._running[0][0] - self.steps)
+                steps = min(self._steps_in(now - self._until_s), left)
+                self.steps += steps
+                self.sequence_steps += steps * self._num_running
+                self._context_tok += steps * self._num_running
+                self.peak_tok = max(self.peak_tok, self._context_tok)
+                self.running_s += now - self._until_s
+            self._until_s = now
+        return now
+
+    def _look_soon(self) -> None:
+        """Set the timer anew when all that happens now has happened."""
+        if not isinstance(self._timer, asyncio.TimerHandle) and self._timer is not None:
+            return
+        if self._timer:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_soon(self._set_timer)
+
+    def _set_timer(self) -> None:
+        self._timer = None
+        while self._running and self._running[0][2].is_over:
+            heapq.heappop(self._running)
+        if self._running:
+            left_s = self._seconds_for(max(0.0, self._running[0][0] - self.steps))
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(self._until_s, loop.time()) + left_s, self._look)
+
+    def _look(self) -> None:
+        """Answers end now."""
+        self._timer = None
+        now = self._advance()
+        if not self._running[0][2].is_over and now >= self._until_s:
+            self.steps = max(self.steps, self._running[0][0])
+        ended = []
+        while self._running and (self._running[0][0] <= self.steps + STEP_ERROR or self._running[0][2].is_over):
+            answer = heapq.heappop(self._running)[2]
+            if not answer.is_over:
+                ended.append(answer)
+        for answer in ended:
+            self._leave(answer)
+            self._finished(answer)
+        self._look_soon()
+
+    def _leave(self, answer: Answer) -> None:
+        decoded = self.steps - answer.first_step
+        self._num_running -= 1
+        self._context_tok = self._context_tok - answer.prompt_tok - decoded if self._num_running else 0.0
+        self._prefilled[answer.group] = self._prefilled.get(answer.group, 1) - 1
+        if self._prefilled[answer.group] <= 0:
+            del self._prefilled[answer.group]
+        heapq.heappush(self.free_slots, answer.slot)
+        answer.ended_s = asyncio.get_running_loop().time()
+        answer.versions = self._versions(answer, min(answer.answer_tok, math.ceil(decoded - STEP_ERROR)))
+
+    def _versions(self, answer: Answer, tokens: int) -> np.ndarray:
+        """The policy version of each token `[T]`."""
+        since = [(max(0, math.ceil(step - answer.first_step - STEP_ERROR)), version) for step, version in self._weights]
+        last = max(i for i, (token, _) in enumerate(since) if token == 0)
+        parts = [(token, version) for token, version in since[last:] if token < max(tokens, 1)]
+        if len(parts) == 1:
+            return np.broadcast_to(np.int32(parts[0][1]), tokens)
+        starts = [token for token, _ in parts]
+        return np.repeat([np.int32(version) for _, version in parts], np.diff([*starts, tokens]))

@@ -1,0 +1,228 @@
+"""A run's parts that only take time: runtime, trainer and recorder for the loop on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from rolljax.envs.pool import EnvPool
+from rolljax.model.decoder import Params
+from rolljax.recipe import Phase, Recipe
+from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.policies import Policy
+from rolljax.run.checkpoint import Saved
+from rolljax.run.progress import RunProgress
+from rolljax.run.protocols import StepGroups
+from rolljax.run.step_metrics import StepTimer, token_ages
+from rolljax.run.trainer import TrainedStep
+from rolljax.simulation.episodes import GroupSpan, ObservedRollouts, SimulatedEnvs, SimulatedPolicy, TokenCounts
+from rolljax.simulation.sampler import SimulatedSampler
+from rolljax.simulation.timings import Timings
+from rolljax.threads.watchdog import Watchdog
+from rolljax.trainer.algorithms.base import Carry
+from rolljax.types import EVAL_STREAM, Group, Task, Trajectory
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What the trainer did for a while: update, publish."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+class BlockingThread:
+    """Stands for the thread that blocking calls go to: what is called `spend`s its seconds, and the caller waits so
+    long while the event loop goes on."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._spent_s = 0.0
+
+    def spend(self, name: str, seconds: float) -> None:
+        """What is called now takes so long."""
+        now = asyncio.get_running_loop().time()
+        self.spans.append(Span(name, now, now + seconds))
+        self._spent_s += seconds
+
+    async def call(self, blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        result = blocking(*args, **kwargs)
+        seconds, self._spent_s = self._spent_s, 0.0
+        if seconds:
+            await asyncio.sleep(seconds)
+        return result
+
+
+class LongWaits:
+    """Waits of any length; `longest_s` and its name are kept."""
+
+    def __init__(self) -> None:
+        self.longest_s, self.name = 0.0, ""
+
+    async def within(self, work: Awaitable[T], name: str, deadline_s: float, *, interruptible: bool = True) -> T:
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        result = await work
+        if clock() - start > self.longest_s:
+            self.longest_s, self.name = clock() - start, name
+        return result
+
+
+class SimulatedRuntime:
+    """What `run.runtime.Runtime` is to a run, without weights and processes: the loop's `LoopRuntime`."""
+
+    def __init__(self, recipe: Recipe, timings: Timings) -> None:
+        self.recipe, self.timings, self.watchdog, self.agents = recipe, timings, Watchdog(), None
+        group = max(p.group_size for p in recipe.phases)
+        self.sampler = SimulatedSampler(timings.engine, recipe.sampler.slots, group)
+        self.pool = EnvPool(recipe.pool, recipe.env, SimulatedEnvs(timings, recipe.env.max_turns, recipe.seed))
+        self.thread, self.event_loop = BlockingThread(), LongWaits()
+        self.groups: list[GroupSpan] = []
+        self._order: dict[tuple[int, int], int] = {}
+
+    async def call(self, blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.thread.call(blocking, *args, **kwargs)
+
+    def check_stop(self) -> None:
+        """Nobody stops a simulation."""
+
+    def publish(self, version: int) -> dict[str, float]:
+        t = self.timings.trainer
+        if version == self.sampler.version:
+            return {}
+        self.thread.spend("publish", t.publish_s)
+        recompute = self.recipe.sampler.on_publish == "recompute"
+
+        def swap() -> None:
+            self.sampler.publish(version, pause_s=t.pause_s, recompute=recompute)
+
+        if t.publish_s:
+            asyncio.get_running_loop().call_later(t.publish_s, swap)
+        else:
+            swap()
+        return {}
+
+    def actor(self, phase: Phase) -> Policy:
+        recipe = self.recipe
+        limits = (recipe.max_answer_tok, recipe.sampler.max_context)
+        return SimulatedPolicy(self.sampler, self.timings, *limits, recipe.seed, self._order)
+
+    def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
+        r = self.recipe
+        return ObservedRollouts(
+            self.pool,
+            TokenCounts(),
+            policy,
+            r.env.max_turns,
+            r.sampler.max_context,
+            r.max_answer_tok,
+            r.rollout,
+            sampler=self.sampler,
+            order=self._order,
+            spans=self.groups,
+        )
+
+    def start_curriculum(self, phase: Phase, progress: RunProgress) -> None:
+        """Where episodes start is nothing that a simulation knows of."""
+
+    async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
+        """Held-out tasks in the midst of a phase; those at its ends are left out."""
+        if not any(0 < step < p.steps for p in self.recipe.phases):
+            return []
+        number = self.recipe.evaluation.tasks
+        rollouts = self.rollouts(self.actor(self.recipe.phases[0]))
+        tasks = [Task("held out", 10**9 + i, str(i)) for i in range(number)]
+        groups = (
+            rollouts.group(t, stream=EVAL_STREAM, draw=step * number + i, group_size=1) for i, t in enumerate(tasks)
+        )
+        return [t for group in await asyncio.gather(*groups) for t in group.trajectories]
+
+
+class SimulatedTrainer:
+    """A `Trainer` that trains nothing, in the time that it would take."""
+
+    def __init__(self, runtime: SimulatedRuntime) -> None:
+        self._runtime, self._timings = runtime, runtime.timings
+
+    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
+        tokens, t = sum(packed_tok(g) for g in groups), self._timings.trainer
+        seconds = t.step_s + t.token_s * tokens
+        self._runtime.thread.spend("update", seconds)
+        if self._timings.shared_devices:
+            self._runtime.sampler.pause(seconds)
+        same = [len({t.reward for t in g}) == 1 for g in groups]
+        row = {"train/tokens_n": float(tokens), "reward/zero_std_frac": float(np.mean(same)) if same else 0.0}
+        return TrainedStep({}, row, len(groups))
+
+    def open_phase(self, progress: RunProgress) -> None: ...
+    def restore(self, saved: Saved) -> None: ...
+    def save(self, name: str, progress: RunProgress) -> None: ...
+
+    def weights(self) -> Params:
+        raise NotImplementedError("a simulation has none")
+
+    def result(self) -> str:
+        return ""
+
+
+def packed_tok(group: Sequence[Trajectory]) -> int:
+    """Tokens that a group takes in packed rows, where its siblings share their prompt."""
+    shared = max((len(t.turns[0].prompt_ids) for t in group), default=0)
+    own = sum(len(turn.prompt_ids) + len(turn.tokens) for t in group for turn in t.turns)
+    return own - sum(len(t.turns[0].prompt_ids) for t in group) + shared
+
+
+class SimulatedRecorder:
+    """Keeps what a run would write: metrics rows in `rows`, token ages in `ages`, trained groups in `trained`."""
+
+    def __init__(self, runtime: SimulatedRuntime) -> None:
+        self.progress, self._runtime = RunProgress(), runtime
+        self.rows: list[dict[str, Any]] = []
+        self.ages: Counter[int] = Counter()
+        """Tokens that were trained at each age, in versions."""
+        self.trained: dict[tuple[int, int], float] = {}
+        """When each group, by stream and draw, was trained."""
+        self.notices: list[str] = []
+
+    @property
+    def console(self) -> SimulatedRecorder:
+        return self
+
+    def warn(self, told: str | Sequence[Group]) -> None:
+        if isinstance(told, str):
+            self.notices.append(told)
+
+    @contextlib.contextmanager
+    def keeping_crashes(self) -> Iterator[None]:
+        yield
+
+    def commit(self, phase: Phase, step: StepGroups, row: dict[str, float], timer: StepTimer) -> None:
+        groups = step.all
+        version, now = self.progress.version - 1, asyncio.get_running_loop().time()
+        for group in groups:
+            self.trained[self.progress.phase, group.draw] = now
+            self.ages.update(dict(enumerate(token_ages(group.trajectories, version).tolist())))
+        seconds = timer.total_s()
+        sampled = row["rollout/len_tok"] * len(groups) * phase.group_size
+        row = row | timer.row | {"time/step_s": seconds}
+        row["tput/sample_tok_s"] = sampled / max(row["time/rollout_s"], 1e-9)
+        place = {"step": self.progress.total_steps, "phase": phase.name, "end_s": now, "sampled_tok": sampled}
+        self.rows.append(place | row)
+
+    def wait(self, what: str) -> None: ...
+    def start_phase(self, phase: Phase) -> None: ...
+    def check_alive(self, groups: Sequence[Group]) -> None: ...
+    def save(self) -> None: ...
+    def put_evaluation(self, name: str, trajectories: Sequence[Trajectory]) -> None: ...
+    def show_evaluation(self, trajectories: Sequence[Trajectory]) -> None: ...
+    def end_phase(self, phase: Phase) -> None: ...

@@ -1,0 +1,229 @@
+"""How long things take in a simulation, and how long answers are: settings, from a file or fitted to a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from rolljax.errors import ConfigError, check_range
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """Of a number that is not negative.
+
+    kind: lognormal: `center` is the median, `spread` the standard deviation of the logarithm. normal: mean and standard
+      deviation; what would be negative is 0. recorded: one of `values`, times `center`.
+    group_spread: standard deviation of the logarithm of a factor that all siblings of a group share.
+    cap: what is larger is this. hang_frac, hang: to so large a share this is added, cap or not.
+    """
+
+    kind: Literal["lognormal", "normal", "recorded"] = "normal"
+    center: float = 0.0
+    spread: float = 0.0
+    group_spread: float = 0.0
+    cap: float = math.inf
+    hang_frac: float = 0.0
+    hang: float = 0.0
+    values: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_range(self, "center", "spread", "group_spread", "cap", "hang", low=0)
+        check_range(self, "hang_frac", low=0, high=1)
+        if (self.kind == "recorded") != bool(self.values):
+            raise ConfigError(
+                "goes with kind = 'recorded', and with no other", setting="Distribution.values", value=self.values
+            )
+
+    def draw(self, rng: np.random.Generator, factor: float = 1.0) -> float:
+        """One value. factor: that of its group (`group_factor`)."""
+        if self.kind == "lognormal":
+            value = self.center * math.exp(self.spread * rng.standard_normal())
+        elif self.kind == "normal":
+            value = max(0.0, self.center + self.spread * rng.standard_normal())
+        else:
+            value = self.center * self.values[rng.integers(len(self.values))]
+        hang = self.hang if self.hang_frac and rng.random() < self.hang_frac else 0.0
+        return min(value * factor, self.cap) + hang
+
+    @property
+    def mean(self) -> float:
+        """What it is about on average; `cap` and what is below 0 are left out of account."""
+        if self.kind == "recorded":
+            middle = self.center * sum(self.values) / len(self.values)
+        else:
+            middle = self.center * (math.exp(self.spread**2 / 2) if self.kind == "lognormal" else 1.0)
+        return min(middle * math.exp(self.group_spread**2 / 2), self.cap) + self.hang_frac * self.hang
+
+    def group_factor(self, rng: np.random.Generator) -> float:
+        """What the siblings of one group share."""
+        return math.exp(self.group_spread * rng.standard_normal()) if self.group_spread else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineTimings:
+    """The sampler: replicas that share out its slots, each a copy of the weights on devices of its own.
+
+    A decode step of a replica gives a token to each of its `n` sequences, which have `c` tokens of context together.
+    It takes `step_s + sequence_s * n + context_s * c` seconds (a roofline: reading the weights, arithmetic, reading
+    keys and values). A prompt token takes `prefill_s`, in which the replica decodes nothing; siblings share a prompt.
+
+    scheduling: queue: a free slot takes the answer at once whose group began first. group: all answers of a prompt go
+      to one replica, whose slots are free for others when the last of them is done (episodes have one turn). batch:
+      answers begin together, when all episodes wait for one, and no other does before all are done. The last two are
+      there to be compared with.
+    kv_tok: tokens of context that a replica has room for (0: not known); where more were needed a warning says so.
+    """
+
+    replicas: int = 1
+    step_s: float = 0.02
+    sequence_s: float = 0.0
+    context_s: float = 0.0
+    prefill_s: float = 0.0
+    scheduling: Literal["queue", "group", "batch"] = "queue"
+    kv_tok: int = 0
+
+    def __post_init__(self) -> None:
+        check_range(self, "replicas", low=1)
+        check_range(self, "step_s", "sequence_s", "context_s", "prefill_s", "kv_tok", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvTimings:
+    """Environments: seconds of `reset`, of `step`, and of the last step, in which the answer is scored, on top of that.
+
+    fail_frac: episodes whose reset fails for good, after its time.
+    """
+
+    reset_s: Distribution = Distribution()
+    step_s: Distribution = Distribution()
+    score_s: Distribution = Distribution()
+    fail_frac: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range(self, "fail_frac", low=0, high=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerTimings:
+    """A training step takes `step_s` and `token_s` for each token of its packed rows. publish_s: until new weights are
+    with the sampler; pause_s: that decoding stops for them."""
+
+    step_s: float = 0.0
+    token_s: float = 0.0
+    publish_s: float = 0.0
+    pause_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range(self, "step_s", "token_s", "publish_s", "pause_s", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """TPU slices for trainer and sampler, in place of seconds for both (`simulation.roofline`).
+
+    train_chip, train_chips; sample_chip, sample_chips: kind (`aot.chips`) and number. chips_per_replica: chips that a
+    copy of the sampler's weights is split over.
+    train_mfu, prefill_mfu, decode_mfu: share of the peak of arithmetic that is reached. hbm_frac: of that of memory,
+    while decoding. memory_frac: of usable memory that weights, keys and values may fill.
+    collective_s: of a decode step, for collectives between the chips of a replica. publish_bytes_s: at which each
+    replica gets new weights, all at the same time.
+    """
+
+    train_chip: str = "v5p"
+    train_chips: int = 64
+    sample_chip: str = "v5e"
+    sample_chips: int = 64
+    chips_per_replica: int = 8
+    train_mfu: float = 0.45
+    prefill_mfu: float = 0.45
+    decode_mfu: float = 0.45
+    hbm_frac: float = 0.7
+    memory_frac: float = 0.9
+    collective_s: float = 0.002
+    publish_bytes_s: float = 10e9
+
+    def __post_init__(self) -> None:
+        check_range(self, "train_chips", "sample_chips", "chips_per_replica", low=1)
+        check_range(self, "train_mfu", "prefill_mfu", "decode_mfu", "hbm_frac", "memory_frac", above=0, high=1)
+        check_range(self, "collective_s", low=0)
+        check_range(self, "publish_bytes_s", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """All that a simulation knows of the world.
+
+    answer_tok: tokens of an answer; those beyond `Recipe.max_answer_tok` are cut. prompt_tok: of the opening.
+    observation_tok: of what the environment says after an answer. turns: of an episode, at most those of the recipe.
+    shared_devices: trainer and sampler have the same devices: nothing is decoded in a training step.
+    slices: chips that the seconds of engine and trainer follow from; None: they are given.
+    solved_frac: answers with reward 1. no_signal_frac: groups whose rewards are all equal, beside those that are so by
+      chance; dynamic sampling replaces them.
+    """
+
+    answer_tok: Distribution = Distribution("lognormal", 200.0, 1.0)
+    prompt_tok: Distribution = Distribution()
+    observation_tok: Distribution = Distribution()
+    turns: Distribution = Distribution(center=1.0)
+    engine: EngineTimings = EngineTimings()
+    env: EnvTimings = EnvTimings()
+    trainer: TrainerTimings = TrainerTimings()
+    slices: Slices | None = None
+    shared_devices: bool = False
+    solved_frac: float = 0.5
+    no_signal_frac: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range(self, "solved_frac", "no_signal_frac", low=0, high=1)
+
+
+def to_json(timings: Any) -> dict[str, Any]:
+    """As a JSON file has it; settings that have their default are left out."""
+    found = {}
+    for field in dataclasses.fields(timings):
+        value = getattr(timings, field.name)
+        if value != field.default:
+            found[field.name] = to_json(value) if dataclasses.is_dataclass(value) else value
+    return found
+
+
+def from_json(record: Mapping[str, Any], cls: type[T], where: str = "") -> T:
+    """Settings of class `cls` from a JSON object; what is not there has its default.
+
+    Raises:
+      ConfigError: an unknown name, or a value of another type or out of range.
+    """
+    hints = typing.get_type_hints(cls)
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        setting = f"{cls.__name__}.{name}"
+        if name not in hints:
+            raise ConfigError(
+                "is not known", setting=setting, where=where, remedy=f"fields of {cls.__name__}: {', '.join(hints)}"
+            )
+        found[name] = _fitted(value, hints[name], setting, where)
+    return cls(**found)
+
+
+def _fitted(value: Any, hint: Any, setting: str, where: str) -> Any:
+    of_class = next((arg for arg in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(arg)), None)
+    if of_class and isinstance(value, Mapping):
+        return from_json(value, typing.cast(type[Any], of_class), where)
+    if typing.get_origin(hint) is tuple and isinstance(value, (list, tuple)):
+        return tuple(_fitted(v, float, setting, where) for v in value)
+    if typing.get_origin(hint) is Literal and value in typing.get_args(hint):
+        return value
+    is_number = isinstance(value, (int, float)) and isinstance(value, bool) == (hint is bool)
+    if is_number and hint in (int, float, bool) and (hint is not int or isinstance(value, int)):
+        return hint(value)
+    if hint is str and isinstance(value, str):
+        return value
+    raise ConfigError("is of another type than it must be", setting=setting, value=value, where=where)
