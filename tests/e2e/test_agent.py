@@ -327,7 +327,7 @@ def test_failures_have_an_owner(play, sampler):
     assert (go_on.status, go_on.fault.kind) == ("truncated", "agent"), go_on.fault
     assert stranger.reward_parts == {"[401, 400, 400, 400]": 1.0} and stranger.metrics["agent_calls_n"] == 1
     assert hang_up.success and same_as_sampled(sampler, hang_up) == 1
-    assert hang_up.metrics["agent_dropped_n"] + 1 == len([a for a in sampler.asked if a[3] == modes.index("hang_up")])
+    assert hang_up.metrics["agent_dropped_n"] + 1 == len([a for a in sampler.asked if a[2] == modes.index("hang_up")])
     assert all(gone(t["pid"]) for t in told)
 
 
