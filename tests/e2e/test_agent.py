@@ -448,4 +448,4 @@ def test_an_unmodified_client_is_trained(monkeypatch, tmp_path):
             sampled, (prompt, turn) = pending.completion.result(), calls[tuple(address)]
             assert prompt == prompt_ids.tolist() and turn["tokens"] == sampled.tokens.tolist()
             assert np.array_equal(np.float32(turn["sampler_logp"]), sampled.sampler_logp)
-            assert turn["versions"] == sampled.versions.tolist() == [50 + address[1]] * len(sampled.tokens)
+            assert turn["versions"] == sampled.versions.tolist() == [50 + address[1] // 4] * len(sampled.tokens)

@@ -56,7 +56,7 @@ def requests():
         prompt = rng.integers(0, 256, rng.integers(1, 50)).astype(np.int32)
         for sibling in range(rng.integers(1, 9)):
             params = SamplingParams([1.0, 0.7, 1.3][group % 3], int(rng.integers(1, 30)), STOP)
-            out.append((prompt, params, (5, 0, 3, group, sibling, 0)))
+            out.append((prompt, params, (5, 0, group, sibling, 0)))
     return out
 
 
