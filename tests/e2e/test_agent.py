@@ -327,7 +327,7 @@ def test_failures_have_an_owner(play, sampler):
     assert (go_on.status, go_on.fault.kind) == ("truncated", "agent"), go_on.fault
     assert stranger.reward_parts == {"[401, 400, 400, 400]": 1.0} and stranger.metrics["agent_calls_n"] == 1
     assert hang_up.success and same_as_sampled(sampler, hang_up) == 1
-    assert hang_up.metrics["agent_dropped_n"] + 1 == len([a for a in sampler.asked if a[3] == modes.index("hang_up")])
+    assert hang_up.metrics["agent_dropped_n"] + 1 == len([a for a in sampler.asked if a[2] == modes.index("hang_up")])
     assert all(gone(t["pid"]) for t in told)
 
 
@@ -448,4 +448,4 @@ def test_an_unmodified_client_is_trained(monkeypatch, tmp_path):
             sampled, (prompt, turn) = pending.completion.result(), calls[tuple(address)]
             assert prompt == prompt_ids.tolist() and turn["tokens"] == sampled.tokens.tolist()
             assert np.array_equal(np.float32(turn["sampler_logp"]), sampled.sampler_logp)
-            assert turn["versions"] == sampled.versions.tolist() == [50 + address[1]] * len(sampled.tokens)
+            assert turn["versions"] == sampled.versions.tolist() == [50 + address[1] // 4] * len(sampled.tokens)

@@ -56,7 +56,7 @@ def requests():
         prompt = rng.integers(0, 256, rng.integers(1, 50)).astype(np.int32)
         for sibling in range(rng.integers(1, 9)):
             params = SamplingParams([1.0, 0.7, 1.3][group % 3], int(rng.integers(1, 30)), STOP)
-            out.append((prompt, params, (5, 0, 3, group, sibling, 0)))
+            out.append((prompt, params, (5, 0, group, sibling, 0)))
     return out
 
 
@@ -141,7 +141,7 @@ def test_completions_end_where_they_should(reference):
         assert (c.versions == 7).all()
         assert len(c.sampler_logp) == len(c.versions) == len(c.tokens)
     assert {c.finish_reason for c in reference} == {"stop", "length"}
-    siblings = [tuple(c.tokens) for (_, p, a), c in zip(requests(), reference, strict=True) if a[3] == 1]
+    siblings = [tuple(c.tokens) for (_, p, a), c in zip(requests(), reference, strict=True) if a[2] == 1]
     assert len(siblings) > 1
     assert len(set(siblings)) == len(siblings), "siblings must not share their noise"
 
@@ -158,7 +158,7 @@ def test_sampler_logp_equals_the_trainers(reference, temperature):
     pairs = [(r, c) for r, c in zip(requests(), reference, strict=True) if r[1].temperature == temperature]
     groups = {}
     for (prompt, _, address), c in pairs:
-        groups.setdefault(address[3], []).append(sample_of(prompt, c.tokens, c.sampler_logp))
+        groups.setdefault(address[2], []).append(sample_of(prompt, c.tokens, c.sampler_logp))
     batch = pack(list(groups.values()), PackShape(4, 8, 128), temperature).batch
     flat = dataclasses.replace(batch, **{n: a.reshape(-1, 128) for n, a in batch.arrays().items()})
     logp = jax.jit(lambda p, b: policy_outputs(MODEL, p, b).logp)(weights(), flat)

@@ -22,7 +22,7 @@ def served():
 @pytest.fixture
 def session(served):
     params = SamplingParams(temperature=0.8, max_tokens=20, stop_ids=served.chat.stop_ids)
-    return Session(SessionRules(params, (1, 0, 7, 3, 5), max_calls=4, max_restarts=1))
+    return Session(SessionRules(params, (1, 0, 7, 3), max_calls=4, max_restarts=1))
 
 
 def begin(session, served, messages=None, **fields):
@@ -64,7 +64,7 @@ def test_the_law_is_the_trainers(session, served):
     asked = {"temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 4, "ignore_eos": True, "model": "gpt-4o"}
     job = begin(session, served, [USER], **asked)
     assert job.params == SamplingParams(temperature=0.8, max_tokens=20, stop_ids=served.chat.stop_ids)
-    assert job.seed is None and job.address == (1, 0, 7, 3, 5, 0)
+    assert job.seed is None and job.address == (1, 0, 7, 3, 0)
     assert set(job.call.overridden) == asked.keys() - {"model"}
 
 

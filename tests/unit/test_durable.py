@@ -36,7 +36,7 @@ def equal(one, other):
 
 
 def save(checkpoints, value):
-    progress = RunProgress(total_steps=value, step=value)
+    progress = RunProgress(total_steps=value, step=value, waiting=f'{{"draw": {value}}}\n')
     name = checkpoints.next_name(progress)
     checkpoints.save(name, state(value), progress)
     return name
