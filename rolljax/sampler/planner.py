@@ -10,11 +10,11 @@ from rolljax.errors import check_range
 
 @dataclasses.dataclass
 class TensorPlanner:
-    """A degree of tensor parallelism, revised after every round of rollouts: twice as many devices when preemptions grow,
-    half when there were none for a while. Short and long rounds have a planner each.
+    """A degree of tensor parallelism, revised after every round of rollouts: twice as many devices when preemptions
+    grow, half when there were none for a while. Short and long rounds have a planner each.
 
-    tensor: devices now. most: devices of one host. growth: of preemptions from round to round, beyond which they are too
-    many. quiet_rounds: rounds without any, after which fewer devices will do.
+    tensor: devices now. most: devices of one host. growth: of preemptions from round to round, beyond which they are
+    too many. quiet_rounds: rounds without any, after which fewer devices will do.
     """
 
     tensor: int
