@@ -22,7 +22,7 @@ def recipe(*, slots, prompts, group, steps, answer_tok=4000, algorithm=None, poo
         make_spec("sokoban"),
         (Phase("rl", algorithm or Reinforce(), steps, prompts, group, **phase),),
         max_answer_tok=answer_tok,
-        sampler=SamplerConfig(slots=slots, max_context=21 * answer_tok + 100, **(sampler or {})),
+        sampler=SamplerConfig(slots=slots, max_context=21 * answer_tok + 100, steps_per_dispatch=1, **(sampler or {})),
         pool=pool or PoolConfig(where="process", reset_s=1e6, step_s=1e6, episode_s=1e7),
         seed=seed,
     )

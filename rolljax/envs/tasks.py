@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rolljax.envs.base import NUM_INDICES, EnvSpec
@@ -51,17 +50,6 @@ def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
         f"{index} indices, {num_tasks} were asked for: set {most}or Evaluation.held_out_frac (now {frac:g}) higher, or "
         "widen the family's settings"
     )
-
-
-def split_by_share(total: int, shares: Sequence[float]) -> list[int]:
-    """So many tasks, dealt out to domains by their shares, which add up to 1: rounded down, and what is left over to
-    those that lost most (ROLL, arXiv 2506.06122)."""
-    exact = [total * share for share in shares]
-    found = [math.floor(part + 1e-9) for part in exact]
-    lost = sorted(range(len(shares)), key=lambda i: found[i] - exact[i])
-    for i in lost[: total - sum(found)]:
-        found[i] += 1
-    return found
 
 
 @dataclasses.dataclass

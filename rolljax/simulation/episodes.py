@@ -189,6 +189,7 @@ class SimulatedPolicy:
     timings: Timings
     limit_tok: int
     max_context: int
+    steps_per_dispatch: int
     seed: int
     order: dict[tuple[int, int], int]
     before: dict[Key, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -206,12 +207,14 @@ class SimulatedPolicy:
         prompt_tok, (home, known_tok) = len(prompt_ids), self.before.get(key, (-1, 0))
         limit = max(1, min(self.limit_tok, self.max_context - prompt_tok))
         loop = asyncio.get_running_loop()
+        answer_tok, per = min(max(1, drawn), limit), self.steps_per_dispatch
         answer = Answer(
             priority=(self.order[group], key.sibling),
             group=group,
             prompt_tok=prompt_tok,
             new_tok=max(0, prompt_tok - known_tok),
-            answer_tok=min(max(1, drawn), limit),
+            answer_tok=answer_tok,
+            num_steps=-(-answer_tok // per) * per,
             done=loop.create_future(),
             asked_s=loop.time(),
             home=home,

@@ -96,7 +96,8 @@ def _engine(rows: Sequence[Row], recipe: Recipe) -> EngineTimings:
 def _trainer(rows: Sequence[Row]) -> TrainerTimings:
     tokens, seconds = (np.array([r[name] for r in rows]) for name in ("train/tokens_n", "time/update_s"))
     step_s, token_s = _line(tokens, seconds)
-    return TrainerTimings(step_s, token_s, float(np.mean([r.get("time/publish_s", 0.0) for r in rows])))
+    publish_s, save_s = (float(np.mean([r.get(f"time/{part}_s", 0.0) for r in rows])) for part in ("publish", "save"))
+    return TrainerTimings(step_s, token_s, publish_s, save_s=save_s)
 
 
 def _no_signal_frac(trajectories: Sequence[Mapping[str, Any]]) -> float:

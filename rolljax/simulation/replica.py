@@ -21,7 +21,8 @@ class Answer:
     """An answer that is asked for, and then decoded.
 
     priority: the lowest is served first. group: draw and stream of its prompt. prompt_tok: of its context; new_tok: of
-    these, behind what its replica `home` may still have (-1: it had none). answer_tok: that it will have.
+    these, behind what its replica `home` may still have (-1: it had none). answer_tok: that it will have. num_steps:
+    decode steps that it has its slot for: up to the end of a dispatch.
     """
 
     priority: tuple[int, ...]
@@ -29,6 +30,7 @@ class Answer:
     prompt_tok: int
     new_tok: int
     answer_tok: int
+    num_steps: int
     done: asyncio.Future[None]
     asked_s: float
     home: int = -1
@@ -78,7 +80,7 @@ class Replica:
         answer.replica, answer.slot, answer.started_s = self.index, heapq.heappop(self.free_slots), now
         answer.first_step = self.steps
         self._started += 1
-        heapq.heappush(self._running, (self.steps + answer.answer_tok, self._started, answer))
+        heapq.heappush(self._running, (self.steps + answer.num_steps, self._started, answer))
         self._num_running += 1
         self._context_tok += answer.prompt_tok
         self._look_soon()

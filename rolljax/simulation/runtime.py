@@ -84,7 +84,7 @@ class SimulatedRuntime:
     def __init__(self, recipe: Recipe, timings: Timings) -> None:
         self.recipe, self.timings, self.watchdog, self.agents = recipe, timings, Watchdog(), None
         group = max(p.group_size for p in recipe.phases)
-        self.sampler = SimulatedSampler(timings.engine, recipe.sampler.slots, group)
+        self.sampler = SimulatedSampler(timings.engine, recipe.sampler.slots, group, recipe.sampler.steps_per_dispatch)
         self.pool = EnvPool(recipe.pool, recipe.env, SimulatedEnvs(timings, recipe.env.max_turns, recipe.seed))
         self.thread, self.event_loop = BlockingThread(), LongWaits()
         self.groups: list[GroupSpan] = []
@@ -114,7 +114,7 @@ class SimulatedRuntime:
 
     def actor(self, phase: Phase) -> Policy:
         recipe = self.recipe
-        limits = (recipe.max_answer_tok, recipe.sampler.max_context)
+        limits = (recipe.max_answer_tok, recipe.sampler.max_context, recipe.sampler.steps_per_dispatch)
         return SimulatedPolicy(self.sampler, self.timings, *limits, recipe.seed, self._order)
 
     def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
@@ -207,14 +207,14 @@ class SimulatedRecorder:
         yield
 
     def commit(self, phase: Phase, step: StepGroups, row: dict[str, float], timer: StepTimer) -> None:
-        groups = step.all
-        version, now = self.progress.version - 1, asyncio.get_running_loop().time()
+        groups, version, save_s = step.all, self.progress.version - 1, self._runtime.timings.trainer.save_s
+        self._runtime.thread.spend("save", save_s)
+        now = asyncio.get_running_loop().time() + save_s
         for group in groups:
             self.trained[self.progress.phase, group.draw] = now
             self.ages.update(dict(enumerate(token_ages(group.trajectories, version).tolist())))
-        seconds = timer.total_s()
         sampled = row["rollout/len_tok"] * len(groups) * phase.group_size
-        row = row | timer.row | {"time/step_s": seconds}
+        row = row | timer.row | {"time/step_s": timer.total_s() + save_s, "time/save_s": save_s}
         row["tput/sample_tok_s"] = sampled / max(row["time/rollout_s"], 1e-9)
         place = {"step": self.progress.total_steps, "phase": phase.name, "end_s": now, "sampled_tok": sampled}
         self.rows.append(place | row)

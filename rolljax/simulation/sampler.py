@@ -21,7 +21,7 @@ class SimulatedSampler:
       slots: of all replicas together. group_size: answers of a prompt, for `scheduling = 'group'`.
     """
 
-    def __init__(self, timings: EngineTimings, slots: int, group_size: int) -> None:
+    def __init__(self, timings: EngineTimings, slots: int, group_size: int, steps_per_dispatch: int) -> None:
         if slots % timings.replicas or (timings.scheduling == "group" and slots // timings.replicas < group_size):
             raise ConfigError(
                 f"does not divide over {timings.replicas} replicas, or a group has no room in one",
@@ -32,6 +32,7 @@ class SimulatedSampler:
         self.slots, self.version = slots, 0
         self.ended: list[Answer] = []
         """All that were decoded, in the order of their ends; those that were given up as well."""
+        self._per_dispatch = steps_per_dispatch
         self._timings, self._group_size, self._each = timings, group_size, slots // timings.replicas
         self.replicas = [Replica(i, self._each, timings, self._finished) for i in range(timings.replicas)]
         self._waiting: list[tuple[tuple[int, ...], int, Answer]] = []
@@ -47,9 +48,9 @@ class SimulatedSampler:
         steps = sum(r.steps for r in self.replicas)
         return SamplerStats(
             **self._counts,
-            dispatches=round(steps),
+            dispatches=round(steps / self._per_dispatch),
             slot_steps=round(steps * self._each),
-            busy_slot_steps=round(sum(r.sequence_steps for r in self.replicas)),
+            busy_slot_steps=self._counts["sampled_tok"],
             generate_s=sum(r.running_s for r in self.replicas),
         )
 
@@ -143,7 +144,6 @@ class SimulatedSampler:
 
     def _finished(self, answer: Answer) -> None:
         self._counts["finished"] += 1
-        self._counts["sampled_tok"] += len(answer.versions)
         self._end(answer)
         answer.done.set_result(None)
 
@@ -158,6 +158,7 @@ class SimulatedSampler:
 
     def _end(self, answer: Answer) -> None:
         self.ended.append(answer)
+        self._counts["sampled_tok"] += len(answer.versions)
         self._left[answer.group] -= 1
         if self._left[answer.group] == 0:
             del self._homes[answer.group]

@@ -114,15 +114,16 @@ class EnvTimings:
 @dataclasses.dataclass(frozen=True)
 class TrainerTimings:
     """A training step takes `step_s` and `token_s` for each token of its packed rows. publish_s: until new weights are
-    with the sampler; pause_s: that decoding stops for them."""
+    with the sampler; pause_s: that decoding stops for them. save_s: to write the rollouts of a step."""
 
     step_s: float = 0.0
     token_s: float = 0.0
     publish_s: float = 0.0
     pause_s: float = 0.0
+    save_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check_range(self, "step_s", "token_s", "publish_s", "pause_s", low=0)
+        check_range(self, "step_s", "token_s", "publish_s", "pause_s", "save_s", low=0)
 
 
 @dataclasses.dataclass(frozen=True)

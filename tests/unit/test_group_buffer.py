@@ -88,6 +88,26 @@ def test_or_is_waited_for_at_once():
     assert buffer.ages == {0: 2, 1: 2} and not buffer.dropped
 
 
+def test_staleness_counts_from_the_start():
+    """RollArt's example (arXiv 2512.22560): with a ratio of 1 a group of version 0 is let go before the step at version 2, and one of version 2 may be trained
+    at version 3, however long it took."""
+    buffer = GroupBuffer(Admission(1, num_steps=9, async_ratio=1, late="drop"))
+    first, second = buffer.start(0), buffer.start(0)
+    buffer.finished(second.draw)
+    assert buffer.take(0) == [second]
+    assert buffer.expire(1) == []
+    third = buffer.start(1)
+    buffer.finished(third.draw)
+    assert buffer.take(1) == [third]
+    assert buffer.expire(2) == [first]  # it began at version 0
+    fourth, fifth = buffer.start(2), buffer.start(2)
+    buffer.finished(fifth.draw)
+    assert buffer.take(2) == [fifth]
+    assert [e.age(3) for e in buffer] == [1] and buffer.expire(3) == []
+    buffer.finished(fourth.draw)
+    assert buffer.take(3) == [fourth]  # as old as it may be, and before any younger one
+
+
 @pytest.mark.parametrize(
     ("ratio", "prompts", "ahead"), [(0.5, 4, 2), (1.5, 4, 6), (0.25, 4, 1), (2, 3, 6), (0.3, 10, 3)]
 )

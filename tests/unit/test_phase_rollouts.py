@@ -159,6 +159,9 @@ class Run:
     def actor(self, phase):
         return self.policy
 
+    def start_curriculum(self, phase, progress):
+        return None
+
     def rollouts(self, policy, *, hash_observations=False):
         return Rollouts(self.pool, self.preflight.chat, policy, 1, 1000, LIMIT, self.recipe.rollout)
 
