@@ -317,6 +317,7 @@ def admissions(draw):
     ratio = draw(st.one_of(st.just(0.0), st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 4.0]), st.floats(0, 3)))
     late = draw(st.sampled_from(["wait", "redraw", "drop"]))
     spare = 0 if late == "wait" else draw(st.integers(0, 4))
+    late = late if ratio or spare else "wait"
     return Admission(prompts, steps, ratio, spare, late, replaced, in_rounds=ratio == 0 and draw(st.booleans()))
 
 
