@@ -321,9 +321,24 @@ def admissions(draw):
     return Admission(prompts, steps, ratio, spare, late, replaced, in_rounds=ratio == 0 and draw(st.booleans()))
 
 
-@settings(max_examples=10_000 // 5, deadline=None, suppress_health_check=list(HealthCheck))
-@given(admissions(), st.integers(0, 2**32 - 1), st.sets(st.integers(1, 7), max_size=3))
+TRACES = dict(deadline=None, suppress_health_check=list(HealthCheck))
+a_trace = given(admissions(), st.integers(0, 2**32 - 1), st.sets(st.integers(1, 7), max_size=3))
+
+
+@settings(max_examples=1_000, **TRACES)
+@a_trace
 def test_random_traces(admission, seed, restores):
+    check_trace(admission, seed, restores)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, **TRACES)
+@a_trace
+def test_ten_thousand_random_traces(admission, seed, restores):
+    check_trace(admission, seed, restores)
+
+
+def check_trace(admission, seed, restores):
     """The bound holds, nothing is lost, nothing is trained twice, whatever the latencies, failures and restarts."""
     rng = np.random.default_rng(seed)
 
