@@ -321,7 +321,7 @@ def admissions(draw):
     return Admission(prompts, steps, ratio, spare, late, replaced, in_rounds=ratio == 0 and draw(st.booleans()))
 
 
-TRACES = dict(deadline=None, suppress_health_check=list(HealthCheck))
+TRACES = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 a_trace = given(admissions(), st.integers(0, 2**32 - 1), st.sets(st.integers(1, 7), max_size=3))
 
 
