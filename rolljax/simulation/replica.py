@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
 import heapq
 import math
@@ -183,9 +184,9 @@ class Replica:
 
     def _versions(self, answer: Answer, tokens: int) -> np.ndarray:
         """The policy version of each token `[T]`."""
-        since = [(max(0, math.ceil(step - answer.first_step - STEP_ERROR)), version) for step, version in self._weights]
-        last = max(i for i, (token, _) in enumerate(since) if token == 0)
-        parts = [(token, version) for token, version in since[last:] if token < max(tokens, 1)]
+        first = bisect.bisect_right(self._weights, (answer.first_step + STEP_ERROR, math.inf)) - 1
+        since = [(math.ceil(step - answer.first_step - STEP_ERROR), version) for step, version in self._weights[first:]]
+        parts = [(max(0, token), version) for token, version in since if token < max(tokens, 1)]
         if len(parts) == 1:
             return np.broadcast_to(np.int32(parts[0][1]), tokens)
         starts = [token for token, _ in parts]

@@ -104,7 +104,7 @@ def overlap(spans: Iterable[tuple[float, float]], start_s: float, end_s: float) 
 
 
 def _warnings(runtime: SimulatedRuntime, recorder: SimulatedRecorder, numbers: Mapping[str, float]) -> list[str]:
-    found = list(dict.fromkeys(recorder.notices))
+    found = list(dict.fromkeys(recorder.console.texts))
     room, needed = runtime.timings.engine.kv_tok, numbers["sampler_peak_kv_tok"]
     if room and needed > room:
         found.append(

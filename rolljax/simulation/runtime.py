@@ -182,25 +182,28 @@ def packed_tok(group: Sequence[Trajectory]) -> int:
     return own - sum(len(t.turns[0].prompt_ids) for t in group) + shared
 
 
+class Notices:
+    """Keeps what the loop has to tell a person."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.texts.append(text)
+
+    def wait(self, what: str) -> None: ...
+
+
 class SimulatedRecorder:
     """Keeps what a run would write: metrics rows in `rows`, token ages in `ages`, trained groups in `trained`."""
 
     def __init__(self, runtime: SimulatedRuntime) -> None:
-        self.progress, self._runtime = RunProgress(), runtime
+        self.progress, self.console, self._runtime = RunProgress(), Notices(), runtime
         self.rows: list[dict[str, Any]] = []
         self.ages: Counter[int] = Counter()
         """Tokens that were trained at each age, in versions."""
         self.trained: dict[tuple[int, int], float] = {}
         """When each group, by stream and draw, was trained."""
-        self.notices: list[str] = []
-
-    @property
-    def console(self) -> SimulatedRecorder:
-        return self
-
-    def warn(self, told: str | Sequence[Group]) -> None:
-        if isinstance(told, str):
-            self.notices.append(told)
 
     @contextlib.contextmanager
     def keeping_crashes(self) -> Iterator[None]:
@@ -219,7 +222,7 @@ class SimulatedRecorder:
         place = {"step": self.progress.total_steps, "phase": phase.name, "end_s": now, "sampled_tok": sampled}
         self.rows.append(place | row)
 
-    def wait(self, what: str) -> None: ...
+    def warn(self, groups: Sequence[Group]) -> None: ...
     def start_phase(self, phase: Phase) -> None: ...
     def check_alive(self, groups: Sequence[Group]) -> None: ...
     def save(self) -> None: ...
