@@ -84,6 +84,7 @@ def test_where_episodes_start_survives_a_stop(tmp_path):
     assert later.starts == progress.starts and fingerprint(again.state) == fingerprint(full.state)
 
 
+@pytest.mark.slow
 def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
     settings = IPA | {
         "KeyDoorChain.length": 8,

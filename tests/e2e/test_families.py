@@ -28,7 +28,7 @@ from rolljax.types import SamplingParams
 from ..families import FAMILIES, VOCAB, load, make_folder, our_logits, their_logits
 from .test_sampler import close
 
-pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sampled(2)]
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sampled(1)]
 
 LENGTH = 40
 

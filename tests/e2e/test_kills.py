@@ -123,6 +123,7 @@ def test_killed_after_the_last_checkpoint_it_writes_its_results(watched, tmp_pat
     assert goes_on(run_dir) == watched.end
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_with_a_damaged_checkpoint(watched, tmp_path, capsys):
     """In the phase that keeps the weights it began with; half a line is in metrics.jsonl."""
     run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")

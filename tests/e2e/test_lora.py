@@ -26,6 +26,8 @@ from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, rows, summary
 
+pytestmark = pytest.mark.slow
+
 RANK = 4
 SMALL = {
     "Lora.rank": RANK,

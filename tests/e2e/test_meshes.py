@@ -129,12 +129,14 @@ def processes(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_nor_do_two_processes(alone, processes):
     for i in range(2):
         arrays = dict(np.load(processes / f"{i}.npz"))
         assert_same((float(arrays.pop("loss")), arrays), alone)
 
 
+@pytest.mark.slow
 def test_two_processes_read_a_folder_and_write_it(processes):
     files = {path.name: path.read_bytes() for path in (processes / "folder").iterdir()}
     assert sum(name.endswith(".safetensors") for name in files) > 2

@@ -80,7 +80,7 @@ def hf_pair(request, one_torch_thread, tmp_path_factory):
 PAGED, PREEMPTED = {"page_size": 4}, {"page_size": 4, "pages": 120, "slots": 32, "steps_per_dispatch": 2}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("hf_pair", "how"),
     [

@@ -82,7 +82,7 @@ def assert_near(found, expected, tolerance):
         assert np.abs(a - b).max() <= tolerance * max(1, np.abs(b).max())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dtype", "size", "tolerance"), [("float32", None, 1e-5), ("float32", SIZE, 1e-5), ("bfloat16", SIZE, 2e-2)]
 )

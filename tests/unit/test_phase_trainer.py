@@ -208,6 +208,7 @@ def test_attention_statistics_arrive_at_their_tokens(model, params, groups, aske
         assert got[e.mask].std() > 0.01
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -529,6 +530,7 @@ def test_what_is_promised_of_the_state_is_what_it_is(model, params, kind, device
         assert {s.data.size for s in q.addressable_shards} == {q.size // 4}
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_critics_may_have_experts(model, params, groups):
     """Also where these lie over a mesh: one step gives the critics of one device."""

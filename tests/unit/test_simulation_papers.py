@@ -74,6 +74,7 @@ def batches_until(valid, run, world):
     return np.mean(seconds)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("spares", "seconds", "ratio"), [(11, 1238, 4.1), (16, 954, 5.4)])
 def test_queue_scheduling_with_redundant_prompts(spares, seconds, ratio):
     """8 groups with a signal of 8 answers; half of the groups have none. The paper keeps 8 + 8 and 8 + 16 in flight; here
@@ -88,6 +89,7 @@ def test_queue_scheduling_with_redundant_prompts(spares, seconds, ratio):
     assert batch_s / queue_s == pytest.approx(ratio, rel=0.1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("spread", "ratio"), [(1.0, 1.10), (5.0, 1.40), (10.0, 1.65)])
 def test_environments_that_do_not_wait_for_each_other(spread, ratio):
     """64 environments of 8 turns, 5 s of decoding and N(10, spread) s of latency each."""
@@ -168,6 +170,7 @@ def async_step_s(ratio, steps, **phase):
     return step_s(run, timings(trainer=TrainerTimings(step_s=300.0)), skip=round(ratio) + 1)
 
 
+@pytest.mark.slow
 def test_the_gain_of_asynchrony_saturates():
     """64 answers of a step on 64 slots, 300 s of training. Synchronous: the longest answer, then the trainer. In the
     limit: no slot is ever free (mean length 328)."""
