@@ -29,11 +29,14 @@ from rolljax.envs import pool
 from rolljax.model.families import qwen3
 from rolljax.rollout import group_buffer
 from rolljax.sampler import settings
+from rolljax.trainer import mesh
 from rolljax.trainer import optimizer
 from rolljax.trainer.algorithms import grpo
 
 recipe.Recipe.env = @latency.Latency()
 recipe.Recipe.model = @qwen3.Qwen3Config()
+qwen3.Qwen3Config.num_heads = 2
+qwen3.Qwen3Config.num_kv_heads = 1
 recipe.Recipe.sampler = @settings.SamplerConfig()
 recipe.Recipe.phases = [@recipe.Phase()]
 recipe.Recipe.save_every = 100000
@@ -41,8 +44,8 @@ recipe.Recipe.rollouts_every = 100000
 recipe.Evaluation.tasks = 2
 recipe.Recipe.evaluation = @recipe.Evaluation()
 recipe.Phase.name = 'rl'
-recipe.Phase.algorithm = @grpo.Grpo()
 recipe.Phase.updates_per_step = 2
+recipe.Phase.algorithm = @grpo.Grpo()
 recipe.Phase.optimizer = @optimizer.AdamW()
 optimizer.AdamW.lr = 1e-5
 """
@@ -51,10 +54,10 @@ latency.Latency.turns = 1
 latency.Latency.mean_s = 0.0
 latency.Latency.std_s = 0.0
 latency.Latency.hang_frac = 0.0
-settings.SamplerConfig.slots = 32
+settings.SamplerConfig.slots = 64
 settings.SamplerConfig.max_context = 1088
 recipe.Recipe.max_answer_tok = 1024
-recipe.Phase.prompts_per_step = 16
+recipe.Phase.prompts_per_step = 8
 recipe.Phase.group_size = 4
 """
 AGENTS = """
@@ -64,6 +67,11 @@ recipe.Recipe.max_answer_tok = 8
 recipe.Phase.prompts_per_step = 8
 recipe.Phase.group_size = 4
 """
+SPLIT = {
+    "recipe.Recipe.placement": "@mesh.Split()",
+    "mesh.Split.sampler": 1,
+    "settings.SamplerConfig.on_publish": "'keep'",
+}
 TAIL = {"recipe.Phase.tail_batching": "@group_buffer.TailBatching()"}
 
 
@@ -98,7 +106,14 @@ WORKLOADS = {
         "single turns: log-normal lengths, median 100, sigma 1",
         ONE_TURN,
         (100, 0.0, 1.0),
-        {"synchronous": {}, "async_ratio 0.5": ratio(0.5), "async_ratio 1": ratio(1), "async_ratio 2": ratio(2)},
+        {
+            "synchronous": {},
+            "async_ratio 1": ratio(1),
+            "split": SPLIT,
+            "split, async_ratio 0.5": SPLIT | ratio(0.5),
+            "split, async_ratio 1": SPLIT | ratio(1),
+            "split, async_ratio 2": SPLIT | ratio(2),
+        },
     ),
     "tail": Workload(
         "single turns: prompts' sigma 0.7, samples' sigma 0.5",
@@ -140,7 +155,8 @@ def run(name: str, variant: str, folder: Path, steps: int) -> list[dict]:
     recipe.write_text(COMMON + workload.gin + "".join(f"{k} = {v}\n" for k, v in settings.items()))
     arguments = ["--gin", str(recipe), "--run_dir", str(folder / "run")]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
-    env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    flags = f"--xla_force_host_platform_device_count={2 if 'recipe.Recipe.placement' in settings else 1}"
+    env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, __file__, "--child", name, "--", *arguments]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:

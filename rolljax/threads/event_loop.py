@@ -31,12 +31,23 @@ class EventLoop:
     def __init__(self, should_stop: Callable[[], bool], watchdog: Watchdog | None = None) -> None:
         self._should_stop, self._watchdog = should_stop, watchdog or Watchdog()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rolljax-rollouts", daemon=True)
+        self._ended_by: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="rolljax-rollouts", daemon=True)
         self._thread.start()
         self._blocking = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rolljax-trainer")
 
+    def _serve(self) -> None:
+        try:
+            self._loop.run_forever()
+        except BaseException as e:  # asyncio lets SystemExit and KeyboardInterrupt of any task end its loop
+            self._ended_by = e
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which runs in the loop while the calling thread waits; it names its waits itself."""
+        """The result of `work`, which runs in the loop while the calling thread waits; it names its waits itself.
+
+        Raises:
+          SystemExit, KeyboardInterrupt: something in the loop raised it, and ended the loop with it.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             while True:
@@ -45,6 +56,8 @@ class EventLoop:
                 except concurrent.futures.TimeoutError:
                     if future.done():
                         return future.result()
+                    if self._ended_by is not None:
+                        raise self._ended_by from None
         finally:
             future.cancel()
 
@@ -84,8 +97,11 @@ class EventLoop:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(timeout=30)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._ended_by is None:
+            asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(timeout=30)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        else:
+            self._loop.run_until_complete(cancel())
         self._thread.join(timeout=30)
         self._blocking.shutdown(wait=False, cancel_futures=True)
         self._loop.close()

@@ -188,3 +188,22 @@ def test_close_cancels_what_is_left_and_ends_the_threads():
     event_loop.close()
     beside.join(30)
     assert task.cancelled() and cancelled.is_set() and not any(t.is_alive() for t in threads)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["the work", "another task"])
+def test_what_ends_the_loop_ends_the_run(make_event_loop, error, where):
+    loop = make_event_loop()
+
+    async def ends():
+        raise error(3)
+
+    async def work():
+        if where == "the work":
+            await ends()
+        task = asyncio.ensure_future(ends())
+        await asyncio.Event().wait()
+        return task
+
+    with pytest.raises(error):
+        loop.run(work())
