@@ -2,8 +2,9 @@
 
     python benchmarks/async_learning.py --out runs/async --figure docs/async_learning.png
 
-Every run is a process of its own, one after the other; a folder that holds a finished run is taken as it is. The table
-gives the mean held-out reward at the end over the seeds, and the lowest and highest; the figure the rewards by step.
+Every run is a process of its own, one after the other; a folder that holds a finished run is taken as it is, one that was
+stopped goes on. The table gives the mean held-out reward at the end over the seeds, and the lowest and highest; the
+figure the rewards by step.
 """
 
 import argparse
@@ -19,7 +20,8 @@ ALGORITHMS = ("grpo", "tis", "cispo", "decoupled_ppo", "topr")
 
 
 def run(folder: Path, algorithm: str, ratio: float, seed: int, steps: int) -> None:
-    if (folder / "summary.json").exists():
+    summary = folder / "summary.json"
+    if summary.exists() and "rl" in json.loads(summary.read_text())["phase_end"]:
         return
     settings = {
         "Recipe.seed": seed,
@@ -30,7 +32,7 @@ def run(folder: Path, algorithm: str, ratio: float, seed: int, steps: int) -> No
     }
     bindings = [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
     config = "quickstart" if algorithm == "grpo" else f"algorithms/{algorithm}"
-    command = [sys.executable, "-m", "rolljax.train", "--gin", config, "--run_dir", str(folder), "--fresh"]
+    command = [sys.executable, "-m", "rolljax.train", "--gin", config, "--run_dir", str(folder)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     subprocess.run(command + bindings, env=env, check=True, stdout=subprocess.DEVNULL)
 
