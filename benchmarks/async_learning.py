@@ -2,7 +2,7 @@
 
     python benchmarks/async_learning.py --out runs/async --figure docs/async_learning.png
 
-Every run is a process of its own, one after the other; a folder that holds a finished run is taken as it is, one that was
+Every run is a process of its own, one after the other; a finished run in its folder is taken as it is, one that was
 stopped goes on. The table gives the mean held-out reward at the end over the seeds, and the lowest and highest; the
 figure the rewards by step.
 """
