@@ -72,13 +72,14 @@ class Notices:
         if factor > 1 and self._once("preempted"):
             return [
                 f"{number} sequences of this step gave their pages back and went on later, more than before: "
-                f"SamplerConfig.pages = {cfg.pages} are too few. Split the sampler's weights over twice as many devices "
-                "of a host (SamplerConfig.tensor), which leaves room for more pages, or lower SamplerConfig.slots"
+                f"SamplerConfig.pages = {cfg.pages} are too few. Split the sampler's weights over twice as many "
+                "devices of a host (SamplerConfig.tensor), which leaves room for more pages, or lower "
+                "SamplerConfig.slots"
             ]
         if factor < 1 and tensor > 1 and self._once("quiet"):
             return [
-                f"no sequence gave its pages back for {rule.quiet_rounds} steps: half as many devices for the sampler's "
-                f"weights (SamplerConfig.tensor = {tensor // 2}) may do, which decode more sequences side by side; "
+                f"no sequence gave its pages back for {rule.quiet_rounds} steps: half as many devices for the "
+                f"sampler's weights (SamplerConfig.tensor = {tensor // 2}) may do, and decode more side by side; "
                 "`python -m rolljax.plan` says what fits"
             ]
         return []

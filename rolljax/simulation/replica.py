@@ -74,7 +74,7 @@ class Replica:
 
     def begin(self, answer: Answer) -> int:
         """Start to decode an answer; returns the prompt tokens that it had to compute."""
-        self.held_s()
+        self._count_held()
         now = self._advance()
         reused = self._prefilled.get(answer.group, 0) and answer.home < 0
         tokens = 0 if reused else answer.new_tok if answer.home == self.index else answer.prompt_tok
@@ -91,10 +91,14 @@ class Replica:
 
     def held_s(self) -> float:
         """Seconds that answers had slots up to now, all slots together."""
+        if self._num_running:
+            self._count_held()
+        return self._held_s
+
+    def _count_held(self) -> None:
         now = asyncio.get_running_loop().time()
         self._held_s += self._num_running * (now - self._held_until_s)
         self._held_until_s = now
-        return self._held_s
 
     def give_up(self, answer: Answer) -> None:
         """Stop decoding an answer that nobody waits for any more."""
@@ -181,7 +185,7 @@ class Replica:
         self._look_soon()
 
     def _leave(self, answer: Answer) -> None:
-        self.held_s()
+        self._count_held()
         decoded = self.steps - answer.first_step
         self._num_running -= 1
         self._context_tok = self._context_tok - answer.prompt_tok - decoded if self._num_running else 0.0

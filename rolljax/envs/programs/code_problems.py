@@ -57,7 +57,8 @@ class CodeProblems(EnvSpec):
     A program that crashes, hangs or passes a limit gets 0. A sandbox that fails is an `InfraError`, and no reward.
 
     path: the file. format: of its lines; auto tells by their keys. timeout_s: longest run of a program.
-    adaptive_timeout: cut programs sooner whose problem has quick right answers, while training (None: never).
+    adaptive_timeout: while training, cut programs sooner whose problem has quick right answers. Equal actions are then
+      not always equal episodes (None: they are).
     tests_shown: asserts of an MBPP problem that the policy is shown (the name of the function stands in them).
     sandbox: `bwrap`, or `none` to run programs without any isolation: only for answers that you trust.
     """
