@@ -137,7 +137,7 @@ async def train_step(
     row = trained.row | trajectories_row(groups.all, version) | faults_row(groups.all)
     row |= rollouts.end_step(groups) | groups_row(len(groups.trained), len(kept), trained.num_trained)
     if phase.samples:
-        row |= sampler_row(before, runtime.sampler.stats)
+        row |= sampler_row(before, runtime.sampler.stats, recipe.sampler.slots * timer.total_s())
     progress.end_step(phase)
     evaluate_now = phase.eval_every > 0 and progress.step % phase.eval_every == 0
     if phase.samples or evaluate_now:

@@ -60,10 +60,15 @@ NAMES: Mapping[str, Metric] = {
     "groups/dropped_credit_n": Metric("groups", "sum", 0, INF, "groups dropped by credit: nothing to learn from them"),
     "groups/dropped_failed_n": Metric("groups", "sum", 0, INF, "groups dropped: too few trajectories survived"),
     "groups/no_signal_n": Metric("groups", "sum", 0, INF, "groups replaced by dynamic sampling"),
+    "groups/no_signal_len_tok": Metric(
+        "tokens", "mean", 0, INF, "tokens per trajectory of these, where there are any; compare with rollout/len_tok"
+    ),
     "groups/spare_failed_n": Metric("groups", "sum", 0, INF, "groups that failed, and whose place a spare one took"),
     "groups/late_n": Metric("groups", "sum", 0, INF, "groups let go: not complete when the policy had moved on"),
     "groups/waiting_n": Metric("groups", "last", 0, INF, "groups in flight, or ready, for later steps"),
     "groups/ready_n": Metric("groups", "last", 0, INF, "of them those that are ready"),
+    "groups/long_rounds_n": Metric("rounds", "sum", 0, INF, "of tail batching: 1 where a step was a long round"),
+    "groups/wait_s": Metric("s", "mean", 0, INF, "from the end of a group's last trajectory until its step begins"),
     "loss/policy": Metric("loss", "mean", -INF, INF, "of it, per token: the surrogate, before KL and entropy terms"),
     "loss/total": Metric("loss", "mean", -INF, INF, "the loss that was differentiated"),
     "policy/entropy_nat": Metric("nats", "mean", 0, INF, "entropy of the next-token distribution on trained tokens"),
@@ -99,6 +104,14 @@ NAMES: Mapping[str, Metric] = {
     "mismatch/trajectory_abs_nat": Metric("nats", "first", 0, INF, "summed over a trajectory: mean |sum of d|"),
     "mismatch/trajectory_max_nat": Metric("nats", "first", 0, INF, "the largest of these sums"),
     "mismatch/filtered_frac": Metric("share", "mean", 0, 1, "tokens that a mismatch filter left out"),
+    "mismatch/ess_frac": Metric(
+        "share",
+        "first",
+        0,
+        1.001,
+        "effective sample size of exp(trainer_logp - sampler_logp), as a share of the trained tokens, before the first "
+        "update",
+    ),
     "kl/ref_nat": Metric("nats", "mean", -INF, INF, "KL to the reference as the loss sees it"),
     "kl/ref_k1_nat": Metric("nats", "mean", -INF, INF, "KL to the reference, k1 estimate, before the first update"),
     "kl/coef": Metric("ratio", "last", 0, INF, "coefficient of the KL term or penalty"),
@@ -143,6 +156,8 @@ NAMES: Mapping[str, Metric] = {
     "stale/start_mean_ver": Metric(
         "versions", "mean", 0, INF, "policy versions between the start of a group and training"
     ),
+    "stale/start_p50_ver": Metric("versions", "mean", 0, INF, "of the median group"),
+    "stale/start_p99_ver": Metric("versions", "mean", 0, INF, "the age that 1 of 100 groups is beyond"),
     "stale/start_max_ver": Metric("versions", "max", 0, INF, "of the oldest group"),
     "train/tokens_n": Metric("tokens", "sum", 0, INF, "tokens in the packed rows, shared prompts counted once"),
     "train/trained_tok_n": Metric("tokens", "sum", 0, INF, "tokens with a loss"),
@@ -166,6 +181,19 @@ NAMES: Mapping[str, Metric] = {
     ),
     "sampler/dispatches_n": Metric("dispatches", "sum", 0, INF, "rounds of decode steps"),
     "sampler/slot_frac": Metric("share", "mean", 0, 1, "slots that sampled a token, over all decode steps"),
+    "sampler/idle_frac": Metric(
+        "share",
+        "mean",
+        0,
+        1,
+        "of the time of all slots that none had a request, from the start of a step to its update's end",
+    ),
+    "sampler/abort_n": Metric(
+        "requests", "sum", 0, INF, "given up before their end: of groups let go, and of siblings that were to spare"
+    ),
+    "sampler/abort_len_tok": Metric(
+        "tokens", "mean", 0, INF, "what they had sampled by then, where there are any; compare with rollout/len_tok"
+    ),
     "sampler/preempt_n": Metric("sequences", "sum", 0, INF, "sequences that gave their pages back and went on later"),
     "time/prefill_s": Metric("s", "sum", 0, INF, "of the rollout: starting prefills"),
     "time/decode_s": Metric(

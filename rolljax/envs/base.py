@@ -10,10 +10,13 @@ import abc
 import dataclasses
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rolljax.errors import EnvError
 from rolljax.types import Message, Task
+
+if TYPE_CHECKING:
+    from rolljax.envs.run_limits import RunLimits
 
 Runs = Literal["inline", "thread", "process"]
 NUM_INDICES = 1_000_000
@@ -42,11 +45,23 @@ class StepResult:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Action:
+    """What the policy says, on its way to an environment. run_limit_s: see `Env.run_limit_s`."""
+
+    text: str
+    run_limit_s: float | None = None
+
+
 class Env(abc.ABC):
     """One episode. Methods may block: the pool calls them from worker threads or processes, under deadlines.
 
     All randomness comes from the task: two episodes of one task that get the same actions say the same.
     """
+
+    run_limit_s: float | None = None
+    """Longest that the program in the next action may run, seconds; None: what the settings say. Set before `step`, for
+    environments with `EnvSpec.run_limits`."""
 
     @abc.abstractmethod
     def reset(self, task: Task) -> tuple[Message, ...]:
@@ -123,6 +138,10 @@ class EnvSpec(abc.ABC):
 
     def warm(self) -> None:  # noqa: B027  # most need nothing
         """Import and load what every episode needs. Called once, in the process that workers are forked from."""
+
+    def run_limits(self) -> RunLimits | None:
+        """Fresh time-outs by task, for environments that run programs and go by them (`Env.run_limit_s`)."""
+        return None
 
     def warnings(self) -> Sequence[str]:
         """What a user should know before a run, as sentences: what of their data is left out, for one."""

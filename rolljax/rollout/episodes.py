@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from rolljax.envs.base import StepResult
 from rolljax.envs.pool import EnvPool, Episode
+from rolljax.envs.run_limits import RunLimits
 from rolljax.envs.text import clean
 from rolljax.errors import ConfigError, EnvError, NeighbourError, RolljaxError, check_range
 from rolljax.model.tokenizer import Chat
@@ -114,7 +115,8 @@ class Rollouts:
 
     max_turns, max_context, max_answer_tok: most answers of an episode, tokens of a sequence, tokens of an answer.
     hash_observations: keep a hash of what the environment says (`Trajectory.observation_hashes`). tally: counts
-    episodes.
+    episodes. run_limits: how long programs of the policy may run, where the environment goes by them
+    (`EnvSpec.run_limits`).
     """
 
     pool: EnvPool
@@ -126,6 +128,7 @@ class Rollouts:
     cfg: RolloutConfig = RolloutConfig()
     hash_observations: bool = False
     tally: Tally = dataclasses.field(default_factory=Tally)
+    run_limits: RunLimits | None = None
 
     async def group(
         self,
@@ -212,8 +215,7 @@ class Rollouts:
                 # what looped would loop again with the same randomness
                 answer = await self.policy.act(stream.ids, episode, builder.key, turn + builder.loops * self.max_turns)
                 text = self.chat.text(answer.tokens, stream.ids)
-            with builder.waiting_for_env():
-                result = self._checked_form(text, await episode.step(text))
+            result = self._checked_form(text, await self.env_step(episode, text, builder))
             weight = float(start is None or turn >= len(replay) or turn < start.imitate)
             builder.add(stream, answer, text, result, weight)
             if self.hash_observations:
@@ -224,6 +226,15 @@ class Rollouts:
                 return
             stream.grow(answer.tokens, self.chat.delta_ids(result.messages, closed=True))
         builder.truncate("turns", f"{self.max_turns} turns are over")
+
+    async def env_step(self, episode: Episode, text: str, builder: TrajectoryBuilder) -> StepResult:
+        """What the environment says to the policy's text."""
+        limits, task = self.run_limits, builder.task
+        with builder.waiting_for_env():
+            result = await episode.step(text, limits.limit_s(task) if limits else None)
+        if limits:
+            limits.learn(task, result)
+        return result
 
     def _has_room(self, stream: TokenStream) -> bool:
         """Whether another answer may begin; makes room for it if that is wanted."""

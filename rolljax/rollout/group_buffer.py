@@ -161,6 +161,11 @@ class GroupBuffer:
     def num_ready(self) -> int:
         return sum(e.ready for e in self)
 
+    @property
+    def in_long_round(self) -> bool:
+        """Whether the round that goes on, or was trained last, is a long one of tail batching."""
+        return self.admission.tail is not None and not self._is_short
+
     # ---- beginning
 
     def start(self, version: int) -> Entry | None:

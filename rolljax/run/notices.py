@@ -3,8 +3,9 @@ that never moves, and what the model says."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 from rolljax.recipe import Phase, Recipe
 from rolljax.types import Group, Trajectory
@@ -16,6 +17,32 @@ STILL_STEPS = 10
 SHOWN_CHARS = 60
 
 
+@dataclasses.dataclass
+class PreemptionRule:
+    """By what factor the devices that a sampler's weights are split over should change, from how often sequences gave
+    their pages back in rounds of rollouts (RollPacker, arXiv 2509.21009): 2 when that grew, 1/2 when it did not happen
+    for a while.
+
+    growth: from round to round, beyond which it is too often. quiet_rounds: without any, after which fewer devices do.
+    """
+
+    growth: float = 1.05
+    quiet_rounds: int = 4
+    _before: int | None = None
+    _quiet: int = 0
+
+    def after_round(self, preemptions: int) -> float:
+        """The factor, after a round with so many preemptions; 1: leave it as it is."""
+        before, self._before = self._before, preemptions
+        self._quiet = 0 if preemptions else self._quiet + 1
+        if before is not None and preemptions > self.growth * before:
+            return 2.0
+        if self._quiet == self.quiet_rounds:
+            self._quiet = 0
+            return 0.5
+        return 1.0
+
+
 class Notices:
     """Notices about the steps of a phase, each given once."""
 
@@ -24,6 +51,8 @@ class Notices:
         self._given: set[str] = set()
         self._rewards: set[float] = set()
         self._steps = 0
+        self._preemptions: defaultdict[bool, PreemptionRule] = defaultdict(PreemptionRule)
+        """Of long rounds (`TailBatching`) and of all others, each by itself."""
 
     def step(self, groups: Sequence[Group]) -> list[str]:
         """What is worth saying about the trajectories of a step; of gold answers only that they fail."""
@@ -32,6 +61,28 @@ class Notices:
         if self._phase.algorithm.source == "sampler":
             texts += [self._cuts(every), self._first_answers(every), self._stillness(every)]
         return [text for text in texts if text]
+
+    def sampler(self, row: Mapping[str, float]) -> list[str]:
+        """What a step's metrics say of the sampler's settings; there is nothing to say where pages cannot run out."""
+        cfg = self._recipe.sampler
+        if cfg.pages is None or "sampler/preempt_n" not in row:
+            return []
+        rule, number = self._preemptions[row.get("groups/long_rounds_n", 0) > 0], int(row["sampler/preempt_n"])
+        factor, tensor = rule.after_round(number), cfg.tensor or self._recipe.mesh.tensor
+        if factor > 1 and self._once("preempted"):
+            return [
+                f"{number} sequences of this step gave their pages back and went on later, more than before: "
+                f"SamplerConfig.pages = {cfg.pages} are too few. Split the sampler's weights over twice as many "
+                "devices of a host (SamplerConfig.tensor), which leaves room for more pages, or lower "
+                "SamplerConfig.slots"
+            ]
+        if factor < 1 and tensor > 1 and self._once("quiet"):
+            return [
+                f"no sequence gave its pages back for {rule.quiet_rounds} steps: half as many devices for the "
+                f"sampler's weights (SamplerConfig.tensor = {tensor // 2}) may do, and decode more side by side; "
+                "`python -m rolljax.plan` says what fits"
+            ]
+        return []
 
     @property
     def _answer_limit(self) -> str:

@@ -19,6 +19,7 @@ from rolljax.rollout.starts import fallback
 from rolljax.run.notices import unfilled_step
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import LoopRuntime, StepGroups, TaskSource
+from rolljax.run.step_metrics import ages_row
 from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Group, Key, Task, Trajectory
@@ -39,7 +40,11 @@ class PhaseRollouts:
         self._runtime, self._recipe, self._phase, self._index = runtime, recipe, phase, progress.phase
         self._stream, self._progress = stream, progress
         self._starts = runtime.start_curriculum(phase, progress)
-        self._rollouts = runtime.rollouts(runtime.actor(phase), hash_observations=self._starts is not None)
+        rollouts = runtime.rollouts(runtime.actor(phase), hash_observations=self._starts is not None)
+        self._run_limits = recipe.env.run_limits()
+        if self._run_limits:
+            self._run_limits.restore(progress.run_times)
+        self._rollouts = dataclasses.replace(rollouts, run_limits=self._run_limits)
         self._warn: Callable[[str], None] | None = warn
         self._together = runtime.pool.opens_at_once and not phase.async_ratio
         self._buffer = GroupBuffer(phase.admission(in_rounds=self._together))
@@ -47,6 +52,8 @@ class PhaseRollouts:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._done: dict[int, Group] = {}
         self._dropped: list[Group] = []
+        self._ready_s: dict[int, float] = {}
+        """When each group that waits was ready, on the event loop's clock."""
         self._version = progress.version
         self._before: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -55,6 +62,7 @@ class PhaseRollouts:
             self._restore(progress)
 
     async def __aenter__(self) -> PhaseRollouts:
+        self._ready_s = dict.fromkeys(self._done, asyncio.get_running_loop().time())
         return self
 
     async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -121,6 +129,7 @@ class PhaseRollouts:
         failed = all(t.status == "failed" for t in group.trajectories)
         if self._buffer.finished(group.draw, has_signal=self._has_signal(group), failed=failed):
             self._done[group.draw] = group
+            self._ready_s[group.draw] = asyncio.get_running_loop().time()
         else:
             del self._tasks[group.draw]
             self._dropped.append(group)
@@ -148,10 +157,12 @@ class PhaseRollouts:
         taken = await self._runtime.event_loop.within(
             self._take(version), f"the groups of step {self._progress.step + 1}", self._recipe.wait_s
         )
+        now = asyncio.get_running_loop().time()
+        waits_s = [now - self._ready_s.pop(e.draw) for e in taken]
         groups = [self._done.pop(e.draw) for e in taken]
         dropped, self._dropped = self._dropped, []
         self._check_signal(taken, groups, dropped)
-        return StepGroups(groups, [e.age(version) for e in taken], dropped)
+        return StepGroups(groups, [e.age(version) for e in taken], dropped, waits_s)
 
     async def _take(self, version: int) -> list[Entry]:
         while True:
@@ -170,6 +181,7 @@ class PhaseRollouts:
         if entry.draw in self._running:
             self._running.pop(entry.draw).cancel()
         self._done.pop(entry.draw, None)
+        self._ready_s.pop(entry.draw, None)
         if self._phase.begins_again:
             return  # its task is needed again
         del self._tasks[entry.draw]
@@ -199,7 +211,7 @@ class PhaseRollouts:
         now = Counter({"started": buffer.num_started, **buffer.dropped})
         since = {name: float(now[name] - self._before[name]) for name in ("started", "no_signal", "failed", "late")}
         self._before = now
-        ages = np.array(step.start_ages or [0])
+        lengths = [t.num_sampled_tok for g in step.dropped for t in g.trajectories if t.status != "failed"]
         row = {
             "groups/started_n": since["started"],
             "groups/no_signal_n": since["no_signal"],
@@ -207,9 +219,13 @@ class PhaseRollouts:
             "groups/late_n": since["late"],
             "groups/waiting_n": float(len(buffer)),
             "groups/ready_n": float(buffer.num_ready),
-            "stale/start_mean_ver": float(ages.mean()),
-            "stale/start_max_ver": float(ages.max()),
+            "groups/wait_s": float(np.mean(step.waits_s or [0.0])),
+            **ages_row("stale/start_", np.bincount(step.start_ages or [0])),
         }
+        if self._phase.tail_batching:
+            row["groups/long_rounds_n"] = float(buffer.in_long_round)
+        if lengths:
+            row["groups/no_signal_len_tok"] = float(np.mean(lengths))
         if self._starts:
             self._starts.learn(step.all, progress.step)
             progress.starts = self._starts.state()
@@ -228,6 +244,8 @@ class PhaseRollouts:
         for entry in state["entries"]:
             entry["ready"] = entry["draw"] in waiting
         tasks = {str(draw): task.index for draw, task in self._tasks.items()}
+        if self._run_limits:
+            self._progress.run_times = self._run_limits.state()
         self._progress.stream_position = self._stream.state()
         self._progress.groups = {"buffer": state, "tasks": tasks, "counted": dict(self._before)}
         self._progress.waiting = "".join(json.dumps(g.to_json()) + "\n" for g in waiting.values())

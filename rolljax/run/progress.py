@@ -33,6 +33,8 @@ class RunProgress:
     """What the phase's algorithm carries from step to step."""
     starts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Where the phase's episodes start (`StartCurriculum.state`)."""
+    run_times: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of the longest correct program, by task (`RunLimits.state`)."""
     groups: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of the phase: which are in flight and which wait (`GroupBuffer.state`), the index of each one's task, and what
     rows of metrics have told of them."""

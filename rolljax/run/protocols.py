@@ -25,12 +25,14 @@ P = ParamSpec("P")
 
 @dataclasses.dataclass(frozen=True)
 class StepGroups:
-    """What a step gets: the groups it trains, in the order of their draws, and the ages they have, in versions; those
-    that were dropped since the step before because nothing can be learned from them."""
+    """What a step gets: the groups it trains, in the order of their draws, with their ages in versions and the seconds
+    that each waited for it when it was complete; those that were dropped since the step before because nothing can be
+    learned from them."""
 
     trained: list[Group]
     start_ages: list[int]
     dropped: list[Group]
+    waits_s: list[float]
 
     @property
     def all(self) -> list[Group]:

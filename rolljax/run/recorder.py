@@ -116,6 +116,9 @@ class Recorder:
         place = {"step": progress.total_steps, "phase_step": progress.step, "version": progress.version}
         self._folder.write_row({**place, "phase": phase.name, **row})
         self.console.step(place | row)
+        assert self._notices is not None
+        for text in self._notices.sampler(row):
+            self.console.warn(text)
         if progress.total_steps % recipe.save_every == 0:
             self.save()
 

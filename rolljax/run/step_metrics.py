@@ -59,9 +59,6 @@ def trajectories_row(groups: Sequence[Group], version: int) -> dict[str, float]:
     trajectories = [t for g in groups for t in g.trajectories]
     alive = [t for t in trajectories if t.status != "failed"]
     rewards = np.array([t.reward for t in alive]) if alive else np.zeros(1)
-    tokens = token_ages(alive, version)
-    ages, weights = np.arange(len(tokens)), tokens if tokens.any() else np.ones(1)
-    p50, p99 = np.percentile(ages, (50, 99), weights=weights, method="inverted_cdf")
     own = sorted({name for t in alive for name in t.metrics})
     return {
         **{f"{ENV_PREFIX}{name}": _mean(t.metrics.get(name, 0.0) for t in alive) for name in own},
@@ -72,10 +69,23 @@ def trajectories_row(groups: Sequence[Group], version: int) -> dict[str, float]:
         "rollout/turns_n": _mean(len(t.turns) for t in alive),
         "rollout/trunc_frac": _mean(t.status == "truncated" for t in trajectories),
         "rollout/fail_frac": _mean(t.status == "failed" for t in trajectories),
-        "stale/mean_ver": float(np.average(ages, weights=weights)),
-        "stale/p50_ver": float(p50),
-        "stale/p99_ver": float(p99),
-        "stale/max_ver": float(ages[-1]),
+        **ages_row("stale/", token_ages(alive, version)),
+    }
+
+
+def ages_row(prefix: str, counts: np.ndarray) -> dict[str, float]:
+    """Mean, median, 99th percentile and maximum of ages in versions.
+
+    Args:
+      prefix: of the metrics' names. counts: how many have each age; int `[A]`, all 0 where nobody has one.
+    """
+    ages, weights = np.arange(len(counts)), counts if counts.any() else np.eye(1, len(counts))[0]
+    p50, p99 = np.percentile(ages, (50, 99), weights=weights, method="inverted_cdf")
+    return {
+        f"{prefix}mean_ver": float(np.average(ages, weights=weights)),
+        f"{prefix}p50_ver": float(p50),
+        f"{prefix}p99_ver": float(p99),
+        f"{prefix}max_ver": float(ages[weights > 0][-1]),
     }
 
 
@@ -98,15 +108,22 @@ def groups_row(taken: int, kept: int, trained: int) -> dict[str, float]:
     }
 
 
-def sampler_row(before: SamplerStats, now: SamplerStats) -> dict[str, float]:
-    """What the sampler did between two looks at its counters."""
+def sampler_row(before: SamplerStats, now: SamplerStats, slot_s: float) -> dict[str, float]:
+    """What the sampler did between two looks at its counters.
+
+    Args:
+      slot_s: seconds between them, times the sampler's slots.
+    """
     did = {name: value - getattr(before, name) for name, value in dataclasses.asdict(now).items()}
     return {
         "sampler/prefill_tok": did["prefill_tok"],
         "sampler/reuse_frac": did["reused_tok"] / max(did["reused_tok"] + did["prefill_tok"], 1),
         "sampler/dispatches_n": did["dispatches"],
         "sampler/slot_frac": did["busy_slot_steps"] / max(did["slot_steps"], 1),
+        "sampler/idle_frac": 1 - min(did["held_s"] / max(slot_s, 1e-9), 1.0),
         "sampler/preempt_n": did["preemptions"],
+        "sampler/abort_n": did["aborted"],
+        **({"sampler/abort_len_tok": did["aborted_tok"] / did["aborted"]} if did["aborted"] else {}),
         "time/prefill_s": did["prefill_s"],
         "time/decode_s": did["generate_s"],
         "time/schedule_s": did["host_s"],

@@ -100,11 +100,13 @@ class SamplerStats:
 
     prefill_tok: prompt tokens that were computed. reused_tok: that were in the cache, or computed for a sibling.
     slot_steps: rows times decode steps of all dispatches; busy_slot_steps: those that sampled a token.
+    aborted_tok: what aborted requests had sampled by then. held_s: seconds that requests had slots, all slots together.
     """
 
     requests: int = 0
     finished: int = 0
     aborted: int = 0
+    aborted_tok: int = 0
     preemptions: int = 0
     sampled_tok: int = 0
     prompt_tok: int = 0
@@ -117,6 +119,7 @@ class SamplerStats:
     prefill_s: float = 0.0
     generate_s: float = 0.0
     host_s: float = 0.0
+    held_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

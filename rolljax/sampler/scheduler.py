@@ -53,6 +53,7 @@ class Scheduler:
         self._first_tokens: FirstTokens = []
         """Those that were drawn and are not handed out yet."""
         self._order = 0
+        self._held_until_s = time.perf_counter()  # `stats.held_s` is up to date up to here
 
     # ---- what the owner calls
 
@@ -98,6 +99,7 @@ class Scheduler:
         else:
             return
         self.stats.aborted += 1
+        self.stats.aborted_tok += request.num_sampled
         self._deliver(request, "abort")
 
     def publish(self, make: Callable[[Params], Params], version: int) -> None:
@@ -127,6 +129,7 @@ class Scheduler:
         first_tokens = self._take_first_tokens()
         out = self._dispatch() if self._running else None
         self._hand_out(first_tokens, out)
+        self._count_held()
         spent = self.stats.prefill_s + self.stats.generate_s - before
         self.stats.host_s += time.perf_counter() - start - spent
 
@@ -218,6 +221,7 @@ class Scheduler:
 
     def _enter_slot(self, request: Request, prompt: QueuedPrompt, pages: list[int]) -> None:
         """Give a request a slot, which goes on from the prompt's pages in pages of its own."""
+        self._count_held()
         slot = self._capacity.free_slots[prompt.shard].pop()
         cache = self._capacity.caches[prompt.shard]
         cache.lock(prompt.nodes)
@@ -405,6 +409,7 @@ class Scheduler:
 
     def _leave_slot(self, request: Request) -> None:
         """Free the slot; what its pages hold stays in the cache."""
+        self._count_held()
         cache = self._capacity.caches[request.shard]
         del self._running[request.slot]
         self._capacity.free_slots[request.shard].append(request.slot)
@@ -419,6 +424,12 @@ class Scheduler:
             cache.release(pages)
         cache.unlock(nodes)
         request.slot, request.nodes, request.pages = -1, [], []
+
+    def _count_held(self) -> None:
+        """Count the time since this was called last for every slot that is taken; before that changes."""
+        now = time.perf_counter()
+        self.stats.held_s += len(self._running) * (now - self._held_until_s)
+        self._held_until_s = now
 
     def _deliver(self, request: Request, reason: FinishReason) -> None:
         self.stats.finished += 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rolljax.envs.base import StepResult
+from rolljax.envs.base import Action, StepResult
 from rolljax.envs.pool import Episode
 from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
@@ -122,7 +122,7 @@ class SimulatedSlot:
         self._reward = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]:
+    def call(self, verb: Verb, argument: Task | Action | None, limit_s: float) -> asyncio.Future[Any]:
         """The answer of an environment, after its time; an error if that is more than `limit_s`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()

@@ -58,6 +58,7 @@ class Replica:
     def __init__(self, index: int, slots: int, timings: EngineTimings, finished: Callable[[Answer], None]) -> None:
         self.index, self.free_slots = index, list(range(slots))
         self.steps, self.sequence_steps, self.running_s, self.peak_tok = 0.0, 0.0, 0.0, 0.0
+        self._held_s = self._held_until_s = 0.0
         self._timings, self._finished = timings, finished
         self._running: list[tuple[float, int, Answer]] = []  # by the step that ends them
         self._num_running, self._context_tok, self._started = 0, 0.0, 0
@@ -73,6 +74,7 @@ class Replica:
 
     def begin(self, answer: Answer) -> int:
         """Start to decode an answer; returns the prompt tokens that it had to compute."""
+        self._count_held()
         now = self._advance()
         reused = self._prefilled.get(answer.group, 0) and answer.home < 0
         tokens = 0 if reused else answer.new_tok if answer.home == self.index else answer.prompt_tok
@@ -86,6 +88,17 @@ class Replica:
         self._context_tok += answer.prompt_tok
         self._look_soon()
         return tokens
+
+    def held_s(self) -> float:
+        """Seconds that answers had slots up to now, all slots together."""
+        if self._num_running:
+            self._count_held()
+        return self._held_s
+
+    def _count_held(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._held_s += self._num_running * (now - self._held_until_s)
+        self._held_until_s = now
 
     def give_up(self, answer: Answer) -> None:
         """Stop decoding an answer that nobody waits for any more."""
@@ -172,6 +185,7 @@ class Replica:
         self._look_soon()
 
     def _leave(self, answer: Answer) -> None:
+        self._count_held()
         decoded = self.steps - answer.first_step
         self._num_running -= 1
         self._context_tok = self._context_tok - answer.prompt_tok - decoded if self._num_running else 0.0

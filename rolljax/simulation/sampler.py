@@ -52,6 +52,7 @@ class SimulatedSampler:
             slot_steps=round(steps * self._each),
             busy_slot_steps=self._counts["sampled_tok"],
             generate_s=sum(r.running_s for r in self.replicas),
+            held_s=sum(r.held_s() for r in self.replicas),
         )
 
     @contextlib.contextmanager
@@ -153,6 +154,7 @@ class SimulatedSampler:
             self._num_waiting -= 1
         elif answer.ended_s < 0:
             self.replicas[answer.replica].give_up(answer)
+            self._counts["aborted_tok"] += len(answer.versions)
             self._end(answer)
         self._place_soon()
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rolljax.trainer.algorithms.base import Needs
 from rolljax.trainer.batch import Sample
-from rolljax.trainer.credit import estimators
+from rolljax.trainer.credit import estimators, mismatch
 from rolljax.trainer.credit.episodes import Credit, Episodes
 
 
@@ -79,4 +79,7 @@ def credit_metrics(e: Episodes, credit: Credit) -> dict[str, float]:
         "reward/zero_std_frac": float(flat.mean()) if e.num else 0.0,
         "reward/all_high_frac": float((flat & high).mean()) if e.num else 0.0,
     }
+    if e.trainer_logp is not None:
+        own = part & ~e.expert
+        row["mismatch/ess_frac"] = mismatch.effective_frac((e.trainer_logp - e.sampler_logp)[own])
     return row | {k: float(v) for k, v in credit.stats.items()}

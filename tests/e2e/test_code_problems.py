@@ -1,16 +1,23 @@
 """Coding problems, graded in real sandboxes: right, wrong, broken and hostile programs."""
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rolljax.envs import checks
+from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.programs.code_problems import CodeProblems
+from rolljax.envs.run_limits import AdaptiveTimeout
 from rolljax.errors import EnvError
+from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.policies import GoldPolicy
 from rolljax.sandbox import available
+from rolljax.types import Completion, Key, Sampled
 
 needs_sandbox = pytest.mark.skipif(available() != "", reason=f"no sandbox: {available()}")
 DATA = Path(__file__).parents[1] / "data"
@@ -135,6 +142,48 @@ def test_a_program_that_hangs_is_stopped(humaneval):
     spec = CodeProblems(humaneval.path, timeout_s=2.0)
     result = answer(spec, 0, "def running_max(numbers):\n    while True:\n        pass")
     assert result.reward == 0 and result.metrics["timeouts_n"] == 1
+
+
+ENDLESS = "def second_largest(numbers):\n    while True:\n        pass"
+
+
+class Endless:
+    """A policy whose programs never end."""
+
+    def __init__(self, chat):
+        self.tokens = chat.answer_ids(ENDLESS)
+
+    async def act(self, prompt_ids, episode, key, turn):
+        size = len(self.tokens)
+        return Completion(Sampled.of(self.tokens, np.zeros(size, np.float32), np.zeros(size, np.int32)), "stop")
+
+
+@needs_sandbox
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_where_right_answers_are_quick_a_program_that_hangs_is_cut_soon(chat, where):
+    """Whoever runs the environment: it is told the time-out with the action, and tells how long the program took."""
+    spec = CodeProblems(MBPP.path, timeout_s=100.0, adaptive_timeout=AdaptiveTimeout(low_s=1.0))
+    pool, limits = EnvPool(PoolConfig(where=where, workers=1, step_s=120.0), spec), spec.run_limits()
+    task = spec.task(1)
+
+    def play(policy, draw):
+        rollouts = Rollouts(pool, chat, policy, 1, 4000, 1000, run_limits=limits)
+        return rollouts.trajectory(task, Key(0, draw, 0))
+
+    async def both():
+        return await play(GoldPolicy(chat, 1000), 0), await play(Endless(chat), 1)
+
+    try:
+        assert limits.limit_s(task) == 100
+        right, wrong = asyncio.run(both())
+    finally:
+        pool.close()
+    assert right.success and right.metrics["timeouts_n"] == right.metrics["early_timeouts_n"] == 0
+    assert limits.state() == {task.id: right.metrics["run_s"]}
+    assert limits.limit_s(task) == max(1.0, 1.5 * right.metrics["run_s"]) < 50
+    assert (wrong.status, wrong.reward) == ("ok", 0)
+    assert wrong.metrics["timeouts_n"] == wrong.metrics["early_timeouts_n"] == 1
+    assert limits.limit_s(task) <= wrong.metrics["run_s"] < 100
 
 
 def test_without_isolation_when_asked_for_by_name():

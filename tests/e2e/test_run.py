@@ -271,6 +271,15 @@ def test_every_shipped_config_passes_a_dry_run(path, capsys):
         assert part in out
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("ratio", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["tis", "cispo", "topr", "decoupled_ppo"])
+def test_presets_of_the_dial_pass_a_dry_run(name, ratio, capsys):
+    files = ["--gin", f"configs/algorithms/{name}.gin", "--gin", f"configs/presets/async_ratio_{ratio}.gin"]
+    assert train.main([*files, "--dry_run"]) == 0
+    assert "nothing corrects" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_stop_before_the_first_step_loses_nothing(tmp_path):
     changes = {"warm_start__Phase_dot_steps": 1, "rl__Phase_dot_steps": 1, "MeshSpec_dot_data": 1}

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+import time
 
 import jax
 import numpy as np
@@ -412,6 +413,7 @@ def test_abort_and_resume_change_nothing(order):
 
 def test_an_abort_frees_the_slot_at_once():
     scheduler, _ = open_scheduler(slots=2)
+    start = time.perf_counter()
     requests, reasons = [], {}
     for i in range(5):
         deliver = lambda request, reason, i=i: reasons.__setitem__(i, (len(request.parts), reason))  # noqa: E731
@@ -429,6 +431,11 @@ def test_an_abort_frees_the_slot_at_once():
     assert scheduler.load().running == 2
     finish(scheduler)
     assert [reasons[i][1] for i in (2, 4)] == ["length", "length"] and scheduler.stats.aborted == 3
+    assert scheduler.stats.aborted_tok == sum(requests[i].num_sampled for i in (0, 1, 3)) > 0
+    held_s = scheduler.stats.held_s
+    assert 0 < held_s <= 2 * (time.perf_counter() - start)
+    scheduler.step()
+    assert scheduler.stats.held_s == held_s, "nobody has a slot"
 
 
 TWO_SLOTS = {"slots": 2, "max_context": 2048, "prefill_chunk": 32, "steps_per_dispatch": 1}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rolljax.errors import ConfigError
-from rolljax.trainer.credit.mismatch import Correction, log_ratio
+from rolljax.trainer.credit.mismatch import Correction, effective_frac, log_ratio
 
 LEVELS = ["token", "turn", "geometric", "trajectory"]
 # one trajectory: two sampled tokens, one of a tool (outside the mask), two sampled tokens
@@ -198,3 +198,21 @@ def test_bad_settings_are_refused(setting, bad):
 def test_unknown_level():
     with pytest.raises(ValueError, match="level is one of"):
         log_ratio(TRAINER, SAMPLER, MASK, TURNS, "chunk")
+
+
+# ---- effective sample size ------------------------------------------------------------------------------------------
+
+
+@given(hnp.arrays(np.float64, st.integers(1, 30), elements=st.floats(-20, 20)))
+def test_effective_sample_size(log_weights):
+    weights = [math.exp(x) for x in log_weights]
+    want = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
+    assert effective_frac(log_weights) == pytest.approx(want, rel=1e-9)
+    assert 1 / len(weights) - 1e-9 <= effective_frac(log_weights) <= 1 + 1e-9
+
+
+def test_effective_sample_size_at_its_ends():
+    assert effective_frac(np.full(7, -3.0)) == pytest.approx(1)
+    assert effective_frac(np.array([0.0, -800.0, -900.0, -1000.0])) == pytest.approx(1 / 4)
+    assert effective_frac(np.array([900.0, 900.0])) == pytest.approx(1)
+    assert effective_frac(np.zeros(0)) == 1

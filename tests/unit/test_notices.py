@@ -5,7 +5,8 @@ import pytest
 
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.recipe import Phase, Recipe
-from rolljax.run.notices import SHOWN_CHARS, STILL_STEPS, Notices, samples, unfilled_step
+from rolljax.run.notices import SHOWN_CHARS, STILL_STEPS, Notices, PreemptionRule, samples, unfilled_step
+from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.sft import Sft
@@ -98,3 +99,53 @@ def test_a_step_that_dynamic_sampling_did_not_fill_is_told():
     text = unfilled_step(phase, 5, 32)
     assert text.startswith("only 5 of 8 groups") and "after 3 rounds (32 groups drawn)" in text
     assert "GroupFilter.dynamic_sampling_rounds" in text
+
+
+# ---- the sampler ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preemptions", "factors"),
+    [
+        ([100, 106], [1, 2]),
+        ([100, 104], [1, 1]),
+        ([0, 0, 0, 0], [1, 1, 1, 0.5]),
+        ([0, 0, 0, 5, 0], [1, 1, 1, 2, 1]),
+        ([0, 3], [1, 2]),
+        ([9, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0.5, 1]),
+    ],
+)
+def test_the_split_of_the_weights_follows_preemptions(preemptions, factors):
+    rule = PreemptionRule()
+    assert [rule.after_round(n) for n in preemptions] == factors
+
+
+def told(preemptions, long_rounds=(), **settings):
+    """What is said after each of the steps with so many preemptions; those of `long_rounds` are long rounds."""
+    sampler = SamplerConfig(max_context=64, **settings)
+    notices = Notices(Recipe(FrozenLake(max_turns=8), (PHASE,), max_answer_tok=12, sampler=sampler), PHASE)
+    rows = [{"sampler/preempt_n": n, "groups/long_rounds_n": i in long_rounds} for i, n in enumerate(preemptions)]
+    return [notices.sampler(row) for row in rows]
+
+
+def test_growing_preemptions_are_told_once():
+    assert told([100, 104], pages=50) == [[], []]
+    first, second, third, last = told([100, 106, 120, 140], pages=50)
+    assert first == third == last == []
+    assert "106 sequences" in second[0] and "SamplerConfig.pages = 50" in second[0] and "tensor" in second[0]
+
+
+def test_long_and_short_rounds_are_compared_with_their_like():
+    assert told([10, 300, 10, 300], long_rounds={1, 3}, pages=50) == [[]] * 4
+    assert told([10, 300, 10, 400], long_rounds={1, 3}, pages=50)[3]
+
+
+def test_devices_that_may_be_spared_are_named_where_weights_are_split():
+    *before, last = told([0, 0, 0, 0], pages=50, tensor=4)
+    assert before == [[]] * 3 and "SamplerConfig.tensor = 2" in last[0]
+    assert told([0] * 9, pages=50) == [[]] * 9, "they are not split"
+    assert told([0] * 9, tensor=4) == [[]] * 9, "pages cannot run out"
+
+
+def test_a_step_without_rollouts_says_nothing_of_the_sampler():
+    assert of(PHASE).sampler({"train/tokens_n": 3.0}) == []

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import heapq
 import json
+import math
 import types
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.pool import EnvPool, PoolConfig
+from rolljax.envs.run_limits import RUN_S, AdaptiveTimeout, RunLimits
 from rolljax.envs.tasks import TaskStream
 from rolljax.errors import EnvError, HangError, TrainerError
 from rolljax.model.tokenizer import byte_tokenizer
@@ -146,8 +148,8 @@ class Run:
 
     agents = None
 
-    def __init__(self, chat, phase, policy=None, broken=0, wait_s=60.0, train_s=20):
-        spec = OneAnswer(broken=broken)
+    def __init__(self, chat, phase, policy=None, broken=0, wait_s=60.0, train_s=20, spec=None):
+        spec = spec or OneAnswer(broken=broken)
         self.phase, self.policy, self.train_s = phase, policy or Drawn(), train_s
         self.recipe = Recipe(spec, (phase,), rollout=RolloutConfig(retries=0), wait_s=wait_s)
         self.preflight = types.SimpleNamespace(chat=chat)
@@ -278,6 +280,31 @@ def test_trained_answers_are_as_long_as_in_synchronous_training(chat, name):
     assert max(row["stale/start_max_ver"] for row in run.rows) == np.ceil(run.phase.async_ratio)
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 2.0])
+def test_ages_and_waits_of_groups(chat, ratio):
+    with Run(chat, phase(12, async_ratio=ratio)) as run:
+        run.all()
+    for row, step in zip(run.rows, run.steps, strict=True):
+        p50, p99 = np.percentile(step.start_ages, (50, 99), method="inverted_cdf")
+        want = (np.mean(step.start_ages), p50, p99, max(step.start_ages))
+        assert tuple(row[f"stale/start_{name}_ver"] for name in ("mean", "p50", "p99", "max")) == pytest.approx(want)
+        assert row["groups/wait_s"] == pytest.approx(np.mean(step.waits_s)) and min(step.waits_s) >= 0
+    assert any(row["stale/start_max_ver"] > row["stale/start_p50_ver"] for row in run.rows) == (ratio == 0.5)
+
+
+def test_long_rounds_are_those_of_prompts_that_waited(chat):
+    with Run(chat, phase(24, tail_batching=TailBatching()), Drawn(by_prompt=0.8)) as run:
+        run.all()
+    long = [row["groups/long_rounds_n"] for row in run.rows]
+    counts = [{run.policy.begun.count(g.draw) for g in step.trained} for step in run.steps]
+    short = math.ceil(1.25 * SIBLINGS)
+    assert all(
+        found == ({short + SIBLINGS} if is_long else {short}) for found, is_long in zip(counts[:-1], long, strict=False)
+    )
+    assert counts[-1] == {SIBLINGS, short + SIBLINGS} and long[-1], "the last one takes what is left"
+    assert 0.1 < np.mean(long) < 0.4
+
+
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 def test_long_siblings_are_trained_as_often_as_short_ones(chat, ratio):
     with Run(chat, phase(24)) as plain, Run(chat, phase(24, async_ratio=ratio)) as run:
@@ -331,6 +358,9 @@ def test_groups_without_a_signal_are_replaced(chat, settings):
     assert all(len({t.reward for t in g.trajectories}) == 2 for g in run.trained)
     assert all(len({t.reward for t in g.trajectories}) == 1 for g in dropped)
     assert run.total("no_signal") == len(dropped) > 100 and not run.warned
+    for row, step in zip(run.rows, run.steps, strict=True):
+        lengths = [t.num_sampled_tok for g in step.dropped for t in g.trajectories]
+        assert row.get("groups/no_signal_len_tok") == (pytest.approx(np.mean(lengths)) if lengths else None)
     assert not {g.draw for g in dropped} & set(run.draws) and len(set(run.draws)) == 25 * PROMPTS
     run.check_conserved(), run.check_tasks()
 
@@ -512,3 +542,46 @@ def test_a_phase_with_more_steps_goes_on_behind_its_end(chat, name):
         run.all()
     assert sorted(run.draws) == list(range(6 * PROMPTS))
     run.check_conserved(), run.check_tasks()
+
+
+# ---- time-outs of programs ------------------------------------------------------------------------------------------
+
+LIMITS = {}
+"""What each task's programs were given, in seconds, in the order of their runs."""
+
+
+def seconds(index):
+    return 4.0 + index % 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs(OneAnswer):
+    """Answers are programs, which take as long as `seconds` says of their task."""
+
+    def make(self):
+        return ProgramsEnv(self.broken)
+
+    def run_limits(self):
+        return RunLimits(AdaptiveTimeout(), 30.0)
+
+
+class ProgramsEnv(OneAnswerEnv):
+    def step(self, action):
+        LIMITS.setdefault(self.index, []).append(self.run_limit_s)
+        result = super().step(action)
+        return dataclasses.replace(result, success=result.reward > 0, metrics={RUN_S: seconds(self.index)})
+
+
+def test_programs_get_the_time_that_right_ones_took(chat):
+    """Until one is right, all that there is; it is remembered with the progress of the run."""
+    LIMITS.clear()
+    with Run(chat, phase(4, async_ratio=1.0), Drawn(right=0.6), spec=Programs()) as run:
+        run.until(2, begun)
+        before = dict(run.progress.run_times)
+        run.all()
+    assert before and before.items() <= run.progress.run_times.items()
+    right = {g.task.id: seconds(g.task.index) for g in run.trained if any(t.success for t in g.trajectories)}
+    assert right.items() <= run.progress.run_times.items() and len(right) < len(run.trained)
+    assert all(limits[0] == 30 for limits in LIMITS.values())
+    later = {index: limits[-1] for index, limits in LIMITS.items() if limits[-1] < 30}
+    assert later and all(limit == 1.5 * seconds(index) for index, limit in later.items())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.envs.base import Action, Env, EnvSpec, StepResult
 from rolljax.envs.catalog import make_spec
 from rolljax.envs.pool import EnvPool, PoolConfig, wire
 from rolljax.envs.pool.checks import check_answer, check_messages, check_opening, check_result
@@ -603,11 +603,11 @@ def test_a_host_plays_like_the_environment_itself():
     for number in range(2, 20):
         action = value("gold", host.answer((number, 9, "gold", None)))
         assert action == env.gold()
-        got, expected = value("step", host.answer((number, 9, "step", action))), env.step(action)
+        got, expected = value("step", host.answer((number, 9, "step", Action(action)))), env.step(action)
         assert got == expected
         if got.terminated:
             break
-    assert isinstance(value("step", host.answer((30, 9, "step", action))), EnvError)
+    assert isinstance(value("step", host.answer((30, 9, "step", Action(action)))), EnvError)
     assert value("close", host.answer((31, 9, "close", None))) is None
     assert value("close", host.answer((32, 9, "close", None))) is None
-    assert isinstance(value("step", host.answer((33, 9, "step", "up"))), EnvError)
+    assert isinstance(value("step", host.answer((33, 9, "step", Action("up")))), EnvError)

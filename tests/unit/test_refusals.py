@@ -584,6 +584,16 @@ def test_asynchronous_training_warns_where_nothing_corrects_for_it():
     assert {"grpo", "ppo", "tis", "cispo", "topr", "decoupled_ppo", "ipa", "kimi", "gspo", "rft", "dpo"} < corrects
 
 
+@pytest.mark.parametrize("ratio", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["tis", "cispo", "topr", "decoupled_ppo"])
+def test_off_policy_algorithms_at_every_preset_of_the_dial(name, ratio):
+    """What corrects for older samples has nothing to be warned of, however old they are."""
+    found = cli.load_recipe([f"algorithms/{name}", f"presets/async_ratio_{ratio}"], []).value
+    rl = found.phases[-1]
+    assert (rl.async_ratio, rl.admission().oldest) == (ratio, ratio) and found.phases[0].async_ratio == 0
+    assert type(rl.algorithm).__name__.lower() == name.replace("_", "") and found.warnings() == []
+
+
 @pytest.mark.parametrize("algorithm", [Reinforce(), Rloo(), Grpo(**NO_CLIP), Rft(), Dpo()])
 def test_on_policy_is_nothing_to_warn_of(build, algorithm):
     assert build(algorithm, updates_per_step=1).warnings() == []

@@ -145,6 +145,8 @@ def test_a_synchronous_step_by_hand():
         assert row["time/publish_s"] == pytest.approx(2)
         assert row["time/step_s"] == pytest.approx(65.5)
         assert row["sampler/slot_frac"] == 1.0
+        assert row["sampler/idle_frac"] == pytest.approx(32 / 62)  # until the update's end
+        assert row["groups/wait_s"] == pytest.approx((10 + 0) / 2)  # one group is done with the second wave
         assert check_row({k: v for k, v in row.items() if k != "phase"}) == []
     found = report.summarize(runtime, recorder)
     assert found.numbers["sampler_busy_frac"] == pytest.approx(30 / 65.5)

@@ -305,6 +305,15 @@ def test_supervised_loss_is_the_mean_negative_log_prob(model, params, scored):
     assert not any(name.startswith("mismatch/") for name in sums)
 
 
+def test_effective_sample_size_of_the_ratios(scored, expected):
+    rows, logp, _ = scored
+    trained = rows.scale > 0
+    ratio = np.exp(np.float64(logp[trained]) - rows.sampler_logp[trained])
+    stats = expected(GRPO)[1]
+    assert stats["policy/ratio_mean"] == pytest.approx(ratio.mean(), rel=1e-4)
+    assert stats["policy/ess_frac"] == pytest.approx(ratio.sum() ** 2 / (ratio.size * (ratio**2).sum()), rel=1e-4)
+
+
 # ---- loss and gradients ---------------------------------------------------------------------------------------------
 
 

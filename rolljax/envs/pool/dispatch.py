@@ -18,6 +18,7 @@ import threading
 import time
 from typing import Any
 
+from rolljax.envs.base import Action
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.blame import SET_ASIDE, Blame
 from rolljax.envs.pool.checks import Verb, describe
@@ -73,7 +74,7 @@ class Dispatcher:
         self,
         slot: RemoteSlot,
         verb: Verb,
-        argument: Task | str | None,
+        argument: Task | Action | None,
         limit_s: float,
         future: asyncio.Future[Any] | None,
     ) -> None:

@@ -51,7 +51,9 @@ class EpisodeRunner:
         if self._env is None:
             raise EnvError(f"{verb} before reset, or after close")
         if verb == "step":
-            return check_result(self._env.step(bounded(argument)), self._max_bytes)
+            if argument.run_limit_s is not None:
+                self._env.run_limit_s = argument.run_limit_s
+            return check_result(self._env.step(bounded(argument.text)), self._max_bytes)
         return check_answer(self._env.gold() if verb == "gold" else self._env.rejected(), self._max_bytes)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from rolljax.envs.base import EnvSpec, StepResult
+from rolljax.envs.base import Action, EnvSpec, StepResult
 from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.mailbox import Mailbox
@@ -34,7 +34,7 @@ class EpisodeSlot(Protocol):
 
     started_s: float
 
-    def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]: ...
+    def call(self, verb: Verb, argument: Task | Action | None, limit_s: float) -> asyncio.Future[Any]: ...
     def discard(self) -> None: ...
 
 
@@ -197,8 +197,8 @@ class Episode:
         self._timer = loop.call_later(max(0.0, left_s), self._expire)
         pool._open.add(self)
 
-    async def step(self, action: str) -> StepResult:
-        """Take the policy's text.
+    async def step(self, action: str, run_limit_s: float | None = None) -> StepResult:
+        """Take the policy's text. run_limit_s: see `Env.run_limit_s`.
 
         Raises:
           InfraError: the worker was lost, through no doing of this episode.
@@ -209,7 +209,7 @@ class Episode:
             raise EnvError(f"step of {self._pool.spec.name}: {self._ended}", stage="step")
         succeeded = False
         try:
-            result: StepResult = await self._do("step", action)
+            result: StepResult = await self._do("step", Action(action, run_limit_s))
             succeeded = True
         finally:  # also when the caller was cancelled
             if not succeeded:
@@ -242,7 +242,7 @@ class Episode:
             with self._pool._counted("close"):
                 await asyncio.wait([waiting], timeout=self._pool.cfg.close_s)
 
-    async def _do(self, verb: Verb, argument: str | None) -> Any:
+    async def _do(self, verb: Verb, argument: Action | None) -> Any:
         if self._is_closed or self._call is not None:
             state = "is closed" if self._is_closed else "has another call under way"
             raise self._fault or EnvError(f"{verb} of {self._pool.spec.name}: the episode {state}", stage=verb)

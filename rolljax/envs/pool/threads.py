@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from rolljax.envs.base import EnvSpec
+from rolljax.envs.base import Action, EnvSpec
 from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.episode_runner import EpisodeRunner
@@ -35,7 +35,7 @@ HELD_S = 0.002
 class _Call:
     slot: ThreadSlot
     verb: Verb
-    argument: Task | str | None
+    argument: Task | Action | None
     limit_s: float
     future: asyncio.Future[Any] | None  # None: nobody waits
 
@@ -51,7 +51,7 @@ class ThreadSlot:
         self.discarded = False
         self._backend = backend
 
-    def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]:
+    def call(self, verb: Verb, argument: Task | Action | None, limit_s: float) -> asyncio.Future[Any]:
         future = asyncio.get_running_loop().create_future()
         if verb == "close" and not self.busy and not self.runner.closes:
             future.set_result(None)

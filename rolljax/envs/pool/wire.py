@@ -22,7 +22,7 @@ from rolljax.errors import EnvError, RolljaxError
 from rolljax.types import Message
 
 Request = tuple[int, int, Verb, Any]
-"""Number of the request, number of the episode, what to do, its argument (a Task for reset, an action for step)."""
+"""Number of the request, number of the episode, what to do, its argument (a Task for reset, an Action for step)."""
 
 HELLO = b'[0,"ready",null]'
 """The first frame of a worker that can take requests."""

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from rolljax.envs.base import Action
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.link import Cause
@@ -23,7 +24,7 @@ class Call:
     number: int
     slot: RemoteSlot
     verb: Verb
-    argument: Task | str | None
+    argument: Task | Action | None
     limit_s: float
     future: asyncio.Future[Any] | None  # None: nobody waits
 
@@ -75,7 +76,7 @@ class RemoteSlot:
         self.closing = False
         self._dispatcher = dispatcher
 
-    def call(self, verb: Verb, argument: Task | str | None, limit_s: float) -> asyncio.Future[Any]:
+    def call(self, verb: Verb, argument: Task | Action | None, limit_s: float) -> asyncio.Future[Any]:
         self.closing = self.closing or verb == "close"
         future = asyncio.get_running_loop().create_future()
         self._dispatcher.post(self, verb, argument, limit_s, future)

@@ -18,12 +18,16 @@ import json
 import re
 import textwrap
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.envs.run_limits import RUN_S, AdaptiveTimeout, RunLimits
 from rolljax.envs.text import code_blocks
 from rolljax.errors import ConfigError, DataError, EnvError, check_range
 from rolljax.types import Message, Task
+
+if TYPE_CHECKING:
+    from rolljax.sandbox import Verdict
 
 MAX_ANSWER_CHARS = 65_536
 
@@ -53,6 +57,8 @@ class CodeProblems(EnvSpec):
     A program that crashes, hangs or passes a limit gets 0. A sandbox that fails is an `InfraError`, and no reward.
 
     path: the file. format: of its lines; auto tells by their keys. timeout_s: longest run of a program.
+    adaptive_timeout: while training, cut programs sooner whose problem has quick right answers. Equal actions are then
+      not always equal episodes (None: they are).
     tests_shown: asserts of an MBPP problem that the policy is shown (the name of the function stands in them).
     sandbox: `bwrap`, or `none` to run programs without any isolation: only for answers that you trust.
     """
@@ -60,6 +66,7 @@ class CodeProblems(EnvSpec):
     path: str = ""
     format: Literal["auto", "humaneval", "mbpp"] = "auto"
     timeout_s: float = 5.0
+    adaptive_timeout: AdaptiveTimeout | None = None
     tests_shown: int = 1
     sandbox: Literal["bwrap", "none"] = "bwrap"
 
@@ -84,6 +91,13 @@ class CodeProblems(EnvSpec):
                 )
         check_range(self, "timeout_s", above=0)
         check_range(self, "tests_shown", low=0)
+        if self.adaptive_timeout and self.adaptive_timeout.low_s >= self.timeout_s:
+            raise ConfigError(
+                f"can have no effect: no program runs longer than CodeProblems.timeout_s = {self.timeout_s:g}",
+                setting="AdaptiveTimeout.low_s",
+                value=self.adaptive_timeout.low_s,
+                remedy="raise timeout_s (30 in RollPacker), or lower it",
+            )
 
     @property
     def name(self) -> str:
@@ -104,6 +118,9 @@ class CodeProblems(EnvSpec):
 
     def make(self) -> Env:
         return CodeEnv(self)
+
+    def run_limits(self) -> RunLimits | None:
+        return RunLimits(self.adaptive_timeout, self.timeout_s) if self.adaptive_timeout else None
 
     def bad_actions(self) -> tuple[str, ...]:
         exits = "```python\nimport os, sys\nos._exit(0)\n```"
@@ -132,29 +149,34 @@ class CodeEnv(Env):
         if self._problem is None:
             raise EnvError("step before reset, or after the episode's end")
         problem, self._problem = self._problem, None
-        passed, num_passed, num_tests, reason = self._judge(problem, action)
+        verdict = self._judge(problem, action)
         metrics = {
-            "tests_passed_frac": num_passed / max(1, num_tests),
-            "timeouts_n": float(reason == "timeout"),
-            "no_code_n": float(reason == "no code"),
+            "tests_passed_frac": verdict.num_passed / max(1, verdict.num_tests),
+            "timeouts_n": float(verdict.reason == "timeout"),
+            "no_code_n": float(verdict.reason == "no code"),
         }
-        reward = float(passed)
-        return StepResult((), reward, terminated=True, success=passed, reward_parts={"tests": reward}, metrics=metrics)
+        if self.run_limit_s is not None:
+            cut = verdict.reason == "timeout" and self.run_limit_s < self._spec.timeout_s
+            metrics |= {RUN_S: verdict.ms / 1e3, "early_timeouts_n": float(cut)}
+        reward = float(verdict.passed)
+        parts = {"tests": reward}
+        return StepResult((), reward, terminated=True, success=verdict.passed, reward_parts=parts, metrics=metrics)
 
     def gold(self) -> str:
         if self._problem is None:
             raise EnvError("gold before reset, or after the episode's end")
         return f"```python\n{self._problem.gold.rstrip()}\n```"
 
-    def _judge(self, problem: Problem, action: str) -> tuple[bool, int, int, str]:
-        from rolljax.sandbox import SCORE, grade_mbpp, grade_python
+    def _judge(self, problem: Problem, action: str) -> Verdict:
+        from rolljax.sandbox import SCORE, Verdict, grade_mbpp, grade_python
 
         program = program_of(action, problem)
         if program is None:
-            return False, 0, len(problem.tests), "no code"
-        limits = dataclasses.replace(SCORE, wall_s=self._spec.timeout_s, cpu_s=int(self._spec.timeout_s) + 1)
+            return Verdict(False, 0, len(problem.tests), "no code")
+        limit_s = self.run_limit_s or self._spec.timeout_s
+        limits = dataclasses.replace(SCORE, wall_s=limit_s, cpu_s=int(limit_s) + 1)
         if problem.head:
-            verdict = grade_python(
+            return grade_python(
                 program,
                 problem.entry_point,
                 problem.tests[0],
@@ -162,11 +184,9 @@ class CodeEnv(Env):
                 profile=limits,
                 host=self._host,
             )
-        else:
-            verdict = grade_mbpp(
-                program, problem.entry_point, problem.tests, setup=problem.setup, profile=limits, host=self._host
-            )
-        return verdict.passed, verdict.num_passed, verdict.num_tests, verdict.reason
+        return grade_mbpp(
+            program, problem.entry_point, problem.tests, setup=problem.setup, profile=limits, host=self._host
+        )
 
 
 def program_of(answer: str, problem: Problem) -> str | None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
+from rolljax.envs.run_limits import RunLimits
 from rolljax.envs.tools.base import ToolCall, ToolLimits, ToolResult, Tools, ToolSet, ToolSpec
 from rolljax.envs.tools.parsers import PARSERS, Parser
 from rolljax.envs.tools.repeats import repeated
@@ -84,6 +85,9 @@ class ToolEnv(EnvSpec):
     def make(self) -> Env:
         return ToolEpisode(self)
 
+    def run_limits(self) -> RunLimits | None:
+        return self.inner.run_limits()
+
     def bad_actions(self) -> Sequence[str]:
         return (*self.inner.bad_actions(), '<tool_call>{"name": "no such tool"}</tool_call>', "<tool_call>{")
 
@@ -120,6 +124,7 @@ class ToolEpisode(Env):
         if left:
             calls = [*itertools.islice(self._parser.parse(action, self._specs), limits.calls_per_turn + 1)]
         if not calls:
+            self._inner.run_limit_s = self.run_limit_s
             result = self._inner.step(action)
             self._over = result.terminated or result.truncated
             return result

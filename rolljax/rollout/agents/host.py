@@ -190,8 +190,7 @@ class AgentRollouts(Rollouts):
 
     async def _judge(self, episode: Episode, answer: str, builder: TrajectoryBuilder, calls: list[Call]) -> None:
         """Give the answer to the environment; its reward belongs to the call that was made last."""
-        with builder.waiting_for_env():
-            result = await episode.step(answer)
+        result = await self.env_step(episode, answer, builder)
         last = max(range(len(calls)), key=lambda i: calls[i].index)
         builder.turns[last] = dataclasses.replace(builder.turns[last], reward=result.reward)
         builder.reward, builder.success = result.reward, result.success

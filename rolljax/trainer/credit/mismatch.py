@@ -106,6 +106,15 @@ class Correction:
         return np.where(mask, weights, 0.0), keep
 
 
+def effective_frac(log_weights: np.ndarray) -> float:
+    """Effective sample size of weights `[K]`, given by their logs, as a share of K: `(sum w)^2 / (K sum w^2)`, which is
+    1 where all are equal and 1/K where one outweighs the others (Kong, 1992). 1 if there are none."""
+    if not log_weights.size:
+        return 1.0
+    weights = np.exp(log_weights - log_weights.max())
+    return float(weights.sum() ** 2 / (weights.size * (weights**2).sum()))
+
+
 def _pooled(values_NT: np.ndarray, mask_NT: np.ndarray, turns_NT: np.ndarray, level: RatioLevel) -> np.ndarray:
     """Token values, or their mean or sum over the part of the trajectory that `level` names; 0 outside the mask."""
     if level not in get_args(RatioLevel):

@@ -1,0 +1,67 @@
+"""How long a policy's program may run: longer than those that are known to be right, and not much (RollPacker, arXiv
+2509.21009)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rolljax.envs.base import StepResult
+from rolljax.errors import check_range
+from rolljax.types import Task
+
+RUN_S = "run_s"
+"""Metric of a `StepResult`: seconds that the action's program ran, or was waited for."""
+MAX_TASKS = 100_000
+"""Tasks whose longest correct run is remembered; those that were solved first are forgotten first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveTimeout:
+    """A time-out of its own for every task: `factor` times the longest run of a correct program so far, at least
+    `low_s`, and at most the environment's own time-out, which also holds as long as no program was correct.
+
+    It gives up "equal actions, equal episode": whether a slow program passes depends on the answers before it and on
+    how busy the machine was. A run that is repeated or continued is then not the same to the bit.
+    """
+
+    factor: float = 1.5
+    low_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_range(self, "factor", low=1)
+        check_range(self, "low_s", above=0)
+
+
+class RunLimits:
+    """Time-outs by task, as `cfg` says, learned from what environments report.
+
+    Args:
+      most_s: the environment's own time-out, seconds.
+    """
+
+    def __init__(self, cfg: AdaptiveTimeout, most_s: float) -> None:
+        self._cfg, self._most_s = cfg, most_s
+        self._longest_s: dict[str, float] = {}
+
+    def limit_s(self, task: Task) -> float:
+        """Longest that a program for `task` may run now, seconds."""
+        if task.id not in self._longest_s:
+            return self._most_s
+        return min(max(self._cfg.low_s, self._cfg.factor * self._longest_s[task.id]), self._most_s)
+
+    def learn(self, task: Task, result: StepResult) -> None:
+        """Take in what the environment said of a program for `task`."""
+        if not result.success or RUN_S not in result.metrics:
+            return
+        longest_s = max(float(result.metrics[RUN_S]), self._longest_s.get(task.id, 0.0))
+        if task.id not in self._longest_s and len(self._longest_s) == MAX_TASKS:
+            del self._longest_s[next(iter(self._longest_s))]
+        self._longest_s[task.id] = longest_s
+
+    def state(self) -> dict[str, float]:
+        """Seconds of the longest correct run, by task."""
+        return dict(self._longest_s)
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Go on from `state()`."""
+        self._longest_s = dict(state)
