@@ -234,7 +234,7 @@ class PhaseRollouts:
             version=progress.version,
             draws=[g.draw for g in step.trained],
             start_versions=[progress.version - age for age in step.start_ages],
-            dropped={**dropped},
+            dropped=dict(dropped.items()),
             waiting=progress.groups["tasks"],
             stream_position=progress.stream_position,
             cancelled={str(g.draw): g.cancelled for g in every if g.cancelled},

@@ -101,6 +101,7 @@ def assert_same(ours, theirs):
         assert {k: mine[k] for k in both} == {k: other[k] for k in both} and "loss/total" in both
 
 
+@pytest.mark.slow
 def test_a_replay_ends_at_the_same_bits(recorded, tmp_path, capsys):
     run_dir, _ = recorded
     assert start(tmp_path / "again", "--replay", run_dir) == 0
@@ -111,6 +112,7 @@ def test_a_replay_ends_at_the_same_bits(recorded, tmp_path, capsys):
     check_conserved(of_rl)
 
 
+@pytest.mark.slow
 def test_a_run_of_another_history_is_not_continued_by_a_replay(recorded, tmp_path, capsys):
     run_dir, killed = recorded
     other = shutil.copytree(killed, tmp_path / "other")
