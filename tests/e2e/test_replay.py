@@ -89,6 +89,10 @@ def recorded(tmp_path_factory):
     return run_dir, killed
 
 
+NOT_LOGGED = {"groups/started_n", "groups/waiting_n", "starts/experts_n"}
+"""What a replay has numbers of its own for: it begins nothing again, and plays no expert's episode."""
+
+
 def assert_same(ours, theirs):
     """Two runs that trained the same, to the last bit; only one of them has sampled for it."""
     assert summary(ours)["state_sha256"] == summary(theirs)["state_sha256"]
@@ -97,7 +101,7 @@ def assert_same(ours, theirs):
     for name in ("summary", "rollouts", "files", "settings"):
         assert ends[0][name] == ends[1][name], name
     for mine, other in zip(ends[0]["rows"], ends[1]["rows"], strict=True):
-        both = mine.keys() & other.keys() - {"groups/started_n", "groups/waiting_n"}  # which no log tells exactly
+        both = mine.keys() & other.keys() - NOT_LOGGED
         assert {k: mine[k] for k in both} == {k: other[k] for k in both} and "reward/mean" in both
 
 
@@ -157,6 +161,62 @@ def test_behind_the_log_it_goes_on(tmp_path, late):
     assert len(check_account(log_of(again), late)) == STEPS * PROMPTS
     check_conserved(rows(again)[2:]) if late != "drop" else None
     assert all("sampler/dispatches_n" in row for row in rows(again)[5:])
+
+
+FEW = {
+    "Recipe.max_answer_tok": 8,
+    "SamplerConfig.slots": 16,
+    "Evaluation.tasks": 4,
+    "rl/Phase.steps": 4,
+    "rl/Phase.prompts_per_step": 4,
+    "rl/Phase.group_size": 4,
+    "rl/Phase.eval_every": 0,
+    "warm_start/Phase.steps": 2,
+    "warm_start/Phase.prompts_per_step": 4,
+    "warm_start/Phase.eval_every": 0,
+    "warm_start/Phase.stop_at_reward": None,
+}
+FEW_OF_CRITICS = FEW | {"reward_model/Phase.steps": 2, "reward_model/Phase.prompts_per_step": 4}
+FEW_OF_IPA = {
+    "SamplerConfig.slots": 16,
+    "Evaluation.tasks": 4,
+    "ipa/Phase.steps": 6,
+    "ipa/Phase.prompts_per_step": 4,
+    "ipa/Phase.group_size": 4,
+    "ipa/Phase.eval_every": 3,
+    "ipa/Phase.async_ratio": 1.5,
+    "KeyDoorChain.length": 3,
+}
+DROPPING = {"rl/Phase.late": "'drop'", "rl/Phase.spare_prompts": 2}
+KINDS = {
+    "experts, several turns": ("agent_ipa", FEW_OF_IPA),
+    "critics": ("reward_model_ppo", FEW_OF_CRITICS | DROPPING | {"rl/Phase.async_ratio": 1}),
+    "teachers": ("algorithms/opd", FEW | DROPPING | {"rl/Phase.async_ratio": 1}),
+    "tail batching": ("algorithms/grpo", FEW),
+    "dynamic sampling": ("algorithms/dapo", FEW | {"rl/Phase.async_ratio": 2}),
+}
+
+ROUNDS = """
+from __gin__ import dynamic_registration
+from rolljax import recipe
+from rolljax.rollout import group_buffer
+rl/recipe.Phase.tail_batching = @group_buffer.TailBatching()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_replays_of_every_kind_end_at_the_same_bits(tmp_path, kind):
+    config, settings = KINDS[kind]
+    argv = ["--gin", config, "--set", "MeshSpec.data = 1"]
+    if kind == "tail batching":
+        (tmp_path / "rounds.gin").write_text(ROUNDS)
+        argv += ["--gin", str(tmp_path / "rounds.gin")]
+    argv += [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
+    run_dir, again = tmp_path / "run", tmp_path / "again"
+    assert train.main([*argv, "--run_dir", str(run_dir)]) == 0
+    assert train.main([*argv, "--run_dir", str(again), "--replay", str(run_dir)]) == 0
+    assert_same(again, run_dir)
 
 
 # ---- SIGKILL
