@@ -17,13 +17,15 @@
 it is published or saved. `Phase.async_ratio` is the one dial between synchronous and asynchronous training: at 0 the
 second `rollouts.start` begins nothing, so every token is of the newest weights; above 0 the groups of later steps are
 in flight while the trainer works, and live through `runtime.publish`. Time is the event loop's: on a virtual clock the
-same coroutine is the simulator (`rolljax.simulation`).
+same coroutine is the simulator (`rolljax.simulation`). Where `rollouts` are the log of another run
+(`rolljax.run.replay`) nothing is sampled, and weights are published for evaluations alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections.abc import Callable
 
 from rolljax.cluster.lockstep import SINGLE_PROCESS, Leader, SingleProcess
@@ -32,11 +34,11 @@ from rolljax.recipe import Phase
 from rolljax.rollout.filters import faults_row, filter_groups
 from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
-from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import ALL_STEPS, RunProgress
-from rolljax.run.protocols import LoopRecorder, LoopRuntime, TaskSource
+from rolljax.run.protocols import LoopRecorder, LoopRuntime, StepSource, TaskSource
 from rolljax.run.recorder import Recorder
+from rolljax.run.replay import RunLog, open_rollouts
 from rolljax.run.runtime import Runtime, mean_reward
 from rolljax.run.step_metrics import StepTimer, groups_row, sampler_row, timed, trajectories_row
 from rolljax.run.trainer import LOCKSTEP_CALLS, LocalTrainer, Trainer
@@ -51,6 +53,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     team: SingleProcess | Leader = SINGLE_PROCESS,
     began: float | None = None,
+    log: RunLog | None = None,
 ) -> tuple[Trainer, RunProgress]:
     """Run every phase from where the folder's newest good checkpoint stands; returns the trainer and how far it is.
 
@@ -58,6 +61,7 @@ def train(
 
     Args:
       began: `time.perf_counter()` when the process set out, for the account of its seconds.
+      log: of a run that is replayed: its steps are trained first (`run.replay`).
 
     Raises:
       Stopped: `should_stop` said so; everything up to the last complete step is saved.
@@ -78,7 +82,7 @@ def train(
     console.say("compiling the sampler")
     with Runtime(preflight, trainer.weights, progress.version, should_stop, team, watchdog) as runtime:
         try:
-            runtime.event_loop.run(train_phases(stream, trainer, runtime, recorder, began))
+            runtime.event_loop.run(train_phases(stream, trainer, runtime, recorder, began, log))
         except Stopped:
             recorder.save()
             raise
@@ -88,7 +92,12 @@ def train(
 
 
 async def train_phases(
-    stream: TaskSource, trainer: Trainer, runtime: LoopRuntime, recorder: LoopRecorder, began: float | None = None
+    stream: TaskSource,
+    trainer: Trainer,
+    runtime: LoopRuntime,
+    recorder: LoopRecorder,
+    began: float | None = None,
+    log: RunLog | None = None,
 ) -> None:
     """Every phase of the run that is not done yet, each evaluated at its end."""
     progress, recipe = recorder.progress, runtime.recipe
@@ -101,10 +110,12 @@ async def train_phases(
     while not progress.finished:
         phase = recipe.phases[progress.phase]
         recorder.start_phase(phase)
-        async with PhaseRollouts(runtime, stream, progress, recorder.console.warn) as rollouts:
-            while progress.is_in(phase):
-                await train_step(phase, rollouts, trainer, runtime, recorder)
-                runtime.check_stop()
+        while progress.is_in(phase):
+            await runtime.call(runtime.publish, progress.version)  # steps of a log publish nothing
+            async with open_rollouts(runtime, stream, progress, recorder.console.warn, log) as rollouts:
+                while progress.is_in(phase) and rollouts.has_step():
+                    await train_step(phase, rollouts, trainer, runtime, recorder)
+                    runtime.check_stop()
         recorder.console.wait("evaluating on held-out tasks")
         with timed(progress.phase_wall_s, phase.name):
             await runtime.call(runtime.publish, progress.version)
@@ -120,7 +131,7 @@ async def train_phases(
 
 
 async def train_step(
-    phase: Phase, rollouts: PhaseRollouts, trainer: Trainer, runtime: LoopRuntime, recorder: LoopRecorder
+    phase: Phase, rollouts: StepSource, trainer: Trainer, runtime: LoopRuntime, recorder: LoopRecorder
 ) -> None:
     """One step of a phase. At its end state and progress agree, so that they can be saved as they are."""
     progress, recipe, version = recorder.progress, runtime.recipe, recorder.progress.version
@@ -135,12 +146,14 @@ async def train_step(
     progress.carry = dict(trained.carry)
     recorder.warn(groups.all)
     row = trained.row | trajectories_row(groups.all, version) | faults_row(groups.all)
-    row |= rollouts.end_step(groups) | groups_row(len(groups.trained), len(kept), trained.num_trained)
-    if phase.samples:
+    ended, logged = rollouts.end_step(groups)
+    row |= ended | groups_row(len(groups.trained), len(kept), trained.num_trained)
+    is_sampled = phase.samples and groups.logged is None
+    if is_sampled:
         row |= sampler_row(before, runtime.sampler.stats, recipe.sampler.slots * timer.total_s())
     progress.end_step(phase)
     evaluate_now = phase.eval_every > 0 and progress.step % phase.eval_every == 0
-    if phase.samples or evaluate_now:
+    if is_sampled or evaluate_now:
         with timer.part("publish"):
             row |= await runtime.call(runtime.publish, progress.version)
     if evaluate_now:
@@ -148,10 +161,17 @@ async def train_step(
             found = await runtime.evaluate(progress.total_steps, interruptible=False)
         row["heldout/reward_mean"] = mean_reward(found)
         recorder.show_evaluation(found)
-        if phase.stop_at_reward is not None and row["heldout/reward_mean"] >= phase.stop_at_reward:
-            progress.phase_end[phase.name] = f"held-out reward reached {phase.stop_at_reward:g}"
+    if end := groups.logged.phase_end if groups.logged else early_end(phase, row):
+        progress.phase_end[phase.name] = end
     recorder.check_alive(groups.all)
-    await runtime.call(recorder.commit, phase, groups, row, timer)
+    await runtime.call(recorder.commit, phase, groups, logged, row, timer)
+
+
+def early_end(phase: Phase, row: dict[str, float]) -> str:
+    """Why a phase ends behind a step whatever its number is; empty if it does not."""
+    goal = phase.stop_at_reward
+    is_reached = goal is not None and row.get("heldout/reward_mean", -math.inf) >= goal
+    return f"held-out reward reached {goal:g}" if is_reached else ""
 
 
 def open_trainer(

@@ -1,4 +1,5 @@
-"""Train: `python -m rolljax.train --gin FILE [--set 'name = value'] [--run_dir DIR] [--fresh] [--dry_run]`.
+"""Train: `python -m rolljax.train --gin FILE [--set 'name = value'] [--run_dir DIR] [--replay RUN] [--fresh]
+[--dry_run]`.
 
 The same command continues a run that was stopped; on several hosts it is started on each of them (docs/sharding.md).
 Exit codes: 0 done, 2 config, 3 data, environment or a lost process, 4 sampler, 5 trainer (not finite), 6 checkpoint,
@@ -38,6 +39,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rolljax.train", description="Train by a recipe.")
     cli.add_config_arguments(parser, required=True)
     parser.add_argument("--run_dir", help="run folder (default: runs/ and the name of the last gin file)")
+    parser.add_argument(
+        "--replay", metavar="RUN", help="train what the run in that folder trained, from its rollouts, then go on"
+    )
     parser.add_argument("--fresh", action="store_true", help="delete the run in that folder first")
     parser.add_argument("--dry_run", action="store_true", help="check everything, show what would run, and stop")
     return parser.parse_args(argv)
@@ -75,7 +79,7 @@ def train(
     """Run, continue or decline to repeat a run; returns the exit code. `began`: see `loop.train`."""
     from rolljax import loop
     from rolljax.cluster.lockstep import Follower
-    from rolljax.run import preflight, rehearsal
+    from rolljax.run import preflight, rehearsal, replay
     from rolljax.run.console import Console
     from rolljax.run.folder import RunFolder
     from rolljax.threads.event_loop import Stopped
@@ -85,8 +89,9 @@ def train(
         return follow(config, folder, team)
     checked = preflight.check(config.value)
     lines = rehearsal.check(checked)
+    log = replay.read_log(args.replay, config, folder) if args.replay else None
     if args.dry_run:
-        print(describe(checked, lines))
+        print(describe(checked, [*lines, *([log.describe()] if log else [])]))
         return 0
     with folder.lock():
         for text in folder.prepare(config, fresh=args.fresh):
@@ -94,11 +99,13 @@ def train(
         team.handshake(folder.mark())
         if is_complete(folder, checked.recipe, console):
             return 0
+        if log:
+            console.say(log.check_continues(folder))
         with stop_on_signal() as is_told:
             try:
                 with team.guard():
                     should_stop = lambda: is_told() or team.asked_to_stop()  # noqa: E731
-                    trainer, progress = loop.train(checked, folder, console, should_stop, team, began)
+                    trainer, progress = loop.train(checked, folder, console, should_stop, team, began, log)
             except Stopped:
                 return stopped(folder, console)
             except Exception as e:  # border: whatever ended the run stands in its summary

@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rolljax.errors import ConfigError, check_range
 
@@ -27,6 +27,7 @@ Late = Literal["wait", "redraw", "drop"]
 Dropped = Literal["no_signal", "failed", "late"]
 """Why a group was not trained: its algorithm learns nothing from it, every trajectory failed, or it was not finished
 when the policy had moved on."""
+DROPPED: tuple[Dropped, ...] = get_args(Dropped)
 
 
 @dataclasses.dataclass(frozen=True)

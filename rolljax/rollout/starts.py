@@ -217,6 +217,7 @@ class StartCurriculum:
             went = self._rates.pop(t.expert.id, {})
             went[t.num_replayed] = (went.get(t.num_replayed, "") + "01"[t.success])[-RECENT:]
             self._rates[t.expert.id] = went
+            self._longest = max(self._longest, t.expert.turns)
             while len(self._rates) > MAX_EXPERTS:
                 self._rates.pop(next(iter(self._rates)))
         self._recent.append(t.success)

@@ -4,7 +4,7 @@ config.gin            the settings that were read, complete and runnable
 config.resolved.json  every setting with its value, defaults included
 env.json              versions, devices, command
 metrics.jsonl         one object per step (`metrics.NAMES`)
-consumed.jsonl        per step the draws it trained, and the policy versions at which they began
+consumed.jsonl        per step the draws it trained, and what became of the others (`consumed.ConsumedStep`)
 rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
 ckpt/                 checkpoints (Orbax)
 hf/                   the result as a Hugging Face folder
@@ -19,7 +19,9 @@ All of it is written through `durable`: a run that is killed at any time goes on
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import io
 import json
 import platform
@@ -36,6 +38,7 @@ from rolljax.errors import CheckpointError, ConfigError
 from rolljax.recipe import Recipe
 from rolljax.run import durable
 from rolljax.run.checkpoint import Checkpoints, Saved
+from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.types import Trajectory
 
@@ -154,9 +157,8 @@ class RunFolder:
         durable.sweep(self.path)
         if fresh:
             self._clear()
-        stored, notes = self.path / RESOLVED, []
-        if stored.is_file():
-            notes = self._check_same(self._stored(), config)
+        stored = self.path / RESOLVED
+        notes = self._check_same(config) if stored.is_file() else []
         durable.write(stored, json.dumps(config.resolved, indent=1) + "\n")  # from here on it is a run folder
         with durable.storing(self.path):
             (self.path / ROLLOUTS).mkdir(exist_ok=True)
@@ -195,17 +197,24 @@ class RunFolder:
                 remedy="name another folder",
             )
 
-    def _check_same(self, old: Mapping[str, object], config: Any) -> list[str]:
-        """Raise unless all that has changed is of no importance for what is done already; what is to be known else."""
+    def changes(self, config: Any) -> list[tuple[str, object, object]]:
+        """Settings that differ from those of the run that is here and change numbers: path, value there, value now.
+
+        Args:
+          config: a `config.Loaded`.
+        """
         from rolljax.config.loader import diff
 
-        changes = [c for c in diff(dict(old), config.resolved) if not c[0].startswith(RESUMABLE)]
+        return [c for c in diff(self._stored(), config.resolved) if not c[0].startswith(RESUMABLE)]
+
+    def _check_same(self, config: Any) -> list[str]:
+        """Raise unless all that has changed is of no importance for what is done already; what is to be known else."""
+        changes = self.changes(config)
         notes: list[str] = []
         saved = self.latest(notes.append) if changes else None
         progress = saved.progress if saved else RunProgress()
         for path, before, now in changes:
-            of_phase = _OF_PHASE.fullmatch(path)
-            index, name = (int(of_phase[1]), of_phase[2]) if of_phase else (-1, "")
+            index, name = setting_of_phase(path)
             if index > progress.phase:  # nothing of it is done yet
                 continue
             if index < progress.phase or name != "steps":
@@ -283,20 +292,26 @@ class RunFolder:
         """Append one step to metrics.jsonl."""
         durable.append(self.path / METRICS, json.dumps(row))
 
-    def write_consumed(self, entry: Mapping[str, Any]) -> None:
-        """Append to consumed.jsonl which draws a step trained, and the policy versions at which they began."""
-        durable.append(self.path / CONSUMED, json.dumps(entry))
+    def write_consumed(self, step: ConsumedStep) -> None:
+        """Append a step to consumed.jsonl."""
+        durable.append(self.path / CONSUMED, json.dumps(dataclasses.asdict(step)))
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All rows of metrics.jsonl that are whole."""
-        path = self.path / METRICS
+    def rows(self, name: str = METRICS) -> list[dict[str, Any]]:
+        """All rows of metrics.jsonl, or of another such file, that are whole."""
+        path = self.path / name
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         return [row for line in lines if (row := _row(line))]
 
-    def write_rollouts(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        """Write rollouts/step_N.jsonl."""
+    def rollouts(self, step: int) -> Path:
+        """The file of a step's rollouts."""
+        return self.path / ROLLOUTS / f"step_{step}.jsonl"
+
+    def write_rollouts(self, step: int, trajectories: Iterable[Trajectory]) -> str:
+        """Write rollouts/step_N.jsonl; returns its SHA-256 in hexadecimal digits."""
         lines = (json.dumps(t.to_json(), separators=(",", ":")) + "\n" for t in trajectories)
-        durable.write(self.path / ROLLOUTS / f"step_{step}.jsonl", "".join(lines))
+        data = "".join(lines).encode()
+        durable.write(self.rollouts(step), data)
+        return hashlib.sha256(data).hexdigest()
 
     def write_crash(self, name: str, arrays: Mapping[str, Any]) -> Path:
         """Keep the batch that led to a stop."""
@@ -364,6 +379,12 @@ def stored_config(run: str | Path) -> str:
     if not path.is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.gin")
     return str(path)
+
+
+def setting_of_phase(path: str) -> tuple[int, str]:
+    """Index of the phase that a path of resolved settings belongs to, and its name there; -1 if it is of none."""
+    found = _OF_PHASE.fullmatch(path)
+    return (int(found[1]), found[2]) if found else (-1, "")
 
 
 def _holds(path: Path, text: str) -> bool:

@@ -14,8 +14,9 @@ from rolljax.errors import RolljaxError, TrainerError
 from rolljax.rollout.barrier import Barrier
 from rolljax.rollout.builder import fault_of
 from rolljax.rollout.filters import filter_groups
-from rolljax.rollout.group_buffer import Entry, GroupBuffer
+from rolljax.rollout.group_buffer import DROPPED, Dropped, Entry, GroupBuffer
 from rolljax.rollout.starts import fallback
+from rolljax.run.consumed import ConsumedStep
 from rolljax.run.notices import unfilled_step
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import LoopRuntime, StepGroups, TaskSource
@@ -54,6 +55,7 @@ class PhaseRollouts:
         self._dropped: list[Group] = []
         self._ready_s: dict[int, float] = {}
         """When each group that waits was ready, on the event loop's clock."""
+        self._unlogged: dict[Dropped, list[int]] = {why: [] for why in DROPPED}
         self._version = progress.version
         self._before: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -71,6 +73,10 @@ class PhaseRollouts:
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def has_step(self) -> bool:
+        """Whether another step can be had from here: of a stream of tasks without end, always."""
+        return True
 
     # ---- beginning
 
@@ -133,6 +139,7 @@ class PhaseRollouts:
         else:
             del self._tasks[group.draw]
             self._dropped.append(group)
+            self._unlogged["failed" if failed else "no_signal"].append(group.draw)
         self.start(self._version)  # which is further by now, maybe, than where this one began
 
     def _has_signal(self, group: Group) -> bool:
@@ -182,6 +189,7 @@ class PhaseRollouts:
             self._running.pop(entry.draw).cancel()
         self._done.pop(entry.draw, None)
         self._ready_s.pop(entry.draw, None)
+        self._unlogged["late"].append(entry.draw)
         if self._phase.begins_again:
             return  # its task is needed again
         del self._tasks[entry.draw]
@@ -201,11 +209,11 @@ class PhaseRollouts:
 
     # ---- what a step leaves behind
 
-    def end_step(self, step: StepGroups) -> dict[str, float]:
+    def end_step(self, step: StepGroups) -> tuple[dict[str, float], ConsumedStep]:
         """Learn from how a step's episodes went where the next ones start; note in the progress what comes next.
 
         Returns:
-          Metrics of the step.
+          Metrics of the step, and what the run's log says of it.
         """
         progress, buffer = self._progress, self._buffer
         now = Counter({"started": buffer.num_started, **buffer.dropped})
@@ -230,8 +238,24 @@ class PhaseRollouts:
             self._starts.learn(step.all, progress.step)
             progress.starts = self._starts.state()
             row |= self._starts.row(step.all)
+        dropped, self._unlogged = self._unlogged, {why: [] for why in DROPPED}
         self.note(is_saved=(progress.total_steps + 1) % self._recipe.save_every == 0)
-        return row
+        return row, self._logged(step, dropped)
+
+    def _logged(self, step: StepGroups, dropped: dict[Dropped, list[int]]) -> ConsumedStep:
+        progress, every = self._progress, step.all
+        return ConsumedStep(
+            step=progress.total_steps + 1,
+            phase=self._phase.name,
+            version=progress.version,
+            draws=[g.draw for g in step.trained],
+            start_versions=[progress.version - age for age in step.start_ages],
+            dropped=dict(dropped.items()),
+            waiting=progress.groups["tasks"],
+            stream_position=progress.stream_position,
+            cancelled={str(g.draw): g.cancelled for g in every if g.cancelled},
+            demonstrations={str(g.draw): g.demonstration.to_json() for g in every if g.demonstration},
+        )
 
     def note(self, *, is_saved: bool) -> None:
         """Note in the progress where the task stream stands, and which groups are in flight.
@@ -247,7 +271,11 @@ class PhaseRollouts:
         if self._run_limits:
             self._progress.run_times = self._run_limits.state()
         self._progress.stream_position = self._stream.state()
-        self._progress.groups = {"buffer": state, "tasks": tasks, "counted": dict(self._before)}
+        self._progress.groups = {"buffer": state, "tasks": tasks}
+        self._progress.groups |= {
+            "counted": dict(self._before),
+            "unlogged": {why: list(d) for why, d in self._unlogged.items()},
+        }
         self._progress.waiting = "".join(json.dumps(g.to_json()) + "\n" for g in waiting.values())
 
     def _restore(self, progress: RunProgress) -> None:
@@ -256,6 +284,7 @@ class PhaseRollouts:
         groups = [Group.from_json(json.loads(line)) for line in progress.waiting.splitlines()]
         self._done = {g.draw: g for g in groups}
         self._before = Counter(progress.groups["counted"])
+        self._unlogged = {why: list(progress.groups["unlogged"][why]) for why in DROPPED}
 
 
 def _has_experts(group: Group) -> bool:

@@ -13,6 +13,7 @@ from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import Policy
 from rolljax.rollout.starts import StartCurriculum
+from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.run.step_metrics import StepTimer
 from rolljax.sampler.request import SamplerStats
@@ -27,12 +28,16 @@ P = ParamSpec("P")
 class StepGroups:
     """What a step gets: the groups it trains, in the order of their draws, with their ages in versions and the seconds
     that each waited for it when it was complete; those that were dropped since the step before because nothing can be
-    learned from them."""
+    learned from them.
+
+    logged: what the log of the run says that this step is taken from; None if its groups were played for it.
+    """
 
     trained: list[Group]
     start_ages: list[int]
     dropped: list[Group]
     waits_s: list[float]
+    logged: ConsumedStep | None = None
 
     @property
     def all(self) -> list[Group]:
@@ -45,6 +50,7 @@ class TaskSource(Protocol):
 
     def __next__(self) -> Task: ...
     def state(self) -> str: ...
+    def restore(self, state: str) -> None: ...
 
 
 class LoopSampler(Protocol):
@@ -86,6 +92,15 @@ class LoopRuntime(Protocol):
     async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]: ...
 
 
+class StepSource(Protocol):
+    """Where the groups of steps come from; see `phase_rollouts.PhaseRollouts` and `replay.ReplayedRollouts`."""
+
+    def has_step(self) -> bool: ...
+    def start(self, version: int) -> None: ...
+    async def take(self, version: int) -> StepGroups: ...
+    def end_step(self, step: StepGroups) -> tuple[dict[str, float], ConsumedStep]: ...
+
+
 class LoopConsole(Protocol):
     """What the loop tells a person."""
 
@@ -105,7 +120,9 @@ class LoopRecorder(Protocol):
     def keeping_crashes(self) -> contextlib.AbstractContextManager[None]: ...
     def warn(self, groups: Sequence[Group]) -> None: ...
     def check_alive(self, groups: Sequence[Group]) -> None: ...
-    def commit(self, phase: Phase, step: StepGroups, row: dict[str, float], timer: StepTimer) -> None: ...
+    def commit(
+        self, phase: Phase, step: StepGroups, logged: ConsumedStep, row: dict[str, float], timer: StepTimer
+    ) -> None: ...
     def save(self) -> None: ...
     def put_evaluation(self, name: str, trajectories: Sequence[Trajectory]) -> None: ...
     def show_evaluation(self, trajectories: Sequence[Trajectory]) -> None: ...

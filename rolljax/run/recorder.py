@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from rolljax.errors import EnvError, TrainerError
 from rolljax.recipe import Phase, Recipe
 from rolljax.run.console import Console
+from rolljax.run.consumed import ConsumedStep
 from rolljax.run.folder import RunFolder
 from rolljax.run.notices import Notices, samples
 from rolljax.run.progress import RunProgress
@@ -90,25 +92,21 @@ class Recorder:
         if self.progress.failed_steps >= MAX_FAILED_STEPS:
             raise EnvError(f"no trajectory survived for {MAX_FAILED_STEPS} steps; the last one: {failed[-1].fault}")
 
-    def commit(self, phase: Phase, step: StepGroups, row: dict[str, float], timer: StepTimer) -> None:
-        """A step is done: its rollouts and metrics are written, and a checkpoint if one is due."""
-        progress, recipe, groups = self.progress, self._recipe, step.all
+    def commit(
+        self, phase: Phase, step: StepGroups, logged: ConsumedStep, row: dict[str, float], timer: StepTimer
+    ) -> None:
+        """A step is done: its rollouts, log and metrics are written, and a checkpoint if one is due."""
+        progress, recipe, groups, digest = self.progress, self._recipe, step.all, ""
         with timer.part("save"):
-            self._folder.write_consumed(
-                {
-                    "step": progress.total_steps,
-                    "phase": phase.name,
-                    "version": progress.version - 1,
-                    "draws": [g.draw for g in step.trained],
-                    "start_versions": [progress.version - 1 - age for age in step.start_ages],
-                }
-            )
             if progress.total_steps % recipe.rollouts_every == 0:
-                self._folder.write_rollouts(progress.total_steps, (t for g in groups for t in g.trajectories))
+                every = (t for g in groups for t in g.trajectories)
+                digest = self._folder.write_rollouts(progress.total_steps, every)
+            end = progress.phase_end.get(phase.name, "")
+            self._folder.write_consumed(dataclasses.replace(logged, phase_end=end, rollouts=digest))
         row = row | timer.row
         seconds = timer.total_s()
         row["time/step_s"], row["time/checkpoint_s"], self._checkpoint_s = seconds, self._checkpoint_s, 0.0
-        if phase.samples:
+        if phase.samples and not step.logged:
             sampled = row["rollout/len_tok"] * len(groups) * phase.group_size
             row["tput/sample_tok_s"] = sampled / max(row["time/rollout_s"], 1e-9)
         row["tput/train_tok_s"] = row["train/tokens_n"] / max(row["time/update_s"], 1e-9)

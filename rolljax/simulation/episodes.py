@@ -55,6 +55,9 @@ class SimulatedTasks:
     def state(self) -> str:
         return str(self._next)
 
+    def restore(self, state: str) -> None:
+        self._next = int(state)
+
 
 class TokenCounts(Chat):
     """A chat whose messages are numbers of tokens."""

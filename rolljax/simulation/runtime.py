@@ -17,6 +17,7 @@ from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import Policy
 from rolljax.run.checkpoint import Saved
+from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import StepGroups
 from rolljax.run.step_metrics import StepTimer, token_ages
@@ -209,7 +210,9 @@ class SimulatedRecorder:
     def keeping_crashes(self) -> Iterator[None]:
         yield
 
-    def commit(self, phase: Phase, step: StepGroups, row: dict[str, float], timer: StepTimer) -> None:
+    def commit(
+        self, phase: Phase, step: StepGroups, logged: ConsumedStep, row: dict[str, float], timer: StepTimer
+    ) -> None:
         groups, version, save_s = step.all, self.progress.version - 1, self._runtime.timings.trainer.save_s
         self._runtime.thread.spend("save", save_s)
         now = asyncio.get_running_loop().time() + save_s

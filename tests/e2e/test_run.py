@@ -10,12 +10,17 @@ import pytest
 
 from rolljax import eval as eval_verb
 from rolljax import export, loop, train
+from rolljax.envs.tasks import TaskStream
 from rolljax.metrics import check_row
+from rolljax.rollout.policies import GoldPolicy, SamplerPolicy
 from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
+from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.preflight import check as check_run
+from rolljax.run.progress import RunProgress
 from rolljax.run.runtime import Runtime
 from rolljax.run.trained import trained_params
+from rolljax.run.trainer import LocalTrainer
 from rolljax.threads.event_loop import Stopped
 from rolljax.types import Group, SamplingParams
 
@@ -242,6 +247,57 @@ def test_an_asynchronous_run_that_goes_on_loses_no_draw_and_trains_none_twice(tm
     lines = {line for path in (tmp_path / "run" / "rollouts").iterdir() for line in path.read_text().splitlines()}
     trained = [json.loads(line) for line in lines]
     assert used and (late != "wait" or all(t in trained for t in used))
+
+
+class SparesOnly:
+    """Groups behind the first `wanted` are sampled, without an end; these get the environment's answers, once the others
+    are running in the engine, which is held from then on."""
+
+    def __init__(self, runtime, plan, wanted, spares):
+        self.sampler, self.wanted, self.spares = runtime.sampler, wanted, spares
+        self.endless = SamplerPolicy(runtime.sampler, SamplingParams(1.0, 900), 0)
+        self.gold, self.ended, self.release = GoldPolicy(plan.chat, 900), 0, None
+
+    async def act(self, prompt_ids, episode, key, turn):
+        if key.draw < self.wanted:
+            while self.sampler.load().running < self.spares:
+                await asyncio.sleep(0)
+            self.release = self.release or self.sampler.hold()
+            return await self.gold.act(prompt_ids, episode, key, turn)
+        try:
+            return await self.endless.act(prompt_ids, episode, key, turn)
+        finally:
+            self.ended += 1
+
+
+@pytest.mark.slow
+def test_what_is_let_go_is_aborted_in_the_engine_at_once(tmp_path):
+    changes = {"rl__Phase_dot_spare_prompts": 2, "rl__Phase_dot_late": "'drop'", "SamplerConfig_dot_max_context": 1024}
+    config, plan = load(arguments(tmp_path / "run", MeshSpec_dot_data=1, **changes))
+    phase, progress = plan.recipe.phases[1], RunProgress(phase=1)
+    trainer, spares = LocalTrainer(plan, RunFolder(tmp_path / "run")), 2 * plan.recipe.phases[1].group_size
+    trainer.open_phase(progress)
+    stream = TaskStream(plan.recipe.env, 0, 0.1)
+    with Runtime(plan, trainer.weights, 0) as runtime:
+        policy = SparesOnly(runtime, plan, phase.prompts_per_step, spares)
+        runtime.actor = lambda phase: policy
+
+        async def step():
+            async with PhaseRollouts(runtime, stream, progress, print) as rollouts:
+                rollouts.start(0)
+                groups = await rollouts.take(0)
+                while policy.ended < spares:  # the requests have been told
+                    await asyncio.sleep(0)
+                before = runtime.sampler.stats
+                policy.release()
+                while runtime.sampler.load().running:
+                    await asyncio.sleep(0)
+                row, line = rollouts.end_step(groups)
+            return before, runtime.sampler.stats, row, line
+
+        before, after, row, line = runtime.event_loop.run(step())
+    assert line.draws == list(range(8)) and line.dropped["late"] == [8, 9] and row["groups/late_n"] == 2
+    assert (before.aborted, after.aborted) == (0, spares) and after.dispatches <= before.dispatches + 1  # under way
 
 
 def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path, capsys):

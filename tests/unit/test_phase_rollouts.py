@@ -25,8 +25,10 @@ from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import RolloutConfig, Rollouts
 from rolljax.rollout.group_buffer import TailBatching
-from rolljax.run.phase_rollouts import PhaseRollouts
+from rolljax.run.consumed import ConsumedStep, DrawAccount
+from rolljax.run.folder import RunFolder
 from rolljax.run.progress import RunProgress
+from rolljax.run.replay import RunLog, open_rollouts
 from rolljax.run.step_metrics import groups_row
 from rolljax.threads.event_loop import EventLoop, Stopped
 from rolljax.trainer.algorithms.grpo import Grpo
@@ -156,13 +158,17 @@ class Run:
         self.sampler = types.SimpleNamespace(hold=lambda: lambda: None)
         self.pool, self.event_loop = EnvPool(PoolConfig(), spec), EventLoop(lambda: False)
         self.progress, self.stream = RunProgress(), TaskStream(spec, 0, 0.1)
-        self.warned, self.steps, self.rows = [], [], []
+        self.warned, self.steps, self.rows, self.lines = [], [], [], []
+        self.log = None
 
     def actor(self, phase):
         return self.policy
 
     def start_curriculum(self, phase, progress):
         return None
+
+    async def call(self, blocking, *args):
+        return await self.event_loop.call(blocking, *args)
 
     def rollouts(self, policy, *, hash_observations=False):
         return Rollouts(self.pool, self.preflight.chat, policy, 1, 1000, LIMIT, self.recipe.rollout)
@@ -177,20 +183,24 @@ class Run:
         for group, age in zip(groups.trained, groups.start_ages, strict=True):
             told = [t.turns[0].versions[0] for t in group.trajectories if t.turns]
             assert not told or version - min(told) <= age <= np.ceil(self.phase.async_ratio)
-        row = groups_row(len(groups.trained), len(groups.trained), len(groups.trained)) | rollouts.end_step(groups)
+        ended, line = rollouts.end_step(groups)
+        row = groups_row(len(groups.trained), len(groups.trained), len(groups.trained)) | ended
         self.steps.append(groups)
         self.rows.append(row)
+        self.lines.append(line)
         self.progress.end_step(self.phase)
 
     async def _until(self, step, stop):
         time = asyncio.ensure_future(self.policy.clock.run(self.pool))
         try:
-            async with PhaseRollouts(self, self.stream, self.progress, self.warned.append) as rollouts:
-                while self.progress.step < min(step, self.phase.steps):
-                    await self.train_step(rollouts)
-                if stop:
-                    await stop(self, rollouts)
-                    raise Stopped
+            last = min(step, self.phase.steps)
+            while stop or self.progress.step < last:
+                async with open_rollouts(self, self.stream, self.progress, self.warned.append, self.log) as rollouts:
+                    while self.progress.step < last and rollouts.has_step():
+                        await self.train_step(rollouts)
+                    if stop and self.progress.step == last:
+                        await stop(self, rollouts)
+                        raise Stopped
         finally:
             time.cancel()
 
@@ -243,6 +253,24 @@ class Run:
             gone = sum(row[f"groups/{name}_n"] for name in ("trained", "no_signal", "spare_failed", "late"))
             assert before + row["groups/started_n"] == gone + row["groups/waiting_n"]
             before = row["groups/waiting_n"]
+        account, gone = DrawAccount(self.phase), set()
+        for line in self.lines:
+            account.add(line)
+            gone |= {*line.draws, *(draw for draws in line.dropped.values() for draw in draws)}
+            assert gone | {*map(int, line.waiting)} == {*range(account.num_drawn)}
+            assert not {*line.draws} & {*map(int, line.waiting)}
+
+    def write_log(self, folder):
+        """What a run writes of its steps; returns the log that it can be replayed from."""
+        folder = RunFolder(folder)
+        (folder.path / "rollouts").mkdir(parents=True)
+        lines = []
+        for line, groups in zip(self.lines, self.steps, strict=True):
+            digest = folder.write_rollouts(line.step, (t for g in groups.all for t in g.trajectories))
+            lines.append(dataclasses.replace(line, rollouts=digest))
+            folder.write_consumed(lines[-1])
+        assert [ConsumedStep(**row) for row in folder.rows("consumed.jsonl")] == lines
+        return RunLog(folder, lines)
 
     def check_tasks(self):
         """Every draw is the task at that place of the stream."""
@@ -481,6 +509,32 @@ def test_a_run_that_goes_on_loses_nothing_and_trains_nothing_twice(chat, name, s
     if settings.get("late") != "drop":
         assert len(set(range(8 * PROMPTS + gone)) - set(run.draws)) == gone
     run.check_conserved(), run.check_tasks()
+
+
+@pytest.mark.parametrize("name", GOING_ON)
+def test_steps_of_a_log_are_trained_again_and_what_follows_is_played(chat, tmp_path, name):
+    """The first five steps from another run's record, interrupted behind the third; then three of its own."""
+    settings = GOING_ON[name]
+    answers = {"by_prompt": 0.8, "right": 0.5 if "rounds" in settings else 1.0}
+    with Run(chat, phase(8, **settings), Drawn(**answers)) as run, Run(chat, phase(8, **settings)) as again:
+        run.until(5)
+        log = again.log = run.write_log(tmp_path)
+        again.policy = Drawn(**answers)
+        again.until(3).go_on()
+        again.until(5)
+        assert not again.policy.begun
+        again.go_on()
+        again.all()
+    plain = lambda groups: [[g.to_json() for g in part] for part in (groups.trained, groups.dropped)]  # noqa: E731
+    for ours, theirs, line in zip(again.steps, run.steps, log.steps, strict=False):
+        assert plain(ours) == plain(theirs) and ours.start_ages == theirs.start_ages and ours.logged == line
+    assert [s.logged is None for s in again.steps] == [False] * 5 + [True] * 3
+    assert len(set(again.draws)) == len(again.draws) == 8 * PROMPTS
+    assert not {g.draw for s in again.steps[:5] for g in s.all} & set(again.policy.begun)
+    gone = int(again.total("no_signal"))
+    if settings.get("late") != "drop":
+        assert len(set(range(8 * PROMPTS + gone)) - set(again.draws)) == gone
+    again.check_conserved(), again.check_tasks()
 
 
 def test_what_waits_is_saved_and_not_played_again(chat):

@@ -267,9 +267,9 @@ def keeping_groups(run, world):
     kept = []
 
     class Keeping(SimulatedRecorder):
-        def commit(self, phase, step, row, timer):
+        def commit(self, phase, step, logged, row, timer):
             kept.append(step.all)
-            super().commit(phase, step, row, timer)
+            super().commit(phase, step, logged, row, timer)
 
     async def play():
         runtime = SimulatedRuntime(verb.sampling_part(run, None), world)

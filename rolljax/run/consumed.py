@@ -1,0 +1,93 @@
+"""What became of groups, step by step: the lines of `consumed.jsonl`, and their sum over a phase."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from rolljax.recipe import Phase
+from rolljax.rollout.group_buffer import DROPPED, Entry
+
+
+@dataclasses.dataclass(frozen=True)
+class ConsumedStep:
+    """A line of `consumed.jsonl`. With the rollouts of the step it is all that a replay needs (`run.replay`).
+
+    step: of the run. phase: its name. version: of the policy that was trained.
+    draws: of the groups that it trained, in order. start_versions: of the policy when each of them began.
+    dropped: draws that were let go since the line before, by reason (`group_buffer.Dropped`).
+    waiting: by draw the index of the task of each group that is in flight, ready, or to begin again.
+    stream_position: of the task stream. cancelled: by draw how many spare episodes of the group were let go.
+    demonstrations: by draw what an expert showed of the task (`Group.demonstration`), as JSON.
+    phase_end: why the phase ended behind this step, if it did before all of its steps.
+    rollouts: SHA-256 of the step's file of rollouts; empty if none was written.
+    """
+
+    step: int
+    phase: str
+    version: int
+    draws: list[int]
+    start_versions: list[int]
+    dropped: dict[str, list[int]]
+    waiting: dict[str, int]
+    stream_position: str
+    cancelled: dict[str, int]
+    demonstrations: dict[str, Any]
+    phase_end: str = ""
+    rollouts: str = ""
+
+
+class DrawAccount:
+    """What became of the draws of a phase: the sum of its lines of `consumed.jsonl`."""
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+        self._waiting: dict[str, int] = {}
+        self._late: list[int] = []
+        self.num_trained = self.num_drawn = 0
+        self.dropped: Counter[str] = Counter()
+
+    def add(self, line: ConsumedStep) -> None:
+        """The next line."""
+        self._waiting = line.waiting
+        self._late += line.dropped["late"]
+        self.num_trained += len(line.draws)
+        self.dropped.update({why: len(draws) for why, draws in line.dropped.items()})
+        named = [*line.draws, *(d for why in DROPPED for d in line.dropped[why]), *map(int, line.waiting)]
+        self.num_drawn = max([self.num_drawn, *(d + 1 for d in named)])
+
+    @property
+    def again(self) -> list[int]:
+        """Draws that were let go and wait to begin again, in the order in which they were let go."""
+        return [draw for draw in self._late if str(draw) in self._waiting]
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Draws that were begun, and neither trained nor let go."""
+        again = set(self.again)
+        return [draw for draw in map(int, self._waiting) if draw not in again]
+
+    @property
+    def num_started(self) -> int:
+        """How often a group was begun."""
+        return self.num_trained + self.dropped.total() + len(self.in_flight)
+
+    def groups(self, version: int) -> dict[str, Any]:
+        """`RunProgress.groups` behind the last line, for a run that goes on from there with none of them ready.
+
+        Args:
+          version: of the policy that was trained last.
+        """
+        entries = [Entry(draw, version, kept=self._phase.late == "wait") for draw in sorted(self.in_flight)]
+        buffer = {
+            "num_started": self.num_started,
+            "num_trained": self.num_trained,
+            "num_drawn": self.num_drawn,
+            "dropped": dict(self.dropped),
+            "again": self.again,
+            "taken_at": version,
+            "entries": [dataclasses.asdict(e) for e in entries],
+        }
+        counted = {"started": self.num_started, **self.dropped}
+        return {"buffer": buffer, "tasks": self._waiting, "counted": counted, "unlogged": {why: [] for why in DROPPED}}

@@ -1,0 +1,254 @@
+"""Training again what another run trained: `train --replay RUN`.
+
+Which groups a step trains, and which weights sampled which of their tokens, is decided by time once a run is
+asynchronous or has spares. `consumed.jsonl` and `rollouts/` of a run are a record of that. A run that takes its steps
+from there ends at the same bits; behind the last of them it goes on by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rolljax.errors import CheckpointError, ConfigError, boundary
+from rolljax.recipe import Phase, Recipe
+from rolljax.run.consumed import ConsumedStep, DrawAccount
+from rolljax.run.folder import CONSUMED, RESOLVED, RunFolder, setting_of_phase
+from rolljax.run.phase_rollouts import PhaseRollouts
+from rolljax.run.progress import RunProgress
+from rolljax.run.protocols import LoopRuntime, StepGroups, TaskSource
+from rolljax.types import Group, Trajectory
+
+COMPUTING = ("mesh.", "placement", "attention", "remat")
+"""Settings (path prefixes) that a replay may have of its own, beside `folder.RESUMABLE`: they say how a step is
+computed, not what. So do those of `COMPUTING_OF_PHASE`."""
+COMPUTING_OF_PHASE = ("row_len", "micro_rows")
+RECORDING = "a run that is to be replayed needs rollouts_every = 1 and keep_rollouts = None"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunLog:
+    """What a run trained.
+
+    folder: of that run. steps: the lines of its log, from step 1 on.
+    """
+
+    folder: RunFolder
+    steps: Sequence[ConsumedStep]
+
+    def describe(self) -> str:
+        """One line: what there is to replay."""
+        return f"{len(self.steps)} steps of {self.folder.path} can be replayed with these settings"
+
+    def after(self, progress: RunProgress, phase: Phase) -> ConsumedStep | None:
+        """What comes behind `progress`; None if the log ends there, or `phase` does."""
+        rest = self.steps[progress.total_steps : progress.total_steps + 1]
+        return next((line for line in rest if line.phase == phase.name), None)
+
+    def groups(self, line: ConsumedStep) -> StepGroups:
+        """The groups of a step, from its file of rollouts.
+
+        Raises:
+          CheckpointError: it is not there any more, or not as it was written.
+        """
+        path = self.folder.rollouts(line.step)
+        with boundary(CheckpointError, f"reading {path}"):
+            data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != line.rollouts:
+            raise CheckpointError(
+                f"{path} is not what step {line.step} of that run wrote, by its SHA-256 in {CONSUMED}"
+            )
+        with boundary(CheckpointError, f"reading {path}, which another version of rolljax may have written"):
+            return step_groups(line, [Trajectory.from_json(json.loads(text)) for text in data.splitlines()])
+
+    def check_continues(self, folder: RunFolder) -> str:
+        """Check that a run can be replayed from where `folder` stands.
+
+        Returns:
+          One line for the user.
+
+        Raises:
+          ConfigError: the run in `folder` has trained something else so far, or rollouts of a step that is to come are
+            missing.
+        """
+        name, saved = self.folder.path, folder.latest(lambda _: None)
+        done = saved.progress.total_steps if saved else 0
+        for ours, theirs in zip(_lines(folder, done), self.steps, strict=False):
+            if not _same(ours, theirs):
+                remedy = "name another --run_dir, or start over with --fresh"
+                raise _refused(self.folder, f"trained other samples in step {ours.step} than {folder.path}", remedy)
+        last = len(self.steps)
+        missing = [line.step for line in self.steps[done:] if not self.folder.rollouts(line.step).is_file()]
+        if missing:
+            text = (
+                f"has no rollouts of {len(missing)} of its steps {done + 1} to {last}, the first of step {missing[0]}"
+            )
+            raise _refused(self.folder, text, RECORDING)
+        if done >= last:
+            return f"nothing is left to replay of the {last} steps of {name}: the run goes on by itself"
+        return f"replaying steps {done + 1} to {last} of {name}; behind them the run goes on by itself"
+
+
+def read_log(run: str | Path, config: Any, into: RunFolder) -> RunLog:
+    """The log of the run in folder `run`, to be replayed in another folder, with the settings of `config`, a
+    `config.Loaded`.
+
+    Raises:
+      ConfigError: it cannot be: there is no log, the settings are others, the record is not complete, or the other
+        folder is the same one.
+    """
+    folder = RunFolder(run)
+    if os.path.realpath(run) == os.path.realpath(into.path):
+        raise _refused(folder, "is the run that is to be trained", "name another --run_dir")
+    if not (folder.path / RESOLVED).is_file() or not (folder.path / CONSUMED).is_file():
+        raise _refused(folder, f"is not a run folder with a {CONSUMED}", "name the folder of a run (its --run_dir)")
+    steps = _lines(folder)
+    if not steps:
+        raise _refused(folder, f"has no step in its {CONSUMED}", "name a run that has trained")
+    _check_settings(folder, config, steps)
+    _check_recorded(config.value)
+    return RunLog(folder, steps)
+
+
+def _lines(folder: RunFolder, until: int | None = None) -> list[ConsumedStep]:
+    rows = {row["step"]: row for row in folder.rows(CONSUMED)}
+    last = max(rows, default=0) if until is None else until
+    if lost := [step for step in range(1, last + 1) if step not in rows]:
+        raise _refused(folder, f"lacks step {lost[0]} in its {CONSUMED}", "it is damaged: name another run")
+    try:
+        return [ConsumedStep(**rows[step]) for step in range(1, last + 1)]
+    except TypeError:
+        remedy = "train that run again with this one"
+        raise _refused(folder, f"has a {CONSUMED} of another version of rolljax", remedy) from None
+
+
+def _check_settings(folder: RunFolder, config: Any, steps: Sequence[ConsumedStep]) -> None:
+    names = [phase.name for phase in config.value.phases]
+    last = names.index(steps[-1].phase) if steps[-1].phase in names else -1
+    for path, theirs, own in folder.changes(config):
+        phase, name = setting_of_phase(path)
+        more = last >= 0 and (phase > last or (phase == last and name == "steps"))
+        if not (more or path.startswith(COMPUTING) or name in COMPUTING_OF_PHASE):
+            raise ConfigError(
+                f"is {own!r}, but {theirs!r} in the run that is to be replayed",
+                setting=path,
+                remedy=f"replay it with its own settings: --gin {folder.path}/config.gin",
+            )
+
+
+def _check_recorded(recipe: Recipe) -> None:
+    if recipe.sampler.record_experts:
+        raise ConfigError(
+            "keeps for every token the experts that it took, which no file of rollouts holds: such a run cannot be "
+            "replayed",
+            setting="SamplerConfig.record_experts",
+            value=True,
+            remedy="leave it out of a run that is to be replayed",
+        )
+
+
+def _refused(folder: RunFolder, text: str, remedy: str) -> ConfigError:
+    return ConfigError(text, setting="--replay", value=str(folder.path), remedy=remedy)
+
+
+def _same(ours: ConsumedStep, theirs: ConsumedStep) -> bool:
+    """Whether two runs trained the same in a step; one of them may not have written its rollouts."""
+    if not (ours.rollouts and theirs.rollouts):
+        ours, theirs = (dataclasses.replace(line, rollouts="") for line in (ours, theirs))
+    return ours == theirs
+
+
+def step_groups(line: ConsumedStep, trajectories: Sequence[Trajectory]) -> StepGroups:
+    """The groups of a step, as its log says, from all trajectories of its file."""
+    members: dict[int, list[Trajectory]] = {}
+    for t in trajectories:
+        members.setdefault(t.key.draw, []).append(t)
+    shown = {draw: Trajectory.from_json(record) for draw, record in line.demonstrations.items()}
+    groups = {
+        draw: Group(own[0].task, draw, tuple(own), line.cancelled.get(str(draw), 0), shown.get(str(draw)))
+        for draw, own in members.items()
+    }
+    trained = [groups.pop(draw) for draw in line.draws]
+    return StepGroups(trained, [line.version - v for v in line.start_versions], [*groups.values()], [], line)
+
+
+class ReplayedRollouts:
+    """The groups of steps that another run has trained, as far as its log goes. Stands where `PhaseRollouts` does; no
+    environment is opened and nothing is sampled."""
+
+    def __init__(self, runtime: LoopRuntime, progress: RunProgress, log: RunLog) -> None:
+        self._runtime, self._progress, self._log = runtime, progress, log
+        self._phase = runtime.recipe.phases[progress.phase]
+        self._starts = runtime.start_curriculum(self._phase, progress)
+        self._account = DrawAccount(self._phase)
+        for line in log.steps[: progress.total_steps]:
+            if line.phase == self._phase.name:
+                self._account.add(line)
+
+    async def __aenter__(self) -> ReplayedRollouts:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing is in flight."""
+
+    def has_step(self) -> bool:
+        """Whether the log goes on, in this phase."""
+        return self._log.after(self._progress, self._phase) is not None
+
+    def start(self, version: int) -> None:
+        """Nothing: the groups are there."""
+
+    async def take(self, version: int) -> StepGroups:
+        """The groups of the step at `version`.
+
+        Raises:
+          CheckpointError: its file of rollouts is not as it was written.
+        """
+        line = self._log.after(self._progress, self._phase)
+        assert line is not None and line.version == version, "the log has no such step"
+        return await self._runtime.call(self._log.groups, line)
+
+    def end_step(self, step: StepGroups) -> tuple[dict[str, float], ConsumedStep]:
+        """Note in the progress what the other run noted; see `PhaseRollouts.end_step`."""
+        progress, account, line = self._progress, self._account, step.logged
+        assert line is not None, "the step is not of the log"
+        before = account.num_started
+        account.add(line)
+        ages = np.array(step.start_ages or [0])
+        row = {
+            "groups/started_n": float(account.num_started - before),
+            "groups/no_signal_n": float(len(line.dropped["no_signal"])),
+            "groups/spare_failed_n": float(len(line.dropped["failed"])),
+            "groups/late_n": float(len(line.dropped["late"])),
+            "groups/waiting_n": float(len(account.in_flight)),
+            "stale/start_mean_ver": float(ages.mean()),
+            "stale/start_max_ver": float(ages.max()),
+        }
+        if self._starts:
+            self._starts.learn(step.all, progress.step)
+            progress.starts = self._starts.state()
+            row |= self._starts.row(step.all)
+        progress.stream_position, progress.waiting = line.stream_position, ""
+        progress.groups = account.groups(line.version)
+        return row, line
+
+
+def open_rollouts(
+    runtime: LoopRuntime, stream: TaskSource, progress: RunProgress, warn: Callable[[str], None], log: RunLog | None
+) -> PhaseRollouts | ReplayedRollouts:
+    """Where the next steps of a phase come from: the log of another run while there is one, else the task stream."""
+    if log is None:
+        return PhaseRollouts(runtime, stream, progress, warn)
+    replayed = ReplayedRollouts(runtime, progress, log)
+    if replayed.has_step():
+        return replayed
+    if progress.stream_position:
+        stream.restore(progress.stream_position)
+    return PhaseRollouts(runtime, stream, progress, warn)
