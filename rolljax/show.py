@@ -131,14 +131,15 @@ def compare(page: Console, one: RunFolder, two: RunFolder, names: Sequence[str])
     settings = [dict(json.loads((folder.path / RESOLVED).read_text())) for folder in (one, two)]
     differ = make_table("setting", *title)
     for path in sorted(settings[0].keys() | settings[1].keys()):
-        before, now = (s.get(path, "-") for s in settings)
+        before, now = (repr(s[path]) if path in s else "-" for s in settings)
         if before != now:
-            differ.add_row(*cells(path, repr(before), repr(now)))
+            differ.add_row(*cells(path, before, now))
     page.print(differ if differ.row_count else "all settings are the same")
 
 
 def curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
-    """The values of each metric over the steps that have it, in the order of `names`.
+    """The values of each metric over the steps that have it, in the order of `names`; rewards of gold answers, which
+    supervised phases train on, are left out.
 
     Raises:
       ConfigError: a name that no metric has.
@@ -152,7 +153,8 @@ def curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[
             raise ConfigError(
                 "is no metric", setting="--metric", value=name, remedy=nearest(name, present, "metrics of this run")
             )
-        if values := [row[name] for row in rows if isinstance(row.get(name), (int, float))]:
+        shown = [row for row in rows if "tput/sample_tok_s" in row or not name.startswith("reward/")]
+        if values := [row[name] for row in shown if isinstance(row.get(name), (int, float))]:
             yield name, values
 
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 PARTS = {"update": "trainer", "eval": "evaluation", "save": "disk", "publish": "weights"}
 """Parts of a step by whom they wait for; what a rollout waits for is seen in its own parts (`waits`)."""
 OF_SAMPLER = ("time/prefill_s", "time/decode_s", "time/schedule_s")
+OWNERS = ("infra", "env", "agent", "limit")
+"""Whose doing it is that an episode did not end as it should; those of `LOST` take no part in credit."""
+LOST = OWNERS[:2]
 HISTORY = 48
 """Steps in the panel's curve of rewards."""
 SHOWN_FRAC = 0.05
@@ -67,13 +70,12 @@ def step_line(phase: str, row: Mapping[str, float], num_steps: int, before: Mapp
         parts.append(f"{row['tput/sample_tok_s']:,.0f} tok/s")
     parts.append(f"{row['time/step_s']:.2f}s waits: {bottleneck(row)}")
     if failed := row["rollout/fail_frac"]:
-        parts.append(f"failed {failed:.0%} ({faults(row)})")
+        parts.append(f"failed {failed:.0%} ({faults(row, LOST)})")
     return "  ".join(parts)
 
 
-def faults(row: Mapping[str, float]) -> str:
+def faults(row: Mapping[str, float], owners: Sequence[str] = OWNERS) -> str:
     """Trajectories of a step that did not end as they should, by whose doing that was; empty if all did."""
-    owners = ("infra", "env", "agent", "limit")
     found = {owner: int(row.get(f"faults/{owner}_n", 0)) for owner in owners}
     return ", ".join(f"{owner} {n}" for owner, n in found.items() if n)
 

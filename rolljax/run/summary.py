@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolljax.run.console import waits
+from rolljax.run.console import OWNERS, waits
 from rolljax.run.folder import SUMMARY, RunFolder
 from rolljax.run.terminal import duration, visible
 
@@ -82,8 +82,7 @@ def _waits(rows: Sequence[Row]) -> str:
 
 
 def _failed(rows: Sequence[Row]) -> str:
-    owners = ("infra", "env", "agent", "limit")
-    counts = {owner: sum(int(row.get(f"faults/{owner}_n", 0)) for row in rows) for owner in owners}
+    counts = {owner: sum(int(row.get(f"faults/{owner}_n", 0)) for row in rows) for owner in OWNERS}
     found = ", ".join(f"{owner} {n:,}" for owner, n in counts.items() if n)
     share = sum(row["rollout/fail_frac"] for row in rows) / len(rows)
     return f"{share:.1%} of trajectories left out" + (f"; faults by owner: {found}" if found else "")

@@ -13,6 +13,7 @@ from rolljax.recipe import Recipe
 from rolljax.run import durable
 from rolljax.run.folder import RESOLVED, RunFolder
 from rolljax.threads.event_loop import Stopped
+from rolljax.trackers import feed
 from rolljax.trackers.base import Outcome, RunInfo, TrackerConfig
 from rolljax.trackers.feed import Feed, Trackers
 from rolljax.types import Trajectory
@@ -43,7 +44,7 @@ def tracking(recipe: Recipe, folder: RunFolder, done: int, warn: Callable[[str],
         outcome = "stopped"
         raise
     finally:
-        trackers.close(outcome)
+        trackers.close(outcome, feed.CLOSE_S)
 
 
 def check(configs: Sequence[TrackerConfig]) -> None:

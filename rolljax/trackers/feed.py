@@ -133,7 +133,7 @@ class Feed:
         except queue.Full:
             self._lose("slow", f"takes rows more slowly than the run makes them; {QUEUE} wait, and newer ones are lost")
 
-    def close(self, outcome: Outcome, deadline_s: float = CLOSE_S) -> None:
+    def close(self, outcome: Outcome, deadline_s: float) -> None:
         """Have it end; what it has not taken by the deadline it does not get."""
         self._outcome = outcome
         self._closing.set()
@@ -245,7 +245,7 @@ class Trackers:
         for feed in self._feeds:
             feed.put(method, step, *args)
 
-    def close(self, outcome: Outcome, deadline_s: float = CLOSE_S) -> None:
+    def close(self, outcome: Outcome, deadline_s: float) -> None:
         """End them all at the same time, at the latest after `deadline_s`."""
         closing = [threading.Thread(target=feed.close, args=(outcome, deadline_s)) for feed in self._feeds]
         for thread in closing:

@@ -13,8 +13,7 @@ from rolljax.run import tracking
 from rolljax.trackers import RunInfo, TensorBoard, TrackerConfig, WandB, feed
 from rolljax.trackers.base import flat, numbers
 from rolljax.trackers.feed import Feed, Trackers
-
-from ..file_tracker import FileTracker, given
+from tests.file_tracker import FileTracker, given
 
 SETTINGS = {"seed": 0, "env.name": "lake", "phases[0].steps": 3, "model": None, "lr": 0.5}
 
@@ -78,7 +77,7 @@ def test_what_is_handed_over_arrives_once_in_its_order(fed):
     one.feed.put("text", 2, "heldout/answers", "\x1b[31m\ud800 ok")
     one.feed.put("figure", 2, "curves", b"\x89PNG")
     one.log(3)
-    one.feed.close("done")
+    one.feed.close("done", 60)
     assert one.given() == [[s, row(s)] for s in (1, 2, 3)]
     assert one.given("text") == [[2, "heldout/answers", "\x1b[31m\ud800 ok"]] and one.given("figure") == [
         [2, "curves", 4]
@@ -90,17 +89,17 @@ def test_what_is_handed_over_arrives_once_in_its_order(fed):
 def test_a_run_that_goes_on_gives_what_is_missing_and_nothing_twice(fed):
     one = fed()
     one.log(1, 2, 3)
-    one.feed.close("stopped")
+    one.feed.close("stopped", 60)
     two = fed(done=2)  # step 3 was of a process that was killed: it comes again
     two.log(3, 4)
-    two.feed.close("done")
+    two.feed.close("done", 60)
     assert [step for step, _ in two.given()] == [1, 2, 3, 4]
 
 
 def test_a_tracker_that_is_added_later_gets_all_rows(fed):
     one = fed(done=5)
     one.log(6)
-    one.feed.close("done")
+    one.feed.close("done", 60)
     assert [step for step, _ in one.given()] == [1, 2, 3, 4, 5, 6]
 
 
@@ -108,7 +107,7 @@ def test_a_row_that_is_refused_is_counted_and_said_once(fed):
     one = fed(FileTracker("raise", once=False))
     one.log(1, 2, 3, 4)
     one.wait(lambda: len(one.given()) == 3)
-    one.feed.close("done")
+    one.feed.close("done", 60)
     assert [step for step, _ in one.given()] == [1, 2, 4] and one.feed.lost == 1
     [said] = one.said
     assert "tracker filetracker refused" in said and "I do not want\\nthis row" in said and "\n" not in said
@@ -120,7 +119,7 @@ def test_a_process_that_is_lost_is_started_again_and_loses_nothing(fed, monkeypa
     one = fed(FileTracker(fault))
     one.log(1, 2, 3, 4, 5)
     one.wait(lambda: len(one.given()) == 5)
-    one.feed.close("done")
+    one.feed.close("done", 60)
     assert [step for step, _ in one.given()] == [1, 2, 3, 4, 5] and len(one.given("open")) == 2
     assert one.feed.lost == 1 and len(one.said) == 1
     assert ("has not answered" if fault == "hang" else "lost its process") in one.said[0]
@@ -134,14 +133,14 @@ def test_one_that_never_works_is_given_up_and_its_rows_are_counted(fed, fault):
     lost = one.feed.lost
     one.log(4, 5)
     assert one.feed.lost == lost + 2 and len(one.said) == 1 and len(one.given("open")) == 3
-    one.feed.close("done")
+    one.feed.close("done", 60)
 
 
 def test_the_queue_has_an_end(fed, monkeypatch):
     monkeypatch.setattr(feed, "QUEUE", 4)
     one = fed(FileTracker("hang", at=1, once=False))
-    one.log(1)
-    one.wait(lambda: one.given("open") and one.feed._waiting.empty())
+    one.feed.put("log", 1, row(1))
+    one.wait(one.feed._waiting.empty)
     one.log(*range(2, 12))
     assert one.feed.lost == 6 and [("4 wait" in s) for s in one.said] == [True]
 
@@ -169,7 +168,7 @@ def test_a_tracker_of_a_run_that_was_killed_closes_as_stopped(tmp_path):
 def test_a_row_tells_how_many_were_lost_since_the_last(tmp_path):
     assert Trackers().row() == {} and not Trackers()
     gone = Fed(tmp_path, FileTracker())
-    gone.feed.close("done")
+    gone.feed.close("done", 60)
     trackers = Trackers([gone.feed])
     assert trackers.row() == {"trackers/lost_n": 0.0}
     trackers.log(1, row(1))
