@@ -54,7 +54,7 @@ class AimRun:
         from aim.storage.context import Context
 
         found = self._run.get_metric(EVERY_ROW, Context({}))
-        return max((int(step) for step in found.values.sparse_numpy()[0]), default=0) if found else 0
+        return int(found.last_step()) if found else 0
 
     def last_step(self) -> int:
         return self._held

@@ -127,14 +127,17 @@ def read_mlflow(folder, config):
 
 def read_aim(folder, config):
     import aim
+    from aim.sdk.index_manager import RepoIndexManager
 
     known = (folder.path / "trackers" / "aim" / "hash").read_text()
-    assert aim.Repo(config.repo).list_all_runs() == [known]
+    repo = aim.Repo(config.repo)
+    assert repo.list_all_runs() == [known]
+    RepoIndexManager.get_index_manager(repo).index(known)  # as `aim up` does
     run = aim.Run(known, repo=config.repo, read_only=True)
     assert run.name == "lake" and run["settings"]["lr"] == 3e-4 and run["outcome"] == "done"
     found = {}
     for metric in run.metrics():
-        steps, (values, *_) = metric.values.sparse_numpy()[0], [metric.values.sparse_numpy()[1]]
+        steps, (values, *_) = metric.data.items_list()
         for step, value in zip(steps, values, strict=True):
             assert metric.name not in found.setdefault(int(step), {})
             found[int(step)][metric.name] = float(value)
