@@ -104,8 +104,11 @@ def is_run(path: str) -> bool:
 
 
 def serve_options(args: argparse.Namespace) -> list[str]:
-    """The arguments of `rolljax.serve` that load this model for one conversation."""
-    given = ["--run" if is_run(args.model) else "--model", args.model, "--slots", "1", "--steps_per_dispatch", "1"]
+    """The arguments of `rolljax.serve` that load this model for one conversation: slots divide over devices."""
+    import jax
+
+    source = ["--run" if is_run(args.model) else "--model", args.model]
+    given = [*source, "--slots", str(jax.device_count()), "--steps_per_dispatch", "1"]
     return given + (["--max_context", str(args.max_context)] if args.max_context else [])
 
 

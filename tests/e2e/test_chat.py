@@ -32,6 +32,7 @@ def talked(monkeypatch, capsys, folder, lines, *argv):
     return code, done.out, done.err
 
 
+@pytest.mark.slow  # of programs: alternatives, greedy
 def test_turns_probabilities_and_commands(folder, monkeypatch, capsys):
     lines = ["hello", "/probs 2", "again", "/temp 0", "/temp cold", "/nonsense", "/task", "/new", "hello"]
     code, out, err = talked(monkeypatch, capsys, folder, lines, "--system", "be brief \x1b[2J")

@@ -203,7 +203,7 @@ def test_a_run_whose_tracker_is_killed_equals_one_without(tmp_path, start):
     small = {"warm_start__Phase_dot_steps": 2, "rl__Phase_dot_steps": 8}
     plain = start(arguments(tmp_path / "plain", **small))
     assert plain.wait() == 0
-    trackers = "[@file_tracker.FileTracker()]"
+    trackers = "[@tests.file_tracker.FileTracker()]"
     argv = [*arguments(tmp_path / "run", **small), "--set", f"Recipe.trackers = {trackers}",
             "--set", "FileTracker.fault = 'kill'", "--set", "FileTracker.once = False"]  # fmt: skip
     process = start(argv)
