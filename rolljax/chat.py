@@ -328,7 +328,7 @@ def probabilities(chat: Chat, sampled: Sampled) -> Any:
     from rolljax.run.terminal import visible
 
     def name(token: int) -> str:
-        return visible(repr(chat.vocabulary.name(token))[1:-1], lines=False)
+        return visible(chat.vocabulary.name(token), lines=False).replace(" ", "\N{MIDDLE DOT}")
 
     table = Table("token", "probability", "likely", box=box.SIMPLE_HEAD)
     for token, logp, ids, tops in zip(

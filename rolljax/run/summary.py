@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def summary_lines(folder: RunFolder) -> list[str]:
     if env:
         versions = ", ".join(f"{name} {env['packages'][name]}" for name in ("jax", "flax") if name in env["packages"])
         lines.append(f"machine   {env['devices']} x {env['platform']}, Python {env['python']}, {versions}")
-        lines.append(f"command   {' '.join(env['command'])}")
+        lines.append(f"command   {_command(env['command'])}")
     if sha := summary.get("state_sha256"):
         lines.append(f"state     {sha[:16]}")
     return [visible(line, lines=False) for line in lines]
@@ -34,6 +35,13 @@ def _read(folder: RunFolder, name: str) -> dict[str, Any]:
         return dict(json.loads((folder.path / name).read_text()))
     except (OSError, ValueError):
         return {}
+
+
+def _command(words: Sequence[str]) -> str:
+    """A command that a shell reads."""
+    first, *rest = words
+    verb = f"python -m rolljax.{first.removesuffix('.py')}" if first.endswith(".py") else shlex.quote(first)
+    return " ".join([verb, *map(shlex.quote, rest)])
 
 
 def _state(rows: Sequence[Row], summary: Mapping[str, Any]) -> str:
