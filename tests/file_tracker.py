@@ -42,6 +42,9 @@ class FileRun:
             match self.cfg.fault:
                 case "raise":
                     raise ValueError("I do not want\nthis row")
+                case "break":  # as a package whose own server is gone
+                    self.cfg = dataclasses.replace(self.cfg, at=step + 1)
+                    raise ConnectionError("gone")
                 case "die":
                     os._exit(3)
                 case "kill":

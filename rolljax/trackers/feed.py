@@ -29,6 +29,8 @@ QUEUE = 4096
 """Rows, texts and figures that wait for a tracker; more are lost."""
 OPEN_S, TAKE_S, CLOSE_S = 180.0, 60.0, 30.0
 """Longest that a tracker may take to open a run, for one row, and to end."""
+REFUSALS = 3
+"""Things that a tracker refuses in a row after which its process is started again."""
 RESTARTS_S = (1.0, 30.0, 300.0)
 """Seconds before a process that failed is started again; after the last of them it is not."""
 
@@ -114,7 +116,7 @@ class Feed:
     ) -> None:
         self.name, self.lost = name, 0
         self._config, self._run, self._rows, self._warn = config, run, rows, warn
-        self._sent = -1
+        self._sent, self._refusals = -1, 0
         self._waiting: queue.Queue[tuple[Any, ...]] = queue.Queue(QUEUE)
         self._closing, self._over = threading.Event(), threading.Event()
         self._process: _Process | None = None
@@ -177,6 +179,7 @@ class Feed:
         process = self._process = _Process(self._run.folder / "log.txt")
         run = dataclasses.replace(self._run, done=max(self._run.done, self._sent))
         try:
+            self._refusals = 0
             self._sent = process.ask(("open", self._config, run), OPEN_S)
         except _Refused as e:
             raise _Gone(f"cannot be opened: {e}") from e
@@ -208,8 +211,12 @@ class Feed:
     def _tell(self, process: _Process, request: Sequence[Any], deadline_s: float) -> None:
         try:
             process.ask(request, deadline_s)
+            self._refusals = 0
         except _Refused as e:
             self._lose(f"error {request[0]}", f"refused what it was given: {e}")
+            self._refusals += 1
+            if self._refusals == REFUSALS:
+                raise _Gone(f"refused {REFUSALS} things in a row") from e
 
 
 class Trackers:

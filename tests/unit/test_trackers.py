@@ -125,6 +125,15 @@ def test_a_process_that_is_lost_is_started_again_and_loses_nothing(fed, monkeypa
     assert ("has not answered" if fault == "hang" else "lost its process") in one.said[0]
 
 
+def test_a_package_that_refuses_everything_is_opened_again(fed):
+    one = fed(FileTracker("break"))
+    one.log(1, 2, 3, 4, 5, 6)
+    one.wait(lambda: len(one.given()) == 6)
+    one.feed.close("done", 60)
+    assert [step for step, _ in one.given()] == [1, 2, 3, 4, 5, 6] and len(one.given("open")) == 2
+    assert [("in a row" in said) for said in one.said] == [False, True]
+
+
 @pytest.mark.parametrize("fault", ["open", "die"])
 def test_one_that_never_works_is_given_up_and_its_rows_are_counted(fed, fault):
     one = fed(FileTracker(fault, once=False))
