@@ -1,6 +1,7 @@
 """Each tracker's real package, offline: it holds exactly the rows of metrics.jsonl, read back through its own API, also of
 a run that was killed and goes on; and a run whose tracker dies."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -9,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +198,37 @@ def test_a_package_holds_the_rows_of_metrics_jsonl(folder, tmp_path, name, monke
     if name not in REWINDS:
         want["3"]["time/step_s"] = 0.1  # the first time it was made: these cannot take a step back
     assert found == want and all(map(math.isfinite, found["1"].values()))
+
+
+def children(pid):
+    """Processes that one has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.parent.name))
+    return found
+
+
+@needs("wandb")
+@pytest.mark.slow
+def test_the_process_that_wandb_starts_itself_may_die(folder, monkeypatch):
+    monkeypatch.setattr(feed, "RESTARTS_S", (0.0,))
+    said, config = [], WandB(mode="offline", system_metrics=False)
+    with tracking(Recipe(config), folder, 0, said.append) as trackers:
+        for step in range(1, 8):
+            folder.write_row(make_row(step))
+            trackers.log(step, make_row(step))
+            if step == 3:
+                [one] = trackers._feeds
+                while one._sent < 3:
+                    assert one._thread.is_alive()
+                    time.sleep(0.05)
+                [core] = children(one._process._popen.pid)
+                os.kill(core, signal.SIGKILL)
+    assert [("Connection" in s, "in a row" in s) for s in said] == [(True, False), (False, True)]
+    found = read_wandb(folder, config)
+    assert {*range(4, 8)} <= found.keys() and trackers.row()["trackers/lost_n"] == 4
 
 
 @pytest.mark.slow
