@@ -26,6 +26,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps google-jetstream==0.2.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt \
+		aim aim-ui aimrocks aimrecords RestrictedPython watchdog pytz
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade \
 		--target $(VENV)/transformers4 transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2
 	@command -v bwrap > /dev/null || $(INSTALL_BWRAP) || echo "no bubblewrap here: the tests of the sandbox will be skipped"

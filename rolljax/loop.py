@@ -41,6 +41,7 @@ from rolljax.run.recorder import Recorder
 from rolljax.run.replay import RunLog, open_rollouts
 from rolljax.run.runtime import Runtime, mean_reward
 from rolljax.run.step_metrics import StepTimer, groups_row, sampler_row, timed, trajectories_row
+from rolljax.run.tracking import tracking
 from rolljax.run.trainer import LOCKSTEP_CALLS, LocalTrainer, Trainer
 from rolljax.threads.event_loop import Stopped
 from rolljax.threads.watchdog import Watchdog
@@ -80,7 +81,10 @@ def train(
     if progress.stream_position:
         stream.restore(progress.stream_position)
     console.say("compiling the sampler")
-    with Runtime(preflight, trainer.weights, progress.version, should_stop, team, watchdog) as runtime:
+    with (
+        tracking(recipe, folder, progress.total_steps, console.warn) as recorder.trackers,
+        Runtime(preflight, trainer.weights, progress.version, should_stop, team, watchdog) as runtime,
+    ):
         try:
             runtime.event_loop.run(train_phases(stream, trainer, runtime, recorder, began, log))
         except Stopped:

@@ -200,6 +200,9 @@ NAMES: Mapping[str, Metric] = {
         "s", "sum", 0, INF, "of the rollout: waiting for decode steps (and the prefills before them)"
     ),
     "time/schedule_s": Metric("s", "sum", 0, INF, "of the rollout: the scheduler on the host"),
+    "trackers/lost_n": Metric(
+        "rows", "sum", 0, INF, "rows, texts and figures that a tracker refused or that did not reach it"
+    ),
     "tput/sample_tok_s": Metric("tokens/s", "last", 0, INF, "sampled tokens per second of rollout"),
     "tput/train_tok_s": Metric("tokens/s", "last", 0, INF, "packed tokens per second of update"),
 }

@@ -102,9 +102,10 @@ def show(console: Any, messages: Sequence[Message]) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
+    from rolljax.run.terminal import visible
+
     for m in messages:
-        printable = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in m.content)
-        console.print(Panel(Text(printable), title=m.role, title_align="left", expand=False))
+        console.print(Panel(Text(visible(m.content)), title=m.role, title_align="left", expand=False))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from rolljax.rollout.filters import FilterConfig
 from rolljax.rollout.group_buffer import Admission, Late, TailBatching
 from rolljax.rollout.starts import ExpertStarts
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.trackers.base import TrackerConfig
 from rolljax.trainer.algorithms.base import Algorithm, Setup
 from rolljax.trainer.batch import PackShape, num_rows_bound
 from rolljax.trainer.critic import Critic
@@ -209,6 +210,7 @@ class Recipe:
     keep_checkpoints: how many of the newest stay; at least two, so that one that is damaged costs no run.
     rollouts_every: steps between files of rollouts. keep_rollouts: how many of the newest files stay (None: all).
     wait_s: longest wait for the groups of a step.
+    trackers: what else is given the rows of metrics.jsonl (docs/trackers.md).
     """
 
     env: EnvSpec
@@ -234,6 +236,7 @@ class Recipe:
     rollouts_every: int = 1
     keep_rollouts: int | None = None
     wait_s: float = 600.0
+    trackers: tuple[TrackerConfig, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.phases:

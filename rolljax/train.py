@@ -44,6 +44,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--fresh", action="store_true", help="delete the run in that folder first")
     parser.add_argument("--dry_run", action="store_true", help="check everything, show what would run, and stop")
+    parser.add_argument("--quiet", action="store_true", help="say nothing but notices and errors")
+    parser.add_argument("--no_color", action="store_true", help="no colours (also: the variable NO_COLOR)")
     return parser.parse_args(argv)
 
 
@@ -84,7 +86,8 @@ def train(
     from rolljax.run.folder import RunFolder
     from rolljax.threads.event_loop import Stopped
 
-    folder, console = RunFolder(args.run_dir or Path("runs") / Path(args.gin[-1]).stem), Console()
+    folder = RunFolder(args.run_dir or Path("runs") / Path(args.gin[-1]).stem)
+    console = Console(quiet=args.quiet, color=not args.no_color)
     if isinstance(team, Follower):
         return follow(config, folder, team)
     checked = preflight.check(config.value)
@@ -170,12 +173,15 @@ def finish(
     """Write what a run leaves at its end; returns the exit code."""
     from rolljax.run.folder import DONE
     from rolljax.run.step_metrics import timed
+    from rolljax.run.summary import summary_lines
 
     if not progress.finished:
         raise CheckpointError(f"the run ended after {progress.total_steps} steps without a reason: this is a bug")
     with timed(progress.other_wall_s, "result"):
         state_sha256 = trainer.result()
     folder.finish(progress, DONE, state_sha256, recipe.keep_rollouts)
+    for line in summary_lines(folder):
+        console.say(line)
     console.say(
         f"done in {time.perf_counter() - began:.0f} s: {folder.path}/  curves.png  summary.json  metrics.jsonl  "
         "rollouts/  hf/ (Hugging Face)  ckpt/ (Orbax)"

@@ -1,54 +1,104 @@
-"""What a run shows while it goes on: a live line on a terminal, a plain line now and then elsewhere."""
+"""What a run shows while it goes on: a live panel on a terminal, a line for every step elsewhere."""
 
 from __future__ import annotations
 
+import collections
+import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-LINE_EVERY_S = 5.0
+from rolljax.run.terminal import duration, sparkline
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PARTS = {"update": "trainer", "eval": "evaluation", "save": "disk", "publish": "weights"}
+"""Parts of a step by whom they wait for; what a rollout waits for is seen in its own parts (`waits`)."""
+OF_SAMPLER = ("time/prefill_s", "time/decode_s", "time/schedule_s")
+OWNERS = ("infra", "env", "agent", "limit")
+"""Whose doing it is that an episode did not end as it should; those of `LOST` take no part in credit."""
+LOST = OWNERS[:2]
+HISTORY = 48
+"""Steps in the panel's curve of rewards."""
+SHOWN_FRAC = 0.05
+"""Share of a step from which on the panel names who waits."""
 
 
-def step_line(phase: str, row: Mapping[str, float], num_steps: int) -> str:
-    """One line for one step: what was reached, how, and what it waited for."""
-    step = int(row["phase_step"])
-    parts = [f"{phase} {step}/{num_steps}"]
-    sampled = "tput/sample_tok_s" in row  # in a supervised phase the reward is that of the gold answers
-    parts.append(f"reward {row['reward/mean']:.3f}" if sampled else f"loss {row.get('loss/total', 0):.3f}")
+def waits(row: Mapping[str, float]) -> dict[str, float]:
+    """Shares of a step by what it waited for, largest first: sampler, env, trainer, evaluation, weights, disk.
+
+    A rollout in which the sampler was busy for less than half of the time waited for environments (or agent programs).
+    """
+    rollout = row.get("time/rollout_s", 0.0)
+    busy = sum(row.get(name, 0.0) for name in OF_SAMPLER)
+    found = {"env" if "time/decode_s" in row and busy < rollout / 2 else "sampler": rollout}
+    found |= {word: row.get(f"time/{part}_s", 0.0) for part, word in PARTS.items()}
+    whole = max(row["time/step_s"], 1e-9)
+    return {word: s / whole for word, s in sorted(found.items(), key=lambda item: -item[1])}
+
+
+def bottleneck(row: Mapping[str, float]) -> str:
+    """What the step waited for longest, and its share."""
+    word, share = next(iter(waits(row).items()))
+    return f"{word} {share:.0%}"
+
+
+def headline(row: Mapping[str, float], before: Mapping[str, float] | None = None) -> str:
+    """The number that a step is judged by, and how it differs from the step before: the loss in a supervised phase,
+    where the reward is that of the gold answers."""
+    name, key = ("reward", "reward/mean") if "tput/sample_tok_s" in row else ("loss", "loss/total")
+    value = row.get(key, 0.0)
+    change = f" ({value - before[key]:+.3f})" if before and key in before else ""
+    return f"{name} {value:.3f}{change}"
+
+
+def step_line(phase: str, row: Mapping[str, float], num_steps: int, before: Mapping[str, float] | None = None) -> str:
+    """One line for one step: what was reached, how, and what it waited for.
+
+    Args:
+      before: the row of the step before, of the same phase.
+    """
+    parts = [f"{phase} {int(row['phase_step'])}/{num_steps}", headline(row, before)]
     if "heldout/reward_mean" in row:
         parts.append(f"heldout {row['heldout/reward_mean']:.3f}")
     parts.append(f"len {row['rollout/len_tok']:.1f}")
     if "mismatch/k3_nat" in row:
         parts.append(f"entropy {row['policy/entropy_nat']:.2f}")
         parts.append(f"mismatch {row['mismatch/abs_max_nat']:.1e}")
-    if sampled:
+    if "tput/sample_tok_s" in row:
         parts.append(f"{row['tput/sample_tok_s']:,.0f} tok/s")
     parts.append(f"{row['time/step_s']:.2f}s waits: {bottleneck(row)}")
     if failed := row["rollout/fail_frac"]:
-        parts.append(f"failed {failed:.0%}")
+        parts.append(f"failed {failed:.0%} ({faults(row, LOST)})")
     return "  ".join(parts)
 
 
-def bottleneck(row: Mapping[str, float]) -> str:
-    """The part of the step that took longest, and its share."""
-    names = {"rollout": "sampler", "update": "trainer", "eval": "evaluation", "save": "disk", "publish": "weights"}
-    part = max(names, key=lambda n: row.get(f"time/{n}_s", 0.0))
-    return f"{names[part]} {row.get(f'time/{part}_s', 0.0) / max(row['time/step_s'], 1e-9):.0%}"
+def faults(row: Mapping[str, float], owners: Sequence[str] = OWNERS) -> str:
+    """Trajectories of a step that did not end as they should, by whose doing that was; empty if all did."""
+    found = {owner: int(row.get(f"faults/{owner}_n", 0)) for owner in owners}
+    return ", ".join(f"{owner} {n}" for owner, n in found.items() if n)
 
 
 class Console:
-    """Progress of one run, on stderr; never on stdout, which belongs to results."""
+    """Progress of one run, on stderr; never on stdout, which belongs to results.
 
-    def __init__(self) -> None:
+    Args:
+      quiet: only notices are shown. color: False for none, also on a terminal that has them.
+    """
+
+    def __init__(self, *, quiet: bool = False, color: bool = True) -> None:
         from rich.console import Console as Rich
 
-        self._rich = Rich(stderr=True, highlight=False)
+        self._rich = Rich(stderr=True, highlight=False, no_color=None if color else True)
+        self._quiet = quiet
         self._live: Any = None
-        self._bar: Any = None
-        self._steps = 0
-        self._phase = ""
-        self._last_line_s = 0.0
+        self._steps, self._phase, self._doing = 0, "", ""
+        self._before: Mapping[str, float] | None = None
+        self._samples: Sequence[str] = ()
+        self._curve: collections.deque[float] = collections.deque(maxlen=HISTORY)
         self._first: tuple[float, float] | None = None
+        self._lock = threading.Lock()
 
     @property
     def is_terminal(self) -> bool:
@@ -56,34 +106,40 @@ class Console:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._rich.print(text, markup=False, soft_wrap=True)
+        if not self._quiet:
+            self._rich.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """A line that stays and is to be seen."""
-        self._rich.print(f"notice: {text}", markup=False, soft_wrap=True, style="bold yellow")
+        self._rich.print(f"notice: {text}", markup=False, emoji=False, soft_wrap=True, style="bold yellow")
 
     def start_phase(self, name: str, steps: int, done: int) -> None:
         """A phase of `steps` steps begins, `done` of them already behind it."""
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
         self.end_phase()
-        self._phase, self._steps, self._first = name, steps, None
-        if self.is_terminal:
-            columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-            self._live = Progress(*columns, console=self._rich)
+        self._phase, self._steps, self._first, self._before = name, steps, None, None
+        self._samples, self._doing = (), "compiling"
+        self._curve.clear()
+        if self.is_terminal and not self._quiet:
+            from rich.live import Live
+
+            self._live = Live(get_renderable=self._panel, console=self._rich, refresh_per_second=4, transient=True)
             self._live.start()
-            self._bar = self._live.add_task(f"{name}: compiling", total=steps, completed=done)
         else:
             self.say(f"{name}: {steps} steps" + (f", continuing after {done}" if done else "") + " (compiling)")
 
+    def answers(self, samples: Sequence[str]) -> None:
+        """The best and the worst answer of the newest step, a line each, safe to show."""
+        self._samples = samples
+
     def step(self, row: Mapping[str, float]) -> None:
         """A step is done."""
-        line = step_line(self._phase, row, self._steps)
-        if self._live is not None:
-            self._live.update(self._bar, completed=row["phase_step"], description=line)
-        elif time.monotonic() - self._last_line_s > LINE_EVERY_S or row["phase_step"] == self._steps:
-            self._last_line_s = time.monotonic()
-            self.say(f"{line}  {self._eta(row)}")
+        line = step_line(self._phase, row, self._steps, self._before)
+        eta = self._eta(row)
+        with self._lock:
+            self._before, self._doing = row, eta
+            self._curve.append(row["reward/mean"] if "tput/sample_tok_s" in row else row.get("loss/total", 0.0))
+        if self._live is None:
+            self.say(f"{line}  {eta}")
 
     def _eta(self, row: Mapping[str, float]) -> str:
         """Time to the end of the phase, at the pace since its first step here; that one compiled, so it is a bound."""
@@ -91,24 +147,63 @@ class Console:
         left = self._steps - step
         if self._first is None:
             self._first = (now, step)
-            return f"ETA below {left * row['time/step_s']:.0f}s"
+            return f"ETA below {duration(left * row['time/step_s'])}"
         start_s, first = self._first
-        return f"ETA {left * (now - start_s) / max(step - first, 1):.0f}s"
+        return f"ETA {duration(left * (now - start_s) / max(step - first, 1))}"
 
     def wait(self, what: str) -> None:
         """Something that takes a while begins."""
-        if self._live is not None:
-            self._live.update(self._bar, description=f"{self._phase}: {what}")
+        self._doing = what
 
     def waiting(self, text: str) -> None:
         """Nothing has moved for a while (`watchdog.Watchdog`); called from another thread."""
-        if (live := self._live) is not None:
-            live.update(self._bar, description=f"{self._phase}: {text}")
+        if self._live is not None:
+            self._doing = text
         else:
             self.say(text)
 
     def end_phase(self) -> None:
-        """Take the live line away."""
+        """Take the live panel away; what it last said stays as a line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+            if self._before is not None:
+                self.say(step_line(self._phase, self._before, self._steps))
+
+    def _panel(self) -> RenderableType:
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        with self._lock:
+            row, samples, curve, doing = self._before, self._samples, list(self._curve), self._doing
+        done = int(row["phase_step"]) if row else 0
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        grid.add_row(f"step {done}/{self._steps}", ProgressBar(total=self._steps, completed=done, width=HISTORY))
+        grid.add_row("", Text(doing))
+        for name, text in panel_rows(row, curve, samples) if row else ():
+            grid.add_row(name, Text(text, overflow="fold"))
+        return Panel(grid, title=Text(self._phase), title_align="left", expand=False)
+
+
+def panel_rows(row: Mapping[str, float], curve: Sequence[float], samples: Sequence[str]) -> list[tuple[str, str]]:
+    """What the panel says of the newest step, a name and a text each.
+
+    Args:
+      curve: rewards (losses) of the steps up to it. samples: its best and its worst answer, a line each.
+    """
+    name, value = headline(row).split(" ", 1)
+    shares = [f"{word} {share:.0%}" for word, share in waits(row).items() if share >= SHOWN_FRAC]
+    speed = [f"{row['time/step_s']:.2f} s a step", f"{row['tput/train_tok_s']:,.0f} trained"]
+    if "tput/sample_tok_s" in row:
+        speed.insert(1, f"{row['tput/sample_tok_s']:,.0f} sampled")
+    rows = [
+        (name, f"{sparkline(curve, HISTORY)} {value}"),
+        ("tokens/s", ", ".join(speed[1:]) + f"; {speed[0]}"),
+        ("waits for", ", ".join(shares)),
+        ("faults", faults(row) or "none"),
+    ]
+    return [*rows, *(("answer", line.strip()) for line in samples)]

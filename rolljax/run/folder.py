@@ -11,6 +11,7 @@ hf/                   the result as a Hugging Face folder
 curves.png            reward and health over steps
 summary.json          held-out reward at each phase border, steps, wall seconds, stop reason; of a run that is complete
                       it is written last
+trackers/             one folder for each of `Recipe.trackers`: what it printed and has to remember
 crash/                what led to a stop that nobody asked for
 
 All of it is written through `durable`: a run that is killed at any time goes on by the same command.
@@ -34,7 +35,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rolljax.errors import CheckpointError, ConfigError
+from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.recipe import Recipe
 from rolljax.run import durable
 from rolljax.run.checkpoint import Checkpoints, Saved
@@ -65,6 +66,7 @@ RESUMABLE = (
     "pool.",
     "agent.concurrency",
     "agent.output_bytes",
+    "trackers",
 )
 """Settings (path prefixes) that may differ when a run is continued: they change no number. So may those of phases that
 have not begun, and `steps` of the one that has (`RunFolder.prepare`)."""
@@ -312,6 +314,20 @@ class RunFolder:
         data = "".join(lines).encode()
         durable.write(self.rollouts(step), data)
         return hashlib.sha256(data).hexdigest()
+
+    def rollout_steps(self) -> list[int]:
+        """Steps whose rollouts are kept, in their order."""
+        return sorted(_step_of(file) for file in (self.path / ROLLOUTS).glob("step_*.jsonl"))
+
+    def trajectories(self, step: int) -> list[Trajectory]:
+        """What rollouts/step_N.jsonl holds.
+
+        Raises:
+          CheckpointError: it is not there, or damaged.
+        """
+        path = self.path / ROLLOUTS / f"step_{step}.jsonl"
+        with boundary(CheckpointError, f"{path} cannot be read"), open(path) as f:
+            return [Trajectory.from_json(json.loads(line)) for line in f]
 
     def write_crash(self, name: str, arrays: Mapping[str, Any]) -> Path:
         """Keep the batch that led to a stop."""

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from rolljax.recipe import Phase, Recipe
+from rolljax.run.terminal import visible
 from rolljax.types import Group, Trajectory
 
 MOST = 0.5
@@ -172,6 +173,6 @@ def sample_line(name: str, t: Trajectory) -> str:
 def shortened(text: str, *, head: bool = True) -> str:
     """On one line, control characters written out; of a long text its beginning, or its end."""
     cut = text[:SHOWN_CHARS] if head else text[-SHOWN_CHARS:]
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
+    line = visible(cut, lines=False)
     dots = "..." if len(text) > SHOWN_CHARS else ""
     return f"{line}{dots}" if head else f"{dots}{line}"

@@ -13,14 +13,17 @@ from rolljax.errors import EnvError, TrainerError
 from rolljax.recipe import Phase, Recipe
 from rolljax.run.console import Console
 from rolljax.run.consumed import ConsumedStep
+from rolljax.run.curves import draw
 from rolljax.run.folder import RunFolder
 from rolljax.run.notices import Notices, samples
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import StepGroups
 from rolljax.run.runtime import mean_reward
 from rolljax.run.step_metrics import StepTimer, timed
+from rolljax.run.tracking import answers_text
 from rolljax.run.trainer import Trainer
 from rolljax.threads.watchdog import Watchdog
+from rolljax.trackers.feed import Trackers
 from rolljax.trainer.phase_trainer import NotFinite
 from rolljax.types import Group, Trajectory
 
@@ -48,6 +51,7 @@ class Recorder:
         self._recipe, self._folder, self.console, self._watchdog = recipe, folder, console, watchdog
         self._trainer, self.progress = trainer, progress
         self._saved = copy.deepcopy(saved)
+        self.trackers = Trackers()
         self._notices: Notices | None = None
         self._checkpoint_s = 0.0
 
@@ -112,7 +116,10 @@ class Recorder:
         row["tput/train_tok_s"] = row["train/tokens_n"] / max(row["time/update_s"], 1e-9)
         progress.phase_wall_s[phase.name] = progress.phase_wall_s.get(phase.name, 0.0) + seconds
         place = {"step": progress.total_steps, "phase_step": progress.step, "version": progress.version}
-        self._folder.write_row({**place, "phase": phase.name, **row})
+        self._folder.write_row(written := {**place, "phase": phase.name, **row, **self.trackers.row()})
+        self.trackers.log(progress.total_steps, written)
+        if phase.samples:
+            self.console.answers(samples([t for g in groups for t in g.trajectories]))
         self.console.step(place | row)
         assert self._notices is not None
         for text in self._notices.sampler(row):
@@ -143,6 +150,8 @@ class Recorder:
 
     def show_evaluation(self, trajectories: Sequence[Trajectory]) -> None:
         """Show the held-out reward, and what a good and a bad answer look like."""
+        if self.trackers:
+            self.trackers.text(self.progress.total_steps, "heldout/answers", answers_text(trajectories))
         self.console.say(f"held-out reward {mean_reward(trajectories):.3f} of {len(trajectories)} tasks")
         for line in samples(trajectories):
             self.console.say(line)
@@ -151,6 +160,8 @@ class Recorder:
         """A phase is over, and evaluated."""
         progress = self.progress
         before, now = progress.heldout_reward[-2], progress.heldout_reward[-1]
+        if self.trackers:
+            self.trackers.figure(progress.total_steps, "curves", draw(self._folder.rows(), progress.heldout_reward))
         steps, seconds = progress.phase_steps.get(phase.name, 0), progress.phase_wall_s[phase.name]
         self.console.end_phase()
         self.console.say(

@@ -20,7 +20,7 @@ import rolljax
 from rolljax.errors import ConfigError
 from rolljax.model import hf
 from rolljax.recipe import Phase
-from rolljax.run import reference_policies
+from rolljax.run import reference_policies, tracking
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.run.trainer import make_trainer
 from rolljax.trainer import masked
@@ -42,9 +42,11 @@ def check(resolved: ResolvedRecipe) -> list[str]:
 
     Raises:
       CheckpointError: a folder whose weights could not be loaded.
-      ConfigError: a frozen policy that is not there; an algorithm that fails, or returns what nobody can use.
+      ConfigError: a frozen policy that is not there; an algorithm that fails, or returns what nobody can use; a tracker
+        that is not installed.
     """
     reference_policies.check(resolved)
+    tracking.check(resolved.recipe.trackers)
     folders = [resolved.recipe.model] if isinstance(resolved.recipe.model, str) else []
     folders += [
         s for p in resolved.recipe.phases for s in p.algorithm.needs().references if s not in reference_policies.OWN
@@ -57,7 +59,8 @@ def check(resolved: ResolvedRecipe) -> list[str]:
             rehearse(resolved, index)
             done.add(like)
     names = dict.fromkeys(type(p.algorithm).__name__ for p in resolved.recipe.phases)
-    return [*said, f"credit and objective of {', '.join(names)}"]
+    trackers = [f"trackers {', '.join(type(t).__name__ for t in resolved.recipe.trackers)}"]
+    return [*said, f"credit and objective of {', '.join(names)}", *(trackers if resolved.recipe.trackers else [])]
 
 
 def _weights(resolved: ResolvedRecipe, folder: str) -> str:

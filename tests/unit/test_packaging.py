@@ -13,7 +13,7 @@ import rolljax
 
 ROOT = Path(rolljax.__file__).parent
 PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-VERBS = ("train", "eval", "export", "plan", "play", "serve", "simulate", "validate")
+VERBS = ("train", "chat", "eval", "export", "plan", "play", "serve", "show", "simulate", "validate")
 HEAVY = {
     "jax",
     "flax",
@@ -36,6 +36,7 @@ MODULE_OF = {
 }  # fmt: skip
 OPTIONAL = {
     "mcp": "tools", "mcp_types": "tools", "httpx2": "tools", "anyio": "tools", "pyarrow": "data", "textarena": "envs",
+    "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "aim": "aim", "trackio": "trackio",
 }  # fmt: skip
 """Modules that come with an extra (or with a package of one), and which."""
 ELSEWHERE = {"tau_bench", "wire", "plain"}
@@ -94,7 +95,8 @@ def test_every_library_is_declared_and_every_declared_library_used():
 
 def test_extras_are_for_what_not_everybody_needs():
     extras = PROJECT["optional-dependencies"]
-    assert extras.keys() == {"tpu", "cuda", "data", "envs", "jetstream", "tools", "test"}
+    trackers = {"tensorboard", "wandb", "mlflow", "aim", "trackio"}
+    assert extras.keys() == {"tpu", "cuda", "data", "envs", "jetstream", "tools", "test"} | trackers
     assert {OPTIONAL[m] for m in OPTIONAL} == extras.keys() - {"tpu", "cuda", "jetstream", "test"}
     base = names_of(PROJECT["dependencies"])
     assert all(not names_of(r) & base - {"jax"} for r in extras.values())

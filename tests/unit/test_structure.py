@@ -12,7 +12,19 @@ import rolljax
 
 ROOT = Path(rolljax.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-VERBS = {"cli.py", "train.py", "eval.py", "export.py", "plan.py", "play.py", "serve.py", "simulate.py", "validate.py"}
+VERBS = {
+    "cli.py",
+    "train.py",
+    "chat.py",
+    "eval.py",
+    "export.py",
+    "plan.py",
+    "play.py",
+    "serve.py",
+    "show.py",
+    "simulate.py",
+    "validate.py",
+}
 
 
 def name_of(path):
@@ -63,15 +75,17 @@ LEFT = {
     "cluster": {"errors", "threads", "sampler"},
     "aot": {"errors", "types", "model", "sampler", "trainer"},
     "config": {"errors"},
-    "recipe": {"errors", "model", "envs", "sampler", "trainer", "rollout"},
+    "trackers": {"errors"},
+    "recipe": {"errors", "model", "envs", "sampler", "trainer", "rollout", "trackers"},
     "run": {"errors", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "rollout", "cluster",
-            "recipe", "config"},
+            "recipe", "config", "trackers"},
     "simulation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run", "aot"},
 }  # fmt: skip
 """What each room, or module at the root, may import beside itself; the loop and the verbs may import everything."""
 OUTSIDE = {
     "types": {"jax", "gin"}, "errors": {"jax", "numpy"}, "metrics": {"jax"}, "threads": {"jax"},
     "sandbox": {"jax", "flax"}, "envs": {"jax", "flax", "optax"},
+    "trackers": {"jax", "numpy"},
 }  # fmt: skip
 """Libraries that these never import."""
 

@@ -118,16 +118,23 @@ class ToolEpisode(Env):
     def step(self, action: str) -> StepResult:
         if self._over or self._tools is None:
             raise EnvError("step before reset, or after the episode's end")
+        told = self.use_tools(action)
+        if told is not None:
+            return told
+        self._inner.run_limit_s = self.run_limit_s
+        result = self._inner.step(action)
+        self._over = result.terminated or result.truncated
+        return result
+
+    def use_tools(self, action: str) -> StepResult | None:
+        """What the tools say to the calls in `action`; None where there is none, or no use is left."""
         limits = self._spec.limits
         left = limits.calls_per_episode - len(self._uses)
         calls: list[ToolCall] = []
         if left:
             calls = [*itertools.islice(self._parser.parse(action, self._specs), limits.calls_per_turn + 1)]
-        if not calls:
-            self._inner.run_limit_s = self.run_limit_s
-            result = self._inner.step(action)
-            self._over = result.terminated or result.truncated
-            return result
+        if not calls or self._tools is None:
+            return None
         allowed = min(left, limits.calls_per_turn)
         results = [self._use(self._tools, call) for call in calls[:allowed]]
         self._uses += zip(calls, results, strict=False)
@@ -137,6 +144,10 @@ class ToolEpisode(Env):
         if len(results) == left and self._spec.last_note:
             texts[-1] += "\n\n" + self._spec.last_note
         return self._told(results, texts)
+
+    def allow_uses_again(self) -> None:
+        """Uses so far count no longer against `ToolLimits.calls_per_episode`; the tools keep their state."""
+        self._uses = []
 
     def _use(self, tools: ToolSet, call: ToolCall) -> ToolResult:
         if call.problem:

@@ -1,0 +1,96 @@
+"""A run in a few lines that a person can paste: what it reached, how fast, and what it waited for."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolljax.run.console import OWNERS, waits
+from rolljax.run.folder import SUMMARY, RunFolder
+from rolljax.run.terminal import duration, visible
+
+Row = Mapping[str, Any]
+
+
+def summary_lines(folder: RunFolder) -> list[str]:
+    """Lines of plain text about the run in a folder, from its files alone; it may still be going on."""
+    rows, summary, env = folder.rows(), _read(folder, SUMMARY), _read(folder, "env.json")
+    lines = [f"run       {folder.path.resolve().name}: {_state(rows, summary)}"]
+    if rows:
+        lines += _phases(rows, summary)
+        lines += [f"tokens    {_tokens(rows)}", f"waits     {_waits(rows)}", f"failed    {_failed(rows)}"]
+    if env:
+        versions = ", ".join(f"{name} {env['packages'][name]}" for name in ("jax", "flax") if name in env["packages"])
+        lines.append(f"machine   {env['devices']} x {env['platform']}, Python {env['python']}, {versions}")
+        lines.append(f"command   {_command(env['command'])}")
+    if sha := summary.get("state_sha256"):
+        lines.append(f"state     {sha[:16]}")
+    return [visible(line, lines=False) for line in lines]
+
+
+def _read(folder: RunFolder, name: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder.path / name).read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _command(words: Sequence[str]) -> str:
+    """A command that a shell reads."""
+    first, *rest = words
+    verb = f"python -m rolljax.{first.removesuffix('.py')}" if first.endswith(".py") else shlex.quote(first)
+    return " ".join([verb, *map(shlex.quote, rest)])
+
+
+def _state(rows: Sequence[Row], summary: Mapping[str, Any]) -> str:
+    if summary and summary["steps"] == (rows[-1]["step"] if rows else 0):
+        return f"{summary['stop_reason']}, {summary['steps']} steps in {duration(summary['wall_s'])}"
+    return f"{rows[-1]['step']} steps, not at its end" if rows else "no step is done"
+
+
+def _phases(rows: Sequence[Row], summary: Mapping[str, Any]) -> list[str]:
+    """A line for each phase: steps, seconds, rewards at its begin and end."""
+    heldout = {entry["phase"]: entry for entry in summary.get("heldout_reward", ())}
+    before, lines = heldout.get("start"), []
+    for name in dict.fromkeys(row["phase"] for row in rows):
+        own = [row for row in rows if row["phase"] == name]
+        parts = [f"{len(own)} steps", duration(sum(row["time/step_s"] for row in own))]
+        if "tput/sample_tok_s" in own[0]:
+            parts.append(f"reward {own[0]['reward/mean']:.3f} -> {own[-1]['reward/mean']:.3f}")
+        elif "loss/total" in own[0]:
+            parts.append(f"loss {own[0]['loss/total']:.3f} -> {own[-1]['loss/total']:.3f}")
+        if now := heldout.get(name):
+            start = f"{before['mean']:.3f} -> " if before else ""
+            parts.append(f"held-out {start}{now['mean']:.3f} ({now['n']} tasks)")
+            before = now
+        lines.append(f"phase     {name}: {', '.join(parts)}")
+    return lines
+
+
+def _tokens(rows: Sequence[Row]) -> str:
+    trained, update_s = (sum(row.get(name, 0.0) for row in rows) for name in ("train/tokens_n", "time/update_s"))
+    rollout = [row for row in rows if "tput/sample_tok_s" in row]
+    sampled_s = sum(row["time/rollout_s"] for row in rollout)
+    sampled = sum(row["tput/sample_tok_s"] * row["time/rollout_s"] for row in rollout)
+    parts = [f"{sampled:,.0f} sampled ({sampled / sampled_s:,.0f}/s)"] if sampled_s else []
+    return ", ".join([*parts, f"{trained:,.0f} trained ({trained / max(update_s, 1e-9):,.0f}/s)"])
+
+
+def _waits(rows: Sequence[Row]) -> str:
+    """Shares of all steps' seconds by what they waited for."""
+    seconds: dict[str, float] = {}
+    for row in rows:
+        for word, share in waits(row).items():
+            seconds[word] = seconds.get(word, 0.0) + share * row["time/step_s"]
+    whole = max(sum(row["time/step_s"] for row in rows), 1e-9)
+    found = sorted(seconds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{word} {s / whole:.0%}" for word, s in found if s / whole >= 0.005)
+
+
+def _failed(rows: Sequence[Row]) -> str:
+    counts = {owner: sum(int(row.get(f"faults/{owner}_n", 0)) for row in rows) for owner in OWNERS}
+    found = ", ".join(f"{owner} {n:,}" for owner, n in counts.items() if n)
+    share = sum(row["rollout/fail_frac"] for row in rows) / len(rows)
+    return f"{share:.1%} of trajectories left out" + (f"; faults by owner: {found}" if found else "")

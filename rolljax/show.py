@@ -1,0 +1,326 @@
+"""Look at a run in a terminal: `python -m rolljax.show RUN [--step N] [--best | --worst | --failed] [--compare RUN2]`.
+
+Without an option: what the run reached, its curves, and where the rollouts are. `--step N`: that step's groups, those
+whose answers differ most in reward first. `--best`, `--worst`, `--failed`: trajectories of the step (the newest unless
+`--step` says another), turn by turn. `--compare RUN2`: curves and settings of two runs beside each other. What models
+and environments wrote is shown as it is: characters that a terminal would obey or hide are written out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rolljax import cli
+from rolljax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from rich.console import Console
+
+    from rolljax.run.folder import RunFolder
+    from rolljax.types import Trajectory
+
+CURVES = (
+    "reward/mean", "reward/success_frac", "heldout/reward_mean", "loss/total", "rollout/len_tok", "rollout/trunc_frac",
+    "rollout/fail_frac", "policy/entropy_nat", "mismatch/k3_nat", "kl/ref_nat", "optim/grad_norm", "stale/mean_ver",
+    "time/step_s", "tput/sample_tok_s",
+)  # fmt: skip
+WIDTH, SPARK = 120, 40
+"""Of the page where there is no terminal, and of a curve."""
+TASK_CHARS = 60
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rolljax.show", description="Look at a run in a terminal.")
+    parser.add_argument("run", metavar="RUN", help="run folder")
+    parser.add_argument("--step", type=int, metavar="N", help="a step whose rollouts are kept")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--best", action="store_true", help="trajectories of the step with the highest reward")
+    which.add_argument("--worst", action="store_true", help="with the lowest")
+    which.add_argument("--failed", action="store_true", help="lost to a failure, with whose it was")
+    parser.add_argument("--limit", type=int, default=3, metavar="N", help="so many of them (default: %(default)s)")
+    parser.add_argument("--compare", metavar="RUN2", help="another run, beside this one")
+    parser.add_argument("--metric", action="append", metavar="NAME", help="a curve to show; repeatable")
+    parser.add_argument("--no_color", action="store_true", help="no colours (also: the variable NO_COLOR)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+
+    def run() -> int:
+        from rich.console import Console
+
+        page = Console(markup=False, highlight=False, emoji=False, no_color=True if args.no_color else None)
+        if not page.is_terminal:
+            page = Console(markup=False, highlight=False, emoji=False, width=WIDTH)
+        folder = open_run(args.run)
+        if args.compare:
+            compare(page, folder, open_run(args.compare), args.metric or CURVES)
+        elif args.best or args.worst or args.failed:
+            show_trajectories(page, folder, args)
+        elif args.step is not None:
+            show_step(page, folder, args.step)
+        else:
+            show_run(page, folder, args.metric or CURVES)
+        return 0
+
+    return cli.run_verb(run)
+
+
+def open_run(path: str) -> RunFolder:
+    """The run folder at a path.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    from rolljax.run.folder import RESOLVED, RunFolder
+
+    if not (Path(path) / RESOLVED).is_file():
+        remedy = "name the folder that rolljax.train wrote, under runs/"
+        raise ConfigError(f"is not a run folder: it has no {RESOLVED}", setting="RUN", value=path, remedy=remedy)
+    return RunFolder(path)
+
+
+# ---- a run, and two
+
+
+def show_run(page: Console, folder: RunFolder, names: Sequence[str]) -> None:
+    """What it reached, its curves, and what there is to look at."""
+    from rolljax.run.summary import summary_lines
+
+    for line in summary_lines(folder):
+        page.print(line, soft_wrap=True)
+    if rows := folder.rows():
+        table = make_table("metric", "steps 1 to " + str(rows[-1]["step"]), "first", "last", "lowest", "highest")
+        for name, values in curves(rows, names):
+            ends = [number(v) for v in (values[0], values[-1], min(values), max(values))]
+            table.add_row(*cells(name, spark(values), *ends))
+        page.print(table)
+    if steps := folder.rollout_steps():
+        held = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+        page.print(f"rollouts: {held}; --step {steps[-1]} for its groups, --best, --worst, --failed for trajectories")
+
+
+def compare(page: Console, one: RunFolder, two: RunFolder, names: Sequence[str]) -> None:
+    """Curves of two runs beside each other, and the settings that differ."""
+    from rolljax.run.folder import RESOLVED
+    from rolljax.run.summary import summary_lines
+
+    for folder in (one, two):
+        for line in summary_lines(folder)[:1]:
+            page.print(line, soft_wrap=True)
+    title = [folder.path.resolve().name for folder in (one, two)]
+    table = make_table("metric", title[0], "last", title[1], "last", "difference")
+    of_two = dict(curves(two.rows(), names))
+    for name, values in curves(one.rows(), names):
+        other = of_two.pop(name, [])
+        change = f"{other[-1] - values[-1]:+.4g}" if other else ""
+        last = number(other[-1]) if other else "-"
+        table.add_row(
+            *cells(name, spark(values, SPARK // 2), number(values[-1]), spark(other, SPARK // 2), last, change)
+        )
+    for name, other in of_two.items():
+        table.add_row(*cells(name, "", "-", spark(other, SPARK // 2), number(other[-1]), ""))
+    page.print(table)
+    settings = [dict(json.loads((folder.path / RESOLVED).read_text())) for folder in (one, two)]
+    differ = make_table("setting", *title)
+    for path in sorted(settings[0].keys() | settings[1].keys()):
+        before, now = (repr(s[path]) if path in s else "-" for s in settings)
+        if before != now:
+            differ.add_row(*cells(path, before, now))
+    page.print(differ if differ.row_count else "all settings are the same")
+
+
+def curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
+    """The values of each metric over the steps that have it, in the order of `names`; rewards of gold answers, which
+    supervised phases train on, are left out.
+
+    Raises:
+      ConfigError: a name that no metric has.
+    """
+    from rolljax.config.check import nearest
+    from rolljax.metrics import is_known
+
+    present = {name for row in rows for name in row}
+    for name in names:
+        if name not in present and not is_known(name):
+            raise ConfigError(
+                "is no metric", setting="--metric", value=name, remedy=nearest(name, present, "metrics of this run")
+            )
+        shown = [row for row in rows if "tput/sample_tok_s" in row or not name.startswith("reward/")]
+        if values := [row[name] for row in shown if isinstance(row.get(name), (int, float))]:
+            yield name, values
+
+
+# ---- a step
+
+
+def show_step(page: Console, folder: RunFolder, step: int) -> None:
+    """The groups of a step, those whose rewards differ most first."""
+    from rolljax.run.console import step_line
+
+    trajectories = read_step(folder, step)
+    row = next((row for row in folder.rows() if row["step"] == step), None)
+    if row is not None:
+        done = sum(r["phase"] == row["phase"] for r in folder.rows())
+        page.print(f"step {step}: {step_line(row['phase'], row, done)}", soft_wrap=True)
+    groups: dict[tuple[int, int], list[Trajectory]] = {}
+    for t in trajectories:
+        groups.setdefault((t.key.stream, t.key.draw), []).append(t)
+    table = make_table("draw", "task", "rewards", "mean", "spread", "tokens", "not ok")
+    for (_, draw), group in sorted(groups.items(), key=lambda item: -spread(item[1])):
+        rewards = [t.reward for t in group]
+        told = " ".join(f"{r:.3g}" for r in rewards)
+        tokens = sum(t.num_sampled_tok for t in group) / len(group)
+        mean, wrong = sum(rewards) / len(group), sum(t.status != "ok" for t in group)
+        table.add_row(*cells(str(draw), short(group[0].task.content), told, f"{mean:.3f}", f"{spread(group):.3f}",
+                             f"{tokens:.1f}", str(wrong or "")))  # fmt: skip
+    page.print(table)
+    page.print(
+        f"{len(groups)} groups, {len(trajectories)} trajectories; --best, --worst and --failed show some in full"
+    )
+
+
+def spread(group: Sequence[Trajectory]) -> float:
+    """Standard deviation of a group's rewards."""
+    mean = sum(t.reward for t in group) / len(group)
+    return (sum((t.reward - mean) ** 2 for t in group) / len(group)) ** 0.5
+
+
+def read_step(folder: RunFolder, step: int) -> list[Trajectory]:
+    """The trajectories of a step.
+
+    Raises:
+      ConfigError: they are not there.
+    """
+    steps = folder.rollout_steps()
+    if step not in steps:
+        near = min(steps, key=lambda s: abs(s - step), default=None)
+        remedy = f"the nearest is {near} (of {len(steps)})" if near is not None else "this run kept none"
+        raise ConfigError("has no rollouts", setting="--step", value=step, remedy=remedy)
+    return folder.trajectories(step)
+
+
+# ---- trajectories
+
+
+def show_trajectories(page: Console, folder: RunFolder, args: argparse.Namespace) -> None:
+    """The best, worst or failed trajectories of a step, turn by turn."""
+    step = newest(folder, failed=args.failed) if args.step is None else args.step
+    if step is None:
+        page.print("no rollouts that are kept have failed" if args.failed else "this run kept no rollouts")
+        return
+    every = read_step(folder, step)
+    failed = [t for t in every if t.status == "failed"]
+    alive = sorted((t for t in every if t.status != "failed"), key=lambda t: t.reward, reverse=args.best)
+    found = failed if args.failed else alive
+    page.print(f"step {step}: {len(found[: args.limit])} of {len(found)} {'failed' if args.failed else 'trajectories'}")
+    decode = decoder(folder)
+    for t in found[: args.limit]:
+        show_trajectory(page, t, decode)
+
+
+def newest(folder: RunFolder, *, failed: bool) -> int | None:
+    """The newest step with rollouts; failed: of those in which a trajectory was lost. None if there is none."""
+    kept = folder.rollout_steps()
+    if failed:
+        lost = {row["step"] for row in folder.rows() if row.get("rollout/fail_frac", 0) > 0}
+        kept = [step for step in kept if step in lost]
+    return kept[-1] if kept else None
+
+
+def show_trajectory(page: Console, t: Trajectory, decode: Callable[[Sequence[int]], str] | None) -> None:
+    """One trajectory: its address, how it ended, and each turn with what was told and what the policy said."""
+    from rich.panel import Panel
+    from rich.rule import Rule
+    from rich.text import Text
+
+    ended = f"{t.status}{', solved' if t.success else ''}" + (f"; fault of {t.fault}" if t.fault else "")
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in t.reward_parts.items())
+    page.print(Rule(Text(f"draw {t.key.draw}, sibling {t.key.sibling}"), style="dim"))
+    page.print(Text(safe(f"reward {t.reward:.4g}{f' ({parts})' if parts else ''}; {ended}")))
+    page.print(Text(safe(f"task {t.task.env} {t.task.index}: {t.task.content}")))
+    for i, turn in enumerate(t.turns, 1):
+        told = decode(turn.prompt_ids.tolist()) if decode else f"{len(turn.prompt_ids)} tokens (no tokenizer at hand)"
+        fresh = ", the stream starts anew" if turn.restart else ""
+        page.print(Panel(Text(safe(told), style="dim"), title=f"told{fresh}", title_align="left"))
+        logp = f", mean log-prob {turn.sampler_logp.mean():.3f}" if len(turn.tokens) else ""
+        title = f"turn {i}: {len(turn.tokens)} tokens, {turn.finish_reason}{logp}, reward {turn.reward:.4g}"
+        page.print(Panel(Text(safe(turn.text)), title=title, title_align="left"))
+
+
+def decoder(folder: RunFolder) -> Callable[[Sequence[int]], str] | None:
+    """What makes text of the run's token ids; None where its tokenizer is not at hand."""
+    from rolljax.run.folder import RESOLVED, RESULT
+
+    model = json.loads((folder.path / RESOLVED).read_text()).get("model")
+    places = [folder.path / RESULT, *([Path(model)] if isinstance(model, str) else [])]
+    for place in places:
+        if (place / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
+            return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+    if isinstance(model, str):
+        return None
+    from rolljax.model.tokenizer import byte_tokenizer
+
+    own = byte_tokenizer()
+    return lambda ids: str(own.decode(list(ids)))
+
+
+# ---- a page
+
+
+def make_table(*columns: str) -> Any:
+    """An empty table; what stands in its cells is text and never markup (`cells`)."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(Text(safe(name)), overflow="fold")
+    return table
+
+
+def cells(*texts: str) -> list[Any]:
+    """Texts for the cells of a row."""
+    from rich.text import Text
+
+    return [Text(safe(text)) for text in texts]
+
+
+def safe(text: str) -> str:
+    """See `run.terminal.visible`."""
+    from rolljax.run.terminal import visible
+
+    return visible(text)
+
+
+def short(text: str) -> str:
+    """The end of a task on one line."""
+    from rolljax.run.terminal import visible
+
+    return visible(text[-TASK_CHARS:], lines=False)
+
+
+def spark(values: Sequence[float], width: int = SPARK) -> str:
+    """See `run.terminal.sparkline`."""
+    from rolljax.run.terminal import sparkline
+
+    return sparkline(values, width)
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What a tracker is: something outside of the run folder that is given a run's rows, texts and figures."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import util
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+from rolljax.errors import ConfigError
+
+Outcome = Literal["done", "stopped", "failed"]
+"""How a run ended: all its phases are done; it was told to stop, or its process is gone, and may go on; an error."""
+Row = Mapping[str, Any]
+"""A row of metrics.jsonl: numbers by name, and `phase`, a string."""
+PLACE = ("step", "phase")
+"""Entries of a row that are no metrics."""
+EVERY_ROW = "time/step_s"
+"""A metric that no row is without."""
+
+
+class Tracker(Protocol):
+    """One run in a tracker. It lives in a process of its own, which calls one method at a time.
+
+    Whatever it raises is counted and said once; the run goes on (`feed.Feed`).
+    """
+
+    def last_step(self) -> int:
+        """The newest step whose row it holds and keeps, 0 where there is none: rows up to it are not given again."""
+
+    def log(self, step: int, row: Row) -> None:
+        """Take the row of a step, as it stands in metrics.jsonl; steps only grow."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Take a text of a step, such as a good and a bad answer. It may hold anything a model can write."""
+
+    def figure(self, step: int, name: str, png: bytes) -> None:
+        """Take a picture of a step."""
+
+    def close(self, outcome: Outcome) -> None:
+        """Keep all that was given, and end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunInfo:
+    """The run that a tracker is opened for.
+
+    name: of the run folder. id: 16 hex digits, the same whenever this run goes on.
+    run_dir: the run folder. folder: one in it that is the tracker's own, for what it has to remember.
+    settings: every setting of the run by its path, defaults included.
+    done: steps that are done. Rows of later ones that a tracker holds are of a process that was killed, and come again.
+    """
+
+    name: str
+    id: str
+    run_dir: Path
+    folder: Path
+    settings: Mapping[str, Any]
+    done: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackerConfig(abc.ABC):
+    """Settings of a tracker. A subclass is a frozen dataclass in a module that can be imported."""
+
+    package: ClassVar[str] = ""
+    """The module that `open` imports; a run with a tracker whose package is not installed does not start."""
+    extra: ClassVar[str] = ""
+    """The extra of rolljax that brings it."""
+
+    @abc.abstractmethod
+    def open(self, run: RunInfo) -> Tracker:
+        """Begin a run in the tracker, or go on with the one of the same `run.id`."""
+
+    def check(self) -> None:
+        """Check what can be checked without opening anything.
+
+        Raises:
+          ConfigError: the package is not installed.
+        """
+        if self.package and util.find_spec(self.package) is None:
+            remedy = f"pip install '{f'rolljax[{self.extra}]' if self.extra else self.package}', or leave it out"
+            raise ConfigError(
+                f"needs the package {self.package}, which is not installed",
+                setting="Recipe.trackers",
+                value=type(self).__name__,
+                remedy=remedy,
+            )
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """The entries of a row that are numbers, without the step itself."""
+    return {name: value for name, value in row.items() if name not in PLACE and isinstance(value, (int, float))}
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with values that every tracker takes: numbers, flags, strings, and the rest as text."""
+    return {name: v if isinstance(v, (bool, int, float, str)) else repr(v) for name, v in settings.items()}
+
+
+@contextlib.contextmanager
+def png_file(png: bytes, name: str = "figure.png") -> Iterator[str]:
+    """The path of a file with a picture, which is there inside."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_bytes(png)
+        yield str(path)

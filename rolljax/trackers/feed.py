@@ -1,0 +1,261 @@
+"""Rows on their way to trackers, none of which can stop or slow down a run.
+
+    Recorder -> Trackers -> a bounded queue -> thread -> pipe -> process with the package (`worker`)
+
+Each tracker has a thread and a process of its own. One that raises, hangs or dies costs rows of that tracker, which are
+counted (`trackers/lost_n`) and said once. What was lost with a process is given again when it has been started anew, or
+when the run goes on: rows come from metrics.jsonl, and a tracker knows the newest that it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rolljax.trackers.base import Outcome, Row, RunInfo, TrackerConfig
+
+QUEUE = 4096
+"""Rows, texts and figures that wait for a tracker; more are lost."""
+OPEN_S, TAKE_S, CLOSE_S = 180.0, 60.0, 30.0
+"""Longest that a tracker may take to open a run, for one row, and to end."""
+REFUSALS = 3
+"""Things that a tracker refuses in a row after which its process is started again."""
+RESTARTS_S = (1.0, 30.0, 300.0)
+"""Seconds before a process that failed is started again; after the last of them it is not."""
+
+
+class _Gone(Exception):
+    """The process of a tracker has ended, or does not answer."""
+
+
+class _Refused(Exception):
+    """A tracker raised."""
+
+
+class _Process:
+    """The process of a tracker, and what is said to it."""
+
+    def __init__(self, log: Path) -> None:
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        with open(log, "ab") as errors:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "rolljax.trackers.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | {"PYTHONPATH": paths},
+                start_new_session=True,
+            )
+        self._log = log
+
+    def ask(self, request: Sequence[Any], deadline_s: float) -> int:
+        """The number it answers.
+
+        Raises:
+          _Gone: it is not there, or has not answered in time. _Refused: it answered with an error.
+        """
+        assert self._popen.stdin and self._popen.stdout
+        try:
+            pickle.dump(tuple(request), self._popen.stdin)
+            self._popen.stdin.flush()
+        except OSError as e:
+            raise self._gone() from e
+        if not select.select([self._popen.stdout], [], [], deadline_s)[0]:
+            raise _Gone(f"has not answered for {deadline_s:.0f} s ({request[0]})")
+        kind, _, text = self._popen.stdout.readline().decode(errors="replace").strip().partition(" ")
+        if kind == "ok":
+            return int(text)
+        if kind == "error":
+            raise _Refused(text)
+        raise self._gone()
+
+    def _gone(self) -> _Gone:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(1)
+        return _Gone(f"lost its process, which ended with code {self._popen.poll()}: see {self._log}")
+
+    def kill(self) -> None:
+        """End it and what it has started, if it has not ended by itself."""
+        if self._popen.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+            self._popen.wait()
+
+    def end(self, deadline_s: float) -> None:
+        """Wait for it to end by itself, and end it otherwise."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(deadline_s)
+        self.kill()
+
+
+class Feed:
+    """One tracker of a run: gives rows to its process from a thread, in their order.
+
+    Args:
+      rows: all rows of metrics.jsonl, for those that the tracker lacks. warn: told once of each kind of trouble.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: TrackerConfig,
+        run: RunInfo,
+        rows: Callable[[], Sequence[Row]],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.name, self.lost = name, 0
+        self._config, self._run, self._rows, self._warn = config, run, rows, warn
+        self._sent, self._refusals = -1, 0
+        self._waiting: queue.Queue[tuple[Any, ...]] = queue.Queue(QUEUE)
+        self._closing, self._over = threading.Event(), threading.Event()
+        self._process: _Process | None = None
+        self._outcome: Outcome = "stopped"
+        self._said: set[str] = set()
+        self._thread = threading.Thread(target=self._run_thread, name=f"rolljax-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, method: str, step: int, *args: Any) -> None:
+        """Hand something over; never waits."""
+        if not self._thread.is_alive():
+            self.lost += 1
+            return
+        try:
+            self._waiting.put_nowait((method, step, *args))
+        except queue.Full:
+            self._lose("slow", f"takes rows more slowly than the run makes them; {QUEUE} wait, and newer ones are lost")
+
+    def close(self, outcome: Outcome, deadline_s: float) -> None:
+        """Have it end; what it has not taken by the deadline it does not get."""
+        self._outcome = outcome
+        self._closing.set()
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(("close", 0))
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            left = self._waiting.qsize()
+            self._say("close", f"did not end within {deadline_s:.0f} s; {left} rows, texts or figures did not reach it")
+            self._over.set()
+            if self._process is not None:
+                self._process.kill()
+
+    def _lose(self, kind: str, text: str) -> None:
+        self.lost += 1
+        self._say(kind, text)
+
+    def _say(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._warn(f"tracker {self.name} {text}; the run goes on, and metrics.jsonl has everything")
+
+    def _run_thread(self) -> None:
+        for wait_s in (*RESTARTS_S, None):
+            try:
+                self._serve()
+                return
+            except (_Gone, OSError) as e:
+                if not self._over.is_set():
+                    self._lose("gone", str(e))
+            finally:
+                if self._process is not None:
+                    self._process.kill()
+            if wait_s is None or self._over.is_set():
+                return
+            self._closing.wait(wait_s)
+
+    def _serve(self) -> None:
+        """Start the process and give it what it lacks, and what comes, until the run ends."""
+        self._run.folder.mkdir(parents=True, exist_ok=True)
+        process = self._process = _Process(self._run.folder / "log.txt")
+        run = dataclasses.replace(self._run, done=max(self._run.done, self._sent))
+        try:
+            self._refusals = 0
+            self._sent = process.ask(("open", self._config, run), OPEN_S)
+        except _Refused as e:
+            raise _Gone(f"cannot be opened: {e}") from e
+        for row in self._rows():
+            self._give(process, "log", row["step"], row)
+        while (item := self._next()) is not None:
+            self._give(process, *item)
+        self._tell(process, ("close", self._outcome), CLOSE_S)
+        process.end(CLOSE_S)
+
+    def _next(self) -> tuple[Any, ...] | None:
+        """What comes next; None when the run is over and all was given."""
+        while True:
+            try:
+                item = self._waiting.get(timeout=1.0)
+            except queue.Empty:
+                if self._closing.is_set():
+                    return None
+                continue
+            return None if item[0] == "close" else item
+
+    def _give(self, process: _Process, method: str, step: int, *args: Any) -> None:
+        if method == "log":
+            if step <= self._sent:
+                return
+            self._sent = step
+        self._tell(process, (method, step, *args), TAKE_S)
+
+    def _tell(self, process: _Process, request: Sequence[Any], deadline_s: float) -> None:
+        try:
+            process.ask(request, deadline_s)
+            self._refusals = 0
+        except _Refused as e:
+            self._lose(f"error {request[0]}", f"refused what it was given: {e}")
+            self._refusals += 1
+            if self._refusals == REFUSALS:
+                raise _Gone(f"refused {REFUSALS} things in a row") from e
+
+
+class Trackers:
+    """All trackers of a run; where there are none, nothing is done."""
+
+    def __init__(self, feeds: Sequence[Feed] = ()) -> None:
+        self._feeds, self._told = feeds, 0
+
+    def __bool__(self) -> bool:
+        return bool(self._feeds)
+
+    def row(self) -> dict[str, float]:
+        """What trackers have lost since the last call, for the next row; nothing where there are none."""
+        if not self._feeds:
+            return {}
+        lost, told = sum(feed.lost for feed in self._feeds), self._told
+        self._told = lost
+        return {"trackers/lost_n": float(lost - told)}
+
+    def log(self, step: int, row: Row) -> None:
+        """Hand every tracker the row of a step."""
+        self._put("log", step, row)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Hand every tracker a text."""
+        self._put("text", step, name, text)
+
+    def figure(self, step: int, name: str, png: bytes) -> None:
+        """Hand every tracker a picture."""
+        self._put("figure", step, name, png)
+
+    def _put(self, method: str, step: int, *args: Any) -> None:
+        for feed in self._feeds:
+            feed.put(method, step, *args)
+
+    def close(self, outcome: Outcome, deadline_s: float) -> None:
+        """End them all at the same time, at the latest after `deadline_s`."""
+        closing = [threading.Thread(target=feed.close, args=(outcome, deadline_s)) for feed in self._feeds]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
