@@ -6,6 +6,7 @@ env.json              versions, devices, command
 metrics.jsonl         one object per step (`metrics.NAMES`)
 consumed.jsonl        per step the draws it trained, and the policy versions at which they began
 rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
+rollouts/heldout_NAME.jsonl  the same of held-out tasks, at the start and behind every phase
 ckpt/                 checkpoints (Orbax)
 hf/                   the result as a Hugging Face folder
 curves.png            reward and health over steps
@@ -36,6 +37,21 @@ from rolljax.errors import CheckpointError, ConfigError
 from rolljax.recipe import Recipe
 from rolljax.run import durable
 from rolljax.run.checkpoint import Checkpoints, Saved
+from rolljax.run.layout import (
+    CHECKPOINTS,
+    CONSUMED,
+    CURVES,
+    ENVIRONMENT,
+    LOCK,
+    METRICS,
+    RESOLVED,
+    RESULT,
+    ROLLOUTS,
+    SUMMARY,
+    heldout_file,
+    rollout_files,
+    rollouts_file,
+)
 from rolljax.run.progress import RunProgress
 from rolljax.types import Trajectory
 
@@ -51,9 +67,6 @@ PACKAGES = (
     "reasoning-gym",
 )
 
-RESOLVED, LOCK = "config.resolved.json", ".lock"
-METRICS, CONSUMED, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "consumed.jsonl", "rollouts", "ckpt"
-RESULT, CURVES, SUMMARY = "hf", "curves.png", "summary.json"
 RESUMABLE = (
     "save_every",
     "keep_",
@@ -161,7 +174,7 @@ class RunFolder:
         with durable.storing(self.path):
             (self.path / ROLLOUTS).mkdir(exist_ok=True)
         durable.write(self.path / "config.gin", config.operative)
-        durable.write(self.path / "env.json", json.dumps(_environment(), indent=1) + "\n")
+        durable.write(self.path / ENVIRONMENT, json.dumps(_environment(), indent=1) + "\n")
         return notes
 
     def _clear(self) -> None:
@@ -256,7 +269,7 @@ class RunFolder:
     def _retain_rollouts(self, keep: int | None, until: int) -> None:
         if keep is None:
             return
-        files = {_step_of(file): file for file in (self.path / ROLLOUTS).glob("step_*.jsonl")}
+        files = rollout_files(self.path)
         for step in sorted(step for step in files if step <= until)[:-keep]:
             durable.remove(files[step])
 
@@ -275,8 +288,8 @@ class RunFolder:
                 durable.write(path, "".join(f"{rows[s]}\n" for s in sorted(rows) if s <= step))
                 if missing := sorted({*range(1, step + 1)} - {*rows}):
                     warn(f"warning: {path} is damaged: it lacks {len(missing)} row(s), the first of step {missing[0]}")
-        for file in (self.path / ROLLOUTS).glob("step_*.jsonl"):
-            if _step_of(file) > step:
+        for of_step, file in rollout_files(self.path).items():
+            if of_step > step:
                 durable.remove(file)
 
     def write_row(self, row: Mapping[str, Any]) -> None:
@@ -295,8 +308,11 @@ class RunFolder:
 
     def write_rollouts(self, step: int, trajectories: Iterable[Trajectory]) -> None:
         """Write rollouts/step_N.jsonl."""
-        lines = (json.dumps(t.to_json(), separators=(",", ":")) + "\n" for t in trajectories)
-        durable.write(self.path / ROLLOUTS / f"step_{step}.jsonl", "".join(lines))
+        _write_trajectories(rollouts_file(self.path, step), trajectories)
+
+    def write_heldout(self, evaluation: str, trajectories: Iterable[Trajectory]) -> None:
+        """Write rollouts/heldout_NAME.jsonl."""
+        _write_trajectories(heldout_file(self.path, evaluation), trajectories)
 
     def write_crash(self, name: str, arrays: Mapping[str, Any]) -> Path:
         """Keep the batch that led to a stop."""
@@ -379,8 +395,9 @@ def _row(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _step_of(rollouts: Path) -> int:
-    return int(rollouts.stem.removeprefix("step_"))
+def _write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    lines = (json.dumps(t.to_json(), separators=(",", ":")) + "\n" for t in trajectories)
+    durable.write(path, "".join(lines))
 
 
 def _steps_note(recipe: Recipe, index: int, before: object, progress: RunProgress) -> list[str]:
