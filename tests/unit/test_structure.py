@@ -12,7 +12,8 @@ import rolljax
 
 ROOT = Path(rolljax.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-VERBS = {"cli.py", "train.py", "eval.py", "export.py", "plan.py", "play.py", "serve.py", "simulate.py", "validate.py"}
+VERBS = {"cli.py", "train.py", "eval.py", "export.py", "plan.py", "play.py", "serve.py", "simulate.py", "validate.py",
+         "view.py"}  # fmt: skip
 
 
 def name_of(path):
@@ -66,12 +67,13 @@ LEFT = {
     "recipe": {"errors", "model", "envs", "sampler", "trainer", "rollout"},
     "run": {"errors", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "rollout", "cluster",
             "recipe", "config"},
+    "viewer": {"errors", "types", "metrics", "model", "run"},
     "simulation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run", "aot"},
 }  # fmt: skip
 """What each room, or module at the root, may import beside itself; the loop and the verbs may import everything."""
 OUTSIDE = {
     "types": {"jax", "gin"}, "errors": {"jax", "numpy"}, "metrics": {"jax"}, "threads": {"jax"},
-    "sandbox": {"jax", "flax"}, "envs": {"jax", "flax", "optax"},
+    "sandbox": {"jax", "flax"}, "envs": {"jax", "flax", "optax"}, "viewer": {"jax", "flax", "optax", "transformers"},
 }  # fmt: skip
 """Libraries that these never import."""
 

@@ -2,6 +2,8 @@
 import {h} from './dom.js';
 import {number} from './format.js';
 
+const KINDS = ['infra', 'env', 'agent', 'limit'];
+
 /** Place of a reward between the lowest and the highest, as one of seven colours. */
 export function rewardClass(reward, range) {
   if (reward === null || !Number.isFinite(reward)) return 'r-none';
@@ -21,12 +23,17 @@ export function ending(t) {
   if (t.success) signs.push(h('span', {class: 'sign good', title: 'solved its task'}, 'solved'));
   if (t.status === 'truncated') signs.push(h('span', {class: 'sign warn', title: 'cut by a limit; it takes part in training'}, 'cut'));
   if (t.status === 'failed') signs.push(h('span', {class: 'sign bad', title: 'failed; it takes no part in training'}, 'failed'));
-  if (t.fault) signs.push(h('span', {class: `sign fault-${['infra', 'env', 'agent', 'limit'].includes(t.fault.kind) ? t.fault.kind : 'env'}`, title: faultText(t.fault)}, t.fault.kind));
+  if (t.fault) signs.push(h('span', {class: `sign fault-${KINDS.includes(t.fault.kind) ? t.fault.kind : 'env'}`, title: faultText(t.fault)}, t.fault.kind));
   if (t.replayed) signs.push(h('span', {class: 'sign', title: 'recorded: nothing was sampled'}, 'gold'));
-  return signs;
+  return signs.length ? h('span', {class: 'signs'}, signs) : null;
 }
 
 /** Whose fault it was, and what happened. */
+export function faultNote(fault) {
+  return h('p', {class: `fault of-${KINDS.includes(fault.kind) ? fault.kind : 'env'}`}, faultText(fault));
+}
+
+/** The same as a text. */
 export function faultText(fault) {
   const owner = {infra: 'machine, worker, server or sampler', env: 'the environment itself', agent: 'what the policy did', limit: 'a limit of tokens, turns or time'}[fault.kind] || fault.kind;
   return `${owner}${fault.stage ? `, at ${fault.stage}` : ''}: ${fault.detail}`;

@@ -2,7 +2,7 @@
 import {fill, h, s} from './dom.js';
 import {number} from './format.js';
 
-const MARGIN = {left: 46, right: 10, top: 8, bottom: 20};
+const MARGIN = {left: 46, right: 10, top: 17, bottom: 20};
 const MOST_POINTS = 700;
 
 /** Exponential moving average without the bias of its start; a value that is missing stays so. */
@@ -87,8 +87,8 @@ function frame(at, borders, width, height) {
     ]),
     at.xTicks.map((t) => s('text', {class: 'tick', x: at.x(t), y: height - 5, 'text-anchor': 'middle'}, number(t))),
     borders.map((b) => [
-      s('line', {class: 'border', x1: at.x(b.step), x2: at.x(b.step), y1: MARGIN.top, y2: bottom}),
-      s('text', {class: 'phase', x: at.x(b.step) + 4, y: MARGIN.top + 9}, b.phase),
+      s('line', {class: 'border', x1: at.x(b.step), x2: at.x(b.step), y1: 4, y2: bottom}),
+      s('text', {class: 'phase', x: at.x(b.step) + 5, y: 11}, b.phase),
     ]),
   ];
 }

@@ -32,7 +32,7 @@ export async function configPage(name) {
     const other = state.with ? await get(['runs', state.with, 'config']) : null;
     const found = lines(own, other, state.q, Boolean(other) && !state.all);
     const titles = ['setting', name, ...(other ? [state.with] : [])];
-    fill(body, found.length ? h('table', {class: 'list config'}, h('thead', {}, h('tr', {}, titles.map((t) => h('th', {}, t)))),
+    fill(body, found.length ? h('table', {class: `list config ${state.all ? 'mixed' : ''}`}, h('thead', {}, h('tr', {}, titles.map((t) => h('th', {}, t)))),
       h('tbody', {}, found.map((l) => h('tr', {class: l.differs ? 'differs' : null, data: {item: ''}}, h('td', {}, l.key), h('td', {class: 'text'}, spell(l.a)), other ? h('td', {class: 'text'}, spell(l.b)) : null))))
       : h('p', {class: 'empty'}, other && !state.q ? 'All settings are the same.' : 'No setting is like this.'));
   };

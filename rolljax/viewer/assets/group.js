@@ -1,6 +1,6 @@
 // A group: its siblings side by side. What all of them begin with is dimmed, so that one sees where they part.
 import {get} from './api.js';
-import {ending, faultText, rangeOf, rewardClass, rewardParts} from './badge.js';
+import {ending, faultNote, rangeOf, rewardClass, rewardParts} from './badge.js';
 import {h} from './dom.js';
 import {count, number} from './format.js';
 import {go, link} from './route.js';
@@ -35,7 +35,7 @@ function column(run, step, t, full, range, same) {
   return h('article', {class: 'sibling', data: {item: ''}},
     h('header', {}, h('a', {href: address}, `sibling ${t.sibling}`), h('span', {class: `pill ${rewardClass(t.status === 'failed' ? null : t.reward, range)}`}, number(t.reward)), ending(t)),
     h('p', {class: 'small'}, `${count(t.sampled_tok, 'token')} in ${count(t.turns, 'turn')}`, rewardParts(t.parts)),
-    t.fault ? h('p', {class: 'fault'}, faultText(t.fault)) : null,
+    t.fault ? faultNote(t.fault) : null,
     h('div', {class: 'turns'}, full ? full.turns.map((one, i) => turn(one, i, i === 0 ? same : 0)) : h('div', {class: 'text said'}, t.answer)));
 }
 

@@ -1,6 +1,6 @@
 // One trajectory: what the policy saw, what it said, token by token, and what came of it.
 import {frozen, get} from './api.js';
-import {ending, faultText, rangeOf, rewardClass, rewardParts} from './badge.js';
+import {ending, faultNote, rangeOf, rewardClass, rewardParts} from './badge.js';
 import {fill, h} from './dom.js';
 import {count, number, seconds} from './format.js';
 import {go, here, link, remember} from './route.js';
@@ -68,7 +68,7 @@ function facts(t, range) {
     h('div', {class: 'facts'}, h('h1', {}, `Sibling ${t.sibling}`), h('span', {class: `pill big ${rewardClass(t.status === 'failed' ? null : t.reward, range)}`, title: 'reward'}, number(t.reward)), ending(t), rewardParts(t.parts)),
     h('div', {class: 'facts minor'}, found.map(([what, value]) => h('span', {class: 'fact'}, h('span', {class: 'what'}, what), String(value))),
       own.map(([what, value]) => h('span', {class: 'fact'}, h('span', {class: 'what'}, what), number(value)))),
-    t.fault ? h('p', {class: 'fault'}, faultText(t.fault)) : null,
+    t.fault ? faultNote(t.fault) : null,
   ];
 }
 
@@ -100,7 +100,7 @@ export async function trajectoryPage(name, where, place) {
   const range = rangeOf(order.length ? order : [t]);
   const tokens = new Tokens(t.turns);
   const paint = painter(tokens, t.turns);
-  const turns = t.turns.map((turn, i) => h('li', {class: 'turn', data: {item: ''}}, t.turns.length > 1 ? h('span', {class: 'turn-number'}, `turn ${i + 1}`) : null, told(turn, i), said(turn, i, tokens)));
+  const turns = t.turns.map((turn, i) => h('li', {class: 'turn', data: {item: ''}}, h('span', {class: 'turn-number'}, t.turns.length > 1 ? `turn ${i + 1}` : ''), h('div', {class: 'turn-body'}, told(turn, i), said(turn, i, tokens))));
   const element = h('div', {class: 'trajectory-page'}, facts(t, range), siblingBar(name, where, line, siblings, range),
     t.tokenizer ? null : h('p', {class: 'note'}, 'The tokenizer of this run was not found, so tokens are shown by their numbers.'),
     t.turns.length ? paint.element : h('p', {class: 'empty'}, 'Nothing was said: the episode ended before its first turn.'),
