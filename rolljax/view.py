@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from rolljax.viewer.runs import Runs
 
 TOKEN = "ROLLJAX_VIEW_TOKEN"
-CLOSING_S = 1
-"""Seconds that open connections get at the end; whoever watches has one."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -99,27 +97,14 @@ def write_page(runs: Runs, args: argparse.Namespace) -> None:
 
 def serve(runs: Runs, args: argparse.Namespace) -> None:
     """Show the runs until Ctrl-C or SIGTERM."""
-    import uvicorn
-
     from rolljax.serve import listen, url
-    from rolljax.viewer.app import make_app
+    from rolljax.viewer.app import make_server
 
     with listen(args.host, args.port) as listener, contextlib.suppress(KeyboardInterrupt):
         token = args.token or os.environ.get(TOKEN) or (None if is_loopback(listener) else secrets.token_urlsafe(24))
-        app = make_app(runs, token)
-        config = uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="off",
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=CLOSING_S,
-        )
         names = ", ".join(run.name for run in runs.all())
         print(f"{names} at {url(listener)}/{f'?token={token}' if token else ''}", flush=True)
-        uvicorn.Server(config).run(sockets=[listener])
+        make_server(runs, token).run(sockets=[listener])
 
 
 def is_loopback(listener: socket.socket) -> bool:

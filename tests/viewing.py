@@ -6,13 +6,12 @@ import threading
 import time
 
 import numpy as np
-import uvicorn
 
 from rolljax.run.folder import RunFolder
 from rolljax.run.layout import METRICS, RESOLVED, SUMMARY
 from rolljax.serve import listen, url
 from rolljax.types import Fault, Key, Task, Trajectory, Turn
-from rolljax.viewer.app import make_app
+from rolljax.viewer.app import make_server
 from rolljax.viewer.runs import Runs
 
 SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -64,7 +63,7 @@ def step_of(number, groups=4, siblings=4, text=""):
                 turn(f"Where is the door of room {draw}?", f"Let me look. north {s} {text}"),
                 turn("You see a wall.", f"go {'north' if reward else 'south'}", reward=reward),
             ]
-            found.append(trajectory(draw, s, reward, turns, task=f"Leave room {draw} by the door"))
+            found.append(trajectory(draw, s, reward, turns, task=f"Leave room {draw} by the door {text}"))
     gone = Fault("infra", "reset", "the server is gone", True)
     found.append(trajectory(number * groups + groups, 0, 0.0, (), status="failed", fault=gone, trained={}))
     cut = Fault("limit", "answer", "an answer was cut: length")
@@ -168,10 +167,7 @@ class Viewing:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = url(listener)
-        config = uvicorn.Config(
-            make_app(Runs(paths), token), ws="none", lifespan="off", log_level="error", timeout_graceful_shutdown=1
-        )
-        self.server = uvicorn.Server(config)
+        self.server = make_server(Runs(paths), token)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
         self._thread.start()
         while not self.server.started:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -54,15 +55,37 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 LOOK_S = 0.5
 """Seconds between two looks at the files of runs, while somebody watches."""
 ALIVE_S = 15.0
+CLOSING_S = 3
+"""Seconds that open connections get at the end; whoever watches has one."""
 
 
-def make_app(runs: Runs, token: str | None) -> ASGIApp:
-    """The viewer as an ASGI application.
+def make_server(runs: Runs, token: str | None) -> uvicorn.Server:
+    """The viewer as a server that has no socket yet; it logs errors only.
 
     Args:
       token: what a browser must bring along, once, as `?token=`; None: whoever reaches a loopback address may look.
     """
-    served = Served(runs)
+    config = uvicorn.Config(
+        make_app(runs, token, lambda: server.should_exit),
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=CLOSING_S,
+    )
+    server = uvicorn.Server(config)
+    return server
+
+
+def make_app(runs: Runs, token: str | None, closing: Callable[[], bool]) -> ASGIApp:
+    """The viewer as an ASGI application.
+
+    Args:
+      closing: whether the server is about to end, and with it what it tells those who watch.
+    """
+    served = Served(runs, closing)
     api = [
         Route("/api/runs", served.answer(lambda r: answers.run_list(runs))),
         Route("/api/runs/{run}/rows", served.answer(served.rows)),
@@ -86,8 +109,8 @@ def make_app(runs: Runs, token: str | None) -> ASGIApp:
 class Served:
     """The endpoints about `runs`."""
 
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
+    def __init__(self, runs: Runs, closing: Callable[[], bool]) -> None:
+        self._runs, self._closing = runs, closing
 
     def answer(self, of: Callable[[Request], Any]) -> Callable[[Request], Any]:
         """An endpoint that answers with JSON, in a thread."""
@@ -135,7 +158,7 @@ class Served:
         seen = await run_in_threadpool(self._stamps)
         silent_s = 0.0
         yield ": here\n\n"
-        while True:
+        while not self._closing():
             await asyncio.sleep(LOOK_S)
             now = await run_in_threadpool(self._stamps)
             changed = [name for name, stamp in now.items() if seen.get(name) != stamp]

@@ -22,7 +22,6 @@ from rolljax.viewer.export import bundle, page_of
 from rolljax.viewer.filters import BadFilter, Filter
 from rolljax.viewer.runs import Run, Runs
 from rolljax.viewer.tokens import TokenTexts, _Core
-
 from tests import viewing
 
 HARM = " ".join(viewing.HARMFUL)
@@ -183,7 +182,7 @@ def test_every_address_answers(site):
     assert len(rows["rows"]) == 3 and rows["all"]
     assert get(site, f"/api/runs/run/rows?after=3&generation={rows['generation']}").json()["rows"] == []
     assert get(site, "/api/runs/run/steps/3?q=status:failed").json()["found"] == 1
-    assert get(site, "/api/runs/run/steps/3/0").json()["task"] == "Leave room 12 by the door"
+    assert get(site, "/api/runs/run/steps/3/0").json()["task"].startswith("Leave room 12 by the door")
     assert get(site, "/api/runs/run/steps/heldout:start/1").json()["task"] == "held out 1"
     held = get(site, "/api/runs/run/heldout").json()
     assert held["evaluations"] == ["start", "warm_start", "rl"] and len(held["tasks"]) == 4

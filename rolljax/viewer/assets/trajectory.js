@@ -19,7 +19,7 @@ function told(turn, index) {
   const box = h('details', {class: `told-box ${isPrompt ? 'of-prompt' : 'of-env'}`},
     h('summary', {}, h('span', {class: 'who'}, title), h('span', {class: 'glance'}, text.slice(0, 160)), h('span', {class: 'small'}, count(turn.prompt_tok, 'token'))), body);
   box.addEventListener('toggle', () => {
-    if (box.open && !body.firstChild) fill(body, turn.prompt.map(([part, special]) => (special ? h('span', {class: 'tok special'}, part) : part)));
+    if (box.open && !body.firstChild) fill(body, turn.prompt.map(([part, special]) => (special ? h('span', {class: 'special'}, part) : part)));
   });
   box.open = index === 0 && length <= OPEN_CHARS;
   return box;
