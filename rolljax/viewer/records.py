@@ -28,7 +28,7 @@ class Record:
     """One trajectory of a file.
 
     start, end: its bytes. outline: its JSON with every array of tokens replaced by `[length]`, that of versions by
-    `[smallest, largest]`.
+    `[tokens that no policy sampled]`.
     """
 
     start: int
@@ -83,10 +83,7 @@ def _told(name: bytes, data: bytes, start: int, stop: int) -> bytes:
     """What stands for an array in an outline."""
     if start == stop or name not in _COUNTED:
         return b""
-    if name != b"versions":
-        return b"%d" % (data.count(b",", start, stop) + 1)
-    versions = {int(v) for v in set(data[start:stop].split(b","))}
-    return b"%d,%d" % (min(versions), max(versions))
+    return b"%d" % (data.count(b"-", start, stop) if name == b"versions" else data.count(b",", start, stop) + 1)
 
 
 # ---- what lists show
@@ -100,7 +97,7 @@ def summary(line: int, record: Record) -> Json:
     """
     of = record.outline
     turns = of["turns"]
-    answer = turns[-1]["text"] if turns else ""
+    answer, sampled_tok = turns[-1]["text"] if turns else "", sum(sum(t["tokens"]) for t in turns)
     return {
         "line": line,
         **of["key"],
@@ -114,8 +111,8 @@ def summary(line: int, record: Record) -> Json:
         "fault": of["fault"],
         "turns": len(turns),
         "prompt_tok": sum(sum(t["prompt_ids"]) for t in turns),
-        "sampled_tok": sum(sum(t["tokens"]) for t in turns),
-        "replayed": bool(turns) and max(max(t["versions"], default=-1) for t in turns) < 0,
+        "sampled_tok": sampled_tok,
+        "replayed": 0 < sampled_tok == sum(sum(t["versions"]) for t in turns),
     }
 
 

@@ -17,8 +17,8 @@ from rolljax.viewer.filters import Filter
 from rolljax.viewer.records import Json, Record, scan, summary
 from rolljax.viewer.tokens import TokenTexts, token_texts
 
-KEPT_FILES = 24
-"""Files whose records are kept in memory, those used last."""
+KEPT_BYTES = 2**30
+"""Of files whose records are kept in memory, those used last. Records take about a fifth of their file."""
 
 
 class NotThere(LookupError):
@@ -105,9 +105,9 @@ class Run:
         Raises:
           NotThere: there is no such trajectory.
         """
-        of_step = isinstance(step, int)
-        path = layout.rollouts_file(self.path, step) if of_step else dict(self._heldout_files()).get(str(step))
-        if path is None:
+        if isinstance(step, int):
+            path = layout.rollouts_file(self.path, step)
+        elif not (path := dict(self._heldout_files()).get(step, Path())).name:
             raise NotThere(f"{self.name} has no held-out answers of {step!r}")
         records = self._of_file(path, f"step {step} of {self.name}")
         if not 0 <= line < len(records):
@@ -150,7 +150,7 @@ class Run:
             raise NotThere(f"no trajectories of {what} are on record") from e
         with self._lock:
             self._files[path] = stamp, found
-            while len(self._files) > KEPT_FILES:
+            while len(self._files) > 1 and sum(size for (_, size), _ in self._files.values()) > KEPT_BYTES:
                 self._files.popitem(last=False)
         return found
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import httpx2
+import numpy as np
 import pytest
 
 from rolljax import view
@@ -15,6 +16,9 @@ from rolljax.model.tokenizer import byte_core
 from rolljax.model.vocabulary import Vocabulary
 from rolljax.run.folder import RunFolder
 from rolljax.run.layout import METRICS
+from rolljax.trainer.algorithms.base import Needs
+from rolljax.trainer.apply_credit import token_columns
+from rolljax.trainer.credit.episodes import Credit
 from rolljax.types import Trajectory
 from rolljax.viewer import answers, records
 from rolljax.viewer.app import ASSETS, HEADERS, dump
@@ -23,6 +27,7 @@ from rolljax.viewer.filters import BadFilter, Filter
 from rolljax.viewer.runs import Run, Runs
 from rolljax.viewer.tokens import TokenTexts, _Core
 from tests import viewing
+from tests.synthetic import episodes_of, groups_of
 
 HARM = " ".join(viewing.HARMFUL)
 
@@ -126,6 +131,20 @@ def test_a_trajectory_has_what_training_made_of_it(run_dir):
         assert "".join(turn["texts"]).endswith("<|end|>") and turn["special"] == [len(turn["texts"]) - 1]
         assert turn["advantages"] == -0.5 and len(turn["logp"]) == len(turn["ids"]) and turn["versions"] == 1
     assert answers._part([1.0, None, 3.0], slice(1, 3)) == [None, 3.0] and answers._part(None, slice(0, 1)) is None
+
+
+def test_columns_of_tokens_are_small():
+    """A number where all are equal, none where a token takes no part."""
+    e = episodes_of(np.random.default_rng(0), groups_of(np.random.default_rng(0), 2, 2), Needs(trainer_logp=True))
+    advantages = np.arange(e.num)[:, None] + np.where(np.arange(e.mask.shape[1]) == 1, 0.5, 0.0)
+    keep = np.array([True, False, True, True])
+    found = token_columns(
+        e, Credit(np.where(np.arange(e.num)[:, None] == 2, 7.0, advantages), mask=e.mask & (e.turns == 0), keep=keep)
+    )
+    assert found[1]["advantages"] is None and [len(f["trainer_logp"]) for f in found] == list(e.lengths)
+    first = found[0]["advantages"]
+    assert first == 0.0 or [v is not None for v in first] == list(e.turns[0, : e.lengths[0]] == 0)
+    np.testing.assert_allclose(found[3]["trainer_logp"], e.trainer_logp[3, : e.lengths[3]], atol=1e-6)
 
 
 # ---- runs that grow
