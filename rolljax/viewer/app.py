@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 from collections.abc import AsyncIterator, Callable
@@ -176,6 +177,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app, self._token = app, token
+        # of this token: cookies do not tell ports apart, and there may be another viewer
+        self._cookie = f"{COOKIE}_{hashlib.sha256((token or '').encode()).hexdigest()[:8]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -209,10 +212,10 @@ class Guard:
         if _same(query.get("token", [""])[-1], self._token):
             rest = urlencode({k: v for k, v in query.items() if k != "token"}, doseq=True)
             answer = RedirectResponse(request.url.path + (f"?{rest}" if rest else ""), 303)
-            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return answer
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
-        brought = bearer.strip() if kind.lower() == "bearer" else request.cookies.get(COOKIE, "")
+        brought = bearer.strip() if kind.lower() == "bearer" else request.cookies.get(self._cookie, "")
         if _same(brought, self._token):
             return None
         return PlainTextResponse("open the address that the viewer printed, with its ?token=", 401)

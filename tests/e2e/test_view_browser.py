@@ -129,9 +129,9 @@ def test_tokens_are_coloured_by_what_is_asked_for(page, site):
     page.goto(f"{site.url}/#/run/12/9")
     at(page, "#/run/12/9")
     assert texts(page, ".choice button") == ["nothing", "log-prob", "advantage", "policy version"]
-    assert "p5" in page.locator(".tok").first.get_attribute("class")
+    assert "p3" in page.locator(".tok").first.get_attribute("class")
     page.get_by_role("button", name="log-prob", exact=True).click()
-    assert page.locator(".tok[class*=' q']").count() and not page.locator(".tok.p5").count()
+    assert page.locator(".tok[class*=' q']").count() and not page.locator(".tok.p3").count()
     assert "colour=logp" in page.url
     page.keyboard.press("c")
     assert "colour=advantage" in page.url

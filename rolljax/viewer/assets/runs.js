@@ -37,6 +37,7 @@ export async function runsPage() {
   const chosen = (here().query.runs || '').split(',').filter((name) => found.some((r) => r.name === name));
   let picked = chosen.length ? chosen : found.slice(0, 4).map((r) => r.name);
   const table = h('table', {class: 'list runs'});
+  const between = h('div', {class: 'between'});
   const below = h('div');
   let shown = {update: () => {}};
   const list = async () => {
@@ -47,6 +48,7 @@ export async function runsPage() {
   const draw = async () => {
     shown = await curves(picked);
     fill(below, picked.length ? shown.element : null);
+    fill(between, picked.length > 1 ? h('a', {class: 'button', href: link([picked[0], 'config'], {with: picked[1]})}, `settings of ${picked[0]} beside those of ${picked[1]}`) : null);
   };
   async function toggle(name) {
     picked = picked.includes(name) ? picked.filter((n) => n !== name) : [...picked, name];
@@ -54,9 +56,8 @@ export async function runsPage() {
     await Promise.all([list(), draw()]);
   }
   await Promise.all([list(), draw()]);
-  const both = picked.length > 1 ? h('a', {class: 'button', href: link([picked[0], 'config'], {with: picked[1]})}, 'differences of their settings') : null;
   return {
-    title: 'runs', element: h('div', {class: 'runs-page'}, h('div', {class: 'scroll'}, table), both, below),
+    title: 'runs', element: h('div', {class: 'runs-page'}, h('div', {class: 'scroll'}, table), between, below),
     update: async () => { await Promise.all([list(), shown.update()]); },
   };
 }

@@ -51,7 +51,9 @@ export function scaleOf(turns, name) {
   const [low, high] = extent(turns, channel);
   if (channel.scale === 'signed') {
     const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
-    return {ends: [signed(-most), signed(most)], colour: (t, i) => signedClass(channel.has(t) ? channel.value(t, i) : null, most)};
+    // one value for all of them is no reason to shout
+    const shade = low === high ? most * 1.7 : most;
+    return {ends: [signed(-most), signed(most)], colour: (t, i) => signedClass(channel.has(t) ? channel.value(t, i) : null, shade)};
   }
   const floor = channel.scale === 'version' ? low : 0;
   const top = channel.scale === 'surprise' ? Math.max(4, Math.min(high, 8)) : high;
