@@ -62,7 +62,7 @@ def main() -> None:
     while not server.started:
         time.sleep(0.01)
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    step, several = mixed_step(first, 0.7), mixed_step(second, 1.0)
+    step, several = mixed_step(first, 0.7), mixed_step(second, 0.5)
     try:
         with sync_playwright() as p:
             browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolljax import metrics
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.records import Json, groups, heldout_pairs, read, summary, versions
 from rolljax.viewer.runs import Run, Runs
-from rolljax.viewer.tokens import TokenTexts
+
+if TYPE_CHECKING:
+    from rolljax.viewer.tokens import TokenTexts
 
 SEARCH_S = 0.4
 """How long one search goes through steps; the page asks for the rest."""

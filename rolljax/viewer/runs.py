@@ -9,13 +9,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolljax.errors import ConfigError
 from rolljax.run import layout
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.records import Json, Record, scan, summary
-from rolljax.viewer.tokens import TokenTexts, token_texts
+
+if TYPE_CHECKING:
+    from rolljax.viewer.tokens import TokenTexts
 
 KEPT_BYTES = 2**30
 """Of files whose records are kept in memory, those used last. Records take about a fifth of their file."""
@@ -126,7 +128,9 @@ class Run:
 
     @functools.cached_property
     def tokens(self) -> TokenTexts:
-        """The tokenizer. Not found: the next call looks again."""
+        """The texts of its tokens."""
+        from rolljax.viewer.tokens import token_texts
+
         model = self.config.get("model")
         return token_texts(self.path, model if isinstance(model, str) else None)
 
