@@ -24,7 +24,7 @@ function borders(rows) {
 
 function line(of, name) {
   // the reward of a supervised phase is that of its gold answers: no result
-  const counts = (row) => name !== 'reward/mean' || row['tput/sample_tok_s'] !== undefined || !of.samples;
+  const counts = (row) => !name.startsWith('reward/') || row['tput/sample_tok_s'] !== undefined || !of.samples;
   return of.rows.filter((row) => Number.isFinite(row[name]) && counts(row)).map((row) => [row.step, row[name]]);
 }
 
