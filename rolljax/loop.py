@@ -147,7 +147,7 @@ async def train_step(
     with timer.part("update"), recorder.keeping_crashes():
         kept = filter_groups(groups.trained, recipe.filters)
         trained = await runtime.call(trainer.step, kept, progress.carry, progress.step)
-    progress.carry = dict(trained.carry)
+    groups, progress.carry = groups.with_columns(trained.columns), dict(trained.carry)
     recorder.warn(groups.all)
     row = trained.row | trajectories_row(groups.all, version) | faults_row(groups.all)
     ended, logged = rollouts.end_step(groups)

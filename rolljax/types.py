@@ -23,6 +23,8 @@ SCHEMA_VERSION = 1
 Status = Literal["ok", "truncated", "failed"]
 FaultKind = Literal["infra", "env", "agent", "limit"]
 FinishReason = Literal["stop", "length", "context", "abort"]
+TokenColumn = float | list[float | None] | None
+"""A number for each sampled token of a trajectory; a single one where all are equal. None: no part in training."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,6 +246,8 @@ class Trajectory:
     """Behind whose first turns it was to start, maybe behind none of them."""
     env_s: float = 0.0
     sample_s: float = 0.0
+    trained: Mapping[str, TokenColumn] | None = None
+    """What training made of its sampled tokens, by column; None: it was not handed to the trainer."""
 
     @property
     def lost(self) -> bool:

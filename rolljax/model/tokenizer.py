@@ -25,6 +25,7 @@ from rolljax.model.vocabulary import Ids, Vocabulary
 from rolljax.types import Message
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
@@ -54,21 +55,27 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
     One special token opens each role and `<|end|>` closes an answer, so the template adds two tokens to a question.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_core(),
+        pad_token=PAD,
+        eos_token=END,
+        chat_template=BYTE_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def byte_core() -> Tokenizer:
+    """What `byte_tokenizer` is made of: its tokens, without a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([PAD, END, USER, ASSISTANT, SYSTEM])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=END,
-        chat_template=BYTE_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    return core
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:

@@ -6,6 +6,7 @@ env.json              versions, devices, command
 metrics.jsonl         one object per step (`metrics.NAMES`)
 consumed.jsonl        per step the draws it trained, and what became of the others (`consumed.ConsumedStep`)
 rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
+rollouts/heldout_NAME.jsonl  the same of held-out tasks, at the start and behind every phase
 ckpt/                 checkpoints (Orbax)
 hf/                   the result as a Hugging Face folder
 curves.png            reward and health over steps
@@ -25,13 +26,10 @@ import functools
 import hashlib
 import io
 import json
-import platform
 import re
 import secrets
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +38,25 @@ from rolljax.recipe import Recipe
 from rolljax.run import durable
 from rolljax.run.checkpoint import Checkpoints, Saved
 from rolljax.run.consumed import ConsumedStep
+from rolljax.run.environment import environment
+from rolljax.run.layout import (
+    CHECKPOINTS,
+    CONSUMED,
+    CURVES,
+    ENVIRONMENT,
+    LOCK,
+    METRICS,
+    RESOLVED,
+    RESULT,
+    ROLLOUTS,
+    SUMMARY,
+    heldout_file,
+    rollout_files,
+    rollouts_file,
+)
 from rolljax.run.progress import RunProgress
 from rolljax.types import Trajectory
 
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "gin-config",
-    "transformers",
-    "reasoning-gym",
-)
-
-RESOLVED, LOCK = "config.resolved.json", ".lock"
-METRICS, CONSUMED, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "consumed.jsonl", "rollouts", "ckpt"
-RESULT, CURVES, SUMMARY = "hf", "curves.png", "summary.json"
 RESUMABLE = (
     "save_every",
     "keep_",
@@ -165,7 +164,7 @@ class RunFolder:
         with durable.storing(self.path):
             (self.path / ROLLOUTS).mkdir(exist_ok=True)
         durable.write(self.path / "config.gin", config.operative)
-        durable.write(self.path / "env.json", json.dumps(_environment(), indent=1) + "\n")
+        durable.write(self.path / ENVIRONMENT, json.dumps(environment(), indent=1) + "\n")
         return notes
 
     def _clear(self) -> None:
@@ -267,7 +266,7 @@ class RunFolder:
     def _retain_rollouts(self, keep: int | None, until: int) -> None:
         if keep is None:
             return
-        files = {_step_of(file): file for file in (self.path / ROLLOUTS).glob("step_*.jsonl")}
+        files = rollout_files(self.path)
         for step in sorted(step for step in files if step <= until)[:-keep]:
             durable.remove(files[step])
 
@@ -286,8 +285,8 @@ class RunFolder:
                 durable.write(path, "".join(f"{rows[s]}\n" for s in sorted(rows) if s <= step))
                 if missing := sorted({*range(1, step + 1)} - {*rows}):
                     warn(f"warning: {path} is damaged: it lacks {len(missing)} row(s), the first of step {missing[0]}")
-        for file in (self.path / ROLLOUTS).glob("step_*.jsonl"):
-            if _step_of(file) > step:
+        for of_step, file in rollout_files(self.path).items():
+            if of_step > step:
                 durable.remove(file)
 
     def write_row(self, row: Mapping[str, Any]) -> None:
@@ -304,20 +303,17 @@ class RunFolder:
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         return [row for line in lines if (row := _row(line))]
 
-    def rollouts(self, step: int) -> Path:
-        """The file of a step's rollouts."""
-        return self.path / ROLLOUTS / f"step_{step}.jsonl"
+    def rollout_steps(self) -> list[int]:
+        """Steps whose rollouts are kept, in their order."""
+        return [*rollout_files(self.path)]
 
     def write_rollouts(self, step: int, trajectories: Iterable[Trajectory]) -> str:
         """Write rollouts/step_N.jsonl; returns its SHA-256 in hexadecimal digits."""
-        lines = (json.dumps(t.to_json(), separators=(",", ":")) + "\n" for t in trajectories)
-        data = "".join(lines).encode()
-        durable.write(self.rollouts(step), data)
-        return hashlib.sha256(data).hexdigest()
+        return _write_trajectories(rollouts_file(self.path, step), trajectories)
 
-    def rollout_steps(self) -> list[int]:
-        """Steps whose rollouts are kept, in their order."""
-        return sorted(_step_of(file) for file in (self.path / ROLLOUTS).glob("step_*.jsonl"))
+    def write_heldout(self, evaluation: str, trajectories: Iterable[Trajectory]) -> None:
+        """Write rollouts/heldout_NAME.jsonl."""
+        _write_trajectories(heldout_file(self.path, evaluation), trajectories)
 
     def trajectories(self, step: int) -> list[Trajectory]:
         """What rollouts/step_N.jsonl holds.
@@ -325,7 +321,7 @@ class RunFolder:
         Raises:
           CheckpointError: it is not there, or damaged.
         """
-        path = self.path / ROLLOUTS / f"step_{step}.jsonl"
+        path = rollouts_file(self.path, step)
         with boundary(CheckpointError, f"{path} cannot be read"), open(path) as f:
             return [Trajectory.from_json(json.loads(line)) for line in f]
 
@@ -416,8 +412,12 @@ def _row(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _step_of(rollouts: Path) -> int:
-    return int(rollouts.stem.removeprefix("step_"))
+def _write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> str:
+    """Write a line for each; returns the file's SHA-256."""
+    lines = (json.dumps(t.to_json(), separators=(",", ":")) + "\n" for t in trajectories)
+    data = "".join(lines).encode()
+    durable.write(path, data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def _steps_note(recipe: Recipe, index: int, before: object, progress: RunProgress) -> list[str]:
@@ -433,27 +433,3 @@ def _steps_note(recipe: Recipe, index: int, before: object, progress: RunProgres
         f"done: the learning rate ({', '.join(falling)}) falls over all steps, so the result is not that of a run that "
         f"had {phase.steps} from its start"
     ]
-
-
-def _environment() -> dict[str, Any]:
-    import jax
-
-    return {
-        "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in PACKAGES if _installed(name)},
-        "platform": jax.default_backend(),
-        "devices": jax.device_count(),
-        "command": _command(sys.argv),
-    }
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _command(argv: Sequence[str]) -> list[str]:
-    return [Path(argv[0]).name, *argv[1:]]

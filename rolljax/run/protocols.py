@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from rolljax.envs.pool import EnvPool
@@ -18,7 +18,7 @@ from rolljax.run.progress import RunProgress
 from rolljax.run.step_metrics import StepTimer
 from rolljax.sampler.request import SamplerStats
 from rolljax.threads.watchdog import Watchdog
-from rolljax.types import Group, Task, Trajectory
+from rolljax.types import Group, Key, Task, TokenColumn, Trajectory
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -39,10 +39,19 @@ class StepGroups:
     waits_s: list[float]
     logged: ConsumedStep | None = None
 
+    def with_columns(self, columns: Mapping[Key, Mapping[str, TokenColumn]]) -> StepGroups:
+        """The same with what training made of the tokens, for the record."""
+        return dataclasses.replace(self, trained=[_with_columns(g, columns) for g in self.trained])
+
     @property
     def all(self) -> list[Group]:
         """Every group that was completed for the step."""
         return self.trained + self.dropped
+
+
+def _with_columns(group: Group, columns: Mapping[Key, Mapping[str, TokenColumn]]) -> Group:
+    trajectories = (dataclasses.replace(t, trained=columns.get(t.key)) for t in group.trajectories)
+    return dataclasses.replace(group, trajectories=tuple(trajectories))
 
 
 class TaskSource(Protocol):

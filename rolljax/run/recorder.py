@@ -146,6 +146,7 @@ class Recorder:
         mean = mean_reward(trajectories)
         entry = {"phase": name, "step": progress.total_steps, "mean": mean, "n": len(trajectories)}
         progress.heldout_reward = [e for e in progress.heldout_reward if e["phase"] != name] + [entry]
+        self._folder.write_heldout(name, trajectories)
         self.show_evaluation(trajectories)
 
     def show_evaluation(self, trajectories: Sequence[Trajectory]) -> None:

@@ -20,7 +20,8 @@ import numpy as np
 from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.recipe import Phase, Recipe
 from rolljax.run.consumed import ConsumedStep, DrawAccount
-from rolljax.run.folder import CONSUMED, RESOLVED, RunFolder, setting_of_phase
+from rolljax.run.folder import RunFolder, setting_of_phase
+from rolljax.run.layout import CONSUMED, RESOLVED, rollouts_file
 from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import LoopRuntime, StepGroups, TaskSource
@@ -58,7 +59,7 @@ class RunLog:
         Raises:
           CheckpointError: it is not there any more, or not as it was written.
         """
-        path = self.folder.rollouts(line.step)
+        path = rollouts_file(self.folder.path, line.step)
         with boundary(CheckpointError, f"reading {path}"):
             data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != line.rollouts:
@@ -85,7 +86,7 @@ class RunLog:
                 remedy = "name another --run_dir, or start over with --fresh"
                 raise _refused(self.folder, f"trained other samples in step {ours.step} than {folder.path}", remedy)
         last = len(self.steps)
-        missing = [line.step for line in self.steps[done:] if not self.folder.rollouts(line.step).is_file()]
+        missing = [line.step for line in self.steps[done:] if not rollouts_file(self.folder.path, line.step).is_file()]
         if missing:
             text = (
                 f"has no rollouts of {len(missing)} of its steps {done + 1} to {last}, the first of step {missing[0]}"

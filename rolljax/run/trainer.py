@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rolljax.model import hf
@@ -13,24 +13,27 @@ from rolljax.model.decoder import Params
 from rolljax.model.lora import Base
 from rolljax.run import durable, reference_policies
 from rolljax.run.checkpoint import Saved
-from rolljax.run.folder import RESULT, RunFolder
+from rolljax.run.folder import RunFolder
 from rolljax.run.initial_weights import base_weights, plain_params, start_params
+from rolljax.run.layout import RESULT
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.run.progress import RunProgress
 from rolljax.trainer.algorithms.base import Carry
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.state import TrainState, fingerprint
 from rolljax.trainer.update import ReferencePolicies
-from rolljax.types import Trajectory
+from rolljax.types import Key, TokenColumn, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedStep:
-    """What a training step tells the loop: what the algorithm carries on, metrics, groups that were trained on."""
+    """What a training step tells the loop: what the algorithm carries on, metrics, groups that were trained on, and
+    what it made of the tokens of each trajectory."""
 
     carry: Carry
     row: dict[str, float]
     num_trained: int
+    columns: Mapping[Key, Mapping[str, TokenColumn]] = dataclasses.field(default_factory=dict)
 
 
 class Trainer(Protocol):
@@ -123,7 +126,8 @@ class LocalTrainer:
     def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
         made = self.phase_trainer.step(self.state, groups, carry, step)
         self._state = made.state
-        return TrainedStep(dict(made.carry), made.row, made.num_trained)
+        keys = [t.key for group in groups for t in group]
+        return TrainedStep(dict(made.carry), made.row, made.num_trained, dict(zip(keys, made.columns, strict=True)))
 
     def weights(self) -> Params:
         return self.phase_trainer.full_params(self.state.params)

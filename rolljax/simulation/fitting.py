@@ -12,7 +12,7 @@ import numpy as np
 
 from rolljax.errors import ConfigError
 from rolljax.recipe import Recipe
-from rolljax.run.folder import METRICS, ROLLOUTS
+from rolljax.run.layout import METRICS, rollouts_file
 from rolljax.simulation.timings import Distribution, EngineTimings, EnvTimings, Timings, TrainerTimings
 
 MAX_VALUES = 2000
@@ -30,7 +30,7 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
     names = {p.name for p in recipe.phases if p.samples}
     rows = [r for r in _lines(folder / METRICS) if r["phase"] in names]
     steps = {int(r["step"]): r for r in rows[1:]}
-    files = [folder / ROLLOUTS / f"step_{step}.jsonl" for step in steps]
+    files = [rollouts_file(folder, step) for step in steps]
     trajectories = [t for f in files if f.is_file() for t in _lines(f) if t["status"] != "failed" and t["turns"]]
     if not steps or not trajectories:
         raise ConfigError(

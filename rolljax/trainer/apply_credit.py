@@ -10,6 +10,7 @@ from rolljax.trainer.algorithms.base import Needs
 from rolljax.trainer.batch import Sample
 from rolljax.trainer.credit import estimators, mismatch
 from rolljax.trainer.credit.episodes import Credit, Episodes
+from rolljax.types import TokenColumn
 
 
 def apply_credit(
@@ -62,6 +63,30 @@ def _critic_columns(episodes: Episodes, credit: Credit, part: np.ndarray) -> dic
 def _row(array: np.ndarray, n: int, length: int) -> np.ndarray:
     values = array[n, :length]
     return values if values.dtype == bool else values.astype(np.float32)
+
+
+def token_columns(e: Episodes, credit: Credit) -> list[dict[str, TokenColumn]]:
+    """What training makes of the sampled tokens of each trajectory, for the record.
+
+    advantages: None where a token takes no part. trainer_logp: by the policy before the step's first update, where the
+    algorithm asks for it.
+    """
+    trained = credit.trained(e.mask)
+    columns = {"advantages": np.where(trained, credit.advantages, np.nan)}
+    if e.trainer_logp is not None:
+        columns["trainer_logp"] = e.trainer_logp
+    return [{name: _column(array[n, :t]) for name, array in columns.items()} for n, t in enumerate(e.lengths)]
+
+
+def _column(values: np.ndarray) -> TokenColumn:
+    """Values `[T]` in six decimals; NaN is None."""
+    known = ~np.isnan(values)
+    if not known.any():
+        return None
+    if known.all() and values.min() == values.max():
+        return round(float(values[0]), 6)
+    rounded: list[float] = np.round(values, 6).tolist()
+    return [v if k else None for v, k in zip(rounded, known, strict=True)]
 
 
 def credit_metrics(e: Episodes, credit: Credit) -> dict[str, float]:

@@ -22,7 +22,7 @@ from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
 from rolljax.trainer.algorithms.base import Algorithm, Carry
-from rolljax.trainer.apply_credit import apply_credit, credit_metrics
+from rolljax.trainer.apply_credit import apply_credit, credit_metrics, token_columns
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.credit.emptiness import could_teach
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -32,7 +32,7 @@ from rolljax.trainer.optimizer import Optimizer
 from rolljax.trainer.state import ParamState, TrainState
 from rolljax.trainer.state_builder import CriticSettings, StateBuilder
 from rolljax.trainer.update import ReferencePolicies, make_critic_update, make_policy_update
-from rolljax.types import Trajectory
+from rolljax.types import TokenColumn, Trajectory
 
 MetricsRow = dict[str, float]
 """Numbers by the names of `metrics.NAMES`."""
@@ -50,12 +50,14 @@ class NotFinite(TrainerError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """What a step made: the state, what the algorithm carries on, metrics, and how many groups were trained on."""
+    """What a step made: the state, what the algorithm carries on, metrics, how many groups were trained on, and columns
+    of each trajectory (`apply_credit.token_columns`)."""
 
     state: TrainState
     carry: Carry
     row: MetricsRow
     num_trained: int
+    columns: Sequence[dict[str, TokenColumn]] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,7 +123,8 @@ class PhaseTrainer:
                 micro_batches = self.pack_micro_batches(kept, self._kl_coef(carry))
         state, policy_rows = self.update_policy(state, micro_batches, step)
         row = update_metrics(micro_batches, critic_rows + policy_rows) | credit_metrics(episodes, credit)
-        return Step(state, credit.carry, row | {"time/pack_s": clock.seconds}, len(kept))
+        row |= {"time/pack_s": clock.seconds}
+        return Step(state, credit.carry, row, len(kept), token_columns(episodes, credit))
 
     def compute_credit_inputs(self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes) -> Episodes:
         """The episodes with everything that the algorithm asks the models for.

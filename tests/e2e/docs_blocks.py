@@ -48,7 +48,7 @@ NOT_RUN = {
     r"from openenv import": "OpenEnv's own client: tests/e2e/test_adapters_servers.py speaks its protocol",
     r"--adapter": "needs a run with adapters: tests/e2e/test_lora.py",
 }
-SERVERS = re.compile(r"rolljax\.serve|openenv_server|gem_server")
+SERVERS = re.compile(r"rolljax\.serve|rolljax\.view (?!.*--export)|openenv_server|gem_server")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,9 @@ from rolljax.run.trained import trained_params
 from rolljax.run.trainer import LocalTrainer
 from rolljax.threads.event_loop import Stopped
 from rolljax.types import Group, SamplingParams
+from rolljax.viewer import answers
+from rolljax.viewer.filters import Filter
+from rolljax.viewer.runs import Run
 
 from .conftest import ROOT, StopAt, arguments, check_conserved, rows, summary
 
@@ -63,6 +66,35 @@ def test_rollouts_agree_with_metrics(trained):
             (turn,) = e["turns"]
             assert len(turn["tokens"]) == len(turn["sampler_logp"]) == len(turn["versions"]) > 0
             assert e["reward_parts"]["score"] == e["reward"]
+
+
+def test_the_run_can_be_looked_at(trained):
+    """As it is: what training made of tokens, their texts, held-out answers before and after."""
+    run = Run("run", trained)
+    said = run.overview()
+    assert said["heldout"] == summary(trained)["heldout_reward"] and said["evaluations"] == [
+        "start",
+        "warm_start",
+        "rl",
+    ]
+    for row in rows(trained)[40:]:
+        step = answers.step(run, row["step"], Filter())
+        assert step["found"] == 32 and [g["spread"] for g in step["groups"]] == sorted(
+            (g["spread"] for g in step["groups"]), reverse=True
+        )
+        made = [answers.trajectory(run, row["step"], line)["turns"][0] for line in range(32)]
+        of_turns = ([t["advantages"]] * len(t["ids"]) for t in made if t["advantages"] is not None)
+        advantages = np.array([a for of_turn in of_turns for a in of_turn] or [0.0])
+        assert sum(t["advantages"] is not None for t in made) == row["train/sequences_n"]
+        assert advantages.mean() == pytest.approx(row["credit/adv_mean"], abs=1e-5)
+        assert np.abs(advantages).max() == pytest.approx(row["credit/adv_abs_max"], abs=1e-5)
+    assert (
+        made[0]["prompt"][0] == ("<|user|>", True)
+        and "".join(made[0]["texts"]).removesuffix("<|end|>") == made[0]["text"]
+    )
+    tasks = answers.heldout(run)["tasks"]
+    assert len(tasks) == 16 and all(set(t["answers"]) == {"start", "warm_start", "rl"} for t in tasks)
+    assert np.mean([t["answers"]["rl"]["reward"] for t in tasks]) == pytest.approx(said["heldout"][-1]["mean"])
 
 
 def test_export_in_transformers_decodes_as_our_sampler(trained):

@@ -13,7 +13,7 @@ import rolljax
 
 ROOT = Path(rolljax.__file__).parent
 PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-VERBS = ("train", "chat", "eval", "export", "plan", "play", "serve", "show", "simulate", "validate")
+VERBS = ("train", "chat", "eval", "export", "plan", "play", "serve", "show", "simulate", "validate", "view")
 HEAVY = {
     "jax",
     "flax",

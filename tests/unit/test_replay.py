@@ -10,6 +10,7 @@ from rolljax import cli
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.folder import RunFolder
+from rolljax.run.layout import rollouts_file
 from rolljax.run.protocols import StepGroups
 from rolljax.run.replay import RunLog, read_log
 from rolljax.types import Expert, Fault, Group, Key, Task, Trajectory, Turn
@@ -90,7 +91,7 @@ def test_groups_are_read_to_the_bit(folder):
     chance = np.random.default_rng(0)
     shown = dataclasses.replace(group(5, chance).trajectories[0], turns=(turn(chance, -1, weight=4.0),))
     trained = [group(5, chance, demonstration=shown), group(2, chance, cancelled=2), group(9, chance)]
-    step = StepGroups(trained, [2, 0, 1], [group(4, chance)])
+    step = StepGroups(trained, [2, 0, 1], [group(4, chance)], [])
     line = written(folder, 1, step)
     assert [ConsumedStep(**row) for row in folder.rows("consumed.jsonl")] == [line]
     read = RunLog(folder, [line]).groups(line)
@@ -99,8 +100,8 @@ def test_groups_are_read_to_the_bit(folder):
 
 
 def test_a_file_that_is_not_as_it_was_written_is_not_read(folder):
-    line = written(folder, 1, StepGroups([group(0, np.random.default_rng(0))], [0], []))
-    log, path = RunLog(folder, [line]), folder.rollouts(1)
+    line = written(folder, 1, StepGroups([group(0, np.random.default_rng(0))], [0], [], []))
+    log, path = RunLog(folder, [line]), rollouts_file(folder.path, 1)
     path.write_bytes(path.read_bytes().replace(b"0.3", b"0.4", 1))
     with pytest.raises(CheckpointError, match=r"step_1.jsonl is not what step 1 of that run wrote"):
         log.groups(line)
@@ -121,7 +122,7 @@ def recorded(folder):
     """Files of a run of three steps, two of them in its second phase."""
     folder.prepare(config(), fresh=False) if not (folder.path / "rollouts").rmdir() else None
     for step, phase in enumerate(("warm_start", "rl", "rl"), 1):
-        line = written(folder, step, StepGroups([group(step, np.random.default_rng(step))], [0], []))
+        line = written(folder, step, StepGroups([group(step, np.random.default_rng(step))], [0], [], []))
         lines = (folder.path / "consumed.jsonl").read_text().splitlines()[:-1]
         lines.append(json.dumps(dataclasses.asdict(dataclasses.replace(line, phase=phase))))
         (folder.path / "consumed.jsonl").write_text("".join(f"{text}\n" for text in lines))
@@ -157,7 +158,7 @@ def test_what_a_record_lacks_is_said(recorded, tmp_path):
     into, log = RunFolder(tmp_path / "again"), recorded.path / "consumed.jsonl"
     assert "not a run folder" in str(refusal(RunFolder(tmp_path / "nowhere"), into))
     assert "is the run that is to be trained" in str(refusal(recorded, RunFolder(tmp_path / "again" / ".." / "run")))
-    recorded.rollouts(2).unlink()
+    rollouts_file(recorded.path, 2).unlink()
     error = refusal(recorded, into)
     assert "no rollouts of 1 of its steps 1 to 3, the first of step 2" in str(error)
     assert "rollouts_every = 1 and keep_rollouts = None" in error.remedy

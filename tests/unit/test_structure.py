@@ -24,6 +24,7 @@ VERBS = {
     "show.py",
     "simulate.py",
     "validate.py",
+    "view.py",
 }
 
 
@@ -79,12 +80,13 @@ LEFT = {
     "recipe": {"errors", "model", "envs", "sampler", "trainer", "rollout", "trackers"},
     "run": {"errors", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "rollout", "cluster",
             "recipe", "config", "trackers"},
+    "viewer": {"errors", "types", "metrics", "model", "run"},
     "simulation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run", "aot"},
 }  # fmt: skip
 """What each room, or module at the root, may import beside itself; the loop and the verbs may import everything."""
 OUTSIDE = {
     "types": {"jax", "gin"}, "errors": {"jax", "numpy"}, "metrics": {"jax"}, "threads": {"jax"},
-    "sandbox": {"jax", "flax"}, "envs": {"jax", "flax", "optax"},
+    "sandbox": {"jax", "flax"}, "envs": {"jax", "flax", "optax"}, "viewer": {"jax", "flax", "optax", "transformers"},
     "trackers": {"jax", "numpy"},
 }  # fmt: skip
 """Libraries that these never import."""

@@ -1,0 +1,47 @@
+"""What a run was made by: env.json."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "gin-config",
+    "transformers",
+    "reasoning-gym",
+)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices and the command, as JSON."""
+    import jax
+
+    return {
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in PACKAGES if _installed(name)},
+        "platform": jax.default_backend(),
+        "devices": jax.device_count(),
+        "command": _command(sys.argv),
+    }
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _command(argv: Sequence[str]) -> list[str]:
+    return [Path(argv[0]).name, *argv[1:]]

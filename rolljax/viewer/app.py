@@ -1,0 +1,266 @@
+"""The server: addresses, and who may ask. Everything it sends is made of files of the package or is JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlencode
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rolljax.viewer import answers
+from rolljax.viewer.export import page_of
+from rolljax.viewer.filters import BadFilter, Filter
+from rolljax.viewer.runs import NotThere, Runs
+
+ASSETS = Path(__file__).parent / "assets"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+"""Nothing but the package's own files runs, and no text can become markup."""
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+COOKIE = "rolljax_view"
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+"""What a browser calls a loopback address. A page elsewhere that has its own name point here is turned away."""
+LOOK_S = 0.5
+"""Seconds between two looks at the files of runs, while somebody watches."""
+ALIVE_S = 15.0
+CLOSING_S = 3
+"""Seconds that open connections get at the end; whoever watches has one."""
+
+
+def make_server(runs: Runs, token: str | None) -> uvicorn.Server:
+    """The viewer as a server that has no socket yet; it logs errors only.
+
+    Args:
+      token: what a browser must bring along, once, as `?token=`; None: whoever reaches a loopback address may look.
+    """
+    config = uvicorn.Config(
+        make_app(runs, token, lambda: server.should_exit),
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=CLOSING_S,
+    )
+    server = uvicorn.Server(config)
+    return server
+
+
+def make_app(runs: Runs, token: str | None, closing: Callable[[], bool]) -> ASGIApp:
+    """The viewer as an ASGI application.
+
+    Args:
+      closing: whether the server is about to end, and with it what it tells those who watch.
+    """
+    served = Served(runs, closing)
+    api = [
+        Route("/api/runs", served.answer(lambda r: answers.run_list(runs))),
+        Route("/api/runs/{run}/rows", served.answer(served.rows)),
+        Route("/api/runs/{run}/config", served.answer(lambda r: served.run(r).config)),
+        Route("/api/runs/{run}/heldout", served.answer(lambda r: answers.heldout(served.run(r)))),
+        Route("/api/runs/{run}/search", served.answer(served.search)),
+        Route("/api/runs/{run}/steps/{step:int}", served.answer(served.step)),
+        Route("/api/runs/{run}/steps/{where}/{line:int}", served.answer(served.trajectory)),
+    ]
+    others = [
+        Route("/", asset("index.html")),
+        Route("/assets/{name}", asset()),
+        Route("/api/events", served.events),
+        Route("/export/{run}/{where}", served.export),
+        Route("/export/{run}/{where}/{line:int}", served.export),
+    ]
+    handlers: Any = {NotThere: _refusal(404), BadFilter: _refusal(400)}
+    return Guard(Starlette(routes=[*api, *others], exception_handlers=handlers), token)
+
+
+class Served:
+    """The endpoints about `runs`."""
+
+    def __init__(self, runs: Runs, closing: Callable[[], bool]) -> None:
+        self._runs, self._closing = runs, closing
+
+    def answer(self, of: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """An endpoint that answers with JSON, in a thread."""
+
+        async def endpoint(request: Request) -> Response:
+            return Response(await run_in_threadpool(lambda: dump(of(request))), media_type="application/json")
+
+        return endpoint
+
+    def run(self, request: Request) -> Any:
+        return self._runs.find(request.path_params["run"])
+
+    def rows(self, request: Request) -> Any:
+        query = request.query_params
+        return answers.rows(self.run(request), _whole(query.get("after", "0")), query.get("generation", ""))
+
+    def search(self, request: Request) -> Any:
+        query, newest = request.query_params, request.query_params.get("from")
+        wanted = Filter.parse(query.get("q", ""))
+        return answers.search(self.run(request), wanted, None if newest is None else _whole(newest))
+
+    def step(self, request: Request) -> Any:
+        wanted = Filter.parse(request.query_params.get("q", ""))
+        return answers.step(self.run(request), request.path_params["step"], wanted)
+
+    def trajectory(self, request: Request) -> Any:
+        place = request.path_params
+        return answers.trajectory(self.run(request), where(place["where"]), place["line"])
+
+    async def export(self, request: Request) -> Response:
+        """One page with a step or a trajectory in it, as a download."""
+        place = request.path_params
+        step, line = where(place["where"]), place.get("line")
+        page = await run_in_threadpool(lambda: page_of(self.run(request), step, line))
+        name = "-".join(str(part) for part in (place["run"], step, line) if part is not None)
+        safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in name)
+        headers = {"Content-Disposition": f'attachment; filename="{safe}.html"'}
+        return Response(page, media_type="text/html", headers=headers)
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events: one whenever something of a run is new, with the names of such runs."""
+        return StreamingResponse(self._events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+    async def _events(self) -> AsyncIterator[str]:
+        seen = await run_in_threadpool(self._stamps)
+        silent_s = 0.0
+        yield ": here\n\n"
+        while not self._closing():
+            await asyncio.sleep(LOOK_S)
+            now = await run_in_threadpool(self._stamps)
+            changed = [name for name, stamp in now.items() if seen.get(name) != stamp]
+            seen, silent_s = now, silent_s + LOOK_S
+            if changed or silent_s >= ALIVE_S:
+                silent_s = 0.0
+                yield f"data: {dump(changed).decode()}\n\n" if changed else ": still here\n\n"
+
+    def _stamps(self) -> dict[str, list[float | int]]:
+        return {run.name: run.stamp for run in self._runs.all()}
+
+
+class Guard:
+    """Before every endpoint: who asks, and the headers that hold a page to its own files."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app, self._token = app, token
+        # of this token: cookies do not tell ports apart, and there may be another viewer
+        self._cookie = f"{COOKIE}_{hashlib.sha256((token or '').encode()).hexdigest()[:8]}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = {name.lower() for name, _ in message["headers"]}
+                more = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
+                message["headers"] = [*message["headers"], *(kv for kv in more if kv[0] not in own)]
+            await send(message)
+
+        answer = self._refusal(Request(scope)) or self._app
+        await answer(scope, receive, with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("this server only shows", 405)
+        if self._token is None:
+            host = request.headers.get("host", "")
+            name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+            return None if name in LOCAL_NAMES else PlainTextResponse("ask for it as 127.0.0.1 or localhost", 421)
+        return self._door(request)
+
+    def _door(self, request: Request) -> Response | None:
+        """Let in whoever brings the token: by a cookie, as a bearer, or once in the address, which then sets the cookie
+        and is left for one without it."""
+        assert self._token is not None
+        query = parse_qs(request.url.query, keep_blank_values=True)
+        if _same(query.get("token", [""])[-1], self._token):
+            rest = urlencode({k: v for k, v in query.items() if k != "token"}, doseq=True)
+            answer = RedirectResponse(request.url.path + (f"?{rest}" if rest else ""), 303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            return answer
+        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+        brought = bearer.strip() if kind.lower() == "bearer" else request.cookies.get(self._cookie, "")
+        if _same(brought, self._token):
+            return None
+        return PlainTextResponse("open the address that the viewer printed, with its ?token=", 401)
+
+
+def asset(name: str = "") -> Callable[[Request], Any]:
+    """An endpoint that answers with a file of the package.
+
+    Args:
+      name: of the file; else it is the last part of the address.
+    """
+
+    async def endpoint(request: Request) -> Response:
+        path = ASSETS / (name or request.path_params["name"])
+        if path.parent != ASSETS or path.suffix not in TYPES or not path.is_file():
+            return PlainTextResponse("no such file", 404)
+        return Response(path.read_bytes(), media_type=f"{TYPES[path.suffix]}; charset=utf-8")
+
+    return endpoint
+
+
+def dump(value: Any) -> bytes:
+    """A value as JSON that a browser reads: plain ASCII, and None for numbers that are not finite."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(answers.finite(value), allow_nan=False, separators=(",", ":")).encode()
+
+
+def where(text: str) -> int | str:
+    """A step, or the name of a held-out evaluation (`heldout:start`)."""
+    if text.startswith("heldout:"):
+        return text.removeprefix("heldout:")
+    return _whole(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 12:
+        raise NotThere(f"{text!r} is no number")
+    return int(text)
+
+
+def _refusal(status: int) -> Callable[[Request, Exception], Response]:
+    return lambda request, error: Response(dump({"error": str(error)}), status, media_type="application/json")
+
+
+def _same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(), token.encode())
