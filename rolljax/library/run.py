@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
@@ -34,12 +35,12 @@ class Run:
       CheckpointError: it is no run folder.
     """
 
-    def __init__(self, path: str | Path, config: Loaded[Recipe] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], config: Loaded[Recipe] | None = None) -> None:
         from rolljax.run.folder import RunFolder, stored_config
 
-        stored_config(path)
         self.path = Path(path)
-        self._folder = RunFolder(path)
+        stored_config(self.path)
+        self._folder = RunFolder(self.path)
         self._config = config
 
     def __repr__(self) -> str:

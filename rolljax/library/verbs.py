@@ -134,7 +134,7 @@ def evaluate(
         else:
             config = config_of(recipe, {**set, "Recipe.model": os.fspath(source)})  # type: ignore[arg-type]
         with _located(config):
-            found, trajectories = evaluate_recipe(config.value, run and run.path, told_to_stop)
+            found, trajectories = evaluate_recipe(config.value, run.path if run else None, told_to_stop)
         return Evaluated(found, Trajectories(trajectories))
 
     try:

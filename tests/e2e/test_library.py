@@ -29,7 +29,17 @@ ROWS = [{"question": f"Sing {i}: "} for i in range(200)]
 def recipe(reward, steps=3):
     return Recipe(
         env=Questions(records=ROWS, prompt="{question}", reward=reward),
-        phases=[Phase("rl", Grpo(), steps=steps, prompts_per_step=4, group_size=4, optimizer=AdamW(lr=3e-3))],
+        phases=[
+            Phase(
+                "rl",
+                Grpo(),
+                steps=steps,
+                prompts_per_step=4,
+                group_size=4,
+                updates_per_step=2,
+                optimizer=AdamW(lr=3e-3),
+            )
+        ],
         model=Qwen3Config(init_std=0.1),
         sampler=SamplerConfig(slots=16, max_context=64, prefill_chunk=256),
         pool=PoolConfig(workers=1),
@@ -94,7 +104,10 @@ def test_a_run_is_evaluated_exported_and_loaded(run, tmp_path):
         one, two = model.generate(["Sing 1: ", [{"role": "user", "content": "Sing 2: "}]], max_tokens=4, seed=1)
         assert len(one.tokens) <= 4 and len(one.logprobs) == len(one.tokens) and str(two) == two.text
         assert model.generate("Sing 1: ", max_tokens=4, seed=1)[0].text == one.text
-        assert model.generate(["Sing 1: "], max_tokens=4, raw=True, temperature=0)[0].finish_reason in ("stop", "length")
+        assert model.generate(["Sing 1: "], max_tokens=4, raw=True, temperature=0)[0].finish_reason in (
+            "stop",
+            "length",
+        )
     with pytest.raises(ConfigError, match="is closed"):
         model.generate("Sing")
 
@@ -167,7 +180,12 @@ def test_examples_learn(name, tmp_path):
     shown = "\nimport json; print(json.dumps(run.heldout_reward))"
     (tmp_path / f"{name}.py").write_text(examples()[name] + shown)
     done = subprocess.run(
-        [sys.executable, f"{name}.py"], cwd=tmp_path, env=plain_environment(), capture_output=True, text=True, timeout=900
+        [sys.executable, f"{name}.py"],
+        cwd=tmp_path,
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     *_, before, after = [e["mean"] for e in json.loads(done.stdout.splitlines()[-1])]
