@@ -87,6 +87,7 @@ def test_the_same_call_goes_on(run, tmp_path):
         rolljax.train(recipe(vowels()), set={"Phase.prompts_per_step": 8}, run_dir=run.path, progress=False)
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_exported_and_loaded(run, tmp_path):
     found = rolljax.evaluate(run, set={"Evaluation.temperature": 0})
     assert found.metrics["n"] == len(found.trajectories) == 4 and found.metrics["version"] == 3

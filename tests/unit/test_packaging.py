@@ -38,8 +38,8 @@ OPTIONAL = {
     "mcp": "tools", "mcp_types": "tools", "httpx2": "tools", "anyio": "tools", "pyarrow": "data", "textarena": "envs",
 }  # fmt: skip
 """Modules that come with an extra (or with a package of one), and which."""
-ELSEWHERE = {"tau_bench", "wire", "plain"}
-"""A checkout that a user names; modules beside the file that imports them, inside a sandbox."""
+ELSEWHERE = {"tau_bench", "wire", "plain", "IPython", "pandas"}
+"""A checkout that a user names; modules beside the file that imports them, inside a sandbox; what is used if it is there."""
 
 
 def loaded(code):
