@@ -89,7 +89,7 @@ class _Writer:
 
     def _collect(self, value: object) -> None:
         """Note every object, class and function below `value`."""
-        if is_config(type(value)):
+        if _is_named_config(value):
             known = self._values.setdefault(type(value), [])
             if not any(_is_same(value, other) for other in known):
                 known.append(value)
@@ -125,7 +125,7 @@ class _Writer:
         """A value as gin text."""
         if is_literal(value):
             return _written_literal(value)
-        if is_config(type(value)):
+        if _is_named_config(value):
             return f"@{self._scope(type(value), value)}{self._selector(type(value))}()"
         if isinstance(value, Mapping):
             return "{" + ", ".join(f"{literal(k)}: {self._shown(v)}" for k, v in value.items()) + "}"
@@ -148,6 +148,11 @@ class _Writer:
 
 def _label(value: object) -> object:
     return getattr(value, "name", None)
+
+
+def _is_named_config(value: object) -> bool:
+    """Whether a value is an object of a config class that a file can name."""
+    return is_config(type(value)) and is_importable(type(value))
 
 
 def _is_named(value: object) -> bool:

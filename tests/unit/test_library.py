@@ -123,6 +123,17 @@ def test_what_no_file_can_name_is_given_again(tmp_path):
     assert again.value == config.value and again.resolved == config.resolved
 
 
+def test_a_class_that_no_file_can_name_is_given_again(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Mine(FrozenLake):
+        extra: int = 3
+
+    config = given.given(small(env=Mine(size=5)))
+    (path := tmp_path / "config.gin").write_text(config.operative)
+    assert "Recipe.env = %gin.REQUIRED" in config.operative and "Mine(" in config.operative
+    assert loader.load([path], {"Recipe.env": Mine(size=5)}, root=Recipe).resolved == config.resolved
+
+
 def test_several_objects_of_a_class_keep_their_values(tmp_path):
     config = given.given(
         small(

@@ -247,7 +247,7 @@ def test_records_in_memory_are_those_of_a_file(tmp_path):
     assert spec.question(0).answer == "2" and spec == Questions(records=spec.records)
     assert spec != Questions(records=rows) and hash(spec) != hash(Questions(records=rows))
     assert pickle.loads(pickle.dumps(spec)) == spec and "2 rows in memory" in repr(spec)
-    with pytest.raises(DataError, match="record 1 of 2 rows in memory .* holds no final answer"):
+    with pytest.raises(DataError, match="record 1 of 2 rows in memory .* answer is empty"):
         Questions(records=[rows[0], {"question": "1+1?", "answer": ""}]).task(0)
 
 
