@@ -42,7 +42,8 @@ def train(
     done.
 
     Interrupting it (Ctrl-C, a notebook's stop button) saves after the step that is under way and returns the run;
-    interrupting it again raises `KeyboardInterrupt` without waiting for that.
+    interrupting it again raises `KeyboardInterrupt` without waiting for that. SIGTERM saves too, and then ends the
+    process as it usually does.
 
     Args:
       recipe: a `Recipe`, the name of one that comes with rolljax ("quickstart"), a gin file, or several, later ones
@@ -244,7 +245,8 @@ def _run_of(source: Run | PathLike) -> Run | None:
 
 def _options(given: Mapping[str, object]) -> list[str]:
     """Options of a command that are not None."""
-    return [f"--{name}={value}" for name, value in given.items() if value is not None]
+    texts = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in given.items()}
+    return [f"--{name}={value}" for name, value in texts.items() if value is not None]
 
 
 def _parsed(parse: Callable[[list[str]], argparse.Namespace], options: list[str]) -> argparse.Namespace:
