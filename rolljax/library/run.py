@@ -185,6 +185,10 @@ class Trajectories(list["Trajectory"]):
         found = super().__getitem__(at)
         return Trajectories(found) if isinstance(at, slice) else found  # type: ignore[arg-type, return-value]
 
+    def __repr__(self) -> str:
+        mean = f", mean reward {sum(t.reward for t in self) / len(self):.3f}" if self else ""
+        return f"{len(self)} trajectories{mean}"
+
     def sorted(self) -> Trajectories:
         """Best reward first, groups apart: siblings stand in the order of their rewards."""
         return Trajectories(sorted(self, key=lambda t: (t.key.draw, -t.reward)))

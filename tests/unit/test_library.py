@@ -197,7 +197,7 @@ def test_a_table_of_trajectories_shows_text_as_text():
     t = Trajectory(Key(0, 1, 0), Task("e", 0, HOSTILE), (turn,), 0.5, {}, False, "ok")
     shown = Trajectories([t] * 40)._repr_html_()
     assert "<script" not in shown and "&lt;script" in shown and "\x1b" not in shown and "\u202e" not in shown
-    assert "and 8 more" in shown
+    assert "and 8 more" in shown and repr(Trajectories([t] * 40)[:2]) == "2 trajectories, mean reward 0.500"
     better = dataclasses.replace(t, reward=1.0)
     assert [x.reward for x in Trajectories([t, better]).sorted()] == [1.0, 0.5]
 
