@@ -65,14 +65,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="a setting of the run")
     args = parser.parse_args()
-    from rolljax import train
+    from rolljax.train import main as train
 
     os.chdir(ROOT)
     asked, start = remember_calls(), time.perf_counter()
     settings = [f"Recipe.seed = {args.seed}", "MeshSpec.data = 1", *args.set]
     with tempfile.TemporaryDirectory() as folder:
         argv = ["--gin", "configs/agent_program.gin", "--run_dir", f"{folder}/run"]
-        assert train.main(argv + [a for s in settings for a in ("--set", s)]) == 0
+        assert train(argv + [a for s in settings for a in ("--set", s)]) == 0
         rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
         num, wrong = compare(Path(folder) / "run", asked, stream=1)
         heldout = json.loads((Path(folder) / "run" / "summary.json").read_text())["heldout_reward"]

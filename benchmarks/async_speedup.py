@@ -122,8 +122,8 @@ def child(workload: Workload, arguments: list[str]) -> None:
     """A run whose answers are as long as their addresses say."""
     import numpy as np
 
-    from rolljax import train
     from rolljax.rollout.policies import SamplerPolicy
+    from rolljax.train import main as train
 
     median, of_prompt, of_sample = workload.lengths
     act = SamplerPolicy.act
@@ -137,7 +137,7 @@ def child(workload: Workload, arguments: list[str]) -> None:
         return dataclasses.replace(answer, finish_reason="stop")
 
     SamplerPolicy.act = as_long_as_drawn
-    raise SystemExit(train.main(arguments))
+    raise SystemExit(train(arguments))
 
 
 def run(name: str, variant: str, folder: Path, steps: int) -> list[dict]:

@@ -40,6 +40,7 @@ def quiet() -> None:
     for name in ("absl", "jax._src.xla_bridge", "orbax", "grain"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module="orbax")
+    warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, in notebooks without its widgets
     keep_compiled()
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rolljax import cli
@@ -17,6 +19,7 @@ from rolljax.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from rolljax.config.loader import Loaded
     from rolljax.recipe import Recipe
+    from rolljax.types import Trajectory
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -35,31 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     config: list[Loaded[Recipe]] = []
 
     def run() -> int:
-        import numpy as np
-
-        from rolljax.run import preflight
-        from rolljax.run.runtime import Runtime
-        from rolljax.run.trained import initial_params, trained_params
-
         config.append(read_config(args))
-        checked = preflight.check(config[0].value)
-        params, version = trained_params(checked, args.run) if args.run else (initial_params(checked), 0)
-        with Runtime(checked, lambda: params, version) as runtime:
-            trajectories = runtime.event_loop.run(runtime.evaluate(version))
-        alive = [t for t in trajectories if t.status != "failed"]
-        rewards = np.array([t.reward for t in alive])
-        if not alive:
-            raise CheckpointError(f"every trajectory failed; the last one: {trajectories[-1].fault}")
-        result = {
-            "env": checked.recipe.env.name,
-            "reward_mean": float(rewards.mean()),
-            "reward_stderr": float(rewards.std(ddof=1) / len(rewards) ** 0.5) if len(rewards) > 1 else 0.0,
-            "success_frac": float(np.mean([t.success for t in alive])),
-            "n": len(alive),
-            "failed": len(trajectories) - len(alive),
-            "temperature": checked.recipe.evaluation.temperature,
-            "version": version,
-        }
+        result, trajectories = evaluate(config[0].value, args.run)
         if args.save:
             with open(args.save, "w") as f:
                 f.writelines(json.dumps(t.to_json()) + "\n" for t in trajectories)
@@ -67,6 +47,42 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     return cli.run_verb(run, lambda: config[0] if config else None)
+
+
+def evaluate(
+    recipe: Recipe, run: str | Path | None, should_stop: Callable[[], bool] = lambda: False
+) -> tuple[dict[str, object], list[Trajectory]]:
+    """What is printed, and every trajectory.
+
+    Args:
+      run: the folder of a run, whose newest checkpoint is evaluated; None: the recipe's own model.
+      should_stop: asked while waiting; True ends it with `Stopped`.
+    """
+    import numpy as np
+
+    from rolljax.run import preflight
+    from rolljax.run.runtime import Runtime
+    from rolljax.run.trained import initial_params, trained_params
+
+    checked = preflight.check(recipe)
+    params, version = trained_params(checked, run) if run else (initial_params(checked), 0)
+    with Runtime(checked, lambda: params, version, should_stop) as runtime:
+        trajectories = runtime.event_loop.run(runtime.evaluate(version))
+    alive = [t for t in trajectories if t.status != "failed"]
+    rewards = np.array([t.reward for t in alive])
+    if not alive:
+        raise CheckpointError(f"every trajectory failed; the last one: {trajectories[-1].fault}")
+    result: dict[str, object] = {
+        "env": checked.recipe.env.name,
+        "reward_mean": float(rewards.mean()),
+        "reward_stderr": float(rewards.std(ddof=1) / len(rewards) ** 0.5) if len(rewards) > 1 else 0.0,
+        "success_frac": float(np.mean([t.success for t in alive])),
+        "n": len(alive),
+        "failed": len(trajectories) - len(alive),
+        "temperature": checked.recipe.evaluation.temperature,
+        "version": version,
+    }
+    return result, trajectories
 
 
 def read_config(args: argparse.Namespace) -> Loaded[Recipe]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolljax import cli
 from rolljax.errors import ConfigError
 from rolljax.run import durable
+
+if TYPE_CHECKING:
+    from rolljax.recipe import Recipe
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -34,32 +37,37 @@ def main(argv: list[str] | None = None) -> int:
     cli.quiet()
 
     def run() -> int:
-        to = Path(args.to)
-        if to.exists() and (not to.is_dir() or any(to.iterdir())):
-            raise ConfigError(
-                "is not a new or empty folder", setting="--to", value=args.to, remedy="name another folder"
-            )
-        how: dict[str, Any] = {}
-        if args.max_shard_gb is not None:
-            if args.max_shard_gb <= 0:
-                raise ConfigError("must be above 0", setting="--max_shard_gb", value=args.max_shard_gb)
-            how["max_shard_bytes"] = int(args.max_shard_gb * 10**9)
-        if args.dtype is not None:
-            how["dtype"] = args.dtype
-        if args.adapter and how:
-            raise ConfigError(
-                "is written in float32, as one file", setting="--adapter", remedy="leave out --dtype and --max_shard_gb"
-            )
-        with durable.folder(to) as folder:
-            export(args.run, args.model, folder, adapter=args.adapter, **how)
-        print(to)
+        print(write(args))
         return 0
 
     return cli.run_verb(run)
 
 
-def export(run: str | None, folder: str | None, to: Path, *, adapter: bool = False, **how: Any) -> None:
-    """Write the folder. how: as `hf.save` takes it."""
+def write(args: argparse.Namespace, recipe: Recipe | None = None) -> Path:
+    """Write the folder that the arguments ask for. recipe: see `export`."""
+    to = Path(args.to)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError("is not a new or empty folder", setting="--to", value=args.to, remedy="name another folder")
+    how: dict[str, Any] = {}
+    if args.max_shard_gb is not None:
+        if args.max_shard_gb <= 0:
+            raise ConfigError("must be above 0", setting="--max_shard_gb", value=args.max_shard_gb)
+        how["max_shard_bytes"] = int(args.max_shard_gb * 10**9)
+    if args.dtype is not None:
+        how["dtype"] = args.dtype
+    if args.adapter and how:
+        raise ConfigError(
+            "is written in float32, as one file", setting="--adapter", remedy="leave out --dtype and --max_shard_gb"
+        )
+    with durable.folder(to) as folder:
+        export(args.run, args.model, folder, adapter=args.adapter, recipe=recipe, **how)
+    return to
+
+
+def export(
+    run: str | None, folder: str | None, to: Path, *, adapter: bool = False, recipe: Recipe | None = None, **how: Any
+) -> None:
+    """Write the folder. recipe: of the run (default: as its folder has it). how: as `hf.save` takes it."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
@@ -73,7 +81,7 @@ def export(run: str | None, folder: str | None, to: Path, *, adapter: bool = Fal
     from rolljax.trainer.mesh import available_devices
 
     if run is not None:
-        resolved = resolve(cli.load_recipe([stored_config(run)], []).value)
+        resolved = resolve(recipe or cli.load_recipe([stored_config(run)], []).value)
         model, base, tokenizer = resolved.model, resolved.recipe.model, load_chat(resolved).tokenizer
         if not adapter:
             source = base if isinstance(base, str) else None

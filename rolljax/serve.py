@@ -24,6 +24,7 @@ from rolljax.errors import EXIT_INTERRUPTED, ConfigError
 
 if TYPE_CHECKING:
     from rolljax.model.decoder import DecoderConfig, Params
+    from rolljax.recipe import Recipe
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
     from rolljax.serving.schema import ServedModel
@@ -158,8 +159,11 @@ def allow_open_files(wanted: int) -> None:
 # ---- the model
 
 
-def load(args: argparse.Namespace) -> tuple[Engine, Params, int, ServedModel]:
-    """The engine, its weights and their policy version, and what requests are checked against."""
+def load(args: argparse.Namespace, recipe: Recipe | None = None) -> tuple[Engine, Params, int, ServedModel]:
+    """The engine, its weights and their policy version, and what requests are checked against.
+
+    recipe: of the run (default: as its folder has it).
+    """
     import jax
 
     from rolljax.model import hf
@@ -174,10 +178,10 @@ def load(args: argparse.Namespace) -> tuple[Engine, Params, int, ServedModel]:
     from rolljax.trainer.publish import make_publish
 
     source: DecoderConfig | str = args.model
-    sizes, recipe, lora = SamplerConfig(), None, None
+    sizes, lora = SamplerConfig(), None
     dtype: Dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.run:
-        recipe = cli.load_recipe([str(Path(args.run) / "config.gin")], []).value
+        recipe = recipe or cli.load_recipe([str(Path(args.run) / "config.gin")], []).value
         source, sizes, dtype = recipe.model, recipe.sampler, args.dtype or recipe.dtype
         lora = recipe.lora
     if isinstance(source, DecoderConfig):

@@ -76,9 +76,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(
-    args: argparse.Namespace, config: Loaded[Recipe], team: SingleProcess | Leader | Follower, began: float
+    args: argparse.Namespace,
+    config: Loaded[Recipe],
+    team: SingleProcess | Leader | Follower,
+    began: float,
+    console: Console | None = None,
+    told_to_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run, continue or decline to repeat a run; returns the exit code. `began`: see `loop.train`."""
+    """Run, continue or decline to repeat a run; returns the exit code.
+
+    Args:
+      began: see `loop.train`. console: shows progress (default: on stderr).
+      told_to_stop: asked while the run goes on, beside signals; True saves and ends it.
+    """
     from rolljax import loop
     from rolljax.cluster.lockstep import Follower
     from rolljax.run import preflight, rehearsal, replay
@@ -87,7 +97,7 @@ def train(
     from rolljax.threads.event_loop import Stopped
 
     folder = RunFolder(args.run_dir or Path("runs") / Path(args.gin[-1]).stem)
-    console = Console(quiet=args.quiet, color=not args.no_color)
+    console = console or Console(quiet=args.quiet, color=not args.no_color)
     if isinstance(team, Follower):
         return follow(config, folder, team)
     checked = preflight.check(config.value)
@@ -107,7 +117,7 @@ def train(
         with stop_on_signal() as is_told:
             try:
                 with team.guard():
-                    should_stop = lambda: is_told() or team.asked_to_stop()  # noqa: E731
+                    should_stop = lambda: is_told() or told_to_stop() or team.asked_to_stop()  # noqa: E731
                     trainer, progress = loop.train(checked, folder, console, should_stop, team, began, log)
             except Stopped:
                 return stopped(folder, console)

@@ -1,4 +1,4 @@
-"""gin files and `--set` settings -> one checked tree of frozen dataclasses, once, on the main thread.
+"""gin files and settings -> one checked tree of frozen dataclasses, once, whatever the thread.
 
 Reads in the order things happen: `source.Source` reads files and settings into bindings; `_Build` hands the
 winning ones to gin, which evaluates references, macros and scopes and calls `_Build.make` for every object; `make`
@@ -17,15 +17,14 @@ import contextvars
 import dataclasses
 import functools
 import threading
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import gin
 import gin.config
 
-from rolljax.config import check
+from rolljax.config import check, objects
 from rolljax.config.classes import default, fields, is_config
 from rolljax.config.files import find_config
 from rolljax.config.source import Binding, Source
@@ -45,45 +44,54 @@ class Loaded(Generic[T]):
       value: the root object.
       resolved: dotted path -> JSON-able value for every field of the tree, defaults included; `<path>.__class__` names
         each dataclass, `phases[0].steps` is a field of an item.
-      operative: one gin file with the imports and bindings that were read; loading it gives an equal `value`.
+      operative: one gin file with the imports and bindings that were read; loading it gives an equal `value`. Where
+        objects were given (`config.objects`), the file is written from these.
+      where: origin of a setting ("Class.field"): file:line, --set text, or default.
     """
 
     value: T
     resolved: dict[str, object]
     operative: str
-    _build: _Build = dataclasses.field(repr=False, compare=False)
+    where: Callable[[str], str] = dataclasses.field(repr=False, compare=False)
 
     def locate(self, error: ConfigError) -> ConfigError:
         """The error with `where` filled from its `setting` ("Class.field"): file:line, --set text, or default."""
-        return error.located_at(self._build.where(error.setting))
+        return error.located_at(self.where(error.setting))
 
 
-def load(files: Sequence[str | Path], settings: Sequence[str] = (), *, root: type[T]) -> Loaded[T]:
-    """Build `root()` from gin files, later ones over earlier ones, and settings ('name = value') over all files.
+def load(
+    files: Sequence[str | Path], settings: Sequence[str] | Mapping[str, object] = (), *, root: type[T]
+) -> Loaded[T]:
+    """Build `root()` from gin files, later ones over earlier ones, and settings over all files. One load at a time is
+    under way in a process: gin keeps its bindings in the module; other threads wait.
 
     Args:
       files: gin files: paths, or names of those that come with rolljax (`quickstart`, `algorithms/tis`). An `include`
         is looked up beside the file that has it, then as one of these.
-      settings: a name is a macro, a selector as in the files, or any unambiguous shorter form (`Class.field`). The
-        value is a gin value, or a bare word or path, which is taken as a string.
+      settings: 'name = value', or name -> value. A name is a macro, a selector as in the files, or any unambiguous
+        shorter form (`Class.field`). A written value is a gin value, or a bare word or path, which is taken as a
+        string; a value of a mapping is taken as it is, a frozen dataclass or a function too.
       root: the frozen dataclass the tree starts at.
 
     Raises:
       ConfigError: for whatever is wrong with files or settings, with file:line, value and remedy.
-      RuntimeError: when called off the main thread (gin's scopes are thread-local).
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("config.load must be called on the main thread: gin's scopes are thread-local")
     source = Source(root)
     for i, path in enumerate(files):
         source.read_file(find_config(str(path)), (i,))
-    for setting in settings:
-        source.read_setting(setting)
+    if isinstance(settings, Mapping):
+        for name, given in settings.items():
+            source.take_setting(name, given)
+    else:
+        for setting in settings:
+            source.read_setting(setting)
     source.check_macros()
     build = _Build(source, str(files[-1]) if files else "")
-    value = build.run()
+    with _one_load:
+        value = build.run()
     build.check_all_read()
-    return Loaded(value, check.flatten(value), build.operative(), build)
+    text = build.operative() if build.is_text() else objects.gin_text(value)
+    return Loaded(value, check.flatten(value), text, build.where)
 
 
 def diff(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, object, object]]:
@@ -96,6 +104,7 @@ def diff(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str
 
 _BASE = "an object that stands as a default"
 _building: contextvars.ContextVar[_Build] = contextvars.ContextVar("the load that is under way")
+_one_load = threading.Lock()
 
 
 @functools.cache
@@ -125,7 +134,9 @@ def _for_gin(leaf: Any) -> Any:
         return gin.config.ConfigurableReference(f"{leaf.name}/gin.macro", True)
     if isinstance(leaf, Ref) and leaf.call:
         return gin.config.ConfigurableReference("/".join(filter(None, [leaf.scope, _registered(leaf.obj)])), True)
-    return _Uncopied(leaf.obj) if isinstance(leaf, Ref) else leaf
+    if isinstance(leaf, Ref):
+        return _Uncopied(leaf.obj)
+    return leaf if objects.is_literal(leaf) else _Uncopied(leaf)
 
 
 class _Build:
@@ -330,14 +341,18 @@ class _Build:
 
     # -- the operative file
 
+    def is_text(self) -> bool:
+        """Whether all values that were read can be written as they were given: none is an object of Python."""
+        kept = (Ref, Macro)
+        given = [leaf for b in self.read for leaf in leaves(b.value, object) if not isinstance(leaf, kept)]
+        return all(map(objects.is_literal, given))
+
     def operative(self) -> str:
         """The bindings that were read and the imports they need, as one gin file."""
         bindings = sorted(self.read, key=lambda b: (*self._home(b.cls), b.scope, b.order))
         macros = [self.source.live[None, "", name] for name in sorted(self._macros(bindings))]
         refs = [ref.obj for b in (*macros, *bindings) for ref in leaves(b.value, Ref)]
-        modules = sorted({self._home(obj)[0] for obj in (*refs, *(b.cls for b in bindings))})
-        shared = Counter(module.rpartition(".")[2] for module in modules)
-        symbols = {m: last if shared[last := m.rpartition(".")[2]] == 1 else m.replace(".", "_") for m in modules}
+        symbols = objects.symbols(self._home(obj)[0] for obj in (*refs, *(b.cls for b in bindings)))
 
         def selector(obj: Any) -> str:
             module, path = self._home(obj)
@@ -346,7 +361,7 @@ class _Build:
         def shown(value: Any) -> str:
             return repr(map_leaves(value, lambda leaf: _Shown(leaf, selector)))
 
-        lines = ["from __gin__ import dynamic_registration", *(_import_line(m, symbols[m]) for m in modules), ""]
+        lines = [*objects.import_lines(symbols), ""]
         lines += [f"{b.field} = {shown(b.value)}" for b in macros] + [""] * bool(macros)
         for b in bindings:
             scope = f"{b.scope}/" if b.scope else ""
@@ -366,10 +381,4 @@ class _Shown:
     def __repr__(self) -> str:
         if isinstance(self.leaf, Ref):
             return repr(dataclasses.replace(self.leaf, selector=self.selector(self.leaf.obj)))
-        return repr(self.leaf).replace("inf", "1e999") if isinstance(self.leaf, float) else repr(self.leaf)
-
-
-def _import_line(module: str, symbol: str) -> str:
-    parent, _, last = module.rpartition(".")
-    line = f"from {parent} import {last}" if parent else f"import {module}"
-    return line if symbol == last else f"{line} as {symbol}"
+        return objects.literal(self.leaf)

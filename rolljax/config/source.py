@@ -115,6 +115,13 @@ class Source:
             raise ConfigError(
                 "is not of the form 'name = value'", setting=f"--set '{text}'", remedy="--set 'Class.field = value'"
             )
+        self._set(name, lambda: setting_value(written, where), where)
+
+    def take_setting(self, name: str, value: object) -> None:
+        """Take one `name: value` of a mapping; the value is Python's."""
+        self._set(name.strip(), lambda: value, f"set={{{name!r}: ...}}")
+
+    def _set(self, name: str, value: Callable[[], Any], where: str) -> None:
         context = _Context(where, (), functools.partial(self._find, where=where))
         scope, _, selector = name.rpartition("/")
         selector, _, field = selector.rpartition(".")
@@ -130,7 +137,7 @@ class Source:
                 remedy=check.nearest(holders[0] if holders else name, [*macros, *holders], "names")
                 or "write Class.field",
             )
-        self._bind(context, scope, selector, field, setting_value(written, where))
+        self._bind(context, scope, selector, field, value())
 
     def check_macros(self) -> None:
         """Every %name is defined, and every %gin.REQUIRED was set."""

@@ -8,7 +8,6 @@ r"""Questions with answers that can be checked, in files of one's own, and rewar
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +17,8 @@ from rolljax.envs.base import EnvSpec, PureEnv, Runs, StepResult
 from rolljax.envs.bounded import TooMuch
 from rolljax.envs.data import answers, columns, messages, verifier
 from rolljax.envs.data.columns import Columns, Role
-from rolljax.envs.data.rows import BadRow, Row, Rows
-from rolljax.envs.data.table import BadRows, Table, check_path, table
+from rolljax.envs.data.rows import BadRow, InMemoryRows, Row, Rows, in_memory
+from rolljax.envs.data.table import BadRows, Table, check_source, source_name, table
 from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
 
@@ -51,6 +50,7 @@ class Questions(EnvSpec):
     Every row is checked when the files are first used. Index i is record i modulo their number.
 
     path: a file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax.
+    records: the rows themselves, as dicts, instead of a path.
     prompt_key, answer_key, solution_key: columns, with dots into objects; empty: the usual names are looked for
       (`USUAL_PROMPTS`, `USUAL_ANSWERS`, `USUAL_SOLUTIONS`). A prompt is a text, or messages, also as JSON text; a last
       message of the assistant is let go. Solutions may be missing.
@@ -59,8 +59,8 @@ class Questions(EnvSpec):
     answer_in: where the policy's answer is read: `boxed`; `last`: the last number; `full`: the text; a text with
       `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`; `any`: the first that is there of a box, a
       line behind `####`, a line behind `Answer:`, the last number.
-    reward: a function of one's own, in a module that can be imported (`Reward`), instead of checking the answer; rows
-      then need no answer. What it raises, and what is no finite number, is a fault of the environment, not a reward.
+    reward: a function of one's own (`Reward`), instead of checking the answer; rows then need no answer. What it
+      raises, and what is no finite number, is a fault of the environment, not a reward.
     solved_at: reward from which on a task counts as solved.
     bad_rows: what becomes of rows that are no question with an answer: an error that names them, or left out with a
       warning. domain: name of these tasks in metrics.
@@ -68,7 +68,8 @@ class Questions(EnvSpec):
 
     runs: ClassVar[Runs] = "process"
 
-    path: str
+    path: str = ""
+    records: InMemoryRows | Sequence[Row] | None = None
     prompt_key: str = ""
     answer_key: str = ""
     solution_key: str = ""
@@ -81,7 +82,8 @@ class Questions(EnvSpec):
     domain: str = "questions"
 
     def __post_init__(self) -> None:
-        check_path(self.path, self.bad_rows, "Questions")
+        object.__setattr__(self, "records", in_memory(self.records))
+        check_source(self, "Questions")
         if self.prompt is not None and "{question}" not in self.prompt:
             raise ConfigError(
                 "does not contain {question}", setting="Questions.prompt", value=self.prompt, remedy="add {question}"
@@ -95,8 +97,6 @@ class Questions(EnvSpec):
                 remedy=f"one of {', '.join(answers.ANSWER_FORMATS)}, or a text that something stands in before "
                 "{answer}",
             )
-        if self.reward is not None:
-            _check_importable(self.reward)
 
     @property
     def name(self) -> str:
@@ -149,7 +149,7 @@ class Questions(EnvSpec):
         return (*super().bad_actions(), deep, deep + "}" * 2000, long, f"#### {long}", "\\boxed{9**9**9}", "#### ١٢")
 
     def _table(self) -> Table[Question]:
-        return table(self, self.path, self.bad_rows, "Questions", self._reader)
+        return table(self, "Questions", self._reader)
 
     def _reader(self, rows: Rows, path: str) -> Callable[[Row], Question]:
         names = Columns.of(rows)
@@ -199,7 +199,8 @@ class QuestionsEnv(PureEnv):
         question = self._spec.question(task.index)
         if question.content != task.content:
             raise EnvError(
-                f"question {task.index} of {self._spec.path} is not the task that was asked for: was the file changed?"
+                f"question {task.index} of {source_name(self._spec)} is not the task that was asked for: was the file "
+                "changed?"
             )
         self._index, self._question = task.index, question
         return question.opening
@@ -223,7 +224,7 @@ class QuestionsEnv(PureEnv):
     def gold(self) -> str:
         question, where = self._open(), self._spec.answer_in
         if not question.answer:
-            raise EnvError(f"{self._spec.path} has no recorded answers: they can be rewarded, but not imitated")
+            raise EnvError(f"{source_name(self._spec)} has no recorded answers: they can be rewarded, not imitated")
         if where == "full":
             return question.answer
         if answers.find(question.solution, "boxed" if where == "any" else where) == question.answer:
@@ -236,10 +237,11 @@ class QuestionsEnv(PureEnv):
 
     def _rewarded(self, reward: Reward, question: Question, action: str) -> StepResult:
         """The reward of the user's own function, which must give finite numbers."""
-        spec, name = self._spec, f"{reward.__module__}.{reward.__qualname__}"
+        spec, own = self._spec, getattr(reward, "__name__", type(reward).__name__)
+        name = f"{reward.__module__}.{getattr(reward, '__qualname__', own)}"
         with boundary(EnvError, f"{name} for {spec.location(self._index)}"):
             value = reward(question.opening[-1].content, action, spec.record(self._index))
-        parts = value if isinstance(value, Mapping) else {reward.__name__: value}
+        parts = value if isinstance(value, Mapping) else {own: value}
         for part, number in parts.items():
             if not _is_finite(number):
                 raise EnvError(f"{name} gave {part} = {number!r} for {spec.location(self._index)}: not a finite number")
@@ -311,19 +313,3 @@ def _is_finite(value: Any) -> bool:
         return not isinstance(value, str | bytes) and math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
         return False
-
-
-def _check_importable(function: Reward) -> None:
-    """Workers import a function by its path: a nested one, a lambda, or one of the script that was started has none."""
-    module, path = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    try:
-        found = None if module == "__main__" else getattr(importlib.import_module(module), path, None)
-    except ImportError:
-        found = None
-    if found is not function:
-        raise ConfigError(
-            "cannot be imported by worker processes",
-            setting="Questions.reward",
-            value=f"{module}.{path}",
-            remedy="name a function at the top level of a module of its own: @my_rewards.length_ok",
-        )

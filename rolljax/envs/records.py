@@ -13,8 +13,8 @@ from typing import Any, Literal
 from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.data import columns, messages
 from rolljax.envs.data.columns import Columns, Role
-from rolljax.envs.data.rows import BadRow, Row, Rows
-from rolljax.envs.data.table import BadRows, Table, check_path, table
+from rolljax.envs.data.rows import BadRow, InMemoryRows, Row, Rows, in_memory
+from rolljax.envs.data.table import BadRows, Table, check_source, source_name, table
 from rolljax.errors import ConfigError, EnvError
 from rolljax.types import Message, Task
 
@@ -55,6 +55,7 @@ class Records(EnvSpec):
     white space at the ends aside, of those that are part of the loss; solved: all of them.
 
     path: a file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax.
+    records: the rows themselves, as dicts, instead of a path.
     kind: of the rows; auto: as the columns say, an error where they say more than one thing.
     prompt_key, answer_key, chosen_key, rejected_key, messages_key: columns, with dots into objects; empty: the usual
       names are looked for (`USUAL`).
@@ -62,7 +63,8 @@ class Records(EnvSpec):
     domain: name of these tasks in metrics.
     """
 
-    path: str
+    path: str = ""
+    records: InMemoryRows | Sequence[Row] | None = None
     kind: Kind = "auto"
     prompt_key: str = ""
     answer_key: str = ""
@@ -73,7 +75,8 @@ class Records(EnvSpec):
     domain: str = "records"
 
     def __post_init__(self) -> None:
-        check_path(self.path, self.bad_rows, "Records")
+        object.__setattr__(self, "records", in_memory(self.records))
+        check_source(self, "Records")
         kinds = ("auto", *ROLES)
         if self.kind not in kinds:
             raise ConfigError(
@@ -117,7 +120,7 @@ class Records(EnvSpec):
         return RecordsEnv(self)
 
     def _table(self) -> Table[RecordedExample]:
-        return table(self, self.path, self.bad_rows, "Records", self._reader)
+        return table(self, "Records", self._reader)
 
     def _reader(self, rows: Rows, path: str) -> Callable[[Row], RecordedExample]:
         """What makes records of rows with these columns; notes the most turns of one."""
@@ -171,7 +174,8 @@ class RecordsEnv(Env):
         record = self._spec.record(task.index)
         if record.content != task.content:
             raise EnvError(
-                f"record {task.index} of {self._spec.path} is not the task that was asked for: was the file changed?"
+                f"record {task.index} of {source_name(self._spec)} is not the task that was asked for: was the file "
+                "changed?"
             )
         self._record, self._turn, self._right = record, 0, True
         self._share = 1 / sum(a.weight for a in record.answers)
@@ -198,7 +202,7 @@ class RecordsEnv(Env):
     def rejected(self) -> str:
         self._answer()
         if self._record is None or self._record.rejected is None:
-            raise EnvError(f"{self._spec.path} holds no preference pairs: its rows lack chosen and rejected")
+            raise EnvError(f"{source_name(self._spec)} holds no preference pairs: its rows lack chosen and rejected")
         return self._record.rejected
 
     def _answer(self) -> RecordedAnswer:

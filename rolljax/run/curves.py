@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PANELS = (
     ("reward", ("reward/mean", "heldout/reward_mean")),
@@ -15,13 +18,24 @@ PANELS = (
 
 
 def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG of the panels; phases are separated by lines, held-out evaluations are dots."""
-    import matplotlib
+    """A PNG of the panels."""
+    return png(figure(rows, heldout))
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 6), constrained_layout=True)
+def png(drawn: Figure) -> bytes:
+    """A figure as a PNG."""
+    image = io.BytesIO()
+    drawn.savefig(image, format="png", dpi=110)
+    return image.getvalue()
+
+
+def figure(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]) -> Figure:
+    """The panels; phases are separated by lines, held-out evaluations are dots. It belongs to no window and changes no
+    setting of matplotlib's, so that it can be made in any thread and beside figures of others."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(11, 6), layout="constrained")
+    axes = drawn.subplots(2, 2)
     borders = [r["step"] for r, after in zip(rows, rows[1:], strict=False) if r["phase"] != after["phase"]]
     for axis, (title, names) in zip(axes.flat, PANELS, strict=True):
         for name in names:
@@ -50,8 +64,5 @@ def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8, frameon=False)
     phases = list(dict.fromkeys(r["phase"] for r in rows))
-    figure.suptitle("  |  ".join(phases), fontsize=10)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110)
-    plt.close(figure)
-    return image.getvalue()
+    drawn.suptitle("  |  ".join(phases), fontsize=10)
+    return drawn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from rolljax.model.folder import folder_remedy
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.recipe import Recipe
 from rolljax.rollout.agents.worker import check_machine
+from rolljax.threads.event_loop import EventLoop
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import Colocated, available_devices, num_batch_shards, num_slot_shards, param_shardings
 from rolljax.types import Message, Task
@@ -209,7 +211,8 @@ def check(recipe: Recipe) -> Preflight:
     if recipe.env.max_turns > 1:
         chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
-    openings = asyncio.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
+    with contextlib.closing(EventLoop(lambda: False)) as beside:  # this thread may be in an event loop of its own
+        openings = beside.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
     prompts = [chat.prompt_ids(messages) for messages in openings]
     longest, highest = max(map(len, prompts)), max(int(ids.max(initial=0)) for ids in prompts)
     if max(highest, *chat.stop_ids) >= model.cfg.vocab_size:

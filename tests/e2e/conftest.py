@@ -93,7 +93,7 @@ def start():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run folder of a short but real training, made in this process."""
-    from rolljax import train
+    from rolljax.train import main as train
 
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     changes = {
@@ -102,7 +102,7 @@ def trained(tmp_path_factory):
         "rl__Phase_dot_steps": 10,
         "MeshSpec_dot_data": 1,
     }
-    assert train.main(arguments(run_dir, **changes)) == 0
+    assert train(arguments(run_dir, **changes)) == 0
     return run_dir
 
 

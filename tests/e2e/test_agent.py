@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from rolljax import train
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.rollout.agents.host import AgentHost, AgentRollouts
@@ -21,6 +20,7 @@ from rolljax.rollout.policies import SamplerPolicy
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.train import main as train
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import Message, SamplingParams, Task
@@ -425,7 +425,7 @@ def test_an_unmodified_client_is_trained(monkeypatch, tmp_path):
     monkeypatch.setattr(Sampler, "submit", remembering)
     monkeypatch.chdir(ROOT)
     argv = ["--gin", "configs/agent_program.gin", "--run_dir", str(tmp_path / "run")]
-    assert train.main(argv + [a for k, v in SETTINGS.items() for a in ("--set", f"{k} = {v}")]) == 0
+    assert train(argv + [a for k, v in SETTINGS.items() for a in ("--set", f"{k} = {v}")]) == 0
     steps = [r for r in rows(tmp_path / "run") if r["phase"] == "rl"]
     assert len(steps) == 3 and all(r["rollout/fail_frac"] == 0 for r in steps)
     assert any(r["groups/trained_n"] for r in steps)

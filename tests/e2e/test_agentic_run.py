@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from rolljax import loop, train
+from rolljax import loop
 from rolljax.metrics import check_row
 from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
 from rolljax.threads.event_loop import Stopped
+from rolljax.train import main as train
 from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, StopAt, rows, summary
@@ -45,7 +46,7 @@ def trajectories(run_dir, step):
 @pytest.mark.parametrize("mode", ["rollback", "parallel"])
 def test_episodes_start_behind_the_experts_turns(tmp_path, mode):
     settings = IPA | {"ExpertStarts.mode": mode, "ExpertStarts.threshold": 0.9}
-    assert train.main(arguments("agent_ipa", tmp_path / "run", settings)) == 0
+    assert train(arguments("agent_ipa", tmp_path / "run", settings)) == 0
     written = rows(tmp_path / "run")
     assert [check_row(row) for row in written] == [[]] * 6
     replayed = set()
@@ -101,7 +102,7 @@ def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
     settings = {k: v for k, v in settings.items() if not k.startswith("ExpertStarts")}
     argv = arguments("agent_ipa", tmp_path / "run", settings)
     argv += ["--set", "Recipe.rollout = @rolljax.rollout.episodes.RolloutConfig()"]
-    assert train.main(argv) == 0
+    assert train(argv) == 0
     for step, row in enumerate(rows(tmp_path / "run")):
         assert check_row(row) == []
         begun, late = row["groups/started_n"], row["groups/late_n"]

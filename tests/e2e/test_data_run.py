@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rolljax import train
+from rolljax.train import main as train
 
 from .conftest import rows, summary
 
@@ -55,14 +55,14 @@ def settings(*texts):
 
 @pytest.mark.parametrize("name, first", [("dapo", ask(0)), ("deepmath.json", "What is $\\frac{0}{4}$?")])
 def test_one_setting_is_enough(files, capsys, name, first):
-    assert train.main(["--gin", "questions", "--dry_run", *settings(f"Questions.path = {files / name}")]) == 0
+    assert train(["--gin", "questions", "--dry_run", *settings(f"Questions.path = {files / name}")]) == 0
     out = capsys.readouterr().out
     assert "questions, up to 1 turn(s)" in out and f"<|user|>{first}" in out
 
 
 def test_the_verifier_is_refused_in_threads(files, capsys):
     threads = settings(f"Questions.path = {files / 'dapo'}", "PoolConfig.where = thread")
-    assert train.main(["--gin", "questions", "--dry_run", *threads]) == 2
+    assert train(["--gin", "questions", "--dry_run", *threads]) == 2
     assert "PoolConfig.where" in capsys.readouterr().err
 
 
@@ -88,11 +88,11 @@ def test_a_run_on_parquet_of_others_with_a_reward_of_ones_own(files, monkeypatch
         PoolConfig.workers = 1; MeshSpec.data = 1; Evaluation.tasks = 4; Recipe.max_answer_tok = 8"""
     run = files / "run"
     argv = ["--gin", "questions", "--run_dir", str(run), *mine, *settings(*small.replace("\n", ";").split(";"))]
-    assert train.main(argv) == 0
+    assert train(argv) == 0
     done = rows(run)
     assert len(done) == 4 and summary(run)["stop_reason"] == "all phases done"
     lines = (run / "rollouts" / "step_4.jsonl").read_text().splitlines()
     assert len(lines) == 16 and all(set(json.loads(line)["reward_parts"]) == {"digits", "right"} for line in lines)
     assert "my_rewards_of_a_test.near" in (run / "config.resolved.json").read_text()
     # continuing reads the function again from the run's own configuration
-    assert train.main(argv) == 0
+    assert train(argv) == 0

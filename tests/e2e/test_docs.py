@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolljax import train
+from rolljax.train import main as train
 
 from .conftest import arguments
 from .docs_blocks import KINDS, ROOT, Runner, blocks, commands, reason_not_to_run
@@ -25,7 +25,7 @@ def run(tmp_path_factory):
     """A short run of the quickstart."""
     folder = tmp_path_factory.mktemp("docs") / "run"
     short = {"warm_start__Phase_dot_steps": 2, "rl__Phase_dot_steps": 2}
-    assert train.main(arguments(folder, **short)) == 0
+    assert train(arguments(folder, **short)) == 0
     return folder
 
 

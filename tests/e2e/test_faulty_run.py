@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from rolljax import train
 from rolljax.metrics import check_row
 from rolljax.run import preflight
 from rolljax.threads import watchdog
+from rolljax.train import main as train
 
 from .conftest import QUICKSTART, rows, summary
 
@@ -38,7 +38,7 @@ def start(run_dir, faults, folder, *, spec="Faulty", **changes):
         **{k.replace("_dot_", "."): v for k, v in changes.items()},
     }
     argv = ["--gin", QUICKSTART, "--run_dir", str(run_dir)]
-    return train.main(argv + [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")])
+    return train(argv + [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")])
 
 
 def faults_of(share, names):

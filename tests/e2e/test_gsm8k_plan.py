@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rolljax import train
+from rolljax.train import main as train
 
 from .conftest import ROOT
 
@@ -49,7 +49,7 @@ def problems(path, num):
 
 def dry_run(model, path):
     settings = [f'Recipe.model="{model}"', f'Questions.path="{path}"']
-    return train.main(["--gin", CONFIG, *(a for s in settings for a in ("--set", s)), "--dry_run"])
+    return train(["--gin", CONFIG, *(a for s in settings for a in ("--set", s)), "--dry_run"])
 
 
 def test_dry_run(folder, tmp_path, capsys):

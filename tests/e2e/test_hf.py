@@ -19,8 +19,8 @@ from peft import PeftModel
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from rolljax import export
 from rolljax.errors import CheckpointError
+from rolljax.export import main as export
 from rolljax.model import hf, lora
 from rolljax.model.decoder import Model
 from rolljax.model.families import known
@@ -105,7 +105,7 @@ def test_export_writes_bfloat16_and_keeps_what_the_folder_said_of_generation(tmp
     said = {"eos_token_id": [3, 5], "pad_token_id": 0, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
     (tmp_path / "in" / hf.GENERATION).write_text(json.dumps(said))
     argv = ["--model", str(tmp_path / "in"), "--to", str(tmp_path / "out"), "--dtype", "bfloat16"]
-    assert export.main([*argv, "--max_shard_gb", "0.00004"]) == 0
+    assert export([*argv, "--max_shard_gb", "0.00004"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     index = json.loads((tmp_path / "out" / hf.INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -115,7 +115,7 @@ def test_export_writes_bfloat16_and_keeps_what_the_folder_said_of_generation(tmp
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in read.values())
     assert json.loads((tmp_path / "out" / hf.GENERATION).read_text()) == said
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert export.main(argv) == 2  # not an empty folder
+    assert export(argv) == 2  # not an empty folder
 
 
 @pytest.mark.slow
@@ -124,15 +124,15 @@ def test_an_export_that_is_killed_leaves_no_half_a_folder(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "in")
     code = """if True:
         import os, sys
-        from rolljax import export
+        from rolljax.export import main as export
         from rolljax.run import durable
         durable.reach = lambda point, path: point == "written" and path.name == "out" and os._exit(9)
-        sys.exit(export.main(sys.argv[1:]))
+        sys.exit(export(sys.argv[1:]))
     """
     argv = ["--model", str(tmp_path / "in"), "--to", str(tmp_path / "out")]
     killed = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
     assert killed.returncode == 9 and not (tmp_path / "out").exists(), killed.stderr
-    assert export.main(argv) == 0 and load_tokenizer(tmp_path / "out")
+    assert export(argv) == 0 and load_tokenizer(tmp_path / "out")
 
 
 # ---- folders with images

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rolljax import train
+from rolljax.train import main as train
 
 from .conftest import arguments, of_two_processes, rows, summary
 
@@ -96,7 +96,7 @@ def test_two_processes_are_one(start, tmp_path):
     few = SMALL | {"warm_start__Phase_dot_steps": 1, "rl__Phase_dot_steps": 2}
     codes, said = ends(start(arguments(run_dir, **few)))
     assert codes == [0, 0], said
-    assert train.main(arguments(alone, **few)) == 0
+    assert train(arguments(alone, **few)) == 0
     assert_the_same_run(run_dir, alone)
 
 
@@ -117,7 +117,7 @@ def test_two_processes_stopped_and_continued_are_one(start, tmp_path):
     assert codes == [0, 0], said
     assert "continuing" in said[0]
     assert not said[1]
-    assert train.main(arguments(alone, **SMALL)) == 0
+    assert train(arguments(alone, **SMALL)) == 0
     assert len(rows(run_dir)) == 6
     assert_the_same_run(run_dir, alone)
     assert sum(row["reward/std"] > 0 for row in rows(alone)[2:]) > 1  # there was something to learn

@@ -14,13 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from rolljax import cli, train
+from rolljax import cli
 from rolljax.cluster.lockstep import SingleProcess
 from rolljax.errors import ConfigError
 from rolljax.run import durable
 from rolljax.run.checkpoint import MANIFEST, Checkpoints
 from rolljax.run.folder import RunFolder
 from rolljax.run.trainer import LocalTrainer
+from rolljax.train import main as train
+from rolljax.train import parse
+from rolljax.train import train as train_recipe
 from rolljax.trainer.state import fingerprint
 from tests.ends import Killed, at_points, end
 
@@ -47,14 +50,14 @@ TINY = {
 @functools.cache
 def loaded(**changes):
     """Settings."""
-    args = train.parse(arguments("-", **TINY | changes))
+    args = parse(arguments("-", **TINY | changes))
     return cli.load_recipe(args.gin, args.set)
 
 
 def start(run_dir, **changes):
     """What the command does once settings are read; its exit code."""
-    args = train.parse(arguments(run_dir, **TINY | changes))
-    return cli.run_verb(lambda: train.train(args, loaded(**changes), SingleProcess(), time.perf_counter()))
+    args = parse(arguments(run_dir, **TINY | changes))
+    return cli.run_verb(lambda: train_recipe(args, loaded(**changes), SingleProcess(), time.perf_counter()))
 
 
 def contents(run_dir):
@@ -148,7 +151,7 @@ def test_a_finished_run_is_given_more(watched, tmp_path, capsys):
     unread = [name for name in TINY if name.startswith(("rl", "Grpo", "KlLoss"))]
     settings = arguments(run_dir, **{k: v for k, v in TINY.items() if k not in unread} | few)
     settings = [a for i, a in enumerate(settings) if not _of_rl(settings, i)]
-    assert train.main(settings) == 0 and summary(run_dir)["steps"] == 1
+    assert train(settings) == 0 and summary(run_dir)["steps"] == 1
     goes_on(run_dir, rl__Phase_dot_steps=1)
     assert summary(run_dir)["phase_steps"] == {"warm_start": 2, "rl": 1}
     assert "continuing" in capsys.readouterr().err
@@ -203,7 +206,7 @@ def test_a_folder_that_cannot_be_written_is_a_message(tmp_path, capsys, place):
         if subprocess.run(mounted, capture_output=True).returncode:
             pytest.skip("file systems cannot be mounted here")
     try:
-        assert train.main(arguments(run_dir, **TINY)) == 74
+        assert train(arguments(run_dir, **TINY)) == 74
     finally:
         if place == "nothing fits":
             subprocess.run(["umount", str(run_dir.parent)], check=True)
@@ -262,7 +265,7 @@ def test_killed_at_every_point(watched, tmp_path, capsys):
 
 KILLED_BY_CHANCE = """
 import os, random, signal, sys, threading
-from rolljax import train
+from rolljax.train import main as train, parse, train as train_recipe
 from rolljax.run import durable
 chance, passed = random.Random(int(sys.argv[1])), 0
 last = chance.randrange(int(sys.argv[2]))
@@ -272,7 +275,7 @@ def reach(point, path):
     if passed == last:
         threading.Timer(chance.choice((0, chance.random() / 10, chance.random())), os.kill, (os.getpid(), 9)).start()
 durable.reach = reach
-sys.exit(train.main(sys.argv[3:]))
+sys.exit(train(sys.argv[3:]))
 """
 
 

@@ -13,8 +13,10 @@ from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from rolljax import cli, export, serve, train
+from rolljax import cli, serve
 from rolljax.errors import ConfigError
+from rolljax.export import export as export_run
+from rolljax.export import main as export
 from rolljax.model import hf
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
@@ -22,6 +24,7 @@ from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.lora import Adapted
 from rolljax.run.preflight import check as check_run
 from rolljax.run.trained import trained_params
+from rolljax.train import main as train
 from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, rows, summary
@@ -75,7 +78,7 @@ def arguments(base):
 @pytest.fixture(scope="module")
 def trained(arguments, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("lora") / "run"
-    assert train.main([*arguments, "--run_dir", str(run_dir)]) == 0
+    assert train([*arguments, "--run_dir", str(run_dir)]) == 0
     return run_dir
 
 
@@ -145,7 +148,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(trained, arguments, tmp_
     shutil.rmtree(finished)
     (run_dir / "summary.json").unlink()
     shutil.rmtree(run_dir / "hf")
-    assert train.main([*arguments, "--run_dir", str(run_dir)]) == 0
+    assert train([*arguments, "--run_dir", str(run_dir)]) == 0
     names = ("step", "loss/total", "optim/grad_norm", "reward/mean")
     assert [[r.get(n) for n in names] for r in rows(run_dir)] == [[r.get(n) for n in names] for r in rows(trained)]
     assert summary(run_dir)["state_sha256"] == summary(trained)["state_sha256"]
@@ -153,7 +156,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(trained, arguments, tmp_
 
 
 def test_the_merged_folder_computes_the_same(trained, ours, tmp_path):
-    assert export.main(["--run", str(trained), "--to", str(tmp_path / "hf")]) == 0
+    assert export(["--run", str(trained), "--to", str(tmp_path / "hf")]) == 0
     merged = load_file(tmp_path / "hf" / "model.safetensors")
     assert {k: v.tobytes() for k, v in load_file(trained / "hf" / "model.safetensors").items()} == {
         k: v.tobytes() for k, v in merged.items()
@@ -165,7 +168,7 @@ def test_the_merged_folder_computes_the_same(trained, ours, tmp_path):
 def test_peft_reads_the_adapter_folder(trained, base, ours, tmp_path):
     from peft import PeftModel
 
-    assert export.main(["--run", str(trained), "--to", str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert export(["--run", str(trained), "--to", str(tmp_path / "adapter"), "--adapter"]) == 0
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base)
     assert config["target_modules"] == [f"{m}_proj" for m in ("down", "gate", "k", "o", "q", "up", "v")]
@@ -181,24 +184,24 @@ def test_verbs_take_such_a_run(trained, arguments, capsys):
     assert version == 16 and engine.model.lora is None
     merged = load_file(trained / "hf" / "model.safetensors")
     np.testing.assert_array_equal(weights["layers"]["down"][1].T, merged["model.layers.1.mlp.down_proj.weight"])
-    assert train.main([*arguments, "--dry_run"]) == 0
+    assert train([*arguments, "--dry_run"]) == 0
     assert "rank 4 beside q, k, v, o, gate, up, down; base weights in float32" in capsys.readouterr().out
 
 
 def test_adapter_folders_need_adapters_and_a_folder(trained, tmp_path):
     argv = ["--run", str(trained), "--to", str(tmp_path / "c"), "--adapter", "--dtype", "bfloat16"]
-    assert export.main(argv) == 2 and not (tmp_path / "c").exists()
+    assert export(argv) == 2 and not (tmp_path / "c").exists()
     with pytest.raises(ConfigError, match="--adapter"):
-        export.export(None, str(trained / "hf"), tmp_path / "a", adapter=True)
+        export_run(None, str(trained / "hf"), tmp_path / "a", adapter=True)
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     lines = (run / "config.gin").read_text().splitlines()
     random = [line for line in lines if not line.startswith("recipe.Recipe.model")]
     (run / "config.gin").write_text("\n".join(random))
     with pytest.raises(ConfigError, match="random base weights"):
-        export.export(str(run), None, tmp_path / "b", adapter=True)
+        export_run(str(run), None, tmp_path / "b", adapter=True)
     full = [line for line in random if "lora" not in line]
     (run / "config.gin").write_text("\n".join(full))
     with pytest.raises(ConfigError, match="this run has none"):
-        export.export(str(run), None, tmp_path / "b", adapter=True)
+        export_run(str(run), None, tmp_path / "b", adapter=True)
     assert not (tmp_path / "b").exists()

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import rolljax
-from rolljax import eval as evaluate
-from rolljax import export, plan, play, serve, train, validate
+from rolljax import plan, play, serve, validate
+from rolljax.eval import main as evaluate
+from rolljax.export import main as export
+from rolljax.train import main as train
 
 ROOT = Path(rolljax.__file__).parents[1]
 DRY = ["--gin", "quickstart", "--dry_run"]
@@ -58,19 +60,19 @@ TABLE = [
     (evaluate, ["--model", "Qwen/Qwen3-0.6B", "--gin", "quickstart"], 2, [HUB], []),
     (export, ["--model", "Qwen/Qwen3-0.6B", "--to", "out"], 6, [HUB], []),
     (export, ["--run", "folder", "--to", "out"], 6, ["is not a run folder"], []),
-    (serve, ["--model", "Qwen/Qwen3-0.6B"], 2, [HUB], []),
-    (serve, ["--run", "nowhere"], 2, ["is not a run folder", "runs/"], []),
-    (plan, ["--gin", "quikstart", "--topology", "v5e:2x2"], 2, ["did you mean 'quickstart'"], []),
-    (play, ["sokobn"], 2, ["did you mean sokoban?"], []),
-    (play, ["noenv.Foo"], 2, ["is not an EnvSpec", "derive Foo"], []),
-    (play, ["nomodule.Foo"], 2, ["No module named 'nomodule'", "check the spelling"], []),
-    (play, ["broken.Env"], 2, ["ZeroDivisionError", "python -c 'import broken'"], []),
-    (play, ["frozen_lake(size='a')"], 2, ["cannot be made", "TypeError"], []),
-    (play, ["frozen_lake(sise=5)"], 2, ["did you mean size?"], []),
-    (play, ["sokoban#999999999"], 2, ["is no index of a task"], []),
-    (validate, ["sokobn"], 2, ["did you mean sokoban?"], []),
-    (validate, ["noenv.Bar"], 2, ["is not an EnvSpec"], []),
-    (validate, ["sokoban", "--tasks", "0"], 2, ["must be at least 1"], []),
+    (serve.main, ["--model", "Qwen/Qwen3-0.6B"], 2, [HUB], []),
+    (serve.main, ["--run", "nowhere"], 2, ["is not a run folder", "runs/"], []),
+    (plan.main, ["--gin", "quikstart", "--topology", "v5e:2x2"], 2, ["did you mean 'quickstart'"], []),
+    (play.main, ["sokobn"], 2, ["did you mean sokoban?"], []),
+    (play.main, ["noenv.Foo"], 2, ["is not an EnvSpec", "derive Foo"], []),
+    (play.main, ["nomodule.Foo"], 2, ["No module named 'nomodule'", "check the spelling"], []),
+    (play.main, ["broken.Env"], 2, ["ZeroDivisionError", "python -c 'import broken'"], []),
+    (play.main, ["frozen_lake(size='a')"], 2, ["cannot be made", "TypeError"], []),
+    (play.main, ["frozen_lake(sise=5)"], 2, ["did you mean size?"], []),
+    (play.main, ["sokoban#999999999"], 2, ["is no index of a task"], []),
+    (validate.main, ["sokobn"], 2, ["did you mean sokoban?"], []),
+    (validate.main, ["noenv.Bar"], 2, ["is not an EnvSpec"], []),
+    (validate.main, ["sokoban", "--tasks", "0"], 2, ["must be at least 1"], []),
 ]  # fmt: skip
 
 
@@ -85,10 +87,12 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "verb, argv, code, said, unsaid", TABLE, ids=[f"{v.__name__} {' '.join(a[-1:])}" for v, a, *_ in TABLE]
+    "verb, argv, code, said, unsaid",
+    TABLE,
+    ids=[f"{v.__module__.rpartition('.')[2]} {' '.join(a[-1:])}" for v, a, *_ in TABLE],
 )
 def test_mistakes_of_a_first_day(folder, capfd, verb, argv, code, said, unsaid):
-    assert verb.main(argv) == code
+    assert verb(argv) == code
     out, err = capfd.readouterr()
     assert len(re.findall(r"(?m)^\w+ error: ", err)) == 1 and "Traceback" not in err + out
     assert err.split(" error: ")[0] in ("config", "checkpoint"), "a library spoke before us"
@@ -114,7 +118,7 @@ def test_a_platform_that_is_not_there(folder):
 
 SCRIPT = """
 import dataclasses, sys
-from rolljax import train
+from rolljax.train import main as train
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
 from rolljax.types import Message, Task
 
@@ -142,7 +146,7 @@ class One(PureEnv):
         return str(2 * self.n)
 
 if __name__ == "__main__":
-    sys.exit(train.main(sys.argv[1:]))
+    sys.exit(train(sys.argv[1:]))
 """
 OWN = """from __gin__ import dynamic_registration
 import __main__
@@ -152,19 +156,15 @@ include 'quickstart.gin'
 """
 
 
-@pytest.mark.parametrize("runs, code", [('runs = "inline"', 0), ("pass", 2)])
-def test_an_environment_in_the_script_that_is_started(folder, runs, code):
-    """It works where it runs in the trainer; worker processes cannot import it, and that is said."""
+@pytest.mark.parametrize("runs", ['runs = "inline"', "pass"])
+def test_an_environment_in_the_script_that_is_started(folder, runs):
+    """In the trainer, and in worker processes, which cannot import it: it travels by value."""
     (folder / "script.py").write_text(SCRIPT.format(runs=runs))
     (folder / "own.gin").write_text(OWN)
     binding = ["--set", "Recipe.env = @__main__.Doubling()", "--set", "PoolConfig.where = auto"]
     done = run("script.py", "--gin", "own.gin", *binding, "--dry_run", JAX_PLATFORMS="cpu")
-    assert done.returncode == code, done.stderr
-    if code:
-        assert "Doubling cannot be imported by worker processes" in done.stderr and "module of its own" in done.stderr
-    else:
-        assert "twice 0" in done.stdout
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "twice 0" in done.stdout and "Traceback" not in done.stderr
 
 
 def test_a_missing_sandbox_is_said_once(folder, monkeypatch, capfd):

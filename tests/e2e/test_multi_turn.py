@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from rolljax import train
 from rolljax.model.tokenizer import Chat, byte_tokenizer
+from rolljax.train import main as train
 from rolljax.types import Message
 
 from .conftest import ROOT, rows
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 def lake(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("lake") / "run"
     argv = ["--gin", str(ROOT / "configs" / "frozen_lake.gin"), "--run_dir", str(run_dir)]
-    assert train.main(argv + [a for k, v in SETTINGS.items() for a in ("--set", f"{k} = {v}")]) == 0
+    assert train(argv + [a for k, v in SETTINGS.items() for a in ("--set", f"{k} = {v}")]) == 0
     return run_dir
 
 

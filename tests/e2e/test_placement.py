@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from rolljax import cli, loop, train
+from rolljax import cli, loop
 from rolljax.errors import ConfigError, SamplerError
 from rolljax.metrics import check_row
 from rolljax.model.axes import SLOT_AXES
@@ -28,6 +28,7 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.sampler.worker import EngineWorker
 from rolljax.threads.event_loop import Stopped
+from rolljax.train import main as train
 from rolljax.trainer.mesh import MeshSpec, Split, param_shardings
 from rolljax.trainer.publish import Reshard, checksums, differing
 from rolljax.trainer.state import fingerprint
@@ -344,13 +345,13 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
 def test_a_dry_run_shows_who_has_what(tmp_path, capsys):
     prepared(tmp_path / "run")
     argv = ["--gin", str(tmp_path / "small.gin"), "--dry_run"]
-    assert train.main([*argv, *(a for s in split(2, 4) for a in ("--set", s))]) == 0
+    assert train([*argv, *(a for s in split(2, 4) for a in ("--set", s))]) == 0
     shown = capsys.readouterr().out
     assert "mesh      data=4" in shown and "sampler's data=2" in shown
     assert (
         "split     devices 0 to 3 train, 4 to 5 sample; a publish moves" in shown and "2 devices are not used" in shown
     )
-    assert train.main(argv) == 0
+    assert train(argv) == 0
     assert "split  " not in capsys.readouterr().out
 
 

@@ -3,11 +3,13 @@ runs of the shipped files with smaller numbers, and the exact continuation of on
 
 import pytest
 
-from rolljax import loop, train
+from rolljax import loop
 from rolljax.metrics import check_row
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
 from rolljax.threads.event_loop import Stopped
+from rolljax.train import main as train
+from rolljax.train import parse
 from rolljax.trainer.state import fingerprint
 
 from .conftest import ROOT, StopAt, check_conserved, rows, summary
@@ -59,7 +61,7 @@ def arguments(name, run_dir, settings):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_to_its_end(name, tmp_path):
     settings, written = RECIPES[name]
-    assert train.main(arguments(name, tmp_path / "run", settings)) == 0
+    assert train(arguments(name, tmp_path / "run", settings)) == 0
     run = rows(tmp_path / "run")
     assert all(check_row(row) == [] for row in run)
     assert written <= set().union(*run)
@@ -84,7 +86,7 @@ def test_critics_references_and_memory_survive_a_stop(tmp_path):
     }
 
     def run(folder, stop_at=None):
-        args = train.parse(arguments("algorithms/asyppo", folder, settings))
+        args = parse(arguments("algorithms/asyppo", folder, settings))
         config = cli.load_recipe(args.gin, args.set)
         plan, out = check_run(config.value), RunFolder(folder)
         out.prepare(config, fresh=False)
@@ -105,7 +107,7 @@ def test_critics_references_and_memory_survive_a_stop(tmp_path):
 
 def test_groups_that_teach_nothing_are_replaced(tmp_path):
     """DAPO draws further groups until the step is full of those with different rewards; here one in six is."""
-    assert train.main(arguments("algorithms/dapo", tmp_path / "run", RL | {"rl/Phase.steps": 1})) == 0
+    assert train(arguments("algorithms/dapo", tmp_path / "run", RL | {"rl/Phase.steps": 1})) == 0
     row = rows(tmp_path / "run")[-1]
     assert row["groups/trained_n"] == 8 < row["groups/started_n"]
     assert row["groups/started_n"] == row["groups/trained_n"] + row["groups/no_signal_n"]
@@ -124,7 +126,7 @@ def test_a_run_ends_when_no_refill_teaches_anything(tmp_path, capsys):
         "rl/Phase.steps": 1,
         "GroupFilter.dynamic_sampling_rounds": 2,
     }
-    assert train.main(arguments("algorithms/dapo", tmp_path / "run", settings)) == 5
+    assert train(arguments("algorithms/dapo", tmp_path / "run", settings)) == 5
     said = capsys.readouterr().err
     assert (
         "after 2 dynamic-sampling rounds none of 24 groups has a signal" in said

@@ -12,13 +12,14 @@ import time
 
 import pytest
 
-from rolljax import cli, train
+from rolljax import cli
 from rolljax.cluster.lockstep import SingleProcess
 from rolljax.metrics import check_row
 from rolljax.recipe import Phase
 from rolljax.run.checkpoint import Checkpoints
 from rolljax.run.consumed import ConsumedStep, DrawAccount
 from rolljax.run.folder import RunFolder
+from rolljax.train import main, parse, train
 from tests.ends import at_points, end
 
 from .conftest import ROOT, arguments, check_conserved, rows, summary
@@ -41,15 +42,15 @@ LATE = {
 @functools.cache
 def loaded(changes):
     """Settings."""
-    args = train.parse(arguments("-", **TINY_ASYNC | dict(changes)))
+    args = parse(arguments("-", **TINY_ASYNC | dict(changes)))
     return cli.load_recipe(args.gin, args.set)
 
 
 def start(run_dir, *flags, **changes):
     """What the command does once settings are read; its exit code."""
-    args = train.parse([*arguments(run_dir, **TINY_ASYNC | LATE["drop"] | changes), *map(str, flags)])
+    args = parse([*arguments(run_dir, **TINY_ASYNC | LATE["drop"] | changes), *map(str, flags)])
     config = loaded(tuple((LATE["drop"] | changes).items()))
-    return cli.run_verb(lambda: train.train(args, config, SingleProcess(), time.perf_counter()))
+    return cli.run_verb(lambda: train(args, config, SingleProcess(), time.perf_counter()))
 
 
 def log_of(run_dir):
@@ -214,8 +215,8 @@ def test_replays_of_every_kind_end_at_the_same_bits(tmp_path, kind):
         argv += ["--gin", str(tmp_path / "rounds.gin")]
     argv += [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
     run_dir, again = tmp_path / "run", tmp_path / "again"
-    assert train.main([*argv, "--run_dir", str(run_dir)]) == 0
-    assert train.main([*argv, "--run_dir", str(again), "--replay", str(run_dir)]) == 0
+    assert main([*argv, "--run_dir", str(run_dir)]) == 0
+    assert main([*argv, "--run_dir", str(again), "--replay", str(run_dir)]) == 0
     assert_same(again, run_dir)
 
 
@@ -223,7 +224,7 @@ def test_replays_of_every_kind_end_at_the_same_bits(tmp_path, kind):
 
 KILLED_BY_EVENT = """
 import os, random, sys
-from rolljax import train
+from rolljax.train import main
 from rolljax.rollout.group_buffer import GroupBuffer
 from rolljax.rollout.policies import SamplerPolicy
 from rolljax.run import durable
@@ -248,7 +249,7 @@ def noted(call):
 durable.reach = reach
 for cls, name in ((GroupBuffer, "start"), (GroupBuffer, "finished"), (GroupBuffer, "take"), (SamplerPolicy, "act")):
     setattr(cls, name, noted(getattr(cls, name)))
-sys.exit(train.main(sys.argv[3:]))
+sys.exit(main(sys.argv[3:]))
 """
 """Ends at a random one of what happens to groups, behind a random one of the points where the disk changes."""
 POINTS = 100
@@ -299,7 +300,7 @@ def test_random_kills_lose_no_draw_and_the_log_can_be_replayed(tmp_path, capsys,
         assert len(trained) == STEPS * PROMPTS and (late == "drop" or sorted(trained) == list(range(STEPS * PROMPTS)))
         check_conserved(rows(run_dir)[2:])
     argv = arguments(tmp_path / "again", **TINY_ASYNC | LATE[late])
-    assert train.main([*argv, "--replay", str(run_dir)]) == 0
+    assert main([*argv, "--replay", str(run_dir)]) == 0
     assert_same(tmp_path / "again", run_dir)
     with capsys.disabled():
         sys.stdout.write(f"\n{late}: {killed} kills in {runs} runs, no draw lost; a replay of the last is the same\n")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from rolljax import eval as eval_verb
-from rolljax import export, loop, train
+from rolljax import loop
 from rolljax.envs.tasks import TaskStream
+from rolljax.export import main as export
 from rolljax.metrics import check_row
 from rolljax.rollout.policies import GoldPolicy, SamplerPolicy
 from rolljax.run.console import Console
@@ -22,6 +23,8 @@ from rolljax.run.runtime import Runtime
 from rolljax.run.trained import trained_params
 from rolljax.run.trainer import LocalTrainer
 from rolljax.threads.event_loop import Stopped
+from rolljax.train import main as train
+from rolljax.train import parse
 from rolljax.types import Group, SamplingParams
 from rolljax.viewer import answers
 from rolljax.viewer.filters import Filter
@@ -134,10 +137,10 @@ def test_verbs_agree(trained, tmp_path, capsys):
     of_run = json.loads(capsys.readouterr().out)
     assert of_run["reward_mean"] == pytest.approx(summary(trained)["heldout_reward"][-1]["mean"])
     assert len((tmp_path / "episodes.jsonl").read_text().splitlines()) == 16
-    assert export.main(["--run", str(trained), "--to", str(tmp_path / "hf")]) == 0
+    assert export(["--run", str(trained), "--to", str(tmp_path / "hf")]) == 0
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (trained / "hf" / name).read_bytes()
-    assert export.main(["--model", str(tmp_path / "hf"), "--to", str(tmp_path / "again")]) == 0
+    assert export(["--model", str(tmp_path / "hf"), "--to", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
         trained / "hf" / "model.safetensors"
     ).read_bytes()
@@ -152,14 +155,14 @@ def test_verbs_agree(trained, tmp_path, capsys):
 def test_finished_run_is_left_alone(trained, capsys):
     before = (trained / "metrics.jsonl").read_bytes()
     config = ["--gin", str(trained / "config.gin"), "--run_dir", str(trained)]
-    assert train.main(config) == 0
+    assert train(config) == 0
     assert "complete already" in capsys.readouterr().err
     assert (trained / "metrics.jsonl").read_bytes() == before
 
 
 def test_other_settings_are_refused_on_resume(trained, capsys):
     config = ["--gin", str(trained / "config.gin"), "--run_dir", str(trained)]
-    assert train.main([*config, "--set", "rl/AdamW.lr = 0.5"]) == 2
+    assert train([*config, "--set", "rl/AdamW.lr = 0.5"]) == 2
     err = capsys.readouterr().err
     assert "0.5" in err
     assert "--fresh" in err
@@ -169,7 +172,7 @@ def test_other_settings_are_refused_on_resume(trained, capsys):
 def test_one_set_points_at_a_model_from_outside(trained, tmp_path, capsys):
     changes = {"Recipe_dot_model": trained / "hf", "warm_start__Phase_dot_steps": 1, "rl__Phase_dot_steps": 2}
     run_dir = tmp_path / "run"
-    assert train.main(arguments(run_dir, MeshSpec_dot_data=1, **changes)) == 0
+    assert train(arguments(run_dir, MeshSpec_dot_data=1, **changes)) == 0
     start = summary(run_dir)["heldout_reward"][0]["mean"]
     assert start == pytest.approx(summary(trained)["heldout_reward"][-1]["mean"], abs=0.25)
     assert start > summary(trained)["heldout_reward"][0]["mean"]
@@ -193,7 +196,7 @@ class Recorder(Console):
 def load(argv):
     from rolljax import cli
 
-    args = train.parse(argv)
+    args = parse(argv)
     config = cli.load_recipe(args.gin, args.set)
     return config, check_run(config.value)
 
@@ -335,7 +338,7 @@ def test_what_is_let_go_is_aborted_in_the_engine_at_once(tmp_path):
 def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path, capsys):
     changes = {"warm_start__Muon_dot_lr": "1e30", "MeshSpec_dot_data": 1, "Recipe_dot_save_every": 1}
     run_dir = tmp_path / "run"
-    assert train.main(arguments(run_dir, **changes)) == 5
+    assert train(arguments(run_dir, **changes)) == 5
     assert "published or saved" in capsys.readouterr().err
     assert list((run_dir / "crash").glob("step_*.npz"))
     assert summary(run_dir)["stop_reason"].startswith("TrainerError")
@@ -353,7 +356,7 @@ SHIPPED = sorted(p for p in {*ROOT.glob("configs/**/*.gin")} - ELSEWHERE if p.st
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_every_shipped_config_passes_a_dry_run(path, capsys):
-    assert train.main(["--gin", str(path), "--dry_run"]) == 0
+    assert train(["--gin", str(path), "--dry_run"]) == 0
     out = capsys.readouterr().out
     for part in ("mesh", "parameters", "phase", "first task as the model sees it"):
         assert part in out

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from rolljax import export
+from rolljax.export import main as export
 from rolljax.model import hf, lora
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer, save_tokenizer
 from rolljax.types import Message
@@ -83,7 +83,7 @@ def folders(tmp_path_factory):
     five.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|extra|>"]})
     five.save_pretrained(top / "in" / "five")
     for name in ("sentence", "five"):
-        assert export.main(["--model", str(top / "in" / name), "--to", str(top / name)]) == 0
+        assert export(["--model", str(top / "in" / name), "--to", str(top / name)]) == 0
         found[name] = top / name
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolljax import train
+from rolljax.train import main as train
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def test_twin_gives_the_same_losses(tmp_path):
         "MeshSpec.data = 1",
     ]
     argv = ["--gin", str(ROOT / "configs" / "quickstart.gin"), "--run_dir", str(tmp_path / "run")]
-    assert train.main(argv + [a for s in settings for a in ("--set", s)]) == 0
+    assert train(argv + [a for s in settings for a in ("--set", s)]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     twin.ENV = dataclasses.replace(twin.ENV, partial_credit=True)
     losses = twin.run(sft_steps=8, rl_steps=3)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rolljax import train
 from rolljax.run.folder import RunFolder
+from rolljax.train import main as train
 
 from .conftest import QUICKSTART
 
@@ -79,7 +79,7 @@ def test_broken_config(tmp_path, monkeypatch, capsys, lines, settings, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.gin").write_text(HEAD + IMPORTS + lines + "\n")
     argv = ["--gin", "broken.gin", "--dry_run", *(a for s in settings for a in ("--set", s))]
-    assert train.main(argv) == 2
+    assert train(argv) == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
     assert captured.out == ""
@@ -90,7 +90,7 @@ def test_broken_config(tmp_path, monkeypatch, capsys, lines, settings, says):
 def test_missing_file_names_a_near_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.gin").write_text("")
-    assert train.main(["--gin", "mien.gin"]) == 2
+    assert train(["--gin", "mien.gin"]) == 2
     err = capsys.readouterr().err
     assert "mien.gin" in err
     assert "mine.gin" in err
@@ -99,14 +99,14 @@ def test_missing_file_names_a_near_one(tmp_path, monkeypatch, capsys):
 def test_folder_of_something_else_is_not_touched(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("years of work")
     for extra in ([], ["--fresh"]):
-        assert train.main(["--gin", QUICKSTART, "--run_dir", str(tmp_path), *extra]) == 2
+        assert train(["--gin", QUICKSTART, "--run_dir", str(tmp_path), *extra]) == 2
         assert "not a run folder" in capsys.readouterr().err
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 def test_model_folder_that_is_none(tmp_path, capsys):
     argv = ["--gin", QUICKSTART, "--dry_run", "--set", f"Recipe.model = {tmp_path}"]
-    assert train.main(argv) == 2
+    assert train(argv) == 2
     err = capsys.readouterr().err
     assert "Recipe.model" in err
     assert "config.json" in err
@@ -114,5 +114,5 @@ def test_model_folder_that_is_none(tmp_path, capsys):
 
 def test_a_folder_that_is_being_written_is_left_alone(tmp_path, capsys):
     with RunFolder(tmp_path / "run").lock():
-        assert train.main(["--gin", QUICKSTART, "--run_dir", str(tmp_path / "run")]) == 2
+        assert train(["--gin", QUICKSTART, "--run_dir", str(tmp_path / "run")]) == 2
     assert "another process" in capsys.readouterr().err

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rolljax import cli, train
+from rolljax import cli
+from rolljax.train import main as train
 from rolljax.trainer.algorithms import cispo, distill, dpo, grpo, gspo, kimi, reinforce, reward_model, tis, topr
 from rolljax.trainer.algorithms.decoupled_ppo import DecoupledPpo
 from rolljax.trainer.algorithms.ipa import Ipa
@@ -242,10 +243,10 @@ def test_the_examples_command_is_accepted(example, capsys):
     example("raft")
     text = (DOCS / "algorithms.md").read_text()
     setting = re.search(r"python -m rolljax.train --gin quickstart --set '(rl/Phase.algorithm[^']*)'", text)[1]
-    assert train.main(["--gin", "quickstart", "--set", setting, "--dry_run"]) == 0
+    assert train(["--gin", "quickstart", "--set", setting, "--dry_run"]) == 0
     out = capsys.readouterr().out
     assert "rl: Raft" in out
-    assert train.main(["--gin", "quickstart", "--set", setting, "--set", "Raft.treshold = 1", "--dry_run"]) == 2
+    assert train(["--gin", "quickstart", "--set", setting, "--set", "Raft.treshold = 1", "--dry_run"]) == 2
     assert "threshold" in capsys.readouterr().err
 
 
@@ -253,7 +254,7 @@ def test_the_second_example_is_accepted(example, capsys):
     """Credit and objective of its own, rehearsed."""
     example("best_of")
     setting = "rl/Phase.algorithm = @best_of.BestOf()"
-    assert train.main(["--gin", "quickstart", "--set", setting, "--dry_run"]) == 0
+    assert train(["--gin", "quickstart", "--set", setting, "--dry_run"]) == 0
     assert "rl: BestOf" in capsys.readouterr().out
 
 

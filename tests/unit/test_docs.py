@@ -112,6 +112,8 @@ def members(name):
 def resolves(dotted):
     """Whether `rolljax.a.b.C.d` is there: the module by its file, the rest by what stands in it."""
     parts = dotted.split(".")[1:]
+    if parts[:1] and parts[0] in rolljax.__all__:
+        return True
     here = PACKAGE
     while parts and (here / parts[0]).is_dir():
         here /= parts.pop(0)

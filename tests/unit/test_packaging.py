@@ -39,8 +39,8 @@ OPTIONAL = {
     "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "aim": "aim", "trackio": "trackio",
 }  # fmt: skip
 """Modules that come with an extra (or with a package of one), and which."""
-ELSEWHERE = {"tau_bench", "wire", "plain"}
-"""A checkout that a user names; modules beside the file that imports them, inside a sandbox."""
+ELSEWHERE = {"tau_bench", "wire", "plain", "IPython", "pandas"}
+"""A checkout that a user names; modules beside the file that imports them, inside a sandbox; what is used if it is there."""
 
 
 def loaded(code):

@@ -3,6 +3,9 @@
 import asyncio
 import dataclasses
 import json
+import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -413,12 +416,30 @@ def test_impossible_settings_are_refused(wrong):
         PoolConfig(**wrong)
 
 
-def test_settings_that_cannot_travel_are_refused(monkeypatch):
+def test_settings_that_cannot_travel_are_refused():
+    lock = threading.Lock()
     with pytest.raises(ConfigError, match="cannot be sent to worker processes"):
-        spec_bytes(Scripted(step=lambda i, a: None))
-    monkeypatch.setattr(Scripted, "__module__", "__main__")
-    with pytest.raises(ConfigError, match="a module of its own"):
-        spec_bytes(Scripted())
+        spec_bytes(Scripted(step=lambda i, a: lock.acquire()))
+
+
+def test_what_workers_cannot_import_travels_by_value():
+    """A class of `__main__` and a lambda, as a notebook has them, are made again in a process that has neither."""
+    code = """if True:
+        import dataclasses, sys
+        from rolljax.envs.games.frozen_lake import FrozenLake
+        from rolljax.envs.pool.processes import spec_bytes
+        factor = 3
+
+        @dataclasses.dataclass(frozen=True)
+        class Mine(FrozenLake):
+            say: object = lambda self: factor * self.size
+
+        sys.stdout.buffer.write(spec_bytes(Mine(size=5)))
+    """
+    sent = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    spec = pickle.loads(sent)
+    assert type(spec).__name__ == "Mine" and spec.size == 5 and spec.say(spec) == 15
+    assert spec.make().reset(spec.task(0))
 
 
 def test_secrets_stay_here():

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -79,7 +80,10 @@ def test_settings_that_cannot_work(tmp_path):
         ({"prompt": "question"}, "does not contain"),
         ({"answer_in": "box"}, "no way to find"),
         ({"answer_in": "{answer}"}, "no way to find"),
-        ({"reward": lambda prompt, answer, record: 1.0}, "cannot be imported"),
+        ({"records": [{"question": "1+1?", "answer": "2"}]}, "instead of a path"),
+        ({"path": "", "records": []}, "holds no row"),
+        ({"path": "", "records": [{"question": {1, 2}}]}, "no JSON object"),
+        ({"path": ""}, "is empty"),
     ):
         with pytest.raises(ConfigError, match=match):
             dataclasses.replace(SPEC, **settings)
@@ -232,6 +236,27 @@ def test_what_is_no_number_is_a_fault_and_no_reward(answer):
         EnvError, match=r"test_questions\.no_number gave .*word_problems\.jsonl, line 1: not a finite number"
     ):
         ask(dataclasses.replace(SPEC, reward=no_number), answer)
+
+
+def test_records_in_memory_are_those_of_a_file(tmp_path):
+    rows = [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "3"}]
+    spec, of_file = Questions(records=rows), Questions(write(tmp_path / "a.jsonl", *rows))
+    for i in range(2):
+        assert spec.task(i) == of_file.task(i) and spec.record(i) == rows[i] == of_file.record(i)
+    rows[0]["answer"] = "5"  # the rows were copied
+    assert spec.question(0).answer == "2" and spec == Questions(records=spec.records)
+    assert spec != Questions(records=rows) and hash(spec) != hash(Questions(records=rows))
+    assert pickle.loads(pickle.dumps(spec)) == spec and "2 rows in memory" in repr(spec)
+    with pytest.raises(DataError, match="record 1 of 2 rows in memory .* answer is empty"):
+        Questions(records=[rows[0], {"question": "1+1?", "answer": ""}]).task(0)
+
+
+def test_a_reward_may_be_anything_that_can_be_called():
+    rows = [{"question": "1+1?"}]
+    spec = Questions(records=rows, reward=lambda prompt, answer, record: len(answer))
+    assert ask(spec, "four", 0).reward == 4
+    spec = Questions(records=rows, reward=functools.partial(lambda n, *_: n, 0.5))
+    assert ask(spec, "x", 0).reward_parts == {"partial": 0.5}
 
 
 def test_what_a_reward_raises_names_it_and_the_record():

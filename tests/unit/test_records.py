@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolljax import train
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.records import RecordedAnswer, Records
 from rolljax.envs.tasks import TaskStream, held_out
 from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import GoldPolicy
+from rolljax.train import main as train
 from rolljax.trainer.algorithms.dpo import PairDpo
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.batch import PackShape, Sample, pack
@@ -312,11 +312,11 @@ def test_a_recipe_on_records_and_what_it_says_about_a_bad_line(tmp_path, capsys)
     path = write(tmp_path / "sums.jsonl", *lines)
     argv = ["--gin", "quickstart", "--dry_run", "--set", "Recipe.env = @rolljax.envs.records.Records()"]
     argv += ["--set", "Evaluation.tasks = 3", "--set", "Records.prompt_key = question"]
-    assert train.main([*argv, "--set", f"Records.path = {path}"]) == 0
+    assert train([*argv, "--set", f"Records.path = {path}"]) == 0
     out = capsys.readouterr().out
     assert "records, up to 1 turn(s)" in out and "<|user|>0+0=<|assistant|>" in out
     write(tmp_path / "sums.jsonl", *lines, {"question": "1+1="})
-    assert train.main([*argv, "--set", f"Records.path = {path}"]) in (2, 3)
+    assert train([*argv, "--set", f"Records.path = {path}"]) in (2, 3)
     assert f"{path}, line 61: lacks 'answer'" in capsys.readouterr().err
-    assert train.main([*argv, "--set", f"Records.path = {path}", "--set", "Records.bad_rows = skip"]) == 0
+    assert train([*argv, "--set", f"Records.path = {path}", "--set", "Records.bad_rows = skip"]) == 0
     assert "warning   1 of 61 rows are left out" in capsys.readouterr().out

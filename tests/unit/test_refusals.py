@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rolljax import cli, train
+from rolljax import cli
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.records import Records
 from rolljax.errors import ConfigError
@@ -17,6 +17,7 @@ from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.group_buffer import TailBatching
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.train import main as train
 from rolljax.trainer.algorithms.asyppo import AsyPpo
 from rolljax.trainer.algorithms.attention_rhythm import AttentionRhythm
 from rolljax.trainer.algorithms.cispo import Cispo
@@ -662,7 +663,7 @@ def test_refused_from_a_file(name, tmp_path, monkeypatch, capsys):
     lines, says = FILES[name]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.gin").write_text(HEAD + "\n".join(lines) + "\n")
-    assert train.main(["--gin", "broken.gin", "--dry_run"]) == 2
+    assert train(["--gin", "broken.gin", "--dry_run"]) == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err and captured.out == ""
     for part in says:

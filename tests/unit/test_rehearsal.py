@@ -10,7 +10,6 @@ import types
 import jax
 import pytest
 
-from rolljax import train
 from rolljax.envs import tasks
 from rolljax.envs.records import Records
 from rolljax.errors import DataError
@@ -21,6 +20,7 @@ from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Phase
 from rolljax.run import rehearsal
 from rolljax.sampler.settings import SamplerConfig
+from rolljax.train import main as train
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.opd import Opd, Teacher
@@ -154,7 +154,7 @@ def dry_run(capsys, *settings):
     argv = ["--gin", "quickstart", "--dry_run"]
     for setting in settings:
         argv += ["--set", setting]
-    code = train.main(argv)
+    code = train(argv)
     return code, capsys.readouterr()
 
 
@@ -170,7 +170,7 @@ def test_a_mistake_in_an_algorithm(module, capsys, name):
 def test_a_run_begins_with_the_same_checks(module, capsys, tmp_path):
     module(ALGORITHMS)
     argv = ["--gin", "quickstart", "--run_dir", str(tmp_path / "run"), "--set", "rl/Phase.algorithm = @mine.Nothing()"]
-    assert train.main(argv) == 2
+    assert train(argv) == 2
     assert "returns a NoneType" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 

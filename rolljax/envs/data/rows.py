@@ -1,4 +1,5 @@
-"""Files of rows, whatever their format: JSON Lines (also gzip), a JSON array, Parquet, Arrow, and folders of these.
+"""Files of rows, whatever their format: JSON Lines (also gzip), a JSON array, Parquet, Arrow, and folders of these;
+and rows that a program gives, without a file.
 
 What a file is shows in its first bytes, not in its name. Rows stay on disk where their format lets them: of JSON Lines
 8 bytes a row are kept, Arrow files are mapped; a packed file is unpacked into a temporary one without a name; a JSON
@@ -11,13 +12,14 @@ import bisect
 import difflib
 import glob
 import gzip
+import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -48,6 +50,51 @@ class Rows(Protocol):
     def location(self, i: int) -> str:
         """File and line (or number of the row, from 0) of row `i`."""
         ...
+
+
+class InMemoryRows:
+    """Rows that a program gives, without a file. Two are equal that hold the same.
+
+    Args:
+      rows: dicts, as JSON knows them.
+
+    Raises:
+      ConfigError: one is no dict, or holds what JSON does not know.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        try:
+            self._lines = [json.dumps(dict(row), ensure_ascii=False) for row in rows]
+        except (TypeError, ValueError) as e:
+            raise ConfigError(
+                f"holds what is no JSON object: {e}", setting="records", remedy="give dicts of text, numbers and lists"
+            ) from None
+        self.sha256 = hashlib.sha256("\n".join(self._lines).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def row(self, i: int) -> Row:
+        """Row `i`, a dict of its own."""
+        return _object(self._lines[i].encode())
+
+    def location(self, i: int) -> str:
+        """What row `i` is called in messages."""
+        return f"record {i} of {self}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InMemoryRows) and self.sha256 == other.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} rows in memory (sha256 {self.sha256[:12]})"
+
+
+def in_memory(rows: InMemoryRows | Iterable[Mapping[str, Any]] | None) -> InMemoryRows | None:
+    """Rows as an environment keeps them in its settings."""
+    return rows if rows is None or isinstance(rows, InMemoryRows) else InMemoryRows(rows)
 
 
 def find_files(path: str, setting: str) -> list[Path]:

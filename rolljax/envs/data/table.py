@@ -7,7 +7,7 @@ import threading
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from rolljax.envs.data.rows import BadRow, Row, Rows, find_files, open_rows, signature
 from rolljax.errors import ConfigError, DataError
@@ -81,32 +81,56 @@ _tables: dict[Hashable, tuple[Any, Table[Any]]] = {}
 _lock = threading.Lock()
 
 
-def check_path(path: str, bad_rows: str, owner: str) -> None:
-    """What can be said of these settings without reading. Raises `ConfigError`."""
-    find_files(path, f"{owner}.path")
-    if bad_rows not in ("error", "skip"):
+class Source(Hashable, Protocol):
+    """Settings of an environment that say where its rows are: in files, or in memory."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def records(self) -> Any: ...
+    @property
+    def bad_rows(self) -> BadRows: ...
+
+
+def source_name(source: Source) -> str:
+    """What the rows are called in messages."""
+    return source.path or str(source.records)
+
+
+def check_source(source: Source, owner: str) -> None:
+    """What can be said of these settings without reading. owner: their class. Raises `ConfigError`."""
+    if source.records is None:
+        if not source.path:
+            raise ConfigError("says where the rows are, and is empty", setting=f"{owner}.path", remedy="name a file")
+        find_files(source.path, f"{owner}.path")
+    elif source.path or not len(source.records):
         raise ConfigError(
-            "is neither error nor skip", setting=f"{owner}.bad_rows", value=bad_rows, remedy="'error' or 'skip'"
+            "are the rows instead of a path" if source.path else "holds no row",
+            setting=f"{owner}.records",
+            value=source.records,
+            remedy="leave out one of the two" if source.path else "give at least one",
+        )
+    if source.bad_rows not in ("error", "skip"):
+        raise ConfigError(
+            "is neither error nor skip", setting=f"{owner}.bad_rows", value=source.bad_rows, remedy="'error' or 'skip'"
         )
 
 
-def table(
-    key: Hashable, path: str, bad_rows: BadRows, owner: str, reader: Callable[[Rows, str], Reader[T]]
-) -> Table[T]:
-    """The table of an environment's files, looked through again when one of them has changed.
+def table(source: Source, owner: str, reader: Callable[[Rows, str], Reader[T]]) -> Table[T]:
+    """The table of an environment's rows, looked through again when one of their files has changed.
 
-    key: stands for all settings that matter. owner: the class whose settings they are. reader: makes the reader of rows
-      when their columns are known.
+    source: the environment's settings. owner: their class. reader: makes the reader of rows when their columns are
+      known.
 
     Raises:
       DataError: a row is no record. ConfigError: a column is not found.
     """
-    files: list[Path] = find_files(path, f"{owner}.path")
+    files: list[Path] = [] if source.records is not None else find_files(source.path, f"{owner}.path")
     state = (files, signature(files))
     with _lock:
-        known, made = _tables.get(key, (None, None))
+        known, made = _tables.get(source, (None, None))
         if made is None or known != state:
-            rows = open_rows(files)
-            made = Table(rows, reader(rows, path), bad_rows, f"{owner}.bad_rows")
-            _tables[key] = state, made
+            rows = open_rows(files) if source.records is None else source.records
+            made = Table(rows, reader(rows, source_name(source)), source.bad_rows, f"{owner}.bad_rows")
+            _tables[source] = state, made
         return made

@@ -50,16 +50,17 @@ def worker_environ(environ: Mapping[str, str], pass_env: Sequence[str]) -> dict[
 
 
 def spec_bytes(spec: EnvSpec) -> bytes:
-    """The environment's settings for another process.
+    """The environment's settings for another process. Classes and functions that it cannot import (of a notebook or of
+    the script that was started, lambdas, nested ones) travel along by value, with the globals that they use.
 
     Raises:
-      ConfigError: they cannot be pickled, or their class is in the script that was started, which others cannot import.
+      ConfigError: they hold what cannot be sent: an open file, a lock, a connection.
     """
-    cls, remedy = type(spec), "put the class into a module of its own, or PoolConfig.where = 'thread'"
-    if cls.__module__ == "__main__":
-        raise ConfigError("cannot be imported by worker processes", setting=cls.__qualname__, remedy=remedy)
+    import cloudpickle
+
+    cls, remedy = type(spec), "open what cannot be sent in reset, or PoolConfig.where = 'thread'"
     try:
-        return pickle.dumps(spec)
+        return bytes(cloudpickle.dumps(spec))
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as e:
         raise ConfigError(f"cannot be sent to worker processes: {e}", setting=cls.__qualname__, remedy=remedy) from e
 

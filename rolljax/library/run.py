@@ -1,0 +1,213 @@
+"""A run folder in Python: metrics, curves, trajectories."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+
+from rolljax.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from rolljax.config.loader import Loaded
+    from rolljax.recipe import Recipe
+    from rolljax.types import Trajectory
+
+SHOWN = 32
+"""Most trajectories of a table in a notebook."""
+SHOWN_CHARS = 400
+"""Most characters of a text in it."""
+
+
+class Run:
+    """A run, from its folder: one that `rolljax.train` returned, or an earlier one.
+
+    Args:
+      path: the run folder. config: what it was trained by, where that is in memory (default: read from the folder, when
+        it is asked for).
+
+    Raises:
+      CheckpointError: it is no run folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], config: Loaded[Recipe] | None = None) -> None:
+        from rolljax.run.folder import RunFolder, stored_config
+
+        self.path = Path(path)
+        stored_config(self.path)
+        self._folder = RunFolder(self.path)
+        self._config = config
+
+    def __repr__(self) -> str:
+        rewards = [f"{entry['mean']:.3f}" for entry in self.heldout_reward]
+        said = f"{self.num_steps} steps, {self.stop_reason or 'not at its end'}"
+        return f"Run({str(self.path)!r}: {said}; held-out reward {' -> '.join(rewards) or 'not known'})"
+
+    @property
+    def config(self) -> Loaded[Recipe]:
+        """The settings: `.value` is the `Recipe`, `.resolved` every setting by its path.
+
+        Raises:
+          ConfigError: they name what this process does not have, such as a class of another notebook.
+        """
+        if self._config is None:
+            self._config = self.config_with({})
+        return self._config
+
+    def config_with(self, settings: Mapping[str, object]) -> Loaded[Recipe]:
+        """The settings with others over them, `Class.field` -> value. What the folder could not hold (a function of a
+        notebook) is given here.
+
+        Raises:
+          ConfigError: as `config`, or for a setting that cannot be used.
+        """
+        from rolljax.config import given, loader
+        from rolljax.recipe import Recipe
+        from rolljax.run.folder import stored_config
+
+        if self._config is not None:
+            return given.given(self._config.value, settings) if settings else self._config
+        return loader.load([stored_config(self.path)], settings, root=Recipe)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says: held-out rewards, steps, seconds, why it stopped; empty until it has stopped."""
+        from rolljax.run.folder import SUMMARY
+
+        path = self.path / SUMMARY
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+    @property
+    def stop_reason(self) -> str:
+        """Why it stopped; empty while it goes on."""
+        return str(self.summary.get("stop_reason", ""))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all phases are done. If not, the same call of `rolljax.train` goes on."""
+        from rolljax.run.folder import DONE
+
+        return self.stop_reason == DONE
+
+    @property
+    def heldout_reward(self) -> list[dict[str, Any]]:
+        """Mean reward on held-out tasks at the start and behind every phase: `phase`, `step`, `mean`, `n`."""
+        return list(self.summary.get("heldout_reward", []))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps on record."""
+        return len(self._folder.rows())
+
+    @property
+    def metrics(self) -> Any:
+        """One row per step, as metrics.jsonl has them (docs/metrics.md): a pandas `DataFrame` where pandas is
+        installed, else a list of dicts."""
+        rows = self._folder.rows()
+        try:
+            import pandas
+        except ModuleNotFoundError:
+            return rows
+        return pandas.DataFrame(rows)
+
+    def curves(self) -> Figure:
+        """Reward, entropy, mismatch and seconds over the steps, as curves.png shows them; a notebook shows the figure.
+
+        Raises:
+          DataError: no step is on record.
+        """
+        from rolljax.library.notebook import shown_figure
+        from rolljax.run.curves import figure
+
+        rows = self._folder.rows()
+        if not rows:
+            raise DataError(f"{self.path} has no step on record yet")
+        return shown_figure(figure(rows, self.heldout_reward))
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps whose trajectories are on disk."""
+        from rolljax.run.folder import ROLLOUTS
+
+        return sorted(int(file.stem.removeprefix("step_")) for file in (self.path / ROLLOUTS).glob("step_*.jsonl"))
+
+    def trajectories(self, step: int | None = None) -> Trajectories:
+        """Every trajectory of a step: task, turns with their tokens and log-probs, reward, status.
+
+        Args:
+          step: one of `steps`; default: the last.
+
+        Raises:
+          DataError: there are none of that step.
+        """
+        known = self.steps
+        if not known or (step is not None and step not in known):
+            nearest = f"; nearest: {min(known, key=lambda s: abs(s - (step or 0)))}" if known else ""
+            raise DataError(f"{self.path} holds no rollouts of step {step if step is not None else 'any'}{nearest}")
+        return Trajectories(self._read(known[-1] if step is None else step))
+
+    def _read(self, step: int) -> Iterator[Trajectory]:
+        from rolljax.run.folder import ROLLOUTS
+        from rolljax.types import Trajectory
+
+        with open(self.path / ROLLOUTS / f"step_{step}.jsonl") as lines:
+            yield from (Trajectory.from_json(json.loads(line)) for line in lines)
+
+    @property
+    def weights(self) -> tuple[str, Path]:
+        """Where the newest weights are: ("hf", a Hugging Face folder) of a finished run, else ("ckpt", the run folder).
+
+        Raises:
+          CheckpointError: nothing is saved yet.
+        """
+        from rolljax.run.folder import CHECKPOINTS, RESULT
+
+        if self.is_finished and (self.path / RESULT / "config.json").is_file():
+            return "hf", self.path / RESULT
+        if not (self.path / CHECKPOINTS).is_dir():
+            raise CheckpointError(f"{self.path} holds no checkpoint yet")
+        return "ckpt", self.path
+
+
+class Trajectories(list["Trajectory"]):
+    """Trajectories in a list; a notebook shows them, and slices of them, as a table."""
+
+    @overload
+    def __getitem__(self, at: SupportsIndex) -> Trajectory: ...
+    @overload
+    def __getitem__(self, at: slice) -> Trajectories: ...
+    def __getitem__(self, at: SupportsIndex | slice) -> Trajectory | Trajectories:
+        found = super().__getitem__(at)
+        return Trajectories(found) if isinstance(at, slice) else found  # type: ignore[arg-type, return-value]
+
+    def __repr__(self) -> str:
+        mean = f", mean reward {sum(t.reward for t in self) / len(self):.3f}" if self else ""
+        return f"{len(self)} trajectories{mean}"
+
+    def sorted(self) -> Trajectories:
+        """Best reward first, groups apart: siblings stand in the order of their rewards."""
+        return Trajectories(sorted(self, key=lambda t: (t.key.draw, -t.reward)))
+
+    def _repr_html_(self) -> str:
+        rows = "".join(map(_table_row, self[:SHOWN]))
+        more = f"<p>and {len(self) - SHOWN} more</p>" if len(self) > SHOWN else ""
+        head = "".join(f"<th style='text-align:left'>{name}</th>" for name in ("task", "answer", "reward", "status"))
+        return f"<table><tr>{head}</tr>{rows}</table>{more}"
+
+
+def _table_row(t: Trajectory) -> str:
+    """Task, answers, reward and status as cells; their texts are the policy's, so they are escaped."""
+    said = " ⏎ ".join(turn.text for turn in t.turns)
+    cells = (t.task.content, said, f"{t.reward:g}", t.status + (f": {t.fault}" if t.fault else ""))
+    return "<tr>" + "".join(f"<td style='text-align:left'><code>{_cell(text)}</code></td>" for text in cells) + "</tr>"
+
+
+def _cell(text: str) -> str:
+    """Text for a cell: cut, control characters written out, escaped."""
+    cut = text[:SHOWN_CHARS] + ("…" if len(text) > SHOWN_CHARS else "")
+    return html.escape("".join(c if c.isprintable() else repr(c)[1:-1] for c in cut))

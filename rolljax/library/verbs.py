@@ -1,0 +1,277 @@
+"""The verbs as functions: `rolljax.train`, `rolljax.evaluate`, `rolljax.export`, `rolljax.load`.
+
+They do what the commands do. What goes wrong is an exception (`rolljax.errors`), not an exit. They work in any thread
+and inside of a running event loop, which waits meanwhile: in asynchronous code call them by `asyncio.to_thread`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rolljax.errors import ConfigError
+from rolljax.library.apart import run_apart
+from rolljax.library.run import Run, Trajectories
+
+if TYPE_CHECKING:
+    from rolljax.config.loader import Loaded
+    from rolljax.library.model import LoadedModel
+    from rolljax.recipe import Recipe
+
+PathLike = str | os.PathLike[str]
+NO_SETTINGS: Mapping[str, object] = {}
+
+
+def train(
+    recipe: Recipe | PathLike | Sequence[PathLike],
+    *,
+    set: Mapping[str, object] = NO_SETTINGS,
+    run_dir: PathLike | None = None,
+    fresh: bool = False,
+    progress: bool = True,
+) -> Run:
+    """Train, and return the run. The same call goes on with a run that was stopped, and returns at once where all is
+    done.
+
+    Interrupting it (Ctrl-C, a notebook's stop button) saves after the step that is under way and returns the run;
+    interrupting it again raises `KeyboardInterrupt` without waiting for that. SIGTERM saves too, and then ends the
+    process as it usually does.
+
+    Args:
+      recipe: a `Recipe`, the name of one that comes with rolljax ("quickstart"), a gin file, or several, later ones
+        over earlier ones.
+      set: settings over it, by name: `{"Recipe.seed": 1, "rl/Phase.steps": 20}`. Values are Python's; an environment,
+        an algorithm or any other object is passed as it is: `{"Recipe.env": MyEnv(size=5)}`. In a `Recipe` a name is
+        `Class.field`, and means every object of the class.
+      run_dir: the run folder; default: `runs/` and the name of the recipe, or of its environment.
+      fresh: delete an earlier run in that folder first.
+      progress: show it: in a notebook as a plot that is drawn anew, else on stderr.
+
+    Raises:
+      ConfigError: a setting that cannot be used, with the remedy. EnvError, SamplerError, TrainerError,
+        CheckpointError, HangError: what ended the run. It stands in the run's summary, and `Run(run_dir)` has what was
+        done until then.
+    """
+    from rolljax import cli
+
+    cli.quiet()
+    from rolljax.cluster import distributed
+    from rolljax.cluster.lockstep import SINGLE_PROCESS
+    from rolljax.library.notebook import console_of
+    from rolljax.train import parse
+    from rolljax.train import train as run_recipe
+
+    if distributed.is_asked_for():
+        raise ConfigError(
+            "names other processes, which rolljax.train of a program does not join",
+            setting="JAX_COORDINATOR_ADDRESS",
+            remedy="start the same python -m rolljax.train in each of them",
+        )
+    began, console = time.perf_counter(), console_of(progress)
+    folder = Path(run_dir) if run_dir is not None else Path("runs") / _name(recipe)
+    args = _parsed(parse, ["--gin", _name(recipe), f"--run_dir={folder}", *["--fresh"] * fresh])
+
+    def work(told_to_stop: Callable[[], bool]) -> Loaded[Recipe]:
+        config = config_of(recipe, set)
+        with _located(config):
+            run_recipe(args, config, SINGLE_PROCESS, began, console, told_to_stop)
+        return config
+
+    try:
+        config = run_apart(work, console.refresh)
+    finally:
+        console.refresh(at_end=True)
+    return Run(folder, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """Answers to held-out tasks.
+
+    metrics: mean reward with its standard error, solved share, number of tasks: what `python -m rolljax.eval` prints.
+    trajectories: every answer.
+    """
+
+    metrics: dict[str, object]
+    trajectories: Trajectories = dataclasses.field(repr=False)
+
+
+def evaluate(
+    source: Run | PathLike, *, recipe: Recipe | PathLike | None = None, set: Mapping[str, object] = NO_SETTINGS
+) -> Evaluated:
+    """Let a model answer held-out tasks.
+
+    Args:
+      source: a run or its folder: its newest checkpoint on the tasks of its recipe. Or a local Hugging Face folder.
+      recipe: of a Hugging Face folder: which tasks, and how they are sampled. set: settings over the recipe, as for
+        `train`: `{"Evaluation.temperature": 0, "Evaluation.tasks": 1000}`.
+
+    Raises:
+      ConfigError: the tasks cannot be made; CheckpointError: there is nothing to evaluate, or every answer failed.
+      KeyboardInterrupt: it was interrupted.
+    """
+    from rolljax import cli
+
+    cli.quiet()
+    from rolljax.eval import evaluate as evaluate_recipe
+    from rolljax.threads.event_loop import Stopped
+
+    def work(told_to_stop: Callable[[], bool]) -> Evaluated:
+        run = _run_of(source)
+        if run is None and recipe is None:
+            raise ConfigError("says which tasks to evaluate on", setting="recipe", remedy='recipe="quickstart"')
+        if run is not None and recipe is not None:
+            raise ConfigError("is for model folders; a run has its own", setting="recipe", remedy="leave it out")
+        if run is not None:
+            config = run.config_with(set)
+        else:
+            config = config_of(recipe, {**set, "Recipe.model": os.fspath(source)})  # type: ignore[arg-type]
+        with _located(config):
+            found, trajectories = evaluate_recipe(config.value, run.path if run else None, told_to_stop)
+        return Evaluated(found, Trajectories(trajectories))
+
+    try:
+        return run_apart(work)
+    except Stopped:
+        raise KeyboardInterrupt from None
+
+
+def export(
+    source: Run | PathLike,
+    to: PathLike,
+    *,
+    adapter: bool = False,
+    dtype: str | None = None,
+    max_shard_gb: float | None = None,
+) -> Path:
+    """Write a model as a Hugging Face folder that `transformers` and `load` read; returns its path.
+
+    Args:
+      source: a run or its folder: its newest checkpoint; or a Hugging Face folder, which is written again.
+      to: the folder, new or empty. adapter: of a run with adapters these alone, for PEFT.
+      dtype: of the weights: "float32" (default) or "bfloat16". max_shard_gb: 10^9 bytes of a file, at most (5).
+
+    Raises:
+      ConfigError: the folder holds something, or the run has no adapters. CheckpointError: nothing is saved yet.
+    """
+    from rolljax import cli
+
+    cli.quiet()
+    from rolljax.export import parse, write
+
+    run = _run_of(source)
+    what = {"run": run.path} if run else {"model": source}
+    how = _options(what | {"to": to, "dtype": dtype, "max_shard_gb": max_shard_gb})
+    args = _parsed(parse, [*how, *["--adapter"] * adapter])
+    return run_apart(lambda _: write(args, run.config.value if run else None))
+
+
+def load(
+    source: Run | PathLike,
+    *,
+    slots: int | None = None,
+    max_context: int | None = None,
+    dtype: str | None = None,
+) -> LoadedModel:
+    """A model that answers: `rolljax.load("runs/quickstart").generate("Hello")`.
+
+    Args:
+      source: a run or its folder: its newest weights; or a local Hugging Face folder.
+      slots: answers sampled at the same time. max_context: tokens of prompt and answer. Defaults: the run's own, of a
+        folder 64 and at most 4096. dtype: "float32" (default on CPU) or "bfloat16" (default elsewhere).
+
+    Raises:
+      CheckpointError: nothing is saved yet. ConfigError: it is neither a run nor a model folder, or more context is
+        asked for than the model has.
+    """
+    from rolljax import cli
+
+    cli.quiet()
+    from rolljax import serve
+    from rolljax.library.model import LoadedModel
+
+    run = _run_of(source)
+    kind, folder = run.weights if run else ("hf", Path(source))  # type: ignore[arg-type]
+    given: dict[str, object] = {"slots": slots, "max_context": max_context, "dtype": dtype}
+    if run is not None and kind == "hf":
+        given = _sizes_of(run) | {name: value for name, value in given.items() if value is not None}
+    what = {
+        "model" if kind == "hf" else "run": folder,
+        "served_model_name": (run.path if run else folder).resolve().name,
+    }
+    args = _parsed(serve.parse, _options(what | given))
+
+    def work(_: Any) -> LoadedModel:
+        serve.check_arguments(args)
+        return LoadedModel(*serve.load(args, run.config.value if run and kind == "ckpt" else None))
+
+    return run_apart(work)
+
+
+def config_of(recipe: Recipe | PathLike | Sequence[PathLike], settings: Mapping[str, object]) -> Loaded[Recipe]:
+    """A recipe, whatever it was given as, with settings over it. Raises `ConfigError`."""
+    from rolljax.config import given, loader
+    from rolljax.recipe import Recipe
+
+    if isinstance(recipe, Recipe):
+        return given.given(recipe, settings)
+    files = [recipe] if isinstance(recipe, (str, os.PathLike)) else list(recipe)
+    return loader.load([os.fspath(file) for file in files], settings, root=Recipe)
+
+
+def _name(recipe: Recipe | PathLike | Sequence[PathLike]) -> str:
+    """What a run folder is called by default."""
+    from rolljax.recipe import Recipe
+
+    if isinstance(recipe, Recipe):
+        return recipe.env.name
+    return Path(recipe if isinstance(recipe, (str, os.PathLike)) else recipe[-1]).stem
+
+
+def _run_of(source: Run | PathLike) -> Run | None:
+    """The run that is meant; None where it is a Hugging Face folder."""
+    if isinstance(source, Run):
+        return source
+    return None if (Path(source) / "config.json").is_file() else Run(source)
+
+
+def _options(given: Mapping[str, object]) -> list[str]:
+    """Options of a command that are not None."""
+    texts = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in given.items()}
+    return [f"--{name}={value}" for name, value in texts.items() if value is not None]
+
+
+def _parsed(parse: Callable[[list[str]], argparse.Namespace], options: list[str]) -> argparse.Namespace:
+    """What a command reads of its options. Raises `ConfigError`, where the command would exit."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parse(options)
+    except SystemExit:
+        raise ConfigError(said.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
+
+
+def _sizes_of(run: Run) -> dict[str, Any]:
+    """Slots and context that a run sampled with. They stand in its folder whether or not its environment is here."""
+    from rolljax.run.folder import RESOLVED
+
+    resolved = json.loads((run.path / RESOLVED).read_text())
+    return {name: resolved[f"sampler.{name}"] for name in ("slots", "max_context")}
+
+
+@contextlib.contextmanager
+def _located(config: Loaded[Recipe]) -> Iterator[None]:
+    """Errors about settings that are raised inside say where these come from."""
+    try:
+        yield
+    except ConfigError as e:
+        config.locate(e)
+        raise
