@@ -194,7 +194,7 @@ KINDS = {
     "critics": ("reward_model_ppo", FEW_OF_CRITICS | DROPPING | {"rl/Phase.async_ratio": 1}),
     "teachers": ("algorithms/opd", FEW | DROPPING | {"rl/Phase.async_ratio": 1}),
     "tail batching": ("algorithms/grpo", FEW),
-    "dynamic sampling": ("algorithms/dapo", FEW | {"rl/Phase.async_ratio": 2}),
+    "dynamic sampling": ("algorithms/dapo", FEW | {"rl/Phase.async_ratio": 2, "ReasoningGym.partial_credit": True}),
 }
 
 ROUNDS = """
