@@ -189,7 +189,7 @@ def test_adapter_folders_need_adapters_and_a_folder(trained, tmp_path):
     argv = ["--run", str(trained), "--to", str(tmp_path / "c"), "--adapter", "--dtype", "bfloat16"]
     assert export.main(argv) == 2 and not (tmp_path / "c").exists()
     with pytest.raises(ConfigError, match="--adapter"):
-        export.export(None, str(trained / "hf"), tmp_path / "a", adapter=True)
+        export.export(tmp_path / "a", model=trained / "hf", adapter=True)
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     lines = (run / "config.gin").read_text().splitlines()

@@ -93,10 +93,10 @@ def test_export_in_transformers_decodes_as_our_sampler(trained):
 
 
 def test_verbs_agree(trained, tmp_path, capsys):
-    assert eval_verb.main(["--run", str(trained), "--save", str(tmp_path / "episodes.jsonl")]) == 0
-    of_run = json.loads(capsys.readouterr().out)
-    assert of_run["reward_mean"] == pytest.approx(summary(trained)["heldout_reward"][-1]["mean"])
-    assert len((tmp_path / "episodes.jsonl").read_text().splitlines()) == 16
+    assert eval_verb.main(["--run", str(trained), "--to", str(tmp_path / "eval"), "--json"]) == 0
+    of_run = json.loads(capsys.readouterr().out)["rows"][0]
+    assert of_run["estimates"]["reward"]["mean"] == pytest.approx(summary(trained)["heldout_reward"][-1]["mean"])
+    assert len((tmp_path / "eval" / "answers.jsonl").read_text().splitlines()) == 16
     assert export.main(["--run", str(trained), "--to", str(tmp_path / "hf")]) == 0
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (trained / "hf" / name).read_bytes()
@@ -105,11 +105,11 @@ def test_verbs_agree(trained, tmp_path, capsys):
         trained / "hf" / "model.safetensors"
     ).read_bytes()
     capsys.readouterr()
-    greedy = ["--gin", str(trained / "config.gin"), "--set", "Evaluation.temperature = 0"]
-    assert eval_verb.main(["--model", str(tmp_path / "hf"), *greedy]) == 0
+    greedy = ["--set", "Evaluation.temperature = 0", "--json"]
+    assert eval_verb.main(["--model", str(tmp_path / "hf"), "--gin", str(trained / "config.gin"), *greedy]) == 0
     of_folder = json.loads(capsys.readouterr().out)
-    assert eval_verb.main(["--run", str(trained), "--set", "Evaluation.temperature = 0"]) == 0
-    assert of_folder["reward_mean"] == json.loads(capsys.readouterr().out)["reward_mean"]
+    assert eval_verb.main(["--run", str(trained), *greedy]) == 0
+    assert of_folder["rows"] == json.loads(capsys.readouterr().out)["rows"]
 
 
 def test_finished_run_is_left_alone(trained, capsys):

@@ -66,6 +66,7 @@ LEFT = {
     "recipe": {"errors", "model", "envs", "sampler", "trainer", "rollout"},
     "run": {"errors", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "rollout", "cluster",
             "recipe", "config"},
+    "evaluation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "cluster", "recipe", "run"},
     "simulation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run", "aot"},
 }  # fmt: skip
 """What each room, or module at the root, may import beside itself; the loop and the verbs may import everything."""
