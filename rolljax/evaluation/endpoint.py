@@ -23,6 +23,7 @@ import httpx2
 import numpy as np
 
 from rolljax.envs.pool import EnvPool, Episode
+from rolljax.envs.text import clean
 from rolljax.errors import ConfigError, InfraError, RolljaxError, check_range
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.rollout.barrier import Tally
@@ -113,14 +114,13 @@ class Endpoint:
         """`requests` that were sent; `answers`; every fault under its kind."""
         self.fatal: RolljaxError | None = None
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http: httpx2.AsyncClient | None = None
-        self._gate = asyncio.Semaphore(cfg.concurrency)
+        self._open: tuple[httpx2.AsyncClient, asyncio.Semaphore] | None = None
 
     async def close(self) -> None:
-        """Close the connections."""
-        if self._http is not None:
-            await self._http.aclose()
-            self._http = None
+        """Close the connections; the next request opens new ones, on whatever event loop it is made."""
+        if self._open is not None:
+            await self._open[0].aclose()
+            self._open = None
 
     async def chat(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> Reply:
         """The model's answer to a conversation.
@@ -131,13 +131,14 @@ class Endpoint:
         said = [{"role": m.role, "content": m.content} for m in messages]
         every = {"model": self.cfg.model, "messages": said, **fields, **self.cfg.request}
         body = {name: value for name, value in every.items() if value is not None}
+        kind, detail, wait_s = "", "", 0.0
         for attempt in range(self.cfg.retries + 1):
             if self.fatal is not None:
                 raise InfraError(str(self.fatal), stage="endpoint")
-            async with self._gate:
-                kind, detail, wait_s = "", "", 0.0
+            http, gate = self._connections()
+            async with gate:
                 try:
-                    return await self._ask(body)
+                    return await self._ask(http, body)
                 except _Passing as e:
                     kind, detail, wait_s = e.kind, e.detail, e.wait_s
             self.counts[kind] += 1
@@ -146,7 +147,7 @@ class Endpoint:
                 await asyncio.sleep(min(max(wait_s, backoff_s), MAX_WAIT_S))
         raise InfraError(f"no answer after {self.cfg.retries + 1} requests; the last one: {detail}", stage="endpoint")
 
-    async def _ask(self, body: Mapping[str, Any]) -> Reply:
+    async def _ask(self, http: httpx2.AsyncClient, body: Mapping[str, Any]) -> Reply:
         """One request.
 
         Raises:
@@ -155,7 +156,7 @@ class Endpoint:
         start_s = time.monotonic()
         self.counts["requests"] += 1
         try:
-            response = await self._client().post(f"{self.cfg.base}/chat/completions", json=body)
+            response = await http.post(f"{self.cfg.base}/chat/completions", json=body)
         except httpx2.TimeoutException as e:
             raise _Passing("timeout", f"{type(e).__name__} after {self.cfg.timeout_s:g} s") from e
         except httpx2.HTTPError as e:
@@ -163,17 +164,18 @@ class Endpoint:
         self._check_status(response)
         try:
             reply = read_reply(response.content, time.monotonic() - start_s)
-        except (ValueError, LookupError, TypeError, AttributeError) as e:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             start = response.text[:200]
             raise _Passing("garbage", f"no chat completion ({type(e).__name__}: {e}): {start!r}") from e
         self.counts["answers"] += 1
         return reply
 
-    def _client(self) -> httpx2.AsyncClient:
-        if self._http is None:
+    def _connections(self) -> tuple[httpx2.AsyncClient, asyncio.Semaphore]:
+        if self._open is None:
             limits = httpx2.Limits(max_connections=self.cfg.concurrency)
-            self._http = httpx2.AsyncClient(headers=self._headers, timeout=self.cfg.timeout_s, limits=limits)
-        return self._http
+            http = httpx2.AsyncClient(headers=self._headers, timeout=self.cfg.timeout_s, limits=limits)
+            self._open = http, asyncio.Semaphore(self.cfg.concurrency)
+        return self._open
 
     def _check_status(self, response: httpx2.Response) -> None:
         status = response.status_code
@@ -218,7 +220,7 @@ def read_reply(content: bytes, seconds: float) -> Reply:
     """A chat completion from the bytes of a response.
 
     Raises:
-      ValueError, LookupError, TypeError, AttributeError: it is none.
+      ValueError, LookupError, TypeError, AttributeError, RecursionError: it is none.
     """
     reply = json.loads(content)
     choice = reply["choices"][0]
@@ -226,12 +228,20 @@ def read_reply(content: bytes, seconds: float) -> Reply:
     if not (text is None or isinstance(text, str)):
         raise TypeError("the content of the message is no text")
     reasons: dict[Any, FinishReason] = {"length": "length", "content_filter": "abort"}
-    ids = tuple(map(int, choice.get("token_ids") or ()))
+    ids = _ids(choice.get("token_ids"))
     logp = tuple(float(entry["logprob"]) for entry in (choice.get("logprobs") or {}).get("content") or ())
     tokens = int((reply.get("usage") or {}).get("completion_tokens") or len(ids))
-    prompt = tuple(map(int, reply.get("prompt_token_ids") or ())) if ids else ()
+    prompt = _ids(reply.get("prompt_token_ids")) if ids else ()
     reason = reasons.get(choice.get("finish_reason"), "stop")
-    return Reply(text or "", reason, prompt, ids, logp if len(logp) == len(ids) else (), tokens, seconds)
+    logp = logp if len(logp) == len(ids) else ()
+    return Reply(clean(text or ""), reason, prompt, ids, logp, max(0, tokens), seconds)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    found = tuple(map(int, value or ()))
+    if not all(0 <= i < 2**31 for i in found):
+        raise ValueError("a token id out of range")
+    return found
 
 
 def the_only_model(cfg: EndpointConfig, key: str = "") -> EndpointConfig:

@@ -177,7 +177,8 @@ def _row(name: str, domains: Sequence[Sequence[TaskScores]], cfg: Attempts) -> R
     for metric in shown(cfg):
         values = [_values(domain, metric) for domain in domains]
         if all(map(len, values)):
-            estimates[metric] = estimate(values, cfg, one_trial=all(_is_one_trial(t, metric) for t in tasks))
+            one_trial = all(_is_one_trial(t, metric) for t in tasks)
+            estimates[metric] = estimate(values, cfg, share="@" in metric, one_trial=one_trial)
     return Row(
         name,
         len(tasks),
@@ -207,16 +208,19 @@ def _is_one_trial(task: TaskScores, metric: str) -> bool:
     return metric not in task.values or (kind == "pass" and task.answers == int(k))
 
 
-def estimate(domains: Sequence[np.ndarray], cfg: Attempts, *, one_trial: bool) -> Estimate:
+def estimate(domains: Sequence[np.ndarray], cfg: Attempts, *, share: bool, one_trial: bool) -> Estimate:
     """The unweighted mean of the means of `domains` with its interval.
 
     Wilson's where there is one domain whose tasks are one trial each. Else the bootstrap over tasks; where that has no
-    width because every task gave 0, or every one 1, Wilson's for as many trials as there are tasks, which is at least
-    as wide as it must be: no value between 0 and 1 varies more than a trial.
+    width because a share is 0 in every task, or 1 in every task, Wilson's for as many trials as there are tasks, which
+    is at least as wide as it must be: no value between 0 and 1 varies more than a trial.
+
+    Args:
+      share: values are between 0 and 1. one_trial: of one success or failure each.
     """
     mean, num = float(np.mean([v.mean() for v in domains])), sum(map(len, domains))
     alike = {float(x) for v in domains for x in np.unique(v)}
-    if (one_trial and len(domains) == 1) or alike in ({0.0}, {1.0}):
+    if (one_trial and len(domains) == 1) or (share and alike in ({0.0}, {1.0})):
         trials = len(domains) ** 2 / sum(1 / len(v) for v in domains)
         found: Interval = wilson(mean, max(1, int(trials)), cfg.confidence)
     else:
@@ -246,11 +250,16 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any], cfg: Attempts) 
     names = [str(record["results"]["title"]) for record in (first, second)]
     records = []
     for env in [*dict.fromkeys(env for env, _ in common), *([ALL] if len({e for e, _ in common}) > 1 else [])]:
-        for metric in dict.fromkeys(m for key in common for m in before[key] if m in after[key]):
+        for metric in dict.fromkeys(m for key in common for m in before[key] if m in after[key] and _is_compared(m)):
             keys = [k for k in common if env in (k[0], ALL) and metric in before[k] and metric in after[k]]
             if keys:
                 records.append(_difference(env, metric, before, after, keys, cfg))
     return records, _comparison(names, records, len(before), len(after), len(common), cfg)
+
+
+def _is_compared(metric: str) -> bool:
+    """avg@n is pass@1, whatever n is; majorities of one or two are no other."""
+    return not metric.startswith("avg@") and metric not in ("maj@1", "maj@2")
 
 
 def _by_task(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, float]]:

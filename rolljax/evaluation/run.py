@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def evaluate(
       ConfigError: settings that cannot be used, or a folder with another evaluation. DataError: there are no tasks.
       InfraError: nothing is answered. HangError: nothing moved for `Attempts.stall_s`.
     """
-    attempts, tasks = attempts or Attempts(), _tasks(benchmarks)
+    attempts, tasks, before = attempts or Attempts(), _tasks(benchmarks), collections.Counter(model.counts())
     log = AnswerLog(to, _setup(model, benchmarks, attempts), fresh=fresh)
     jobs = _jobs(tasks, attempts, model.version)
     standing = Standing(len(jobs))
@@ -88,7 +89,9 @@ def evaluate(
     try:
         if left := [job for job in jobs if not log.has(job.key)]:
             _run(model, benchmarks, attempts, left, log, standing, show, warn)
-        found = _report(model, benchmarks, attempts, jobs, log)
+        counts = collections.Counter(model.counts())
+        counts.subtract(before)
+        found = _report(model.name, benchmarks, attempts, jobs, log, {k: n for k, n in counts.items() if n})
         log.finish(found.to_json(), found.markdown())
     finally:
         log.close()
@@ -209,7 +212,12 @@ async def _attempt_all(
 
 
 def _report(
-    model: EvaluatedModel, benchmarks: Sequence[Benchmark], attempts: Attempts, jobs: Sequence[Job], log: AnswerLog
+    title: str,
+    benchmarks: Sequence[Benchmark],
+    attempts: Attempts,
+    jobs: Sequence[Job],
+    log: AnswerLog,
+    counts: Mapping[str, int],
 ) -> Report:
     by_task: dict[tuple[int, int], list[Trajectory]] = {}
     for job in jobs:
@@ -217,7 +225,7 @@ def _report(
     scores = [
         score_task(draw, tried, attempts, _vote(benchmarks[index].env)) for (index, draw), tried in by_task.items()
     ]
-    return report(model.name, scores, attempts, model.counts())
+    return report(title, scores, attempts, counts)
 
 
 def _vote(env: EnvSpec) -> Callable[[Task, str], str | None] | None:

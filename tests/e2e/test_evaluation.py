@@ -90,7 +90,8 @@ def test_two_environments_several_attempts_one_table(local, tmp_path):
     assert list(row.estimates) == ["reward", "avg@3", "pass@2", "pass@3"]
     assert list(found["chain_sum"].estimates)[-1] == "maj@3"  # its answers can be counted, those of `vowels` cannot
     assert row.estimates["pass@3"].method == "wilson" and row.estimates["pass@2"].method == "bootstrap"
-    kept = [Trajectory.from_json(json.loads(line)) for line in open(tmp_path / "a" / "answers.jsonl")]
+    lines = (tmp_path / "a" / "answers.jsonl").read_text().splitlines()
+    kept = [Trajectory.from_json(json.loads(line)) for line in lines]
     assert len(kept) == 21 and len({t.key for t in kept}) == 21
     mean = np.mean([t.reward for t in kept if t.task.env == "writing"])
     assert row.estimates["reward"].mean == pytest.approx(mean) and mean > 0
