@@ -75,7 +75,7 @@ def _machine() -> str:
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_config_arguments(parser: argparse._ActionsContainer, *, required: bool) -> None:
     """`--gin FILE` and `--set 'name = value'`, both repeatable."""
     parser.add_argument(
         "--gin",

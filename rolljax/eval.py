@@ -102,9 +102,8 @@ def compared(args: argparse.Namespace) -> str:
     from rolljax.evaluation import answers, report
     from rolljax.evaluation.settings import Attempts
 
-    records, text = report.compare(
-        *map(answers.read, args.compare), Attempts(confidence=args.confidence, seed=args.seed or 0)
-    )
+    first, second = map(answers.read, args.compare)
+    records, text = report.compare(first, second, Attempts(confidence=args.confidence, seed=args.seed or 0))
     return json.dumps(records) if args.json else text
 
 

@@ -144,7 +144,8 @@ def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any])
     old, new = _flat(before), _flat(now)
     for name in sorted(old.keys() | new.keys()):
         was, wanted = old.get(name), new.get(name)
-        if was == wanted or name == "attempts.num" and isinstance(wanted, int) and wanted > int(was):
+        more = name == "attempts.num" and isinstance(was, int) and isinstance(wanted, int) and wanted > was
+        if was == wanted or more:
             continue
         raise ConfigError(
             f"is {wanted!r} now, but the evaluation in {folder} was begun with {was!r}",

@@ -133,10 +133,10 @@ class Endpoint:
         body = {name: value for name, value in every.items() if value is not None}
         kind, detail, wait_s = "", "", 0.0
         for attempt in range(self.cfg.retries + 1):
-            if self.fatal is not None:
-                raise InfraError(str(self.fatal), stage="endpoint")
             http, gate = self._connections()
             async with gate:
+                if self.fatal is not None:
+                    raise InfraError(str(self.fatal), stage="endpoint")
                 try:
                     return await self._ask(http, body)
                 except _Passing as e:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 
@@ -43,11 +43,13 @@ class EvaluatedModel(Protocol):
     name: for people. identity: what must be the same for an evaluation to go on. version: of the weights.
     """
 
-    name: str
-    identity: Mapping[str, Any]
-    version: int
-
-    def __enter__(self) -> EvaluatedModel: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+    @property
+    def version(self) -> int: ...
+    def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
     def rollouts(self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts) -> EpisodeRollouts:
         """Episodes of a benchmark, with this model as their policy."""

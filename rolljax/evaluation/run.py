@@ -16,7 +16,7 @@ from rolljax.envs.pool import EnvPool
 from rolljax.errors import ConfigError, HangError, InfraError
 from rolljax.evaluation.answers import AnswerLog
 from rolljax.evaluation.models import EvaluatedModel
-from rolljax.evaluation.report import Report, report, score_task
+from rolljax.evaluation.report import FinalAnswer, Report, report, score_task
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.rollout.episodes import EpisodeRollouts
 from rolljax.threads.event_loop import EventLoop
@@ -222,12 +222,15 @@ def _report(
     by_task: dict[tuple[int, int], list[Trajectory]] = {}
     for job in jobs:
         by_task.setdefault((job.benchmark, job.key.draw), []).append(log.answers[job.key])
-    scores = [
-        score_task(draw, tried, attempts, _vote(benchmarks[index].env)) for (index, draw), tried in by_task.items()
+    votes = [
+        _vote(b.env, [t for (j, _), tried in by_task.items() if j == i for t in tried])
+        for i, b in enumerate(benchmarks)
     ]
+    scores = [score_task(draw, tried, attempts, votes[index]) for (index, draw), tried in by_task.items()]
     return report(title, scores, attempts, counts)
 
 
-def _vote(env: EnvSpec) -> Callable[[Task, str], str | None] | None:
-    """How answers of an environment are counted; None where they cannot be."""
-    return None if type(env).final_answer is EnvSpec.final_answer else env.final_answer
+def _vote(env: EnvSpec, tried: Sequence[Trajectory]) -> FinalAnswer | None:
+    """How answers of an environment are counted; None where nothing in any of them can be."""
+    read = any(env.final_answer(t.task, t.turns[-1].text) is not None for t in tried if t.turns)
+    return env.final_answer if read else None
