@@ -222,10 +222,8 @@ def _report(
     by_task: dict[tuple[int, int], list[Trajectory]] = {}
     for job in jobs:
         by_task.setdefault((job.benchmark, job.key.draw), []).append(log.answers[job.key])
-    votes = [
-        _vote(b.env, [t for (j, _), tried in by_task.items() if j == i for t in tried])
-        for i, b in enumerate(benchmarks)
-    ]
+    every = [[log.answers[job.key] for job in jobs if job.benchmark == i] for i in range(len(benchmarks))]
+    votes = [_vote(b.env, tried) for b, tried in zip(benchmarks, every, strict=True)]
     scores = [score_task(draw, tried, attempts, votes[index]) for (index, draw), tried in by_task.items()]
     return report(title, scores, attempts, counts)
 

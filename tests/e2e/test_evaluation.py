@@ -362,6 +362,7 @@ def test_the_card_is_one_that_the_hub_reads(best):
     assert (best / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_kept_step_is_evaluated(run, best, capsys):
     argv = ["--run", str(run), "--temperature", "0", "--json"]
     assert eval_verb.main([*argv, "--step", "best"]) == 0

@@ -1,6 +1,7 @@
 """A whole run: what it leaves behind, what it exports, and that the verbs agree about it."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 
@@ -196,6 +197,31 @@ def test_async_ratio_bounds_the_age_and_loses_nothing(tmp_path):
     assert [r["groups/waiting_n"] for r in rl[:3]] == [12, 12, 12] and rl[-1]["groups/waiting_n"] == 0
     trained = draws(tmp_path / "run", range(7, 21))
     assert sorted(trained) == list(range(14 * 8))
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_stays_however_often_a_run_is_stopped(tmp_path):
+    """By the rewards on record it is the first of the highest, and its weights are those that had it."""
+    changes = {"Recipe_dot_keep_best": 1, "Recipe_dot_save_every": 100, "rl__Phase_dot_eval_every": 1}
+    changes |= {"rl__Phase_dot_steps": 8, "warm_start__Phase_dot_prompts_per_step": 32, "MeshSpec_dot_data": 1}
+    argv = arguments(tmp_path / "run", **changes | {"warm_start__Phase_dot_steps": 25})
+    config, plan = load(argv)
+    folder = RunFolder(tmp_path / "run")
+    for stop in (28, 31, None):
+        folder.prepare(config, fresh=False)
+        console = Console() if stop is None else StopAt(stop)
+        with contextlib.suppress(Stopped):
+            _, progress = loop.train(plan, folder, console, lambda: getattr(console, "stopped", False))  # noqa: B023
+    found = {e["step"]: e["mean"] for e in progress.heldout_reward}
+    found |= {r["step"]: r["heldout/reward_mean"] for r in rows(tmp_path / "run") if "heldout/reward_mean" in r}
+    best = min(step for step, reward in found.items() if reward == max(found.values()))
+    saved = folder.checkpoints.find("best")
+    assert (saved.progress.total_steps, saved.progress.weights_reward) == (best, found[best]) and len(found) >= 10
+    assert len(folder.checkpoints.names()) in (2, 3)
+    params, _ = trained_params(plan, folder.path, "best")
+    with Runtime(plan, lambda: params, saved.progress.version) as runtime:
+        again = runtime.event_loop.run(runtime.evaluate(best))
+    assert np.mean([t.reward for t in again]) == pytest.approx(found[best], abs=1e-12)
 
 
 def draws(run_dir, steps):
