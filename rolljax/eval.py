@@ -9,9 +9,13 @@ interrupted. `--compare DIR_A DIR_B` compares two that are complete (docs/evalua
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolljax import cli
@@ -19,10 +23,14 @@ from rolljax.errors import ConfigError
 
 if TYPE_CHECKING:
     from rolljax.config.loader import Loaded
+    from rolljax.envs.base import EnvSpec
+    from rolljax.evaluation.endpoint import EndpointConfig
     from rolljax.evaluation.models import EvaluatedModel
     from rolljax.evaluation.report import Report
     from rolljax.evaluation.settings import Attempts, Benchmark
+    from rolljax.model.decoder import Dtype
     from rolljax.recipe import Recipe
+    from rolljax.run.checkpoint import Step
 
 KEY = "OPENAI_API_KEY"
 
@@ -88,7 +96,23 @@ def main(argv: list[str] | None = None) -> int:
         if args.run or args.gin:
             config.append(read_config(args))
             recipe = config[0].value
-        found = evaluated(args, recipe)
+        found = evaluate(
+            run=args.run,
+            model=args.model,
+            endpoint=read_endpoint(args),
+            key=os.environ.get(args.api_key_env, ""),
+            step=cli.read_step(args.step),
+            recipe=recipe,
+            envs=args.env,
+            tasks=args.tasks,
+            held_out_frac=args.held_out_frac,
+            max_answer_tok=args.max_answer_tok,
+            attempts=read_attempts(args, recipe),
+            max_context=args.max_context,
+            dtype=args.dtype,
+            to=args.to,
+            fresh=args.fresh,
+        )
         print(json.dumps(found.to_json()) if args.json else found.markdown())
         if found.failed and args.to:
             print(f"the same command asks the {found.failed} failed attempt(s) again", file=sys.stderr)
@@ -109,8 +133,6 @@ def compared(args: argparse.Namespace) -> str:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for options that have no effect or do not go together."""
-    if not (args.run or args.gin or args.env):
-        raise ConfigError("says which tasks to evaluate on", setting="--env or --gin", remedy="--env rg:chain_sum, say")
     useless = {
         "--step": args.step is not None and not args.run,
         "--fresh": args.fresh and not args.to,
@@ -134,41 +156,121 @@ def read_config(args: argparse.Namespace) -> Loaded[Recipe]:
     return cli.load_recipe(args.gin, [*args.set, *([f"Recipe.model = {args.model!r}"] if args.model else [])])
 
 
-def evaluated(args: argparse.Namespace, recipe: Recipe | None) -> Report:
-    """Do what the options say."""
+def evaluate(
+    *,
+    run: str | Path | None = None,
+    model: str | Path | None = None,
+    endpoint: EndpointConfig | str | None = None,
+    key: str = "",
+    step: Step | None = None,
+    recipe: Recipe | None = None,
+    envs: Sequence[EnvSpec | str] = (),
+    tasks: int | None = None,
+    held_out_frac: float | None = None,
+    max_answer_tok: int | None = None,
+    attempts: Attempts | None = None,
+    max_context: int | None = None,
+    dtype: Dtype | None = None,
+    to: str | Path | None = None,
+    fresh: bool = False,
+    quiet: bool = False,
+) -> Report:
+    """Evaluate a model on tasks; `print(report.markdown())`, `report["chain_sum"].estimates["pass@1"]`.
+
+    Args:
+      run, model, endpoint: one of them: a run folder, a Hugging Face folder, a server (with `key`, if it asks for one).
+      step: of the run: a kept checkpoint, or `best`; None: the newest.
+      recipe: settings; None: those stored in the run's folder, if there is a run.
+      envs: whose tasks; empty: the recipe's held-out ones. tasks: how many of each. held_out_frac: their split; None:
+        of an environment with the name of the recipe's its held-out tasks, of others all.
+      max_answer_tok, max_context: tokens of an answer, and of prompt and answer; None: the recipe's, or 512 and 4096.
+      attempts: how each task is tried; None: once, at the recipe's temperature and seed.
+      dtype: of computations; None: the recipe's, or float32 on CPU and else bfloat16.
+      to: folder for every answer and the report; an unfinished evaluation there goes on. fresh: delete it first.
+      quiet: show no progress on stderr.
+
+    Raises:
+      ConfigError, CheckpointError, DataError, InfraError, HangError: see `evaluation.run.evaluate`.
+    """
+    from rolljax.evaluation import run as evaluation
     from rolljax.evaluation.progress import Progress
-    from rolljax.evaluation.run import evaluate
+    from rolljax.evaluation.settings import Attempts
+    from rolljax.run.folder import stored_config
 
-    benchmarks, attempts = read_benchmarks(args, recipe), read_attempts(args, recipe)
-    with open_model(args, recipe, benchmarks) as model, Progress(model.name) as progress:
-        return evaluate(
-            model, benchmarks, attempts, to=args.to, fresh=args.fresh, show=progress.show, warn=progress.say
-        )
+    if sum(x is not None for x in (run, model, endpoint)) != 1:
+        raise ConfigError("is needed, and only one", setting="run, model or endpoint")
+    if recipe is None and run is not None:
+        recipe = cli.load_recipe([stored_config(run)], []).value
+    said = {"num_tasks": tasks, "held_out_frac": held_out_frac, "max_answer_tok": max_answer_tok}
+    benchmarks = benchmarks_of(recipe, envs, {name: value for name, value in said.items() if value is not None})
+    if attempts is None:
+        attempts = Attempts(temperature=recipe.evaluation.temperature, seed=recipe.seed) if recipe else Attempts()
+    with contextlib.ExitStack() as stack:
+        if endpoint is not None:
+            opened = open_endpoint(endpoint, key)
+        else:
+            opened = open_local(run, model, step, recipe, benchmarks, max_context, dtype)
+        stack.enter_context(opened)
+        progress = None if quiet else stack.enter_context(Progress(opened.name))
+        show, warn = (progress.show, progress.say) if progress else (lambda _: None, lambda _: None)
+        return evaluation.evaluate(opened, benchmarks, attempts, to=to, fresh=fresh, show=show, warn=warn)
 
 
-def read_benchmarks(args: argparse.Namespace, recipe: Recipe | None) -> list[Benchmark]:
-    """The tasks that the options name: of `--env`, or else of the recipe.
+def benchmarks_of(recipe: Recipe | None, envs: Sequence[EnvSpec | str], changes: Mapping[str, Any]) -> list[Benchmark]:
+    """The tasks of environments, or else of the recipe.
 
     An environment of the recipe's own name gives held-out tasks, as the model may have been trained on the others.
-    """
-    import dataclasses
 
+    Args:
+      changes: fields of `Benchmark` over what follows from the recipe.
+    """
     from rolljax.envs.catalog import make_spec
     from rolljax.evaluation.settings import Benchmark
 
     own = None if recipe is None else Benchmark.of_recipe(recipe)
-    said = {"num_tasks": args.tasks, "held_out_frac": args.held_out_frac, "max_answer_tok": args.max_answer_tok}
-    changes: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-    if not args.env:
-        assert own is not None
+    if not envs:
+        if own is None:
+            raise ConfigError("says which tasks to evaluate on", setting="--env or --gin", remedy="--env rg:chain_sum")
         return [dataclasses.replace(own, **changes)]
     found = []
-    for spec in map(make_spec, args.env):
+    for env in envs:
+        spec = make_spec(env) if isinstance(env, str) else env
         of_recipe: dict[str, Any] = {} if own is None else {"pool": own.pool, "max_answer_tok": own.max_answer_tok}
         if own is not None and spec.name == own.env.name:
             of_recipe["held_out_frac"] = own.held_out_frac
-        found.append(Benchmark(spec, **of_recipe | changes))
+        found.append(Benchmark(spec, **of_recipe | dict(changes)))
     return found
+
+
+def open_endpoint(endpoint: EndpointConfig | str, key: str) -> EvaluatedModel:
+    """The model behind a server."""
+    from rolljax.evaluation.endpoint import EndpointConfig, EndpointModel
+
+    return EndpointModel(EndpointConfig(endpoint) if isinstance(endpoint, str) else endpoint, key)
+
+
+def open_local(
+    run: str | Path | None,
+    model: str | Path | None,
+    step: Step | None,
+    recipe: Recipe | None,
+    benchmarks: Sequence[Benchmark],
+    max_context: int | None,
+    dtype: Dtype | None,
+) -> EvaluatedModel:
+    """A run's model, or that of a folder, its weights loaded."""
+    from rolljax.evaluation import models
+
+    if recipe is None:
+        longest = max(b.max_answer_tok for b in benchmarks)
+        recipe = models.folder_recipe(
+            str(model), benchmarks[0].env, max_context=max_context, max_answer_tok=longest, dtype=dtype
+        )
+    else:
+        recipe = dataclasses.replace(models.with_context(recipe, max_context), dtype=dtype or recipe.dtype)
+        if model is not None:
+            recipe = dataclasses.replace(recipe, model=str(model))
+    return models.of_folder(recipe) if run is None else models.of_run(recipe, run, step)
 
 
 def read_attempts(args: argparse.Namespace, recipe: Recipe | None) -> Attempts:
@@ -195,29 +297,15 @@ def read_attempts(args: argparse.Namespace, recipe: Recipe | None) -> Attempts:
     )
 
 
-def open_model(args: argparse.Namespace, recipe: Recipe | None, benchmarks: list[Benchmark]) -> EvaluatedModel:
-    """The model that the options name, its weights loaded."""
-    import dataclasses
+def read_endpoint(args: argparse.Namespace) -> EndpointConfig | None:
+    """The server that the options name, if they name one."""
+    if not args.endpoint:
+        return None
+    from rolljax.evaluation.endpoint import EndpointConfig
 
-    if args.endpoint:
-        from rolljax.evaluation.endpoint import EndpointConfig, EndpointModel
-
-        most: dict[str, Any] = {} if args.concurrency is None else {"concurrency": args.concurrency}
-        cfg = EndpointConfig(
-            args.endpoint, args.model_name, args.timeout_s, args.retries, request=read_request(args.request), **most
-        )
-        return EndpointModel(cfg, os.environ.get(args.api_key_env, ""))
-    from rolljax.evaluation import models
-
-    if recipe is None:
-        longest = max(b.max_answer_tok for b in benchmarks)
-        recipe = models.folder_recipe(
-            args.model, benchmarks[0].env, max_context=args.max_context, max_answer_tok=longest, dtype=args.dtype
-        )
-    else:
-        recipe = models.with_context(recipe, args.max_context)
-        recipe = dataclasses.replace(recipe, dtype=args.dtype or recipe.dtype)
-    return models.of_run(recipe, args.run, cli.read_step(args.step)) if args.run else models.of_folder(recipe)
+    most: dict[str, Any] = {} if args.concurrency is None else {"concurrency": args.concurrency}
+    request = read_request(args.request)
+    return EndpointConfig(args.endpoint, args.model_name, args.timeout_s, args.retries, request=request, **most)
 
 
 def read_request(text: str | None) -> dict[str, Any]:

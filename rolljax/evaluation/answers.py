@@ -10,16 +10,18 @@ that failed are asked again when the evaluation goes on.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.run import durable
 from rolljax.types import Key, Trajectory
 
-EVALUATION, ANSWERS, TABLE = "evaluation.json", "answers.jsonl", "table.md"
+EVALUATION, ANSWERS, TABLE, LOCK = "evaluation.json", "answers.jsonl", "table.md", ".lock"
 SCHEMA = 1
 
 
@@ -38,14 +40,18 @@ class AnswerLog:
         self.folder = None if folder is None else Path(folder)
         self.setup = json.loads(json.dumps(setup))
         self.answers: dict[Key, Trajectory] = {}
+        self._files = contextlib.ExitStack()
         self._file: Any = None
         if self.folder is not None:
-            self._open(self.folder, fresh)
+            with contextlib.ExitStack() as files:
+                self._open(self.folder, fresh, files)
+                self._files = files.pop_all()
 
-    def _open(self, folder: Path, fresh: bool) -> None:
+    def _open(self, folder: Path, fresh: bool, files: contextlib.ExitStack) -> None:
         _check_ours(folder)
         with durable.storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder, files.enter_context(open(folder / LOCK, "w")))  # noqa: SIM115  # `files` does
         durable.sweep(folder)
         if fresh:
             for name in (TABLE, ANSWERS, EVALUATION):
@@ -56,7 +62,7 @@ class AnswerLog:
         for trajectory in read_answers(folder, mend=True):
             self.answers[trajectory.key] = trajectory
         with durable.storing(folder / ANSWERS):
-            self._file = open(folder / ANSWERS, "ab")  # noqa: SIM115  # closed by `close`
+            self._file = files.enter_context(open(folder / ANSWERS, "ab"))  # noqa: SIM115  # `files` does
 
     def has(self, key: Key) -> bool:
         """Whether this answer is there and did not fail."""
@@ -77,17 +83,14 @@ class AnswerLog:
 
     def finish(self, results: Mapping[str, Any], table: str) -> None:
         """Write the results beside the answers."""
-        self.close()
         if self.folder is not None:
             durable.write(self.folder / TABLE, table)
             record = {"schema": SCHEMA, "setup": self.setup, "results": results}
             durable.write(self.folder / EVALUATION, json.dumps(record, indent=1) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file, and let other processes write here."""
+        self._files.close()
 
 
 def read(folder: str | Path) -> dict[str, Any]:
@@ -131,13 +134,26 @@ def _check_ours(folder: Path) -> None:
     """Raise unless the folder is absent, empty, or that of an evaluation."""
     if not folder.exists() or (folder / EVALUATION).is_file():
         return
-    if not folder.is_dir() or any(not durable.is_temporary(entry) for entry in folder.iterdir()):
+    if not folder.is_dir() or any(e.name != LOCK and not durable.is_temporary(e) for e in folder.iterdir()):
         raise ConfigError(
             "is not empty and not the folder of an evaluation",
             setting="--to",
             value=str(folder),
             remedy="name another folder",
         )
+
+
+def _lock(folder: Path, file: TextIO) -> None:
+    """Keep other processes of this machine from writing here for as long as `file` is open."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            "is being written by another process",
+            setting="--to",
+            value=str(folder),
+            remedy="wait for it to end, or name another folder",
+        ) from None
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

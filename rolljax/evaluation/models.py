@@ -149,7 +149,7 @@ def of_run(recipe: Recipe, run: str | Path, step: Step | None = None) -> LocalMo
     params, saved = trained_checkpoint(resolved, run, step)
     steps = saved.progress.total_steps
     name = f"{Path(run).resolve().name} step {steps}"
-    identity = {"kind": "run", "path": str(Path(run).resolve()), "checkpoint": saved.name, "step": steps}
+    identity = {"kind": "run", "path": str(Path(run).resolve()), "checkpoint": saved.name, **_precision(recipe)}
     return LocalModel(resolved, params, name, identity, saved.progress.version)
 
 
@@ -157,7 +157,7 @@ def of_folder(recipe: Recipe) -> LocalModel:
     """The model that a recipe names with `Recipe.model`, a Hugging Face folder, as it is before training."""
     resolved = resolve(recipe)
     folder = Path(str(recipe.model)).resolve()
-    identity = {"kind": "folder", "path": str(folder), "digest": _digest(folder)}
+    identity = {"kind": "folder", "path": str(folder), "digest": _digest(folder), **_precision(recipe)}
     return LocalModel(resolved, initial_params(resolved), folder.name, identity)
 
 
@@ -196,6 +196,11 @@ def with_context(recipe: Recipe, max_context: int | None) -> Recipe:
     if max_context is None:
         return recipe
     return dataclasses.replace(recipe, sampler=dataclasses.replace(recipe.sampler, max_context=max_context))
+
+
+def _precision(recipe: Recipe) -> dict[str, Any]:
+    """Settings that change what a model answers."""
+    return {"dtype": recipe.dtype, "max_context": recipe.sampler.max_context}
 
 
 def _digest(folder: Path) -> str:

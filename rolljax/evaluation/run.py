@@ -78,23 +78,20 @@ def evaluate(
       InfraError: nothing is answered. HangError: nothing moved for `Attempts.stall_s`.
     """
     attempts, tasks, before = attempts or Attempts(), _tasks(benchmarks), collections.Counter(model.counts())
-    log = AnswerLog(to, _setup(model, benchmarks, attempts), fresh=fresh)
     jobs = _jobs(tasks, attempts, model.version)
     standing = Standing(len(jobs))
-    for job in jobs:
-        if log.has(job.key):
-            _check_task(log.answers[job.key], job)
-            standing.count(log.answers[job.key])
-    show(standing)
-    try:
+    with contextlib.closing(AnswerLog(to, _setup(model, benchmarks, attempts), fresh=fresh)) as log:
+        for job in jobs:
+            if log.has(job.key):
+                _check_task(log.answers[job.key], job)
+                standing.count(log.answers[job.key])
+        show(standing)
         if left := [job for job in jobs if not log.has(job.key)]:
             _run(model, benchmarks, attempts, left, log, standing, show, warn)
         counts = collections.Counter(model.counts())
         counts.subtract(before)
         found = _report(model.name, benchmarks, attempts, jobs, log, {k: n for k, n in counts.items() if n})
         log.finish(found.to_json(), found.markdown())
-    finally:
-        log.close()
     return found
 
 

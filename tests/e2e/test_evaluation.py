@@ -127,6 +127,10 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_answers(local, tmp_path):
         with pytest.raises(ConfigError) as e:
             evaluate(local, [writing()], changed, to=tmp_path / "cut")
         assert e.value.setting == setting and "--fresh" in str(e.value)
+    held = answers.AnswerLog(tmp_path / "cut", answers.read(tmp_path / "cut")["setup"])
+    with pytest.raises(ConfigError, match="another process"):
+        evaluate(local, [writing()], Attempts(3), to=tmp_path / "cut")
+    held.close()
     fresh = evaluate(local, [writing()], Attempts(1), to=tmp_path / "cut", fresh=True)
     assert fresh["writing"].answers == 4
     (tmp_path / "cut" / "thesis.txt").write_text("years")
@@ -376,8 +380,8 @@ def test_a_kept_step_is_evaluated(run, best, capsys):
 
 def test_held_out_tasks_stay_held_out_under_their_name():
     recipe = cli.load_recipe([QUICKSTART], []).value
-    args = eval_verb.parse(["--run", "x", "--env", "rg:spell_backward", "--env", "rg:chain_sum", "--tasks", "5"])
-    own, other = eval_verb.read_benchmarks(args, recipe)
+    envs = ["rg:spell_backward", ReasoningGym("chain_sum")]
+    own, other = eval_verb.benchmarks_of(recipe, envs, {"num_tasks": 5})
     assert own.held_out_frac == recipe.evaluation.held_out_frac and other.held_out_frac == 1
     assert own.num_tasks == other.num_tasks == 5 and own.max_answer_tok == recipe.max_answer_tok
     assert collections.Counter(t.env for t in [*own.tasks(), *other.tasks()]) == {"spell_backward": 5, "chain_sum": 5}
