@@ -247,7 +247,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any], cfg: Attempts) 
     common = [key for key in before if key in after]
     if not common:
         raise CheckpointError("the two evaluations have no task in common")
-    names = [str(record["results"]["title"]) for record in (first, second)]
+    names = [_named(record) for record in (first, second)]
     records = []
     for env in [*dict.fromkeys(env for env, _ in common), *([ALL] if len({e for e, _ in common}) > 1 else [])]:
         for metric in dict.fromkeys(m for key in common for m in before[key] if m in after[key] and _is_compared(m)):
@@ -255,6 +255,12 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any], cfg: Attempts) 
             if keys:
                 records.append(_difference(env, metric, before, after, keys, cfg))
     return records, _comparison(names, records, len(before), len(after), len(common), cfg)
+
+
+def _named(record: Mapping[str, Any]) -> str:
+    """Which evaluation it is."""
+    how = record["setup"]["attempts"]
+    return f"{record['results']['title']} (attempts {how['num']}, temperature {how['temperature']:g})"
 
 
 def _is_compared(metric: str) -> bool:
