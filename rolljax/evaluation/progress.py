@@ -48,8 +48,11 @@ class Progress:
             self.say(f"{self._title}: {over} of {standing.total} attempts, {text}")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        """A line that stays, as long as somebody reads them."""
+        try:
+            self._console.print(text, markup=False, soft_wrap=True)
+        except SystemExit:  # what rich does when the reader of a pipe has gone; the evaluation goes on
+            self._console.quiet = True
 
 
 def describe(standing: Standing) -> str:

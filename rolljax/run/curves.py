@@ -14,16 +14,22 @@ PANELS = (
 )
 
 
-def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG of the panels; phases are separated by lines, held-out evaluations are dots."""
+def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], *, times: bool = True) -> bytes:
+    """A PNG of the panels; phases are separated by lines, held-out evaluations are dots.
+
+    Args:
+      times: with the panel of seconds; without it equal runs have equal pictures.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 6), constrained_layout=True)
+    panels = PANELS if times else [panel for panel in PANELS if not panel[0].startswith("seconds")]
+    shape, size = ((2, 2), (11, 6)) if times else ((1, len(panels)), (13, 3.5))
+    figure, axes = plt.subplots(*shape, figsize=size, constrained_layout=True)
     borders = [r["step"] for r, after in zip(rows, rows[1:], strict=False) if r["phase"] != after["phase"]]
-    for axis, (title, names) in zip(axes.flat, PANELS, strict=True):
+    for axis, (title, names) in zip(axes.flat, panels, strict=True):
         for name in names:
             # in a supervised phase the reward is that of the gold answers: not a result, so not drawn
             points = [

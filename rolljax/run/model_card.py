@@ -1,7 +1,8 @@
 """The model card of a run: `README.md` of the Hugging Face folder that it leaves, with its curves beside it.
 
 The front matter is what the Hugging Face hub reads (https://huggingface.co/docs/hub/model-cards); the rest is for
-people: what was learned, on which data, with which settings, to which held-out rewards, and by which command.
+people: what was learned, on which data, with which settings, to which held-out rewards, and by which command. Neither
+says anything about time, so that a run that was continued has the card of the run that never was.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def write(
       StorageError: it cannot be written.
     """
     if rows:
-        durable.write(place / "curves.png", draw(rows, heldout))
+        durable.write(place / "curves.png", draw(rows, heldout, times=False))
     resolved, made = (_read(run / name) for name in ("config.resolved.json", "env.json"))
     gin = (run / "config.gin").read_text()
     durable.write(place / CARD, text(resolved, made, gin, heldout, rows, of))
@@ -67,7 +68,7 @@ def text(
         _table(["setting", "value"], [[f"`{k}`", f"`{v!r}`"] for k, v in _under(resolved, "env").items()]),
         "## Held-out reward\n",
         _heldout(heldout),
-        *(["## Curves\n", "![reward, entropy, mismatch and seconds over steps](curves.png)\n"] if rows else []),
+        *(["## Curves\n", "![reward, entropy and mismatch over steps](curves.png)\n"] if rows else []),
         "## Training\n",
         _table(["phase", "algorithm", "steps", "prompts x answers", "optimizer", "learning rate"], phases),
         f"Starting weights: {_start(resolved)}. Precision of computations: {resolved.get('dtype', '')}.\n",

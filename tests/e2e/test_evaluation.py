@@ -3,6 +3,7 @@
 import collections
 import http.server
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, InfraError
 from rolljax.evaluation import answers, models
 from rolljax.evaluation.endpoint import EndpointConfig, EndpointModel
+from rolljax.evaluation.progress import Progress
 from rolljax.evaluation.run import evaluate
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.model import hf
@@ -137,6 +139,18 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_answers(local, tmp_path):
     (tmp_path / "cut" / "evaluation.json").unlink()
     with pytest.raises(ConfigError, match="not the folder of an evaluation"):
         evaluate(local, [writing()], to=tmp_path / "cut")
+
+
+def test_an_evaluation_goes_on_when_nobody_reads_its_progress(local, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone:
+        monkeypatch.setattr("sys.stderr", gone)
+        with Progress("tiny") as progress:
+            found = evaluate(local, [writing(num_tasks=1)], show=progress.show, warn=progress.say)
+        monkeypatch.undo()
+        gone.buffer.raw.close()
+    assert found["writing"].answers == 1
 
 
 def test_two_names_alike_are_refused(local):
