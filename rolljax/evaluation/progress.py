@@ -14,6 +14,13 @@ from rolljax.evaluation.run import Standing
 LINE_EVERY_S = 5.0
 
 
+class Lines(Console):
+    """A console that falls silent when nobody reads its pipe any more (rich's own would end the process)."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Progress:
     """Shows how far an evaluation is. Use as a context manager.
 
@@ -23,7 +30,7 @@ class Progress:
 
     def __init__(self, title: str) -> None:
         self._title, self._last_line_s = title, 0.0
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Lines(stderr=True, highlight=False)
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -48,11 +55,8 @@ class Progress:
             self.say(f"{self._title}: {over} of {standing.total} attempts, {text}")
 
     def say(self, text: str) -> None:
-        """A line that stays, as long as somebody reads them."""
-        try:
-            self._console.print(text, markup=False, soft_wrap=True)
-        except SystemExit:  # what rich does when the reader of a pipe has gone; the evaluation goes on
-            self._console.quiet = True
+        """A line that stays."""
+        self._console.print(text, markup=False, soft_wrap=True)
 
 
 def describe(standing: Standing) -> str:

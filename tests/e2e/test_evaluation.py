@@ -141,7 +141,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_answers(local, tmp_path):
         evaluate(local, [writing()], to=tmp_path / "cut")
 
 
-def test_an_evaluation_goes_on_when_nobody_reads_its_progress(local, monkeypatch):
+def test_an_evaluation_goes_on_when_nobody_reads_its_progress(local, monkeypatch, capfd):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as gone:
@@ -150,7 +150,8 @@ def test_an_evaluation_goes_on_when_nobody_reads_its_progress(local, monkeypatch
             found = evaluate(local, [writing(num_tasks=1)], show=progress.show, warn=progress.say)
         monkeypatch.undo()
         gone.buffer.raw.close()
-    assert found["writing"].answers == 1
+    print("this is read")
+    assert found["writing"].answers == 1 and capfd.readouterr().out == "this is read\n"
 
 
 def test_two_names_alike_are_refused(local):
