@@ -18,6 +18,7 @@ from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
 if TYPE_CHECKING:
     from rolljax.config.loader import Loaded
     from rolljax.recipe import Recipe
+    from rolljax.run.checkpoint import Step
 
 
 COMPILED_GIB = 4
@@ -75,7 +76,7 @@ def _machine() -> str:
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_config_arguments(parser: argparse._ActionsContainer, *, required: bool) -> None:
     """`--gin FILE` and `--set 'name = value'`, both repeatable."""
     parser.add_argument(
         "--gin",
@@ -88,6 +89,23 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool) -> 
     parser.add_argument(
         "--set", action="append", default=[], metavar="'NAME = VALUE'", help="one setting over the files; repeatable"
     )
+
+
+def read_step(text: str | None) -> Step | None:
+    """`--step` as `Checkpoints.find` takes it.
+
+    Raises:
+      ConfigError: it is neither a number nor `best`.
+    """
+    from rolljax.errors import ConfigError
+
+    if text is None or text == "best":
+        return None if text is None else "best"
+    if not text.isdigit():
+        raise ConfigError(
+            "is neither a step nor 'best'", setting="--step", value=text, remedy="--step 100, for instance"
+        )
+    return int(text)
 
 
 def load_recipe(files: list[str], settings: list[str]) -> Loaded[Recipe]:

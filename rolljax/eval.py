@@ -1,34 +1,84 @@
-"""Evaluate: `python -m rolljax.eval --run RUN` or `--model HF_DIR --gin FILE`, on held-out tasks.
+"""Evaluate a model: `python -m rolljax.eval --run RUN | --model HF_DIR | --endpoint URL [--env ENV ...] [--to DIR]`.
 
-Prints one JSON object: mean reward with its standard error, solved share, number of tasks. `--set
-'Evaluation.temperature = 0'` evaluates greedily, `'Evaluation.tasks = 1000'` on more tasks.
+Prints one table in Markdown: reward, pass@k, avg@k and maj@k with confidence intervals, for each environment and over
+all of them; `--json` prints the same as one JSON object. Without `--env` the tasks are the held-out ones of the run, or
+of the recipe that `--gin` names. `--to DIR` keeps every answer; the same command goes on with an evaluation that was
+interrupted. `--compare DIR_A DIR_B` compares two that are complete (docs/evaluation.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rolljax import cli
-from rolljax.errors import CheckpointError, ConfigError
+from rolljax.errors import ConfigError
 
 if TYPE_CHECKING:
     from rolljax.config.loader import Loaded
+    from rolljax.envs.base import EnvSpec
+    from rolljax.evaluation.endpoint import EndpointConfig
+    from rolljax.evaluation.models import EvaluatedModel
+    from rolljax.evaluation.report import Report
+    from rolljax.evaluation.settings import Attempts, Benchmark
+    from rolljax.model.decoder import Dtype
     from rolljax.recipe import Recipe
-    from rolljax.types import Trajectory
+    from rolljax.run.checkpoint import Step
+
+KEY = "OPENAI_API_KEY"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m rolljax.eval", description="Evaluate on held-out tasks.")
-    cli.add_config_arguments(parser, required=False)
+    parser = argparse.ArgumentParser(prog="python -m rolljax.eval", description="Evaluate a model on tasks.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--run", help="run folder: its latest checkpoint and its config")
-    what.add_argument("--model", help="local Hugging Face folder (needs --gin for the tasks)")
-    parser.add_argument("--save", metavar="FILE", help="also write every trajectory, one JSON object per line")
+    what.add_argument("--run", help="run folder: its newest checkpoint (or --step) and its config")
+    what.add_argument("--model", metavar="HF_DIR", help="local Hugging Face folder")
+    what.add_argument("--endpoint", metavar="URL", help="OpenAI-compatible server, like http://127.0.0.1:8000/v1")
+    what.add_argument("--compare", nargs=2, metavar="DIR", help="two evaluations that --to kept: second against first")
+    parser.add_argument("--step", help="with --run: of a kept checkpoint, or 'best': of the highest held-out reward")
+    tasks = parser.add_argument_group("tasks")
+    cli.add_config_arguments(tasks, required=False)
+    tasks.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="ENV",
+        help="'rg:chain_sum', 'questions(path=...)', ...; repeatable",
+    )
+    tasks.add_argument("--tasks", type=int, metavar="N", help="of each environment, or all it has (default: 256)")
+    tasks.add_argument("--held_out_frac", type=float, metavar="F", help="take the tasks of this held-out split")
+    tasks.add_argument("--max_answer_tok", type=int, metavar="N", help="most tokens of an answer (default: 512)")
+    tries = parser.add_argument_group("attempts")
+    tries.add_argument("--attempts", type=int, default=1, metavar="N", help="at each task (default: %(default)s)")
+    tries.add_argument("--k", help="of pass@k and maj@k, with commas (default: 1,2,4,... and N)")
+    tries.add_argument("--temperature", type=float, help="0 is greedy (default: the recipe's, or 1)")
+    tries.add_argument("--top_p", type=float, default=1.0)
+    tries.add_argument("--top_k", type=int, default=0)
+    tries.add_argument("--min_p", type=float, default=0.0)
+    tries.add_argument("--seed", type=int, help="of what is sampled (default: the recipe's, or 0)")
+    tries.add_argument("--max_context", type=int, metavar="N", help="tokens of prompt and answer")
+    tries.add_argument("--dtype", choices=["float32", "bfloat16"], help="of computations (default: the recipe's)")
+    tries.add_argument("--concurrency", type=int, metavar="N", help="episodes at a time (default: 256; endpoint: 64)")
+    server = parser.add_argument_group("endpoint")
+    server.add_argument("--model_name", default="", help="default: the only one that the server lists")
+    server.add_argument(
+        "--api_key_env", default=KEY, metavar="NAME", help="variable with the key (default: %(default)s)"
+    )
+    server.add_argument("--timeout_s", type=float, default=600.0, help="of a request (default: %(default)s)")
+    server.add_argument("--retries", type=int, default=5, help="of a request that fails (default: %(default)s)")
+    server.add_argument("--request", metavar="JSON", help="fields of every request; null takes one away")
+    out = parser.add_argument_group("output")
+    out.add_argument("--to", metavar="DIR", help="keep every answer and the report there; go on with what is there")
+    out.add_argument("--fresh", action="store_true", help="delete the evaluation in that folder first")
+    out.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    out.add_argument("--confidence", type=float, default=0.95, help="of the intervals (default: %(default)s)")
     return parser.parse_args(argv)
 
 
@@ -38,62 +88,244 @@ def main(argv: list[str] | None = None) -> int:
     config: list[Loaded[Recipe]] = []
 
     def run() -> int:
-        config.append(read_config(args))
-        result, trajectories = evaluate(config[0].value, args.run)
-        if args.save:
-            with open(args.save, "w") as f:
-                f.writelines(json.dumps(t.to_json()) + "\n" for t in trajectories)
-        print(json.dumps(result))
+        if args.compare:
+            print(compared(args))
+            return 0
+        check_arguments(args)
+        recipe = None
+        if args.run or args.gin:
+            config.append(read_config(args))
+            recipe = config[0].value
+        found = evaluate(
+            run=args.run,
+            model=args.model,
+            endpoint=read_endpoint(args),
+            key=os.environ.get(args.api_key_env, ""),
+            step=cli.read_step(args.step),
+            recipe=recipe,
+            envs=args.env,
+            tasks=args.tasks,
+            held_out_frac=args.held_out_frac,
+            max_answer_tok=args.max_answer_tok,
+            attempts=read_attempts(args, recipe),
+            max_context=args.max_context,
+            dtype=args.dtype,
+            to=args.to,
+            fresh=args.fresh,
+        )
+        print(json.dumps(found.to_json()) if args.json else found.markdown())
+        if found.failed and args.to:
+            print(f"the same command asks the {found.failed} failed attempt(s) again", file=sys.stderr)
         return 0
 
     return cli.run_verb(run, lambda: config[0] if config else None)
 
 
-def evaluate(
-    recipe: Recipe, run: str | Path | None, should_stop: Callable[[], bool] = lambda: False
-) -> tuple[dict[str, object], list[Trajectory]]:
-    """What is printed, and every trajectory.
+def compared(args: argparse.Namespace) -> str:
+    """What `--compare` prints."""
+    from rolljax.evaluation import answers, report
+    from rolljax.evaluation.settings import Attempts
 
-    Args:
-      run: the folder of a run, whose newest checkpoint is evaluated; None: the recipe's own model.
-      should_stop: asked while waiting; True ends it with `Stopped`.
-    """
-    import numpy as np
+    first, second = map(answers.read, args.compare)
+    records, text = report.compare(first, second, Attempts(confidence=args.confidence, seed=args.seed or 0))
+    return json.dumps(records) if args.json else text
 
-    from rolljax.run import preflight
-    from rolljax.run.runtime import Runtime
-    from rolljax.run.trained import initial_params, trained_params
 
-    checked = preflight.check(recipe)
-    params, version = trained_params(checked, run) if run else (initial_params(checked), 0)
-    with Runtime(checked, lambda: params, version, should_stop) as runtime:
-        trajectories = runtime.event_loop.run(runtime.evaluate(version))
-    alive = [t for t in trajectories if t.status != "failed"]
-    rewards = np.array([t.reward for t in alive])
-    if not alive:
-        raise CheckpointError(f"every trajectory failed; the last one: {trajectories[-1].fault}")
-    result: dict[str, object] = {
-        "env": checked.recipe.env.name,
-        "reward_mean": float(rewards.mean()),
-        "reward_stderr": float(rewards.std(ddof=1) / len(rewards) ** 0.5) if len(rewards) > 1 else 0.0,
-        "success_frac": float(np.mean([t.success for t in alive])),
-        "n": len(alive),
-        "failed": len(trajectories) - len(alive),
-        "temperature": checked.recipe.evaluation.temperature,
-        "version": version,
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for options that have no effect or do not go together."""
+    useless = {
+        "--step": args.step is not None and not args.run,
+        "--fresh": args.fresh and not args.to,
+        "--set": bool(args.set) and not (args.run or args.gin),
+        "--model_name": bool(args.model_name) and not args.endpoint,
+        "--request": args.request is not None and not args.endpoint,
+        "--max_context": args.max_context is not None and bool(args.endpoint),
+        "--dtype": args.dtype is not None and bool(args.endpoint),
     }
-    return result, trajectories
+    for name, is_useless in useless.items():
+        if is_useless:
+            raise ConfigError("can have no effect here", setting=name, remedy="leave it out")
 
 
 def read_config(args: argparse.Namespace) -> Loaded[Recipe]:
-    """The recipe of a run, or the one given with `--gin` around a model folder."""
+    """The recipe of a run, or the one given with `--gin`, around a model folder if there is one."""
     from rolljax.run.folder import stored_config
 
     if args.run:
         return cli.load_recipe([stored_config(args.run), *args.gin], args.set)
-    if not args.gin:
-        raise ConfigError("says which tasks to evaluate on", setting="--gin", remedy="--gin quickstart, for instance")
-    return cli.load_recipe(args.gin, [*args.set, f"Recipe.model = {args.model!r}"])
+    return cli.load_recipe(args.gin, [*args.set, *([f"Recipe.model = {args.model!r}"] if args.model else [])])
+
+
+def evaluate(
+    *,
+    run: str | Path | None = None,
+    model: str | Path | None = None,
+    endpoint: EndpointConfig | str | None = None,
+    key: str = "",
+    step: Step | None = None,
+    recipe: Recipe | None = None,
+    envs: Sequence[EnvSpec | str] = (),
+    tasks: int | None = None,
+    held_out_frac: float | None = None,
+    max_answer_tok: int | None = None,
+    attempts: Attempts | None = None,
+    max_context: int | None = None,
+    dtype: Dtype | None = None,
+    to: str | Path | None = None,
+    fresh: bool = False,
+    quiet: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Report:
+    """Evaluate a model on tasks; `print(report.markdown())`, `report["chain_sum"].estimates["pass@1"]`.
+
+    Args:
+      run, model, endpoint: one of them: a run folder, a Hugging Face folder, a server (with `key`, if it asks for one).
+      step: of the run: a kept checkpoint, or `best`; None: the newest.
+      recipe: settings; None: those stored in the run's folder, if there is a run.
+      envs: whose tasks; empty: the recipe's held-out ones. tasks: how many of each. held_out_frac: their split; None:
+        of an environment with the name of the recipe's its held-out tasks, of others all.
+      max_answer_tok, max_context: tokens of an answer, and of prompt and answer; None: the recipe's, or 512 and 4096.
+      attempts: how each task is tried; None: once, at the recipe's temperature and seed.
+      dtype: of computations; None: the recipe's, or float32 on CPU and else bfloat16.
+      to: folder for every answer and the report; an unfinished evaluation there goes on. fresh: delete it first.
+      quiet: show no progress on stderr. should_stop: asked all the while; True ends it with `Stopped`.
+
+    Raises:
+      ConfigError, CheckpointError, DataError, InfraError, HangError: see `evaluation.run.evaluate`.
+    """
+    from rolljax.evaluation import run as evaluation
+    from rolljax.evaluation.progress import Progress
+    from rolljax.evaluation.settings import Attempts
+    from rolljax.run.folder import stored_config
+
+    if sum(x is not None for x in (run, model, endpoint)) != 1:
+        raise ConfigError("is needed, and only one", setting="run, model or endpoint")
+    if recipe is None and run is not None:
+        recipe = cli.load_recipe([stored_config(run)], []).value
+    said = {"num_tasks": tasks, "held_out_frac": held_out_frac, "max_answer_tok": max_answer_tok}
+    benchmarks = benchmarks_of(recipe, envs, {name: value for name, value in said.items() if value is not None})
+    if attempts is None:
+        attempts = Attempts(temperature=recipe.evaluation.temperature, seed=recipe.seed) if recipe else Attempts()
+    with contextlib.ExitStack() as stack:
+        if endpoint is not None:
+            opened = open_endpoint(endpoint, key)
+        else:
+            opened = open_local(run, model, step, recipe, benchmarks, max_context, dtype)
+        stack.enter_context(opened)
+        progress = None if quiet else stack.enter_context(Progress(opened.name))
+        show, warn = (progress.show, progress.say) if progress else (lambda _: None, lambda _: None)
+        return evaluation.evaluate(
+            opened, benchmarks, attempts, to=to, fresh=fresh, show=show, warn=warn, should_stop=should_stop
+        )
+
+
+def benchmarks_of(recipe: Recipe | None, envs: Sequence[EnvSpec | str], changes: Mapping[str, Any]) -> list[Benchmark]:
+    """The tasks of environments, or else of the recipe.
+
+    An environment of the recipe's own name gives held-out tasks, as the model may have been trained on the others.
+
+    Args:
+      changes: fields of `Benchmark` over what follows from the recipe.
+    """
+    from rolljax.envs.catalog import make_spec
+    from rolljax.evaluation.settings import Benchmark
+
+    own = None if recipe is None else Benchmark.of_recipe(recipe)
+    if not envs:
+        if own is None:
+            raise ConfigError("says which tasks to evaluate on", setting="--env or --gin", remedy="--env rg:chain_sum")
+        return [dataclasses.replace(own, **changes)]
+    found = []
+    for env in envs:
+        spec = make_spec(env) if isinstance(env, str) else env
+        of_recipe: dict[str, Any] = {} if own is None else {"pool": own.pool, "max_answer_tok": own.max_answer_tok}
+        if own is not None and spec.name == own.env.name:
+            of_recipe["held_out_frac"] = own.held_out_frac
+        found.append(Benchmark(spec, **of_recipe | dict(changes)))
+    return found
+
+
+def open_endpoint(endpoint: EndpointConfig | str, key: str) -> EvaluatedModel:
+    """The model behind a server."""
+    from rolljax.evaluation.endpoint import EndpointConfig, EndpointModel
+
+    return EndpointModel(EndpointConfig(endpoint) if isinstance(endpoint, str) else endpoint, key)
+
+
+def open_local(
+    run: str | Path | None,
+    model: str | Path | None,
+    step: Step | None,
+    recipe: Recipe | None,
+    benchmarks: Sequence[Benchmark],
+    max_context: int | None,
+    dtype: Dtype | None,
+) -> EvaluatedModel:
+    """A run's model, or that of a folder, its weights loaded."""
+    from rolljax.evaluation import models
+
+    if recipe is None:
+        longest = max(b.max_answer_tok for b in benchmarks)
+        recipe = models.folder_recipe(
+            str(model), benchmarks[0].env, max_context=max_context, max_answer_tok=longest, dtype=dtype
+        )
+    else:
+        recipe = dataclasses.replace(models.with_context(recipe, max_context), dtype=dtype or recipe.dtype)
+        if model is not None:
+            recipe = dataclasses.replace(recipe, model=str(model))
+    return models.of_folder(recipe) if run is None else models.of_run(recipe, run, step)
+
+
+def read_attempts(args: argparse.Namespace, recipe: Recipe | None) -> Attempts:
+    """How every task is tried."""
+    from rolljax.evaluation.settings import Attempts
+
+    try:
+        at = tuple(int(k) for k in args.k.split(",")) if args.k else ()
+    except ValueError:
+        raise ConfigError("are whole numbers with commas", setting="--k", value=args.k, remedy="--k 1,4,8") from None
+    temperature = args.temperature if args.temperature is not None else recipe.evaluation.temperature if recipe else 1.0
+    seed = args.seed if args.seed is not None else recipe.seed if recipe else 0
+    most: dict[str, Any] = {} if args.concurrency is None else {"concurrency": args.concurrency}
+    return Attempts(
+        args.attempts,
+        at,
+        temperature,
+        args.top_p,
+        args.top_k,
+        args.min_p,
+        seed,
+        confidence=args.confidence,
+        **most,
+    )
+
+
+def read_endpoint(args: argparse.Namespace) -> EndpointConfig | None:
+    """The server that the options name, if they name one."""
+    if not args.endpoint:
+        return None
+    from rolljax.evaluation.endpoint import EndpointConfig
+
+    most: dict[str, Any] = {} if args.concurrency is None else {"concurrency": args.concurrency}
+    request = read_request(args.request)
+    return EndpointConfig(args.endpoint, args.model_name, args.timeout_s, args.retries, request=request, **most)
+
+
+def read_request(text: str | None) -> dict[str, Any]:
+    """`--request` as fields.
+
+    Raises:
+      ConfigError: it is no JSON object.
+    """
+    try:
+        fields = json.loads(text or "{}")
+    except ValueError as e:
+        fields = e
+    if not isinstance(fields, dict):
+        raise ConfigError(
+            "is not a JSON object", setting="--request", value=text, remedy="""'{"return_token_ids": true}'"""
+        )
+    return fields
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Export: `python -m rolljax.export --run RUN | --model HF_DIR  --to DIR` writes a Hugging Face folder.
+"""Export: `python -m rolljax.export --run RUN [--step N] | --model HF_DIR  --to DIR` writes a Hugging Face folder.
 
 `transformers` loads it and computes the same logits. Adapters that a run trained are added to its weights; `--adapter`
-writes them alone, as a folder for PEFT. `--model` reads a folder and writes it again.
-Folders of a model with images are read for their text part.
+writes them alone, as a folder for PEFT. `--step N` takes a checkpoint that was kept, `--step best` the one of the
+highest held-out reward, `--average 100,150,200` the mean of several. A run's folder gets a model card. `--model` reads
+a folder and writes it again. Folders of a model with images are read for their text part.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +19,25 @@ from rolljax.errors import ConfigError
 from rolljax.run import durable
 
 if TYPE_CHECKING:
+    from rolljax.model.decoder import Dtype, Params
     from rolljax.recipe import Recipe
+    from rolljax.run.checkpoint import Saved, Step
+    from rolljax.run.preflight import ResolvedRecipe
+
+DTYPES = ("float32", "bfloat16")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rolljax.export", description="Write a Hugging Face folder.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--run", help="run folder: its latest checkpoint")
+    what.add_argument("--run", help="run folder: its newest checkpoint")
     what.add_argument("--model", help="local Hugging Face folder")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", help="of a kept checkpoint, or 'best': of the highest held-out reward")
+    which.add_argument("--average", metavar="N,N,...", help="mean of the weights of these kept steps")
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to write; must be new or empty")
     parser.add_argument("--adapter", action="store_true", help="of a run with adapters: these alone, for PEFT")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: float32)")
     parser.add_argument("--max_shard_gb", type=float, help="10^9 bytes of a file of weights, at most (default: 5)")
     return parser.parse_args(argv)
 
@@ -37,74 +47,180 @@ def main(argv: list[str] | None = None) -> int:
     cli.quiet()
 
     def run() -> int:
-        print(write(args))
+        print(
+            export(
+                args.to,
+                run=args.run,
+                model=args.model,
+                step=cli.read_step(args.step),
+                average=read_steps(args.average),
+                adapter=args.adapter,
+                dtype=args.dtype,
+                max_shard_gb=args.max_shard_gb,
+            )
+        )
         return 0
 
     return cli.run_verb(run)
 
 
-def write(args: argparse.Namespace, recipe: Recipe | None = None) -> Path:
-    """Write the folder that the arguments ask for. recipe: see `export`."""
-    to = Path(args.to)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError("is not a new or empty folder", setting="--to", value=args.to, remedy="name another folder")
-    how: dict[str, Any] = {}
-    if args.max_shard_gb is not None:
-        if args.max_shard_gb <= 0:
-            raise ConfigError("must be above 0", setting="--max_shard_gb", value=args.max_shard_gb)
-        how["max_shard_bytes"] = int(args.max_shard_gb * 10**9)
-    if args.dtype is not None:
-        how["dtype"] = args.dtype
-    if args.adapter and how:
+def read_steps(text: str | None) -> tuple[int, ...]:
+    """`--average` as steps.
+
+    Raises:
+      ConfigError: they are no whole numbers with commas.
+    """
+    try:
+        return tuple(int(step) for step in text.split(",")) if text is not None else ()
+    except ValueError:
         raise ConfigError(
-            "is written in float32, as one file", setting="--adapter", remedy="leave out --dtype and --max_shard_gb"
-        )
-    with durable.folder(to) as folder:
-        export(args.run, args.model, folder, adapter=args.adapter, recipe=recipe, **how)
-    return to
+            "is not whole numbers with commas", setting="--average", value=text, remedy="--average 100,150,200"
+        ) from None
 
 
 def export(
-    run: str | None, folder: str | None, to: Path, *, adapter: bool = False, recipe: Recipe | None = None, **how: Any
-) -> None:
-    """Write the folder. recipe: of the run (default: as its folder has it). how: as `hf.save` takes it."""
+    to: str | Path,
+    *,
+    run: str | Path | None = None,
+    model: str | Path | None = None,
+    step: Step | None = None,
+    average: Sequence[int] = (),
+    adapter: bool = False,
+    dtype: Dtype | None = None,
+    max_shard_gb: float | None = None,
+    recipe: Recipe | None = None,
+) -> Path:
+    """Write a Hugging Face folder, which must be new or empty; there is all of it or none.
+
+    Args:
+      run, model: one of them: a run folder, or a Hugging Face folder to read.
+      step: of a kept checkpoint, or `best`; None: the newest. average: steps whose weights are averaged instead: the
+        mean is taken in float64 and rounded to float32 once.
+      adapter: write a run's adapters alone, for PEFT. dtype: of the weights that are written (None: float32).
+      max_shard_gb: 10^9 bytes of a file of weights, at most. recipe: of the run; None: as its folder has it.
+
+    Raises:
+      ConfigError: arguments that do not go together, a step that is not kept. CheckpointError: a source that cannot be
+        read. StorageError: a folder that cannot be written.
+    """
+    place = Path(to)
+    if (run is None) == (model is None):
+        raise ConfigError("is needed, not both or none", setting="--run or --model", remedy="name one of them")
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ConfigError("is not a new or empty folder", setting="--to", value=str(to), remedy="name another folder")
+    how = read_format(dtype, max_shard_gb)
+    if adapter and how:
+        raise ConfigError(
+            "is written in float32, as one file", setting="--adapter", remedy="leave out --dtype and --max_shard_gb"
+        )
+    with durable.folder(place) as folder:
+        if model is not None:
+            for name, given in (("--adapter", adapter), ("--step", step is not None), ("--average", bool(average))):
+                if given:
+                    raise ConfigError("is for runs", setting=name, remedy="leave it out, or name the --run")
+            rewrite(folder, Path(model), how)
+        elif run is not None:
+            export_run(folder, run, step, average, adapter, how, recipe)
+    return place
+
+
+def read_format(dtype: Dtype | None, max_shard_gb: float | None) -> dict[str, Any]:
+    """How weights are written, as `hf.save` takes it."""
+    how: dict[str, Any] = {}
+    if max_shard_gb is not None:
+        if max_shard_gb <= 0:
+            raise ConfigError("must be above 0", setting="--max_shard_gb", value=max_shard_gb)
+        how["max_shard_bytes"] = int(max_shard_gb * 10**9)
+    if dtype is not None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"is not one of {', '.join(DTYPES)}", setting="--dtype", value=dtype)
+        how["dtype"] = dtype
+    return how
+
+
+def rewrite(to: Path, folder: Path, how: dict[str, Any]) -> None:
+    """Read a Hugging Face folder and write it again."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    from rolljax.model import hf, lora
+    from rolljax.model import hf
     from rolljax.model.decoder import Model
     from rolljax.model.tokenizer import load_tokenizer
-    from rolljax.run.folder import stored_config
-    from rolljax.run.initial_weights import plain_params
-    from rolljax.run.preflight import load_chat, resolve
-    from rolljax.run.trained import trained_params
     from rolljax.trainer.mesh import available_devices
 
-    if run is not None:
-        resolved = resolve(recipe or cli.load_recipe([stored_config(run)], []).value)
-        model, base, tokenizer = resolved.model, resolved.recipe.model, load_chat(resolved).tokenizer
-        if not adapter:
-            source = base if isinstance(base, str) else None
-            params = plain_params(resolved, trained_params(resolved, run)[0])
-            hf.save(to, model.plain, params, tokenizer, source=source, **how)
-            return
-        if model.lora is None or not isinstance(base, str):
-            raise ConfigError(
-                "asks for adapters beside the weights of a folder; this run has "
-                + ("none" if model.lora is None else "random base weights, which nobody else can make"),
-                setting="--adapter",
-                remedy="leave it out: the folder then holds all weights",
-            )
-        adapters, inside = trained_params(resolved, run)[0].adapters, hf.decoder_module(base)
-        lora.save_adapter(to, model.lora, model.cfg, adapters, base, tokenizer, inside)
-        return
-    if adapter:
-        raise ConfigError("is for runs", setting="--adapter", remedy="leave it out, or name the --run")
-    assert folder is not None
     model, tokenizer = Model(hf.read_config(folder)), load_tokenizer(folder)
     here = SingleDeviceSharding(available_devices()[0])
     params = hf.load(folder, model, jax.tree.map(lambda _: here, model.abstract()))
     hf.save(to, model, params, tokenizer, source=folder, **how)
+
+
+def export_run(
+    to: Path,
+    run: str | Path,
+    step: Step | None,
+    average: Sequence[int],
+    adapter: bool,
+    how: dict[str, Any],
+    recipe: Recipe | None,
+) -> None:
+    """Write the policy of a run, with its card."""
+    from rolljax.model import hf
+    from rolljax.run.folder import stored_config
+    from rolljax.run.initial_weights import plain_params
+    from rolljax.run.preflight import load_chat, resolve
+    from rolljax.run.trained import averaged_params, trained_checkpoint
+
+    resolved = resolve(recipe or cli.load_recipe([stored_config(run)], []).value)
+    base = resolved.recipe.model
+    if adapter:
+        write_adapter(to, run, resolved, step, average)
+        return
+    params: Params
+    if average:
+        params, saved = averaged_params(resolved, run, average)
+        of = f"The mean of the weights after steps {', '.join(map(str, average))}."
+    else:
+        trained, saved = trained_checkpoint(resolved, run, step)
+        params, of = plain_params(resolved, trained), f"The weights after step {saved.progress.total_steps}."
+    source = base if isinstance(base, str) else None
+    hf.save(to, resolved.model.plain, params, load_chat(resolved).tokenizer, source=source, **how)
+    write_card(to, run, saved, of)
+
+
+def write_card(to: Path, run: str | Path, saved: Saved, of: str) -> None:
+    """Write the model card of a checkpoint. of: which weights they are, a sentence."""
+    from rolljax.run import model_card
+    from rolljax.run.folder import RunFolder
+
+    folder, progress = RunFolder(run), saved.progress
+    rows = [row for row in folder.rows() if row["step"] <= progress.total_steps]
+    model_card.write(to, folder.path, progress.heldout_reward, rows, of)
+
+
+def write_adapter(
+    to: Path, run: str | Path, resolved: ResolvedRecipe, step: Step | None, average: Sequence[int]
+) -> None:
+    """Write a run's adapters alone."""
+    from rolljax.model import hf, lora
+    from rolljax.run.preflight import load_chat
+    from rolljax.run.trained import trained_params
+
+    model, base = resolved.model, resolved.recipe.model
+    if average:
+        raise ConfigError(
+            "cannot be given for adapters: the mean of products is not the product of means",
+            setting="--average",
+            remedy="leave out --adapter: the folder then holds the mean of all weights",
+        )
+    if model.lora is None or not isinstance(base, str):
+        raise ConfigError(
+            "asks for adapters beside the weights of a folder; this run has "
+            + ("none" if model.lora is None else "random base weights, which nobody else can make"),
+            setting="--adapter",
+            remedy="leave it out: the folder then holds all weights",
+        )
+    adapters, inside = trained_params(resolved, run, step)[0].adapters, hf.decoder_module(base)
+    lora.save_adapter(to, model.lora, model.cfg, adapters, base, load_chat(resolved).tokenizer, inside)
 
 
 if __name__ == "__main__":

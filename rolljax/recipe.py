@@ -208,6 +208,8 @@ class Recipe:
     seed: of the weights, of the order of tasks and of everything sampled.
     save_every: steps between checkpoints (one is always kept at the end of a phase and when the run is told to stop).
     keep_checkpoints: how many of the newest stay; at least two, so that one that is damaged costs no run.
+    keep_best: how many more stay, of the highest held-out rewards (`Phase.eval_every`, and the ends of phases). One is
+      saved whenever an evaluation is among them.
     rollouts_every: steps between files of rollouts. keep_rollouts: how many of the newest files stay (None: all).
     wait_s: longest wait for the groups of a step.
     trackers: what else is given the rows of metrics.jsonl (docs/trackers.md).
@@ -233,6 +235,7 @@ class Recipe:
     seed: int = 0
     save_every: int = 50
     keep_checkpoints: int = 2
+    keep_best: int = 0
     rollouts_every: int = 1
     keep_rollouts: int | None = None
     wait_s: float = 600.0
@@ -248,6 +251,7 @@ class Recipe:
             )
         check_range(self, "max_answer_tok", "save_every", "rollouts_every", low=1)
         check_range(self, "keep_checkpoints", low=2)
+        check_range(self, "keep_best", low=0)
         if self.keep_rollouts is not None and self.keep_rollouts < 1:
             raise ConfigError(
                 "must be at least 1, or None for all",

@@ -147,6 +147,15 @@ class EnvSpec(abc.ABC):
         """What a user should know before a run, as sentences: what of their data is left out, for one."""
         return ()
 
+    def final_answer(self, task: Task, text: str) -> str | None:
+        """What a policy's last message answers, written so that equal answers are equal texts: what attempts vote for
+        in an evaluation (maj@k). Reads the text in linear time.
+
+        Returns:
+          None: the text holds no answer, or these tasks have none that could be counted (the default).
+        """
+        return None
+
     def bad_actions(self) -> Sequence[str]:
         """Actions that must not solve a task, for the contract tests."""
         return ("", "\x00", "nonsense " * 50)

@@ -142,6 +142,13 @@ class Questions(EnvSpec):
     def make(self) -> QuestionsEnv:
         return QuestionsEnv(self)
 
+    def final_answer(self, task: Task, text: str) -> str | None:
+        if self.reward is not None:
+            return None
+        number = answers.is_number(self.question(task.index).answer)
+        found_answer = answers.find(text, self.answer_in, number=number)
+        return None if found_answer is None else answers.canonical(found_answer)
+
     def bad_actions(self) -> Sequence[str]:
         if self.reward is not None:  # whose function it is says what is good
             return ()

@@ -31,25 +31,46 @@ def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
     Raises:
       DataError: the family does not have that many.
     """
+    found, seen, index = _different(spec, num_tasks, frac)
+    if len(found) == num_tasks:
+        return found
+    most = f"Evaluation.tasks = {len(found)} at most, " if found else ""
+    raise DataError(
+        f"{spec.name} has only {len(found)} different held-out tasks among the {seen} different ones of its first "
+        f"{index} indices, {num_tasks} were asked for: set {most}or Evaluation.held_out_frac (now {frac:g}) higher, or "
+        "widen the family's settings"
+    )
+
+
+def first_tasks(spec: EnvSpec, num_tasks: int, frac: float = 1.0) -> list[Task]:
+    """The first different tasks in index order: `num_tasks`, or all where there are fewer.
+
+    Args:
+      frac: of the split that they are taken from: 1 takes them all, less the held-out ones (`is_held_out`).
+
+    Raises:
+      DataError: there is none.
+    """
+    found, seen, index = _different(spec, num_tasks, frac)
+    if not found:
+        raise DataError(f"{spec.name} has no held-out task among the {seen} different ones of {index} indices")
+    return found
+
+
+def _different(spec: EnvSpec, num_tasks: int, frac: float) -> tuple[list[Task], int, int]:
+    """Up to `num_tasks` different tasks of the split, how many different ones were seen, and among how many indices."""
     found: dict[str, Task] = {}
     seen: set[str] = set()
     limit, newest, index = min(NUM_INDICES, int(100 * num_tasks / frac) + 1000), 0, 0
-    while index < limit and index - newest <= REPEATS * len(seen) + MIN_REPEATS:
+    while index < limit and index - newest <= REPEATS * len(seen) + MIN_REPEATS and len(found) < num_tasks:
         task = spec.task(index)
         if task.id not in seen:
             seen.add(task.id)
             newest = index
             if is_held_out(task, frac):
                 found[task.id] = task
-                if len(found) == num_tasks:
-                    return list(found.values())
         index += 1
-    most = f"Evaluation.tasks = {len(found)} at most, " if found else ""
-    raise DataError(
-        f"{spec.name} has only {len(found)} different held-out tasks among the {len(seen)} different ones of its first "
-        f"{index} indices, {num_tasks} were asked for: set {most}or Evaluation.held_out_frac (now {frac:g}) higher, or "
-        "widen the family's settings"
-    )
+    return list(found.values()), len(seen), index
 
 
 @dataclasses.dataclass

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -19,12 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from rolljax.errors import ConfigError
 from rolljax.library.apart import run_apart
-from rolljax.library.run import Run, Trajectories
+from rolljax.library.run import Run
 
 if TYPE_CHECKING:
     from rolljax.config.loader import Loaded
+    from rolljax.envs.base import EnvSpec
+    from rolljax.evaluation.report import Report
+    from rolljax.evaluation.settings import Attempts
     from rolljax.library.model import LoadedModel
+    from rolljax.model.decoder import Dtype
     from rolljax.recipe import Recipe
+    from rolljax.run.checkpoint import Step
 
 PathLike = str | os.PathLike[str]
 NO_SETTINGS: Mapping[str, object] = {}
@@ -92,51 +96,64 @@ def train(
     return Run(folder, config)
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluated:
-    """Answers to held-out tasks.
-
-    metrics: mean reward with its standard error, solved share, number of tasks: what `python -m rolljax.eval` prints.
-    trajectories: every answer.
-    """
-
-    metrics: dict[str, object]
-    trajectories: Trajectories = dataclasses.field(repr=False)
-
-
 def evaluate(
-    source: Run | PathLike, *, recipe: Recipe | PathLike | None = None, set: Mapping[str, object] = NO_SETTINGS
-) -> Evaluated:
-    """Let a model answer held-out tasks.
+    source: Run | PathLike,
+    *,
+    recipe: Recipe | PathLike | None = None,
+    set: Mapping[str, object] = NO_SETTINGS,
+    envs: Sequence[EnvSpec | str] = (),
+    tasks: int | None = None,
+    attempts: Attempts | int = 1,
+    step: Step | None = None,
+    to: PathLike | None = None,
+) -> Report:
+    """Let a model answer tasks: `print(rolljax.evaluate("runs/quickstart", attempts=4).markdown())`.
 
     Args:
-      source: a run or its folder: its newest checkpoint on the tasks of its recipe. Or a local Hugging Face folder.
+      source: a run or its folder, on the held-out tasks of its recipe. Or a local Hugging Face folder.
       recipe: of a Hugging Face folder: which tasks, and how they are sampled. set: settings over the recipe, as for
         `train`: `{"Evaluation.temperature": 0, "Evaluation.tasks": 1000}`.
+      envs: whose tasks, in place of the recipe's. tasks: how many of each.
+      attempts: at every task; or all of how tasks are tried. step: of the run: a kept checkpoint, or `best`; None: the
+        newest. to: folder for every answer and the report; an unfinished evaluation there goes on.
+
+    Returns:
+      The report: a table in a notebook and by `markdown()`; every answer in `trajectories`.
 
     Raises:
-      ConfigError: the tasks cannot be made; CheckpointError: there is nothing to evaluate, or every answer failed.
-      KeyboardInterrupt: it was interrupted.
+      ConfigError: the tasks cannot be made; CheckpointError: there is nothing to evaluate; InfraError: every answer
+      failed. KeyboardInterrupt: it was interrupted.
     """
     from rolljax import cli
 
     cli.quiet()
-    from rolljax.eval import evaluate as evaluate_recipe
+    from rolljax import eval as verb
+    from rolljax.evaluation.settings import Attempts
     from rolljax.threads.event_loop import Stopped
 
-    def work(told_to_stop: Callable[[], bool]) -> Evaluated:
+    def work(told_to_stop: Callable[[], bool]) -> Report:
         run = _run_of(source)
-        if run is None and recipe is None:
+        if run is None and recipe is None and not envs:
             raise ConfigError("says which tasks to evaluate on", setting="recipe", remedy='recipe="quickstart"')
         if run is not None and recipe is not None:
             raise ConfigError("is for model folders; a run has its own", setting="recipe", remedy="leave it out")
-        if run is not None:
-            config = run.config_with(set)
-        else:
-            config = config_of(recipe, {**set, "Recipe.model": os.fspath(source)})  # type: ignore[arg-type]
-        with _located(config):
-            found, trajectories = evaluate_recipe(config.value, run.path if run else None, told_to_stop)
-        return Evaluated(found, Trajectories(trajectories))
+        config = run.config_with(set) if run else config_of(recipe, set) if recipe is not None else None
+        how = attempts
+        if isinstance(how, int):
+            own = config.value if config else None
+            how = Attempts(how, temperature=own.evaluation.temperature, seed=own.seed) if own else Attempts(how)
+        with contextlib.nullcontext() if config is None else _located(config):
+            return verb.evaluate(
+                run=run.path if run else None,
+                model=None if run else os.fspath(source),  # type: ignore[arg-type]
+                step=step,
+                recipe=config.value if config else None,
+                envs=envs,
+                tasks=tasks,
+                attempts=how,
+                to=None if to is None else Path(to),
+                should_stop=told_to_stop,
+            )
 
     try:
         return run_apart(work)
@@ -148,15 +165,18 @@ def export(
     source: Run | PathLike,
     to: PathLike,
     *,
+    step: Step | None = None,
+    average: Sequence[int] = (),
     adapter: bool = False,
-    dtype: str | None = None,
+    dtype: Dtype | None = None,
     max_shard_gb: float | None = None,
 ) -> Path:
     """Write a model as a Hugging Face folder that `transformers` and `load` read; returns its path.
 
     Args:
-      source: a run or its folder: its newest checkpoint; or a Hugging Face folder, which is written again.
-      to: the folder, new or empty. adapter: of a run with adapters these alone, for PEFT.
+      source: a run or its folder; or a Hugging Face folder, which is written again.
+      to: the folder, new or empty. step: of the run: a kept checkpoint, or `best`; None: the newest. average: steps
+        whose weights are averaged instead. adapter: of a run with adapters these alone, for PEFT.
       dtype: of the weights: "float32" (default) or "bfloat16". max_shard_gb: 10^9 bytes of a file, at most (5).
 
     Raises:
@@ -165,13 +185,22 @@ def export(
     from rolljax import cli
 
     cli.quiet()
-    from rolljax.export import parse, write
+    from rolljax.export import export as write
 
     run = _run_of(source)
-    what = {"run": run.path} if run else {"model": source}
-    how = _options(what | {"to": to, "dtype": dtype, "max_shard_gb": max_shard_gb})
-    args = _parsed(parse, [*how, *["--adapter"] * adapter])
-    return run_apart(lambda _: write(args, run.config.value if run else None))
+    return run_apart(
+        lambda _: write(
+            Path(to),
+            run=run.path if run else None,
+            model=None if run else os.fspath(source),  # type: ignore[arg-type]
+            step=step,
+            average=average,
+            adapter=adapter,
+            dtype=dtype,
+            max_shard_gb=max_shard_gb,
+            recipe=run.config.value if run else None,
+        )
+    )
 
 
 def load(

@@ -6,6 +6,7 @@ template's own separators. Nothing that was sampled is ever tokenised again.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -109,26 +110,23 @@ def linear_pattern(pattern: str) -> Any:
         ) from e
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Rollouts:
-    """Everything a rollout needs beside its task.
+class EpisodeRollouts(abc.ABC):
+    """Groups of episodes, begun again where the infrastructure failed; who acts in one is said by `run_episode`.
 
-    max_turns, max_context, max_answer_tok: most answers of an episode, tokens of a sequence, tokens of an answer.
-    hash_observations: keep a hash of what the environment says (`Trajectory.observation_hashes`). tally: counts
-    episodes. run_limits: how long programs of the policy may run, where the environment goes by them
-    (`EnvSpec.run_limits`).
+    pool: of the environments. cfg: how episodes are conducted. tally: counts them.
     """
 
     pool: EnvPool
-    chat: Chat
-    policy: Policy
-    max_turns: int
-    max_context: int
-    max_answer_tok: int
-    cfg: RolloutConfig = RolloutConfig()
-    hash_observations: bool = False
-    tally: Tally = dataclasses.field(default_factory=Tally)
-    run_limits: RunLimits | None = None
+    cfg: RolloutConfig
+    tally: Tally
+
+    @abc.abstractmethod
+    async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
+        """Play an open episode to its end, and put what happens on `builder`.
+
+        Raises:
+          RolljaxError: it failed; the error says whose doing that was.
+        """
 
     async def group(
         self,
@@ -198,6 +196,47 @@ class Rollouts:
             await barrier.arrive(builder.key)
         return episode
 
+    def checked_form(self, text: str, result: StepResult) -> StepResult:
+        """The result with the penalty for an answer of another form than was asked for."""
+        if not self.cfg.answer_format:
+            return result
+        missed = not linear_pattern(self.cfg.answer_format).fullmatch(clean(text))
+        penalty = self.cfg.format_penalty * missed
+        parts = {**result.reward_parts, "format": penalty}
+        return dataclasses.replace(result, reward=result.reward + penalty, reward_parts=parts)
+
+    def ended(self, builder: TrajectoryBuilder, answer: Completion, result: StepResult) -> bool:
+        """Whether the episode is over with this answer; how it ended then stands on `builder`."""
+        if answer.finish_reason != "stop":
+            builder.truncate("answer", f"an answer was cut: {answer.finish_reason}")
+        elif result.truncated:
+            builder.truncate("env", "the environment ended the episode before its end")
+        elif not result.terminated and self.cfg.repeats and builder.repeats >= self.cfg.repeats and answer.is_sampled:
+            builder.end_in_loop()
+        return builder.status != "ok" or result.terminated
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollouts(EpisodeRollouts):
+    """Everything a rollout needs beside its task.
+
+    max_turns, max_context, max_answer_tok: most answers of an episode, tokens of a sequence, tokens of an answer.
+    hash_observations: keep a hash of what the environment says (`Trajectory.observation_hashes`). tally: counts
+    episodes. run_limits: how long programs of the policy may run, where the environment goes by them
+    (`EnvSpec.run_limits`).
+    """
+
+    pool: EnvPool
+    chat: Chat
+    policy: Policy
+    max_turns: int
+    max_context: int
+    max_answer_tok: int
+    cfg: RolloutConfig = RolloutConfig()
+    hash_observations: bool = False
+    tally: Tally = dataclasses.field(default_factory=Tally)
+    run_limits: RunLimits | None = None
+
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
         stream = TokenStream(self.chat.prompt_ids(episode.opening))
         replay = start.chunks if start else ()
@@ -215,14 +254,14 @@ class Rollouts:
                 # what looped would loop again with the same randomness
                 answer = await self.policy.act(stream.ids, episode, builder.key, turn + builder.loops * self.max_turns)
                 text = self.chat.text(answer.tokens, stream.ids)
-            result = self._checked_form(text, await self.env_step(episode, text, builder))
+            result = self.checked_form(text, await self.env_step(episode, text, builder))
             weight = float(start is None or turn >= len(replay) or turn < start.imitate)
             builder.add(stream, answer, text, result, weight)
             if self.hash_observations:
                 builder.observation_hashes.append(digest(result.messages))
             if turn < len(replay) and replay[turn].digest != digest(result.messages):
                 raise EnvError(f"says something else after action {turn + 1} than it did to the expert", stage="replay")
-            if self._ended(builder, answer, result):
+            if self.ended(builder, answer, result):
                 return
             stream.grow(answer.tokens, self.chat.delta_ids(result.messages, closed=True))
         builder.truncate("turns", f"{self.max_turns} turns are over")
@@ -243,24 +282,6 @@ class Rollouts:
             if stream.restarts < self.cfg.restarts:
                 stream.drop_oldest(limit)
         return len(stream.ids) < self.max_context
-
-    def _checked_form(self, text: str, result: StepResult) -> StepResult:
-        """The result with the penalty for an answer of another form than was asked for."""
-        if not self.cfg.answer_format:
-            return result
-        missed = not linear_pattern(self.cfg.answer_format).fullmatch(clean(text))
-        penalty = self.cfg.format_penalty * missed
-        parts = {**result.reward_parts, "format": penalty}
-        return dataclasses.replace(result, reward=result.reward + penalty, reward_parts=parts)
-
-    def _ended(self, builder: TrajectoryBuilder, answer: Completion, result: StepResult) -> bool:
-        if answer.finish_reason != "stop":
-            builder.truncate("answer", f"an answer was cut: {answer.finish_reason}")
-        elif result.truncated:
-            builder.truncate("env", "the environment ended the episode before its end")
-        elif not result.terminated and self.cfg.repeats and builder.repeats >= self.cfg.repeats and answer.is_sampled:
-            builder.end_in_loop()
-        return builder.status != "ok" or result.terminated
 
 
 async def _first(running: Sequence[asyncio.Future[Trajectory]], wanted: int, group: Group) -> Group:

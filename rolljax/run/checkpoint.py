@@ -20,11 +20,11 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
-from rolljax.errors import CheckpointError, boundary
+from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.run import durable
 from rolljax.run.progress import RunProgress
 from rolljax.trainer.state import TrainState
@@ -33,6 +33,9 @@ MANIFEST, ARRAYS, PROGRESS, WAITING = "manifest.sha256", "arrays", "progress.jso
 _NAME = re.compile(r"(\d{6,})_step_\d+")
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)\n")
 _READERS = 8
+
+Step = int | Literal["best"]
+"""Which checkpoint of a run: the newest after so many steps over all phases, or that of the highest held-out reward."""
 
 
 class Saved(NamedTuple):
@@ -52,6 +55,7 @@ class Checkpoints:
         """Checked, or written by this process."""
         self._bad: dict[str, str] = {}
         """What is wrong with those that are damaged."""
+        self._rewards: dict[str, float | None] = {}
 
     def names(self) -> list[str]:
         """What is there, the newest last."""
@@ -107,18 +111,63 @@ class Checkpoints:
         """The train state, placed as `shardings` say, on whatever mesh they are of."""
         return read(self.folder / name, abstract, shardings)
 
-    def retain(self, keep: int) -> None:
-        """Take away all but the newest `keep`, and those that were found damaged."""
+    def find(self, step: Step) -> Saved:
+        """The newest whole checkpoint of a step, or the one of the highest held-out reward.
+
+        Raises:
+          ConfigError: none is kept of that step, or none was evaluated; the message says which steps are kept.
+          CheckpointError: those of that step are damaged.
+        """
+        names = self.best(1) if step == "best" else [n for n in reversed(self.names()) if step_of(n) == step]
+        kept = ", ".join(str(s) for s in dict.fromkeys(map(step_of, self.names()))) or "none"
+        if not names:
+            raise ConfigError(
+                "names a checkpoint that is not there: " + ("none was evaluated" if step == "best" else f"kept {kept}"),
+                setting="--step",
+                value=step,
+                remedy="name one of these; Recipe.keep_checkpoints and Recipe.keep_best say which are kept",
+            )
+        for name in names:
+            problem = "" if name in self._good else damage(self.folder / name)
+            if not problem:
+                return Saved(name, self._progress(name))
+        raise CheckpointError(f"{self.folder / names[0]} is damaged: {problem}; steps that are kept: {kept}")
+
+    def heldout_reward(self, name: str) -> float | None:
+        """Held-out reward of the very weights of a checkpoint; None if they were not evaluated, or nobody can say."""
+        if name not in self._rewards:
+            try:
+                found = json.loads((self.folder / name / PROGRESS).read_text()).get("weights_reward")
+            except (OSError, ValueError, AttributeError):
+                found = None
+            self._rewards[name] = found if isinstance(found, float) else None
+        return self._rewards[name]
+
+    def best(self, number: int) -> list[str]:
+        """Up to `number` checkpoints of the highest held-out rewards, the best first; of equal ones the earlier."""
+        rewards = {n: self.heldout_reward(n) for n in self.names() if n not in self._bad}
+        found = [(reward, -_serial(name), name) for name, reward in rewards.items() if reward is not None]
+        return [name for _, _, name in sorted(found, reverse=True)[:number]]
+
+    def retain(self, keep: int, keep_best: int = 0) -> int:
+        """Take away all but the newest `keep` and the `keep_best` of the highest held-out rewards, and what was found
+        damaged.
+
+        Returns:
+          `total_steps` of the oldest one of the newest, 0 where there is none.
+        """
         sound = [name for name in self.names() if name not in self._bad]
-        for name in {*sound[:-keep], *self._bad}:
+        stay = {*sound[-keep:], *self.best(keep_best)}
+        for name in {*sound, *self._bad} - stay:
             if (self.folder / name).exists():
                 durable.remove(self.folder / name)
         self._bad.clear()
+        return step_of(sound[-keep:][0]) if sound else 0
 
-    def oldest_step(self) -> int:
-        """`total_steps` of the oldest checkpoint there is, 0 without one."""
-        names = self.names()
-        return int(names[0].rpartition("_")[2]) if names else 0
+
+def step_of(name: str) -> int:
+    """`total_steps` of a checkpoint, by its name."""
+    return int(name.rpartition("_")[2])
 
 
 def _serial(name: str) -> int:

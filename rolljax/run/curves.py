@@ -17,9 +17,9 @@ PANELS = (
 )
 
 
-def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG of the panels."""
-    return png(figure(rows, heldout))
+def draw(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], *, times: bool = True) -> bytes:
+    """A PNG of the panels. times: see `figure`."""
+    return png(figure(rows, heldout, times=times))
 
 
 def png(drawn: Figure) -> bytes:
@@ -29,15 +29,21 @@ def png(drawn: Figure) -> bytes:
     return image.getvalue()
 
 
-def figure(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]]) -> Figure:
+def figure(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], *, times: bool = True) -> Figure:
     """The panels; phases are separated by lines, held-out evaluations are dots. It belongs to no window and changes no
-    setting of matplotlib's, so that it can be made in any thread and beside figures of others."""
+    setting of matplotlib's, so that it can be made in any thread and beside figures of others.
+
+    Args:
+      times: with the panel of seconds; without it equal runs have equal pictures.
+    """
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(11, 6), layout="constrained")
-    axes = drawn.subplots(2, 2)
+    panels = PANELS if times else [panel for panel in PANELS if not panel[0].startswith("seconds")]
+    shape, size = ((2, 2), (11, 6)) if times else ((1, len(panels)), (13, 3.5))
+    drawn = Figure(figsize=size, layout="constrained")
+    axes = drawn.subplots(*shape)
     borders = [r["step"] for r, after in zip(rows, rows[1:], strict=False) if r["phase"] != after["phase"]]
-    for axis, (title, names) in zip(axes.flat, PANELS, strict=True):
+    for axis, (title, names) in zip(axes.flat, panels, strict=True):
         for name in names:
             # in a supervised phase the reward is that of the gold answers: not a result, so not drawn
             points = [

@@ -8,7 +8,7 @@ consumed.jsonl        per step the draws it trained, and what became of the othe
 rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
 rollouts/heldout_NAME.jsonl  the same of held-out tasks, at the start and behind every phase
 ckpt/                 checkpoints (Orbax)
-hf/                   the result as a Hugging Face folder
+hf/                   the result as a Hugging Face folder, with a model card
 curves.png            reward and health over steps
 summary.json          held-out reward at each phase border, steps, wall seconds, stop reason; of a run that is complete
                       it is written last
@@ -257,11 +257,11 @@ class RunFolder:
             )
         return saved
 
-    def retain(self, checkpoints: int, rollouts: int | None) -> None:
-        """Take away all but the newest `checkpoints`, and all but the newest `rollouts` files before the oldest of them
-        (None: none), so that a run that goes on from any of them ends with the same files."""
-        self.checkpoints.retain(checkpoints)
-        self._retain_rollouts(rollouts, self.checkpoints.oldest_step())
+    def retain(self, checkpoints: int, rollouts: int | None, best: int = 0) -> None:
+        """Take away all checkpoints but the newest `checkpoints` and the `best` of the highest held-out rewards, and
+        all but the newest `rollouts` files before the oldest of the newest (None: none), so that a run that goes on
+        from any of these ends with the same files."""
+        self._retain_rollouts(rollouts, self.checkpoints.retain(checkpoints, best))
 
     def _retain_rollouts(self, keep: int | None, until: int) -> None:
         if keep is None:
@@ -347,11 +347,14 @@ class RunFolder:
           state_sha256: the fingerprint of the whole train state.
           keep_rollouts: so many of the newest files of rollouts stay (None: all).
         """
+        from rolljax.run import model_card
         from rolljax.run.curves import draw
 
         durable.write(self.path / CURVES, draw(self.rows(), progress.heldout_reward))
         if reason == DONE:
             self._retain_rollouts(keep_rollouts, progress.total_steps)
+            of = f"The weights after step {progress.total_steps}, the last."
+            model_card.write(self.path / RESULT, self.path, progress.heldout_reward, self.rows(), of)
         self.write_summary(progress, reason, state_sha256)
 
     def write_summary(self, progress: RunProgress, stop_reason: str, state_sha256: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -124,8 +125,17 @@ class Recorder:
         assert self._notices is not None
         for text in self._notices.sampler(row):
             self.console.warn(text)
-        if progress.total_steps % recipe.save_every == 0:
+        progress.weights_reward = _finite(row.get("heldout/reward_mean"))
+        if progress.total_steps % recipe.save_every == 0 or self._is_to_stay():
             self.save()
+
+    def _is_to_stay(self) -> bool:
+        """Whether the weights as they are belong to the best by held-out reward; of equal ones the earlier do."""
+        reward, keep = self.progress.weights_reward, self._recipe.keep_best
+        if reward is None or not keep:
+            return False
+        kept = [self._folder.checkpoints.heldout_reward(name) for name in self._folder.checkpoints.best(keep)]
+        return len(kept) < keep or any(other is not None and other < reward for other in kept)
 
     def save(self) -> None:
         """Commit a checkpoint, unless the newest is of this moment."""
@@ -136,7 +146,8 @@ class Recorder:
         with timed(self.progress.other_wall_s, "save"):
             with self._watchdog.waiting_for("the checkpoint to be written"):
                 self._trainer.save(name, self.progress)
-            self._folder.retain(self._recipe.keep_checkpoints, self._recipe.keep_rollouts)
+            recipe = self._recipe
+            self._folder.retain(recipe.keep_checkpoints, recipe.keep_rollouts, recipe.keep_best)
         self._checkpoint_s += self.progress.other_wall_s["save"] - seconds
         self._saved = copy.deepcopy(self.progress)
 
@@ -145,6 +156,7 @@ class Recorder:
         progress = self.progress
         mean = mean_reward(trajectories)
         entry = {"phase": name, "step": progress.total_steps, "mean": mean, "n": len(trajectories)}
+        progress.weights_reward = _finite(mean)
         progress.heldout_reward = [e for e in progress.heldout_reward if e["phase"] != name] + [entry]
         self._folder.write_heldout(name, trajectories)
         self.show_evaluation(trajectories)
@@ -169,3 +181,8 @@ class Recorder:
             f"{phase.name}: {progress.phase_end[phase.name]} after {steps} steps, {seconds:.0f} s; "
             f"held-out reward {before['mean']:.3f} -> {now['mean']:.3f} ({now['n']} tasks)"
         )
+
+
+def _finite(value: float | None) -> float | None:
+    """The number, if it is one."""
+    return None if value is None or not math.isfinite(value) else float(value)

@@ -2,30 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rolljax.errors import CheckpointError
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rolljax.errors import CheckpointError, ConfigError
 from rolljax.model.decoder import Params
+from rolljax.run.checkpoint import Saved, Step
 from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
-from rolljax.run.initial_weights import base_weights, start_params
+from rolljax.run.initial_weights import base_weights, plain_params, start_params
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.run.trainer import make_trainer
+from rolljax.trainer.mesh import param_shardings
 
 
-def trained_params(resolved: ResolvedRecipe, run: str | Path) -> tuple[Params, int]:
-    """The weights of a run's newest checkpoint, as `Model.bind` takes them, and their policy version.
+def trained_params(resolved: ResolvedRecipe, run: str | Path, step: Step | None = None) -> tuple[Params, int]:
+    """The weights of a run's checkpoint, as `Model.bind` takes them, and their policy version.
+
+    Args:
+      step: see `trained_checkpoint`.
 
     Raises:
       CheckpointError: there is none, or it is damaged.
     """
+    params, saved = trained_checkpoint(resolved, run, step)
+    return params, saved.progress.version
+
+
+def trained_checkpoint(resolved: ResolvedRecipe, run: str | Path, step: Step | None = None) -> tuple[Params, Saved]:
+    """The weights of a run's checkpoint, as `Model.bind` takes them, and what was saved beside them.
+
+    Args:
+      step: after which it was saved, or `best`: the one of the highest held-out reward; None: the newest.
+
+    Raises:
+      CheckpointError: there is none of that step, or it is damaged.
+    """
     folder = RunFolder(run)
-    saved = folder.latest(Console().say)
+    saved = folder.latest(Console().say) if step is None else folder.checkpoints.find(step)
     if saved is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
     trainer = make_trainer(resolved, saved.progress.phase, {}, base_weights(resolved))
     state = folder.checkpoints.state(saved.name, trainer.abstract(), trainer.shardings)
-    return trainer.full_params(state.params), saved.progress.version
+    return trainer.full_params(state.params), saved
+
+
+def averaged_params(resolved: ResolvedRecipe, run: str | Path, steps: Sequence[int]) -> tuple[Params, Saved]:
+    """The mean of the weights of several checkpoints of a run, adapters added, of the plain decoder in float32; and
+    what was saved beside the last of them. Added up in float64 on the host and rounded once.
+
+    Raises:
+      ConfigError: fewer than two different steps, or one that is not kept. CheckpointError: one is damaged, or holds
+        weights that are not finite.
+    """
+    if len(set(steps)) < max(2, len(steps)):
+        raise ConfigError(
+            "must be two or more different steps", setting="--average", value=tuple(steps), remedy="--average 100,150"
+        )
+    checkpoints = RunFolder(run).checkpoints
+    found = {step: checkpoints.find(step) for step in steps}  # before anything is loaded
+    total: Any = None
+    for step in steps:
+        params = plain_params(resolved, trained_checkpoint(resolved, run, step)[0])
+        if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(params)):
+            raise CheckpointError(f"the weights of step {step} are not finite, so neither would their mean be")
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+        total = wide if total is None else jax.tree.map(np.add, total, wide)
+    mean = jax.tree.map(lambda x: np.asarray(x / len(steps), np.float32), total)
+    placed = param_shardings(resolved.mesh, resolved.model.plain.axes(), resolved.model.plain.abstract())
+    return jax.device_put(mean, placed), found[max(steps)]
 
 
 def initial_params(resolved: ResolvedRecipe) -> Params:

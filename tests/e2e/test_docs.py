@@ -24,7 +24,7 @@ RUNS = ("quickstart", "a", "lora")
 def run(tmp_path_factory):
     """A short run of the quickstart."""
     folder = tmp_path_factory.mktemp("docs") / "run"
-    short = {"warm_start__Phase_dot_steps": 2, "rl__Phase_dot_steps": 2}
+    short = {"warm_start__Phase_dot_steps": 2, "rl__Phase_dot_steps": 2, "Recipe_dot_keep_checkpoints": 5}
     assert train(arguments(folder, **short)) == 0
     return folder
 

@@ -122,7 +122,8 @@ def test_two_processes_stopped_and_continued_are_one(start, tmp_path):
     assert_the_same_run(run_dir, alone)
     assert sum(row["reward/std"] > 0 for row in rows(alone)[2:]) > 1  # there was something to learn
     files = [{p.name: p.stat().st_size for p in (d / "hf").iterdir()} for d in (run_dir, alone)]
-    assert files[0] == files[1]
+    assert files[0].keys() == files[1].keys() and files[0].pop("README.md") and files[0].pop("curves.png")
+    assert files[0].items() < files[1].items()
 
 
 @pytest.mark.slow

@@ -192,16 +192,16 @@ def test_adapter_folders_need_adapters_and_a_folder(trained, tmp_path):
     argv = ["--run", str(trained), "--to", str(tmp_path / "c"), "--adapter", "--dtype", "bfloat16"]
     assert export(argv) == 2 and not (tmp_path / "c").exists()
     with pytest.raises(ConfigError, match="--adapter"):
-        export_run(None, str(trained / "hf"), tmp_path / "a", adapter=True)
+        export_run(tmp_path / "a", model=trained / "hf", adapter=True)
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     lines = (run / "config.gin").read_text().splitlines()
     random = [line for line in lines if not line.startswith("recipe.Recipe.model")]
     (run / "config.gin").write_text("\n".join(random))
     with pytest.raises(ConfigError, match="random base weights"):
-        export_run(str(run), None, tmp_path / "b", adapter=True)
+        export_run(tmp_path / "b", run=run, adapter=True)
     full = [line for line in random if "lora" not in line]
     (run / "config.gin").write_text("\n".join(full))
     with pytest.raises(ConfigError, match="this run has none"):
-        export_run(str(run), None, tmp_path / "b", adapter=True)
+        export_run(tmp_path / "b", run=run, adapter=True)
     assert not (tmp_path / "b").exists()

@@ -56,7 +56,7 @@ TABLE = [
     (train, setting("Recipe.env = @nomodule.Env()"), 2, ["no module 'nomodule'", "PYTHONPATH"], NO_SETTINGS),
     (train, setting("Recipe.env = @__main__.Env()"), 2, ["no 'Env' in __main__", "mine.Env"], ["__spec__"]),
     (evaluate, ["--run", "nowhere"], 6, ["is not a run folder"], []),
-    (evaluate, ["--model", "Qwen/Qwen3-0.6B"], 2, ["--gin says which tasks"], []),
+    (evaluate, ["--model", "Qwen/Qwen3-0.6B"], 2, ["--env or --gin says which tasks"], []),
     (evaluate, ["--model", "Qwen/Qwen3-0.6B", "--gin", "quickstart"], 2, [HUB], []),
     (export, ["--model", "Qwen/Qwen3-0.6B", "--to", "out"], 6, [HUB], []),
     (export, ["--run", "folder", "--to", "out"], 6, ["is not a run folder"], []),

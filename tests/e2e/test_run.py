@@ -1,6 +1,7 @@
 """A whole run: what it leaves behind, what it exports, and that the verbs agree about it."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 
@@ -133,10 +134,10 @@ def test_export_in_transformers_decodes_as_our_sampler(trained):
 
 
 def test_verbs_agree(trained, tmp_path, capsys):
-    assert eval_verb.main(["--run", str(trained), "--save", str(tmp_path / "episodes.jsonl")]) == 0
-    of_run = json.loads(capsys.readouterr().out)
-    assert of_run["reward_mean"] == pytest.approx(summary(trained)["heldout_reward"][-1]["mean"])
-    assert len((tmp_path / "episodes.jsonl").read_text().splitlines()) == 16
+    assert eval_verb.main(["--run", str(trained), "--to", str(tmp_path / "eval"), "--json"]) == 0
+    of_run = json.loads(capsys.readouterr().out)["rows"][0]
+    assert of_run["estimates"]["reward"]["mean"] == pytest.approx(summary(trained)["heldout_reward"][-1]["mean"])
+    assert len((tmp_path / "eval" / "answers.jsonl").read_text().splitlines()) == 16
     assert export(["--run", str(trained), "--to", str(tmp_path / "hf")]) == 0
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (trained / "hf" / name).read_bytes()
@@ -145,11 +146,11 @@ def test_verbs_agree(trained, tmp_path, capsys):
         trained / "hf" / "model.safetensors"
     ).read_bytes()
     capsys.readouterr()
-    greedy = ["--gin", str(trained / "config.gin"), "--set", "Evaluation.temperature = 0"]
-    assert eval_verb.main(["--model", str(tmp_path / "hf"), *greedy]) == 0
+    greedy = ["--set", "Evaluation.temperature = 0", "--json"]
+    assert eval_verb.main(["--model", str(tmp_path / "hf"), "--gin", str(trained / "config.gin"), *greedy]) == 0
     of_folder = json.loads(capsys.readouterr().out)
-    assert eval_verb.main(["--run", str(trained), "--set", "Evaluation.temperature = 0"]) == 0
-    assert of_folder["reward_mean"] == json.loads(capsys.readouterr().out)["reward_mean"]
+    assert eval_verb.main(["--run", str(trained), *greedy]) == 0
+    assert of_folder["rows"] == json.loads(capsys.readouterr().out)["rows"]
 
 
 def test_finished_run_is_left_alone(trained, capsys):
@@ -236,6 +237,31 @@ def test_async_ratio_bounds_the_age_and_loses_nothing(tmp_path):
     assert [r["groups/waiting_n"] for r in rl[:3]] == [12, 12, 12] and rl[-1]["groups/waiting_n"] == 0
     trained = draws(tmp_path / "run", range(7, 21))
     assert sorted(trained) == list(range(14 * 8))
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_stays_however_often_a_run_is_stopped(tmp_path):
+    """By the rewards on record it is the first of the highest, and its weights are those that had it."""
+    changes = {"Recipe_dot_keep_best": 1, "Recipe_dot_save_every": 100, "rl__Phase_dot_eval_every": 1}
+    changes |= {"rl__Phase_dot_steps": 8, "warm_start__Phase_dot_prompts_per_step": 32, "MeshSpec_dot_data": 1}
+    argv = arguments(tmp_path / "run", **changes | {"warm_start__Phase_dot_steps": 25})
+    config, plan = load(argv)
+    folder = RunFolder(tmp_path / "run")
+    for stop in (28, 31, None):
+        folder.prepare(config, fresh=False)
+        console = Console() if stop is None else StopAt(stop)
+        with contextlib.suppress(Stopped):
+            _, progress = loop.train(plan, folder, console, lambda: getattr(console, "stopped", False))  # noqa: B023
+    found = {e["step"]: e["mean"] for e in progress.heldout_reward}
+    found |= {r["step"]: r["heldout/reward_mean"] for r in rows(tmp_path / "run") if "heldout/reward_mean" in r}
+    best = min(step for step, reward in found.items() if reward == max(found.values()))
+    saved = folder.checkpoints.find("best")
+    assert (saved.progress.total_steps, saved.progress.weights_reward) == (best, found[best]) and len(found) >= 10
+    assert len(folder.checkpoints.names()) in (2, 3)
+    params, _ = trained_params(plan, folder.path, "best")
+    with Runtime(plan, lambda: params, saved.progress.version) as runtime:
+        again = runtime.event_loop.run(runtime.evaluate(best))
+    assert np.mean([t.reward for t in again]) == pytest.approx(found[best], abs=1e-12)
 
 
 def draws(run_dir, steps):
@@ -367,7 +393,7 @@ def test_every_shipped_config_passes_a_dry_run(path, capsys):
 @pytest.mark.parametrize("name", ["tis", "cispo", "topr", "decoupled_ppo"])
 def test_presets_of_the_dial_pass_a_dry_run(name, ratio, capsys):
     files = ["--gin", f"configs/algorithms/{name}.gin", "--gin", f"configs/presets/async_ratio_{ratio}.gin"]
-    assert train.main([*files, "--dry_run"]) == 0
+    assert train([*files, "--dry_run"]) == 0
     assert "nothing corrects" not in capsys.readouterr().out
 
 

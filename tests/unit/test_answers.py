@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rolljax.envs.bounded import TooMuch
 from rolljax.envs.data import verifier
-from rolljax.envs.data.answers import ANSWER_FORMATS, compare, find, is_number, split_recorded
+from rolljax.envs.data.answers import ANSWER_FORMATS, canonical, compare, find, is_number, split_recorded
 from rolljax.envs.questions import is_same
 
 FORMATS_AND_TAGS = (*ANSWER_FORMATS, "Answer: {answer}", "<answer>{answer}</answer>")
@@ -247,3 +247,12 @@ def test_huge_answers_are_read_to_their_end_only(unit):
         found = find(text, where)
         assert found is None or compare("17", found) is not True
     assert find(text + "\n#### 12\n") == "12"
+
+
+def test_equal_answers_are_counted_as_one():
+    for answers in (
+        ("18", "18.0", "$18", "18 dollars", "x = 18", "36/2", "\\frac{36}{2}"), ("B", "(B)"), ("Paris", " paris. "),
+        ("2\\sqrt{2}", "2 \\sqrt {2}"), ("1,200", "1200", "1.2e3"),
+    ):  # fmt: skip
+        assert len({canonical(answer) for answer in answers}) == 1, answers
+    assert len({canonical(answer) for answer in ("18", "-18", "1.8", "B", "A", "Paris", "London", "x+1", "")}) == 9

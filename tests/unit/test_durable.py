@@ -365,3 +365,26 @@ def test_something_else_is_in_the_way(tmp_path, what):
         os.symlink("/dev/full", run / "metrics.jsonl")
         with pytest.raises(StorageError, match="No space left"):
             RunFolder(run).write_row({"step": 1})
+
+
+def test_the_best_checkpoints_stay_beside_the_newest(tmp_path):
+    """Of equal rewards the earlier; what was not evaluated is not among the best; another process finds the same."""
+    checkpoints = Checkpoints(tmp_path / "ckpt")
+    for step, reward in ((1, 0.5), (2, 0.9), (3, None), (4, 0.9), (5, 0.1), (6, None)):
+        progress = RunProgress(total_steps=step, step=step, weights_reward=reward)
+        checkpoints.save(checkpoints.next_name(progress), state(step), progress)
+        assert checkpoints.retain(2, 1) == max(1, step - 1)
+    assert checkpoints.names() == ["000002_step_2", "000005_step_5", "000006_step_6"]
+    again = Checkpoints(tmp_path / "ckpt")
+    assert again.best(3) == ["000002_step_2", "000005_step_5"]
+    assert again.find("best").progress.total_steps == 2 and again.find(5).name == "000005_step_5"
+    assert again.latest(print).name == "000006_step_6"
+    with pytest.raises(ConfigError, match="kept 2, 5, 6"):
+        again.find(4)
+    next((tmp_path / "ckpt" / "000005_step_5" / "arrays").rglob("*/d/*")).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="damaged"):
+        Checkpoints(tmp_path / "ckpt").find(5)
+    again.retain(1)
+    assert again.names() == ["000006_step_6"]
+    with pytest.raises(ConfigError, match="none was evaluated"):
+        again.find("best")

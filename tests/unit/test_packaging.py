@@ -35,7 +35,7 @@ MODULE_OF = {
     "prometheus-client": "prometheus_client", "reasoning-gym": "reasoning_gym",
 }  # fmt: skip
 OPTIONAL = {
-    "mcp": "tools", "mcp_types": "tools", "httpx2": "tools", "anyio": "tools", "pyarrow": "data", "textarena": "envs",
+    "mcp": "tools", "mcp_types": "tools", "anyio": "tools", "pyarrow": "data", "textarena": "envs",
     "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "aim": "aim", "trackio": "trackio",
 }  # fmt: skip
 """Modules that come with an extra (or with a package of one), and which."""

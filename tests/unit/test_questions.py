@@ -321,3 +321,12 @@ def test_gsm8k_loads_and_its_own_answers_are_right(where):
         env = spec.make()
         env.reset(spec.task(i))
         assert env.step(env.gold()).reward == 1, spec.question(i)
+
+
+def test_what_attempts_vote_for():
+    """Where the answer is read, in one form; nothing where there is none, or a function says what is good."""
+    first = SPEC.task(0)
+    said = ["\\boxed{9}", "so\n#### 9.0", "Answer: 9 rolls", "it is 18/2"]
+    assert {SPEC.final_answer(first, text) for text in said} == {"9"}
+    assert SPEC.final_answer(first, "no idea") is None
+    assert Questions(str(SAMPLE), reward=short).final_answer(first, "9") is None

@@ -81,6 +81,7 @@ LEFT = {
     "run": {"errors", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "rollout", "cluster",
             "recipe", "config", "trackers"},
     "viewer": {"errors", "types", "metrics", "model", "run"},
+    "evaluation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "cluster", "recipe", "run"},
     "simulation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run", "aot"},
 }  # fmt: skip
 """What each room, or module at the root, may import beside itself; the loop, the verbs and `library`, which is the verbs as

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rolljax.envs.adapters.reasoning_gym import ReasoningGym
-from rolljax.envs.tasks import TaskStream, held_out, is_held_out
+from rolljax.envs.tasks import TaskStream, first_tasks, held_out, is_held_out
 from rolljax.errors import DataError
 
 # 200 questions in all, so that the same question comes up at many indices
@@ -31,6 +31,15 @@ def test_held_out_tasks_are_distinct_and_stable():
     assert len({t.id for t in tasks}) == 20
     assert [t.index for t in tasks] == sorted(t.index for t in tasks)
     assert held_out(TINY, 20, 0.2) == tasks and held_out(TINY, 7, 0.2) == tasks[:7]
+
+
+def test_all_tasks_of_a_small_family_are_found():
+    every = first_tasks(TINY, 1000)
+    assert 50 < len(every) < 1000 and len({t.id for t in every}) == len(every)
+    assert first_tasks(TINY, 5) == every[:5] and first_tasks(TINY, 20, 0.2) == held_out(TINY, 20, 0.2)
+    assert first_tasks(TINY, 1000, 0.2) == [t for t in every if is_held_out(t, 0.2)]
+    with pytest.raises(DataError, match="no held-out task"):
+        first_tasks(TINY, 10, 1e-9)
 
 
 def test_the_share_held_out_is_about_what_was_asked():

@@ -89,6 +89,9 @@ class ReasoningGym(EnvSpec):
     def task(self, index: int) -> Task:
         return Task(self.family, index, self.item(index)["question"])
 
+    def final_answer(self, task: Task, text: str) -> str | None:
+        return " ".join(text.split()) or None
+
     def warm(self) -> None:
         self.task(0)
 

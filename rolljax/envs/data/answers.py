@@ -109,6 +109,18 @@ def compare(gold: str, answer: str) -> bool | None:
     return None if re.search(r"[0-9\\]", answer) else False
 
 
+def canonical(answer: str) -> str:
+    """One text for all ways of writing a final answer, so that equal ones can be counted: a number exactly, a choice by
+    its letter, words in small letters, formulas without their white space. Formulas that only a verifier finds equal
+    stay apart."""
+    plain = _plain(answer)
+    number = _number(plain)
+    if number is not None:
+        return str(number[0])
+    choice = _CHOICE.fullmatch(plain)
+    return choice[1] if choice else _tight(answer)
+
+
 def is_number(text: str) -> bool:
     """Whether a text is one number, units aside."""
     return _number(_plain(text)) is not None

@@ -1,0 +1,184 @@
+"""What an evaluation leaves behind, and goes on from when it was interrupted.
+
+evaluation.json   model, environments, attempts; at the end the results, by environment and by task
+answers.jsonl     every answer as it came, a trajectory for each line (`Trajectory.to_json`), as a run's rollouts are
+table.md          the results for people
+
+`key.draw` of an answer is its task, `key.sibling` the attempt. Of several lines with one key the last counts: answers
+that failed are asked again when the evaluation goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rolljax.errors import CheckpointError, ConfigError
+from rolljax.run import durable
+from rolljax.types import Key, Trajectory
+
+EVALUATION, ANSWERS, TABLE, LOCK = "evaluation.json", "answers.jsonl", "table.md", ".lock"
+SCHEMA = 1
+
+
+class AnswerLog:
+    """The answers of one evaluation, on disk if a folder is given.
+
+    Args:
+      setup: what must be the same for the evaluation to go on, as JSON; `attempts.num` may grow.
+      fresh: delete an earlier evaluation of that folder first.
+
+    Raises:
+      ConfigError: the folder holds something else, or an evaluation of another setup. CheckpointError: it is damaged.
+    """
+
+    def __init__(self, folder: str | Path | None, setup: Mapping[str, Any], *, fresh: bool = False) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.setup = json.loads(json.dumps(setup))
+        self.answers: dict[Key, Trajectory] = {}
+        self._files = contextlib.ExitStack()
+        self._file: Any = None
+        if self.folder is not None:
+            with contextlib.ExitStack() as files:
+                self._open(self.folder, fresh, files)
+                self._files = files.pop_all()
+
+    def _open(self, folder: Path, fresh: bool, files: contextlib.ExitStack) -> None:
+        _check_ours(folder)
+        with durable.storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder, files.enter_context(open(folder / LOCK, "w")))  # noqa: SIM115  # `files` does
+        durable.sweep(folder)
+        if fresh:
+            for name in (TABLE, ANSWERS, EVALUATION):
+                durable.remove(folder / name)
+        if (folder / EVALUATION).is_file():
+            _check_same(folder, read(folder)["setup"], self.setup)
+        durable.write(folder / EVALUATION, json.dumps({"schema": SCHEMA, "setup": self.setup}, indent=1) + "\n")
+        for trajectory in read_answers(folder, mend=True):
+            self.answers[trajectory.key] = trajectory
+        with durable.storing(folder / ANSWERS):
+            self._file = files.enter_context(open(folder / ANSWERS, "ab"))  # noqa: SIM115  # `files` does
+
+    def has(self, key: Key) -> bool:
+        """Whether this answer is there and did not fail."""
+        return key in self.answers and not self.answers[key].lost
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Keep an answer. It survives the end of this process.
+
+        Raises:
+          StorageError: the disk does not take it.
+        """
+        self.answers[trajectory.key] = trajectory
+        if self._file is not None and self.folder is not None:
+            line = json.dumps(trajectory.to_json(), separators=(",", ":"))
+            with durable.storing(self.folder / ANSWERS):
+                self._file.write(line.encode() + b"\n")
+                self._file.flush()
+
+    def finish(self, results: Mapping[str, Any], table: str) -> None:
+        """Write the results beside the answers."""
+        if self.folder is not None:
+            durable.write(self.folder / TABLE, table)
+            record = {"schema": SCHEMA, "setup": self.setup, "results": results}
+            durable.write(self.folder / EVALUATION, json.dumps(record, indent=1) + "\n")
+
+    def close(self) -> None:
+        """Close the file, and let other processes write here."""
+        self._files.close()
+
+
+def read(folder: str | Path) -> dict[str, Any]:
+    """evaluation.json of a folder: `setup`, and `results` if the evaluation is complete.
+
+    Raises:
+      CheckpointError: it is missing or damaged.
+    """
+    path = Path(folder) / EVALUATION
+    try:
+        record = json.loads(path.read_text())
+        if record["schema"] != SCHEMA or not isinstance(record["setup"], dict):
+            raise ValueError(f"schema {record['schema']}")
+        return record
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not the folder of an evaluation: it has no {EVALUATION}") from None
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        raise CheckpointError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
+
+
+def read_answers(folder: str | Path, *, mend: bool = False) -> list[Trajectory]:
+    """The answers of an evaluation, in the order in which they came.
+
+    Args:
+      mend: take lines that are not whole out of the file, which a writer that was killed may leave.
+    """
+    path, found, whole = Path(folder) / ANSWERS, [], []
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            found.append(Trajectory.from_json(json.loads(line)))
+        except (ValueError, LookupError, TypeError):
+            continue
+        whole.append(line + b"\n")
+    if mend and (len(whole) < len(lines) or (lines and not path.read_bytes().endswith(b"\n"))):
+        durable.write(path, b"".join(whole))
+    return found
+
+
+def _check_ours(folder: Path) -> None:
+    """Raise unless the folder is absent, empty, or that of an evaluation."""
+    if not folder.exists() or (folder / EVALUATION).is_file():
+        return
+    if not folder.is_dir() or any(e.name != LOCK and not durable.is_temporary(e) for e in folder.iterdir()):
+        raise ConfigError(
+            "is not empty and not the folder of an evaluation",
+            setting="--to",
+            value=str(folder),
+            remedy="name another folder",
+        )
+
+
+def _lock(folder: Path, file: TextIO) -> None:
+    """Keep other processes of this machine from writing here for as long as `file` is open."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            "is being written by another process",
+            setting="--to",
+            value=str(folder),
+            remedy="wait for it to end, or name another folder",
+        ) from None
+
+
+def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    old, new = _flat(before), _flat(now)
+    for name in sorted(old.keys() | new.keys()):
+        was, wanted = old.get(name), new.get(name)
+        more = name == "attempts.num" and isinstance(was, int) and isinstance(wanted, int) and wanted > was
+        if was == wanted or more:
+            continue
+        raise ConfigError(
+            f"is {wanted!r} now, but the evaluation in {folder} was begun with {was!r}",
+            setting=name,
+            remedy="go back to the old value, name another --to, or start over with --fresh",
+        )
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Leaves of nested objects and lists by their paths."""
+    if isinstance(value, Mapping):
+        parts = [(f"{path}.{name}".lstrip("."), inner) for name, inner in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]
+    else:
+        return {path: value}
+    found: dict[str, Any] = {}
+    for name, inner in parts:
+        found |= _flat(inner, name)
+    return found

@@ -1,0 +1,212 @@
+"""Models that can be evaluated: of this process, here, or behind a server (`endpoint.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import jax
+
+from rolljax.cluster.lockstep import SINGLE_PROCESS
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.pool import EnvPool
+from rolljax.errors import ConfigError, RolljaxError
+from rolljax.evaluation.settings import Attempts, Benchmark
+from rolljax.model import hf
+from rolljax.model.decoder import Dtype, Params
+from rolljax.model.folder import folder_remedy
+from rolljax.recipe import Phase, Recipe
+from rolljax.rollout.episodes import EpisodeRollouts, Rollouts
+from rolljax.rollout.policies import SamplerPolicy
+from rolljax.run.checkpoint import Step
+from rolljax.run.preflight import ResolvedRecipe, load_chat, resolve
+from rolljax.run.runtime import share_sampler
+from rolljax.run.trained import initial_params, trained_checkpoint
+from rolljax.sampler.client import Sampler
+from rolljax.sampler.settings import SamplerConfig
+from rolljax.threads.watchdog import Sleeper
+from rolljax.trainer.algorithms.sft import Sft
+from rolljax.types import SamplingParams
+
+MAX_CONTEXT = 4096
+"""Context of a model folder that allows more, unless one asks for it."""
+HEAD_BYTES = 1 << 20
+"""Of every file of weights, that tell one model from another."""
+
+
+class EvaluatedModel(Protocol):
+    """Whoever is evaluated. Use as a context manager.
+
+    name: for people. identity: what must be the same for an evaluation to go on. version: of the weights.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+    @property
+    def version(self) -> int: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+    def rollouts(self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts) -> EpisodeRollouts:
+        """Episodes of a benchmark, with this model as their policy."""
+        ...
+
+    def counts(self) -> Mapping[str, int]:
+        """What happened on the way to it, by kind; empty where there is no way."""
+        ...
+
+    def fatal(self) -> RolljaxError | None:
+        """Why no answer can be expected any more, if that is so."""
+        ...
+
+    def inboxes(self) -> tuple[Sleeper, ...]:
+        """Threads that a watchdog looks after."""
+        ...
+
+    async def close(self) -> None:
+        """Give up what belongs to the event loop of the episodes."""
+
+
+class LocalModel:
+    """Weights in this process, behind the sampler of training.
+
+    Args:
+      weights: as `Model.bind` takes them.
+    """
+
+    def __init__(
+        self, resolved: ResolvedRecipe, weights: Params, name: str, identity: Mapping[str, Any], version: int = 0
+    ) -> None:
+        self.name, self.identity, self.version = name, identity, version
+        self.resolved, self.chat = resolved, load_chat(resolved)
+        worker, channel = share_sampler(resolved, lambda: weights, SINGLE_PROCESS)
+        channel.push(version)
+        params = channel.pull(version)
+        self.sampler = Sampler(
+            worker.engine, params, version, worker=worker, longest_prompt=0, vocabulary=self.chat.vocabulary
+        )
+        self._hosts: list[Any] = []
+
+    def __enter__(self) -> LocalModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sampler.close()
+
+    def rollouts(self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts) -> EpisodeRollouts:
+        context = self.resolved.recipe.sampler.max_context
+        if benchmark.max_answer_tok >= context:
+            raise ConfigError(
+                f"leaves no room for a prompt in a context of {context} tokens",
+                setting="max_answer_tok",
+                value=benchmark.max_answer_tok,
+                remedy="lower it, or raise max_context",
+            )
+        params = SamplingParams(
+            attempts.temperature,
+            benchmark.max_answer_tok,
+            self.chat.stop_ids,
+            top_k=attempts.top_k,
+            top_p=attempts.top_p,
+            min_p=attempts.min_p,
+        )
+        policy = SamplerPolicy(self.sampler, params, attempts.seed)
+        limits = (benchmark.env.max_turns, context, benchmark.max_answer_tok)
+        if benchmark.agent is None:
+            return Rollouts(pool, self.chat, policy, *limits, benchmark.rollout)
+        from rolljax.rollout.agents.host import AgentHost, AgentRollouts  # which need the packages of a server
+
+        host = AgentHost(benchmark.agent, self.sampler, self.chat, context)
+        self._hosts.append(host)
+        return AgentRollouts(pool, self.chat, policy, *limits, benchmark.rollout, host=host)
+
+    def counts(self) -> Mapping[str, int]:
+        return {}
+
+    def fatal(self) -> RolljaxError | None:
+        return self.sampler.error
+
+    def inboxes(self) -> tuple[Sleeper, ...]:
+        return (self.sampler.inbox,)
+
+    async def close(self) -> None:
+        for host in self._hosts:
+            await host.close()
+        self._hosts.clear()
+
+
+def of_run(recipe: Recipe, run: str | Path, step: Step | None = None) -> LocalModel:
+    """The policy of a run folder.
+
+    Args:
+      recipe: of the run. step: of a kept checkpoint, or `best` (`Checkpoints.find`); None: the newest.
+    """
+    resolved = resolve(recipe)
+    params, saved = trained_checkpoint(resolved, run, step)
+    steps = saved.progress.total_steps
+    name = f"{Path(run).resolve().name} step {steps}"
+    identity = {"kind": "run", "path": str(Path(run).resolve()), "checkpoint": saved.name, **_precision(recipe)}
+    return LocalModel(resolved, params, name, identity, saved.progress.version)
+
+
+def of_folder(recipe: Recipe) -> LocalModel:
+    """The model that a recipe names with `Recipe.model`, a Hugging Face folder, as it is before training."""
+    resolved = resolve(recipe)
+    folder = Path(str(recipe.model)).resolve()
+    identity = {"kind": "folder", "path": str(folder), "digest": _digest(folder), **_precision(recipe)}
+    return LocalModel(resolved, initial_params(resolved), folder.name, identity)
+
+
+def folder_recipe(
+    folder: str, env: EnvSpec, *, max_context: int | None = None, max_answer_tok: int = 512, dtype: Dtype | None = None
+) -> Recipe:
+    """Settings under which a Hugging Face folder is sampled that no run describes.
+
+    Args:
+      max_context: tokens of prompt and answer; None: the model's, at most `MAX_CONTEXT`.
+      dtype: of computations; None: float32 on CPU, else bfloat16.
+
+    Raises:
+      ConfigError: it is no such folder.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            "is not a Hugging Face folder: it has no config.json",
+            setting="--model",
+            value=folder,
+            remedy=folder_remedy(folder),
+        )
+    positions = hf.read_config(folder).max_position
+    return Recipe(
+        env,
+        (Phase("evaluation", Sft(), 1, prompts_per_step=1),),
+        model=folder,
+        dtype=dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"),
+        max_answer_tok=max_answer_tok,
+        sampler=SamplerConfig(max_context=max_context or min(positions, MAX_CONTEXT)),
+    )
+
+
+def with_context(recipe: Recipe, max_context: int | None) -> Recipe:
+    """The recipe with another context of its sampler, if one is given."""
+    if max_context is None:
+        return recipe
+    return dataclasses.replace(recipe, sampler=dataclasses.replace(recipe.sampler, max_context=max_context))
+
+
+def _precision(recipe: Recipe) -> dict[str, Any]:
+    """Settings that change what a model answers."""
+    return {"dtype": recipe.dtype, "max_context": recipe.sampler.max_context}
+
+
+def _digest(folder: Path) -> str:
+    """Of a folder's config and of the first bytes of its weights, in hexadecimal."""
+    found = hashlib.sha256()
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        with open(path, "rb") as f:
+            found.update(f"{path.name} {path.stat().st_size}\n".encode() + f.read(HEAD_BYTES))
+    return found.hexdigest()[:32]

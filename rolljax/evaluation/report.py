@@ -1,0 +1,328 @@
+"""Answers as numbers: what each task gave, means with their intervals, the table, and two evaluations compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rolljax.errors import CheckpointError
+from rolljax.evaluation.settings import Attempts
+from rolljax.evaluation.statistics import Interval, bootstrap, maj_at_k, paired_bootstrap, pass_at_k, wilson
+from rolljax.types import Task, Trajectory
+
+FinalAnswer = Callable[[Task, str], str | None]
+"""What attempts vote for (`EnvSpec.final_answer`)."""
+ALL, MEAN = "all tasks", "mean of environments"
+"""Rows over several environments: every task counts the same, or every environment does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskScores:
+    """What the attempts at one task gave.
+
+    answers: attempts that did not fail. failed: those that did, by the infrastructure's or the environment's doing;
+      they are in no number. cut: answers that a limit ended. tokens: of all answers together.
+    values: by metric; one that needs more answers than there are is missing.
+    """
+
+    env: str
+    id: str
+    draw: int
+    answers: int
+    failed: int
+    cut: int
+    tokens: float
+    values: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean over tasks with its confidence interval. num: tasks that are in it."""
+
+    mean: float
+    low: float
+    high: float
+    method: str
+    num: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Results of one environment, or over several. cut_frac: of the answers. tok: mean tokens of an answer."""
+
+    name: str
+    tasks: int
+    answers: int
+    failed: int
+    cut_frac: float
+    tok: float
+    estimates: Mapping[str, Estimate]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The results of an evaluation. notes: sentences below the table. counts: of an endpoint's requests, by kind.
+    trajectories: every attempt; they are no part of the JSON record."""
+
+    title: str
+    rows: Sequence[Row]
+    tasks: Sequence[TaskScores]
+    notes: Sequence[str]
+    counts: Mapping[str, int]
+    trajectories: Sequence[Trajectory] = dataclasses.field(default=(), repr=False)
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of an environment, or `ALL` or `MEAN`."""
+        return next(row for row in self.rows if row.name == name)
+
+    @property
+    def failed(self) -> int:
+        """Attempts without an answer."""
+        return sum(task.failed for task in self.tasks)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able record of all of it."""
+        record = dataclasses.asdict(dataclasses.replace(self, trajectories=()))
+        del record["trajectories"]
+        return record
+
+    def markdown(self) -> str:
+        """The table, to paste."""
+        metrics = list(dict.fromkeys(name for row in self.rows for name in row.estimates))
+        head = ["environment", "tasks", *metrics, "cut", "failed", "tok"]
+        cells = [
+            [
+                row.name,
+                str(row.tasks),
+                *(str(row.estimates[name]) if name in row.estimates else "" for name in metrics),
+                f"{row.cut_frac:.1%}",
+                str(row.failed),
+                f"{row.tok:.1f}" if row.tok else "",
+            ]
+            for row in self.rows
+        ]
+        return f"**{self.title}**\n\n{table(head, cells)}\n" + "".join(f"\n{note}\n" for note in self.notes)
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown()
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, its columns aligned; all but the first are to the right."""
+    safe = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in [head, *rows]]
+    widths = [max(map(len, column)) for column in zip(*safe, strict=True)]
+    lines = ["| " + " | ".join(_padded(row, widths)) + " |" for row in safe]
+    rule = "|".join([f":{'-' * (widths[0] + 1)}", *(f"{'-' * (w + 1)}:" for w in widths[1:])])
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+
+
+# ---- from answers to numbers ----------------------------------------------------------------------------------------
+
+
+def score_task(draw: int, attempts: Sequence[Trajectory], cfg: Attempts, vote: FinalAnswer | None) -> TaskScores:
+    """The scores of one task.
+
+    Args:
+      attempts: at it, of which there is one at least. vote: None where answers cannot be counted.
+    """
+    task = attempts[0].task
+    alive = [t for t in attempts if not t.lost]
+    right = [t.success for t in alive]
+    values = {}
+    if alive:
+        values["reward"] = float(np.mean([t.reward for t in alive]))
+        values[f"avg@{cfg.num}"] = sum(right) / len(alive)
+    values |= {f"pass@{k}": pass_at_k(len(alive), sum(right), k) for k in cfg.ks if k <= len(alive)}
+    if vote is not None and alive:
+        said = [vote(task, t.turns[-1].text) if t.turns else None for t in alive]
+        values |= {f"maj@{k}": maj_at_k(said, right, k) for k in cfg.ks if k <= len(alive)}
+    cut = sum(t.status == "truncated" and t.fault is not None and t.fault.kind == "limit" for t in alive)
+    tokens = sum(t.num_sampled_tok or t.metrics.get("endpoint_tok", 0.0) for t in alive)
+    return TaskScores(task.env, task.id, draw, len(alive), len(attempts) - len(alive), cut, float(tokens), values)
+
+
+def report(
+    title: str,
+    tasks: Sequence[TaskScores],
+    cfg: Attempts,
+    counts: Mapping[str, int],
+    trajectories: Sequence[Trajectory] = (),
+) -> Report:
+    """Tables of scores: a row for each environment, and where there are several one over all tasks and one of the
+    environments' means."""
+    domains: dict[str, list[TaskScores]] = {}
+    for task in tasks:
+        domains.setdefault(task.env, []).append(task)
+    rows = [_row(name, [scores], cfg) for name, scores in domains.items()]
+    if len(domains) > 1:
+        rows += [_row(ALL, [list(tasks)], cfg), _row(MEAN, list(domains.values()), cfg)]
+    notes = [
+        f"{cfg.num} attempt{'s' * (cfg.num > 1)} at temperature {cfg.temperature:g}, seed {cfg.seed}. "
+        f"{cfg.confidence:.0%} intervals: Wilson where a task is one trial, else bootstrap over tasks "
+        f"({cfg.resamples:,} resamples)."
+    ]
+    faults = {kind: n for kind, n in counts.items() if kind not in ("requests", "answers")}
+    if faults:
+        said = ", ".join(f"{n} {kind}" for kind, n in sorted(faults.items()))
+        notes.append(f"Of {counts.get('requests', 0)} requests: {said}; asked again.")
+    if failed := sum(task.failed for task in tasks):
+        notes.append(f"{failed} attempt(s) failed, by nobody's answer, and are in no number.")
+    return Report(title, rows, list(tasks), notes, dict(counts), trajectories)
+
+
+def _row(name: str, domains: Sequence[Sequence[TaskScores]], cfg: Attempts) -> Row:
+    tasks = [task for domain in domains for task in domain]
+    answers = sum(task.answers for task in tasks)
+    estimates = {}
+    for metric in shown(cfg):
+        values = [_values(domain, metric) for domain in domains]
+        if all(map(len, values)):
+            one_trial = all(_is_one_trial(t, metric) for t in tasks)
+            estimates[metric] = estimate(values, cfg, share="@" in metric, one_trial=one_trial)
+    return Row(
+        name,
+        len(tasks),
+        answers,
+        sum(task.failed for task in tasks),
+        sum(task.cut for task in tasks) / max(answers, 1),
+        sum(task.tokens for task in tasks) / max(answers, 1),
+        estimates,
+    )
+
+
+def shown(cfg: Attempts) -> list[str]:
+    """Metrics of the table: with several attempts avg@n is pass@1, and majorities of two are no other than of one."""
+    if cfg.num == 1:
+        return ["reward", "pass@1"]
+    passes = [f"pass@{k}" for k in cfg.ks if k > 1]
+    return ["reward", f"avg@{cfg.num}", *passes, *(f"maj@{k}" for k in cfg.ks if k > 2)]
+
+
+def _values(tasks: Sequence[TaskScores], metric: str) -> np.ndarray:
+    return np.array([task.values[metric] for task in tasks if metric in task.values], np.float64)
+
+
+def _is_one_trial(task: TaskScores, metric: str) -> bool:
+    """Whether a task gives this metric one success or failure: from as many answers as it asks for."""
+    kind, _, k = metric.partition("@")
+    return metric not in task.values or (kind == "pass" and task.answers == int(k))
+
+
+def estimate(domains: Sequence[np.ndarray], cfg: Attempts, *, share: bool, one_trial: bool) -> Estimate:
+    """The unweighted mean of the means of `domains` with its interval.
+
+    Wilson's where there is one domain whose tasks are one trial each. Else the bootstrap over tasks; where that has no
+    width because a share is 0 in every task, or 1 in every task, Wilson's for as many trials as there are tasks, which
+    is at least as wide as it must be: no value between 0 and 1 varies more than a trial.
+
+    Args:
+      share: values are between 0 and 1. one_trial: of one success or failure each.
+    """
+    mean, num = float(np.mean([v.mean() for v in domains])), sum(map(len, domains))
+    alike = {float(x) for v in domains for x in np.unique(v)}
+    if (one_trial and len(domains) == 1) or (share and alike in ({0.0}, {1.0})):
+        trials = len(domains) ** 2 / sum(1 / len(v) for v in domains)
+        found: Interval = wilson(mean, max(1, int(trials)), cfg.confidence)
+    else:
+        found = bootstrap(domains, confidence=cfg.confidence, resamples=cfg.resamples, seed=cfg.seed)
+    return Estimate(mean, found.low, found.high, found.method, num)
+
+
+# ---- two evaluations ------------------------------------------------------------------------------------------------
+
+
+def compare(first: Mapping[str, Any], second: Mapping[str, Any], cfg: Attempts) -> tuple[list[dict[str, Any]], str]:
+    """Two evaluations on the tasks that both have: paired bootstrap over tasks.
+
+    Args:
+      first, second: as `answers.read` gives them. cfg: confidence, resamples and seed are taken from it.
+
+    Returns:
+      A record for each environment and metric, and the table in Markdown.
+
+    Raises:
+      CheckpointError: one is not complete, or they have no task in common.
+    """
+    before, after = _by_task(first), _by_task(second)
+    common = [key for key in before if key in after]
+    if not common:
+        raise CheckpointError("the two evaluations have no task in common")
+    names = [_named(record) for record in (first, second)]
+    records = []
+    for env in [*dict.fromkeys(env for env, _ in common), *([ALL] if len({e for e, _ in common}) > 1 else [])]:
+        for metric in dict.fromkeys(m for key in common for m in before[key] if m in after[key] and _is_compared(m)):
+            keys = [k for k in common if env in (k[0], ALL) and metric in before[k] and metric in after[k]]
+            if keys:
+                records.append(_difference(env, metric, before, after, keys, cfg))
+    return records, _comparison(names, records, len(before), len(after), len(common), cfg)
+
+
+def _named(record: Mapping[str, Any]) -> str:
+    """Which evaluation it is."""
+    how = record["setup"]["attempts"]
+    return f"{record['results']['title']} (attempts {how['num']}, temperature {how['temperature']:g})"
+
+
+def _is_compared(metric: str) -> bool:
+    """avg@n is pass@1, whatever n is; majorities of one or two are no other."""
+    return not metric.startswith("avg@") and metric not in ("maj@1", "maj@2")
+
+
+def _by_task(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, float]]:
+    if "results" not in record:
+        raise CheckpointError("the evaluation is not complete: the command that began it goes on with it")
+    return {(task["env"], task["id"]): task["values"] for task in record["results"]["tasks"]}
+
+
+def _difference(
+    env: str,
+    metric: str,
+    before: Mapping[tuple[str, str], Mapping[str, float]],
+    after: Mapping[tuple[str, str], Mapping[str, float]],
+    keys: Sequence[tuple[str, str]],
+    cfg: Attempts,
+) -> dict[str, Any]:
+    first, second = (np.array([values[key][metric] for key in keys]) for values in (before, after))
+    found = paired_bootstrap(first, second, confidence=cfg.confidence, resamples=cfg.resamples, seed=cfg.seed)
+    means = {"first": float(first.mean()), "second": float(second.mean())}
+    return {"env": env, "metric": metric, **means, **dataclasses.asdict(found)}
+
+
+def _comparison(
+    names: Sequence[str],
+    records: Sequence[Mapping[str, Any]],
+    num_first: int,
+    num_second: int,
+    common: int,
+    cfg: Attempts,
+) -> str:
+    rows = [
+        [
+            r["env"],
+            r["metric"],
+            str(r["tasks"]),
+            f"{r['first']:.3f}",
+            f"{r['second']:.3f}",
+            f"{r['mean']:+.3f} [{r['low']:+.3f}, {r['high']:+.3f}]",
+            f"{r['p']:.4f}",
+        ]
+        for r in records
+    ]
+    text = table(["environment", "metric", "tasks", "A", "B", "B - A", "p"], rows)
+    alone = f" {num_first - common} task(s) of A and {num_second - common} of B stand alone." * (
+        max(num_first, num_second) > common
+    )
+    return (
+        f"**A: {names[0]}; B: {names[1]}**\n\n{text}\n\nPaired bootstrap over {common} tasks that both were given "
+        f"({cfg.resamples:,} resamples, {cfg.confidence:.0%} intervals, two-sided p).{alone}\n"
+    )

@@ -1,0 +1,236 @@
+"""An evaluation from beginning to end: tasks, episodes, answers on disk, the report."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.catalog import ref_of
+from rolljax.envs.pool import EnvPool
+from rolljax.errors import ConfigError, HangError, InfraError
+from rolljax.evaluation.answers import AnswerLog
+from rolljax.evaluation.models import EvaluatedModel
+from rolljax.evaluation.report import FinalAnswer, Report, report, score_task
+from rolljax.evaluation.settings import Attempts, Benchmark
+from rolljax.rollout.episodes import EpisodeRollouts
+from rolljax.threads.event_loop import EventLoop
+from rolljax.threads.watchdog import Watchdog
+from rolljax.types import EVAL_STREAM, Key, Task, Trajectory
+
+ALL_FAILED = 32
+"""Attempts that fail without one answer, after which an evaluation ends."""
+
+
+@dataclasses.dataclass
+class Standing:
+    """How far an evaluation is. answers: attempts that have one. right: of these. total: attempts in all."""
+
+    total: int
+    answers: int = 0
+    right: int = 0
+    failed: int = 0
+
+    def count(self, trajectory: Trajectory) -> None:
+        """One more attempt is over."""
+        self.failed += trajectory.lost
+        self.answers += not trajectory.lost
+        self.right += trajectory.success and not trajectory.lost
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One attempt at one task."""
+
+    benchmark: int
+    task: Task
+    key: Key
+
+
+def evaluate(
+    model: EvaluatedModel,
+    benchmarks: Sequence[Benchmark],
+    attempts: Attempts | None = None,
+    *,
+    to: str | Path | None = None,
+    fresh: bool = False,
+    show: Callable[[Standing], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Report:
+    """Have a model try the tasks of one or more environments, and report what came of it.
+
+    What an attempt samples depends on its seed, its task and its number, and on nothing else, so that an evaluation
+    that was interrupted goes on to the answers it would have had (behind an endpoint, as far as its server keeps
+    seeds).
+
+    Args:
+      model: open already. to: a folder for the answers and the report; an unfinished evaluation there goes on, a
+        finished one is reported again. fresh: delete it first.
+      show: is told how far it is. warn: is told what a person should know.
+      should_stop: asked all the while; True ends it, and what is answered stays in `to`.
+
+    Raises:
+      Stopped: `should_stop` said so.
+      ConfigError: settings that cannot be used, or a folder with another evaluation. DataError: there are no tasks.
+      InfraError: nothing is answered. HangError: nothing moved for `Attempts.stall_s`.
+    """
+    attempts, tasks, before = attempts or Attempts(), _tasks(benchmarks), collections.Counter(model.counts())
+    jobs = _jobs(tasks, attempts, model.version)
+    standing = Standing(len(jobs))
+    with contextlib.closing(AnswerLog(to, _setup(model, benchmarks, attempts), fresh=fresh)) as log:
+        for job in jobs:
+            if log.has(job.key):
+                _check_task(log.answers[job.key], job)
+                standing.count(log.answers[job.key])
+        show(standing)
+        if left := [job for job in jobs if not log.has(job.key)]:
+            _run(model, benchmarks, attempts, left, log, standing, show, warn, should_stop)
+        counts = collections.Counter(model.counts())
+        counts.subtract(before)
+        found = _report(model.name, benchmarks, attempts, jobs, log, {k: n for k, n in counts.items() if n})
+        log.finish(found.to_json(), found.markdown())
+    return found
+
+
+def _tasks(benchmarks: Sequence[Benchmark]) -> list[list[Task]]:
+    names = [b.env.name for b in benchmarks]
+    if not names:
+        raise ConfigError("are none", setting="benchmarks", remedy="name an environment at least")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                "is the name of two environments: their rows could not be told apart",
+                setting="--env",
+                value=name,
+                remedy="evaluate them one after the other, or give one another name (Questions.domain)",
+            )
+    return [b.tasks() for b in benchmarks]
+
+
+def _setup(model: EvaluatedModel, benchmarks: Sequence[Benchmark], attempts: Attempts) -> dict[str, Any]:
+    """What must be the same for an evaluation to go on."""
+    sampling = ("num", "temperature", "top_p", "top_k", "min_p", "seed")
+    return {
+        "model": dict(model.identity),
+        "name": model.name,
+        "benchmarks": [
+            {
+                "env": b.env.name,
+                "ref": ref_of(b.env),
+                "num_tasks": b.num_tasks,
+                "held_out_frac": b.held_out_frac,
+                "max_answer_tok": b.max_answer_tok,
+                "rollout": dataclasses.asdict(b.rollout),
+            }
+            for b in benchmarks
+        ],
+        "attempts": {name: getattr(attempts, name) for name in sampling},
+    }
+
+
+def _jobs(tasks: Sequence[Sequence[Task]], attempts: Attempts, version: int) -> list[Job]:
+    """Every attempt, those at one task together. Draws are those of a run's own evaluation at this version."""
+    draw, jobs = version * sum(map(len, tasks)), []
+    for benchmark, every in enumerate(tasks):
+        for task in every:
+            jobs += [Job(benchmark, task, Key(EVAL_STREAM, draw, i)) for i in range(attempts.num)]
+            draw += 1
+    return jobs
+
+
+def _check_task(answer: Trajectory, job: Job) -> None:
+    if answer.task.id != job.task.id:
+        raise ConfigError(
+            f"has an answer to another task than number {job.key.draw} is now: were the environment's files changed?",
+            setting="--to",
+            remedy="name another folder, or start over with --fresh",
+        )
+
+
+def _run(
+    model: EvaluatedModel,
+    benchmarks: Sequence[Benchmark],
+    attempts: Attempts,
+    jobs: Sequence[Job],
+    log: AnswerLog,
+    standing: Standing,
+    show: Callable[[Standing], None],
+    warn: Callable[[str], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Make the attempts that are left."""
+    with contextlib.ExitStack() as stack:
+        pools = {i: EnvPool(benchmarks[i].pool, benchmarks[i].env) for i in sorted({job.benchmark for job in jobs})}
+        for pool in pools.values():
+            stack.callback(pool.close)
+        rollouts = {i: model.rollouts(benchmarks[i], pool, attempts) for i, pool in pools.items()}
+        watchdog = Watchdog(warn)
+        watchdog.watch(*model.inboxes(), *(inbox for pool in pools.values() for inbox in pool.inboxes))
+        watchdog.start()
+        stack.callback(watchdog.close)
+        loop = EventLoop(should_stop, watchdog)
+        stack.callback(loop.close)
+        stack.callback(lambda: loop.run(model.close()))
+
+        def put(trajectory: Trajectory) -> None:
+            log.add(trajectory)
+            standing.count(trajectory)
+            show(standing)
+            if error := model.fatal():
+                raise error
+            if not standing.answers and standing.failed >= min(ALL_FAILED, standing.total):
+                raise InfraError(f"every attempt failed; the last one: {trajectory.fault}", stage="evaluation")
+
+        loop.run(loop.within(_attempt_all(rollouts, jobs, attempts, put), "answers", math.inf))
+
+
+async def _attempt_all(
+    rollouts: dict[int, EpisodeRollouts], jobs: Sequence[Job], attempts: Attempts, put: Callable[[Trajectory], None]
+) -> None:
+    """Make all attempts, `attempts.concurrency` at a time, and hand each over when it is over."""
+    waiting = list(reversed(jobs))
+    running: set[asyncio.Future[Trajectory]] = set()
+    try:
+        while waiting or running:
+            while waiting and len(running) < attempts.concurrency:
+                job = waiting.pop()
+                running.add(asyncio.ensure_future(rollouts[job.benchmark].trajectory(job.task, job.key)))
+            done, running = await asyncio.wait(running, timeout=attempts.stall_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise HangError(f"no answer became complete for {attempts.stall_s:.0f} s ({len(running)} under way)")
+            for future in done:
+                put(future.result())
+    finally:
+        for future in running:
+            future.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _report(
+    title: str,
+    benchmarks: Sequence[Benchmark],
+    attempts: Attempts,
+    jobs: Sequence[Job],
+    log: AnswerLog,
+    counts: Mapping[str, int],
+) -> Report:
+    by_task: dict[tuple[int, int], list[Trajectory]] = {}
+    for job in jobs:
+        by_task.setdefault((job.benchmark, job.key.draw), []).append(log.answers[job.key])
+    every = [[log.answers[job.key] for job in jobs if job.benchmark == i] for i in range(len(benchmarks))]
+    votes = [_vote(b.env, tried) for b, tried in zip(benchmarks, every, strict=True)]
+    scores = [score_task(draw, tried, attempts, votes[index]) for (index, draw), tried in by_task.items()]
+    return report(title, scores, attempts, counts, [log.answers[job.key] for job in jobs])
+
+
+def _vote(env: EnvSpec, tried: Sequence[Trajectory]) -> FinalAnswer | None:
+    """How answers of an environment are counted; None where nothing in any of them can be."""
+    read = any(env.final_answer(t.task, t.turns[-1].text) is not None for t in tried if t.turns)
+    return env.final_answer if read else None
