@@ -23,6 +23,9 @@ class RopeScaling:
 
     Waves shorter than `original / high_freq_factor` stay, those longer than `original / low_freq_factor` are made
     `factor` times as long, and those between in between.
+
+    factor: how much longer slow waves become. low_freq_factor, high_freq_factor: bounds of the waves in between.
+      original_max_position: tokens of context of pre-training.
     """
 
     factor: float = 8.0
@@ -39,7 +42,10 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Config(DecoderConfig):
-    """Shape of a Llama 3."""
+    """Shape of a Llama 3.
+
+    rope_scaling: stretch of rotary embeddings for long contexts (`RopeScaling`); None: there is none.
+    """
 
     rope_scaling: RopeScaling | None = None
 
