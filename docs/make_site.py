@@ -139,9 +139,11 @@ def pages() -> dict[str, str]:
 
 
 def stage(folder: Path) -> None:
-    """Write what the site is built from: its pages, and the pictures in docs/."""
+    """Write what the site is built from: its pages, the pictures in docs/, and a script for its search."""
     shutil.rmtree(folder, ignore_errors=True)
-    for picture in DOCS.rglob("*.png"):
+    (folder / "assets").mkdir(parents=True)
+    shutil.copy(DOCS / "iframe-worker.js", folder / "assets")
+    for picture in [*DOCS.rglob("*.png"), *DOCS.rglob("*.svg")]:
         target_file = folder / picture.relative_to(DOCS)
         target_file.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, target_file)

@@ -1,0 +1,181 @@
+"""The pages made from the code say what it says, every page is in the site's navigation, and public names explain
+themselves."""
+
+import ast
+import dataclasses
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rolljax
+
+ROOT = Path(rolljax.__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS))
+make_papers_page, make_settings_page, make_site = (
+    importlib.import_module(name) for name in ("make_papers_page", "make_settings_page", "make_site")
+)
+sys.path.remove(str(DOCS))
+CLASSES = {cls.__name__: cls for cls in make_settings_page.setting_classes()}
+
+
+def table_rows(text):
+    """The cells of every table row of a page, heads included."""
+    lines = [line.replace(r"\|", "\0") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip().replace("\0", "|") for cell in line.strip("|").split("|")] for line in lines]
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def told_settings():
+    """The settings that pages tell of, by class: those of its section, and of the sections that this one points to."""
+    pages = [DOCS / "settings.md", *sorted((DOCS / "algorithms").glob("*.md"))]
+    own, more = {}, {}
+    for page in pages:
+        for heading, body in re.findall(r"^##+ (?:\w+\.)?(\w+)\n(.*?)(?=^## |^### [A-Z]\w+\n\n`rolljax|\Z)", page.read_text(), re.S | re.M):
+            own[heading] = {m: row for row in table_rows(body) if len(row) == 4 for m in re.findall(r"^`(\w+)`$", row[0])}
+            more[heading] = re.findall(r"^It has the settings of \[(\w+)\]", body, re.M)
+    return {name: {k: v for part in (*more[name], name) for k, v in own[part].items()} for name in own}
+
+
+def test_the_reference_has_every_setting():
+    """Of every class that a config can name, with type, default and meaning."""
+    told = told_settings()
+    concrete = {n: c for n, c in CLASSES.items() if not c.__abstractmethods__} if False else CLASSES
+    lacking = [
+        f"{name}.{field.name}"
+        for name, cls in concrete.items()
+        if name != "PolicyGradient"
+        for field in dataclasses.fields(cls)
+        if field.init and not all(told.get(name, {}).get(field.name, [""]))
+    ]
+    assert lacking == [] and sum(len(dataclasses.fields(c)) for c in CLASSES.values()) > 1000
+
+
+def test_pages_made_from_the_code_are_up_to_date():
+    for name, made in (("settings", make_settings_page.page()), ("papers", make_papers_page.page())):
+        assert (DOCS / f"{name}.md").read_text() == made, f"run: python docs/make_{name}_page.py"
+    assert (DOCS / "metrics.md").read_text() == importlib.import_module("rolljax.metrics").markdown()
+
+
+def test_a_setting_that_no_docstring_explains_is_an_error():
+    @dataclasses.dataclass(frozen=True)
+    class Made:
+        """Something. first: explained."""
+
+        first: int = 0
+        second: int = 0
+
+    with pytest.raises(KeyError, match="Made: the docstring explains no second"):
+        make_settings_page.meanings_of(Made)
+
+
+def test_every_paper_of_the_code_is_on_the_page():
+    told = set(re.findall(r"arxiv\.org/abs/([\d.]+)", (DOCS / "papers.md").read_text()))
+    assert make_papers_page.named_in_code() == told
+
+
+# ---- coming from elsewhere ------------------------------------------------------------------------------------------
+
+
+def test_settings_that_others_are_led_to_are_there():
+    rows = [row for row in table_rows((DOCS / "coming_from.md").read_text()) if len(row) == 3 and "`" in row[1]]
+    assert len(rows) > 80
+    wrong = []
+    for row in rows:
+        for name in re.findall(r"`([^`]+)`", row[1]):
+            cls, _, field = name.partition(".")
+            known = name in ("--run_dir", "--fresh") or cls in CLASSES and field in {f.name for f in dataclasses.fields(CLASSES[cls])}
+            wrong += [] if known else [name]
+    assert wrong == []
+
+
+def test_trls_settings_are_trls():
+    trl = importlib.util.find_spec("trl")
+    folder = Path(trl.origin).parent / "trainer"
+    text = "".join(p.read_text() for p in (folder / "grpo_config.py", folder / "base_config.py") if p.exists())
+    trainer = Path(importlib.util.find_spec("transformers").origin).parent / "training_args.py"
+    fields = set(re.findall(r"^    (\w+): ", text + trainer.read_text(), re.M))
+    section = (DOCS / "coming_from.md").read_text().split("## TRL\n")[1].split("\n## ")[0]
+    for row in table_rows(section)[2:]:
+        for part in row[0].split(","):
+            for name in re.findall(r"`(\w+)[^`]*`(?! \(argument\))", part):
+                assert name in fields or name in ("tools",) or "loss_type" in row[0], name
+
+
+# ---- troubleshooting ------------------------------------------------------------------------------------------------
+
+
+def said_by_the_code():
+    """Every text of the package, a blank for what is filled in."""
+    for path in (ROOT / "rolljax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_that_are_explained_are_the_codes():
+    said = "\n".join(said_by_the_code())
+    rows = table_rows((DOCS / "troubleshooting.md").read_text())
+    messages = [m for row in rows for m in re.findall(r"^`(.+)`$", row[0]) if " " in m]
+    assert len(messages) > 35
+    patterns = {m: r"[^\n]*?".join(map(re.escape, m.split("..."))) for m in messages}
+    assert [m for m, pattern in patterns.items() if not re.search(pattern, said)] == []
+
+
+# ---- navigation -----------------------------------------------------------------------------------------------------
+
+
+class Loader(yaml.SafeLoader):
+    """YAML in which tags of Python are text: nothing is run."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def leaves(nav):
+    """Pages of a navigation, at any depth."""
+    for item in nav:
+        values = item.values() if isinstance(item, dict) else [item]
+        for value in values:
+            yield from [value] if isinstance(value, str) else leaves(value)
+
+
+def test_every_page_is_in_the_navigation():
+    """A new page: one line below `nav` in mkdocs.yml."""
+    listed = list(leaves(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]))
+    pages = {page for page in make_site.pages() if not page.startswith("source/")}
+    assert pages - set(listed) == set() and set(listed) - pages == set()
+    assert len(listed) == len(set(listed))
+
+
+def test_links_lead_to_pages_of_the_site():
+    pages = make_site.pages()
+    assert "source/configs/algorithms/grpo.gin.md" in pages
+    for page, text in pages.items():
+        if page.startswith(("api/", "source/")):
+            continue
+        for link in make_site.links(text):
+            to = (Path(page).parent / link).as_posix()
+            to = str(Path("/", to).resolve().relative_to("/"))
+            assert to in pages or (DOCS / to).is_file(), f"{page}: {link}"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
+    import shutil
+
+    for name in ("docs", "rolljax", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    assert make_site.main() == 0
+    site = ROOT / "build" / "site"
+    loaded = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\"' >]+")
+    found = {m for page in site.rglob("*.html") for m in loaded.findall(page.read_text())}
+    assert found == set() and (site / "search" / "search_index.js").is_file()
