@@ -51,7 +51,7 @@ PARTS = """
 1804.04235 | Adafactor | the optimizer | `Adafactor` | |
 1909.08593 | RL from human preferences | a KL coefficient that follows the KL | `AdaptiveKl` | |
 1912.09729 | Dual-clip PPO | a bound on the ratio of bad answers | `Grpo.dual_clip` | |
-2010.03768 | ALFWorld | household tasks, smaller | `House` | agents/house | agents.png
+2010.03768 | ALFWorld | household tasks, smaller | `House` | | agents.png
 2101.03961 | Switch Transformers | the load-balancing loss | `Recipe.router_aux_coef` | |
 2106.09685 | LoRA | adapters | `Recipe.lora` | |
 2207.01206 | WebShop | searching and buying, rewards | `Shop` | |
@@ -124,8 +124,8 @@ def page() -> str:
         "",
         "# Papers",
         "",
-        "What runs of each paper, from which config, and where it is shown. [Defaults](algorithms/defaults.md) sets what",
-        "papers state beside our defaults; [the figures](algorithms_bench.md) are of small problems.",
+        "What runs of each paper, from which config, and where it is shown. [Defaults](algorithms/defaults.md) sets",
+        "what papers state beside our defaults; [the figures](algorithms_bench.md) are of small problems.",
         "",
         "## Algorithms",
         "",

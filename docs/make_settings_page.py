@@ -151,14 +151,15 @@ def type_text(annotation: Any, known: set[type]) -> str:
     return text
 
 
-def own_fields(cls: type) -> list[dataclasses.Field]:
-    """Fields that a class declares, anew or for the first time."""
-    return [f for name, f in fields(cls).items() if name in inspect.get_annotations(cls) or not _base_with(cls, name)]
+def own_fields(cls: type, known: set[type]) -> list[dataclasses.Field]:
+    """Fields that a class declares, or that no base with a section of its own has."""
+    declared = inspect.get_annotations(cls)
+    return [f for name, f in fields(cls).items() if name in declared or not _base_with(cls, name, known)]
 
 
-def _base_with(cls: type, name: str) -> type | None:
+def _base_with(cls: type, name: str, known: set[type]) -> type | None:
     """The nearest base with a section of its own that has this field."""
-    return next((b for b in cls.__mro__[1:] if is_config(b) and name in fields(b) and b.__name__[0] != "_"), None)
+    return next((b for b in cls.__mro__[1:] if b in known and name in fields(b)), None)
 
 
 def paged(text: str) -> str:
@@ -178,12 +179,12 @@ def section(cls: type, known: set[type]) -> list[str]:
     lines = ["", f"### {cls.__name__}", "", f"`{cls.__module__}.{cls.__name__}`", ""]
     if prose := read_doc(cls, list(fields(cls)))[0]:
         lines += [linked(prose[0]), ""]
-    if own := own_fields(cls):
+    if own := own_fields(cls, known):
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
     for field in own:
         row = (f"`{field.name}`", type_text(hints[field.name], known), default_text(field))
         lines.append(f"| {' | '.join(row)} | {cell(paged(linked(meanings[field.name])))} |")
-    bases = {_base_with(cls, name): None for name in fields(cls) if name not in {f.name for f in own}}
+    bases = {_base_with(cls, name, known): None for name in fields(cls) if name not in {f.name for f in own}}
     lines += [f"{chr(10) if own else ''}It has the settings of [{b.__name__}]({page_of(b)}) too." for b in bases if b]
     return lines if fields(cls) else [*lines, "It has no settings."]
 

@@ -76,11 +76,14 @@ def relinked(page: str, text: str) -> str:
     return outside_of_fences(lambda prose: LINK.sub(new, prose), text)
 
 
+def links(text: str) -> list[str]:
+    """What a page links to."""
+    return [m[2] for m in LINK.finditer(FENCE.sub("", text))]
+
+
 def linked_code(page: str, text: str) -> Iterator[str]:
     """Files of the repository, neither in docs/ nor a page, that a page links to."""
-    found: list[str] = []
-    outside_of_fences(lambda prose: found.extend(m[2] for m in LINK.finditer(prose)) or prose, text)
-    for link in found:
+    for link in links(text):
         path = target(page, link)
         if path and not path.startswith("docs/") and path not in ROOT_PAGES and (ROOT / path).is_file():
             yield path
@@ -152,14 +155,27 @@ def stage(folder: Path) -> None:
         (folder / page).write_text(text)
 
 
-def main() -> int:
-    """Stage and build; the exit code is mkdocs'."""
-    stage(ROOT / "build" / "docs")
-    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"], cwd=ROOT, env=env
-    ).returncode
+def build(folder: Path) -> int:
+    """Stage into `folder`/docs and build `folder`/site of it; the exit code is mkdocs', which warns of nothing."""
+    stage(folder / "docs")
+    config = (ROOT / "mkdocs.yml").read_text()
+    moved = config.replace("docs_dir: build/docs", f"docs_dir: {folder / 'docs'}")
+    moved = moved.replace("site_dir: build/site", f"site_dir: {folder / 'site'}").replace(
+        "paths: [.]", f"paths: [{ROOT}]"
+    )
+    (folder / "mkdocs.yml").write_text(moved)
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--config-file",
+        str(folder / "mkdocs.yml"),
+    ]
+    return subprocess.run(command, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(build(ROOT / "build"))
