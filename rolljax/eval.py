@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.eval", description="Evaluate on held-out tasks.")
     cli.add_config_arguments(parser, required=False)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -30,6 +31,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command, with its arguments; returns its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
     config: list[Loaded[Recipe]] = []

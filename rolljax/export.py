@@ -18,6 +18,7 @@ from rolljax.run import durable
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.export", description="Write a Hugging Face folder.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", help="run folder: its latest checkpoint")
@@ -30,6 +31,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command, with its arguments; returns its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
 

@@ -159,6 +159,7 @@ class GroupBuffer:
 
     @property
     def num_ready(self) -> int:
+        """Complete groups that wait for a step."""
         return sum(e.ready for e in self)
 
     # ---- beginning

@@ -5,9 +5,11 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import posixpath
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -137,6 +139,64 @@ def test_messages_that_are_explained_are_the_codes():
     assert len(messages) > 35
     patterns = {m: r"[^\n]*?".join(map(re.escape, m.split("..."))) for m in messages}
     assert [m for m, pattern in patterns.items() if not re.search(pattern, said)] == []
+
+
+# ---- docstrings -----------------------------------------------------------------------------------------------------
+
+THEIRS = ("rolljax.sampler.jetstream.compat",)
+"""Whose names and meanings are another project's."""
+MADE = re.compile(r"^\w+\(.*\)$", re.S)
+"""What `dataclass` writes where there is no docstring."""
+
+
+def imported_by_pages():
+    """Modules that pages and examples import from: what users write against."""
+    texts = [p.read_text() for p in (*DOCS.rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*.py"))]
+    for module, names in (m for t in texts for m in re.findall(r"^ *from (rolljax[\w.]*) import ([\w, ]+)", t, re.M)):
+        yield module
+        yield from (f"{module}.{name.split(' as ')[0].strip()}" for name in names.split(","))
+
+
+def public(names, module):
+    """Public names of a namespace that the module itself defines."""
+    for name, value in names.items():
+        found = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
+        if not name.startswith("_") and getattr(found, "__module__", None) == module:
+            yield name, found
+
+
+def undocumented(name):
+    """Public names of a module that `help()` says nothing about; methods, of modules that pages import from."""
+    module = importlib.import_module(name)
+    if not module.__doc__:
+        yield name
+    for attribute, value in public(vars(module), name):
+        if inspect.isclass(value) or inspect.isfunction(value):
+            doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+            if not doc or MADE.match(doc) and dataclasses.is_dataclass(value):
+                yield f"{name}.{attribute}"
+        if inspect.isclass(value) and name in WRITTEN_AGAINST:
+            for method, _ in public(vars(value), name):
+                if not inspect.getdoc(getattr(value, method)):
+                    yield f"{name}.{attribute}.{method}"
+
+
+WRITTEN_AGAINST = {*imported_by_pages(), "rolljax.recipe", "rolljax.metrics", "rolljax.errors", "rolljax.types"}
+MODULES = [name for names in make_site.modules().values() for name in names if name not in THEIRS]
+
+
+def test_public_names_have_docstrings():
+    """Every module, class and function; every method of what users write against."""
+    assert len(MODULES) > 200 and "rolljax.trainer.algorithms.base" in WRITTEN_AGAINST
+    assert [found for name in MODULES for found in undocumented(name)] == []
+
+
+def test_a_docstring_that_is_missing_is_found(monkeypatch):
+    monkeypatch.setitem(sys.modules, "made", types.ModuleType("made"))
+    code = "class Bare:\n  def told(self):\n    'Told.'\n  def silent(self): pass\n  def _own(self): pass"
+    exec(code, vars(sys.modules["made"]))
+    monkeypatch.setitem(globals(), "WRITTEN_AGAINST", {"made"})
+    assert list(undocumented("made")) == ["made", "made.Bare", "made.Bare.silent"]
 
 
 # ---- navigation -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class RopeScaling:
     original_max_position: int = 8192
 
     def stretch(self, frequencies: jax.Array) -> jax.Array:
+        """Wavelengths' angular frequencies, the slow ones stretched."""
         waves = self.original_max_position * frequencies / (2 * math.pi)  # in the original context
         keep = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         keep = jnp.clip(keep, 0, 1)
@@ -102,6 +103,8 @@ class Llama3Config(DecoderConfig):
 
 
 class Llama3Layers(PreNormLayers):
+    """Llama 3's layers, stacked."""
+
     def declare(self, rngs: nnx.Rngs) -> None:
         self.declare_attention(rngs)
         self.declare_ffn(rngs)

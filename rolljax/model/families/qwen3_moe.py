@@ -88,6 +88,8 @@ class Qwen3MoeConfig(DecoderConfig):
 
 
 class Qwen3MoeLayers(PreNormLayers):
+    """Layers of a Qwen3 with experts, stacked."""
+
     indexed = ("gate", "up", "down")
 
     def declare(self, rngs: nnx.Rngs) -> None:
