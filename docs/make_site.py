@@ -104,7 +104,7 @@ WITHOUT = {"terminal_tasks", "inside", "supervisor", "__main__"}
 @functools.cache
 def modules() -> dict[str, list[str]]:
     """Names of modules with public parts, by room; those at the root under `rolljax`."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {"rolljax": []}
     for path in sorted((ROOT / "rolljax").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if not WITHOUT & set(parts) and "__init__" not in parts:
@@ -123,6 +123,9 @@ def api_page(room: str, names: list[str]) -> str:
 
 def as_markdown(page: str, text: str) -> str:
     """A page as the site's Markdown has it, which knows no gin, and tables and fences by stricter rules than GitHub."""
+    text = re.sub(r"\A<!--.*?-->\s*", "", text)  # a page's title is its first line
+    if not text.startswith("#"):
+        text = f"# {Path(page).stem.capitalize()}\n\n{text}"
     text = re.sub(r"^( *`{3,})gin\b", r"\1python", text, flags=re.M)
     text = re.sub(r"^(<!--.*-->)\n(?=\|)", r"\1\n\n", text, flags=re.M)
     indented = re.compile(r"^  ```\w*\n.*?^  ```$", re.S | re.M)
