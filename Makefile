@@ -11,7 +11,7 @@ EXTRAS := data,envs,jetstream,tools
 INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \
 	{ apt-get install -qq -y bubblewrap > /dev/null || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }; }; }
 
-.PHONY: setup setup-test quickstart test test-slow test-all test-newest durations mutants check bench clean
+.PHONY: setup setup-test quickstart test test-slow test-all test-newest durations mutants check docs bench clean
 
 setup: $(VENV)/.installed
 setup-test: $(VENV)/.installed-test
@@ -71,6 +71,10 @@ check: setup-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit/test_docs.py
+
+# the site, into build/site: needs no network, and neither does who reads it (open build/site/index.html)
+docs: setup-test
+	$(BIN)/python docs/make_site.py
 
 bench: setup-test
 	$(BIN)/python benchmarks/quickstart.py

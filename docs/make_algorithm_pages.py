@@ -18,12 +18,12 @@ import sys
 import types
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+from docstrings import cell, field_default, linked, meanings_of, read_doc, shown
 
 from rolljax.config import check
 from rolljax.trainer import algorithms
@@ -187,17 +187,6 @@ Ipa: tests/unit/test_papers_ipa.py::test_returns_over_runs_are_those_of_the_twin
 """What outside this repository each class was compared with: `Class: file::test: what`, several lines for several
 tests; or `Class: none: why not`."""
 
-MEANINGS = {
-    "critic": "the value model: how many, of which size, how fitted (`trainer.critic.Critic`).",
-    "teachers": "whom to learn from (`opd.Teacher`: policy, coef, domains).",
-    "beta": "how much a difference from the reference counts; smaller lets the policy go farther.",
-    "clip_low": "how far below 1 the ratio counts (None: any).",
-    "clip_high": "how far above 1 the ratio counts (None: any).",
-    "remainder": "what becomes of the tokens that `top_k` leaves out.",
-    "rhythm": "which of the three forms.",
-}
-"""Settings that no docstring explains."""
-
 
 def algorithm_classes() -> dict[str, list[type[Algorithm]]]:
     """Algorithms by module, in the order of their files."""
@@ -232,49 +221,6 @@ def recipe_name(cls: type[Algorithm]) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
 
 
-# ---- docstrings -----------------------------------------------------------------------------------------------------
-
-
-def read_doc(cls: type, names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Paragraphs of a docstring, and what it says about settings (`name, name: meaning.`)."""
-    paragraphs, meanings = [], {}
-    either = "|".join(map(re.escape, names))
-    entry = re.compile(rf"(?:^|(?<=[.;)] ))((?:{either})(?:, (?:{either}))*): ") if names else re.compile("(?!)")
-    for block in re.split(r"\n\s*\n", inspect.cleandoc(cls.__doc__ or "")):
-        text = " ".join(block.split())
-        found = list(entry.finditer(text))
-        prose = text[: found[0].start()].strip() if found else text
-        if prose:
-            paragraphs.append(prose)
-        for match, after in zip(found, [*found[1:], None], strict=False):
-            meaning = text[match.end() : after.start() if after else len(text)].strip()
-            meanings.update(dict.fromkeys(match[1].split(", "), meaning))
-    return paragraphs, meanings
-
-
-def meanings_of(cls: type) -> dict[str, str]:
-    """What docstrings say about each setting, a class over its bases; else where its name stands in them."""
-    names = [f.name for f in dataclasses.fields(cls)]
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            found |= read_doc(base, names)[1]
-    prose = " ".join(read_doc(cls, names)[0])
-    shared = read_doc(PolicyGradient, names)[1]
-    for name in names:
-        if name not in found:
-            code = re.compile(rf"`[^`]*\b{name}\b[^`]*`")
-            others = [f"see `{other}`." for other, text in found.items() if code.search(text)]
-            found[name] = "see above." if code.search(prose) else (others or [shared.get(name) or MEANINGS[name]])[0]
-    return found
-
-
-def linked(text: str) -> str:
-    """Papers as links."""
-    text = re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
-    return re.sub(r"doi (10\.\d+/[\w.]+\w)", r"[doi \1](https://doi.org/\1)", text)
-
-
 def papers(cls: type) -> str:
     """Links to the papers that the docstring names."""
     text = " ".join(read_doc(cls, [f.name for f in dataclasses.fields(cls)])[0])
@@ -285,34 +231,15 @@ def papers(cls: type) -> str:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def shown(value: Any) -> str:
-    """A default as it is written in code, fields of objects only where they differ from their own defaults."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
-        given = [f"{f.name}={shown(v)}" for f, v in pairs if v != _field_default(f)]
-        return f"{type(value).__name__}({', '.join(given)})"
-    return repr(value)
-
-
-def _field_default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
 def settings(cls: type[Algorithm]) -> list[str]:
     """Settings of its own (new ones and changed defaults) and those that it shares, as tables."""
     hints, meanings = check.hints(cls), meanings_of(cls)
-    base = {f.name: _field_default(f) for f in dataclasses.fields(PolicyGradient)}
+    base = {f.name: field_default(f) for f in dataclasses.fields(PolicyGradient)}
     own: list[str] = []
     shared: list[str] = []
     newest = sorted(dataclasses.fields(cls), key=lambda f: _depth(cls, f.name))  # type: ignore[arg-type]
     for field in newest:
-        default = _field_default(field)
+        default = field_default(field)
         values = check.describe(hints[field.name])
         row = f"| `{field.name}` | `{shown(default)}` | {cell(values)} | {cell(linked(meanings[field.name]))} |"
         same = field.name in base and base[field.name] == default
@@ -535,7 +462,7 @@ def stated(cls: type[Algorithm]) -> list[str]:
     """A class's section of docs/algorithms/defaults.md."""
     module = module_of(cls)
     lines = [f"## {cls.__name__}", "", f"[`{module}.{cls.__name__}`]({module}.md). **Papers.** {papers(cls)}", ""]
-    defaults = {f.name: _field_default(f) for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    defaults = {f.name: field_default(f) for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if paper_of(cls):
         lines += ["| setting | our default | the paper's | where | why another |", "|---|---|---|---|---|"]
     for name, s in paper_of(cls).items():

@@ -36,6 +36,7 @@ KEY = "OPENAI_API_KEY"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.eval", description="Evaluate a model on tasks.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", help="run folder: its newest checkpoint (or --step) and its config")
@@ -83,6 +84,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command, with its arguments; returns its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
     config: list[Loaded[Recipe]] = []

@@ -36,6 +36,7 @@ WIDTH = 200
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(
         prog="python -m rolljax.plan", description="Compile a recipe's programs for a TPU."
     )
@@ -54,6 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command, with its arguments; returns its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
     config: list[Loaded[Recipe]] = []

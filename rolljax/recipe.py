@@ -17,7 +17,7 @@ from rolljax.model.lora import Lora
 from rolljax.rollout.agents.program import AgentProgram
 from rolljax.rollout.episodes import RolloutConfig
 from rolljax.rollout.filters import FilterConfig
-from rolljax.rollout.group_buffer import Admission, Late, TailBatching
+from rolljax.rollout.group_buffer import Admission, Late, TailBatching, favours
 from rolljax.rollout.starts import ExpertStarts
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trackers.base import TrackerConfig
@@ -35,9 +35,9 @@ ROW_MULTIPLE = 128
 class Phase:
     """A stretch of training with one algorithm.
 
-    name: shown in progress and metrics. steps: steps of this phase.
-    prompts_per_step x group_size: trajectories of a step. updates_per_step: optimizer updates that share them out.
-    epochs: how many times each is gone through.
+    name: shown in progress and metrics. algorithm: from what is learned, by which loss. steps: steps of this phase.
+    prompts_per_step: tasks of a step. group_size: trajectories of a task. updates_per_step: optimizer updates that
+      share out a step's trajectories. epochs: how many times each is gone through.
     temperature: of sampling, and of the trainer's log-probs. top_k, top_p, min_p: tokens left out of sampling.
     async_ratio: most versions that the policy may be further when a group is trained than when it began. 0: every token
       is of the newest policy, and rollouts and training take turns. Above 0 they go on side by side, and up to
@@ -51,7 +51,7 @@ class Phase:
       so such a run cannot be repeated to the bit; where they are let go for good, short answers are favoured.
     tail_batching: short rounds that do not wait for their slowest answers, and long ones for these
       (`group_buffer.TailBatching`).
-    starts: begin episodes behind an expert's first turns (`starts.ExpertStarts`).
+    starts: begin episodes behind an expert's first turns (`starts.ExpertStarts`). optimizer: new with every phase.
     row_len, micro_rows: tokens of a packed row, which must hold one trajectory, and rows of a micro-batch. 0: the
       shortest row that does, a multiple of 128, and as many rows as the devices do well with. `--dry_run` shows them.
     eval_every: evaluate on held-out tasks every so many steps (0: only at the end of the phase).
@@ -178,6 +178,7 @@ class Phase:
 class Evaluation:
     """Held-out evaluation: one trajectory for each of `tasks` tasks, at `temperature` (0: greedy).
 
+    tasks: how many. temperature: of sampling; 0 takes the likeliest token.
     held_out_frac: share of all tasks, by the hash of their content, that training never sees.
     pauses_rollouts: with `Phase.async_ratio` above 0, training rollouts send no request meanwhile.
     """
@@ -197,14 +198,19 @@ class Evaluation:
 class Recipe:
     """A run: what is learned where, by which model, in which phases.
 
+    env: where tasks and rewards come from. phases: stretches of training, one after the other, each with its own name.
     model: shape of a decoder that starts from random weights with a byte tokenizer, or the path of a local Hugging Face
       folder whose config, weights, tokenizer and chat template are used.
+    dtype: of computing; trained parameters are float32, cast where they are used. remat: what the backward pass
+      recomputes: nothing, all of a layer (`full`), all but matmuls (`dots`), all but mixed values (`attention`).
     lora: train low-rank adapters beside that model's weights, which stay (docs/lora.md).
     router_aux_coef: of the load-balancing loss, in place of what a folder's config.json says (docs/moe.md).
     agent: a program that plays the episodes with the model behind an OpenAI-compatible server (docs/agents.md).
     attention: what computes attention while training (docs/sharding.md).
     placement: whether trainer and sampler share devices or have their own (docs/sharding.md).
     max_answer_tok: most tokens of one answer (one turn).
+    sampler: slots, pages and programs of the engine. mesh: the trainer's devices by axis. pool: where environments run.
+    rollout: how episodes are conducted. filters: which trajectories take part. evaluation: on held-out tasks.
     seed: of the weights, of the order of tasks and of everything sampled.
     save_every: steps between checkpoints (one is always kept at the end of a phase and when the run is told to stop).
     keep_checkpoints: how many of the newest stay; at least two, so that one that is damaged costs no run.
@@ -253,11 +259,12 @@ class Recipe:
         check_range(self, "keep_checkpoints", low=2)
         check_range(self, "keep_best", low=0)
         if self.keep_rollouts is not None and self.keep_rollouts < 1:
+            few = "to write few of them, raise Recipe.rollouts_every"
             raise ConfigError(
                 "must be at least 1, or None for all",
                 setting="Recipe.keep_rollouts",
                 value=self.keep_rollouts,
-                remedy="to write few of them, raise Recipe.rollouts_every",
+                remedy=few,
             )
         if self.max_answer_tok >= self.sampler.max_context:
             raise ConfigError(
@@ -277,7 +284,6 @@ class Recipe:
                     value=phase.row_len,
                     remedy=f"set it to {shortest} or more, or leave it out",
                 )
-        for phase in self.phases:
             if phase.starts and self.max_turns == 1:
                 raise ConfigError(
                     "can have no effect: episodes of this environment have one turn",
@@ -337,19 +343,8 @@ class Recipe:
             for i, p in enumerate(self.phases)
             for text in p.algorithm.check(p.setup(self.max_turns, first=i == 0, environment=self.env.name))
         ]
-        short = [
-            f"phase {p.name}: spare_siblings = {p.spare_siblings} lets the slowest answers go for good: short ones are "
-            "trained on more often than they are sampled (tail_batching brings slow groups back)"
-            for p in self.phases
-            if p.spare_siblings
-        ]
-        short += [
-            f"phase {p.name}: late = 'drop' lets the slowest groups go for good: prompts with short answers are "
-            "trained on more often than they are drawn ('redraw' brings them back)"
-            for p in self.phases
-            if p.late == "drop"
-        ]
-        return [*self.env.warnings(), *said, *short]
+        said += [f"phase {p.name}: {text}" for p in self.phases for text in favours(p.spare_siblings, p.late)]
+        return [*self.env.warnings(), *said]
 
     def _lengths(self, phase: Phase) -> tuple[int, int, int]:
         """Siblings that must stand in one row; tokens of their prompt, and of what each says, in the worst case."""

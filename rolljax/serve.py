@@ -42,6 +42,7 @@ LINES = 4
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.serve", description="Serve a model over HTTP.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", help="run folder: its latest checkpoint")
@@ -71,6 +72,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command, with its arguments; returns its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
 
@@ -278,6 +280,7 @@ async def warm_up(service: Service, url: str) -> None:
 
 
 def url(listener: socket.socket) -> str:
+    """The address under which a listener is reached."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

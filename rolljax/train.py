@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.train", description="Train by a recipe.")
     cli.add_config_arguments(parser, required=True)
     parser.add_argument("--run_dir", help="run folder (default: runs/ and the name of the last gin file)")
@@ -50,6 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command, with its arguments; returns its exit code (docs/runs.md)."""
     args, began = parse(argv), time.perf_counter()
     cli.quiet()
     config: list[Loaded[Recipe]] = []

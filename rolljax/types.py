@@ -140,6 +140,7 @@ class Sampled:
 
     @staticmethod
     def concatenate(parts: Sequence[Sampled]) -> Sampled:
+        """The pieces of one answer, in their order, as one."""
         return Sampled(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in dataclasses.fields(Sampled)))
 
     @staticmethod
@@ -164,14 +165,17 @@ class Completion:
 
     @property
     def tokens(self) -> np.ndarray:
+        """Sampled tokens `[T]`, stop token included."""
         return self.sampled.tokens
 
     @property
     def sampler_logp(self) -> np.ndarray:
+        """Log-prob of each token under the sampling distribution, `[T]`, nats."""
         return self.sampled.sampler_logp
 
     @property
     def versions(self) -> np.ndarray:
+        """Policy version that sampled each token, `[T]`."""
         return self.sampled.versions
 
     @property
@@ -256,6 +260,7 @@ class Trajectory:
 
     @property
     def num_sampled_tok(self) -> int:
+        """Tokens that the policy sampled, of all turns."""
         return sum(len(t.tokens) for t in self.turns)
 
     @property
@@ -319,6 +324,7 @@ class Group:
 
     @property
     def rewards(self) -> np.ndarray:
+        """Rewards of the trajectories, in their order."""
         return np.array([t.reward for t in self.trajectories], np.float32)
 
     def to_json(self) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class Budget:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.validate", description="Check an environment.")
     parser.add_argument("env", metavar="ENV", help="sokoban, 'frozen_lake(size=5)', rg:chain_sum, module.Class, ...")
     parser.add_argument("--tasks", type=int, default=50, metavar="N", help="how many tasks to play (default: 50)")
@@ -86,6 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command, with its arguments; returns its exit code (docs/runs.md)."""
     args = parse(argv)
 
     def run() -> int:

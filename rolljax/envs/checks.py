@@ -94,6 +94,7 @@ def follow(env: Env, so_far: Transcript, act: Act) -> Transcript:
 
 
 def over(result: StepResult) -> bool:
+    """Whether the episode ended with this step."""
     return result.terminated or result.truncated
 
 

@@ -17,8 +17,10 @@ MAX_TASKS = 100_000
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveTimeout:
-    """A time-out of its own for every task: `factor` times the longest run of a correct program so far, at least
-    `low_s`, and at most the environment's own time-out, which also holds as long as no program was correct.
+    """A time-out of its own for every task, from the longest run of a correct program so far; as long as none was
+    correct, and at most, the environment's own.
+
+    factor: times that longest run. low_s: the shortest time-out, seconds.
 
     It gives up "equal actions, equal episode": whether a slow program passes depends on the answers before it and on
     how busy the machine was. A run that is repeated or continued is then not the same to the bit.

@@ -52,4 +52,5 @@ def table(values: Any, name: str) -> dict[str, float]:
 
 
 def kind(value: Any) -> str:
+    """The name of a value's class."""
     return type(value).__name__

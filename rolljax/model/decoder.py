@@ -42,6 +42,12 @@ class DecoderConfig(abc.ABC):
 
     A family is one file in `families/`: a subclass with the rest of its shape, its `Layers`, and its names in Hugging
     Face folders.
+
+    vocab_size: tokens of the vocabulary. num_layers: decoder blocks. hidden_size: width of the residual stream.
+      num_heads: query heads. num_kv_heads: key and value heads, a divisor of `num_heads`. head_dim: width of a head.
+      ffn_size: width of the feed-forward part. rope_theta: base of the rotary embedding's wavelengths. rms_norm_eps:
+      added to mean squares in norms. tie_embeddings: the output matrix is the embedding. max_position: most tokens of
+      context. init_std: standard deviation of random weights.
     """
 
     vocab_size: int = 264

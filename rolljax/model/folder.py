@@ -203,6 +203,7 @@ def written_plain(cfg: Any) -> dict[str, Any]:
 
 
 def same(w: np.ndarray) -> np.ndarray:
+    """A tensor as it is."""
     return w
 
 
@@ -223,6 +224,7 @@ class Tensor:
 
 
 def turned(w: np.ndarray) -> np.ndarray:
+    """A matrix transposed."""
     return w.T
 
 

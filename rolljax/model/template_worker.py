@@ -97,6 +97,7 @@ def read(stream: BinaryIO) -> bytes | None:
 
 
 def framed(content: bytes) -> bytes:
+    """Content behind its length."""
     return len(content).to_bytes(LENGTH_BYTES, "little") + content
 
 
@@ -114,6 +115,7 @@ def limit_memory() -> None:
 
 
 def main() -> None:
+    """The worker's process: renders the templates that it is sent, within limits, until its input ends."""
     sys.path[:] = json.loads(sys.argv[1])
     _compiled("")
     limit_memory()

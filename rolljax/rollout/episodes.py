@@ -54,6 +54,8 @@ class RolloutConfig:
     answer_format: a regular expression that all of an answer must match; else `format_penalty` is added to the turn's
       reward, as the part `format`. It is RE2's kind, which takes time linear in any answer: no look-ahead, no
       back-references. `.` is any character.
+    restarts: most fresh beginnings of the stream in an episode, with context = 'drop_oldest'. format_penalty: see
+      `answer_format`; 0 or less.
     """
 
     context: Literal["truncate", "drop_oldest"] = "truncate"

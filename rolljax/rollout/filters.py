@@ -69,6 +69,7 @@ def adjusted(t: Trajectory, cfg: FilterConfig) -> Trajectory:
 
 
 def tampered(t: Trajectory) -> bool:
+    """Whether the environment saw the policy tamper with its task."""
     return t.metrics.get("tamper_n", 0) > 0
 
 

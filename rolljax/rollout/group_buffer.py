@@ -51,6 +51,22 @@ class TailBatching:
         check_range(self, "epoch", low=0)
 
 
+def favours(spare_siblings: int, late: Late) -> list[str]:
+    """Why short answers are trained on more often than they are sampled, where they are."""
+    said = []
+    if spare_siblings:
+        said.append(
+            f"spare_siblings = {spare_siblings} lets the slowest answers go for good: short ones are trained on more "
+            "often than they are sampled (tail_batching brings slow groups back)"
+        )
+    if late == "drop":
+        said.append(
+            "late = 'drop' lets the slowest groups go for good: prompts with short answers are trained on more often "
+            "than they are drawn ('redraw' brings them back)"
+        )
+    return said
+
+
 @dataclasses.dataclass(frozen=True)
 class Admission:
     """What `GroupBuffer` goes by.
@@ -160,6 +176,7 @@ class GroupBuffer:
 
     @property
     def num_ready(self) -> int:
+        """Complete groups that wait for a step."""
         return sum(e.ready for e in self)
 
     @property

@@ -85,6 +85,8 @@ class ExpertStarts:
       more than this, with one-sided p below .05 and at least 8 of the last 32 episodes on either side; behind the whole
       episode the rate is 1. Chunks behind the crucial one are not imitated; it is imitated itself where it is replayed,
       and where a whole group that starts before it fails.
+    threshold: success rate, 0 to 1, at which the distance grows. window: newest episodes at a distance that the rate
+      is taken over.
     """
 
     mode: Literal["rollback", "parallel"] = "rollback"

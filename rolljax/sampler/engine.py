@@ -81,10 +81,12 @@ class Engine:
 
     @property
     def num_shards(self) -> int:
+        """Batch shards of the mesh, each with its own slots and pages."""
         return int(np.prod([self.mesh.shape[a] for a in self.batch_axes]))
 
     @property
     def pages_per_shard(self) -> int:
+        """KV pages of one batch shard."""
         return self.cfg.num_pages // self.num_shards
 
     @property

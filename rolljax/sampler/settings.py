@@ -88,10 +88,12 @@ class SamplerConfig:
 
     @property
     def pages_per_sequence(self) -> int:
+        """Pages that a sequence of full length takes."""
         return -(-self.max_context // self.page_size)
 
     @property
     def num_pages(self) -> int:
+        """Pages there are: `pages`, or enough for every slot at full length."""
         return self.pages or (self.slots + self.prefill_chunk // MIN_CHUNK) * self.pages_per_sequence
 
     def mesh(self, trainer: Mesh, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -69,6 +69,7 @@ def bwrap() -> str:
 
 @functools.cache
 def bwrap_has(option: str) -> bool:
+    """Whether this machine's bubblewrap knows an option."""
     said = subprocess.run([bwrap(), "--help"], capture_output=True, text=True, env={}, timeout=30)
     return option in said.stdout + said.stderr
 

@@ -135,10 +135,12 @@ async def until_hangup(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def json_response(value: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A value as a JSON response."""
     return Response(dump(value), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:
+    """An error in the form of OpenAI's API."""
     return json_response(error.json(), error.status, error.headers)
 
 

@@ -174,6 +174,8 @@ def _stops(value: Any) -> Any:
 
 
 class StreamOptions(BaseModel):
+    """`stream_options` of a request."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -203,12 +205,16 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
+    """The body of `/v1/completions`."""
+
     prompt: Any
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
 class ChatBody(Body):
+    """The body of `/v1/chat/completions`."""
+
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -273,6 +279,7 @@ def _path(parts: Sequence[str | int]) -> str:
 
 
 def short(value: Any) -> str:
+    """A value as text of at most 80 characters."""
     text = repr(value) if not isinstance(value, (dict, list, str)) else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -257,6 +257,7 @@ class Sessions:
 
 
 def ended() -> ApiError:
+    """The error of a call in a session that is over."""
     return ApiError(410, "this session has ended: its program has answered, failed or run out of time", code="ended")
 
 

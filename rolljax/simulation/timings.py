@@ -23,6 +23,7 @@ class Distribution:
       deviation; what would be negative is 0. recorded: one of `values`, times `center`.
     group_spread: standard deviation of the logarithm of a factor that all siblings of a group share.
     cap: what is larger is this. hang_frac, hang: to so large a share this is added, cap or not.
+    center, spread: where values are, and how far apart; see `kind`. values: those of `recorded`.
     """
 
     kind: Literal["lognormal", "normal", "recorded"] = "normal"
@@ -80,6 +81,8 @@ class EngineTimings:
       answers begin together, when all episodes wait for one, and no other does before all are done. The last two are
       there to be compared with.
     kv_tok: tokens of context that a replica has room for (0: not known); where more were needed a warning says so.
+    replicas: copies of the weights. step_s: of a decode step, whatever it does. sequence_s: added for each sequence.
+      context_s: added for each token of context. prefill_s: of a prompt token.
     """
 
     replicas: int = 1
@@ -100,6 +103,7 @@ class EnvTimings:
     """Environments: seconds of `reset`, of `step`, and of the last step, in which the answer is scored, on top of that.
 
     fail_frac: episodes whose reset fails for good, after its time.
+    reset_s: of the beginning. step_s: of each action. score_s: added to the last one.
     """
 
     reset_s: Distribution = Distribution()
@@ -114,7 +118,10 @@ class EnvTimings:
 @dataclasses.dataclass(frozen=True)
 class TrainerTimings:
     """A training step takes `step_s` and `token_s` for each token of its packed rows. publish_s: until new weights are
-    with the sampler; pause_s: that decoding stops for them. save_s: to write the rollouts of a step."""
+    with the sampler; pause_s: that decoding stops for them. save_s: to write the rollouts of a step.
+
+    step_s: of each step. token_s: of each token of its packed rows.
+    """
 
     step_s: float = 0.0
     token_s: float = 0.0
@@ -130,8 +137,8 @@ class TrainerTimings:
 class Slices:
     """TPU slices for trainer and sampler, in place of seconds for both (`simulation.roofline`).
 
-    train_chip, train_chips; sample_chip, sample_chips: kind (`aot.chips`) and number. chips_per_replica: chips that a
-    copy of the sampler's weights is split over.
+    train_chip, sample_chip: kinds of chips (`aot.chips`). train_chips, sample_chips: how many of them.
+    chips_per_replica: chips that a copy of the sampler's weights is split over.
     train_mfu, prefill_mfu, decode_mfu: share of the peak of arithmetic that is reached. hbm_frac: of that of memory,
     while decoding. memory_frac: of usable memory that weights, keys and values may fill.
     collective_s: of a decode step, for collectives between the chips of a replica. publish_bytes_s: at which each
@@ -168,6 +175,7 @@ class Timings:
     slices: chips that the seconds of engine and trainer follow from; None: they are given.
     solved_frac: answers with reward 1. no_signal_frac: groups whose rewards are all equal, beside those that are so by
       chance; dynamic sampling replaces them.
+    engine, env, trainer: seconds of each (`EngineTimings`, `EnvTimings`, `TrainerTimings`).
     """
 
     answer_tok: Distribution = Distribution("lognormal", 200.0, 1.0)

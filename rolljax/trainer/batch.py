@@ -168,6 +168,7 @@ class Sample:
 
     @property
     def mask(self) -> np.ndarray:
+        """Which of the n sampled tokens count, bool `[n]`."""
         return self.columns["mask"]
 
     @staticmethod

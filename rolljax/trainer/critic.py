@@ -22,6 +22,7 @@ class Critic:
       critics learn. first: a step's advantages come from critics that have learned from it already; False: from the
       values before.
     clip: how far a value may move from what it was at the start of the step before its loss stops counting (None: any).
+    optimizer: of the critics.
     """
 
     num: int = 1

@@ -152,6 +152,7 @@ def num_slot_shards(mesh: Mesh) -> int:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding of an array that every device of the mesh holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 

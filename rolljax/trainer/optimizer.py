@@ -42,6 +42,12 @@ class Optimizer(abc.ABC):
 
     offload: keep the optimizer's state in host memory. An update then brings it to the device one parameter at a time,
       after the backward pass, so that the device never holds all of it.
+    lr: highest learning rate. weight_decay: share of a parameter that is taken off at an update, times the rate.
+      clip_norm: largest global norm of a gradient; larger ones are scaled down to it. warmup_updates: updates in
+      which the rate rises from 0 in equal steps. schedule: what follows the warm-up: `constant`; `linear` or
+      `cosine`, a fall to `final_lr_frac` of `lr` until the phase ends; `wsd`, constant and then a fall.
+      final_lr_frac: rate at the end, as a share of `lr`. decay_frac: last share of a phase's updates in which `wsd`
+      falls. mu_dtype: of momentum in memory.
     """
 
     lr: float = 1e-3
@@ -133,7 +139,11 @@ class Optimizer(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (arXiv:1711.05101)."""
+    """Adam with decoupled weight decay (arXiv:1711.05101).
+
+    b1, b2: share of the first and of the second moment that stays at an update. eps: added to the square root of the
+      second moment.
+    """
 
     b1: float = 0.9
     b2: float = 0.95
@@ -161,6 +171,8 @@ class Muon(Optimizer):
       that its rate and decay fit Muon too (arXiv:2502.16982). None: Jordan's scaling, for which rates near 0.02 are
       usual; set `adam_lr` then.
     adam_lr: highest rate of AdamW's part, on the same schedule (None: `lr`).
+    beta: share of the momentum that stays. nesterov: look one step ahead with it. ns_steps: Newton-Schulz steps.
+      adam_b1, adam_b2, adam_eps: `b1`, `b2` and `eps` of AdamW's part.
     """
 
     beta: float = 0.95
@@ -211,6 +223,8 @@ class Adafactor(Optimizer):
     decay_rate: exponent of the second moments' memory: update t forgets t ** -decay_rate of it.
     relative: `lr` is in units of a parameter's root mean square (at least 1e-3).
     clip_rms: bound on the root mean square of a parameter's update, before the rate.
+    momentum: share of the first moment that stays (None: no first moment). min_dim_to_factor: smallest axis for which
+      second moments are factored.
     """
 
     momentum: float | None = None
@@ -249,6 +263,8 @@ class Lion(Optimizer):
     """The sign of a momentum (arXiv:2302.06675): one moment, and every parameter moves by exactly the rate.
 
     Its paper advises a rate 3 to 10 times smaller, and a weight decay as much larger, than AdamW's.
+
+    b1: share of the momentum in the direction of a step. b2: share of it that stays.
     """
 
     lr: float = 1e-4

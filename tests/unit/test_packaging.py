@@ -96,8 +96,8 @@ def test_every_library_is_declared_and_every_declared_library_used():
 def test_extras_are_for_what_not_everybody_needs():
     extras = PROJECT["optional-dependencies"]
     trackers = {"tensorboard", "wandb", "mlflow", "aim", "trackio"}
-    assert extras.keys() == {"tpu", "cuda", "data", "envs", "jetstream", "tools", "test"} | trackers
-    assert {OPTIONAL[m] for m in OPTIONAL} == extras.keys() - {"tpu", "cuda", "jetstream", "test"}
+    assert extras.keys() == {"tpu", "cuda", "data", "docs", "envs", "jetstream", "tools", "test"} | trackers
+    assert {OPTIONAL[m] for m in OPTIONAL} == extras.keys() - {"tpu", "cuda", "docs", "jetstream", "test"}
     base = names_of(PROJECT["dependencies"])
     assert all(not names_of(r) & base - {"jax"} for r in extras.values())
 

@@ -165,6 +165,7 @@ async def _body(request: Request) -> Body:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Serve environments by GEM's protocol until the process is ended; returns the exit code."""
     arguments = parser("rolljax.envs.adapters.gem_server", "Serve environments over HTTP, as ROCK serves GEM's.")
     arguments.add_argument("envs", nargs="+", help="references of environments, or patterns of them like 'rg:*'")
     arguments.add_argument("--shells", action="store_true", help="serve sandboxes too, by rocklet's verbs")

@@ -50,6 +50,8 @@ class Gymnasium(EnvSpec):
     An answer that is no action changes nothing and costs a turn. Solved: the goal of FrozenLake, CliffWalking and Taxi,
     a hand of Blackjack that is won; elsewhere a whole episode (gymnasium's own limit of steps, so `max_turns` must
     allow it) whose rewards sum to the `reward_threshold` that gymnasium gives.
+
+    max_turns: actions before the episode is cut.
     """
 
     runs: ClassVar[Runs] = "process"

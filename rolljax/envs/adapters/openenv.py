@@ -33,6 +33,8 @@ class OpenEnv(EnvSpec):
     variable that holds a bearer token, if it is set. timeout_s: of connecting, and of each answer.
 
     Task i is the server's reset with seed + i. A server that ignores seeds gives other tasks each time.
+
+    max_turns: actions before the episode is cut. seed: of the first task.
     """
 
     runs: ClassVar[Runs] = "thread"

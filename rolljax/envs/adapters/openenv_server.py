@@ -201,6 +201,7 @@ def _error(code: str, message: str, **more: Any) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Serve an environment by OpenEnv's protocol until the process is ended; returns the exit code."""
     arguments = parser("rolljax.envs.adapters.openenv_server", "Serve an environment to OpenEnv clients.")
     arguments.add_argument("env", help="reference of the environment, like frozen_lake(size=5) or rg:chain_sum")
     args = arguments.parse_args(argv)

@@ -28,6 +28,8 @@ class Rock(EnvSpec):
     holds a bearer token, if it is set. timeout_s: of each call.
 
     Task i is the server's reset with seed + i.
+
+    max_turns: actions before the episode is cut. seed: of the first task.
     """
 
     runs: ClassVar[Runs] = "thread"

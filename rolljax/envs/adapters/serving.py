@@ -199,6 +199,7 @@ def metadata(session: Session, result: StepResult | None) -> dict[str, Any]:
 
 
 def message_list(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as JSON objects with `role` and `content`."""
     return [{"role": m.role, "content": m.content} for m in messages]
 
 

@@ -45,6 +45,8 @@ class TauBench(EnvSpec):
     then agrees to everything; the episode ends when the policy says DONE or transfers the user. The reward is
     tau-bench's: 1 when the data base is as the reference actions leave it and what had to be told was told. Doing
     nothing is right where they change nothing (7 of retail's 115 test tasks, 19 of airline's 50).
+
+    domain: which shop. split: which of its tasks. max_turns: messages of the policy before the episode is cut.
     """
 
     runs: ClassVar[Runs] = "process"

@@ -35,6 +35,7 @@ class Countdown(EnvSpec):
 
     use_all: every number must be used. max_target: largest target. format_reward: for an expression of the given
     numbers with another value. boxed: read the expression from `\boxed{}`.
+    count: given numbers. largest: of them. max_turns: expressions before the episode is cut. seed: of the tasks.
     """
 
     runs = "inline"

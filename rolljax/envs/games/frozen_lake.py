@@ -30,6 +30,7 @@ class FrozenLake(EnvSpec):
     frozen_prob: share of cells that are frozen, among lakes that can be crossed in `max_turns` moves. slippery: a move
     goes the way it says, or to one of its two sides, with a third each; then even the best player (`gold`: the move
     most likely to arrive in the turns left) may fail. max_turns: moves before the episode is cut.
+    size: cells of a side. seed: of the tasks.
     """
 
     runs = "inline"

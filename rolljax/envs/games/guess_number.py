@@ -24,6 +24,7 @@ class GuessNumber(EnvSpec):
     boxed: read the number from `\boxed{}`. shaped: an episode that is cut is worth 1 - |guess - secret| / (largest - 1)
     by its last guess. format_reward: for an answer without a number; format_ends: such an answer ends the episode
     (GEM: -0.1 and True). A number outside the range is illegal too, but changes nothing.
+    largest: number that the secret can be. max_turns: guesses before the episode is cut. seed: of the tasks.
     """
 
     runs = "inline"

@@ -46,6 +46,7 @@ class House(EnvSpec):
     Gold knows only what was seen: it looks through the rooms in order until it finds the thing.
 
     goals: kinds of tasks, of place, cool, hot, clean. things: in the house.
+    max_turns: actions before the episode is cut. seed: of the tasks.
     """
 
     runs = "inline"

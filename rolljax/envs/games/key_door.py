@@ -30,6 +30,7 @@ class KeyDoor(EnvSpec):
     used up; both then look like floor. Reward: 1 at the goal. Gold is a shortest way.
 
     max_turns: moves before the episode is cut; at least what the longest way takes.
+    doors: locked ones. room: cells of a room's side. seed: of the tasks.
     """
 
     runs = "inline"

@@ -26,6 +26,8 @@ class KeyDoorChain(EnvSpec):
 
     num_tasks: different chains. Walks of one chain are different tasks with the same doors: a held-out walk shows
     whether the way was found, not whether it carries over to other doors.
+    length: doors of a chain. actions: different keys. max_turns: keys tried before the episode is cut. seed: of the
+      chains.
     """
 
     runs = "inline"

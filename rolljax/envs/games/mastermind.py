@@ -28,6 +28,8 @@ class Mastermind(EnvSpec):
     default code in 8 turns or fewer.
 
     boxed: read the code from `\boxed{}`.
+    length: digits of the code. digits: the largest one. max_turns: guesses before the episode is cut. seed: of the
+      tasks.
     """
 
     runs = "inline"

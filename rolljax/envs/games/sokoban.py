@@ -37,6 +37,8 @@ class Sokoban(EnvSpec):
     wall_frac: share of inner cells that are walls. distance: rows plus columns from the boxes to their nearest targets,
     together, at least: the larger, the less a random walk solves. shaped: the rewards of that paper instead: -0.1 per
     turn, +1 for a box pushed onto a target, -1 for one pushed off, +10 when solved.
+    size: cells of a side, at least 5. boxes: in a room. max_turns: moves before the episode is cut. seed: of the
+      tasks.
     """
 
     runs = "inline"

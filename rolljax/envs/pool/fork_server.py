@@ -258,6 +258,7 @@ def _children() -> list[int]:
 
 
 def main() -> None:
+    """The fork server's process: serves the socket that its argument names until that is closed."""
     server = ForkServer(socket.socket(fileno=int(sys.argv[1])))
     try:
         server.run()

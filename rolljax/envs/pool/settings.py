@@ -37,6 +37,7 @@ class PoolConfig:
     pass_env: environment variables that workers get although their names look like secrets.
     ray_address: of a running cluster; empty: the one this process is connected to, else a new one on this host.
     ray_cpus_per_worker: what an actor asks Ray for.
+    fault_window: newest episodes that `max_fault_frac` is a share of.
     """
 
     where: Where = "auto"

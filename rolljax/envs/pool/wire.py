@@ -36,10 +36,12 @@ class ProtocolError(Exception):
 
 
 def frame(payload: bytes) -> bytes:
+    """A payload behind its length."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 def requests_frame(requests: Sequence[Request]) -> bytes:
+    """Requests, pickled, as one frame."""
     return frame(pickle.dumps(list(requests), pickle.HIGHEST_PROTOCOL))
 
 

@@ -50,6 +50,7 @@ class Skipped(Exception):
 
 
 def main() -> int:
+    """The program inside the sandbox: does what the order on its standard input says; returns the exit code."""
     order = json.loads(sys.stdin.buffer.read())
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     out = os.dup(1)

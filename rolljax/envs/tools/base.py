@@ -196,7 +196,10 @@ class Tools(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedTools(Tools):
-    """Several kinds of tools in one episode. No two may have the same name."""
+    """Several kinds of tools in one episode. No two may have the same name.
+
+    parts: the kinds of tools.
+    """
 
     parts: tuple[Tools, ...]
 

@@ -75,6 +75,7 @@ class Arithmetic(EnvSpec):
     """Questions like `4817*93=`, to be answered in the head. Reward is 1 for the right number.
 
     digits: most of each number; at least 2. terms: numbers in a question. operators: between them.
+    seed: of the tasks.
     """
 
     runs = "inline"
@@ -137,6 +138,8 @@ class CalculatorTask(EnvSpec):
     A model too small for arithmetic has only to learn to ask, and to copy. The policy is not told about the tool.
 
     via: where the calculator is: a `python` function, an `mcp` server in this process, or one in its own (`mcp-stdio`).
+    digits: most of each number; at least 2. terms: numbers in a question. operators: between them. seed: of the
+      tasks.
     """
 
     digits: int = 4

@@ -27,6 +27,7 @@ def server() -> Any:
 
 
 def main() -> None:
+    """Serve the calculator over MCP; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--http", type=int, metavar="PORT", help="serve http://127.0.0.1:PORT/mcp (default: stdio)")
     port = parser.parse_args().http

@@ -31,6 +31,7 @@ class ToolEnv(EnvSpec):
       are told in the system prompt: `json` schemas, `lines` of text, or `none`; empty: what goes with the parser.
     tool_reward, tool_success_reward, tool_error_reward: of each use, each that worked, each that did not. last_note: is
       added to the result of the last allowed use.
+    inner: the environment that gets tools. limits: of calls (`ToolLimits`).
     """
 
     inner: EnvSpec

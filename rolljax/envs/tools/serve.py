@@ -105,6 +105,7 @@ async def _http(server: Any, port: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Serve named tools over MCP; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.envs.tools.serve", description=__doc__)
     parser.add_argument("name", metavar="NAME")
     parser.add_argument("--http", type=int, metavar="PORT", help="on 127.0.0.1 (0: any free port); default: stdio")

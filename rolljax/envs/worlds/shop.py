@@ -74,6 +74,8 @@ class Shop(EnvSpec):
     persona: a part of the wish is told as a habit of the shopper's, among habits of no use here.
     reward: `strict`, the product of the sub-scores; `loose`, type times the share of wishes met.
     style: `short` is for small models (few bytes, everything has a number: `click[2]`), `full` is prose.
+    num_products: goods of the shop. answers_per_ask: slots that one question is answered. refusals: purchases that
+      are refused, at most. max_turns: actions before the episode is cut. seed: of the goods and the tasks.
     """
 
     runs = "inline"

@@ -86,6 +86,7 @@ def distance(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 
 def ride_minutes(km: float) -> int:
+    """Minutes of a ride, rounded up."""
     return math.ceil(round(km * RIDE_MIN_PER_KM, 6))
 
 

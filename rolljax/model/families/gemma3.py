@@ -161,6 +161,8 @@ class Gemma3Config(DecoderConfig):
 
 
 class Gemma3Layers(Layers):
+    """Gemma 3's layers, stacked: norms around attention and feed-forward, windows in all but some."""
+
     def declare(self, rngs: nnx.Rngs) -> None:
         self.declare_attention(rngs, head_norms=True)
         self.declare_ffn(rngs)

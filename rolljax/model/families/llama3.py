@@ -23,6 +23,9 @@ class RopeScaling:
 
     Waves shorter than `original / high_freq_factor` stay, those longer than `original / low_freq_factor` are made
     `factor` times as long, and those between in between.
+
+    factor: how much longer slow waves become. low_freq_factor, high_freq_factor: bounds of the waves in between.
+      original_max_position: tokens of context of pre-training.
     """
 
     factor: float = 8.0
@@ -31,6 +34,7 @@ class RopeScaling:
     original_max_position: int = 8192
 
     def stretch(self, frequencies: jax.Array) -> jax.Array:
+        """Wavelengths' angular frequencies, the slow ones stretched."""
         waves = self.original_max_position * frequencies / (2 * math.pi)  # in the original context
         keep = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         keep = jnp.clip(keep, 0, 1)
@@ -39,7 +43,10 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Config(DecoderConfig):
-    """Shape of a Llama 3."""
+    """Shape of a Llama 3.
+
+    rope_scaling: stretch of rotary embeddings for long contexts (`RopeScaling`); None: there is none.
+    """
 
     rope_scaling: RopeScaling | None = None
 
@@ -96,6 +103,8 @@ class Llama3Config(DecoderConfig):
 
 
 class Llama3Layers(PreNormLayers):
+    """Llama 3's layers, stacked."""
+
     def declare(self, rngs: nnx.Rngs) -> None:
         self.declare_attention(rngs)
         self.declare_ffn(rngs)

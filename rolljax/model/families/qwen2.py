@@ -36,6 +36,8 @@ class Qwen2Config(DecoderConfig):
 
 
 class Qwen2Layers(PreNormLayers):
+    """Qwen2's layers, stacked: attention with biases on queries, keys and values."""
+
     def declare(self, rngs: nnx.Rngs) -> None:
         self.declare_attention(rngs, bias=True)
         self.declare_ffn(rngs)

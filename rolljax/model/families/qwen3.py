@@ -37,6 +37,8 @@ class Qwen3Config(DecoderConfig):
 
 
 class Qwen3Layers(PreNormLayers):
+    """Qwen3's layers, stacked: attention with norms on the heads of queries and keys."""
+
     def declare(self, rngs: nnx.Rngs) -> None:
         self.declare_attention(rngs, head_norms=True)
         self.declare_ffn(rngs)

@@ -20,6 +20,8 @@ class Qwen3MoeConfig(DecoderConfig):
     """Shape of a Qwen3 with experts. `ffn_size` is that of dense layers, which there are none of.
 
     normalise: the weights of a token's experts sum to 1. router_aux_coef: of the load-balancing loss in the loss.
+    num_experts: of each layer. experts_per_token: of them that a token takes. expert_ffn_size: width of an expert's
+      feed-forward part.
     """
 
     num_experts: int = 8
@@ -86,6 +88,8 @@ class Qwen3MoeConfig(DecoderConfig):
 
 
 class Qwen3MoeLayers(PreNormLayers):
+    """Layers of a Qwen3 with experts, stacked."""
+
     indexed = ("gate", "up", "down")
 
     def declare(self, rngs: nnx.Rngs) -> None:

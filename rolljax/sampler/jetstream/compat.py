@@ -163,6 +163,8 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @dataclasses.dataclass
 class SlotData:
+    """What JetStream reads of a slot: tokens, which of them are valid, how many there are, log-probs."""
+
     tokens: Any
     valid: Any
     lengths: Any

@@ -61,10 +61,12 @@ class Weights:
 
     @property
     def params(self) -> Params:
+        """The parameters, as the engine's programs take them."""
         return self._now[0]
 
     @property
     def version(self) -> int:
+        """Under which the parameters were loaded."""
         return self._now[1]
 
 
@@ -233,10 +235,12 @@ class JetStreamEngine(EngineBase):
 
     @property
     def use_chunked_prefill(self) -> bool:
+        """Whether JetStream may hand in long prompts in chunks."""
         return self._use_chunked_prefill
 
     @property
     def prefill_chunk_size(self) -> int:
+        """Prompt tokens that are computed at once."""
         return self.engine.cfg.prefill_chunk
 
     # ---- on the host

@@ -27,6 +27,9 @@ class AsyPpo(Ppo):
 
     Give `critic.model` a shape well below the policy's; with None the critics are as large as the policy. The paper's
     updates per datum are `Critic.epochs` for the critics and `Phase.epochs` for the policy.
+
+    mask_frac: share of tokens, those on which critics agree most, without a surrogate. entropy_mask_frac: share of
+      tokens, those on which they disagree most, without an entropy bonus.
     """
 
     critic: Critic = Critic(num=2, epochs=4, first=True)

@@ -146,6 +146,7 @@ class Algorithm(abc.ABC):
         return "token-mean"
 
     def needs(self) -> Needs:
+        """What has to be computed for this algorithm's credit and objective (`Needs`)."""
         return Needs()
 
     @property

@@ -22,6 +22,8 @@ class Distill(Sft):
     teacher: a local Hugging Face folder with the same tokenizer. divergence: forward, reverse, js, skewed (by `alpha`)
     or adaptive. tau: temperature of both, the result times tau^2. top_k: only the teacher's most likely tokens (0:
     all), the rest as one bucket or renormalised away. cross_entropy: weight of the first part.
+    coef: weight of the divergence. alpha: share of the student in the mixture of `skewed`. remainder: what becomes of
+      the tokens that `top_k` leaves out: one `bucket`, or nothing (`renormalise`).
     """
 
     teacher: PolicySource = ""

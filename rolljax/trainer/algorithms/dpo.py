@@ -71,6 +71,7 @@ class Dpo(Algorithm):
       (arXiv 2405.14734: no reference, mean log-probs, `margin`).
     label_smoothing: share of labels taken to be wrong (cDPO). sft_coef: weight of the chosen answer's mean
       cross-entropy. reference: the policy that log-probs are measured from.
+    margin: by how much simpo wants the better answer's score to be higher.
     """
 
     loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"

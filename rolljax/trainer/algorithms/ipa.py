@@ -40,6 +40,7 @@ class Ipa(PolicyGradient):
 
     failure: outcome of an episode whose reward is not positive. 0: only successes teach. Below 0 there is no baseline
       against it: where most episodes fail, whatever they have in common is unlearned, the form of answers first.
+    gamma: discount of a turn. imitation: weight of an expert's turns. fresh: weight of the policy's own.
     """
 
     paper: ClassVar[Mapping[str, Stated]] = {

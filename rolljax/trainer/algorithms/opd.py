@@ -23,7 +23,10 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class Teacher:
     """A reference policy to learn from: a local Hugging Face folder with the student's tokenizer (or `run_start`), how
-    much it counts, and the environments (names) it teaches; empty: all."""
+    much it counts, and the environments (names) it teaches; empty: all.
+
+    policy: who teaches. coef: weight of its advantages. domains: names of the environments it teaches.
+    """
 
     policy: PolicySource
     coef: float = 1.0

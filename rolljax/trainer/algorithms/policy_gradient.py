@@ -145,6 +145,7 @@ class PolicyGradient(Algorithm):
         return self.entropy_coef != 0
 
     def needs(self) -> Needs:
+        """What its settings ask for: log-probs, a reference policy, full divergences."""
         full = isinstance(self.kl, KlLoss) and self.kl.estimator == "full"
         reference = self.kl.reference if self.kl else ""
         return Needs(

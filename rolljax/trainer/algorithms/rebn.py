@@ -26,6 +26,7 @@ class ReBn(ClippedRatio, PolicyGradient):
 
     mask_truncated: turns whose answer was cut have no surrogate; they still count in the denominator, and their episode
       keeps its other turns.
+    gamma: discount of a turn.
     """
 
     gamma: float = 0.9

@@ -19,7 +19,10 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class Rft(Algorithm):
     """Rejection fine-tuning (RFT, arXiv 2308.01825): the policy answers `group_size` times, and is trained on what was
-    right: different answers only (`similarity` of their text below this), at most `cap` of a prompt."""
+    right: different answers only (`similarity` of their text below this), at most `cap` of a prompt.
+
+    cap: most answers of a prompt. similarity: of two texts, 0 to 1, from which on they are the same answer.
+    """
 
     cap: int = 4
     similarity: float = 0.9

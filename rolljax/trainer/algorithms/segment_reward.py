@@ -24,7 +24,13 @@ STATED = {"reward_beta": Stated(0.1, "arXiv 2305.18290, appendix B: that of the 
 
 @dataclasses.dataclass(frozen=True)
 class _Segmented(Algorithm):
-    """What segment-level rewards share: a token's reward, the segments it makes, and those that agree with a sign."""
+    """What segment-level rewards share: a token's reward, the segments it makes, and those that agree with a sign.
+
+    scorer, base: policies whose log-probs make a token's reward, `reward_beta (scorer_logp - base_logp)`: that of the
+      scorer above that of the base. reward_beta: scale of these rewards. delta: least jump of the reward where a
+      segment ends (None: one standard deviation of all of them). min_segment: tokens of the shortest segment.
+      min_keep: an answer of which a smaller share would be left is not masked at all.
+    """
 
     scorer: PolicySource = "phase_start"
     base: PolicySource = "run_start"
@@ -89,7 +95,7 @@ class SegmentReward(_SegmentedGradient, Grpo):
     preferences (arXiv 2305.18290). It jumps where a segment ends; a segment's reward is its mean.
 
     scorer, base: the two reference policies: `phase_start`, `run_start` or a local Hugging Face folder.
-    reward_beta: see above. delta: the least jump (None: one standard deviation of all of them). min_segment: tokens.
+    reward_beta: their scale. delta: the least jump (None: one standard deviation of all of them). min_segment: tokens.
       min_keep: an answer of which less would be left is not masked at all.
     """
 

@@ -18,7 +18,10 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class Tis(NormalisedReward, PolicyGradient):
     """Truncated importance sampling as in ROLL Flash (arXiv 2510.11345): the policy gradient weighted by the ratio, cut
-    at `cap` (as in IMPALA, arXiv 1802.01561) and held fixed."""
+    at `cap` (as in IMPALA, arXiv 1802.01561) and held fixed.
+
+    cap: largest weight.
+    """
 
     cap: float = 1.0
 

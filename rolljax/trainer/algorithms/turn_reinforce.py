@@ -26,6 +26,7 @@ class TurnReinforce(PolicyGradient):
 
     equal_turns: every turn is a sample of its own and counts the same, whatever its length; off:
     every token counts the same.
+    gamma: discount of a turn.
     """
 
     gamma: float = 0.95

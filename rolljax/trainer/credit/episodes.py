@@ -64,6 +64,7 @@ class Episodes:
 
     @property
     def num(self) -> int:
+        """Trajectories, N."""
         return len(self.rewards)
 
     @property

@@ -33,14 +33,17 @@ class GroupStats:
         self.size_N = count[self.index_N]
 
     def sum(self, values_N: np.ndarray) -> np.ndarray:
+        """Sum over the group of each member, `[N]`."""
         return np.bincount(self.index_N, values_N, self._groups)[self.index_N]
 
     def low(self, values_N: np.ndarray) -> np.ndarray:
+        """Smallest value of each member's group, `[N]`."""
         lowest = np.full(self._groups, np.inf)
         np.minimum.at(lowest, self.index_N, values_N)
         return lowest[self.index_N]
 
     def high(self, values_N: np.ndarray) -> np.ndarray:
+        """Largest value of each member's group, `[N]`."""
         return -self.low(-values_N)
 
     def flat(self, values_N: np.ndarray) -> np.ndarray:
@@ -49,6 +52,7 @@ class GroupStats:
         return high - low <= _ROUNDING * np.maximum(np.abs(low), np.abs(high))
 
     def mean(self, values_N: np.ndarray) -> np.ndarray:
+        """Mean over the group of each member, `[N]`."""
         # the clip makes equal values differ from their mean by exactly 0
         return np.clip(self.sum(values_N) / self.size_N, self.low(values_N), self.high(values_N))
 

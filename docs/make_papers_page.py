@@ -1,0 +1,149 @@
+"""Makes docs/papers.md: `python docs/make_papers_page.py`.
+
+Every paper that the code names: what of it is here, the config that runs it and the figure that shows it. Algorithms
+say their papers in their docstrings; what else comes from a paper stands in `PARTS`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from make_algorithm_pages import CURVES, algorithm_classes, bench_name, measured_in, module_of, papers, recipe_name
+
+DOCS = Path(__file__).resolve().parent
+PACKAGE = DOCS.parent / "rolljax"
+NOTICE = "<!-- made by docs/make_papers_page.py from the code: do not edit -->"
+NAMES = """
+1503.02531 Distillation (Hinton)
+1506.02438 GAE
+1707.06347 PPO
+1802.01561 IMPALA
+2110.00641 Decoupled PPO
+2203.02155 InstructGPT
+2305.18290 DPO
+2306.13649 GKD
+2308.01825 RFT
+2402.03300 DeepSeekMath: GRPO
+2402.14740 RLOO
+2411.00809 Adaptive segment-level reward
+2501.03262 REINFORCE++
+2501.12599 Kimi k1.5
+2503.14286 TOPR
+2503.14476 DAPO
+2503.20783 Dr. GRPO
+2504.11343 RAFT++
+2505.10978 GiGPO
+2505.24298 AReaL
+2506.13585 MiniMax-M1: CISPO
+2507.18071 GSPO
+2508.08221 Tricks or Traps: Lite PPO
+2510.01051 GEM
+2510.01656 AsyPPO
+2510.11345 ROLL Flash
+2510.13554 Attention rhythm
+2512.24873 ALE and ROME: IPA
+"""
+"""What algorithms' papers are called, shortly."""
+PARTS = """
+1707.06203 | Imagination-augmented agents | levels of Sokoban by reverse play | `Sokoban` | |
+1711.05101 | Decoupled weight decay | the optimizer | `AdamW` | |
+1804.04235 | Adafactor | the optimizer | `Adafactor` | |
+1909.08593 | RL from human preferences | a KL coefficient that follows the KL | `AdaptiveKl` | |
+1912.09729 | Dual-clip PPO | a bound on the ratio of bad answers | `Grpo.dual_clip` | |
+2010.03768 | ALFWorld | household tasks, smaller | `House` | | agents.png
+2101.03961 | Switch Transformers | the load-balancing loss | `Recipe.router_aux_coef` | |
+2106.09685 | LoRA | adapters | `Recipe.lora` | |
+2207.01206 | WebShop | searching and buying, rewards | `Shop` | |
+2302.06675 | Lion | the optimizer | `Lion` | |
+2310.12036 | IPO | a squared preference loss | `Dpo.loss` | |
+2402.03898 | DistiLLM | a skewed divergence | `Distill.divergence`, `Distill.alpha` | |
+2404.02657 | Rethinking KL in distillation | the adaptive divergence | `Distill.divergence` | |
+2404.03683 | Stream of Search | the numbers game | `Countdown` | |
+2404.06395 | MiniCPM | a rate that stays, then falls | `AdamW.schedule` | |
+2405.14734 | SimPO | preferences without a reference | `Dpo.loss`, `Dpo.margin` | |
+2406.12045 | tau-bench | its tasks | `TauBench` | |
+2407.10671 | Qwen2 | the family | `Qwen2Config` | |
+2407.21783 | Llama 3 | the family | `Llama3Config` | |
+2502.16982 | Moonlight | Muon's updates as large as AdamW's | `Muon.consistent_rms` | |
+2503.19786 | Gemma 3 | the family | `Gemma3Config` | |
+2505.09388 | Qwen3 | the families | `Qwen3Config`, `Qwen3MoeConfig` | |
+2509.19128 | PipelineRL | requests that go on while weights change | `SamplerConfig.on_publish` | |
+2509.21009 | RollPacker | tail batching | `Phase.tail_batching` | |
+2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |
+2601.18225 | ShopSimulator | a shopper who must be asked | `Shop.dialogue` | |
+"""
+"""Papers of what is no algorithm: number | name | what | setting or class | config | figure."""
+
+
+def named_in_code() -> set[str]:
+    """Numbers of the papers that a file of the package names."""
+    texts = (p.read_text() for p in PACKAGE.rglob("*.py"))
+    return {number for text in texts for number in re.findall(r"arXiv[: ](\d{4}\.\d{4,5})", text)}
+
+
+def number_of(text: str) -> list[str]:
+    """Numbers of papers in a text, in their order."""
+    return re.findall(r"arXiv (\d{4}\.\d{4,5})", text)
+
+
+def linked(number: str, name: str) -> str:
+    """A paper's name, which leads to it."""
+    return f"[{name}](https://arxiv.org/abs/{number})"
+
+
+def algorithm_rows() -> list[str]:
+    """A row for each algorithm, in the order of its files."""
+    names = dict(line.split(" ", 1) for line in NAMES.strip().splitlines())
+    measured, rows = measured_in(CURVES), []
+    for classes in algorithm_classes().values():
+        for cls in classes:
+            module, recipe = module_of(cls), recipe_name(cls)
+            of = ", ".join(linked(n, names[n]) for n in number_of(papers(cls))) or "standard practice"
+            page = f"[`{cls.__name__}`](algorithms/{module}.md#{f'{module}{cls.__name__}'.lower()})"
+            curve = f"[curve](algorithms/curves/{recipe}.png)" if bench_name(cls) in measured else ""
+            rows.append(f"| {of} | {page} | [`algorithms/{recipe}`](../configs/algorithms/{recipe}.gin) | {curve} |")
+    return rows
+
+
+def part_rows() -> list[str]:
+    """A row for each paper of something else."""
+    rows = []
+    for line in PARTS.strip().splitlines():
+        number, name, what, setting, config, figure = (cell.strip() for cell in line.split("|"))
+        config = f"[`{config}`](../configs/{config}.gin)" if config else ""
+        figure = f"[figure]({figure})" if figure else ""
+        rows.append(f"| {linked(number, name)} | {what} | {setting} | {config} | {figure} |")
+    return rows
+
+
+def page() -> str:
+    """docs/papers.md."""
+    lines = [
+        NOTICE,
+        "",
+        "# Papers",
+        "",
+        "What runs of each paper, from which config, and where it is shown. [Defaults](algorithms/defaults.md) sets",
+        "what papers state beside our defaults; [the figures](algorithms_bench.md) are of small problems.",
+        "",
+        "## Algorithms",
+        "",
+        "| papers | algorithm | `--gin` | figure |",
+        "|---|---|---|---|",
+        *algorithm_rows(),
+        "",
+        "What two of them claim about credit is shown beside controls in [learning](learning.md): attention rhythm and",
+        "Lite PPO ([figure](effects.png)); IPA where nothing succeeds by chance ([figure](agent_ipa.png)).",
+        "",
+        "## Parts",
+        "",
+        "| paper | what | setting | `--gin` | figure |",
+        "|---|---|---|---|---|",
+        *part_rows(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    (DOCS / "papers.md").write_text(page())

@@ -1,0 +1,215 @@
+"""Makes docs/settings.md: `python docs/make_settings_page.py`.
+
+Every field that a config can set, of every class that it can name: those that the fields of `Recipe` mention, at any
+depth, and those that derive from them. Names, types and defaults are the code's, meanings its docstrings'. Settings of
+algorithms have pages of their own (docs/make_algorithm_pages.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from docstrings import cell, field_default, linked, meanings_of, read_doc, shown
+
+from rolljax.config import check
+from rolljax.config.classes import closure, default_classes, fields, is_config
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.tools.base import Tools
+from rolljax.recipe import Recipe
+from rolljax.simulation.timings import Timings
+from rolljax.trainer.algorithms.base import Algorithm
+
+DOCS = Path(__file__).resolve().parent
+NOTICE = "<!-- made by docs/make_settings_page.py from the code: do not edit -->"
+ROOTS = (Recipe, Timings)
+"""Of runs, and of simulations (`rolljax.simulate` takes both)."""
+ROOMS = ("envs", "model", "rollout", "sampler", "trackers", "trainer")
+"""Where classes stand that may be given although no annotation names them: all that derive from one that it names."""
+GROUPS = {
+    "recipe": "The run",
+    "trainer.mesh": "Devices",
+    "model": "Models",
+    "sampler": "The sampler",
+    "rollout": "Episodes",
+    "envs.pool": "The pool of environments",
+    "trainer.optimizer": "Optimizers",
+    "trainer": "Parts of algorithms",
+    "envs": "Environments",
+    "envs.tools": "Tools",
+    "trackers": "Trackers",
+    "simulation": "Simulations",
+}
+"""Sections of the page, by the longest beginning of a module's name."""
+FAMILIES: dict[type, str] = {EnvSpec: "#environments", Algorithm: "#algorithms", Tools: "#tools"}
+"""Classes without settings, of which many derive, and where these are."""
+INTRO = f"""{NOTICE}
+
+# Settings reference
+
+Everything that a gin file or `--set` can set: `--set 'Phase.steps = 300'`, and in one phase of several
+`--set 'rl/Phase.steps = 300'`. [Settings](config.md) says how files are written and what is refused; this page is made
+from the dataclasses by `python docs/make_settings_page.py`.
+
+A type that is a class takes an object: `Recipe.lora = @lora.Lora()`, with its own settings beside it
+(`lora.Lora.rank = 16`). `required`: there is no default.
+"""
+
+
+def load_rooms() -> None:
+    """Import every module that may define a class of settings; what runs inside a sandbox has none."""
+    for room in ROOMS:
+        package = importlib.import_module(f"rolljax.{room}")
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not {"terminal_tasks", "__main__"} & set(info.name.split(".")):
+                importlib.import_module(info.name)
+
+
+def derived(cls: type) -> Iterator[type]:
+    """Classes of ours that derive from one of ours, at any depth; those that a test or a page made are not."""
+    for sub in cls.__subclasses__():
+        if sub.__module__.startswith("rolljax."):
+            yield sub
+            yield from derived(sub)
+
+
+def ours_in(annotation: Any) -> Iterator[type]:
+    """The classes of ours that an annotation names, at any depth."""
+    if isinstance(annotation, type) and annotation.__module__.startswith("rolljax."):
+        yield annotation
+    for arg in typing.get_args(annotation):
+        yield from ours_in(arg)
+
+
+def _named_by(cls: type) -> list[type]:
+    """What the fields of a class may hold."""
+    if not is_config(cls):
+        return []
+    named = [c for annotation in check.hints(cls).values() for c in ours_in(annotation)]
+    return [*default_classes(cls), *named, *(sub for c in named for sub in derived(c))]
+
+
+def setting_classes() -> list[type]:
+    """Every class whose fields a config can set, by its place on the page; without those that only others derive from,
+    unless they have settings."""
+    load_rooms()
+    found = [c for c in closure(ROOTS, _named_by) if is_config(c) and not c.__name__.startswith("_")]
+    return sorted(found, key=_place)
+
+
+def _place(cls: type) -> tuple[Any, ...]:
+    """Roots and bases before what hangs on them."""
+    return (
+        list(GROUPS).index(group_of(cls)),
+        cls not in ROOTS,
+        cls.__module__,
+        not inspect.isabstract(cls),
+        cls.__name__,
+    )
+
+
+def group_of(cls: type) -> str:
+    """The key of `GROUPS` whose section a class stands in.
+
+    Raises:
+      ValueError: there is none.
+    """
+    module = cls.__module__.removeprefix("rolljax.")
+    fitting = [g for g in GROUPS if f"{module}.".startswith(f"{g}.")]
+    if not fitting:
+        raise ValueError(f"{cls.__module__}.{cls.__name__} can be set: which section of GROUPS is it in?")
+    return max(fitting, key=len)
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def page_of(cls: type) -> str:
+    """The link to what a class's settings are, from docs/settings.md."""
+    if cls in FAMILIES:
+        return FAMILIES[cls]
+    if issubclass(cls, Algorithm):
+        module = cls.__module__.rpartition(".")[2]
+        return f"algorithms/{module}.md#{module}{cls.__name__}".lower()
+    return f"#{cls.__name__.lower()}"
+
+
+def type_text(annotation: Any, known: set[type]) -> str:
+    """An annotation as a user would say it; classes that have settings are links."""
+    text = cell(check.describe(annotation))
+    for cls in {c for c in ours_in(annotation) if c in known or c in FAMILIES}:
+        text = re.sub(rf"\b{cls.__name__}\b", f"[{cls.__name__}]({page_of(cls)})", text)
+    return text
+
+
+def own_fields(cls: type, known: set[type]) -> list[dataclasses.Field]:
+    """Fields that a class declares, or that no base with a section of its own has."""
+    declared = inspect.get_annotations(cls)
+    return [f for name, f in fields(cls).items() if name in declared or not _base_with(cls, name, known)]
+
+
+def _base_with(cls: type, name: str, known: set[type]) -> type | None:
+    """The nearest base with a section of its own that has this field."""
+    return next((b for b in cls.__mro__[1:] if b in known and name in fields(b)), None)
+
+
+def paged(text: str) -> str:
+    """Pages of the docs as links."""
+    return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", text)
+
+
+def default_text(field: dataclasses.Field) -> str:
+    """A default as it is written in code."""
+    default = field_default(field)
+    return "required" if default is dataclasses.MISSING else f"`{cell(shown(default))}`"
+
+
+def section(cls: type, known: set[type]) -> list[str]:
+    """What a class is, and its settings."""
+    meanings, hints = meanings_of(cls), check.hints(cls)
+    lines = ["", f"### {cls.__name__}", "", f"`{cls.__module__}.{cls.__name__}`", ""]
+    if prose := read_doc(cls, list(fields(cls)))[0]:
+        lines += [linked(prose[0]), ""]
+    if own := own_fields(cls, known):
+        lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for field in own:
+        row = (f"`{field.name}`", type_text(hints[field.name], known), default_text(field))
+        lines.append(f"| {' | '.join(row)} | {cell(paged(linked(meanings[field.name])))} |")
+    bases = {_base_with(cls, name, known): None for name in fields(cls) if name not in {f.name for f in own}}
+    lines += [f"{chr(10) if own else ''}It has the settings of [{b.__name__}]({page_of(b)}) too." for b in bases if b]
+    return lines if fields(cls) else [*lines, "It has no settings."]
+
+
+def algorithms_index(classes: list[type]) -> list[str]:
+    """Which algorithm's settings stand where."""
+    links = [f"[{c.__name__}]({page_of(c)})" for c in classes if not inspect.isabstract(c)]
+    return ["", "## Algorithms", "", "Each has a page with its settings: " + ", ".join(links) + "."]
+
+
+def page() -> str:
+    """docs/settings.md."""
+    classes = setting_classes()
+    known = {c for c in classes if not (issubclass(c, Algorithm) and inspect.isabstract(c))}
+    lines, group = [INTRO.rstrip()], ""
+    for cls in classes:
+        if issubclass(cls, Algorithm):
+            continue
+        if group != (group := group_of(cls)):
+            lines += ["", f"## {GROUPS[group]}"]
+        lines += section(cls, known)
+    lines += algorithms_index([c for c in classes if issubclass(c, Algorithm)])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    (DOCS / "settings.md").write_text(page())

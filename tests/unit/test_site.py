@@ -1,0 +1,249 @@
+"""The pages made from the code say what it says, every page is in the site's navigation, and public names explain
+themselves."""
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import posixpath
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rolljax
+
+ROOT = Path(rolljax.__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS))
+make_papers_page, make_settings_page, make_site = (
+    importlib.import_module(name) for name in ("make_papers_page", "make_settings_page", "make_site")
+)
+sys.path.remove(str(DOCS))
+CLASSES = {cls.__name__: cls for cls in make_settings_page.setting_classes()}
+
+
+def table_rows(text):
+    """The cells of every table row of a page, heads included."""
+    lines = [line.replace(r"\|", "\0") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip().replace("\0", "|") for cell in line.strip("|").split("|")] for line in lines]
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def told_settings():
+    """The settings that pages tell of, by class: those of its section, and of the sections that this one points to."""
+    pages = [DOCS / "settings.md", *(p for p in (DOCS / "algorithms").glob("*.md") if p.stem != "defaults")]
+    own, more = {}, {}
+    for page in pages:
+        for heading, body in re.findall(
+            r"^##+ (?:\w+\.)?(\w+)\n(.*?)(?=^## |^### [A-Z]\w+\n\n`rolljax|\Z)", page.read_text(), re.S | re.M
+        ):
+            own[heading] = {
+                m: row for row in table_rows(body) if len(row) == 4 for m in re.findall(r"^`(\w+)`$", row[0])
+            }
+            more[heading] = re.findall(r"^It has the settings of \[(\w+)\]", body, re.M)
+    return {name: {k: v for part in (*more[name], name) for k, v in own[part].items()} for name in own}
+
+
+def test_the_reference_has_every_setting():
+    """Of every class that a config can name, with type, default and meaning."""
+    told = told_settings()
+    lacking = [
+        f"{name}.{field.name}"
+        for name, cls in CLASSES.items()
+        if name != "PolicyGradient"  # those of its subclasses: each page has them
+        for field in dataclasses.fields(cls)
+        if field.init and not all(told.get(name, {}).get(field.name, [""]))
+    ]
+    assert lacking == [] and sum(len(dataclasses.fields(c)) for c in CLASSES.values()) > 1000
+
+
+def test_pages_made_from_the_code_are_up_to_date():
+    for name, made in (("settings", make_settings_page.page()), ("papers", make_papers_page.page())):
+        assert (DOCS / f"{name}.md").read_text() == made, f"run: python docs/make_{name}_page.py"
+    assert (DOCS / "metrics.md").read_text() == importlib.import_module("rolljax.metrics").markdown()
+
+
+def test_a_setting_that_no_docstring_explains_is_an_error():
+    @dataclasses.dataclass(frozen=True)
+    class Made:
+        """Something. first: explained."""
+
+        first: int = 0
+        second: int = 0
+
+    with pytest.raises(KeyError, match="Made: the docstring explains no second"):
+        make_settings_page.meanings_of(Made)
+
+
+def test_every_paper_of_the_code_is_on_the_page():
+    told = set(re.findall(r"arxiv\.org/abs/([\d.]+)", (DOCS / "papers.md").read_text()))
+    assert make_papers_page.named_in_code() == told
+
+
+# ---- coming from elsewhere ------------------------------------------------------------------------------------------
+
+
+def test_settings_that_others_are_led_to_are_there():
+    rows = [row for row in table_rows((DOCS / "coming_from.md").read_text()) if len(row) == 3 and "`" in row[1]]
+    assert len(rows) > 80
+    wrong = []
+    for row in rows:
+        for name in re.findall(r"`([^`]+)`", row[1]):
+            cls, _, field = name.partition(".")
+            known = (
+                name in ("--run_dir", "--fresh")
+                or cls in CLASSES
+                and field in {f.name for f in dataclasses.fields(CLASSES[cls])}
+            )
+            wrong += [] if known else [name]
+    assert wrong == []
+
+
+def test_trls_settings_are_trls():
+    trl = importlib.util.find_spec("trl")
+    folder = Path(trl.origin).parent / "trainer"
+    text = "".join(p.read_text() for p in (folder / "grpo_config.py", folder / "base_config.py") if p.exists())
+    trainer = Path(importlib.util.find_spec("transformers").origin).parent / "training_args.py"
+    fields = set(re.findall(r"^    (\w+): ", text + trainer.read_text(), re.M))
+    section = (DOCS / "coming_from.md").read_text().split("## TRL\n")[1].split("\n## ")[0]
+    for row in table_rows(section)[2:]:
+        for part in row[0].split(","):
+            for name in re.findall(r"`(\w+)[^`]*`(?! \(argument\))", part):
+                assert name in fields or name in ("tools",) or "loss_type" in row[0], name
+
+
+# ---- troubleshooting ------------------------------------------------------------------------------------------------
+
+
+def said_by_the_code():
+    """Every text of the package, a blank for what is filled in."""
+    for path in (ROOT / "rolljax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_that_are_explained_are_the_codes():
+    said = "\n".join(said_by_the_code())
+    rows = table_rows((DOCS / "troubleshooting.md").read_text())
+    messages = [m for row in rows for m in re.findall(r"^`(.+)`$", row[0]) if " " in m]
+    assert len(messages) > 35
+    patterns = {m: r"[^\n]*?".join(map(re.escape, m.split("..."))) for m in messages}
+    assert [m for m, pattern in patterns.items() if not re.search(pattern, said)] == []
+
+
+# ---- docstrings -----------------------------------------------------------------------------------------------------
+
+THEIRS = ("rolljax.sampler.jetstream.compat",)
+"""Whose names and meanings are another project's."""
+MADE = re.compile(r"^\w+\(.*\)$", re.S)
+"""What `dataclass` writes where there is no docstring."""
+
+
+def imported_by_pages():
+    """Modules that pages and examples import from: what users write against."""
+    texts = [p.read_text() for p in (*DOCS.rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*.py"))]
+    for module, names in (m for t in texts for m in re.findall(r"^ *from (rolljax[\w.]*) import ([\w, ]+)", t, re.M)):
+        yield module
+        yield from (f"{module}.{name.split(' as ')[0].strip()}" for name in names.split(","))
+
+
+def public(names, module):
+    """Public names of a namespace that the module itself defines."""
+    for name, value in names.items():
+        found = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
+        if not name.startswith("_") and getattr(found, "__module__", None) == module:
+            yield name, found
+
+
+def undocumented(name):
+    """Public names of a module that `help()` says nothing about; methods, of modules that pages import from."""
+    module = importlib.import_module(name)
+    if not module.__doc__:
+        yield name
+    for attribute, value in public(vars(module), name):
+        if inspect.isclass(value) or inspect.isfunction(value):
+            doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+            if not doc or MADE.match(doc) and dataclasses.is_dataclass(value):
+                yield f"{name}.{attribute}"
+        if inspect.isclass(value) and name in WRITTEN_AGAINST:
+            for method, _ in public(vars(value), name):
+                if not inspect.getdoc(getattr(value, method)):
+                    yield f"{name}.{attribute}.{method}"
+
+
+WRITTEN_AGAINST = {*imported_by_pages(), "rolljax.recipe", "rolljax.metrics", "rolljax.errors", "rolljax.types"}
+MODULES = [name for names in make_site.modules().values() for name in names if name not in THEIRS]
+
+
+def test_public_names_have_docstrings():
+    """Every module, class and function; every method of what users write against."""
+    assert len(MODULES) > 200 and "rolljax.trainer.algorithms.base" in WRITTEN_AGAINST
+    assert [found for name in MODULES for found in undocumented(name)] == []
+
+
+def test_a_docstring_that_is_missing_is_found(monkeypatch):
+    monkeypatch.setitem(sys.modules, "made", types.ModuleType("made"))
+    code = "class Bare:\n  def told(self):\n    'Told.'\n  def silent(self): pass\n  def _own(self): pass"
+    exec(code, vars(sys.modules["made"]))
+    monkeypatch.setitem(globals(), "WRITTEN_AGAINST", {"made"})
+    assert list(undocumented("made")) == ["made", "made.Bare", "made.Bare.silent"]
+
+
+# ---- navigation -----------------------------------------------------------------------------------------------------
+
+
+class Loader(yaml.SafeLoader):
+    """YAML in which tags of Python are text: nothing is run."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def leaves(nav):
+    """Pages of a navigation, at any depth."""
+    for item in nav:
+        values = item.values() if isinstance(item, dict) else [item]
+        for value in values:
+            yield from [value] if isinstance(value, str) else leaves(value)
+
+
+def test_every_page_is_in_the_navigation():
+    """A new page: one line below `nav` in mkdocs.yml."""
+    listed = list(leaves(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]))
+    pages = {page for page in make_site.pages() if not page.startswith("source/")}
+    assert pages - set(listed) == set() and set(listed) - pages == set()
+    assert len(listed) == len(set(listed))
+
+
+def test_links_lead_to_pages_of_the_site():
+    pages = make_site.pages()
+    assert "source/configs/algorithms/grpo.gin.md" in pages
+    for page, text in pages.items():
+        if page.startswith(("api/", "source/")):
+            continue
+        for link in make_site.links(text):
+            path = link.partition("#")[0]
+            to = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
+            outside = re.match(r"[a-z]+:", link) or not path
+            assert outside or to in pages or (DOCS / to).is_file(), f"{page}: {link}"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
+    assert make_site.build(tmp_path) == 0
+    elsewhere = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\"' >]+")
+    site = tmp_path / "site"
+    pages = list(site.rglob("*.html"))
+    assert {m for page in pages for m in elsewhere.findall(page.read_text())} == set() and len(pages) > 100
+    assert (site / "search" / "search_index.js").is_file() and (site / "assets" / "iframe-worker.js").is_file()
+    assert "A run as a tree of settings" in (site / "api" / "rolljax.html").read_text()
