@@ -5,20 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from rolljax.evaluation.run import Standing
+from rolljax.run.lines import Lines
 
 LINE_EVERY_S = 5.0
-
-
-class Lines(Console):
-    """A console that falls silent when nobody reads its pipe any more (rich's own would end the process)."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
 
 
 class Progress:

@@ -88,9 +88,9 @@ class Console:
     """
 
     def __init__(self, *, quiet: bool = False, color: bool = True) -> None:
-        from rich.console import Console as Rich
+        from rolljax.run.lines import Lines
 
-        self._rich = Rich(stderr=True, highlight=False, no_color=None if color else True)
+        self._rich = Lines(stderr=True, highlight=False, no_color=None if color else True)
         self._quiet = quiet
         self._live: Any = None
         self._steps, self._phase, self._doing = 0, "", ""

@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -142,3 +144,20 @@ def test_a_summary_to_paste(tmp_path):
     for part in ("all phases done, 2 steps in 1 m 15 s", "reward 0.250 -> 0.500", "held-out 0.100 -> 0.400 (16 tasks)",
                  "sampler 70%", "2 x cpu", "\\x1b[31m", "17,276 sampled (1,234/s)"):  # fmt: skip
         assert part in text, part
+
+
+def test_a_run_outlives_the_reader_of_its_lines():
+    code = """
+import os, sys
+from rolljax.run.console import Console
+read, write = os.pipe()
+os.close(read)
+os.dup2(write, 2)
+console = Console()
+console.say("one")
+console.warn("two")
+console.say("three")
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "alive\n"
