@@ -54,6 +54,8 @@ PARTS = """
 2010.03768 | ALFWorld | household tasks, smaller | `House` | | agents.png
 2101.03961 | Switch Transformers | the load-balancing loss | `Recipe.router_aux_coef` | |
 2106.09685 | LoRA | adapters | `Recipe.lora` | |
+2107.03374 | Codex | pass@k without bias | `eval --attempts` | |
+2203.11171 | Self-consistency | maj@k | `eval --attempts` | |
 2207.01206 | WebShop | searching and buying, rewards | `Shop` | |
 2302.06675 | Lion | the optimizer | `Lion` | |
 2310.12036 | IPO | a squared preference loss | `Dpo.loss` | |

@@ -39,6 +39,7 @@ MAX_TOOL_TURNS = 8
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.chat", description="Chat with a model in a terminal.")
     parser.add_argument(
         "model", metavar="RUN|HF_DIR", help="run folder (its newest checkpoint), or Hugging Face folder"
@@ -55,6 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command, with its arguments; returns its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
 
@@ -100,6 +102,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def is_run(path: str) -> bool:
+    """Whether a folder is a run folder."""
     return (Path(path) / "config.gin").is_file()
 
 

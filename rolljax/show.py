@@ -36,6 +36,7 @@ TASK_CHARS = 60
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.show", description="Look at a run in a terminal.")
     parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, metavar="N", help="a step whose rollouts are kept")
@@ -51,6 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command, with its arguments; returns its exit code (docs/runs.md)."""
     args = parse(argv)
 
     def run() -> int:
@@ -319,6 +321,7 @@ def spark(values: Sequence[float], width: int = SPARK) -> str:
 
 
 def number(value: float) -> str:
+    """A number of a metric, with four digits or as a whole."""
     return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
 
 

@@ -27,6 +27,7 @@ TOKEN = "ROLLJAX_VIEW_TOKEN"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.view", description="Look at runs in a browser.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a folder with run folders in it")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -43,6 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command, with its arguments; returns its exit code (docs/runs.md)."""
     args = parse(argv)
 
     def run() -> int:

@@ -39,7 +39,7 @@ class EventLoop:
     def _serve(self) -> None:
         try:
             self._loop.run_forever()
-        except BaseException as e:  # asyncio lets SystemExit and KeyboardInterrupt of any task end its loop
+        except (SystemExit, KeyboardInterrupt) as e:  # asyncio lets these of any task end its loop
             self._ended_by = e
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

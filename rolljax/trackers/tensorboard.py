@@ -16,7 +16,7 @@ from rolljax.trackers.base import Outcome, Row, RunInfo, TrackerConfig, flat, nu
 class TensorBoard(TrackerConfig):
     """Event files for `tensorboard --logdir runs`.
 
-    log_dir: folder for them; each run gets one of its name below it. None: `trackers/tensorboard` in the run folder.
+    log_dir: folder for them; each run gets one of its name below it. None: in the run folder.
     """
 
     log_dir: str | None = None

@@ -57,6 +57,7 @@ def _read(requests: BinaryIO) -> Any:
 
 
 def main() -> int:
+    """The process of one tracker: requests on standard input, replies on standard output, until the end of it."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
