@@ -39,9 +39,13 @@ def at_points(kill=math.inf, do=None):
         durable.reach = before
 
 
+OF_THE_CLOCK = ("time/", "tput/", "groups/wait_s", "sampler/idle_frac")
+"""Beginnings of the names of metrics that are measured: equal runs differ in them."""
+
+
 def end(run_dir):
     """All that a run leaves behind, but for what is a measurement: equal for runs that are the same to the last bit."""
-    run_dir, measured = Path(run_dir), ("time/", "tput/")
+    run_dir = Path(run_dir)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     said = json.loads((run_dir / "summary.json").read_text())
     files = {str(p.relative_to(run_dir)): hashlib.sha256(p.read_bytes()).hexdigest() for p in run_dir.glob("hf/*")}
@@ -54,7 +58,7 @@ def end(run_dir):
     checkpoints = Checkpoints(run_dir / "ckpt")
     assert len(checkpoints.names()) >= 2 and not any(damage(run_dir / "ckpt" / name) for name in checkpoints.names())
     return {
-        "rows": [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows],
+        "rows": [{k: v for k, v in row.items() if not k.startswith(OF_THE_CLOCK)} for row in rows],
         "summary": {k: v for k, v in said.items() if not k.endswith("wall_s")},
         "rollouts": played,
         "files": files | {p.name: "" for p in run_dir.iterdir()},

@@ -75,7 +75,7 @@ class Report:
     tasks: Sequence[TaskScores]
     notes: Sequence[str]
     counts: Mapping[str, int]
-    trajectories: Sequence[Trajectory] = dataclasses.field(default=(), repr=False)
+    trajectories: Sequence[Trajectory] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __getitem__(self, name: str) -> Row:
         """The row of an environment, or `ALL` or `MEAN`."""

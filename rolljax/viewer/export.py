@@ -44,10 +44,10 @@ def page_of(run: Run, step: int | str, line: int | None) -> bytes:
     data = data.replace("<", r"\u003c")
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     html = (ASSETS / "index.html").read_text().replace("<meta charset", f"{meta}\n<meta charset")
-    html = re.sub(r'<link rel="icon"[^>]*>\n', "", html)
-    html = re.sub(r'<link rel="stylesheet"[^>]*>', lambda _: f"<style>{style}</style>", html)
+    html = html.replace('<link rel="icon" href="/assets/icon.svg">\n', "")
+    html = html.replace('<link rel="stylesheet" href="/assets/style.css">', f"<style>{style}</style>")
     block = f'<script type="application/json" id="frozen">{data}</script>\n<script>{script}</script>'
-    return re.sub(r'<script type="module"[^>]*></script>', lambda _: block, html).encode()
+    return html.replace('<script type="module" src="/assets/main.js"></script>', block).encode()
 
 
 def _frozen(run: Run, step: int | str, line: int | None) -> Json:

@@ -23,6 +23,7 @@ from rolljax.evaluation.endpoint import EndpointConfig, EndpointModel
 from rolljax.evaluation.progress import Progress
 from rolljax.evaluation.run import evaluate
 from rolljax.evaluation.settings import Attempts, Benchmark
+from rolljax.export import export as export_run
 from rolljax.export import main as export
 from rolljax.model import hf
 from rolljax.model.decoder import Model
@@ -341,7 +342,7 @@ def weights(folder):
 @pytest.fixture(scope="module")
 def best(run, tmp_path_factory):
     """The exported checkpoint of the highest held-out reward."""
-    return export.export(tmp_path_factory.mktemp("hf") / "best", run=run, step="best")
+    return export_run(tmp_path_factory.mktemp("hf") / "best", run=run, step="best")
 
 
 def test_any_step_that_is_kept_is_exported_and_averaged(run, best, tmp_path, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rolljax.train import main as train
+from tests.ends import OF_THE_CLOCK
 
 from .conftest import arguments, of_two_processes, rows, summary
 
@@ -70,8 +71,7 @@ def wait_for_step(both, run_dir, step):
 
 def numbers(run_dir):
     """Everything in the metrics that is no measurement."""
-    of_clock = ("time/", "tput/")
-    return [{k: v for k, v in row.items() if not k.startswith(of_clock)} for row in rows(run_dir)]
+    return [{k: v for k, v in row.items() if not k.startswith(OF_THE_CLOCK)} for row in rows(run_dir)]
 
 
 def answers(run_dir, step):

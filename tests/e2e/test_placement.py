@@ -33,6 +33,7 @@ from rolljax.trainer.mesh import MeshSpec, Split, param_shardings
 from rolljax.trainer.publish import Reshard, checksums, differing
 from rolljax.trainer.state import fingerprint
 from rolljax.types import SamplingParams
+from tests.ends import OF_THE_CLOCK
 
 from .conftest import StopAt, rows
 
@@ -72,7 +73,6 @@ recipe.Phase.prompts_per_step = 6
 recipe.Phase.group_size = 4
 recipe.Phase.updates_per_step = 2
 """
-OF_THE_CLOCK = ("time/", "tput/")
 
 
 def split(sampler, trainer=-1):
