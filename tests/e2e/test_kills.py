@@ -143,6 +143,7 @@ def test_killed_in_the_middle_with_a_damaged_checkpoint(watched, tmp_path, capsy
     assert "after step 2; 2 step(s) that were done after it are made again" in said
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_given_more(watched, tmp_path, capsys):
     """First more steps and another phase, then more steps of that."""
     run_dir = tmp_path / "run"

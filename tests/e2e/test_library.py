@@ -67,6 +67,7 @@ def run(tmp_path_factory):
     return found[0]
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_did(run):
     assert run.is_finished and run.num_steps == 3 and run.steps == [1, 2, 3]
     assert list(run.metrics["step"]) == [1, 2, 3] and "reward/mean" in run.metrics
@@ -81,6 +82,7 @@ def test_a_run_says_what_it_did(run):
     assert earlier.num_steps == 3 and earlier.summary == run.summary
 
 
+@pytest.mark.slow
 def test_the_same_call_goes_on(run, tmp_path):
     assert rolljax.train(recipe(vowels()), run_dir=run.path, progress=False).summary == run.summary
     with pytest.raises(ConfigError, match="prompts_per_step is 8 now"):

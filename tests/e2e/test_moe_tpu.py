@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 TOKENS, D, F, K = 8 * 256, 256, 128, 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'rolljax[tpu]'")
 def test_tpu_work_does_not_grow_with_the_number_of_experts():
     """Forward and backward over 2 x 2 x 2 devices. `lax.ragged_dot` in its place makes the

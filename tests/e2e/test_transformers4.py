@@ -112,6 +112,7 @@ def test_both_versions_read_every_family(tmp_path):
     read_by_both(written(tmp_path, [name for name in FAMILIES if name not in SOME]))
 
 
+@pytest.mark.slow
 def test_both_versions_read_the_same(folders):
     found = read_by_both(folders)
     assert found["qwen2"]["dtype"] == "torch.bfloat16" and found["gemma3"]["dtype"] == "torch.float32"

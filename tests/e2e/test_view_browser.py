@@ -84,6 +84,12 @@ def at(page, address):
     until(page, "document.getElementById('page').dataset.shown?.split('?')[0] === arg", address)
 
 
+def says(locator, *parts):
+    """Wait until it does."""
+    for part in parts:
+        playwright.expect(locator).to_contain_text(part, timeout=20_000)
+
+
 def texts(page, selector):
     return page.locator(selector).all_text_contents()
 
@@ -112,17 +118,12 @@ def test_from_the_run_to_a_token(page, site):
         and not page.locator("details.of-env .told").first.is_visible()
     )
     page.locator("details.of-env summary").click()
-    assert "You see a wall." in page.locator("details.of-env .told").text_content()
+    says(page.locator("details.of-env .told"), "You see a wall.")
     token = page.locator(".tok").nth(3)
     token.hover()
-    tip = page.locator(".tip")
-    assert (
-        re.search(r"log-prob.*%", tip.text_content())
-        and "advantage+0.5" in tip.text_content()
-        and "policy version1" in tip.text_content()
-    )
+    says(page.locator(".tip"), re.compile(r"log-prob.*%"), "advantage+0.5", "policy version1")
     token.click()
-    assert page.url.endswith("token=0.3")
+    until(page, "location.href.endsWith('token=0.3')")
 
 
 def test_tokens_are_coloured_by_what_is_asked_for(page, site):
@@ -131,10 +132,10 @@ def test_tokens_are_coloured_by_what_is_asked_for(page, site):
     assert texts(page, ".choice button") == ["nothing", "log-prob", "advantage", "policy version"]
     assert "p3" in page.locator(".tok").first.get_attribute("class")
     page.get_by_role("button", name="log-prob", exact=True).click()
-    assert page.locator(".tok[class*=' q']").count() and not page.locator(".tok.p3").count()
-    assert "colour=logp" in page.url
+    until(page, "document.querySelector(\".tok[class*=' q']\") && !document.querySelector('.tok.p3')")
+    until(page, "location.href.includes('colour=logp')")
     page.keyboard.press("c")
-    assert "colour=advantage" in page.url
+    until(page, "location.href.includes('colour=advantage')")
 
 
 def test_a_link_leads_to_a_token(page, site):
@@ -164,9 +165,9 @@ def test_the_keyboard_goes_everywhere(page, site):
     page.keyboard.press("u")
     at(page, "#/run/12/g/0-50")
     page.keyboard.press("?")
-    assert page.get_by_role("dialog").is_visible()
+    page.get_by_role("dialog").wait_for()
     page.keyboard.press("Escape")
-    assert not page.get_by_role("dialog").count()
+    page.get_by_role("dialog").wait_for(state="detached")
     page.keyboard.press("u")
     at(page, "#/run/12")
     page.keyboard.press("/")
@@ -219,7 +220,7 @@ def test_curves_listen(page, site):
     until(page, "document.querySelectorAll('figure.chart').length === 1")
     box = page.locator("figure.chart svg").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
-    assert re.search(r"step \d+", page.locator(".readout").text_content())
+    says(page.locator(".readout"), re.compile(r"step \d+"))
     page.mouse.click(box["x"] + box["width"] - 12, box["y"] + 40)
     at(page, "#/run/12")
 
@@ -229,7 +230,7 @@ def test_held_out_answers_before_and_after(page, site):
     page.locator("table.heldout").wait_for()
     assert page.locator("table.heldout tbody tr").count() == 4
     page.get_by_role("button", name="better 2").click()
-    assert page.locator("table.heldout tbody tr").count() == 2
+    until(page, "document.querySelectorAll('table.heldout tbody tr').length === 2")
     page.locator("table.heldout tbody tr a").last.click()
     at(page, "#/run/heldout:rl/3")
     page.keyboard.press("u")
@@ -247,7 +248,7 @@ def test_it_follows_a_run(page, tmp_path):
         )
         viewing.add_step(path, 3)
         until(page, "document.querySelectorAll('tbody tr').length === 3")
-        assert "step 3 of 4" in page.locator(".standing").text_content()
+        says(page.locator(".standing"), "step 3 of 4")
         page.goto("about:blank")
 
 
@@ -350,4 +351,4 @@ def test_an_exported_page_needs_no_server(page, run_dir, tmp_path, step, line):
     page.locator(".tok").first.wait_for()
     assert page.evaluate("window.hacked") is None
     page.locator(".tok").nth(2).hover()
-    assert "log-prob" in page.locator(".tip").text_content()
+    says(page.locator(".tip"), "log-prob")

@@ -219,6 +219,7 @@ def check_tail_batching(steps, rel):
     assert draws == list(range(32 * steps))
 
 
+@pytest.mark.slow
 def test_tail_batching():
     check_tail_batching(40, rel=0.1)
 
