@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def leave_cases_to_slow(items, seed):
-    """Of a test that is marked `sampled(n)` all cases but n are slow: another n with every seed. Tests of a file that have
+    """Of a test that is marked `sampled(n)` all cases but n are slow, and of a slow one a sweep: another n with every seed. Tests of a file that have
     the same cases keep the same ones, so that what they share is made for those alone."""
     cases = collections.defaultdict(list)
     for item in items:
@@ -63,7 +63,7 @@ def leave_cases_to_slow(items, seed):
     for group in cases.values():
         group.sort(key=lambda item: hashlib.sha256(f"{seed} {item.callspec.id}".encode()).digest())
         for item in group[group[0].get_closest_marker("sampled").args[0] :]:
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.sweep if item.get_closest_marker("slow") else pytest.mark.slow)
 
 
 # What these compute meets no other dtype or rank than it says. (`trainer.vocab` takes any rank, and Optax multiplies counts

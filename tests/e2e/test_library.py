@@ -177,6 +177,7 @@ def test_examples_are_short():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_examples_learn(name, tmp_path):
     """As they stand on the page, as a script; the reward is up."""

@@ -224,7 +224,7 @@ def test_tail_batching():
     check_tail_batching(40, rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_tail_batching_at_full_length():
     check_tail_batching(400, rel=0.1)
 
