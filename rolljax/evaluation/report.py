@@ -72,7 +72,7 @@ class Report:
 
     title: str
     rows: Sequence[Row]
-    tasks: Sequence[TaskScores]
+    tasks: Sequence[TaskScores] = dataclasses.field(repr=False)
     notes: Sequence[str]
     counts: Mapping[str, int]
     trajectories: Sequence[Trajectory] = dataclasses.field(default=(), repr=False, compare=False)

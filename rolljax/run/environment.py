@@ -44,4 +44,6 @@ def _installed(name: str) -> bool:
 
 
 def _command(argv: Sequence[str]) -> list[str]:
-    return [Path(argv[0]).name, *argv[1:]]
+    """A verb with its arguments, or the program that called it."""
+    program = Path(argv[0])
+    return [program.name, *argv[1:]] if program.parent.name == "rolljax" else ["python", program.name]
