@@ -22,9 +22,9 @@ from rolljax import cli
 from rolljax.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rolljax.chat_models.client import EndpointConfig
     from rolljax.config.loader import Loaded
     from rolljax.envs.base import EnvSpec
-    from rolljax.evaluation.endpoint import EndpointConfig
     from rolljax.evaluation.models import EvaluatedModel
     from rolljax.evaluation.report import Report
     from rolljax.evaluation.settings import Attempts, Benchmark
@@ -249,7 +249,8 @@ def benchmarks_of(recipe: Recipe | None, envs: Sequence[EnvSpec | str], changes:
 
 def open_endpoint(endpoint: EndpointConfig | str, key: str) -> EvaluatedModel:
     """The model behind a server."""
-    from rolljax.evaluation.endpoint import EndpointConfig, EndpointModel
+    from rolljax.chat_models.client import EndpointConfig
+    from rolljax.evaluation.endpoint import EndpointModel
 
     return EndpointModel(EndpointConfig(endpoint) if isinstance(endpoint, str) else endpoint, key)
 
@@ -306,7 +307,7 @@ def read_endpoint(args: argparse.Namespace) -> EndpointConfig | None:
     """The server that the options name, if they name one."""
     if not args.endpoint:
         return None
-    from rolljax.evaluation.endpoint import EndpointConfig
+    from rolljax.chat_models.client import EndpointConfig
 
     most: dict[str, Any] = {} if args.concurrency is None else {"concurrency": args.concurrency}
     request = read_request(args.request)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolljax import cli
 from rolljax.errors import ConfigError
+from rolljax.run.terminal import sparkline, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,7 +103,7 @@ def show_run(page: Console, folder: RunFolder, names: Sequence[str]) -> None:
         table = make_table("metric", "steps 1 to " + str(rows[-1]["step"]), "first", "last", "lowest", "highest")
         for name, values in curves(rows, names):
             ends = [number(v) for v in (values[0], values[-1], min(values), max(values))]
-            table.add_row(*cells(name, spark(values), *ends))
+            table.add_row(*cells(name, sparkline(values, SPARK), *ends))
         page.print(table)
     if steps := folder.rollout_steps():
         held = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
@@ -125,10 +126,10 @@ def compare(page: Console, one: RunFolder, two: RunFolder, names: Sequence[str])
         change = f"{other[-1] - values[-1]:+.4g}" if other else ""
         last = number(other[-1]) if other else "-"
         table.add_row(
-            *cells(name, spark(values, SPARK // 2), number(values[-1]), spark(other, SPARK // 2), last, change)
+            *cells(name, sparkline(values, SPARK // 2), number(values[-1]), sparkline(other, SPARK // 2), last, change)
         )
     for name, other in of_two.items():
-        table.add_row(*cells(name, "", "-", spark(other, SPARK // 2), number(other[-1]), ""))
+        table.add_row(*cells(name, "", "-", sparkline(other, SPARK // 2), number(other[-1]), ""))
     page.print(table)
     settings = [dict(json.loads((folder.path / RESOLVED).read_text())) for folder in (one, two)]
     differ = make_table("setting", *title)
@@ -246,15 +247,15 @@ def show_trajectory(page: Console, t: Trajectory, decode: Callable[[Sequence[int
     ended = f"{t.status}{', solved' if t.success else ''}" + (f"; fault of {t.fault}" if t.fault else "")
     parts = ", ".join(f"{name} {value:.4g}" for name, value in t.reward_parts.items())
     page.print(Rule(Text(f"draw {t.key.draw}, sibling {t.key.sibling}"), style="dim"))
-    page.print(Text(safe(f"reward {t.reward:.4g}{f' ({parts})' if parts else ''}; {ended}")))
-    page.print(Text(safe(f"task {t.task.env} {t.task.index}: {t.task.content}")))
+    page.print(Text(visible(f"reward {t.reward:.4g}{f' ({parts})' if parts else ''}; {ended}")))
+    page.print(Text(visible(f"task {t.task.env} {t.task.index}: {t.task.content}")))
     for i, turn in enumerate(t.turns, 1):
         told = decode(turn.prompt_ids.tolist()) if decode else f"{len(turn.prompt_ids)} tokens (no tokenizer at hand)"
         fresh = ", the stream starts anew" if turn.restart else ""
-        page.print(Panel(Text(safe(told), style="dim"), title=f"told{fresh}", title_align="left"))
+        page.print(Panel(Text(visible(told), style="dim"), title=f"told{fresh}", title_align="left"))
         logp = f", mean log-prob {turn.sampler_logp.mean():.3f}" if len(turn.tokens) else ""
         title = f"turn {i}: {len(turn.tokens)} tokens, {turn.finish_reason}{logp}, reward {turn.reward:.4g}"
-        page.print(Panel(Text(safe(turn.text)), title=title, title_align="left"))
+        page.print(Panel(Text(visible(turn.text)), title=title, title_align="left"))
 
 
 def decoder(folder: RunFolder) -> Callable[[Sequence[int]], str] | None:
@@ -288,7 +289,7 @@ def make_table(*columns: str) -> Any:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        table.add_column(Text(safe(name)), overflow="fold")
+        table.add_column(Text(visible(name)), overflow="fold")
     return table
 
 
@@ -296,28 +297,12 @@ def cells(*texts: str) -> list[Any]:
     """Texts for the cells of a row."""
     from rich.text import Text
 
-    return [Text(safe(text)) for text in texts]
-
-
-def safe(text: str) -> str:
-    """See `run.terminal.visible`."""
-    from rolljax.run.terminal import visible
-
-    return visible(text)
+    return [Text(visible(text)) for text in texts]
 
 
 def short(text: str) -> str:
     """The end of a task on one line."""
-    from rolljax.run.terminal import visible
-
     return visible(text[-TASK_CHARS:], lines=False)
-
-
-def spark(values: Sequence[float], width: int = SPARK) -> str:
-    """See `run.terminal.sparkline`."""
-    from rolljax.run.terminal import sparkline
-
-    return sparkline(values, width)
 
 
 def number(value: float) -> str:

@@ -1,30 +1,18 @@
-"""Models behind an OpenAI-compatible server: a client that tells the model's answers from the server's faults.
-
-A request that times out, is refused with 408, 429 or 5xx, breaks off, or is answered with what is no chat completion
-is the infrastructure's fault: it is counted under its kind and asked again, `retries` times, and after that the episode
-has failed (`InfraError`), which is never a wrong answer. 401, 403, 404 and 405 end the evaluation: they would be the
-answer to every request.
-"""
+"""Episodes in which a model behind an OpenAI-compatible server answers (`chat_models.client`)."""
 
 from __future__ import annotations
 
-import asyncio
-import collections
 import dataclasses
 import hashlib
-import json
-import random
-import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import httpx2
 import numpy as np
 
+from rolljax.chat_models.base import ChatTooLong
+from rolljax.chat_models.client import Endpoint, EndpointConfig, Reply, the_only_model
 from rolljax.envs.pool import EnvPool, Episode
-from rolljax.envs.text import clean
-from rolljax.errors import ConfigError, InfraError, RolljaxError, check_range
+from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.rollout.barrier import Tally
 from rolljax.rollout.builder import TrajectoryBuilder
@@ -32,245 +20,7 @@ from rolljax.rollout.episodes import EpisodeRollouts, RolloutConfig
 from rolljax.rollout.starts import Start
 from rolljax.rollout.token_stream import TokenStream
 from rolljax.threads.watchdog import Sleeper
-from rolljax.types import Completion, FinishReason, Key, Message, Sampled
-
-HOPELESS = {
-    401: "the key is not accepted",
-    403: "the key may not use this model",
-    404: "there is no such model or route",
-    405: "there is no such route",
-}
-PASSING = {408, 409, 425, 429}
-"""Refusals, beside 5xx, after which the same request may be asked again."""
-MAX_WAIT_S = 60.0
-"""Longest wait before a request is asked again."""
-MAX_REPLY_BYTES = 64 << 20
-_TOO_LONG = re.compile(r"context.?(?:length|window|size)|maximum context|prompt is too long", re.IGNORECASE)
-
-
-class PromptTooLong(Exception):
-    """The server says that the conversation does not fit into the model's context."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Reply:
-    """A chat completion. prompt_ids, token_ids, sampler_logp: empty where the server does not tell them; tokens: how
-    many it says that the answer has, 0 where it does not say."""
-
-    text: str
-    finish_reason: FinishReason
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    sampler_logp: tuple[float, ...]
-    tokens: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class EndpointConfig:
-    """Where a model answers, and how it is asked.
-
-    url: up to `/v1`. model: the name that requests use; empty: the only one that `/models` lists.
-    timeout_s: longest time for an answer. retries: how often a request is asked again, first after about `backoff_s`,
-      then after twice as long, ... concurrency: most requests at a time.
-    request: fields of every request over those that are sent anyway; None takes one away
-      (`{"max_tokens": None, "max_completion_tokens": 4096, "return_token_ids": True}`).
-    """
-
-    url: str
-    model: str = ""
-    timeout_s: float = 600.0
-    retries: int = 5
-    backoff_s: float = 1.0
-    concurrency: int = 64
-    request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not re.match(r"https?://[^/]", self.url):
-            raise ConfigError("is not the address of a server", setting="--endpoint", value=self.url, remedy=_LIKE)
-        check_range(self, "timeout_s", above=0)
-        check_range(self, "retries", "backoff_s", low=0)
-        check_range(self, "concurrency", low=1)
-
-    @property
-    def base(self) -> str:
-        """The address, without what requests add to it."""
-        return self.url.rstrip("/").removesuffix("/chat/completions")
-
-
-_LIKE = "like http://127.0.0.1:8000/v1"
-
-
-class Endpoint:
-    """A client of one server, with a count of what went wrong. It lives on one event loop.
-
-    Args:
-      key: bearer token; empty: none.
-    """
-
-    def __init__(self, cfg: EndpointConfig, key: str = "") -> None:
-        self.cfg = cfg
-        self.counts: collections.Counter[str] = collections.Counter()
-        """`requests` that were sent; `answers`; every fault under its kind."""
-        self.fatal: RolljaxError | None = None
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._open: tuple[httpx2.AsyncClient, asyncio.Semaphore] | None = None
-
-    async def close(self) -> None:
-        """Close the connections; the next request opens new ones, on whatever event loop it is made."""
-        if self._open is not None:
-            await self._open[0].aclose()
-            self._open = None
-
-    async def chat(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> Reply:
-        """The model's answer to a conversation.
-
-        Raises:
-          InfraError: the server gave none, also when asked again. PromptTooLong: the conversation does not fit.
-        """
-        said = [{"role": m.role, "content": m.content} for m in messages]
-        every = {"model": self.cfg.model, "messages": said, **fields, **self.cfg.request}
-        body = {name: value for name, value in every.items() if value is not None}
-        kind, detail, wait_s = "", "", 0.0
-        for attempt in range(self.cfg.retries + 1):
-            http, gate = self._connections()
-            async with gate:
-                if self.fatal is not None:
-                    raise InfraError(str(self.fatal), stage="endpoint")
-                try:
-                    return await self._ask(http, body)
-                except _Passing as e:
-                    kind, detail, wait_s = e.kind, e.detail, e.wait_s
-            self.counts[kind] += 1
-            if attempt < self.cfg.retries:
-                backoff_s = self.cfg.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
-                await asyncio.sleep(min(max(wait_s, backoff_s), MAX_WAIT_S))
-        raise InfraError(f"no answer after {self.cfg.retries + 1} requests; the last one: {detail}", stage="endpoint")
-
-    async def _ask(self, http: httpx2.AsyncClient, body: Mapping[str, Any]) -> Reply:
-        """One request.
-
-        Raises:
-          _Passing: a fault of the server. InfraError: it refuses the request. PromptTooLong.
-        """
-        start_s = time.monotonic()
-        self.counts["requests"] += 1
-        try:
-            response = await http.post(f"{self.cfg.base}/chat/completions", json=body)
-        except httpx2.TimeoutException as e:
-            raise _Passing("timeout", f"{type(e).__name__} after {self.cfg.timeout_s:g} s") from e
-        except httpx2.HTTPError as e:
-            raise _Passing("connection", f"{type(e).__name__}: {e}") from e
-        self._check_status(response)
-        try:
-            reply = read_reply(response.content, time.monotonic() - start_s)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-            start = response.text[:200]
-            raise _Passing("garbage", f"no chat completion ({type(e).__name__}: {e}): {start!r}") from e
-        self.counts["answers"] += 1
-        return reply
-
-    def _connections(self) -> tuple[httpx2.AsyncClient, asyncio.Semaphore]:
-        if self._open is None:
-            limits = httpx2.Limits(max_connections=self.cfg.concurrency)
-            http = httpx2.AsyncClient(headers=self._headers, timeout=self.cfg.timeout_s, limits=limits)
-            self._open = http, asyncio.Semaphore(self.cfg.concurrency)
-        return self._open
-
-    def _check_status(self, response: httpx2.Response) -> None:
-        status = response.status_code
-        if status == 200:
-            if len(response.content) > MAX_REPLY_BYTES:
-                raise _Passing("garbage", f"{len(response.content)} bytes")
-            return
-        text = response.text[:500]
-        if status in PASSING or status >= 500:
-            raise _Passing(f"status_{status}", f"status {status}: {text}", _retry_after(response))
-        if status in HOPELESS:
-            self.fatal = ConfigError(
-                f"says {status}, {HOPELESS[status]}: {text}", setting="--endpoint", value=self.cfg.url, remedy=_KEY
-            )
-            raise InfraError(str(self.fatal), stage="endpoint")
-        if status in (400, 413, 422) and _TOO_LONG.search(text):
-            raise PromptTooLong(text)
-        self.counts[f"status_{status}"] += 1
-        raise InfraError(f"the server refuses the request with status {status}: {text}", stage="endpoint")
-
-
-_KEY = "see --model_name; the key is read from the variable that --api_key_env names"
-
-
-class _Passing(Exception):
-    """A fault after which the same request may be asked again. kind: as it is counted. wait_s: that the server asks
-    for."""
-
-    def __init__(self, kind: str, detail: str, wait_s: float = 0.0) -> None:
-        self.kind, self.detail, self.wait_s = kind, detail, wait_s
-        super().__init__(detail)
-
-
-def _retry_after(response: httpx2.Response) -> float:
-    try:
-        return max(0.0, float(response.headers.get("retry-after", 0)))
-    except ValueError:  # a date
-        return 0.0
-
-
-def read_reply(content: bytes, seconds: float) -> Reply:
-    """A chat completion from the bytes of a response.
-
-    Raises:
-      ValueError, LookupError, TypeError, AttributeError, RecursionError: it is none.
-    """
-    reply = json.loads(content)
-    choice = reply["choices"][0]
-    text = choice["message"].get("content")
-    if not (text is None or isinstance(text, str)):
-        raise TypeError("the content of the message is no text")
-    reasons: dict[Any, FinishReason] = {"length": "length", "content_filter": "abort"}
-    ids = _ids(choice.get("token_ids"))
-    logp = tuple(float(entry["logprob"]) for entry in (choice.get("logprobs") or {}).get("content") or ())
-    tokens = int((reply.get("usage") or {}).get("completion_tokens") or len(ids))
-    prompt = _ids(reply.get("prompt_token_ids")) if ids else ()
-    reason = reasons.get(choice.get("finish_reason"), "stop")
-    logp = logp if len(logp) == len(ids) else ()
-    return Reply(clean(text or ""), reason, prompt, ids, logp, max(0, tokens), seconds)
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    found = tuple(map(int, value or ()))
-    if not all(0 <= i < 2**31 for i in found):
-        raise ValueError("a token id out of range")
-    return found
-
-
-def the_only_model(cfg: EndpointConfig, key: str = "") -> EndpointConfig:
-    """The settings with the name of the model that the server lists, if none is given.
-
-    Raises:
-      ConfigError: it cannot be reached, or lists another number of models.
-    """
-    if cfg.model:
-        return cfg
-    try:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        response = httpx2.get(f"{cfg.base}/models", headers=headers, timeout=min(cfg.timeout_s, 30.0))
-        names = [str(entry["id"]) for entry in response.raise_for_status().json()["data"]]
-    except (httpx2.HTTPError, ValueError, LookupError, TypeError) as e:
-        raise ConfigError(
-            f"does not list its models: {type(e).__name__}: {e}",
-            setting="--endpoint",
-            value=cfg.url,
-            remedy=f"check the address, {_LIKE}, or give --model_name",
-        ) from e
-    if len(names) != 1:
-        raise ConfigError(
-            f"lists {len(names)} models: {', '.join(names[:10])}", setting="--endpoint", remedy="give --model_name"
-        )
-    return dataclasses.replace(cfg, model=names[0])
-
-
-# ---- episodes -------------------------------------------------------------------------------------------------------
+from rolljax.types import Completion, Key, Message, Sampled
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -294,7 +44,7 @@ class EndpointRollouts(EpisodeRollouts):
             seed = seed_of(self.seed, builder.key, turn)
             try:
                 reply = await self.endpoint.chat(said, {**self.fields, "seed": seed})
-            except PromptTooLong as e:
+            except ChatTooLong as e:
                 builder.truncate("context", str(e))
                 return
             answer = record.add(reply)
@@ -364,7 +114,7 @@ class EndpointModel:
         return EndpointRollouts(pool, self.endpoint, fields, attempts.seed, benchmark.rollout)
 
     def counts(self) -> Mapping[str, int]:
-        return self.endpoint.counts
+        return self.endpoint.counts()
 
     def fatal(self) -> RolljaxError | None:
         return self.endpoint.fatal

@@ -44,10 +44,15 @@ def bottleneck(row: Mapping[str, float]) -> str:
     return f"{word} {share:.0%}"
 
 
+def judged_by(row: Mapping[str, float]) -> tuple[str, str]:
+    """A word and the metric that a step is judged by: the loss in a supervised phase, where the reward is that of the
+    gold answers."""
+    return ("reward", "reward/mean") if "tput/sample_tok_s" in row else ("loss", "loss/total")
+
+
 def headline(row: Mapping[str, float], before: Mapping[str, float] | None = None) -> str:
-    """The number that a step is judged by, and how it differs from the step before: the loss in a supervised phase,
-    where the reward is that of the gold answers."""
-    name, key = ("reward", "reward/mean") if "tput/sample_tok_s" in row else ("loss", "loss/total")
+    """The number that a step is judged by, and how it differs from the step before."""
+    name, key = judged_by(row)
     value = row.get(key, 0.0)
     change = f" ({value - before[key]:+.3f})" if before and key in before else ""
     return f"{name} {value:.3f}{change}"
@@ -137,7 +142,7 @@ class Console:
         eta = self._eta(row)
         with self._lock:
             self._before, self._doing = row, eta
-            self._curve.append(row["reward/mean"] if "tput/sample_tok_s" in row else row.get("loss/total", 0.0))
+            self._curve.append(row.get(judged_by(row)[1], 0.0))
         if self._live is None:
             self.say(f"{line}  {eta}")
 

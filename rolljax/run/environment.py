@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -33,6 +34,13 @@ def environment() -> dict[str, Any]:
         "devices": jax.device_count(),
         "command": _command(sys.argv),
     }
+
+
+def command_line(words: Sequence[str]) -> str:
+    """A recorded command as a shell reads it."""
+    if words and words[0].endswith(".py"):
+        words = ["python", "-m", f"rolljax.{words[0].removesuffix('.py')}", *words[1:]]
+    return shlex.join(words)
 
 
 def _installed(name: str) -> bool:

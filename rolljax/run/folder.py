@@ -350,11 +350,12 @@ class RunFolder:
         from rolljax.run import model_card
         from rolljax.run.curves import draw
 
-        durable.write(self.path / CURVES, draw(self.rows(), progress.heldout_reward))
+        rows = self.rows()
+        durable.write(self.path / CURVES, draw(rows, progress.heldout_reward))
         if reason == DONE:
             self._retain_rollouts(keep_rollouts, progress.total_steps)
             of = f"The weights after step {progress.total_steps}, the last."
-            model_card.write(self.path / RESULT, self.path, progress.heldout_reward, self.rows(), of)
+            model_card.write(self.path / RESULT, self.path, progress.heldout_reward, rows, of)
         self.write_summary(progress, reason, state_sha256)
 
     def write_summary(self, progress: RunProgress, stop_reason: str, state_sha256: str = "") -> None:

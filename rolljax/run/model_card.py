@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from typing import Any
 import rolljax
 from rolljax.run import durable
 from rolljax.run.curves import draw
+from rolljax.run.environment import command_line
+from rolljax.run.layout import CURVES, ENVIRONMENT, RESOLVED
 
 CARD = "README.md"
 MAX_GIN_CHARS = 65_536
@@ -36,8 +37,8 @@ def write(
       StorageError: it cannot be written.
     """
     if rows:
-        durable.write(place / "curves.png", draw(rows, heldout, times=False))
-    resolved, made = (_read(run / name) for name in ("config.resolved.json", "env.json"))
+        durable.write(place / CURVES, draw(rows, heldout, times=False))
+    resolved, made = (_read(run / name) for name in (RESOLVED, ENVIRONMENT))
     gin = (run / "config.gin").read_text()
     durable.write(place / CARD, text(resolved, made, gin, heldout, rows, of))
 
@@ -157,9 +158,7 @@ def _under(resolved: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _command(made: Mapping[str, Any]) -> str:
     """The command as a user would type it, the folders of absolute paths left out."""
     words = [str(word) for word in made.get("command", [])]
-    if words and words[0].endswith(".py"):
-        words = ["python", "-m", f"rolljax.{words[0].removesuffix('.py')}", *words[1:]]
-    return " ".join(shlex.quote(Path(word).name if word.startswith("/") else word) for word in words)
+    return command_line([Path(word).name if word.startswith("/") else word for word in words])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -154,13 +154,18 @@ def unfilled_step(phase: Phase, found: int, drawn: int) -> str:
     )
 
 
-def samples(trajectories: Sequence[Trajectory]) -> list[str]:
-    """A good and a bad answer, a line each: those of highest and of lowest reward, the first of equals."""
+def best_and_worst(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Those of highest and of lowest reward, the first of equals; one where they are the same, none if all failed."""
     alive = [t for t in trajectories if t.status != "failed" and t.turns]
     if not alive:
         return []
-    good, bad = max(alive, key=lambda t: t.reward), min(alive, key=lambda t: t.reward)
-    return [sample_line(name, t) for name, t in (("good", good), ("bad", bad)) if name == "good" or t is not good]
+    best, worst = max(alive, key=lambda t: t.reward), min(alive, key=lambda t: t.reward)
+    return [best] if best is worst else [best, worst]
+
+
+def samples(trajectories: Sequence[Trajectory]) -> list[str]:
+    """A good and a bad answer, a line each (`best_and_worst`)."""
+    return [sample_line(name, t) for name, t in zip(("good", "bad"), best_and_worst(trajectories), strict=False)]
 
 
 def sample_line(name: str, t: Trajectory) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolljax.run.console import OWNERS, waits
-from rolljax.run.folder import SUMMARY, RunFolder
+from rolljax.run.environment import command_line
+from rolljax.run.folder import RunFolder
+from rolljax.run.layout import ENVIRONMENT, SUMMARY
 from rolljax.run.terminal import duration, visible
 
 Row = Mapping[str, Any]
@@ -16,7 +17,7 @@ Row = Mapping[str, Any]
 
 def summary_lines(folder: RunFolder) -> list[str]:
     """Lines of plain text about the run in a folder, from its files alone; it may still be going on."""
-    rows, summary, env = folder.rows(), _read(folder, SUMMARY), _read(folder, "env.json")
+    rows, summary, env = folder.rows(), _read(folder, SUMMARY), _read(folder, ENVIRONMENT)
     lines = [f"run       {folder.path.resolve().name}: {_state(rows, summary)}"]
     if rows:
         lines += _phases(rows, summary)
@@ -24,7 +25,7 @@ def summary_lines(folder: RunFolder) -> list[str]:
     if env:
         versions = ", ".join(f"{name} {env['packages'][name]}" for name in ("jax", "flax") if name in env["packages"])
         lines.append(f"machine   {env['devices']} x {env['platform']}, Python {env['python']}, {versions}")
-        lines.append(f"command   {_command(env['command'])}")
+        lines.append(f"command   {command_line(env['command'])}")
     if sha := summary.get("state_sha256"):
         lines.append(f"state     {sha[:16]}")
     return [visible(line, lines=False) for line in lines]
@@ -35,13 +36,6 @@ def _read(folder: RunFolder, name: str) -> dict[str, Any]:
         return dict(json.loads((folder.path / name).read_text()))
     except (OSError, ValueError):
         return {}
-
-
-def _command(words: Sequence[str]) -> str:
-    """A command that a shell reads."""
-    first, *rest = words
-    verb = f"python -m rolljax.{first.removesuffix('.py')}" if first.endswith(".py") else shlex.quote(first)
-    return " ".join([verb, *map(shlex.quote, rest)])
 
 
 def _state(rows: Sequence[Row], summary: Mapping[str, Any]) -> str:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from rolljax.errors import ConfigError, RolljaxError, boundary
 from rolljax.recipe import Recipe
 from rolljax.run import durable
-from rolljax.run.folder import RESOLVED, RunFolder
+from rolljax.run.folder import RunFolder
+from rolljax.run.layout import RESOLVED
+from rolljax.run.notices import best_and_worst
 from rolljax.threads.event_loop import Stopped
 from rolljax.trackers import feed
 from rolljax.trackers.base import Outcome, RunInfo, TrackerConfig
@@ -77,9 +79,9 @@ def names(configs: Sequence[TrackerConfig]) -> list[str]:
 
 
 def answers_text(trajectories: Sequence[Trajectory]) -> str:
-    """The answers of highest and of lowest reward, each with its task."""
-    alive = sorted((t for t in trajectories if t.status != "failed" and t.turns), key=lambda t: t.reward)
-    return "\n\n".join(_told(name, t) for name, t in zip(("best", "worst"), (alive[-1:] + alive[:1]), strict=False))
+    """The best and the worst answer (`notices.best_and_worst`), each with its task."""
+    found = best_and_worst(trajectories)
+    return "\n\n".join(_told(name, t) for name, t in zip(("best", "worst"), found, strict=False))
 
 
 def _told(name: str, t: Trajectory) -> str:

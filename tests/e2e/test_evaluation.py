@@ -14,12 +14,13 @@ import pytest
 
 from rolljax import cli, serve
 from rolljax import eval as eval_verb
+from rolljax.chat_models.client import EndpointConfig
 from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, InfraError
 from rolljax.evaluation import answers, models
-from rolljax.evaluation.endpoint import EndpointConfig, EndpointModel
+from rolljax.evaluation.endpoint import EndpointModel
 from rolljax.evaluation.progress import Progress
 from rolljax.evaluation.run import evaluate
 from rolljax.evaluation.settings import Attempts, Benchmark
