@@ -6,7 +6,8 @@
 A tiny model, the real engine, the real loop; every run is a process of its own, one after the other. What is drawn is
 how long answers are (single-turn workloads) and how long an environment takes (`latency.py`). The seconds are the mean
 of the steps in the steady state: without the first two, which compile, and without the last, for which nothing is
-begun ahead. Ratios are to the synchronous loop of the same call.
+begun ahead. Ratios are to the synchronous loop of the same call. Beside them stand the seconds that `rolljax.simulate`
+gives each recipe with the timings of the synchronous run.
 """
 
 import argparse
@@ -34,12 +35,14 @@ from rolljax.trainer.algorithms import grpo
 
 recipe.Recipe.env = @latency.Latency()
 recipe.Recipe.model = @qwen3.Qwen3Config()
+qwen3.Qwen3Config.num_layers = 1
+qwen3.Qwen3Config.hidden_size = 32
+qwen3.Qwen3Config.ffn_size = 64
 qwen3.Qwen3Config.num_heads = 2
 qwen3.Qwen3Config.num_kv_heads = 1
 recipe.Recipe.sampler = @settings.SamplerConfig()
 recipe.Recipe.phases = [@recipe.Phase()]
 recipe.Recipe.save_every = 100000
-recipe.Recipe.rollouts_every = 100000
 recipe.Evaluation.tasks = 2
 recipe.Recipe.evaluation = @recipe.Evaluation()
 recipe.Phase.name = 'rl'
@@ -66,6 +69,7 @@ recipe.Recipe.max_answer_tok = 8
 recipe.Phase.prompts_per_step = 8
 recipe.Phase.group_size = 4
 """
+KEEP = {"settings.SamplerConfig.on_publish": "'keep'"}
 TAIL = {"recipe.Phase.tail_batching": "@group_buffer.TailBatching()"}
 
 
@@ -102,11 +106,10 @@ WORKLOADS = {
         (100, 0.0, 1.0),
         {
             "synchronous": {},
-            "async_ratio 0.5": ratio(0.5),
             "async_ratio 1": ratio(1),
+            "async_ratio 1, caches kept": ratio(1) | KEEP,
             "async_ratio 2": ratio(2),
-            "async_ratio 2, caches kept": ratio(2) | {"settings.SamplerConfig.on_publish": "'keep'"},
-            "async_ratio 4": ratio(4),
+            "async_ratio 2, caches kept": ratio(2) | KEEP,
         },
     ),
     "tail": Workload(
@@ -140,21 +143,36 @@ def child(workload: Workload, arguments: list[str]) -> None:
     raise SystemExit(train(arguments))
 
 
-def run(name: str, variant: str, folder: Path, steps: int) -> list[dict]:
-    """The rows of a run's steps."""
+def write_recipe(name: str, variant: str, folder: Path, steps: int) -> Path:
     workload = WORKLOADS[name]
     folder.mkdir(parents=True)
     recipe = folder / "recipe.gin"
     settings = {"recipe.Phase.steps": steps, **workload.variants[variant]}
     recipe.write_text(COMMON + workload.gin + "".join(f"{k} = {v}\n" for k, v in settings.items()))
-    arguments = ["--gin", str(recipe), "--run_dir", str(folder / "run")]
+    return recipe
+
+
+def run(name: str, recipe: Path) -> list[dict]:
+    """The rows of a run's steps; the run is in the folder of its recipe."""
+    arguments = ["--gin", str(recipe), "--run_dir", str(recipe.parent / "run")]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, __file__, "--child", name, "--", *arguments]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise SystemExit(f"{name}, {variant}:\n{done.stdout[-3000:]}")
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        raise SystemExit(f"{recipe}:\n{done.stdout[-3000:]}")
+    return [json.loads(line) for line in (recipe.parent / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def simulated(recipe: Path, timings_of: Path) -> float:
+    """Seconds of a step of a recipe, in simulation, with the timings of the run in another folder."""
+    from rolljax import cli
+    from rolljax.simulate import simulate
+    from rolljax.simulation import fitting, report
+
+    loaded = cli.load_recipe([str(recipe)], ["Phase.steps = 100"]).value
+    runtime, recorder = simulate(loaded, fitting.fitted(timings_of, loaded))
+    return report.summarize(runtime, recorder).numbers["step_s"]
 
 
 def measured(rows: list[dict]) -> dict[str, float]:
@@ -200,25 +218,30 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # for `latency`
     if args.child:
         child(WORKLOADS[args.child], args.arguments)
     found: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as out:
         for name in args.workloads.split(","):
             for i, variant in enumerate(WORKLOADS[name].variants):
-                rows = run(name, variant, Path(out) / f"{name}{i}", args.steps)
-                found.setdefault(name, {})[variant] = measured(rows)
+                recipe = write_recipe(name, variant, Path(out) / f"{name}{i}", args.steps)
+                found.setdefault(name, {})[variant] = measured(run(name, recipe))
+                simulated_s = simulated(recipe, Path(out) / f"{name}0" / "run")
+                found[name][variant]["simulated_s"] = simulated_s
                 print(name, variant, {k: round(v, 3) for k, v in found[name][variant].items()}, flush=True)
     for name, variants in found.items():
         base = variants["synchronous"]["step_s"]
         print(f"\n{WORKLOADS[name].name}\n")
         print(
-            "| | s per step | ratio | waiting | update | slots busy | age |", "|---|---|---|---|---|---|---|", sep="\n"
+            "| | s per step | ratio | waiting | update | slots busy | age | simulated s |",
+            "|---|---|---|---|---|---|---|---|",
+            sep="\n",
         )
         for variant, x in variants.items():
             print(
                 f"| {variant} | {x['step_s']:.2f} | {base / x['step_s']:.2f} | {x['wait_s']:.2f} | {x['update_s']:.2f} "
-                f"| {x['slots_frac']:.2f} | {x['age_ver']:.2f} |"
+                f"| {x['slots_frac']:.2f} | {x['age_ver']:.2f} | {x['simulated_s']:.2f} |"
             )
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,5 +1,6 @@
 """An environment that takes its time, to measure asynchrony with: seconds per call are drawn, some episodes hang."""
 
+import collections
 import dataclasses
 import random
 import time
@@ -7,6 +8,9 @@ from typing import ClassVar
 
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.types import Message, Task
+
+BEGUN: collections.Counter[int] = collections.Counter()
+"""Episodes of each task so far, by its index: the n-th takes as long in every run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,8 @@ class LatencyEnv(Env):
         self._spec, self._rng, self._turn, self._hangs_at = spec, random.Random(), 0, -1
 
     def reset(self, task: Task) -> tuple[Message, ...]:
-        self._turn = 0
+        BEGUN[task.index] += 1
+        self._turn, self._rng = 0, random.Random(f"{task.index}/{BEGUN[task.index]}")
         hangs = self._rng.random() < self._spec.hang_frac
         self._hangs_at = self._rng.randrange(self._spec.turns) if hangs else -1
         return (Message("user", task.content),)

@@ -122,6 +122,7 @@ class SimulatedSlot:
         self._envs, self._timings = envs, envs.timings
         self._rng = rng(envs.seed)
         self._turns = self._turn = 0
+        self._step_s: float | None = None
         self._reward = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -155,6 +156,7 @@ class SimulatedSlot:
         chance = self._rng.random() if start.chance is None else start.chance
         self._reward = float(chance < t.solved_frac)
         seconds = t.env.reset_s.draw(self._rng)
+        self._step_s = t.env.step_s.draw(self._rng) if t.env.alike else None
         if self._rng.random() < t.env.fail_frac:
             return seconds, EnvError("the environment fails", stage="reset")
         return seconds, (Message("user", str(start.prompt_tok)),)
@@ -163,7 +165,8 @@ class SimulatedSlot:
         t = self._timings
         self._turn += 1
         is_last = self._turn >= self._turns
-        seconds = t.env.step_s.draw(self._rng) + (t.env.score_s.draw(self._rng) if is_last else 0.0)
+        seconds = t.env.step_s.draw(self._rng) if self._step_s is None else self._step_s
+        seconds += t.env.score_s.draw(self._rng) if is_last else 0.0
         told = () if is_last else (Message("user", str(round(t.observation_tok.draw(self._rng)))),)
         reward = self._reward * is_last
         return seconds, StepResult(told, reward, is_last, success=bool(reward))

@@ -47,7 +47,7 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
         observation_tok=_recorded(later) if later else Distribution(),
         turns=_recorded([len(t["turns"]) for t in trajectories]),
         engine=_engine(list(steps.values()), recipe),
-        env=EnvTimings(step_s=_recorded([t["env_s"] / len(t["turns"]) for t in trajectories])),
+        env=EnvTimings(step_s=_recorded([t["env_s"] / len(t["turns"]) for t in trajectories]), alike=True),
         trainer=_trainer(list(steps.values())),
         shared_devices=True,
         solved_frac=float(np.mean([t["success"] for t in trajectories])),

@@ -104,10 +104,13 @@ class EnvTimings:
 
     fail_frac: episodes whose reset fails for good, after its time.
     reset_s: of the beginning. step_s: of each action. score_s: added to the last one.
+    alike: the actions of an episode take as long as each other: `step_s` is drawn once for it. What is fitted to a run
+      is of this kind, for a run records the seconds of whole episodes; slow ones stay as slow as they were.
     """
 
     reset_s: Distribution = Distribution()
     step_s: Distribution = Distribution()
+    alike: bool = False
     score_s: Distribution = Distribution()
     fail_frac: float = 0.0
 
