@@ -147,8 +147,9 @@ class LengthBand(Rule):
     def _ref_tok(self, env: EnvSpec, task: Task) -> float:
         if not self.ref_key:
             return self.ref_tok
+        columns = row(env, task, "LengthBand.ref_key")
         try:
-            ref = float(row(env, task, "LengthBand.ref_key")[self.ref_key])
+            ref = float(columns[self.ref_key])
         except (KeyError, TypeError, ValueError):
             ref = 0.0
         if not (math.isfinite(ref) and ref > 0):
