@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable
 
 from rolljax.cluster.lockstep import SINGLE_PROCESS, Leader, SingleProcess
-from rolljax.envs.tasks import TaskStream
+from rolljax.envs.tasks import open_stream
 from rolljax.recipe import Phase
 from rolljax.rollout.filters import faults_row, filter_groups
 from rolljax.run.console import Console
@@ -77,7 +77,7 @@ def train(
     recorder = Recorder(recipe, folder, console, watchdog, trainer, progress, on_disk)
     if progress.finished:
         return trainer, progress
-    stream = TaskStream(recipe.env, recipe.seed, recipe.evaluation.held_out_frac)
+    stream = open_stream(recipe.env, recipe.seed, recipe.evaluation.held_out_frac)
     if progress.stream_position:
         stream.restore(progress.stream_position)
     console.say("compiling the sampler")

@@ -12,7 +12,7 @@ import jax
 
 from rolljax.cluster.lockstep import SINGLE_PROCESS
 from rolljax.envs.base import EnvSpec
-from rolljax.envs.pool import EnvPool
+from rolljax.envs.pool import Pool
 from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.model import hf
@@ -51,7 +51,7 @@ class EvaluatedModel(Protocol):
     def version(self) -> int: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
-    def rollouts(self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts) -> EpisodeRollouts:
+    def rollouts(self, benchmark: Benchmark, pool: Pool, attempts: Attempts) -> EpisodeRollouts:
         """Episodes of a benchmark, with this model as their policy."""
         ...
 
@@ -97,7 +97,7 @@ class LocalModel:
     def __exit__(self, *_: object) -> None:
         self.sampler.close()
 
-    def rollouts(self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts) -> EpisodeRollouts:
+    def rollouts(self, benchmark: Benchmark, pool: Pool, attempts: Attempts) -> EpisodeRollouts:
         context = self.resolved.recipe.sampler.max_context
         if benchmark.max_answer_tok >= context:
             raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import ref_of
-from rolljax.envs.pool import EnvPool
+from rolljax.envs.pool import open_pool
 from rolljax.errors import ConfigError, HangError, InfraError
 from rolljax.evaluation.answers import AnswerLog
 from rolljax.evaluation.models import EvaluatedModel
@@ -167,7 +167,7 @@ def _run(
 ) -> None:
     """Make the attempts that are left."""
     with contextlib.ExitStack() as stack:
-        pools = {i: EnvPool(benchmarks[i].pool, benchmarks[i].env) for i in sorted({job.benchmark for job in jobs})}
+        pools = {i: open_pool(benchmarks[i].pool, benchmarks[i].env) for i in sorted({job.benchmark for job in jobs})}
         for pool in pools.values():
             stack.callback(pool.close)
         rollouts = {i: model.rollouts(benchmarks[i], pool, attempts) for i, pool in pools.items()}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rolljax.envs.base import StepResult
-from rolljax.envs.pool import EnvPool, Episode
+from rolljax.envs.pool import Episode, Pool
 from rolljax.envs.run_limits import RunLimits
 from rolljax.envs.text import clean
 from rolljax.errors import ConfigError, EnvError, NeighbourError, RolljaxError, check_range
@@ -118,7 +118,7 @@ class EpisodeRollouts(abc.ABC):
     pool: of the environments. cfg: how episodes are conducted. tally: counts them.
     """
 
-    pool: EnvPool
+    pool: Pool
     cfg: RolloutConfig
     tally: Tally
 
@@ -228,7 +228,7 @@ class Rollouts(EpisodeRollouts):
     (`EnvSpec.run_limits`).
     """
 
-    pool: EnvPool
+    pool: Pool
     chat: Chat
     policy: Policy
     max_turns: int

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rolljax.envs.pool import EnvPool, Episode
+from rolljax.envs.pool import Episode, Pool, open_pool
 from rolljax.envs.tasks import held_out
 from rolljax.errors import CheckpointError, ConfigError, EnvError
 from rolljax.model import hf
@@ -257,7 +257,7 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
     Raises:
       EnvError: none of them starts. ConfigError: pairs are asked of an environment that has none.
     """
-    pool = EnvPool(recipe.pool, recipe.env)
+    pool = open_pool(recipe.pool, recipe.env)
     pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
 
     async def opening(task: Task) -> tuple[Message, ...] | EnvError:
@@ -285,7 +285,7 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
     return openings
 
 
-async def check_rewards(pool: EnvPool, first: Episode, task: Task, *, gold: bool) -> None:
+async def check_rewards(pool: Pool, first: Episode, task: Task, *, gold: bool) -> None:
     """Give the gold answer in `first`, an open episode of `task`, and an empty one in another.
 
     gold: a phase learns from gold answers, so that there must be one.

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from rolljax.envs.pool import EnvPool
+from rolljax.envs.pool import Pool
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import Policy
@@ -55,9 +55,9 @@ def _with_columns(group: Group, columns: Mapping[Key, Mapping[str, TokenColumn]]
 
 
 class TaskSource(Protocol):
-    """Endless tasks, from a position that can be saved."""
+    """Tasks of domains, from a position that can be saved; see `envs.tasks.open_stream`."""
 
-    def __next__(self) -> Task: ...
+    def of(self, domain: str) -> Task: ...
     def state(self) -> str: ...
     def restore(self, state: str) -> None: ...
 
@@ -86,7 +86,7 @@ class LoopRuntime(Protocol):
     @property
     def sampler(self) -> LoopSampler: ...
     @property
-    def pool(self) -> EnvPool: ...
+    def pool(self) -> Pool: ...
     @property
     def agents(self) -> Any: ...
     @property

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from rolljax.cluster.lockstep import SINGLE_PROCESS, Follower, Leader, SingleProcess
-from rolljax.envs.pool import EnvPool
+from rolljax.envs.pool import open_pool
 from rolljax.errors import HangError
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Params
@@ -77,7 +77,7 @@ class Runtime:
         )
         self._may_train = asyncio.Event()
         self._may_train.set()
-        self.pool = EnvPool(preflight.recipe.pool, preflight.recipe.env)
+        self.pool = open_pool(preflight.recipe.pool, preflight.recipe.env)
         self.event_loop = EventLoop(should_stop, self.watchdog)
         self.agents = None
         if preflight.recipe.agent:
