@@ -232,7 +232,7 @@ class DomainRunLimits(RunLimits):
 
 
 def shared_out(total: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """`total` things in the proportion of `weights`, by largest remainders; of equal ones the first named come first."""
+    """`total` things in the proportion of `weights`, by largest remainders; of equal ones the first named is first."""
     whole = sum(weights.values())
     exact = {name: total * weight / whole for name, weight in weights.items()}
     found = {name: math.floor(x + 1e-9) for name, x in exact.items()}

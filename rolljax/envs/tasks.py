@@ -156,8 +156,8 @@ class TaskStream:
     def __next__(self) -> Task:
         if self.when_dry == "error" and self._different is not None and self._drawn == len(self._different):
             raise DataError(
-                f"{self.spec.name} is dry: training has gone through all its {self._drawn} different tasks. Give it more "
-                "(Domain.num_tasks, its files), a lower Domain.weight, fewer steps, or Domain.when_dry = 'renew'"
+                f"{self.spec.name} is dry: training has gone through all its {self._drawn} different tasks. Give it "
+                "more (Domain.num_tasks, its files), a lower Domain.weight, fewer steps, or Domain.when_dry = 'renew'"
             )
         self._drawn += 1
         return next(self._iterator)
@@ -180,7 +180,7 @@ class TaskStream:
 
 
 class MixtureStream:
-    """The training tasks of a mixture: a `TaskStream` for each domain, in the order that its environment has alone.
+    """The training tasks of a mixture: a `TaskStream` for each domain.
 
     Args:
       spec: the mixture. seed, frac: as of `TaskStream`.

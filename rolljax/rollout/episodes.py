@@ -246,7 +246,8 @@ class Rollouts(EpisodeRollouts):
             builder.observation_hashes = [digest(episode.opening)]
         if start and replay and start.opening != digest(episode.opening):
             raise EnvError("opens with other words than it did for the expert", stage="replay")
-        for turn in range(self.max_turns):
+        max_turns = min(self.max_turns, self.pool.spec.turns_of(builder.task))
+        for turn in range(max_turns):
             if not self._has_room(stream):
                 builder.truncate("context", f"the context of {self.max_context} tokens is full")
                 return
@@ -266,7 +267,7 @@ class Rollouts(EpisodeRollouts):
             if self.ended(builder, answer, result):
                 return
             stream.grow(answer.tokens, self.chat.delta_ids(result.messages, closed=True))
-        builder.truncate("turns", f"{self.max_turns} turns are over")
+        builder.truncate("turns", f"{max_turns} turns are over")
 
     async def env_step(self, episode: Episode, text: str, builder: TrajectoryBuilder) -> StepResult:
         """What the environment says to the policy's text."""

@@ -1,11 +1,11 @@
 """Which domain stands at each place of the steps to come: exact shares of whole groups.
 
 With shares `p` a step of `B` groups should train `B x p[d]` of domain `d`, which is rarely a whole number. Each domain
-gets its whole part, and the groups that are left go to those whose turn it is: what a domain was given too little or too
-much is carried over. The first step is shared out by largest remainders; later ones by the earliest deadline, as
-Tijdeman (The chairman assignment problem, Discrete Mathematics 32, 1980) shows for one group a step, so that after any
-number of steps with the same shares every domain's total is within one group of what it should be, and every step's
-number is within one of `B x p[d]`.
+gets its whole part, and the groups that are left go to those whose turn it is: what a domain was given too little or
+too much is carried over. The first step is shared out by largest remainders; later ones by the earliest deadline, the
+rule of Tijdeman (The chairman assignment problem, Discrete Mathematics 32, 1980) for one group a step. After any number
+of steps with the same shares every domain's total is within one group of what it should be, and every step's number is
+within one of `B x p[d]`.
 """
 
 from __future__ import annotations

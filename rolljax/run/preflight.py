@@ -258,6 +258,7 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
       EnvError: none of them starts. ConfigError: pairs are asked of an environment that has none.
     """
     pool = open_pool(recipe.pool, recipe.env)
+    firsts = {task.env: task for task in reversed(tasks)}
     pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
 
     async def opening(task: Task) -> tuple[Message, ...] | EnvError:
@@ -265,9 +266,9 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
             episode = await pool.open(task)
         except EnvError as e:
             return e
-        if task is tasks[0]:
+        if task is firsts[task.env]:
             if pairs:
-                await check_pairs(episode, recipe.env.name)
+                await check_pairs(episode, task.env)
             await check_rewards(pool, episode, task, gold=any(p.algorithm.source != "sampler" for p in recipe.phases))
         await episode.close()
         return episode.opening
@@ -299,18 +300,18 @@ async def check_rewards(pool: Pool, first: Episode, task: Task, *, gold: bool) -
             text = await episode.gold() if episode is first else ""
         except EnvError as e:
             if gold:
-                raise EnvError(f"{pool.spec.name}, task {task.index}: no gold answer: {e}", stage="gold") from e
+                raise EnvError(f"{task.env}, task {task.index}: no gold answer: {e}", stage="gold") from e
             continue
         try:
             reward = (await episode.step(text)).reward
         except EnvError as e:
             raise EnvError(
-                f"{pool.spec.name}, task {task.index}, {kind}: {e}; try it alone: python -m rolljax.validate",
+                f"{task.env}, task {task.index}, {kind}: {e}; try it alone: python -m rolljax.validate",
                 stage="step",
             ) from e
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise EnvError(
-                f"{pool.spec.name}, task {task.index}, {kind}: the reward is {reward!r}, not a finite number",
+                f"{task.env}, task {task.index}, {kind}: the reward is {reward!r}, not a finite number",
                 stage="step",
             )
     await empty.close()

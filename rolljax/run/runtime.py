@@ -140,11 +140,14 @@ class Runtime:
         top_p: float = 1.0,
         min_p: float = 0.0,
         may_ask: asyncio.Event | None = None,
+        in_training: bool = False,
     ) -> Policy:
-        """The model as a policy. may_ask: see `SamplerPolicy`."""
+        """The model as a policy. may_ask: see `SamplerPolicy`. in_training: domains are sampled as their settings
+        say."""
         limit, stop = self.recipe.max_answer_tok, self.preflight.chat.stop_ids
         params = SamplingParams(temperature, limit, stop, top_k=top_k, top_p=top_p, min_p=min_p)
-        return SamplerPolicy(self.sampler, params, self.recipe.seed, may_ask)
+        own = {name: d.sampling(params, in_training=in_training) for name, d in self.recipe.domains.items()}
+        return SamplerPolicy(self.sampler, params, self.recipe.seed, may_ask, own)
 
     def actor(self, phase: Phase) -> Policy:
         """Whoever acts in a phase: the model, or the environments' own answers."""
@@ -156,6 +159,7 @@ class Runtime:
                 top_p=phase.top_p,
                 min_p=phase.min_p,
                 may_ask=self._may_train,
+                in_training=True,
             )
         return GoldPolicy(self.preflight.chat, self.recipe.max_answer_tok, pairs=source == "pairs")
 

@@ -386,18 +386,14 @@ def check_domains(admission, weights, others, seed, restores):
     """Every step trains what its plan says of each domain, whatever was late, failed, replaced or begun again; and all
     that holds without domains does, but that groups begun as spares of a domain may wait for it at the phase's end."""
     size = min(len(weights), len(others))
-    one, two = (
-        normalised({str(i): w + 1e-6 for i, w in enumerate(each[:size])}) for each in (weights, others)
-    )
+    one, two = (normalised({str(i): w + 1e-6 for i, w in enumerate(each[:size])}) for each in (weights, others))
     shares = lambda step: one if step % 5 < 3 else two  # noqa: E731
     rng = np.random.default_rng(seed)
 
     def seconds(draw, start):
         return float(rng.lognormal(0, 1)), bool(rng.random() > 0.3), bool(rng.random() < 0.05)
 
-    buffer, steps, _ = play(
-        admission, seconds, restores, plan=lambda: StepPlan(admission.prompts_per_step, shares)
-    )
+    buffer, steps, _ = play(admission, seconds, restores, plan=lambda: StepPlan(admission.prompts_per_step, shares))
     plan = StepPlan(admission.prompts_per_step, shares)
     for i, step in enumerate(steps):
         assert sorted(buffer.domains[d] for d, _ in step) == sorted(plan.places(i))
