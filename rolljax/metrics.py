@@ -43,6 +43,13 @@ NAMES: Mapping[str, Metric] = {
     "domain/NAME/perplexity_ratio": Metric(
         "ratio", "last", 0, INF, "of DDK: perplexity of student over teacher on its validation tasks, as last measured"
     ),
+    "rewards/calls_n": Metric("calls", "sum", 0, INF, "verdicts that rewards of the recipe had to ask for"),
+    "rewards/requests_n": Metric("requests", "sum", 0, INF, "sent to servers for them, repeated ones too"),
+    "rewards/answers_n": Metric("answers", "sum", 0, INF, "of these that were answered"),
+    "rewards/cached_n": Metric("verdicts", "sum", 0, INF, "verdicts that were there from an earlier call"),
+    "rewards/retries_n": Metric("calls", "sum", 0, INF, "calls that were made again"),
+    "rewards/lost_n": Metric("trajectories", "sum", 0, INF, "without a verdict; they failed, and are no wrong answers"),
+    "rewards/wait_s": Metric("s", "mean", 0, INF, "from the end of an episode until its reward is there"),
     "heldout/reward_mean": Metric("reward", "mean", -INF, INF, "reward on held-out tasks, when they were evaluated"),
     "rollout/len_tok": Metric("tokens", "mean", 0, INF, "sampled (or gold) tokens per trajectory"),
     "rollout/turns_n": Metric("turns", "mean", 0, INF, "turns per trajectory"),
@@ -222,6 +229,9 @@ NAMES: Mapping[str, Metric] = {
 
 ENV_PREFIX = "env/"
 """Numbers that an environment reports of its own (`StepResult.metrics`), per trajectory; they are not in the table."""
+REWARD_PARTS, REWARD_FAULTS = "rewards/part/", "rewards/faults/"
+"""What rewards of `Recipe.reward` were made of, by name, mean over trajectories, and faults of the calls they make,
+by kind (`timeout`, `garbage`, `connection`, `status_503`, ...). They are not in the table either."""
 
 
 DOMAIN = re.compile(r"domain/[^/]+/")
@@ -259,7 +269,7 @@ def check_row(row: Mapping[str, float]) -> list[str]:
 
 def is_known(name: str) -> bool:
     """Whether a row may have a metric of this name."""
-    return metric(name) is not None or name.startswith(ENV_PREFIX)
+    return metric(name) is not None or name.startswith((ENV_PREFIX, REWARD_PARTS, REWARD_FAULTS))
 
 
 def markdown() -> str:
