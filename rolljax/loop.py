@@ -2,6 +2,7 @@
 
 | call                 | consumes                       | produces                         | waits for              |
 |----------------------|--------------------------------|----------------------------------|------------------------|
+| `rollouts.measure`   | the train state                | shares of a mixture's domains    | the device             |
 | `rollouts.start`     | the task stream                | groups in flight                 | nothing                |
 | `rollouts.take`      | complete groups, oldest first  | the groups of this step          | `GroupBuffer.take`     |
 | `rollouts.start`     | the task stream                | groups of later steps            | nothing                |
@@ -29,9 +30,10 @@ import math
 from collections.abc import Callable
 
 from rolljax.cluster.lockstep import SINGLE_PROCESS, Leader, SingleProcess
-from rolljax.envs.tasks import TaskStream
+from rolljax.envs.tasks import open_stream
 from rolljax.recipe import Phase
-from rolljax.rollout.filters import faults_row, filter_groups
+from rolljax.rollout.domains import filter_domains
+from rolljax.rollout.filters import faults_row
 from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.layout import VERDICTS
@@ -40,8 +42,16 @@ from rolljax.run.progress import ALL_STEPS, RunProgress
 from rolljax.run.protocols import LoopRecorder, LoopRuntime, StepSource, TaskSource
 from rolljax.run.recorder import Recorder
 from rolljax.run.replay import RunLog, open_rollouts
-from rolljax.run.runtime import Runtime, mean_reward
-from rolljax.run.step_metrics import StepTimer, groups_row, sampler_row, timed, trajectories_row
+from rolljax.run.runtime import Runtime
+from rolljax.run.step_metrics import (
+    StepTimer,
+    domains_row,
+    groups_row,
+    heldout_row,
+    sampler_row,
+    timed,
+    trajectories_row,
+)
 from rolljax.run.tracking import tracking
 from rolljax.run.trainer import LOCKSTEP_CALLS, LocalTrainer, Trainer
 from rolljax.threads.event_loop import Stopped
@@ -78,7 +88,7 @@ def train(
     recorder = Recorder(recipe, folder, console, watchdog, trainer, progress, on_disk)
     if progress.finished:
         return trainer, progress
-    stream = TaskStream(recipe.env, recipe.seed, recipe.evaluation.held_out_frac)
+    stream = open_stream(recipe.env, recipe.seed, recipe.evaluation.held_out_frac)
     if progress.stream_position:
         stream.restore(progress.stream_position)
     console.say("compiling the sampler")
@@ -143,17 +153,20 @@ async def train_step(
     """One step of a phase. At its end state and progress agree, so that they can be saved as they are."""
     progress, recipe, version = recorder.progress, runtime.recipe, recorder.progress.version
     timer, before = StepTimer(runtime.watchdog, asyncio.get_running_loop().time), runtime.sampler.stats
+    with timer.part("rollout"):
+        await rollouts.measure(trainer)
     rollouts.start(version)
     with timer.part("rollout"):
         groups = await rollouts.take(version)
     rollouts.start(version)
     with timer.part("update"), recorder.keeping_crashes():
-        kept = filter_groups(groups.trained, recipe.filters)
+        kept = filter_domains(groups.trained, recipe.filters, recipe.domains)
         trained = await runtime.call(trainer.step, kept, progress.carry, progress.step)
     groups, progress.carry = groups.with_columns(trained.columns), dict(trained.carry)
     recorder.warn(groups.all)
     row = trained.row | trajectories_row(groups.all, version) | faults_row(groups.all)
     ended, logged = rollouts.end_step(groups)
+    row |= domains_row(groups.trained, groups.all, recipe.env)
     row |= ended | groups_row(len(groups.trained), len(kept), trained.num_trained)
     is_sampled = phase.samples and groups.logged is None
     if is_sampled:
@@ -167,7 +180,7 @@ async def train_step(
     if evaluate_now:
         with timer.part("eval"):
             found = await runtime.evaluate(progress.total_steps, interruptible=False)
-        row["heldout/reward_mean"] = mean_reward(found)
+        row |= heldout_row(found, recipe.env)
         recorder.show_evaluation(found)
     if end := groups.logged.phase_end if groups.logged else early_end(phase, row):
         progress.phase_end[phase.name] = end

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -31,6 +32,17 @@ NAMES: Mapping[str, Metric] = {
     "reward/success_frac": Metric("share", "mean", 0, 1, "trajectories that solved their task"),
     "reward/zero_std_frac": Metric("share", "mean", 0, 1, "trajectories in groups whose rewards are all equal"),
     "reward/all_high_frac": Metric("share", "mean", 0, 1, "of these: all at the step's highest reward"),
+    "domain/NAME/share_frac": Metric(
+        "share", "last", 0, 1, "of a mixture: share of the step's groups that domain NAME has"
+    ),
+    "domain/NAME/trained_n": Metric("groups", "sum", 0, INF, "its groups that the step took: whole ones of that share"),
+    "domain/NAME/reward_mean": Metric("reward", "mean", -INF, INF, "its reward per trajectory"),
+    "domain/NAME/success_frac": Metric("share", "mean", 0, 1, "its trajectories that solved their task"),
+    "domain/NAME/len_tok": Metric("tokens", "mean", 0, INF, "its sampled (or gold) tokens per trajectory"),
+    "domain/NAME/heldout_mean": Metric("reward", "mean", -INF, INF, "its reward on held-out tasks, when evaluated"),
+    "domain/NAME/perplexity_ratio": Metric(
+        "ratio", "last", 0, INF, "of DDK: perplexity of student over teacher on its validation tasks, as last measured"
+    ),
     "rewards/calls_n": Metric("calls", "sum", 0, INF, "verdicts that rewards of the recipe had to ask for"),
     "rewards/requests_n": Metric("requests", "sum", 0, INF, "sent to servers for them, repeated ones too"),
     "rewards/answers_n": Metric("answers", "sum", 0, INF, "of these that were answered"),
@@ -222,6 +234,15 @@ REWARD_PARTS, REWARD_FAULTS = "rewards/part/", "rewards/faults/"
 by kind (`timeout`, `garbage`, `connection`, `status_503`, ...). They are not in the table either."""
 
 
+DOMAIN = re.compile(r"domain/[^/]+/")
+"""Before metrics of a mixture's domain; in the table its name is NAME."""
+
+
+def metric(name: str) -> Metric | None:
+    """The table's line for a metric; None: it has none."""
+    return NAMES.get(DOMAIN.sub("domain/NAME/", name))
+
+
 def reduce_parts(name: str, values: Sequence[float]) -> float:
     """One number of a metric's values in the parts of a step, by its reduction."""
     match NAMES[name].reduction:
@@ -241,14 +262,14 @@ def check_row(row: Mapping[str, float]) -> list[str]:
     """What is wrong with a row of metrics: unknown names and values outside their range. Empty when all is well."""
     wrong = [f"{name} is not in metrics.NAMES" for name in row if "/" in name and not is_known(name)]
     for name, value in row.items():
-        if (m := NAMES.get(name)) and not m.low <= value <= m.high:
+        if (m := metric(name)) and not m.low <= value <= m.high:
             wrong.append(f"{name} = {value} is outside [{m.low}, {m.high}]")
     return wrong
 
 
 def is_known(name: str) -> bool:
     """Whether a row may have a metric of this name."""
-    return name in NAMES or name.startswith((ENV_PREFIX, REWARD_PARTS, REWARD_FAULTS))
+    return metric(name) is not None or name.startswith((ENV_PREFIX, REWARD_PARTS, REWARD_FAULTS))
 
 
 def markdown() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
@@ -15,16 +16,19 @@ from rolljax.model.decoder import DecoderConfig, Dtype, Remat
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.lora import Lora
 from rolljax.rewards.base import RewardConfig
+from rolljax.rollout import domains as domain_settings
 from rolljax.rollout.agents.program import AgentProgram
+from rolljax.rollout.domains import DomainSettings
 from rolljax.rollout.episodes import RolloutConfig
 from rolljax.rollout.filters import FilterConfig
 from rolljax.rollout.group_buffer import Admission, Late, TailBatching, favours
+from rolljax.rollout.mixture_rules import MixtureRule
 from rolljax.rollout.starts import ExpertStarts
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trackers.base import TrackerConfig
 from rolljax.trainer.algorithms.base import Algorithm, Setup
 from rolljax.trainer.batch import PackShape, num_rows_bound
-from rolljax.trainer.critic import Critic
+from rolljax.trainer.critic import check_previous
 from rolljax.trainer.mesh import Colocated, MeshSpec, Placement, num_batch_shards
 from rolljax.trainer.optimizer import AdamW, Optimizer
 
@@ -52,6 +56,7 @@ class Phase:
       so such a run cannot be repeated to the bit; where they are let go for good, short answers are favoured.
     tail_batching: short rounds that do not wait for their slowest answers, and long ones for these
       (`group_buffer.TailBatching`).
+    mixture: how the shares of a mixture's domains come about (docs/domains.md); None: by their weights.
     starts: begin episodes behind an expert's first turns (`starts.ExpertStarts`). optimizer: new with every phase.
     row_len, micro_rows: tokens of a packed row, which must hold one trajectory, and rows of a micro-batch. 0: the
       shortest row that does, a multiple of 128, and as many rows as the devices do well with. `--dry_run` shows them.
@@ -75,6 +80,7 @@ class Phase:
     spare_prompts: int = 0
     spare_siblings: int = 0
     tail_batching: TailBatching | None = None
+    mixture: MixtureRule | None = None
     starts: ExpertStarts | None = None
     optimizer: Optimizer = AdamW()
     row_len: int = 0
@@ -162,16 +168,19 @@ class Phase:
             in_rounds=in_rounds,
         )
 
-    def setup(self, max_turns: int, *, first: bool = False, environment: str = "") -> Setup:
-        """What the algorithm is combined with. first: the phase is the run's first. environment: its name."""
+    def setup(
+        self, max_turns: int, *, first: bool = False, environments: tuple[str, ...] = (), truncates: bool = False
+    ) -> Setup:
+        """What the algorithm is combined with. first: the phase is the run's first. environments: names of its domains.
+        truncates: the sampling of one of them leaves tokens out."""
         return Setup(
             group_size=self.group_size,
             updates=self.updates_per_step * self.epochs,
             staleness=math.ceil(self.async_ratio),
             max_turns=max_turns,
-            truncated_sampling=self.top_k > 0 or self.top_p < 1 or self.min_p > 0,
+            truncated_sampling=truncates or self.top_k > 0 or self.top_p < 1 or self.min_p > 0,
             first_phase=first,
-            environment=environment,
+            environments=environments,
         )
 
 
@@ -212,6 +221,7 @@ class Recipe:
     placement: whether trainer and sampler share devices or have their own (docs/sharding.md).
     max_answer_tok: most tokens of one answer (one turn).
     sampler: slots, pages and programs of the engine. mesh: the trainer's devices by axis. pool: where environments run.
+    domains: what is done otherwise with a domain of a mixture, by its name (docs/domains.md).
     rollout: how episodes are conducted. filters: which trajectories take part. evaluation: on held-out tasks.
     seed: of the weights, of the order of tasks and of everything sampled.
     save_every: steps between checkpoints (one is always kept at the end of a phase and when the run is told to stop).
@@ -240,6 +250,7 @@ class Recipe:
     pool: PoolConfig = PoolConfig()
     rollout: RolloutConfig = RolloutConfig()
     filters: FilterConfig = FilterConfig()
+    domains: Mapping[str, DomainSettings] = dataclasses.field(default_factory=dict)
     evaluation: Evaluation = Evaluation()
     seed: int = 0
     save_every: int = 50
@@ -303,10 +314,11 @@ class Recipe:
                 )
         if self.agent:
             self._check_agent(self.agent)
+        domain_settings.check(self.env, self.domains, self.phases, self.max_answer_tok, agent=self.agent is not None)
         self.warnings()
         for before, phase in zip((None, *self.phases), self.phases, strict=False):
             _check_overlong(phase.algorithm, self.max_answer_tok)
-            _check_previous(before.algorithm.needs().critics if before else None, phase.algorithm.needs().critics)
+            check_previous(before.algorithm.needs().critics if before else None, phase.algorithm.needs().critics)
 
     def _check_agent(self, agent: AgentProgram) -> None:
         """What an agent program leaves without effect, or cannot work with it."""
@@ -341,10 +353,13 @@ class Recipe:
 
     def warnings(self) -> list[str]:
         """What is legitimate but may not be meant; raises `ConfigError` for what cannot work."""
+        names, truncates = tuple(self.env.specs), any(own.truncates for own in self.domains.values())
         said = [
             f"phase {p.name}: {text}"
             for i, p in enumerate(self.phases)
-            for text in p.algorithm.check(p.setup(self.max_turns, first=i == 0, environment=self.env.name))
+            for text in p.algorithm.check(
+                p.setup(self.max_turns, first=i == 0, environments=names, truncates=truncates and p.samples)
+            )
         ]
         said += [f"phase {p.name}: {text}" for p in self.phases for text in favours(p.spare_siblings, p.late)]
         return [*self.env.warnings(), *said]
@@ -419,31 +434,4 @@ def _check_overlong(algorithm: Algorithm, max_answer_tok: int) -> None:
             setting="RewardShaping.overlong_cache",
             value=cache,
             remedy=f"at most {max_answer_tok}; a fifth of it is usual",
-        )
-
-
-def _check_previous(before: Critic | None, critic: Critic | None) -> None:
-    """Critics that are taken over from the phase before must be there, as many, and of the shape that is expected."""
-    if critic is None or critic.model != "previous":
-        return
-    if before is None:
-        raise ConfigError(
-            "names the critics of the phase before, which has none",
-            setting="Critic.model",
-            value="previous",
-            remedy="put a RewardModel or Ppo phase before it, or give a shape or None",
-        )
-    if isinstance(before.model, DecoderConfig):
-        raise ConfigError(
-            "names the critics of the phase before, which have a shape of their own; only the policy's is taken over",
-            setting="Critic.model",
-            value="previous",
-            remedy="leave out the shape in the phase before, or give it here too and start anew",
-        )
-    if before.num != critic.num:
-        raise ConfigError(
-            f"is not the number of critics that the phase before leaves ({before.num})",
-            setting="Critic.num",
-            value=critic.num,
-            remedy=f"set it to {before.num}",
         )

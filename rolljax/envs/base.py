@@ -128,6 +128,20 @@ class EnvSpec(abc.ABC):
     def name(self) -> str:
         """Short name, also the domain in metrics."""
 
+    @property
+    def specs(self) -> Mapping[str, EnvSpec]:
+        """The environments by domain, as `Task.env` says it; of one that is no mixture its own."""
+        return {self.name: self}
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Indices from which on tasks come again in the same order; None: never, or not known."""
+        return None
+
+    def turns_of(self, task: Task) -> int:
+        """Most turns of an episode of `task`."""
+        return self.max_turns
+
     @abc.abstractmethod
     def task(self, index: int) -> Task:
         """The task at `index`, 0 to `NUM_INDICES - 1`; equal indices give equal tasks, in any process."""

@@ -35,6 +35,7 @@ NAMES: dict[str, str] = {
     "questions": "rolljax.envs.questions.Questions",
     "records": "rolljax.envs.records.Records",
     "terminal": "rolljax.envs.programs.terminal.TerminalTasks",
+    "mixture": "rolljax.envs.mixture.Mixture",
 }
 """Short name -> class."""
 
@@ -191,4 +192,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _literal(value: Any) -> str:
     if inspect.isfunction(value):
         return repr(f"{value.__module__}.{value.__qualname__}")
-    return repr(dict(value)) if hasattr(value, "keys") else repr(value)
+    if hasattr(value, "keys"):
+        return repr({key: ref_of(of.env) if hasattr(of, "env") else of for key, of in value.items()})
+    return repr(value)

@@ -111,6 +111,10 @@ class Questions(EnvSpec):
         """Questions in the files."""
         return len(self._table())
 
+    @property
+    def num_tasks(self) -> int | None:
+        return self.num_questions
+
     def warnings(self) -> Sequence[str]:
         complaint = self._table().complaint
         return (complaint,) if complaint else ()

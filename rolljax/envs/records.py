@@ -98,6 +98,10 @@ class Records(EnvSpec):
         """Records in the files."""
         return len(self._table())
 
+    @property
+    def num_tasks(self) -> int | None:
+        return self.num_records
+
     def warnings(self) -> Sequence[str]:
         complaint = self._table().complaint
         return (complaint,) if complaint else ()

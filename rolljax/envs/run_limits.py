@@ -45,8 +45,8 @@ class RunLimits:
         self._cfg, self._most_s = cfg, most_s
         self._longest_s: dict[str, float] = {}
 
-    def limit_s(self, task: Task) -> float:
-        """Longest that a program for `task` may run now, seconds."""
+    def limit_s(self, task: Task) -> float | None:
+        """Longest that a program for `task` may run now, seconds; None: as long as its environment says."""
         if task.id not in self._longest_s:
             return self._most_s
         return min(max(self._cfg.low_s, self._cfg.factor * self._longest_s[task.id]), self._most_s)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from rolljax.envs.base import NUM_INDICES, EnvSpec
+from rolljax.envs.mixture import Mixture, shared_out
 from rolljax.errors import DataError
 from rolljax.types import Task
 
@@ -26,11 +27,18 @@ def is_held_out(task: Task, frac: float) -> bool:
 
 
 def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
-    """The first `num_tasks` different held-out tasks, in index order.
+    """The first `num_tasks` different held-out tasks, in index order; of a mixture those of each domain, as many as its
+    weight says, one domain behind the other.
 
     Raises:
       DataError: the family does not have that many.
     """
+    if isinstance(spec, Mixture):
+        return [
+            spec.outer(name, task)
+            for name, num in _numbers(spec, num_tasks).items()
+            for task in held_out(spec.of[name].env, num, frac)
+        ]
     found, seen, index = _different(spec, num_tasks, frac)
     if len(found) == num_tasks:
         return found
@@ -43,7 +51,8 @@ def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
 
 
 def first_tasks(spec: EnvSpec, num_tasks: int, frac: float = 1.0) -> list[Task]:
-    """The first different tasks in index order: `num_tasks`, or all where there are fewer.
+    """The first different tasks in index order: `num_tasks`, or all where there are fewer. Of a mixture as many of each
+    domain as its weight says.
 
     Args:
       frac: of the split that they are taken from: 1 takes them all, less the held-out ones (`is_held_out`).
@@ -51,10 +60,23 @@ def first_tasks(spec: EnvSpec, num_tasks: int, frac: float = 1.0) -> list[Task]:
     Raises:
       DataError: there is none.
     """
+    if isinstance(spec, Mixture):
+        numbers = _numbers(spec, num_tasks).items()
+        return [spec.outer(name, task) for name, n in numbers for task in first_tasks(spec.of[name].env, n, frac)]
     found, seen, index = _different(spec, num_tasks, frac)
     if not found:
         raise DataError(f"{spec.name} has no held-out task among the {seen} different ones of {index} indices")
     return found
+
+
+def _numbers(spec: Mixture, num_tasks: int) -> dict[str, int]:
+    """How many tasks are taken of each domain: at least one of all that have a weight."""
+    weights = {name: weight for name, weight in spec.weights.items() if weight}
+    if num_tasks < len(weights):
+        raise DataError(f"{num_tasks} tasks are not enough for the {len(weights)} domains of {spec.name}: ask for more")
+    rest = shared_out(num_tasks - len(weights), weights)
+    numbers = shared_out(num_tasks, weights)
+    return numbers if min(numbers.values()) else {name: 1 + rest[name] for name in weights}
 
 
 def _different(spec: EnvSpec, num_tasks: int, frac: float) -> tuple[list[Task], int, int]:
@@ -75,40 +97,124 @@ def _different(spec: EnvSpec, num_tasks: int, frac: float) -> tuple[list[Task], 
 
 @dataclasses.dataclass
 class TaskStream:
-    """Endless training tasks in a shuffled order that depends on the seed alone; its position can be saved.
+    """Training tasks in a shuffled order that depends on the seed alone; its position can be saved.
 
-    Grain does the work: shuffle, generate, filter, repeat, and the position as a small JSON state.
+    Grain does the work: shuffle, generate, filter, repeat, and the position as a small JSON state. Without the settings
+    of a `Domain` there is no end to them.
+
+    frac: of the tasks, the held-out ones, which do not come. num_tasks, when_dry: see `envs.mixture.Domain`.
     """
 
     spec: EnvSpec
     seed: int
     frac: float
+    num_tasks: int = 0
+    when_dry: Literal["renew", "error", ""] = ""
 
     def __post_init__(self) -> None:
         import grain
 
         spec, frac = self.spec, self.frac
-        if all(is_held_out(spec.task(i), frac) for i in range(1000)):
-            raise DataError(f"{spec.name} has no task left to train on: all of its first 1000 are held out")
-        data = (
-            grain.MapDataset.range(NUM_INDICES)
-            .shuffle(seed=self.seed % 2**31)
-            .repeat()
-            .map(spec.task)
-            .filter(lambda task: not is_held_out(task, frac))
-        )
+        self._drawn = 0
+        self._different = self._all_different() if self.when_dry else None
+        if self._different is not None:
+            indices = self._different
+            data = grain.MapDataset.range(len(indices)).map(lambda i: spec.task(indices[i]))
+            data = data.shuffle(seed=self.seed % 2**31).repeat()
+        else:
+            if all(is_held_out(spec.task(i), frac) for i in range(1000)):
+                raise DataError(f"{spec.name} has no task left to train on: all of its first 1000 are held out")
+            data = (
+                grain.MapDataset.range(NUM_INDICES)
+                .shuffle(seed=self.seed % 2**31)
+                .repeat()
+                .map(spec.task)
+                .filter(lambda task: not is_held_out(task, frac))
+            )
         self._iterator: Any = iter(data.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+
+    def _all_different(self) -> list[int] | None:
+        """The index of every different training task, of those that have an end; None: of those that have none."""
+        most = self.spec.num_tasks
+        if most is None and not self.num_tasks:
+            return None
+        found: dict[str, int] = {}
+        newest = 0
+        for index in range(NUM_INDICES if most is None else most):
+            if (self.num_tasks and len(found) == self.num_tasks) or index - newest > REPEATS * len(found) + MIN_REPEATS:
+                break
+            task = self.spec.task(index)
+            if not is_held_out(task, self.frac) and task.id not in found:
+                found[task.id], newest = index, index
+        if not found:
+            raise DataError(f"{self.spec.name} has no task left to train on: all are held out")
+        return list(found.values())
 
     def __iter__(self) -> Iterator[Task]:
         return self
 
     def __next__(self) -> Task:
+        if self.when_dry == "error" and self._different is not None and self._drawn == len(self._different):
+            raise DataError(
+                f"{self.spec.name} is dry: training has gone through all its {self._drawn} different tasks. Give it "
+                "more (Domain.num_tasks, its files), a lower Domain.weight, fewer steps, or Domain.when_dry = 'renew'"
+            )
+        self._drawn += 1
         return next(self._iterator)
+
+    def of(self, domain: str) -> Task:
+        """The next task; there is one domain only."""
+        return next(self)
 
     def state(self) -> str:
         """The position, as JSON text."""
-        return json.dumps(self._iterator.get_state())
+        position = self._iterator.get_state()
+        return json.dumps({"drawn": self._drawn, "at": position} if self.when_dry else position)
 
     def restore(self, state: str) -> None:
         """Go to a saved position: the next task is the one that would have come next."""
-        self._iterator.set_state(json.loads(state))
+        position = json.loads(state)
+        if self.when_dry:
+            self._drawn, position = position["drawn"], position["at"]
+        self._iterator.set_state(position)
+
+
+class MixtureStream:
+    """The training tasks of a mixture: a `TaskStream` for each domain.
+
+    Args:
+      spec: the mixture. seed, frac: as of `TaskStream`.
+    """
+
+    def __init__(self, spec: Mixture, seed: int, frac: float) -> None:
+        self.spec = spec
+        self._streams = {
+            name: TaskStream(domain.env, seed, frac, domain.num_tasks, domain.when_dry)
+            for name, domain in spec.of.items()
+        }
+
+    def of(self, domain: str) -> Task:
+        """The next task of a domain.
+
+        Raises:
+          DataError: it is dry, and `Domain.when_dry` says that this is an error.
+        """
+        return self.spec.outer(domain, next(self._streams[domain]))
+
+    def state(self) -> str:
+        """The position of every domain, as JSON text."""
+        return json.dumps({name: stream.state() for name, stream in self._streams.items()})
+
+    def restore(self, state: str) -> None:
+        """Go to saved positions."""
+        for name, position in json.loads(state).items():
+            self._streams[name].restore(position)
+
+
+def open_stream(spec: EnvSpec, seed: int, frac: float) -> TaskStream | MixtureStream:
+    """The training tasks of an environment.
+
+    Args:
+      seed: of their order. frac: of the tasks, the held-out ones, which do not come.
+    """
+    return MixtureStream(spec, seed, frac) if isinstance(spec, Mixture) else TaskStream(spec, seed, frac)

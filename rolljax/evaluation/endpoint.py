@@ -11,7 +11,7 @@ import numpy as np
 
 from rolljax.chat_models.base import ChatTooLong
 from rolljax.chat_models.client import Endpoint, EndpointConfig, Reply, the_only_model
-from rolljax.envs.pool import EnvPool, Episode
+from rolljax.envs.pool import Episode, Pool
 from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.rewards.scoring import Scoring
@@ -31,7 +31,7 @@ class EndpointRollouts(EpisodeRollouts):
     fields: of every request. seed: of the run; every request gets one of its own, from its address.
     """
 
-    pool: EnvPool
+    pool: Pool
     endpoint: Endpoint
     fields: Mapping[str, Any]
     seed: int
@@ -108,7 +108,7 @@ class EndpointModel:
         pass
 
     def rollouts(
-        self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts, scoring: Scoring | None = None
+        self, benchmark: Benchmark, pool: Pool, attempts: Attempts, scoring: Scoring | None = None
     ) -> EpisodeRollouts:
         if benchmark.agent is not None:
             raise ConfigError("talks to a model of this process", setting="Recipe.agent", remedy="name the --model")

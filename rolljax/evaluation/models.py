@@ -12,7 +12,7 @@ import jax
 
 from rolljax.cluster.lockstep import SINGLE_PROCESS
 from rolljax.envs.base import EnvSpec
-from rolljax.envs.pool import EnvPool
+from rolljax.envs.pool import Pool
 from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.model import hf
@@ -53,7 +53,7 @@ class EvaluatedModel(Protocol):
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
     def rollouts(
-        self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts, scoring: Scoring | None = None
+        self, benchmark: Benchmark, pool: Pool, attempts: Attempts, scoring: Scoring | None = None
     ) -> EpisodeRollouts:
         """Episodes of a benchmark, with this model as their policy. scoring: see `EpisodeRollouts`."""
         ...
@@ -101,7 +101,7 @@ class LocalModel:
         self.sampler.close()
 
     def rollouts(
-        self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts, scoring: Scoring | None = None
+        self, benchmark: Benchmark, pool: Pool, attempts: Attempts, scoring: Scoring | None = None
     ) -> EpisodeRollouts:
         context = self.resolved.recipe.sampler.max_context
         if benchmark.max_answer_tok >= context:
@@ -119,7 +119,8 @@ class LocalModel:
             top_p=attempts.top_p,
             min_p=attempts.min_p,
         )
-        policy = SamplerPolicy(self.sampler, params, attempts.seed)
+        own = {name: d.sampling(params, in_training=False) for name, d in benchmark.domains.items()}
+        policy = SamplerPolicy(self.sampler, params, attempts.seed, domains=own)
         limits = (benchmark.env.max_turns, context, benchmark.max_answer_tok)
         if benchmark.agent is None:
             return Rollouts(pool, self.chat, policy, *limits, benchmark.rollout, scoring=scoring)

@@ -14,14 +14,15 @@ from typing import Any
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import ref_of
-from rolljax.envs.pool import EnvPool
+from rolljax.envs.pool import open_pool
 from rolljax.errors import ConfigError, HangError, InfraError
 from rolljax.evaluation.answers import AnswerLog
 from rolljax.evaluation.models import EvaluatedModel
 from rolljax.evaluation.report import FinalAnswer, Report, report, score_task
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.rewards.base import Surroundings
-from rolljax.rewards.scoring import Scoring, open_scoring
+from rolljax.rewards.scoring import Scoring
+from rolljax.rollout.domain_rewards import open_rewards
 from rolljax.rollout.episodes import EpisodeRollouts
 from rolljax.run.layout import VERDICTS
 from rolljax.threads.event_loop import EventLoop
@@ -172,7 +173,7 @@ def _run(
 ) -> None:
     """Make the attempts that are left."""
     with contextlib.ExitStack() as stack:
-        pools = {i: EnvPool(benchmarks[i].pool, benchmarks[i].env) for i in sorted({job.benchmark for job in jobs})}
+        pools = {i: open_pool(benchmarks[i].pool, benchmarks[i].env) for i in sorted({job.benchmark for job in jobs})}
         for pool in pools.values():
             stack.callback(pool.close)
         verdicts = str(log.folder / VERDICTS) if log.folder else ""
@@ -200,7 +201,8 @@ def _run(
 
 
 def _scoring(benchmark: Benchmark, attempts: Attempts, verdicts: str) -> Scoring | None:
-    return open_scoring(benchmark.reward, Surroundings(benchmark.env, attempts.seed, verdicts), attempts.stall_s)
+    around = Surroundings(benchmark.env, attempts.seed, verdicts)
+    return open_rewards(benchmark.reward, benchmark.domains, around, attempts.stall_s)
 
 
 async def _attempt_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
@@ -11,6 +12,7 @@ from rolljax.errors import ConfigError, check_range
 from rolljax.recipe import Recipe
 from rolljax.rewards.base import RewardConfig
 from rolljax.rollout.agents.program import AgentProgram
+from rolljax.rollout.domains import DomainSettings
 from rolljax.rollout.episodes import RolloutConfig
 from rolljax.types import Task
 
@@ -23,7 +25,7 @@ class Benchmark:
     held_out_frac: of the split they are taken from: that share of all tasks, by the hash of their content, which
       training with the same `Evaluation.held_out_frac` never sees. 1: all tasks.
     max_answer_tok: most tokens of one answer (one turn). agent: the program that plays the episodes, if one does.
-    reward: what episodes are worth; None: what the environment says.
+    reward: what episodes are worth; None: what the environment says. domains: of a mixture, see `Recipe.domains`.
     """
 
     env: EnvSpec
@@ -34,6 +36,7 @@ class Benchmark:
     pool: PoolConfig = PoolConfig()
     agent: AgentProgram | None = None
     reward: RewardConfig | None = None
+    domains: Mapping[str, DomainSettings] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_range(self, "num_tasks", "max_answer_tok", low=1)
@@ -51,6 +54,7 @@ class Benchmark:
             recipe.pool,
             recipe.agent,
             recipe.reward,
+            recipe.domains,
         )
 
     def tasks(self) -> list[Task]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rolljax.envs.base import StepResult
-from rolljax.envs.pool import EnvPool, Episode
+from rolljax.envs.pool import Episode, Pool
 from rolljax.envs.run_limits import RunLimits
 from rolljax.envs.text import clean
 from rolljax.errors import ConfigError, EnvError, NeighbourError, RolljaxError, check_range
@@ -120,7 +120,7 @@ class EpisodeRollouts(abc.ABC):
     is not what the environment says.
     """
 
-    pool: EnvPool
+    pool: Pool
     cfg: RolloutConfig
     tally: Tally
     scoring: Scoring | None
@@ -232,7 +232,7 @@ class Rollouts(EpisodeRollouts):
     policy may run, where the environment goes by them (`EnvSpec.run_limits`).
     """
 
-    pool: EnvPool
+    pool: Pool
     chat: Chat
     policy: Policy
     max_turns: int
@@ -251,7 +251,8 @@ class Rollouts(EpisodeRollouts):
             builder.observation_hashes = [digest(episode.opening)]
         if start and replay and start.opening != digest(episode.opening):
             raise EnvError("opens with other words than it did for the expert", stage="replay")
-        for turn in range(self.max_turns):
+        max_turns = min(self.max_turns, self.pool.spec.turns_of(builder.task))
+        for turn in range(max_turns):
             if not self._has_room(stream):
                 builder.truncate("context", f"the context of {self.max_context} tokens is full")
                 return
@@ -271,7 +272,7 @@ class Rollouts(EpisodeRollouts):
             if self.ended(builder, answer, result):
                 return
             stream.grow(answer.tokens, self.chat.delta_ids(result.messages, closed=True))
-        builder.truncate("turns", f"{self.max_turns} turns are over")
+        builder.truncate("turns", f"{max_turns} turns are over")
 
     async def env_step(self, episode: Episode, text: str, builder: TrajectoryBuilder) -> StepResult:
         """What the environment says to the policy's text."""

@@ -10,18 +10,23 @@ redundancy and tail batching (ROLL Flash, arXiv 2510.11345; RollPacker, arXiv 25
   preferred;
 - *in time*: after a step at version `n`, of the groups that it did not take at most `(async_ratio - j) x
   prompts_per_step` are of age `j` or older, for every `j`. Then the steps to come can train all of them while they are
-  young enough, and a step waits only for groups that would otherwise be too old: nothing that was begun is lost.
+  young enough, and a step waits only for groups that would otherwise be too old: nothing that was begun is lost;
+- *by domain*: where there are domains, `shares.StepPlan` says how many groups of each a step trains. All of the above
+  then holds within each domain: a group begins for the first place of the plan that has none, so what was dropped is
+  replaced by one of its own domain.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from rolljax.errors import ConfigError, check_range
+from rolljax.rollout.shares import StepPlan
 
 Late = Literal["wait", "redraw", "drop"]
 Dropped = Literal["no_signal", "failed", "late"]
@@ -133,13 +138,15 @@ class Admission:
 
 @dataclasses.dataclass
 class Entry:
-    """A group in flight, or ready. version: of the policy at its start. kept: it is waited for, and never let go."""
+    """A group in flight, or ready. version: of the policy at its start. kept: it is waited for, and never let go.
+    domain: of its task; empty where there are none."""
 
     draw: int
     version: int
     kept: bool
     ready: bool = False
     has_signal: bool = True
+    domain: str = ""
 
     def age(self, version: int) -> int:
         """Versions since its start."""
@@ -151,16 +158,20 @@ class GroupBuffer:
 
     The order of calls: `start` as long as it gives one, `finished` for each that is done, `take` until it gives those
     of a step, `expire` for the version that this step makes.
+
+    Args:
+      plan: of domains; None: there are none.
     """
 
-    def __init__(self, admission: Admission) -> None:
-        self.admission = admission
+    def __init__(self, admission: Admission, plan: StepPlan | None = None) -> None:
+        self.admission, self.plan = admission, plan or StepPlan(admission.prompts_per_step)
+        assert not (admission.tail and self.plan.is_mixed), "tail batching knows no domains"
         self.num_started = self.num_trained = self.num_drawn = 0
         self.dropped: Counter[str] = Counter()
         self.ages: Counter[int] = Counter()
         """How many groups were trained at each age."""
         self._entries: dict[int, Entry] = {}
-        self._again: list[int] = []  # draws that were let go, and begin again
+        self._again: dict[int, str] = {}  # draws that were let go, and begin again, with their domains
         self._restart: list[Entry] = []  # what was in flight when the run ended
         self._round: list[tuple[int, bool]] = []  # of tail batching: what it begins next
         self._round_size, self._is_short = 0, False
@@ -191,35 +202,59 @@ class GroupBuffer:
         found = self._next(version)
         if found is None:
             return None
-        draw, kept = found
-        if draw in self._again:
-            self._again.remove(draw)
+        draw, kept, domain = found
+        self._again.pop(draw, None)
         self.num_drawn = max(self.num_drawn, draw + 1)
         self.num_started += 1
-        self._entries[draw] = Entry(draw, version, kept)
+        self._entries[draw] = Entry(draw, version, kept, domain=domain)
         return self._entries[draw]
 
-    def _next(self, version: int) -> tuple[int, bool] | None:
-        """Draw of the next group, and whether it is kept."""
+    def _next(self, version: int) -> tuple[int, bool, str] | None:
+        """Draw of the next group, whether it is kept, and its domain."""
         rules = self.admission
         if rules.in_rounds and self._some_finished and self.num_ready < len(self):
             return None
         if self._restart:
             entry = self._restart.pop(0)
-            return entry.draw, entry.kept
+            return entry.draw, entry.kept, entry.domain
         if rules.tail:
             return self._next_of_round(version, rules.tail)
+        places, spares = self._places(version)
+        domain = self._first_open(places + spares)
+        if domain is None:
+            return None
+        again = next((draw for draw, of in self._again.items() if of == domain), None)
+        if again is not None and sum(e.kept and e.domain == domain for e in self) < places.count(domain):
+            return again, True, domain
+        if rules.late != "drop" and not self._num_new and not self.plan.is_mixed:
+            return None
+        return self.num_drawn, rules.late == "wait", domain
+
+    @property
+    def _step(self) -> int:
+        """Index of the step that trains next."""
+        return self.num_trained // self.admission.prompts_per_step
+
+    def _places(self, version: int) -> tuple[list[str], list[str]]:
+        """Domains of the groups that may be in flight and ready together, in the order of the plan; those of spares."""
+        rules = self.admission
         capacity, spares = rules.allowed(0), 0
         if version > self._taken_at:
             capacity, spares = capacity + rules.prompts_per_step, rules.spare_prompts
+        if not capacity:
+            return [], []
         left = rules.prompts_per_step * rules.num_steps - self.num_trained
-        if not capacity or len(self) >= min(capacity, left) + spares:
-            return None
-        if self._again and sum(e.kept for e in self) < capacity:
-            return self._again[0], True
-        if rules.late != "drop" and not self._num_new:
-            return None
-        return self.num_drawn, rules.late == "wait"
+        places = list(self.plan.first(self._step, min(capacity, left)))
+        return places, list(itertools.islice(itertools.cycle(self.plan.places(self._step)), spares)) if spares else []
+
+    def _first_open(self, places: list[str]) -> str | None:
+        """Domain of the first place that no group stands at."""
+        standing = Counter(e.domain for e in self)
+        for domain in places:
+            if not standing[domain]:
+                return domain
+            standing[domain] -= 1
+        return None
 
     @property
     def _num_new(self) -> int:
@@ -229,15 +264,15 @@ class GroupBuffer:
 
     # ---- tail batching
 
-    def _next_of_round(self, version: int, tail: TailBatching) -> tuple[int, bool] | None:
+    def _next_of_round(self, version: int, tail: TailBatching) -> tuple[int, bool, str] | None:
         if version <= self._taken_at:
             return None
         if not self._round_size:
             self._plan_round(tail)
         if self._round:
-            return self._round.pop(0)
+            return *self._round.pop(0), ""
         if len(self) < self._round_size:  # one was dropped
-            return self.num_drawn, not self._is_short
+            return self.num_drawn, not self._is_short, ""
         return None
 
     def _plan_round(self, tail: TailBatching) -> None:
@@ -247,7 +282,7 @@ class GroupBuffer:
             of_epoch = (new - prompts * self.admission.num_steps) % tail.epoch or (0 if self._again else tail.epoch)
             new = min(new, of_epoch) if of_epoch + len(self._again) >= prompts else new
         self._is_short = len(self._again) < prompts <= new
-        late = [] if self._is_short else self._again[:prompts]
+        late = [] if self._is_short else list(self._again)[:prompts]
         size = min(math.ceil(tail.eta * prompts), new) if self._is_short else prompts
         fresh = range(self.num_drawn, self.num_drawn + size - len(late))
         self._round, self._round_size = [(d, not self._is_short) for d in (*late, *fresh)], size
@@ -261,7 +296,8 @@ class GroupBuffer:
           has_signal: whether its algorithm learns from it. failed: nothing of it can be trained on.
         """
         entry = self._entries[draw]
-        spare = len(self) > self.admission.prompts_per_step and not entry.kept
+        others = sum(e.domain == entry.domain for e in self)
+        spare = not entry.kept and others > self.plan.places(self._step).count(entry.domain)
         if not has_signal and not failed and self._replaced < self.admission.max_replaced:
             self._replaced += 1
             self._drop(entry, "no_signal")
@@ -280,12 +316,14 @@ class GroupBuffer:
 
     def take(self, version: int) -> list[Entry] | None:
         """The groups that the step at `version` trains, in the order of their draws; None: it must wait for more."""
-        rules, of_oldest = self.admission, 0
+        rules, places = self.admission, self.plan.places(self._step)
+        room, of_oldest = Counter(places), Counter(places[: rules.num_oldest])
         taken: list[Entry] = []
         for entry in sorted((e for e in self if e.ready), key=lambda e: (not e.kept, e.version, e.draw)):
             is_oldest = entry.age(version) == rules.oldest
-            if len(taken) < rules.prompts_per_step and not (is_oldest and of_oldest == rules.num_oldest):
-                of_oldest += is_oldest
+            if room[entry.domain] and not (is_oldest and not of_oldest[entry.domain]):
+                room[entry.domain] -= 1
+                of_oldest[entry.domain] -= is_oldest
                 taken.append(entry)
         if len(taken) < rules.prompts_per_step or not self._in_time(taken, version):
             return None
@@ -294,6 +332,7 @@ class GroupBuffer:
             del self._entries[entry.draw]
             self.ages[entry.age(version)] += 1
         self.num_trained += len(taken)
+        self.plan.forget(self._step)
         self._taken_at, self._replaced, self._some_finished = version, 0, False
         self._round_size = 0
         self._check()
@@ -302,8 +341,12 @@ class GroupBuffer:
     def _in_time(self, taken: list[Entry], version: int) -> bool:
         """Whether those that must not be let go can all be trained in time if `taken` are trained now."""
         chosen = {e.draw for e in taken}
-        ages = [e.age(version) for e in self if e.kept and e.draw not in chosen]
-        return all(sum(a >= j for a in ages) <= self.admission.allowed(j) for j in range(max(ages, default=-1) + 1))
+        left = [e for e in self if e.kept and e.draw not in chosen]
+        for age in range(max((e.age(version) for e in left), default=-1) + 1):
+            waiting = Counter(e.domain for e in left if e.age(version) >= age)
+            if not waiting <= Counter(self.plan.first(self._step + 1, self.admission.allowed(age))):
+                return False
+        return True
 
     def expire(self, version: int) -> list[Entry]:
         """Let go of the groups that will be too old for the step at `version`.
@@ -312,15 +355,19 @@ class GroupBuffer:
           Those that were let go, to be cancelled; they begin again if `late` says so.
         """
         rules = self.admission
-        oldest = sorted(
-            (e for e in self if e.age(version) == rules.oldest), key=lambda e: (not e.kept, not e.ready, e.draw)
-        )
-        late = [e for e in self if e.age(version) > rules.oldest] + oldest[rules.num_oldest :]
+        room = Counter(self.plan.places(self._step)[: rules.num_oldest])
+        late = [e for e in self if e.age(version) > rules.oldest]
+        oldest = (e for e in self if e.age(version) == rules.oldest)
+        for entry in sorted(oldest, key=lambda e: (not e.kept, not e.ready, e.draw)):
+            if room[entry.domain]:
+                room[entry.domain] -= 1
+            else:
+                late.append(entry)
         for entry in late:
             assert not entry.kept, f"group {entry.draw} was to be waited for"
             self._drop(entry, "late")
             if rules.late == "redraw" or rules.tail:
-                self._again.append(entry.draw)
+                self._again[entry.draw] = entry.domain
         self._some_finished = self._some_finished and self.num_ready < len(self)
         self._check()
         return late
@@ -333,7 +380,8 @@ class GroupBuffer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs, as JSON; the groups that are ready are saved beside it."""
-        return {
+        planned = {"plan": self.plan.state()} if self.plan.is_mixed else {}
+        return planned | {
             "num_started": self.num_started + len(self._restart),
             "num_trained": self.num_trained,
             "num_drawn": self.num_drawn,
@@ -343,11 +391,19 @@ class GroupBuffer:
             "entries": [dataclasses.asdict(e) for e in (*self, *self._restart)],
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`: what is ready is ready; what was in flight begins again, first of all."""
+    def restore(self, state: dict[str, Any], domains: Mapping[int, str] | None = None) -> None:
+        """Go on from `state`: what is ready is ready; what was in flight begins again, first of all.
+
+        Args:
+          domains: of every draw that is in flight, ready, or to begin again; None: there are none.
+        """
+        of = domains or {}
         self.num_trained, self.num_drawn = state["num_trained"], state["num_drawn"]
-        self.dropped, self._again, self._taken_at = Counter(state["dropped"]), list(state["again"]), state["taken_at"]
-        entries = [Entry(**e) for e in state["entries"]]
+        self.dropped, self._taken_at = Counter(state["dropped"]), state["taken_at"]
+        self._again = {draw: of.get(draw, "") for draw in state["again"]}
+        entries = [Entry(**e | {"domain": of.get(e["draw"], "")}) for e in state["entries"]]
+        if "plan" in state:
+            self.plan.restore(state["plan"])
         self._entries = {e.draw: e for e in entries if e.ready}
         self._restart = [e for e in entries if not e.ready]
         self.num_started = state["num_started"] - len(self._restart)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -33,20 +34,22 @@ class SamplerPolicy:
     """The model, through the sampler; randomness is addressed by run seed, key and turn. Requests of groups that began
     earlier are served first, those of evaluations before all.
 
-    may_ask: requests wait until it is set.
+    may_ask: requests wait until it is set. domains: how each domain of a mixture is sampled, where it is otherwise.
     """
 
     sampler: Sampler
     params: SamplingParams
     seed: int
     may_ask: asyncio.Event | None = None
+    domains: Mapping[str, SamplingParams] = dataclasses.field(default_factory=dict)
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
         address = (self.seed % 2**31, key.stream, key.draw, key.sibling, turn)
         if self.may_ask:
             await self.may_ask.wait()
         priority = EVALUATION_FIRST if key.stream == EVAL_STREAM else key.draw
-        return await self.sampler.generate(prompt_ids, self.params, address, priority=priority)
+        params = self.domains.get(episode.domain, self.params)
+        return await self.sampler.generate(prompt_ids, params, address, priority=priority)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rolljax.envs.pool import EnvPool
+from rolljax.envs.pool import Pool
 from rolljax.errors import EnvError, check_range
 from rolljax.model.tokenizer import Chat
 from rolljax.rollout.policies import EXPERT
@@ -159,7 +159,7 @@ def fallback(start: Start, trajectories: Sequence[Trajectory]) -> Trajectory | N
 class StartCurriculum:
     """Chooses the start of every group and learns from how they went. All of its state is in `state()`."""
 
-    def __init__(self, settings: ExpertStarts, pool: EnvPool, chat: Chat, seed: int, max_turns: int) -> None:
+    def __init__(self, settings: ExpertStarts, pool: Pool, chat: Chat, seed: int, max_turns: int) -> None:
         self.settings, self._pool, self._chat, self._seed, self._max_turns = settings, pool, chat, seed, max_turns
         self.distance = 1
         self._recent: list[bool] = []

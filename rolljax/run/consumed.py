@@ -20,6 +20,7 @@ class ConsumedStep:
     waiting: by draw the index of the task of each group that is in flight, ready, or to begin again.
     stream_position: of the task stream. cancelled: by draw how many spare episodes of the group were let go.
     demonstrations: by draw what an expert showed of the task (`Group.demonstration`), as JSON.
+    mixture: what the shares of a mixture's domains go on from (`MixtureShares.state`, `StepPlan.state`); else empty.
     phase_end: why the phase ended behind this step, if it did before all of its steps.
     rollouts: SHA-256 of the step's file of rollouts; empty if none was written.
     """
@@ -34,6 +35,7 @@ class ConsumedStep:
     stream_position: str
     cancelled: dict[str, int]
     demonstrations: dict[str, Any]
+    mixture: dict[str, Any] = dataclasses.field(default_factory=dict)
     phase_end: str = ""
     rollouts: str = ""
 
@@ -45,12 +47,14 @@ class DrawAccount:
         self._phase = phase
         self._waiting: dict[str, int] = {}
         self._late: list[int] = []
+        self._plan: dict[str, Any] = {}
         self.num_trained = self.num_drawn = 0
         self.dropped: Counter[str] = Counter()
 
     def add(self, line: ConsumedStep) -> None:
         """The next line."""
         self._waiting = line.waiting
+        self._plan = {"plan": line.mixture["plan"]} if line.mixture else {}
         self._late += line.dropped["late"]
         self.num_trained += len(line.draws)
         self.dropped.update({why: len(draws) for why, draws in line.dropped.items()})
@@ -80,7 +84,7 @@ class DrawAccount:
           version: of the policy that was trained last.
         """
         entries = [Entry(draw, version, kept=self._phase.late == "wait") for draw in sorted(self.in_flight)]
-        buffer = {
+        buffer = self._plan | {
             "num_started": self.num_started,
             "num_trained": self.num_trained,
             "num_drawn": self.num_drawn,

@@ -13,14 +13,17 @@ import numpy as np
 from rolljax.errors import RolljaxError, TrainerError
 from rolljax.rollout.barrier import Barrier
 from rolljax.rollout.builder import fault_of
-from rolljax.rollout.filters import filter_groups
+from rolljax.rollout.domains import filter_domains, open_shares
 from rolljax.rollout.group_buffer import DROPPED, Dropped, Entry, GroupBuffer
+from rolljax.rollout.shares import StepPlan
 from rolljax.rollout.starts import fallback
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.notices import unfilled_step
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import LoopRuntime, StepGroups, TaskSource
 from rolljax.run.step_metrics import ages_row
+from rolljax.run.trainer import Trainer
+from rolljax.run.validation import gold_groups
 from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.types import Group, Key, Task, Trajectory
@@ -48,7 +51,12 @@ class PhaseRollouts:
         self._rollouts = dataclasses.replace(rollouts, run_limits=self._run_limits)
         self._warn: Callable[[str], None] | None = warn
         self._together = runtime.pool.opens_at_once and not phase.async_ratio
-        self._buffer = GroupBuffer(phase.admission(in_rounds=self._together))
+        self._shares = open_shares(recipe.env, phase)
+        if self._shares and progress.mixture:
+            self._shares.restore(progress.mixture)
+        plan = StepPlan(phase.prompts_per_step, self._shares.shares) if self._shares else None
+        self._buffer = GroupBuffer(phase.admission(in_rounds=self._together), plan)
+        self._validation: dict[str, list[Group]] = {}
         self._tasks: dict[int, Task] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._done: dict[int, Group] = {}
@@ -78,6 +86,18 @@ class PhaseRollouts:
         """Whether another step can be had from here: of a stream of tasks without end, always."""
         return True
 
+    async def measure(self, trainer: Trainer) -> None:
+        """Tell the mixture's rule how student and teacher stand, if it asks before this step."""
+        step = self._progress.step
+        if self._shares is None or not (tasks := self._shares.asks(step)):
+            return
+        if not self._validation:
+            played = gold_groups(self._recipe, self._rollouts, tasks)
+            self._validation = await self._runtime.event_loop.within(
+                played, "the validation tasks of the mixture", self._recipe.wait_s
+            )
+        self._shares.measured(step, await self._runtime.call(trainer.perplexities, self._validation))
+
     # ---- beginning
 
     def start(self, version: int) -> None:
@@ -93,7 +113,7 @@ class PhaseRollouts:
         barrier = Barrier(sum(phase.group_size + s for s in spares), hold) if self._together else None
         for entry, spare in zip(entries, spares, strict=True):
             if entry.draw not in self._tasks:
-                self._tasks[entry.draw] = next(self._stream)
+                self._tasks[entry.draw] = self._stream.of(entry.domain)
             self._running[entry.draw] = asyncio.ensure_future(self._run(entry, spare, barrier))
             self._running[entry.draw].add_done_callback(self._ended)
 
@@ -146,7 +166,7 @@ class PhaseRollouts:
         """Whether the phase's algorithm learns anything from a group, if it asks."""
         if not self._phase.algorithm.dynamic_sampling_rounds:
             return True
-        kept = filter_groups([group], self._recipe.filters)
+        kept = filter_domains([group], self._recipe.filters, self._recipe.domains)
         episodes = Episodes.of(kept, limit_tok=self._recipe.max_answer_tok, step=self._progress.step)
         return bool(kept) and bool(self._phase.algorithm.has_signal(episodes).any())
 
@@ -197,7 +217,7 @@ class PhaseRollouts:
     def _check_signal(self, taken: Sequence[Entry], groups: Sequence[Group], dropped: Sequence[Group]) -> None:
         phase, found = self._phase, sum(e.has_signal for e in taken)
         rounds, drawn = phase.algorithm.dynamic_sampling_rounds, len(groups) + len(dropped)
-        if not found and filter_groups(groups, self._recipe.filters):
+        if not found and filter_domains(groups, self._recipe.filters, self._recipe.domains):
             raise TrainerError(
                 f"step {self._progress.step + 1} of {phase.name}: after {rounds} dynamic-sampling rounds none of "
                 f"{drawn} groups has a signal; look at rollouts/ for whether tasks are all too easy or all too hard, "
@@ -234,6 +254,9 @@ class PhaseRollouts:
             row["groups/long_rounds_n"] = float(buffer.in_long_round)
         if lengths:
             row["groups/no_signal_len_tok"] = float(np.mean(lengths))
+        if self._shares:
+            row |= self._shares.row(progress.step)
+            self._shares.learn(step.all)
         if self._starts:
             self._starts.learn(step.all, progress.step)
             progress.starts = self._starts.state()
@@ -254,6 +277,7 @@ class PhaseRollouts:
             waiting=progress.groups["tasks"],
             stream_position=progress.stream_position,
             cancelled={str(g.draw): g.cancelled for g in every if g.cancelled},
+            mixture={"shares": progress.mixture, "plan": progress.groups["buffer"]["plan"]} if self._shares else {},
             demonstrations={str(g.draw): g.demonstration.to_json() for g in every if g.demonstration},
         )
 
@@ -270,6 +294,8 @@ class PhaseRollouts:
         tasks = {str(draw): task.index for draw, task in self._tasks.items()}
         if self._run_limits:
             self._progress.run_times = self._run_limits.state()
+        if self._shares:
+            self._progress.mixture = self._shares.state()
         self._progress.stream_position = self._stream.state()
         self._progress.groups = {"buffer": state, "tasks": tasks}
         self._progress.groups |= {
@@ -279,8 +305,9 @@ class PhaseRollouts:
         self._progress.waiting = "".join(json.dumps(g.to_json()) + "\n" for g in waiting.values())
 
     def _restore(self, progress: RunProgress) -> None:
-        self._buffer.restore(progress.groups["buffer"])
         self._tasks = {int(draw): self._recipe.env.task(i) for draw, i in progress.groups["tasks"].items()}
+        domains = {draw: task.env for draw, task in self._tasks.items()} if self._shares else None
+        self._buffer.restore(progress.groups["buffer"], domains)
         groups = [Group.from_json(json.loads(line)) for line in progress.waiting.splitlines()]
         self._done = {g.draw: g for g in groups}
         self._before = Counter(progress.groups["counted"])

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rolljax.envs.base import StepResult
-from rolljax.envs.pool import EnvPool, Episode
+from rolljax.envs.pool import Episode, Pool, open_pool
 from rolljax.envs.tasks import held_out
 from rolljax.errors import CheckpointError, ConfigError, EnvError
 from rolljax.model import hf
@@ -26,7 +26,8 @@ from rolljax.model.folder import folder_remedy
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.recipe import Recipe
 from rolljax.rewards.base import Surroundings
-from rolljax.rewards.scoring import STAGE, Scoring, open_scoring
+from rolljax.rewards.scoring import STAGE, Scoring
+from rolljax.rollout import domain_rewards
 from rolljax.rollout.agents.worker import check_machine
 from rolljax.threads.event_loop import EventLoop
 from rolljax.trainer.critic import Critic
@@ -215,8 +216,7 @@ def check(recipe: Recipe) -> Preflight:
     if recipe.env.max_turns > 1:
         chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
     around = Surroundings(recipe.env, recipe.seed)
-    if recipe.reward:
-        recipe.reward.check(around)
+    domain_rewards.check_rewards(recipe.reward, recipe.domains, around)
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
     with contextlib.closing(EventLoop(lambda: False)) as beside:  # this thread may be in an event loop of its own
         openings = beside.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
@@ -264,19 +264,20 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
     Raises:
       EnvError: none of them starts. ConfigError: pairs are asked of an environment that has none.
     """
-    pool = EnvPool(recipe.pool, recipe.env)
+    pool = open_pool(recipe.pool, recipe.env)
+    firsts = {task.env: task for task in reversed(tasks)}
     pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
-    free = recipe.reward if recipe.reward and recipe.reward.is_free else None
-    scoring = open_scoring(free, Surroundings(recipe.env, recipe.seed), recipe.wait_s)
+    around = Surroundings(recipe.env, recipe.seed)
+    scoring = domain_rewards.open_rewards(recipe.reward, recipe.domains, around, recipe.wait_s, only_free=True)
 
     async def opening(task: Task) -> tuple[Message, ...] | EnvError:
         try:
             episode = await pool.open(task)
         except EnvError as e:
             return e
-        if task is tasks[0]:
+        if task is firsts[task.env]:
             if pairs:
-                await check_pairs(episode, recipe.env.name)
+                await check_pairs(episode, task.env)
             learns_gold = any(p.algorithm.source != "sampler" for p in recipe.phases)
             await check_rewards(pool, episode, task, gold=learns_gold, scoring=scoring)
         await episode.close()
@@ -297,9 +298,7 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
     return openings
 
 
-async def check_rewards(
-    pool: EnvPool, first: Episode, task: Task, *, gold: bool, scoring: Scoring | None = None
-) -> None:
+async def check_rewards(pool: Pool, first: Episode, task: Task, *, gold: bool, scoring: Scoring | None = None) -> None:
     """Give the gold answer in `first`, an open episode of `task`, and an empty one in another.
 
     gold: a phase learns from gold answers, so that there must be one. scoring: a reward to try on both.
@@ -313,19 +312,19 @@ async def check_rewards(
             text = await episode.gold() if episode is first else ""
         except EnvError as e:
             if gold:
-                raise EnvError(f"{pool.spec.name}, task {task.index}: no gold answer: {e}", stage="gold") from e
+                raise EnvError(f"{task.env}, task {task.index}: no gold answer: {e}", stage="gold") from e
             continue
         try:
             result = await episode.step(text)
         except EnvError as e:
             raise EnvError(
-                f"{pool.spec.name}, task {task.index}, {kind}: {e}; try it alone: python -m rolljax.validate",
+                f"{task.env}, task {task.index}, {kind}: {e}; try it alone: python -m rolljax.validate",
                 stage="step",
             ) from e
         reward = result.reward
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise EnvError(
-                f"{pool.spec.name}, task {task.index}, {kind}: the reward is {reward!r}, not a finite number",
+                f"{task.env}, task {task.index}, {kind}: the reward is {reward!r}, not a finite number",
                 stage="step",
             )
         if scoring:

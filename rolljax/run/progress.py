@@ -37,6 +37,8 @@ class RunProgress:
     """Where the phase's episodes start (`StartCurriculum.state`)."""
     run_times: dict[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of the longest correct program, by task (`RunLimits.state`)."""
+    mixture: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the phase's mixture has learned (`MixtureShares.state`)."""
     groups: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of the phase: which are in flight and which wait (`GroupBuffer.state`), the index of each one's task, and what
     rows of metrics have told of them."""
@@ -72,4 +74,4 @@ class RunProgress:
     def begin_next_phase(self) -> None:
         """The next phase begins."""
         self.phase, self.step, self.carry, self.starts = self.phase + 1, 0, {}, {}
-        self.groups, self.waiting = {}, ""
+        self.groups, self.waiting, self.mixture = {}, "", {}

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from rolljax.envs.pool import EnvPool
+from rolljax.envs.pool import Pool
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import Policy
@@ -16,6 +16,7 @@ from rolljax.rollout.starts import StartCurriculum
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.run.step_metrics import StepTimer
+from rolljax.run.trainer import Trainer
 from rolljax.sampler.request import SamplerStats
 from rolljax.threads.watchdog import Watchdog
 from rolljax.types import Group, Key, Task, TokenColumn, Trajectory
@@ -55,9 +56,9 @@ def _with_columns(group: Group, columns: Mapping[Key, Mapping[str, TokenColumn]]
 
 
 class TaskSource(Protocol):
-    """Endless tasks, from a position that can be saved."""
+    """Tasks of domains, from a position that can be saved; see `envs.tasks.open_stream`."""
 
-    def __next__(self) -> Task: ...
+    def of(self, domain: str) -> Task: ...
     def state(self) -> str: ...
     def restore(self, state: str) -> None: ...
 
@@ -86,7 +87,7 @@ class LoopRuntime(Protocol):
     @property
     def sampler(self) -> LoopSampler: ...
     @property
-    def pool(self) -> EnvPool: ...
+    def pool(self) -> Pool: ...
     @property
     def agents(self) -> Any: ...
     @property
@@ -106,6 +107,7 @@ class StepSource(Protocol):
     """Where the groups of steps come from; see `phase_rollouts.PhaseRollouts` and `replay.ReplayedRollouts`."""
 
     def has_step(self) -> bool: ...
+    async def measure(self, trainer: Trainer) -> None: ...
     def start(self, version: int) -> None: ...
     async def take(self, version: int) -> StepGroups: ...
     def end_step(self, step: StepGroups) -> tuple[dict[str, float], ConsumedStep]: ...

@@ -138,7 +138,7 @@ def made_up(resolved: ResolvedRecipe, phase: Phase, rng: np.random.Generator, *,
     recipe = resolved.recipe
     size, vocab = min(phase.group_size, MAX_SIBLINGS), resolved.model.cfg.vocab_size
     turns, said = min(recipe.max_turns, MAX_TURNS), min(recipe.max_answer_tok, TURN_TOK)
-    groups = []
+    groups, names = [], list(recipe.env.specs)
     for g in range(min(phase.prompts_per_step, MAX_GROUPS)):
         prompt = rng.integers(0, vocab, rng.integers(2, PROMPT_TOK + 1))
         rewards = np.zeros(size) if alike else rng.permutation(np.linspace(0, 1, size)) if size > 1 else np.ones(1)
@@ -150,7 +150,7 @@ def made_up(resolved: ResolvedRecipe, phase: Phase, rng: np.random.Generator, *,
                 made.append(_turn(phase, rng, seen, rng.integers(0, vocab, rng.integers(1, said + 1)), alike))
             made[-1] = dataclasses.replace(made[-1], reward=float(reward))
             status: Status = "truncated" if alike else "ok"
-            task = Task(recipe.env.name, g, f"made up {g}")
+            task = Task(names[g % len(names)], g, f"made up {g}")
             key = Key(0, g, s)
             members.append(Trajectory(key, task, tuple(made), float(reward), {}, reward > 0.5, status))
         groups.append(members)

@@ -25,6 +25,7 @@ from rolljax.run.layout import CONSUMED, RESOLVED, rollouts_file
 from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import LoopRuntime, StepGroups, TaskSource
+from rolljax.run.trainer import Trainer
 from rolljax.types import Group, Trajectory
 
 COMPUTING = ("mesh.", "placement", "attention", "remat")
@@ -203,6 +204,9 @@ class ReplayedRollouts:
         """Whether the log goes on, in this phase."""
         return self._log.after(self._progress, self._phase) is not None
 
+    async def measure(self, trainer: Trainer) -> None:
+        """Nothing: whose groups they are is settled."""
+
     def start(self, version: int) -> None:
         """Nothing: the groups are there."""
 
@@ -237,6 +241,7 @@ class ReplayedRollouts:
             progress.starts = self._starts.state()
             row |= self._starts.row(step.all)
         progress.stream_position, progress.waiting = line.stream_position, ""
+        progress.mixture = line.mixture.get("shares", {})
         progress.groups = account.groups(line.version)
         return row, line
 

@@ -10,14 +10,14 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from rolljax.cluster.lockstep import SINGLE_PROCESS, Follower, Leader, SingleProcess
-from rolljax.envs.pool import EnvPool
+from rolljax.envs.pool import open_pool
 from rolljax.errors import HangError
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Params
 from rolljax.recipe import Phase
 from rolljax.rewards.base import Surroundings
-from rolljax.rewards.scoring import open_scoring
 from rolljax.rollout.barrier import Tally
+from rolljax.rollout.domain_rewards import open_rewards
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
 from rolljax.rollout.starts import StartCurriculum
@@ -68,7 +68,7 @@ class Runtime:
     ) -> None:
         self.preflight, self.recipe = preflight, preflight.recipe
         around = Surroundings(self.recipe.env, self.recipe.seed, verdicts)
-        self.scoring = open_scoring(self.recipe.reward, around, self.recipe.wait_s)
+        self.scoring = open_rewards(self.recipe.reward, self.recipe.domains, around, self.recipe.wait_s)
         self.watchdog, self._tally, self._should_stop = watchdog or Watchdog(), Tally(), should_stop
         worker, self._channel = share_sampler(preflight, weights, team)
         self._channel.push(version)
@@ -83,7 +83,7 @@ class Runtime:
         )
         self._may_train = asyncio.Event()
         self._may_train.set()
-        self.pool = EnvPool(preflight.recipe.pool, preflight.recipe.env)
+        self.pool = open_pool(preflight.recipe.pool, preflight.recipe.env)
         self.event_loop = EventLoop(should_stop, self.watchdog)
         self.agents = None
         if preflight.recipe.agent:
@@ -149,11 +149,14 @@ class Runtime:
         top_p: float = 1.0,
         min_p: float = 0.0,
         may_ask: asyncio.Event | None = None,
+        in_training: bool = False,
     ) -> Policy:
-        """The model as a policy. may_ask: see `SamplerPolicy`."""
+        """The model as a policy. may_ask: see `SamplerPolicy`. in_training: domains are sampled as their settings
+        say."""
         limit, stop = self.recipe.max_answer_tok, self.preflight.chat.stop_ids
         params = SamplingParams(temperature, limit, stop, top_k=top_k, top_p=top_p, min_p=min_p)
-        return SamplerPolicy(self.sampler, params, self.recipe.seed, may_ask)
+        own = {name: d.sampling(params, in_training=in_training) for name, d in self.recipe.domains.items()}
+        return SamplerPolicy(self.sampler, params, self.recipe.seed, may_ask, own)
 
     def actor(self, phase: Phase) -> Policy:
         """Whoever acts in a phase: the model, or the environments' own answers."""
@@ -165,6 +168,7 @@ class Runtime:
                 top_p=phase.top_p,
                 min_p=phase.min_p,
                 may_ask=self._may_train,
+                in_training=True,
             )
         return GoldPolicy(self.preflight.chat, self.recipe.max_answer_tok, pairs=source == "pairs")
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.mixture import Mixture
 from rolljax.metrics import ENV_PREFIX
 from rolljax.sampler.client import SamplerStats
 from rolljax.threads.watchdog import Watchdog
@@ -71,6 +73,37 @@ def trajectories_row(groups: Sequence[Group], version: int) -> dict[str, float]:
         "rollout/fail_frac": _mean(t.status == "failed" for t in trajectories),
         **ages_row("stale/", token_ages(alive, version)),
     }
+
+
+def domains_row(trained: Sequence[Group], every: Sequence[Group], env: EnvSpec) -> dict[str, float]:
+    """The same by domain, of a mixture; else nothing. A domain without a trajectory in the step has no means.
+
+    Args:
+      trained: the groups that the step took. every: these, and those that were dropped since the step before.
+    """
+    if not isinstance(env, Mixture):
+        return {}
+    row: dict[str, float] = {}
+    for name in env.specs:
+        alive = [t for g in every if g.task.env == name for t in g.trajectories if t.status != "failed"]
+        row[f"domain/{name}/trained_n"] = float(sum(g.task.env == name for g in trained))
+        if alive:
+            row[f"domain/{name}/reward_mean"] = _mean(t.reward for t in alive)
+            row[f"domain/{name}/success_frac"] = _mean(t.success for t in alive)
+            row[f"domain/{name}/len_tok"] = _mean(t.num_sampled_tok for t in alive)
+    return row
+
+
+def heldout_row(trajectories: Sequence[Trajectory], env: EnvSpec) -> dict[str, float]:
+    """Metrics of a held-out evaluation: the mean reward of those that did not fail, and that of each domain of a
+    mixture; NaN where none is left."""
+    alive = [t for t in trajectories if t.status != "failed"]
+    row = {"heldout/reward_mean": float(np.mean([t.reward for t in alive])) if alive else float("nan")}
+    if isinstance(env, Mixture):
+        for name in env.specs:
+            if own := [t.reward for t in alive if t.task.env == name]:
+                row[f"domain/{name}/heldout_mean"] = float(np.mean(own))
+    return row
 
 
 def ages_row(prefix: str, counts: np.ndarray) -> dict[str, float]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rolljax.model import hf
 from rolljax.model.decoder import Params
 from rolljax.model.lora import Base
+from rolljax.rollout.mixture_rules import Perplexities
 from rolljax.run import durable, reference_policies
 from rolljax.run.checkpoint import Saved
 from rolljax.run.folder import RunFolder
@@ -22,7 +24,7 @@ from rolljax.trainer.algorithms.base import Carry
 from rolljax.trainer.phase_trainer import PhaseTrainer
 from rolljax.trainer.state import TrainState, fingerprint
 from rolljax.trainer.update import ReferencePolicies
-from rolljax.types import Key, TokenColumn, Trajectory
+from rolljax.types import Group, Key, TokenColumn, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Trainer(Protocol):
         """
         ...
 
+    def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]:
+        """Perplexities of the policy and of the phase's teacher on gold answers, by domain."""
+        ...
+
     def weights(self) -> Params:
         """The policy's weights now, as `Model.bind` takes them; on the devices."""
         ...
@@ -72,7 +78,7 @@ class Trainer(Protocol):
         ...
 
 
-LOCKSTEP_CALLS = ("open_phase", "restore", "step", "save", "result")
+LOCKSTEP_CALLS = ("open_phase", "restore", "step", "perplexities", "save", "result")
 """Methods that all processes of a mesh must call in one order."""
 
 
@@ -128,6 +134,13 @@ class LocalTrainer:
         self._state = made.state
         keys = [t.key for group in groups for t in group]
         return TrainedStep(dict(made.carry), made.row, made.num_trained, dict(zip(keys, made.columns, strict=True)))
+
+    def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]:
+        trainer, found = self.phase_trainer, {}
+        for name, of_domain in groups.items():
+            nats = trainer.cross_entropies(self.state, [list(group.trajectories) for group in of_domain])
+            found[name] = Perplexities(*(math.exp(nat) for nat in nats))
+        return found
 
     def weights(self) -> Params:
         return self.phase_trainer.full_params(self.state.params)

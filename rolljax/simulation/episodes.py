@@ -40,7 +40,7 @@ def tokens(number: int) -> np.ndarray:
 
 
 class SimulatedTasks:
-    """An endless stream of tasks, of which only the number is known."""
+    """An endless stream of tasks, of which only the number is known, and the domain where there are any."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -49,8 +49,12 @@ class SimulatedTasks:
         return self
 
     def __next__(self) -> Task:
+        return self.of("")
+
+    def of(self, domain: str) -> Task:
+        """The next task, of a domain of a mixture or of none (empty)."""
         self._next += 1
-        return Task("simulated", self._next - 1, str(self._next - 1))
+        return Task(domain or "simulated", self._next - 1, str(self._next - 1))
 
     def state(self) -> str:
         return str(self._next)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from rolljax.envs.pool import EnvPool
 from rolljax.model.decoder import Params
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.mixture_rules import Perplexities
 from rolljax.rollout.policies import Policy
 from rolljax.run.checkpoint import Saved
 from rolljax.run.consumed import ConsumedStep
@@ -172,6 +173,9 @@ class SimulatedTrainer:
     def open_phase(self, progress: RunProgress) -> None: ...
     def restore(self, saved: Saved) -> None: ...
     def save(self, name: str, progress: RunProgress) -> None: ...
+
+    def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]:
+        raise NotImplementedError("a simulation has no models")
 
     def weights(self) -> Params:
         raise NotImplementedError("a simulation has none")

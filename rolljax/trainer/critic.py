@@ -44,3 +44,30 @@ class Critic:
             raise ConfigError("must not be negative", setting="Critic.warmup_steps", value=self.warmup_steps)
         if self.clip is not None and self.clip <= 0:
             raise ConfigError("must be positive, or None", setting="Critic.clip", value=self.clip)
+
+
+def check_previous(before: Critic | None, critic: Critic | None) -> None:
+    """Critics that are taken over from the phase before must be there, as many, and of the shape that is expected."""
+    if critic is None or critic.model != "previous":
+        return
+    if before is None:
+        raise ConfigError(
+            "names the critics of the phase before, which has none",
+            setting="Critic.model",
+            value="previous",
+            remedy="put a RewardModel or Ppo phase before it, or give a shape or None",
+        )
+    if isinstance(before.model, DecoderConfig):
+        raise ConfigError(
+            "names the critics of the phase before, which have a shape of their own; only the policy's is taken over",
+            setting="Critic.model",
+            value="previous",
+            remedy="leave out the shape in the phase before, or give it here too and start anew",
+        )
+    if before.num != critic.num:
+        raise ConfigError(
+            f"is not the number of critics that the phase before leaves ({before.num})",
+            setting="Critic.num",
+            value=critic.num,
+            remedy=f"set it to {before.num}",
+        )

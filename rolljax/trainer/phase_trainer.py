@@ -27,6 +27,7 @@ from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.credit.emptiness import could_teach
 from rolljax.trainer.credit.episodes import Credit, Episodes
 from rolljax.trainer.critic import Critic
+from rolljax.trainer.forward import without_experts
 from rolljax.trainer.forward_passes import ForwardPasses, PlacedBatch
 from rolljax.trainer.optimizer import Optimizer
 from rolljax.trainer.state import ParamState, TrainState
@@ -125,6 +126,26 @@ class PhaseTrainer:
         row = update_metrics(micro_batches, critic_rows + policy_rows) | credit_metrics(episodes, credit)
         row |= {"time/pack_s": clock.seconds}
         return Step(state, credit.carry, row, len(kept), token_columns(episodes, credit))
+
+    def cross_entropies(self, state: TrainState, groups: Sequence[Sequence[Trajectory]]) -> tuple[float, float]:
+        """Mean cross-entropy of the gold tokens of some trajectories, in nats at temperature 1: of the policy, and of
+        the teacher that `algorithm.needs().divergence` names."""
+        term = self.algorithm.needs().divergence
+        assert term is not None, "the algorithm has no teacher"
+        policies = [(self.model, self.full_params(state.params)), self.references[term.policy]]
+        samples = [[Sample.of(t, self._unknown_experts) for t in group] for group in groups]
+        size, total, number = -(-self.groups_per_step // self.updates_per_step), np.zeros(2), 0
+        for start in range(0, len(samples), size):
+            share = samples[start : start + size]
+            batch = PlacedBatch(self.mesh, pack(share, self.shape, 1.0, limit_tok=self.limit_tok))
+            masks = [s.mask for group in share for s in group]
+            number += sum(int(mask.sum()) for mask in masks)
+            for k, (model, params) in enumerate(policies):
+                placed = batch.on_devices if k == 0 else without_experts(batch.on_devices)
+                logps = batch.packed.unpack(self.forward_passes.logprob_program(model)(params, placed))
+                total[k] -= sum(logp[mask].sum(dtype=np.float64) for logp, mask in zip(logps, masks, strict=True))
+        student, teacher = total / max(number, 1)
+        return float(student), float(teacher)
 
     def compute_credit_inputs(self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes) -> Episodes:
         """The episodes with everything that the algorithm asks the models for.

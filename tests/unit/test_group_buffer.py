@@ -5,6 +5,7 @@ import dataclasses
 import heapq
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from rolljax.errors import ConfigError
 from rolljax.rollout.group_buffer import Admission, GroupBuffer, TailBatching
+from rolljax.rollout.shares import StepPlan, normalised
 
 
 def fill(buffer, version):
@@ -209,11 +211,11 @@ def test_a_round_of_tail_batching():
 # ---- going on
 
 
-def restored(buffer, **changes):
+def restored(buffer, plan=None, domains=None, **changes):
     """What goes on from the state of `buffer`, maybe with other settings."""
     state = json.loads(json.dumps(buffer.state()))
-    buffer = GroupBuffer(dataclasses.replace(buffer.admission, **changes))
-    buffer.restore(state)
+    buffer = GroupBuffer(dataclasses.replace(buffer.admission, **changes), plan)
+    buffer.restore(state, domains)
     return buffer
 
 
@@ -275,14 +277,17 @@ def test_a_phase_ends_with_nothing_begun_and_goes_on_with_more_steps(ratio):
 # ---- random traces
 
 
-def play(admission, seconds, restores=(), version=0):
+def play(admission, seconds, restores=(), version=0, plan=None):
     """Play a phase in virtual time. `seconds(draw, start)`: how long a group takes, None if it has no signal. Returns
     the buffer, and per step which draws were trained, at which age, and when."""
-    buffer, now, running, steps, starts = GroupBuffer(admission), 0.0, [], [], 0
+    plan = plan or (lambda: None)
+    buffer, now, running, steps, starts = GroupBuffer(admission, plan()), 0.0, [], [], 0
+    domains = {}
 
     def begin(version):
         nonlocal starts
         for entry in iter(lambda: buffer.start(version), None):
+            assert domains.setdefault(entry.draw, entry.domain) == entry.domain, "a draw has changed its domain"
             long, signal, failed = seconds(entry.draw, starts)
             heapq.heappush(running, (now + long, starts, entry.draw, signal, failed))
             starts += 1
@@ -302,8 +307,9 @@ def play(admission, seconds, restores=(), version=0):
         version += 1
         if len(steps) in restores:
             for _ in range(2):  # the second time before anything has begun again
-                buffer, running = restored(buffer), []
+                buffer, running = restored(buffer, plan(), domains), []
     assert buffer.num_trained == admission.num_steps * admission.prompts_per_step
+    buffer.domains = domains
     return buffer, steps, now
 
 
@@ -358,6 +364,72 @@ def check_trace(admission, seed, restores):
         assert late_or_lost == 0
     if admission.late != "drop" and not admission.max_replaced and not buffer.dropped["failed"]:
         assert sorted(trained) == list(range(len(trained)))  # every prompt once
+
+
+SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=5).filter(lambda w: sum(w) > 0.1)
+
+
+@settings(max_examples=300, **TRACES)
+@given(admissions().filter(lambda a: not a.tail), SHARES, SHARES, st.integers(0, 2**32 - 1), st.sets(st.integers(1, 7)))
+def test_random_traces_of_domains(admission, weights, others, seed, restores):
+    check_domains(admission, weights, others, seed, restores)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, **TRACES)
+@given(admissions().filter(lambda a: not a.tail), SHARES, SHARES, st.integers(0, 2**32 - 1), st.sets(st.integers(1, 7)))
+def test_ten_thousand_random_traces_of_domains(admission, weights, others, seed, restores):
+    check_domains(admission, weights, others, seed, restores)
+
+
+def check_domains(admission, weights, others, seed, restores):
+    """Every step trains what its plan says of each domain, whatever was late, failed, replaced or begun again; and all
+    that holds without domains does, but that groups begun as spares of a domain may wait for it at the phase's end."""
+    size = min(len(weights), len(others))
+    one, two = (normalised({str(i): w + 1e-6 for i, w in enumerate(each[:size])}) for each in (weights, others))
+    shares = lambda step: one if step % 5 < 3 else two  # noqa: E731
+    rng = np.random.default_rng(seed)
+
+    def seconds(draw, start):
+        return float(rng.lognormal(0, 1)), bool(rng.random() > 0.3), bool(rng.random() < 0.05)
+
+    buffer, steps, _ = play(admission, seconds, restores, plan=lambda: StepPlan(admission.prompts_per_step, shares))
+    plan = StepPlan(admission.prompts_per_step, shares)
+    for i, step in enumerate(steps):
+        assert sorted(buffer.domains[d] for d, _ in step) == sorted(plan.places(i))
+        exact = {name: admission.prompts_per_step * share for name, share in shares(i).items()}
+        assert all(abs(plan.places(i).count(name) - x) < 1 for name, x in exact.items())
+    trained = [d for step in steps for d, _ in step]
+    assert len(set(trained)) == len(trained)
+    assert max(age for step in steps for _, age in step) <= math.ceil(admission.async_ratio)
+    if admission.late == "wait":
+        assert not buffer.dropped["late"]
+        if not admission.max_replaced and not buffer.dropped["failed"]:
+            assert sorted(trained) == list(range(len(trained)))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0, 2.5])
+def test_shares_are_exact_over_a_thousand_steps(ratio):
+    """Of what is trained, with groups that are replaced, late and begun again."""
+    shares = {"math": 0.45, "code": 0.35, "judge": 0.2}
+    rng = np.random.default_rng(0)
+    rules = Admission(7, 1000, ratio, late="redraw" if ratio else "wait", max_replaced=70)
+    plan = lambda: StepPlan(7, lambda step: shares)  # noqa: E731
+    buffer, steps, _ = play(
+        rules, lambda d, s: (float(rng.lognormal(0, 1)), bool(rng.random() > 0.4), False), (500,), plan=plan
+    )
+    total = Counter(buffer.domains[d] for step in steps for d, _ in step)
+    assert total == {"math": 3150, "code": 2450, "judge": 1400}
+    assert buffer.dropped["no_signal"] > 1000 and (buffer.dropped["late"] > 0) == (ratio > 0)
+
+
+def test_what_is_replaced_is_replaced_by_its_domain():
+    buffer = GroupBuffer(Admission(5, 1, max_replaced=9), StepPlan(5, lambda step: {"a": 0.4, "b": 0.6}))
+    begun = {e.draw: e.domain for e in iter(lambda: buffer.start(0), None)}
+    assert sorted(begun.values()) == ["a", "a", "b", "b", "b"]
+    bad = next(draw for draw, domain in begun.items() if domain == "a")
+    assert not buffer.finished(bad, has_signal=False)
+    assert buffer.start(0).domain == "a" and buffer.start(0) is None
 
 
 def test_the_bound_is_reached():

@@ -31,10 +31,17 @@ def test_every_fault_is_reported():
     assert len(metrics.check_row({"a/b": 1.0, "c/d": 2.0, "reward/std": -1.0})) == 3
 
 
+def test_domains_have_names_of_their_own():
+    assert not metrics.check_row({"domain/math/share_frac": 0.4, "domain/rg:a.b/reward_mean": -2.0})
+    (wrong,) = metrics.check_row({"domain/math/share_frac": 1.4})
+    assert "domain/math/share_frac = 1.4" in wrong
+    assert len(metrics.check_row({"domain/math/other": 1.0, "domain/a/b/share_frac": 0.5})) == 2
+
+
 def test_names_say_their_unit_and_ranges_are_in_order():
     units = {"s": "s", "frac": "share", "tok": "tokens", "nat": "nats", "ratio": "ratio", "ver": "versions"}
     for name, metric in metrics.NAMES.items():
-        assert name.count("/") == 1 and metric.low < metric.high and metric.meaning, name
+        assert name.removeprefix("domain/NAME").count("/") == 1 and metric.low < metric.high and metric.meaning, name
         suffix = name.rsplit("_", 1)[-1] if "_" in name else ""
         if suffix in units and not name.endswith("tok_s"):
             assert metric.unit == units[suffix], name

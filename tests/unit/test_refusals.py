@@ -340,7 +340,14 @@ TABLE = {
         ("alfworld", "shop"),
         ("'records'", "'/models/a'", "would teach nothing"),
         lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("alfworld", "shop"))))),
-        lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("alfworld", "records"))))),
+        lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("records",))))),
+    ),
+    "a domain of a teacher that is not there, beside one that is": Refused(
+        "Teacher.domains",
+        ("records", "shop"),
+        ("'shop'", "no domain of this run"),
+        lambda build: build(Opd(teachers=(Teacher("run_start", domains=("records", "shop")),))),
+        lambda build: build(Opd(teachers=(Teacher("run_start", domains=("records",)),))),
     ),
     "teachers that do not count": Refused(
         "Teacher.coef",

@@ -182,11 +182,11 @@ class EnvPool:
 class Episode:
     """One episode, from its opening to `close`. One call at a time.
 
-    opening: the conversation it begins with.
+    opening: the conversation it begins with. domain: its name in a mixture, else empty.
     """
 
     def __init__(self, pool: EnvPool, slot: EpisodeSlot, opening: tuple[Message, ...]) -> None:
-        self.opening = opening
+        self.opening, self.domain = opening, ""
         self._pool, self._slot = pool, slot
         self._ended = ""  # why there are no more steps
         self._fault: EnvError | None = None

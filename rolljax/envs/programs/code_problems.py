@@ -112,6 +112,10 @@ class CodeProblems(EnvSpec):
         stat = Path(self.path).stat()
         return _problems(self.path, self.format, self.tests_shown, stat.st_mtime_ns, stat.st_size)
 
+    @property
+    def num_tasks(self) -> int | None:
+        return len(self.problems())
+
     def task(self, index: int) -> Task:
         problems = self.problems()
         return Task(self.name, index, problems[index % len(problems)].question)

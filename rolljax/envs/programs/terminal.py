@@ -91,6 +91,10 @@ class TerminalTasks(EnvSpec):
         """
         return _tasks(self.folder, self.only, type(self).__name__)
 
+    @property
+    def num_tasks(self) -> int | None:
+        return len(self.tasks())
+
     def task(self, index: int) -> Task:
         tasks = self.tasks()
         task = tasks[index % len(tasks)]

@@ -79,7 +79,7 @@ class Setup:
     """What an algorithm is combined with; `check` looks at it before anything starts.
 
     updates: optimizer updates per step, over all epochs. truncated_sampling: tokens are cut from the distribution that
-      is sampled from (top-k, ...). environment: its name, as in `Episodes.domains` (empty: not known).
+      is sampled from (top-k, ...). environments: names of its domains, as in `Episodes.domains` (empty: not known).
     """
 
     group_size: int
@@ -88,7 +88,7 @@ class Setup:
     max_turns: int = 1
     truncated_sampling: bool = False
     first_phase: bool = False
-    environment: str = ""
+    environments: tuple[str, ...] = ()
 
     @property
     def on_policy(self) -> bool:

@@ -84,6 +84,30 @@ class Opd(NormalisedReward, PolicyGradient):
     def uses_groups(self) -> bool:
         return bool(self.reward_coef) and super().uses_groups()
 
+    def _check_domains(self, known: tuple[str, ...]) -> None:
+        """Refuse teachers of domains that are not there, and domains that nobody teaches."""
+        if not known:
+            return
+        named = ", ".join(map(repr, known))
+        for teacher in self.teachers:
+            for domain in teacher.domains:
+                if domain not in known:
+                    raise ConfigError(
+                        f"names {domain!r}, which is no domain of this run: the teacher {teacher.policy!r} would teach "
+                        "nothing there",
+                        setting="Teacher.domains",
+                        value=teacher.domains,
+                        remedy=f"name of {named}, or leave it empty for all",
+                    )
+        untaught = [d for d in known if not any(not t.domains or d in t.domains for t in self.teachers)]
+        if untaught and not self.reward_coef:
+            raise ConfigError(
+                f"leave out {', '.join(map(repr, untaught))}: nothing would be learned there, because reward_coef is 0",
+                setting="Teacher.domains",
+                value=[teacher.domains for teacher in self.teachers],
+                remedy="give it a teacher, or set Opd.reward_coef",
+            )
+
     def check(self, setup: Setup) -> list[str]:
         if not self.teachers:
             raise ConfigError(
@@ -99,15 +123,7 @@ class Opd(NormalisedReward, PolicyGradient):
                 value=0.0,
                 remedy="1 is usual",
             )
-        for teacher in self.teachers:
-            if setup.environment and teacher.domains and setup.environment not in teacher.domains:
-                raise ConfigError(
-                    f"name no environment of this run, which has {setup.environment!r}: the teacher "
-                    f"{teacher.policy!r} would teach nothing",
-                    setting="Teacher.domains",
-                    value=teacher.domains,
-                    remedy=f"name {setup.environment!r}, or leave it empty for all",
-                )
+        self._check_domains(setup.environments)
         if setup.truncated_sampling:
             raise self.refuse(
                 "teachers",

@@ -42,7 +42,7 @@ function lastStepOf(rows, phase) {
 function oneChart(name, runs, table, options) {
   const lines = runs.map((of) => ({run: of.name, colour: of.colour, points: line(of, name)})).filter((l) => l.points.length);
   if (!lines.length) return null;
-  const known = table[name] || {unit: '', meaning: 'a number of the environment'};
+  const known = table[name] || table[name.replace(/^domain\/[^/]+\//, 'domain/NAME/')] || {unit: '', meaning: 'a number of the environment'};
   const marks = name === 'reward/mean' ? runs.flatMap(stars) : [];
   const meaning = marks.length ? `${known.meaning}; ◆ held-out tasks` : known.meaning;
   return chart({title: name, ...known, meaning, lines, marks, borders: runs.length === 1 ? borders(runs[0].rows) : [], ...options});

@@ -1,0 +1,242 @@
+"""Several environments as one: a mixture of domains, each with its weight in what is trained.
+
+`Mixture({"math": Domain(...), "code": Domain(...)})` is an environment. `Task.env` of its tasks is the name of their
+domain, by which metrics, evaluations and teachers tell them apart. Each domain keeps the tasks, the split and the kind
+of worker that its environment has alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.envs.catalog import make_spec
+from rolljax.envs.run_limits import RunLimits
+from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.types import Message, Task
+
+NAME = re.compile(r"[\w.:-]+")
+"""What a domain may be called: names stand in metrics, between slashes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """One environment of a mixture.
+
+    env: its tasks. weight: its share among the weights of all domains, where no rule says otherwise (`Phase.mixture`).
+    num_tasks: train on its first so many different tasks only (0: on all).
+    max_turns: most turns of its episodes, at most what the environment allows (0: that).
+    when_dry: what happens when training has gone through all different tasks of a domain that has an end (recorded
+      data, or `num_tasks`). renew: they come again, in another order; error: the run ends.
+    """
+
+    env: EnvSpec
+    weight: float = 1.0
+    num_tasks: int = 0
+    max_turns: int = 0
+    when_dry: Literal["renew", "error"] = "renew"
+
+    def __post_init__(self) -> None:
+        check_range(self, "weight", "num_tasks", "max_turns", low=0)
+        if isinstance(self.env, Mixture):
+            raise ConfigError("is a mixture already", setting="Domain.env", remedy="name its domains one by one")
+        if self.max_turns > self.env.max_turns:
+            raise ConfigError(
+                f"is more than an episode of {self.env.name} can have ({self.env.max_turns})",
+                setting="Domain.max_turns",
+                value=self.max_turns,
+                remedy="leave it out, or raise max_turns of the environment",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture(EnvSpec):
+    """A mixture of domains.
+
+    Every step trains each domain's exact share of its groups, with what remains of a group carried over to the steps
+    behind it (docs/domains.md). Held-out tasks are shared out by the weights too. Task `index` is task
+    `index // number of domains` of domain `index % number of domains`.
+
+    domains: by name, a `Domain` each; a reference (`'rg:chain_sum'`, `envs/catalog.py`) stands for one of weight 1.
+    """
+
+    domains: Mapping[str, Domain | str]
+
+    def __post_init__(self) -> None:
+        if not self.domains:
+            raise ConfigError("is empty", setting="Mixture.domains", value={}, remedy="name at least one @Domain()")
+        for name in self.domains:
+            if not NAME.fullmatch(name):
+                raise ConfigError(
+                    "is no name for a domain",
+                    setting="Mixture.domains",
+                    value=name,
+                    remedy="letters, digits, and any of _ . : -",
+                )
+        object.__setattr__(self, "domains", {name: _domain(of) for name, of in self.domains.items()})
+        if not sum(self.weights.values()):
+            raise ConfigError("is 0 for every domain", setting="Domain.weight", value=0.0, remedy="1 is usual")
+
+    @property
+    def of(self) -> Mapping[str, Domain]:
+        """The domains by name."""
+        return self.domains  # type: ignore[return-value]  # references are gone since it was made
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each domain, as it is set."""
+        return {name: domain.weight for name, domain in self.of.items()}
+
+    @property
+    def specs(self) -> Mapping[str, EnvSpec]:
+        return {name: domain.env for name, domain in self.of.items()}
+
+    @property
+    def name(self) -> str:
+        return "+".join(self.domains)
+
+    @property
+    def max_turns(self) -> int:
+        return max(map(self._turns, self.of))
+
+    @property
+    def needs_worker(self) -> str:
+        return next(filter(None, (spec.needs_worker for spec in self.specs.values())), "")
+
+    @property
+    def num_tasks(self) -> int | None:
+        found = [spec.num_tasks for spec in self.specs.values()]
+        return None if None in found else max(n or 0 for n in found) * len(found)
+
+    def turns_of(self, task: Task) -> int:
+        return self._turns(task.env) if task.env in self.domains else self.max_turns
+
+    def _turns(self, name: str) -> int:
+        domain = self.of[name]
+        return domain.max_turns or domain.env.max_turns
+
+    def task(self, index: int) -> Task:
+        local, k = divmod(index, len(self.domains))
+        name, domain = list(self.of.items())[k]
+        return self.outer(name, domain.env.task(local))
+
+    def outer(self, name: str, task: Task) -> Task:
+        """A task of the environment of domain `name`, as one of the mixture."""
+        index = task.index * len(self.domains) + list(self.domains).index(name)
+        return Task(name, index, task.content)
+
+    def inner(self, task: Task) -> Task:
+        """A task of the mixture, as its domain's environment knows it.
+
+        Raises:
+          EnvError: it is of no domain of this mixture.
+        """
+        if task.env not in self.domains:
+            raise EnvError(f"task {task.index} is of {task.env!r}; the mixture has {', '.join(self.domains)}")
+        return Task(self.of[task.env].env.name, task.index // len(self.domains), task.content)
+
+    def make(self) -> MixtureEnv:
+        return MixtureEnv(self)
+
+    def warm(self) -> None:
+        for spec in self.specs.values():
+            spec.warm()
+
+    def run_limits(self) -> RunLimits | None:
+        found = {name: limits for name, spec in self.specs.items() if (limits := spec.run_limits())}
+        return DomainRunLimits(found) if found else None
+
+    def warnings(self) -> Sequence[str]:
+        return [f"{name}: {text}" for name, spec in self.specs.items() for text in spec.warnings()]
+
+    def final_answer(self, task: Task, text: str) -> str | None:
+        inner = self.inner(task)
+        return self.of[task.env].env.final_answer(inner, text)
+
+
+def _domain(of: Domain | str) -> Domain:
+    return Domain(make_spec(of)) if isinstance(of, str) else of
+
+
+class MixtureEnv(Env):
+    """An episode of whatever domain its task is of."""
+
+    def __init__(self, spec: Mixture) -> None:
+        self._spec = spec
+        self._name = ""
+        self._inner: Env | None = None
+
+    def _open(self) -> Env:
+        if self._inner is None:
+            raise EnvError("the episode was not reset")
+        return self._inner
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        inner = self._spec.inner(task)
+        self._make(task.env)
+        return self._open().reset(inner)
+
+    def _make(self, name: str) -> None:
+        self.close()
+        self._name, self._inner = name, self._spec.of[name].env.make()
+
+    def step(self, action: str) -> StepResult:
+        self._open().run_limit_s = self.run_limit_s
+        return self._open().step(action)
+
+    def gold(self) -> str:
+        return self._open().gold()
+
+    def rejected(self) -> str:
+        return self._open().rejected()
+
+    def snapshot(self) -> bytes:
+        return pickle.dumps((self._name, self._open().snapshot()))
+
+    def restore(self, state: bytes) -> None:
+        name, inner = pickle.loads(state)
+        self._make(name)
+        self._open().restore(inner)
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+        self._inner = None
+
+
+class DomainRunLimits(RunLimits):
+    """Time-outs of the domains that have any, each by its own settings."""
+
+    def __init__(self, limits: Mapping[str, RunLimits]) -> None:
+        self._limits = limits
+
+    def limit_s(self, task: Task) -> float | None:
+        limits = self._limits.get(task.env)
+        return limits.limit_s(task) if limits else None
+
+    def learn(self, task: Task, result: StepResult) -> None:
+        if limits := self._limits.get(task.env):
+            limits.learn(task, result)
+
+    def state(self) -> dict[str, float]:
+        return {task: s for limits in self._limits.values() for task, s in limits.state().items()}
+
+    def restore(self, state: dict[str, float]) -> None:
+        for limits in self._limits.values():  # tasks of other domains are never asked for
+            limits.restore(state)
+
+
+def shared_out(total: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """`total` things in the proportion of `weights`, by largest remainders; of equal ones the first named is first."""
+    whole = sum(weights.values())
+    exact = {name: total * weight / whole for name, weight in weights.items()}
+    found = {name: math.floor(x + 1e-9) for name, x in exact.items()}
+    order = sorted(exact, key=lambda name: found[name] - exact[name])
+    for name in order[: total - sum(found.values())]:
+        found[name] += 1
+    return found

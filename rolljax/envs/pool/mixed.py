@@ -1,0 +1,87 @@
+"""The host pool of a mixture: a pool for each domain, behind the surface of one."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.mixture import Mixture
+from rolljax.envs.pool.pool import EnvPool, Episode, PoolStats
+from rolljax.envs.pool.settings import PoolConfig
+from rolljax.errors import InfraError
+from rolljax.threads.watchdog import Sleeper
+from rolljax.types import Task
+
+
+class MixedPool:
+    """A pool for the episodes of a mixture. Those of each domain run where its environment runs best, or where `cfg`
+    says; limits and the counting of faults are each domain's own.
+
+    cfg, spec: as of `EnvPool`.
+    """
+
+    def __init__(self, cfg: PoolConfig, spec: Mixture) -> None:
+        self.cfg, self.spec = cfg, spec
+        self._pools: dict[str, EnvPool] = {}
+        try:
+            for name, env in spec.specs.items():
+                self._pools[name] = EnvPool(cfg, env)
+        except BaseException:
+            self.close()
+            raise
+
+    async def open(self, task: Task) -> Episode:
+        """An episode of the task's domain; raises like `EnvPool.open`."""
+        inner = self.spec.inner(task)
+        try:
+            episode = await self._pools[task.env].open(inner)
+        except InfraError as e:
+            if e.stage == "pool":
+                raise InfraError(f"domain {task.env}: {e}", stage="pool") from e
+            raise
+        episode.domain = task.env
+        return episode
+
+    @property
+    def broken(self) -> str:
+        """Why one of the domains opens no more episodes; empty while all do."""
+        return next((f"domain {name}: {pool.broken}" for name, pool in self._pools.items() if pool.broken), "")
+
+    @property
+    def opens_at_once(self) -> bool:
+        """Whether opening an episode takes microseconds, whatever its domain is."""
+        return all(pool.opens_at_once for pool in self._pools.values())
+
+    @property
+    def inboxes(self) -> tuple[Sleeper, ...]:
+        """What threads of these pools wait for that wait without an end."""
+        return tuple(inbox for pool in self._pools.values() for inbox in pool.inboxes)
+
+    @property
+    def stats(self) -> PoolStats:
+        """The sums over all domains."""
+        every = [pool.stats for pool in self._pools.values()]
+        total: dict[str, object] = {}
+        for field in dataclasses.fields(PoolStats):
+            values = [getattr(stats, field.name) for stats in every]
+            if isinstance(values[0], Mapping):
+                total[field.name] = dict(sum(map(collections.Counter, values), collections.Counter()))
+            else:
+                total[field.name] = sum(values)
+        return PoolStats(**total)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Close every domain's pool."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+Pool = EnvPool | MixedPool
+"""A pool for the episodes of one environment, or of a mixture."""
+
+
+def open_pool(cfg: PoolConfig, spec: EnvSpec) -> Pool:
+    """The pool for the episodes of an environment."""
+    return MixedPool(cfg, spec) if isinstance(spec, Mixture) else EnvPool(cfg, spec)

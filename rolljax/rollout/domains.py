@@ -1,0 +1,160 @@
+"""What training does differently with each domain of a mixture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.mixture import Mixture
+from rolljax.errors import ConfigError, check_range
+from rolljax.rewards.base import RewardConfig
+from rolljax.rollout.filters import FilterConfig, filter_groups
+from rolljax.rollout.group_buffer import TailBatching
+from rolljax.rollout.mixture_rules import MixtureRule, MixtureShares, check_domains
+from rolljax.trainer.algorithms.base import Algorithm
+from rolljax.types import Group, SamplingParams, Trajectory
+
+
+class Phase(Protocol):
+    """What of a `recipe.Phase` concerns a mixture."""
+
+    @property
+    def mixture(self) -> MixtureRule | None: ...
+    @property
+    def tail_batching(self) -> TailBatching | None: ...
+    @property
+    def algorithm(self) -> Algorithm: ...
+    @property
+    def samples(self) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainSettings:
+    """How a domain's episodes are sampled, scored and chosen, where it is not as the phase or the recipe says. The
+    temperature is the phase's: the trainer's log-probs are taken at it.
+
+    max_answer_tok: most tokens of one answer, at most `Recipe.max_answer_tok` (0: that).
+    top_k, top_p, min_p: tokens left out of sampling in training; None: as the phase says.
+    filters: which of the domain's trajectories take part; None: `Recipe.filters`. Its `max_failed_frac` is of the
+      domain's own trajectories, and leaves out the domain's part of a step.
+    reward: what its episodes are worth; None: `Recipe.reward`, or what its environment says.
+    """
+
+    max_answer_tok: int = 0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    filters: FilterConfig | None = None
+    reward: RewardConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_range(self, "max_answer_tok", low=0)
+        if self.top_k is not None:
+            check_range(self, "top_k", low=0)
+        if self.top_p is not None:
+            check_range(self, "top_p", above=0, high=1)
+        if self.min_p is not None:
+            check_range(self, "min_p", low=0, below=1)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are left out of the sampling distribution of this domain."""
+        return (self.top_k or 0) > 0 or (self.top_p or 1.0) < 1 or (self.min_p or 0.0) > 0
+
+    def sampling(self, params: SamplingParams, *, in_training: bool) -> SamplingParams:
+        """How this domain is sampled where the others are sampled with `params`.
+
+        Args:
+          in_training: else only the length of answers is the domain's own.
+        """
+        changes: dict[str, float] = {"max_tokens": self.max_answer_tok} if self.max_answer_tok else {}
+        if in_training:
+            own = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p")}
+            changes |= {name: value for name, value in own.items() if value is not None}
+        return dataclasses.replace(params, **changes)  # type: ignore[arg-type]
+
+
+Domains = Mapping[str, DomainSettings]
+"""By the names of `Mixture.domains`; a domain that is not there has no settings of its own."""
+
+
+def filter_domains(groups: Sequence[Group], cfg: FilterConfig, domains: Domains) -> list[list[Trajectory]]:
+    """`filters.filter_groups` with each domain's own filter; groups in their order."""
+    own = {name: settings.filters for name, settings in domains.items() if settings.filters}
+    if not own:
+        return filter_groups(groups, cfg)
+    parts: dict[str, list[Group]] = {}
+    for group in groups:
+        parts.setdefault(group.task.env if group.task.env in own else "", []).append(group)
+    kept = [one for name, part in parts.items() for one in filter_groups(part, own.get(name) or cfg)]
+    order = {group.draw: i for i, group in enumerate(groups)}
+    return sorted(kept, key=lambda trajectories: order[trajectories[0].key.draw])
+
+
+def open_shares(env: EnvSpec, phase: Phase) -> MixtureShares | None:
+    """The shares of a phase; None where there is no mixture."""
+    return MixtureShares(env.weights, phase.mixture) if isinstance(env, Mixture) else None
+
+
+def check(env: EnvSpec, domains: Domains, phases: Sequence[Phase], max_answer_tok: int, *, agent: bool) -> None:
+    """Raise `ConfigError` for settings of domains that are not there, and for what mixtures cannot be combined with."""
+    names = tuple(env.specs)
+    if not isinstance(env, Mixture):
+        for phase in phases:
+            if phase.mixture is not None:
+                raise ConfigError(
+                    f"can have no effect: {env.name} is no mixture",
+                    setting="Phase.mixture",
+                    value=phase.mixture,
+                    remedy="leave it out, or set Recipe.env = @mixture.Mixture()",
+                )
+        if domains:
+            raise ConfigError(
+                f"can have no effect: {env.name} is no mixture",
+                setting="Recipe.domains",
+                value=list(domains),
+                remedy="leave it out, or set Recipe.env = @mixture.Mixture()",
+            )
+        return
+    check_domains("Recipe.domains", domains, names)
+    for settings in domains.values():
+        if settings.max_answer_tok > max_answer_tok:
+            raise ConfigError(
+                f"is more than Recipe.max_answer_tok = {max_answer_tok}",
+                setting="DomainSettings.max_answer_tok",
+                value=settings.max_answer_tok,
+                remedy="lower it, or raise Recipe.max_answer_tok",
+            )
+        if agent and (settings.truncates or settings.max_answer_tok):
+            raise ConfigError(
+                "samples by itself: the agent program asks for its answers as it likes",
+                setting="Recipe.domains",
+                value=settings,
+                remedy="leave out max_answer_tok, top_k, top_p and min_p",
+            )
+    for phase in phases:
+        _check_phase(phase, names)
+
+
+def _check_phase(phase: Phase, names: Sequence[str]) -> None:
+    if phase.tail_batching:
+        raise ConfigError(
+            "knows no domains: its long rounds train whatever was slow, so that shares could not be kept",
+            setting="Phase.tail_batching",
+            value=phase.tail_batching,
+            remedy="leave it out; async_ratio, or late = 'redraw' with spare_prompts, keep shares",
+        )
+    if phase.mixture is None:
+        return
+    phase.mixture.check(names)
+    needs = phase.algorithm.needs()
+    if phase.mixture.measure_every and (phase.samples or needs.divergence is None):
+        raise ConfigError(
+            f"compares a student with its teacher on gold answers, and {type(phase.algorithm).__name__} has no such "
+            "teacher",
+            setting="Phase.mixture",
+            value=phase.mixture,
+            remedy="use it with distill.Distill",
+        )

@@ -1,0 +1,260 @@
+"""How the shares of a mixture's domains come about: by step, by how well they go, or learned.
+
+A `MixtureRule` is a setting (`Phase.mixture`); without one the shares are the domains' weights. What it learned stands
+in a memory of plain JSON, which checkpoints keep. Whatever a rule does, `shares.StepPlan` gives whole groups.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from rolljax.errors import ConfigError, check_range
+from rolljax.rollout.shares import Shares, normalised
+from rolljax.trainer.paper import Stated
+from rolljax.types import Group
+
+Memory = Mapping[str, Any]
+"""What a rule has learned, as JSON; empty at the beginning of a phase."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexities:
+    """Of one domain's validation set: exp of the mean cross-entropy of its gold tokens."""
+
+    student: float
+    teacher: float
+
+
+class MixtureRule(abc.ABC):
+    """Settings of a rule. Subclasses are frozen dataclasses."""
+
+    @property
+    def measure_every(self) -> int:
+        """Steps between two looks at perplexities, the first of them before the phase's first step (0: none)."""
+        return 0
+
+    @property
+    def validation(self) -> int:
+        """Tasks of each domain that perplexities are taken of."""
+        return 0
+
+    def check(self, names: Sequence[str]) -> None:  # noqa: B027  # most work with any
+        """Raise `ConfigError` if this rule cannot work with these domains."""
+
+    @abc.abstractmethod
+    def shares(self, weights: Shares, step: int, memory: Memory) -> Shares:
+        """Shares of step `step` of the phase.
+
+        Args:
+          weights: of the domains, adding up to 1.
+        """
+
+    def learn(self, weights: Shares, memory: Memory, outcomes: Mapping[str, Sequence[bool]]) -> Memory:
+        """What is known behind a step.
+
+        Args:
+          outcomes: by domain whether each of the step's trajectories that did not fail solved its task.
+        """
+        return memory
+
+    def measured(self, weights: Shares, memory: Memory, found: Mapping[str, Perplexities]) -> Memory:
+        """What is known with new perplexities."""
+        return memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled(MixtureRule):
+    """Weights by step.
+
+    at: by step of the phase the weights of all domains from there on; step 0 must be among them.
+    between: what holds between two of these steps. step: the earlier one; linear: the straight line to the next.
+    """
+
+    at: Mapping[int, Mapping[str, float]]
+    between: Literal["step", "linear"] = "linear"
+
+    def __post_init__(self) -> None:
+        if 0 not in self.at or min(self.at) < 0:
+            raise ConfigError(
+                "does not say what holds from step 0 on",
+                setting="Scheduled.at",
+                value=dict(self.at),
+                remedy="{0: {'math': 0.9, 'code': 0.1}, 100: {'math': 0.5, 'code': 0.5}}",
+            )
+
+    def check(self, names: Sequence[str]) -> None:
+        for step, weights in self.at.items():
+            check_domains("Scheduled.at", weights, names)
+            if missing := [name for name in names if name not in weights]:
+                raise ConfigError(
+                    f"says nothing of {', '.join(missing)} at step {step}",
+                    setting="Scheduled.at",
+                    value=dict(weights),
+                    remedy="give every domain a weight; 0 leaves it out",
+                )
+            normalised(weights)
+
+    def shares(self, weights: Shares, step: int, memory: Memory) -> Shares:
+        before = max(s for s in self.at if s <= step)
+        after = min((s for s in self.at if s > step), default=None)
+        first = normalised(self.at[before])
+        if after is None or self.between == "step":
+            return {name: first[name] for name in weights}
+        last, done = normalised(self.at[after]), (step - before) / (after - before)
+        return normalised({name: (1 - done) * first[name] + done * last[name] for name in weights})
+
+
+@dataclasses.dataclass(frozen=True)
+class Curriculum(MixtureRule):
+    """More of the domains whose tasks are neither too hard nor too easy: a domain's weight counts by how near its pass
+    rate is to a target.
+
+    target: pass rate that is wanted. width: a domain whose pass rate is so far from it counts e^-1/2.
+    floor: share of a step that goes by the weights whatever the pass rates are, so that no domain starves.
+    memory: share of the old mean in a domain's running pass rate; a domain that was not seen yet counts in full.
+    """
+
+    target: float = 0.5
+    width: float = 0.2
+    floor: float = 0.3
+    memory: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_range(self, "target", low=0, high=1)
+        check_range(self, "width", above=0)
+        check_range(self, "floor", above=0, high=1, remedy="without a floor a domain that is left out never comes back")
+        check_range(self, "memory", low=0, below=1)
+
+    def shares(self, weights: Shares, step: int, memory: Memory) -> Shares:
+        score = {
+            name: weight * math.exp(-0.5 * ((memory.get(name, self.target) - self.target) / self.width) ** 2)
+            for name, weight in weights.items()
+        }
+        whole = math.fsum(score.values())
+        if whole < 1e-9:
+            return weights
+        return {name: self.floor * weights[name] + (1 - self.floor) * score[name] / whole for name in weights}
+
+    def learn(self, weights: Shares, memory: Memory, outcomes: Mapping[str, Sequence[bool]]) -> Memory:
+        now = {name: sum(solved) / len(solved) for name, solved in outcomes.items() if solved}
+        mean = {
+            name: rate if name not in memory else self.memory * memory[name] + (1 - self.memory) * rate
+            for name, rate in now.items()
+        }
+        return {**memory, **mean}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ddk(MixtureRule):
+    """DDK (arXiv 2407.16154): while a student is distilled, more of the domains where it lags behind its teacher most.
+
+    Every so many steps both models' perplexities `l` are taken on the same held-out tasks of each of the N domains. The
+    first shares are `softmax(l_student / l_teacher)`; later ones `r <- a psi / sum psi + (1 - a) / N` with
+    `psi = r exp(l_student / l_teacher)`. The domains' own weights say nothing here.
+
+    every: steps between two measurements. tasks: of each domain that they are taken of. smoothing: a above.
+    max_ratio: a larger ratio counts as this one (the paper: none; e^ratio overflows).
+    """
+
+    every: int = 1000
+    tasks: int = 500
+    smoothing: float = 0.5
+    max_ratio: float = 10.0
+
+    paper: ClassVar[Mapping[str, Stated]] = {
+        "every": Stated(1000, "arXiv 2407.16154, section 4.1: the distillation interval"),
+        "tasks": Stated(500, "arXiv 2407.16154, section 4.1: samples of each domain's validation set"),
+        "smoothing": Stated(0.5, "arXiv 2407.16154, section 4.1: alpha"),
+    }
+
+    def __post_init__(self) -> None:
+        check_range(self, "every", "tasks", low=1)
+        check_range(self, "smoothing", above=0, below=1, remedy="0.5 is usual; 1 lets domains starve")
+        check_range(self, "max_ratio", above=1)
+
+    @property
+    def measure_every(self) -> int:
+        return self.every
+
+    @property
+    def validation(self) -> int:
+        return self.tasks
+
+    def shares(self, weights: Shares, step: int, memory: Memory) -> Shares:
+        return {name: memory["shares"][name] for name in weights}
+
+    def measured(self, weights: Shares, memory: Memory, found: Mapping[str, Perplexities]) -> Memory:
+        ratios = {name: found[name].student / found[name].teacher for name in weights}
+        gain = {name: math.exp(min(ratio, self.max_ratio)) for name, ratio in ratios.items()}
+        if not memory:
+            return {"shares": normalised(gain), "ratios": ratios}
+        psi = normalised({name: memory["shares"][name] * gain[name] for name in weights})
+        even = (1 - self.smoothing) / len(weights)
+        return {"shares": {name: self.smoothing * psi[name] + even for name in weights}, "ratios": ratios}
+
+
+class MixtureShares:
+    """The shares of a phase: a rule and what it has learned.
+
+    Args:
+      weights: of the domains. rule: None: the weights stay.
+    """
+
+    def __init__(self, weights: Mapping[str, float], rule: MixtureRule | None) -> None:
+        self._weights, self._rule = normalised(weights), rule
+        self._memory: Memory = {}
+        self._measured_at = -1
+
+    def shares(self, step: int) -> Shares:
+        """Those of a step of the phase, as they are now."""
+        if self._rule is None:
+            return self._weights
+        return self._rule.shares(self._weights, step, self._memory)
+
+    def asks(self, step: int) -> int:
+        """Tasks of each domain whose perplexities the rule asks for before `step` begins; 0: it asks for none."""
+        every = self._rule.measure_every if self._rule else 0
+        return self._rule.validation if self._rule and every and step % every == 0 and step > self._measured_at else 0
+
+    def measured(self, step: int, found: Mapping[str, Perplexities]) -> None:
+        """Take in the perplexities that were asked for."""
+        assert self._rule is not None
+        self._memory, self._measured_at = self._rule.measured(self._weights, self._memory, found), step
+
+    def learn(self, groups: Sequence[Group]) -> None:
+        """Take in how a step's groups went."""
+        outcomes: dict[str, list[bool]] = {name: [] for name in self._weights}
+        for group in groups:
+            outcomes[group.task.env] += [t.success for t in group.trajectories if t.status != "failed"]
+        if self._rule is not None:
+            self._memory = self._rule.learn(self._weights, self._memory, outcomes)
+
+    def row(self, step: int) -> dict[str, float]:
+        """Metrics: the shares of a step, and the ratios of perplexities where a rule measures them."""
+        row = {f"domain/{name}/share_frac": share for name, share in self.shares(step).items()}
+        ratios = self._memory.get("ratios", {})
+        return row | {f"domain/{name}/perplexity_ratio": ratio for name, ratio in ratios.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs, as JSON."""
+        return {"memory": dict(self._memory), "measured_at": self._measured_at}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._memory, self._measured_at = dict(state["memory"]), state["measured_at"]
+
+
+def check_domains(setting: str, names: Sequence[str] | Mapping[str, object], known: Sequence[str]) -> None:
+    """Raise `ConfigError` if a name is not that of a domain of the run."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"names {name!r}, which is no domain of this run",
+                setting=setting,
+                value=list(names),
+                remedy=f"its domains are {', '.join(known)}",
+            )
