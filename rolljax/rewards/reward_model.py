@@ -92,28 +92,33 @@ class RewardModelScore(RewardConfig):
                 remedy="start one process, or put the model behind a server",
             )
         mesh = self.mesh.build()
+        self.check(around)
         if self.path and hf.is_classifier(self.path):
             reads = _template_reader(self.path, around)
             return ModelScorer(self, mesh, reads, lambda: self._of_folder(mesh), -1)
-        if self.path and (Path(self.path) / "config.json").is_file():
-            raise ConfigError(
-                "is a Hugging Face folder, but of no sequence classifier",
-                setting="RewardModelScore.path",
-                value=self.path,
-                remedy="name one whose config.json has an architecture like Qwen3ForSequenceClassification",
-            )
         trained = around.trained
-        if trained is None:
-            raise ConfigError("can be used in a run only", setting="RewardModelScore", value=self.phase or self.path)
-        if self.path and not (Path(self.path) / "config.gin").is_file():
+        since = trained.check(self.phase, self.path) if trained else -1
+
+        def load() -> TrainedValue:
+            assert trained is not None
+            return trained.load(mesh, self.phase, self.path)
+
+        return ModelScorer(self, mesh, _before_closing, load, since)
+
+    def check(self, around: Surroundings) -> None:
+        if self.path and hf.is_classifier(self.path):
+            hf.read_value_config(self.path)
+        elif self.path and not (Path(self.path) / "config.gin").is_file():
+            is_folder = (Path(self.path) / "config.json").is_file()
             raise ConfigError(
-                "is neither a run folder nor a Hugging Face folder",
+                "is a Hugging Face folder of no sequence classifier" if is_folder else "is neither kind of folder",
                 setting="RewardModelScore.path",
                 value=self.path,
-                remedy=folder_remedy(self.path),
+                remedy="name a run folder, or a folder whose config.json has an architecture like "
+                "Qwen3ForSequenceClassification; " + folder_remedy(self.path),
             )
-        since = trained.check(self.phase, self.path)
-        return ModelScorer(self, mesh, _before_closing, lambda: trained.load(mesh, self.phase, self.path), since)
+        elif around.trained is not None:
+            around.trained.check(self.phase, self.path)
 
     def _of_folder(self, mesh: Mesh) -> TrainedValue:
         dtype = self.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
@@ -147,7 +152,8 @@ class ModelScorer:
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
         stream, gold = trajectory.key.stream, {GOLD: trajectory.reward}
         if stream == EVAL_STREAM and self._cfg.heldout == "environment" or stream <= self._since:
-            return Reward(trajectory.reward, gold)
+            by_turn = tuple(turn.reward for turn in trajectory.turns)
+            return Reward(trajectory.reward, gold, by_turn=by_turn)
         if not trajectory.turns:
             raise EnvError("an episode without an answer", stage="reward")
         self._counts["calls"] += 1

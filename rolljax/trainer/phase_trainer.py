@@ -286,13 +286,9 @@ class PhaseTrainer:
 
     @functools.cached_property
     def value_model(self) -> ValueModel:
-        """What every critic is: of a shape of its own, all of its weights are trained; of the policy's, what is trained
-        of the policy."""
+        """What every critic is."""
         assert self.critic is not None
-        shape = self.critic.model
-        if isinstance(shape, DecoderConfig):
-            return ValueModel(dataclasses.replace(self.model.plain, cfg=shape))
-        return ValueModel(self.model)
+        return self.critic.value_model(self.model)
 
     @functools.cached_property
     def states(self) -> StateBuilder:

@@ -160,10 +160,10 @@ def test_folders_that_are_no_reward_model_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=message):
             RewardModelScore(**settings)
     make_folder(tmp_path / "decoder")
-    with pytest.raises(ConfigError, match="no sequence classifier"):
+    with pytest.raises(ConfigError, match="of no sequence classifier"):
         RewardModelScore(path=str(tmp_path / "decoder")).open(around)
     classifier(tmp_path / "three", labels=3)
     with pytest.raises(CheckpointError, match="3 labels"):
         hf.read_value_config(tmp_path / "three")
-    with pytest.raises(ConfigError, match="in a run only"):
-        RewardModelScore(phase="reward_model").open(around)
+    with pytest.raises(ConfigError, match="neither kind of folder"):
+        RewardModelScore(path=str(tmp_path)).check(around)
