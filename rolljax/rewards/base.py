@@ -79,8 +79,8 @@ class Surroundings:
     """What a reward may look at when it is opened.
 
     env: whose tasks are scored: it knows the recorded answers. seed: of the run. cache_dir: a folder where verdicts may
-      be kept for a run that goes on; empty: nowhere. chat: the policy's tokenizer. trained: reward models of runs; None:
-      this is no run.
+      be kept for a run that goes on; empty: nowhere. chat: the policy's tokenizer. trained: reward models of runs;
+      None: this is no run.
     """
 
     env: EnvSpec

@@ -87,7 +87,7 @@ class RewardModelScore(RewardConfig):
     def open(self, around: Surroundings) -> ModelScorer:
         if jax.process_count() > 1:
             raise ConfigError(
-                f"is not possible in a run of {jax.process_count()} processes: one of them scores, with its devices alone",
+                f"is not possible in a run of {jax.process_count()} processes: one scores, with its devices alone",
                 setting="RewardModelScore",
                 remedy="start one process, or put the model behind a server",
             )

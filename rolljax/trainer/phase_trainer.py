@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from rolljax.errors import TrainerError
 from rolljax.metrics import NAMES, reduce_parts
-from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.model.decoder import Model, Params
 from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
 from rolljax.trainer.algorithms.base import Algorithm, Carry
