@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 
 from rolljax.envs.games.frozen_lake import FrozenLake
@@ -18,7 +17,8 @@ from rolljax.rewards.scoring import Scoring, open_scoring, rewarded
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import GoldPolicy
 from rolljax.trainer.credit.episodes import Episodes
-from rolljax.types import Group, Key, Task, Trajectory, Turn
+from rolljax.types import Group
+from tests.synthetic_rewards import episode
 
 LAKE = FrozenLake(size=3, max_turns=8)
 AROUND = Surroundings(LAKE)
@@ -59,19 +59,6 @@ class FixedScorer:
 
     async def close(self):
         self.closed = True
-
-
-def episode(*rewards, env="frozen_lake", status="ok", success=False, texts=None):
-    """A trajectory whose turns have these rewards."""
-    ids = np.arange(3, dtype=np.int32)
-    texts = texts or ["left"] * len(rewards)
-    turns = tuple(
-        Turn(ids, ids, ids.astype(np.float32), ids * 0, "stop", r, t) for r, t in zip(rewards, texts, strict=True)
-    )
-    total = 0.0
-    for r in rewards:
-        total += r
-    return Trajectory(Key(0, 0, 0), Task(env, 0, "x"), turns, total, {"own": total}, success, status)
 
 
 def scored(reward, trajectory, **settings):
