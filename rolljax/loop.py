@@ -42,6 +42,7 @@ from rolljax.run.progress import ALL_STEPS, RunProgress
 from rolljax.run.protocols import LoopRecorder, LoopRuntime, StepSource, TaskSource
 from rolljax.run.recorder import Recorder
 from rolljax.run.replay import RunLog, open_rollouts
+from rolljax.run.reward_models import TrainedRewardModels
 from rolljax.run.runtime import Runtime
 from rolljax.run.step_metrics import (
     StepTimer,
@@ -95,7 +96,14 @@ def train(
     with (
         tracking(recipe, folder, progress.total_steps, console.warn) as recorder.trackers,
         Runtime(
-            preflight, trainer.weights, progress.version, should_stop, team, watchdog, str(folder.path / VERDICTS)
+            preflight,
+            trainer.weights,
+            progress.version,
+            should_stop,
+            team,
+            watchdog,
+            str(folder.path / VERDICTS),
+            TrainedRewardModels(preflight, folder),
         ) as runtime,
     ):
         try:

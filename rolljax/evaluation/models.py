@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -17,6 +16,7 @@ from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.model import hf
 from rolljax.model.decoder import Dtype, Params
+from rolljax.model.files import folder_digest
 from rolljax.model.folder import folder_remedy
 from rolljax.recipe import Phase, Recipe
 from rolljax.rewards.scoring import Scoring
@@ -34,8 +34,6 @@ from rolljax.types import SamplingParams
 
 MAX_CONTEXT = 4096
 """Context of a model folder that allows more, unless one asks for it."""
-HEAD_BYTES = 1 << 20
-"""Of every file of weights, that tell one model from another."""
 
 
 class EvaluatedModel(Protocol):
@@ -163,7 +161,7 @@ def of_folder(recipe: Recipe) -> LocalModel:
     """The model that a recipe names with `Recipe.model`, a Hugging Face folder, as it is before training."""
     resolved = resolve(recipe)
     folder = Path(str(recipe.model)).resolve()
-    identity = {"kind": "folder", "path": str(folder), "digest": _digest(folder), **_precision(recipe)}
+    identity = {"kind": "folder", "path": str(folder), "digest": folder_digest(folder), **_precision(recipe)}
     return LocalModel(resolved, initial_params(resolved), folder.name, identity)
 
 
@@ -207,12 +205,3 @@ def with_context(recipe: Recipe, max_context: int | None) -> Recipe:
 def _precision(recipe: Recipe) -> dict[str, Any]:
     """Settings that change what a model answers."""
     return {"dtype": recipe.dtype, "max_context": recipe.sampler.max_context}
-
-
-def _digest(folder: Path) -> str:
-    """Of a folder's config and of the first bytes of its weights, in hexadecimal."""
-    found = hashlib.sha256()
-    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
-        with open(path, "rb") as f:
-            found.update(f"{path.name} {path.stat().st_size}\n".encode() + f.read(HEAD_BYTES))
-    return found.hexdigest()[:32]

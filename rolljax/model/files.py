@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import shutil
@@ -14,6 +15,8 @@ from rolljax.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 * 2**20
 """Most bytes of a file of JSON; the index of a model of 10^6 tensors has a third of that."""
+HEAD_BYTES = 1 << 20
+"""Of every file of weights, that tell one model from another."""
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -105,3 +108,12 @@ def byte_bar(what: str, total: int, *, shown: bool = True) -> Iterator[Callable[
     with Progress(*columns, text, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def folder_digest(folder: Path) -> str:
+    """Of a model folder's config and of the first bytes of its weights, in hexadecimal: tells models apart."""
+    found = hashlib.sha256()
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        with open(path, "rb") as f:
+            found.update(f"{path.name} {path.stat().st_size}\n".encode() + f.read(HEAD_BYTES))
+    return found.hexdigest()[:32]

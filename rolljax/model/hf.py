@@ -30,10 +30,13 @@ from rolljax.model.files import byte_bar, copied, inside, read_json
 from rolljax.model.folder import Folder, Multimodal, Transform, folder_remedy, same
 from rolljax.model.shards import DTYPES, Planned, Shards, listed
 from rolljax.model.tokenizer import save_tokenizer
+from rolljax.model.value import ValueModel
 
 INDEX, WEIGHTS = shards.INDEX.format("model"), shards.WEIGHTS.format("model")
 GENERATION = "generation_config.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+CLASSIFIER = "ForSequenceClassification"
+"""How architectures end that have a head of labels instead of a vocabulary."""
 MAX_MISSING = 10_000
 """Most missing tensors before the search ends."""
 MAX_SHARD_BYTES = 5 * 10**9
@@ -53,8 +56,36 @@ def read_config(folder: str | Path) -> DecoderConfig:
         raise CheckpointError(f"{raw.path} describes no model: {e}") from e
 
 
-def _described(folder: Path) -> tuple[type[DecoderConfig], Folder, Multimodal | None]:
-    """The family that reads a folder, its `config.json` in full, and how it is wrapped."""
+def is_classifier(folder: str | Path) -> bool:
+    """Whether a folder says that it holds a sequence classifier."""
+    path = inside(Path(folder), "config.json")
+    named = read_json(path, "JSON that describes a model").get("architectures") if path.is_file() else None
+    return isinstance(named, list) and bool(named) and str(named[0]).endswith(CLASSIFIER)
+
+
+def read_value_config(folder: str | Path) -> DecoderConfig:
+    """The shape of the decoder in a folder of a sequence classifier with one label, as reward models are; it has no
+    head, so that its embedding counts as one.
+
+    Raises:
+      CheckpointError: as `read_config`, or it is no classifier, or has another number of labels.
+    """
+    family, raw, _ = _described(Path(folder), classifier=True)
+    named = raw.table("id2label", {}).fields
+    labels = len(named) if named else raw.count("num_labels", 2)
+    if labels != 1:
+        raise CheckpointError(f"{raw.path} has {labels} labels; a reward model has one")
+    try:
+        return dataclasses.replace(family.from_folder(raw), tie_embeddings=True)
+    except ConfigError as e:  # a shape that cannot be
+        raise CheckpointError(f"{raw.path} describes no model: {e}") from e
+
+
+def _described(folder: Path, *, classifier: bool = False) -> tuple[type[DecoderConfig], Folder, Multimodal | None]:
+    """The family that reads a folder, its `config.json` in full, and how it is wrapped.
+
+    classifier: the folder is one of a sequence classifier, whose architecture is named after that of the decoder.
+    """
     path = inside(folder, "config.json")
     if not path.is_file():
         no_folder = f"{folder} is not a Hugging Face model folder: it has no config.json"
@@ -65,6 +96,10 @@ def _described(folder: Path) -> tuple[type[DecoderConfig], Folder, Multimodal | 
     if not isinstance(named, list) or not isinstance(named[0], str):
         raise CheckpointError(f"{path}: architectures is not a list of names")
     found = named[0]
+    if classifier:
+        if not found.endswith(CLASSIFIER):
+            raise CheckpointError(f"{path}: architecture {found} is no sequence classifier")
+        found = found.removesuffix(CLASSIFIER).removesuffix("Text") + "ForCausalLM"
     if found not in families:
         names = sorted(name for name in families if name[0].isupper())
         raise CheckpointError(f"{path}: architecture {found} is not known; known: {', '.join(names)}")
@@ -120,7 +155,9 @@ def entries(cfg: DecoderConfig) -> Iterator[Entry]:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def load(folder: str | Path, model: Model, shardings: Params, *, computed: bool = False) -> Params:
+def load(
+    folder: str | Path, model: Model, shardings: Params, *, computed: bool = False, beside: tuple[str, ...] = ()
+) -> Params:
     """Parameters of a folder as device arrays in their shardings; those of the plain decoder, whatever its adapters.
 
     On the host there is no more at a time than a layer's part of a parameter (or an embedding) that one device wants,
@@ -128,13 +165,14 @@ def load(folder: str | Path, model: Model, shardings: Params, *, computed: bool 
 
     Args:
       computed: matrices in the model's compute dtype, as `Model.computed` makes them; else all is float32.
+      beside: names of tensors that may stand there and are left alone.
 
     Raises:
       CheckpointError: unreadable files, or the names of all tensors that are missing, unknown, no floats, or of another
         shape than `config.json` says.
     """
     model, like = model.plain, model.plain.abstract()
-    stored, expected = _audited(folder, model, like)
+    stored, expected = _audited(folder, model, like, beside)
     head = stored.tensors.get(HEAD)
     if model.cfg.tie_embeddings and head and not stored.equal(HEAD, EMBEDDING):
         raise CheckpointError(
@@ -155,6 +193,24 @@ def load(folder: str | Path, model: Model, shardings: Params, *, computed: bool 
     return params
 
 
+def load_value(folder: str | Path, model: ValueModel, shardings: Params) -> Params:
+    """Parameters of a sequence classifier with one label, matrices in the model's compute dtype; `shardings` are those
+    of `model.abstract()`. Its head has no bias.
+
+    Raises:
+      CheckpointError: as `load`.
+    """
+    trunk = load(folder, model.trunk, shardings["trunk"], computed=True, beside=(SCORE,))
+    stored = Shards(folder)
+    head, width = stored.tensors.get(SCORE), model.trunk.cfg.hidden_size
+    if head is None or head.shape != (1, width) or head.dtype not in DTYPES:
+        there = "nothing" if head is None else f"{list(head.shape)} {head.dtype}"
+        raise CheckpointError(f"{folder}: {SCORE} is {there}, not [1, {width}]")
+    w = np.asarray(stored.copy(stored.view(SCORE), SCORE)[0], np.float32)
+    value = {"w": w, "b": np.zeros((), np.float32)}
+    return {"trunk": trunk, "value": jax.device_put(value, shardings["value"])}
+
+
 def check(folder: str | Path, model: Model) -> tuple[int, int]:
     """Whether `load` will find every tensor, from the files' headers alone; returns how many tensors and bytes.
 
@@ -165,10 +221,12 @@ def check(folder: str | Path, model: Model) -> tuple[int, int]:
     return len(expected), sum(stored.tensors[entry.name].nbytes for entry in expected)
 
 
-def _audited(folder: str | Path, model: Model, like: Params) -> tuple[Shards, list[Entry]]:
+def _audited(
+    folder: str | Path, model: Model, like: Params, beside: tuple[str, ...] = ()
+) -> tuple[Shards, list[Entry]]:
     """The tensors of a folder that are the model's, and what each of them is."""
     stored = Shards(folder)
-    if multimodal := _described(stored.folder)[2]:
+    if multimodal := _described(stored.folder, classifier=SCORE in beside)[2]:
         names = {multimodal.name(theirs): theirs for theirs in stored.tensors}
         stored.tensors = {name: stored.tensors[theirs] for name, theirs in names.items() if name is not None}
     left, expected, wrong = dict(stored.tensors), [], []
@@ -188,6 +246,8 @@ def _audited(folder: str | Path, model: Model, like: Params) -> tuple[Shards, li
             wrong.append(f"dtype: {entry.name} is {have.dtype}, not one of {', '.join(DTYPES)}")
     if model.cfg.tie_embeddings:  # some folders hold a tied head as well
         left.pop(HEAD, None)
+    for name in beside:
+        left.pop(name, None)
     wrong += [f"unknown: {name}" for name in left]
     if wrong:
         raise CheckpointError(f"{stored.folder} does not hold the model its config.json describes:\n  {listed(wrong)}")

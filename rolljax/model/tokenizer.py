@@ -156,7 +156,7 @@ class Chat:
     def stop_ids(self) -> tuple[int, ...]:
         """Token ids that end an answer: the tokenizer's eos and what the template closes an assistant message with."""
         ids = {self.tokenizer.eos_token_id}
-        closing = self._closing
+        closing = self.closing_ids
         if closing:
             ids.add(closing[0])
         return tuple(sorted(i for i in ids if i is not None))
@@ -169,9 +169,13 @@ class Chat:
     def _prompt_ids(self, messages: tuple[Message, ...]) -> np.ndarray:
         return self._encode(messages, generate=True)
 
+    def complete_ids(self, messages: Sequence[Message]) -> np.ndarray:
+        """Ids of a conversation as the template writes it, its last answer closed, `[T]` int32."""
+        return self._encode(messages, generate=False)
+
     def answer_ids(self, text: str) -> np.ndarray:
         """Ids of an answer and the token that closes it, as a policy would have sampled them, `[T]` int32."""
-        closing = self._closing
+        closing = self.closing_ids
         end = closing[0] if closing else self.tokenizer.eos_token_id
         parts = re.split(f"({self._specials.pattern})", text)
         ids = [i for part in parts if part for i in self.vocabulary.encode_plain(part, self.vocabulary.specials)]
@@ -183,7 +187,7 @@ class Chat:
         Args:
           closed: whether the sampled tokens ended with the closing token (else it is added here).
         """
-        closing, head = self._closing, self._base_ids
+        closing, head = self.closing_ids, self._base_ids
         extended = self._encode([*_BASE, *messages], generate=True)
         if not np.array_equal(extended[: len(head)], head):
             raise ConfigError(
@@ -204,7 +208,7 @@ class Chat:
         return self.vocabulary.text(ids, behind)
 
     @functools.cached_property
-    def _closing(self) -> list[int]:
+    def closing_ids(self) -> list[int]:
         """Tokens that the template writes after the text of an assistant message ("<|im_end|>\\n" for Qwen)."""
         ids = list(self._base_ids)
         opened = list(self._encode(_BASE[:1], generate=True))

@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 from rolljax.types import Task, Trajectory
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from rolljax.envs.base import EnvSpec
+    from rolljax.model.tokenizer import Chat
+    from rolljax.rewards.row_scores import TrainedValue
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,17 +56,38 @@ class Scorer(Protocol):
         """Let go of what it holds."""
 
 
+class TrainedModels(Protocol):
+    """Reward models that runs have trained."""
+
+    def check(self, phase: str, run: str) -> int:
+        """The index of a phase of this run that trains a reward model; -1 of a finished `run`.
+
+        Raises:
+          ConfigError: there is no such phase, or that run has trained none.
+        """
+
+    def load(self, mesh: Mesh, phase: str, run: str) -> TrainedValue:
+        """The reward model of a phase of this run, as it was when the phase ended, or of a finished `run`.
+
+        Raises:
+          CheckpointError: it is not there, or damaged.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
     """What a reward may look at when it is opened.
 
     env: whose tasks are scored: it knows the recorded answers. seed: of the run. cache_dir: a folder where verdicts may
-      be kept for a run that goes on; empty: nowhere.
+      be kept for a run that goes on; empty: nowhere. chat: the policy's tokenizer. trained: reward models of runs;
+      None: this is no run.
     """
 
     env: EnvSpec
     seed: int = 0
     cache_dir: str = ""
+    chat: Chat | None = None
+    trained: TrainedModels | None = None
 
 
 class RewardConfig(abc.ABC):

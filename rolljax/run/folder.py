@@ -8,6 +8,7 @@ consumed.jsonl        per step the draws it trained, and what became of the othe
 rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
 rollouts/heldout_NAME.jsonl  the same of held-out tasks, at the start and behind every phase
 ckpt/                 checkpoints (Orbax)
+reward_models/PHASE/  the reward model of a phase that has trained one and is over (Orbax)
 hf/                   the result as a Hugging Face folder, with a model card
 curves.png            reward and health over steps
 summary.json          held-out reward at each phase border, steps, wall seconds, stop reason; of a run that is complete
@@ -244,6 +245,10 @@ class RunFolder:
     def phase_start(self, phase: str) -> Path:
         """Where the weights that a phase began with are kept, if its algorithm refers to them."""
         return self.path / "phase_start" / phase
+
+    def reward_model(self, phase: str) -> Path:
+        """Where the reward model is kept that a phase has trained."""
+        return self.path / "reward_models" / phase
 
     @functools.cached_property
     def checkpoints(self) -> Checkpoints:

@@ -20,8 +20,10 @@ import rolljax
 from rolljax.errors import ConfigError
 from rolljax.model import hf
 from rolljax.recipe import Phase
+from rolljax.rewards.base import Surroundings
 from rolljax.run import reference_policies, tracking
 from rolljax.run.preflight import ResolvedRecipe
+from rolljax.run.reward_models import TrainedRewardModels
 from rolljax.run.trainer import make_trainer
 from rolljax.trainer import masked
 from rolljax.trainer.algorithms.base import Algorithm, Needs, PolicyOutputs, TokenLoss
@@ -47,6 +49,9 @@ def check(resolved: ResolvedRecipe) -> list[str]:
     """
     reference_policies.check(resolved)
     tracking.check(resolved.recipe.trackers)
+    if resolved.recipe.reward:
+        seen = Surroundings(resolved.recipe.env, resolved.recipe.seed, trained=TrainedRewardModels(resolved))
+        resolved.recipe.reward.check(seen)
     folders = [resolved.recipe.model] if isinstance(resolved.recipe.model, str) else []
     folders += [
         s for p in resolved.recipe.phases for s in p.algorithm.needs().references if s not in reference_policies.OWN

@@ -15,7 +15,7 @@ from rolljax.errors import HangError
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Params
 from rolljax.recipe import Phase
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import Surroundings, TrainedModels
 from rolljax.rollout.barrier import Tally
 from rolljax.rollout.domain_rewards import open_rewards
 from rolljax.rollout.episodes import Rollouts
@@ -53,7 +53,7 @@ class Runtime:
       weights: the policy's weights now, as `Model.bind` takes them; the sampler starts with them, as version `version`.
       should_stop: asked while waiting; True ends the wait with `Stopped`. team: the processes of the run.
       watchdog: looks after them while they are open, and reports what hung.
-      verdicts: a folder where rewards may keep what they were told; empty: nowhere.
+      verdicts: a folder where rewards may keep what they were told; empty: nowhere. trained: reward models of runs.
     """
 
     def __init__(
@@ -65,9 +65,10 @@ class Runtime:
         team: SingleProcess | Leader = SINGLE_PROCESS,
         watchdog: Watchdog | None = None,
         verdicts: str = "",
+        trained: TrainedModels | None = None,
     ) -> None:
         self.preflight, self.recipe = preflight, preflight.recipe
-        around = Surroundings(self.recipe.env, self.recipe.seed, verdicts)
+        around = Surroundings(self.recipe.env, self.recipe.seed, verdicts, preflight.chat, trained)
         self.scoring = open_rewards(self.recipe.reward, self.recipe.domains, around, self.recipe.wait_s)
         self.watchdog, self._tally, self._should_stop = watchdog or Watchdog(), Tally(), should_stop
         worker, self._channel = share_sampler(preflight, weights, team)

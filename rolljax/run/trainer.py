@@ -13,7 +13,7 @@ from rolljax.model import hf
 from rolljax.model.decoder import Params
 from rolljax.model.lora import Base
 from rolljax.rollout.mixture_rules import Perplexities
-from rolljax.run import durable, reference_policies
+from rolljax.run import durable, reference_policies, reward_models
 from rolljax.run.checkpoint import Saved
 from rolljax.run.folder import RunFolder
 from rolljax.run.initial_weights import base_weights, plain_params, start_params
@@ -94,6 +94,7 @@ class LocalTrainer:
         self._resolved, self._folder, self._tokenizer = resolved, folder, tokenizer
         self._phase_trainer: PhaseTrainer | None = None
         self._state: TrainState | None = None
+        self._phase, self._carry = 0, dict[str, float]()
 
     @functools.cached_property
     def _base(self) -> Base | None:
@@ -111,7 +112,8 @@ class LocalTrainer:
         return self._state
 
     def open_phase(self, progress: RunProgress) -> None:
-        base = self._base
+        self._keep_reward_model()
+        base, self._phase, self._carry = self._base, progress.phase, {}
         params = start_params(self._resolved) if self._state is None else self._state.params
         critics = None if self._state is None else self._state.critics
         references = reference_policies.load(self._resolved, progress.phase, self._folder, params, base, begins=True)
@@ -120,6 +122,7 @@ class LocalTrainer:
 
     def restore(self, saved: Saved) -> None:
         progress, base = saved.progress, self._base
+        self._phase, self._carry = progress.phase, dict(progress.carry)
         trainer = make_trainer(self._resolved, progress.phase, {}, base)
         self._state = self._folder.checkpoints.state(saved.name, trainer.abstract(), trainer.shardings)
         if not progress.finished:  # else it is only looked at
@@ -131,7 +134,7 @@ class LocalTrainer:
 
     def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
         made = self.phase_trainer.step(self.state, groups, carry, step)
-        self._state = made.state
+        self._state, self._carry = made.state, dict(made.carry)
         keys = [t.key for group in groups for t in group]
         return TrainedStep(dict(made.carry), made.row, made.num_trained, dict(zip(keys, made.columns, strict=True)))
 
@@ -148,7 +151,14 @@ class LocalTrainer:
     def save(self, name: str, progress: RunProgress) -> None:
         self._folder.checkpoints.save(name, self.state, progress)
 
+    def _keep_reward_model(self) -> None:
+        """If the phase that has ended trained one."""
+        phase = self._resolved.recipe.phases[self._phase]
+        if self._state is not None and self._state.critics is not None and reward_models.trains_one(phase):
+            reward_models.keep(self._folder, phase, self._state.critics.params, self._carry)
+
     def result(self) -> str:
+        self._keep_reward_model()
         recipe, model = self._resolved.recipe, self._resolved.model
         source = recipe.model if isinstance(recipe.model, str) else None
         path = self._folder.path / RESULT

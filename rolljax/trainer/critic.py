@@ -6,7 +6,8 @@ import dataclasses
 from typing import Literal
 
 from rolljax.errors import ConfigError
-from rolljax.model.decoder import DecoderConfig
+from rolljax.model.decoder import DecoderConfig, Model
+from rolljax.model.value import ValueModel
 from rolljax.trainer.optimizer import AdamW, Optimizer
 
 
@@ -33,6 +34,13 @@ class Critic:
     first: bool = False
     clip: float | None = None
     optimizer: Optimizer = AdamW(lr=1e-5)
+
+    def value_model(self, policy: Model) -> ValueModel:
+        """What each of them is: of a shape of its own, all of its weights are trained; of the policy's, what is trained
+        of the policy."""
+        if isinstance(self.model, DecoderConfig):
+            return ValueModel(dataclasses.replace(policy.plain, cfg=self.model))
+        return ValueModel(policy)
 
     def __post_init__(self) -> None:
         for name in ("num", "epochs"):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from rolljax.errors import TrainerError
 from rolljax.metrics import NAMES, reduce_parts
-from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.model.decoder import Model, Params
 from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
 from rolljax.trainer.algorithms.base import Algorithm, Carry
@@ -307,13 +307,9 @@ class PhaseTrainer:
 
     @functools.cached_property
     def value_model(self) -> ValueModel:
-        """What every critic is: of a shape of its own, all of its weights are trained; of the policy's, what is trained
-        of the policy."""
+        """What every critic is."""
         assert self.critic is not None
-        shape = self.critic.model
-        if isinstance(shape, DecoderConfig):
-            return ValueModel(dataclasses.replace(self.model.plain, cfg=shape))
-        return ValueModel(self.model)
+        return self.critic.value_model(self.model)
 
     @functools.cached_property
     def states(self) -> StateBuilder:

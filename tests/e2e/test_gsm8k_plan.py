@@ -10,6 +10,7 @@ from rolljax.train import main as train
 from .conftest import ROOT
 
 CONFIG = str(ROOT / "configs" / "gsm8k_qwen3_0p6b.gin")
+REWARD_MODEL = str(ROOT / "configs" / "reward_model_ppo_qwen3_0p6b.gin")
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,8 @@ def problems(path, num):
     return path
 
 
-def dry_run(model, path, config=CONFIG):
-    settings = [f'Recipe.model="{model}"', f'Questions.path="{path}"']
+def dry_run(model, path, *more, config=CONFIG):
+    settings = [f'Recipe.model="{model}"', f'Questions.path="{path}"', *more]
     return train(["--gin", config, *(a for s in settings for a in ("--set", s)), "--dry_run"])
 
 
@@ -79,8 +80,24 @@ def test_live_thinking_on_answers_of_a_teacher(folder, tmp_path, capsys):
     row = {"solution": "<think>6*7</think>\n\\boxed{42}", "answer": "42"}
     rows = [row | {"question": f"6*7? ({i})", "ref_tok": 200 + i} for i in range(1500)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert dry_run(folder, path, config) == 0
+    assert dry_run(folder, path, config=config) == 0
     assert "rft: Sft" in (out := capsys.readouterr().out) and "rl: Grpo" in out
     path.write_text("".join(json.dumps(row | {"ref_tok": None}) + "\n" for row in rows))
-    assert dry_run(folder, path, config) == 3
+    assert dry_run(folder, path, config=config) == 3
     assert "has no length in 'ref_tok'" in capsys.readouterr().err
+
+
+def test_dry_run_with_a_reward_model(folder, tmp_path, capsys):
+    """Of a phase of the run, and of the folder of a sequence classifier."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    path = problems(tmp_path / "train.jsonl", 1500)
+    assert dry_run(folder, path, config=REWARD_MODEL) == 0
+    assert "reward_model: RewardModel, 100 steps" in capsys.readouterr().out
+    shape = AutoConfig.from_pretrained(folder, num_labels=1)
+    AutoModelForSequenceClassification.from_config(shape).save_pretrained(tmp_path / "scorer")
+    settings = ["Recipe.phases = [@rl/Phase()]", "rl/Critic.model = None", "RewardModelScore.phase = ''"]
+    scorer = f"RewardModelScore.path = '{tmp_path / 'scorer'}'"
+    assert dry_run(folder, path, *settings, scorer, config=REWARD_MODEL) == 0
+    assert dry_run(folder, path, *settings, f"RewardModelScore.path = '{folder}'", config=REWARD_MODEL) == 2
+    assert "of no sequence classifier" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -34,7 +35,7 @@ STATED = {
 class RewardModel(Algorithm):
     """A Bradley-Terry reward model (InstructGPT, arXiv 2203.02155): the value before the closing token of the better
     answer shall be above that of the worse one. The policy stays as it is; a next phase takes the model over as its
-    critic with `Critic.model = 'previous'`.
+    critic with `Critic.model = 'previous'`, or is rewarded by it (`rewards.reward_model.RewardModelScore`).
 
     critic: its shape, start and optimizer. Pairs are the best and the worst of `group_size` sampled answers.
       `PairRewardModel` takes recorded ones.
@@ -57,7 +58,8 @@ class RewardModel(Algorithm):
     def credit(self, e: Episodes, carry: Carry) -> Credit:
         sign, keep = pairs(e, self.source)
         last = credits.at_last(np.ones(e.num), e.mask) > 0
-        return Credit(np.zeros(e.mask.shape), mask=last, keep=keep, returns=np.where(last, sign[:, None], 0.0))
+        returns = np.where(last, sign[:, None], 0.0)
+        return Credit(np.zeros(e.mask.shape), mask=last, keep=keep, returns=returns, carry=_remembered(e, last, carry))
 
     def objective(self, policy: PolicyOutputs, batch: TokenBatch) -> TokenLoss:
         raise NotImplementedError("a reward model has no objective for the policy")
@@ -73,6 +75,26 @@ class RewardModel(Algorithm):
     def check(self, setup: Setup) -> list[str]:
         check_pairs(self.source, setup)
         return []
+
+
+DECAY = 0.9
+"""Of the weight of a step's scores with every step after it."""
+
+
+def _remembered(e: Episodes, last: np.ndarray, carry: Carry) -> Carry:
+    """Weighted sums of the scores of a step's answers, their squares and their number, and those of steps before."""
+    scores = e.required("values").mean(0)[last]
+    now = {"score_n": float(scores.size), "score_sum": float(scores.sum()), "score_squares": float((scores**2).sum())}
+    return {name: DECAY * carry.get(name, 0.0) + value for name, value in now.items()}
+
+
+def score_spread(carry: Carry) -> tuple[float, float]:
+    """Mean and standard deviation of a reward model's scores for the answers of its last steps, as `carry` has them."""
+    number = carry.get("score_n", 0.0)
+    if not number:
+        return 0.0, 1.0
+    mean = carry["score_sum"] / number
+    return mean, math.sqrt(max(carry["score_squares"] / number - mean**2, 0.0))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,194 @@
+"""A chat model of this process: a Hugging Face folder behind rolljax's own sampler, without a server in between.
+
+Asked the same, it answers what the same folder answers behind `python -m rolljax.serve`: the template, the limits and
+the randomness of a seed are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from rolljax.chat_models.base import Asking, ChatAnswer, ChatModelConfig, ChatTooLong
+from rolljax.envs.text import clean
+from rolljax.errors import ConfigError, InfraError, SamplerError
+from rolljax.model import hf
+from rolljax.model.axes import MESH_AXES, PARAM_RULES, SLOT_AXES, spec
+from rolljax.model.decoder import DecoderConfig, Dtype, Model, Params
+from rolljax.model.files import folder_digest
+from rolljax.model.folder import folder_remedy
+from rolljax.model.tokenizer import Chat, load_tokenizer
+from rolljax.sampler.client import Sampler
+from rolljax.sampler.engine import Engine
+from rolljax.sampler.settings import SamplerConfig
+from rolljax.types import Message, SamplingParams
+
+WHOLE = {**PARAM_RULES, "embed": (), "expert_embed": ()}
+"""Where a sampler's weights lie: full on every batch shard, but for experts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalModel(ChatModelConfig):
+    """A chat model in this process. Equal settings share one: it is loaded when the first opens it, and freed when the
+    last has closed it.
+
+    path: a Hugging Face folder with a chat template, or a run folder: then its result, `hf/`.
+    sampler: slots, context and programs of its engine. dtype: of computing; None: float32 on CPU, else bfloat16.
+    devices: which of this process's devices it is on, by number; empty: all of them, beside whatever else is there.
+    """
+
+    path: str
+    sampler: SamplerConfig = SamplerConfig(slots=32, max_context=2048, prefix_match="any")
+    dtype: Dtype | None = None
+    devices: tuple[int, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where the weights are.
+
+        Raises:
+          ConfigError: there are none.
+        """
+        inner = Path(self.path) / "hf"
+        folder = inner if (inner / "config.json").is_file() else Path(self.path)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                "is neither a Hugging Face folder nor a run folder with a result",
+                setting="LocalModel.path",
+                value=self.path,
+                remedy=folder_remedy(self.path),
+            )
+        return folder
+
+    @property
+    def identity(self) -> str:
+        return f"{self.folder.resolve().name} {folder_digest(self.folder)}"
+
+    def open(self) -> LocalChat:
+        return LocalChat(self)
+
+    def mesh(self) -> Mesh:
+        """The devices, as the engine splits weights and slots over them.
+
+        Raises:
+          ConfigError: there is no such device, or they do not divide.
+        """
+        there = jax.local_devices()
+        if wrong := [i for i in self.devices if not 0 <= i < len(there)] or len(set(self.devices)) < len(self.devices):
+            raise ConfigError(
+                f"names devices that are not there, or one twice ({wrong})",
+                setting="LocalModel.devices",
+                value=self.devices,
+                remedy=f"numbers from 0 to {len(there) - 1}",
+            )
+        own = [there[i] for i in self.devices] or there
+        mesh = self.sampler.mesh(Mesh(np.array(own).reshape(-1, *[1] * (len(MESH_AXES) - 1)), MESH_AXES), own)
+        self.sampler.check_shards(int(np.prod([mesh.shape[axis] for axis in SLOT_AXES])))
+        return mesh
+
+    def check_shape(self, cfg: DecoderConfig) -> None:
+        """Raise `ConfigError` for a context that the model does not have."""
+        if self.sampler.max_context > cfg.max_position:
+            raise ConfigError(
+                f"is more than the model's {cfg.max_position} positions",
+                setting="SamplerConfig.max_context",
+                value=self.sampler.max_context,
+                remedy=f"at most {cfg.max_position}",
+            )
+
+
+class _Loaded:
+    """Weights, tokenizer and sampler of a folder, and how many hold it."""
+
+    def __init__(self, cfg: LocalModel) -> None:
+        mesh, folder = cfg.mesh(), cfg.folder
+        shape, self.holders = hf.read_config(folder), 0
+        cfg.check_shape(shape)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        model = Model(shape, cfg.dtype or ("float32" if on_cpu else "bfloat16"))
+        self.chat = Chat(load_tokenizer(str(folder)))
+        engine = Engine(model, cfg.sampler, mesh, SLOT_AXES)
+        params = hf.load(folder, model, _shardings(model, mesh), computed=True)
+        self.sampler = Sampler(engine, params, 0, vocabulary=self.chat.vocabulary, longest_prompt=0)
+
+
+def _shardings(model: Model, mesh: Mesh) -> Params:
+    return jax.tree.map(
+        lambda names: NamedSharding(mesh, spec(names, WHOLE, mesh)),
+        model.axes(),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+_lock = threading.Lock()
+_loaded: dict[LocalModel, _Loaded] = {}
+
+
+class LocalChat:
+    """A chat model of this process that is open. It may be asked from any event loop."""
+
+    def __init__(self, cfg: LocalModel) -> None:
+        self.cfg = cfg
+        self._counts: collections.Counter[str] = collections.Counter()
+        with _lock:
+            if cfg not in _loaded:
+                _loaded[cfg] = _Loaded(cfg)
+            self._model: _Loaded | None = _loaded[cfg]
+            self._model.holders += 1
+
+    async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
+        model = self._model
+        if model is None:
+            raise InfraError("the chat model is closed", stage="chat")
+        self._counts["requests"] += 1
+        prompt = await asyncio.to_thread(self._prompt_ids, model, messages)
+        seed, limit = how.seed % 2**62, min(how.max_tok, self.cfg.sampler.max_context)
+        params = SamplingParams(how.temperature, limit, model.chat.stop_ids)
+        address = (1, seed >> 31, seed & (2**31 - 1), 0)  # of a request with a seed (`serving.responses`)
+        try:
+            done = await model.sampler.generate(prompt, params, address)
+        except SamplerError as e:
+            self._counts["sampler"] += 1
+            raise InfraError(str(e), stage="chat") from e
+        self._counts["answers"] += 1
+        text = clean(model.chat.text(done.tokens, prompt))
+        return ChatAnswer(text, "stop" if done.finish_reason == "stop" else "length", len(done.tokens))
+
+    def _prompt_ids(self, model: _Loaded, messages: Sequence[Message]) -> np.ndarray:
+        """Ids of a conversation up to where the model begins to write.
+
+        Raises:
+          ChatTooLong: they leave no room for an answer. InfraError: the chat template refuses it.
+        """
+        context = self.cfg.sampler.max_context
+        if model.chat.vocabulary.exceeds("".join(m.content for m in messages), context):
+            raise ChatTooLong(f"more than the {context} tokens of the context")
+        try:
+            ids = model.chat.conversation_ids([{"role": m.role, "content": m.content} for m in messages])
+        except ConfigError as e:
+            raise InfraError(f"the chat template refuses the conversation: {e}", stage="chat") from e
+        if not 0 < len(ids) < context:
+            raise ChatTooLong(f"{len(ids)} tokens in a context of {context}")
+        return ids
+
+    def counts(self) -> Mapping[str, int]:
+        return self._counts
+
+    async def close(self) -> None:
+        model, self._model = self._model, None
+        if model is None:
+            return
+        with _lock:
+            model.holders -= 1
+            if model.holders:
+                return
+            del _loaded[self.cfg]
+        await asyncio.to_thread(model.sampler.close)

@@ -1,0 +1,136 @@
+"""Reward models that phases leave behind: kept as their phase ended, and read for `rewards.reward_model`.
+
+They stand beside the checkpoints and are no part of them: a run that goes on before the end of their phase makes them
+again, and one behind it finds them as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from rolljax.errors import CheckpointError, ConfigError, boundary
+from rolljax.model import hf
+from rolljax.model.decoder import DecoderConfig, Model, Params
+from rolljax.recipe import Phase, Recipe
+from rolljax.rewards.row_scores import TrainedValue
+from rolljax.run import checkpoint
+from rolljax.run.folder import RunFolder
+from rolljax.run.initial_weights import base_weights
+from rolljax.run.preflight import ResolvedRecipe, micro_tok
+from rolljax.trainer.algorithms.reward_model import RewardModel, score_spread
+from rolljax.trainer.mesh import param_shardings
+from rolljax.trainer.state_builder import stacked
+
+SCORES = "scores.json"
+"""Mean and standard deviation of a model's scores for the answers that its training ended with."""
+
+
+def trains_one(phase: Phase) -> bool:
+    """Whether a phase leaves a reward model behind."""
+    return isinstance(phase.algorithm, RewardModel)
+
+
+def keep(folder: RunFolder, phase: Phase, params: Params, carry: Mapping[str, float]) -> None:
+    """Leave the reward model of a phase that has ended in the run folder; all processes that hold it call it.
+
+    Args:
+      params: of all critics, stacked. carry: what the phase's algorithm carried on at its end.
+    """
+    mean, std = score_spread(carry)
+    text = json.dumps({"mean": mean, "std": std}) + "\n"
+    checkpoint.write(folder.reward_model(phase.name).absolute(), params, {SCORES: text})
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRewardModels:
+    """What a run's rewards may find (`rewards.base.TrainedModels`). folder: of the run; None: it has none yet."""
+
+    resolved: ResolvedRecipe
+    folder: RunFolder | None = None
+
+    def check(self, phase: str, run: str) -> int:
+        if run:
+            other, name = self._of_run(run)
+            theirs, ours = _config(other).vocab_size, self.resolved.model.cfg.vocab_size
+            if theirs != ours:
+                raise ConfigError(
+                    f"reads {theirs} tokens ({name}); the policy's vocabulary has {ours}",
+                    setting="RewardModelScore.path",
+                    value=run,
+                    remedy="both must share one tokenizer",
+                )
+            return -1
+        phases = self.resolved.recipe.phases
+        found = [i for i, p in enumerate(phases) if p.name == phase]
+        if not found or not trains_one(phases[found[0]]):
+            those = ", ".join(p.name for p in phases if trains_one(p)) or "none"
+            raise ConfigError(
+                "is no phase of this run that trains a reward model",
+                setting="RewardModelScore.phase",
+                value=phase,
+                remedy=f"phases with RewardModel or PairRewardModel: {those}",
+            )
+        if found[0] + 1 == len(phases):
+            raise ConfigError(
+                "can have no effect: no phase follows the one that trains the reward model",
+                setting="RewardModelScore.phase",
+                value=phase,
+                remedy="put it before the phases that use it",
+            )
+        return found[0]
+
+    def load(self, mesh: Mesh, phase: str, run: str) -> TrainedValue:
+        if run:
+            recipe, phase = self._of_run(run)
+            return _load(recipe, mesh, phase, RunFolder(run))
+        assert self.folder is not None, "the run has no folder"
+        return _load(self.resolved.recipe, mesh, phase, self.folder)
+
+    def _of_run(self, run: str) -> tuple[Recipe, str]:
+        """The recipe of a finished run, and its last phase with a reward model."""
+        from rolljax.config import loader
+
+        recipe = loader.load([str(Path(run) / "config.gin")], [], root=Recipe).value
+        names = [p.name for p in recipe.phases if trains_one(p) and RunFolder(run).reward_model(p.name).is_dir()]
+        if not names:
+            raise ConfigError(
+                "holds no reward model: no phase of that run that trains one has ended",
+                setting="RewardModelScore.path",
+                value=run,
+                remedy="name a run with a phase of RewardModel or PairRewardModel that is done",
+            )
+        return recipe, names[-1]
+
+
+def _config(recipe: Recipe) -> DecoderConfig:
+    return recipe.model if isinstance(recipe.model, DecoderConfig) else hf.read_config(recipe.model)
+
+
+def _load(recipe: Recipe, mesh: Mesh, name: str, folder: RunFolder) -> TrainedValue:
+    """The reward model that phase `name` of a run left behind, on a mesh; matrices in the compute dtype."""
+    model = Model(_config(recipe), recipe.dtype, recipe.remat, recipe.attention, recipe.lora)
+    resolved = ResolvedRecipe(recipe.sized(mesh, micro_tok(mesh, model)), mesh, mesh, model)
+    index = next(i for i, p in enumerate(recipe.phases) if p.name == name)
+    path = folder.reward_model(name).absolute()
+    critic = recipe.phases[index].algorithm.needs().critics
+    assert critic is not None
+    value = critic.value_model(model)
+    if problem := checkpoint.damage(path):
+        raise CheckpointError(f"{path}, the reward model of phase {name}, is damaged: {problem}; --fresh starts over")
+    shapes = stacked(value.abstract(), critic.num)
+    axes = jax.tree.map(lambda a: ("critics", *a), value.axes(), is_leaf=lambda a: isinstance(a, tuple))
+    params = checkpoint.read(path, shapes, param_shardings(mesh, axes, shapes, owner="RewardModelScore.mesh"))
+    if value.trunk.lora is None:
+        params = {**params, "trunk": jax.jit(value.trunk.computed)(params["trunk"])}
+    with boundary(CheckpointError, f"reading {path / SCORES}"):
+        scores = json.loads((path / SCORES).read_text())
+        mean, std = float(scores["mean"]), float(scores["std"])
+    base = base_weights(resolved) if value.trunk.lora else None
+    return TrainedValue(value, params, critic.num, base, mean, std if std > 0 and math.isfinite(std) else 1.0)
