@@ -79,6 +79,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     out.add_argument("--to", metavar="DIR", help="keep every answer and the report there; go on with what is there")
     out.add_argument("--fresh", action="store_true", help="delete the evaluation in that folder first")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    out.add_argument(
+        "--weight", action="append", default=[], metavar="NAME=W", help="of an environment in the weighted mean"
+    )
     out.add_argument("--confidence", type=float, default=0.95, help="of the intervals (default: %(default)s)")
     return parser.parse_args(argv)
 
@@ -299,8 +302,27 @@ def read_attempts(args: argparse.Namespace, recipe: Recipe | None) -> Attempts:
         args.min_p,
         seed,
         confidence=args.confidence,
+        weights=read_weights(args.weight),
         **most,
     )
+
+
+def read_weights(given: Sequence[str]) -> dict[str, float]:
+    """`--weight` as names and numbers.
+
+    Raises:
+      ConfigError: one is no name with a number.
+    """
+    found = {}
+    for text in given:
+        name, _, number = text.rpartition("=")
+        try:
+            found[name] = float(number)
+        except ValueError:
+            name = ""
+        if not name:
+            raise ConfigError("is no name with a number", setting="--weight", value=text, remedy="--weight gsm8k=2")
+    return found
 
 
 def read_endpoint(args: argparse.Namespace) -> EndpointConfig | None:

@@ -226,7 +226,10 @@ def _report(
         by_task.setdefault((job.benchmark, job.key.draw), []).append(log.answers[job.key])
     every = [[log.answers[job.key] for job in jobs if job.benchmark == i] for i in range(len(benchmarks))]
     votes = [_vote(b.env, tried) for b, tried in zip(benchmarks, every, strict=True)]
-    scores = [score_task(draw, tried, attempts, votes[index]) for (index, draw), tried in by_task.items()]
+    scores = [
+        score_task(draw, tried, attempts, votes[index], benchmarks[index].env.category(tried[0].task))
+        for (index, draw), tried in by_task.items()
+    ]
     return report(title, scores, attempts, counts, [log.answers[job.key] for job in jobs])
 
 

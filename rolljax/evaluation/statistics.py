@@ -129,18 +129,24 @@ def wilson(mean: float, n: int, confidence: float = 0.95) -> Interval:
 
 
 def bootstrap(
-    domains: Sequence[np.ndarray], *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+    domains: Sequence[np.ndarray],
+    *,
+    weights: Sequence[float] | None = None,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
 ) -> Interval:
-    """The percentile interval of the unweighted mean of the means of `domains` (Efron and Tibshirani 1993, chapter 13),
-    tasks drawn with replacement within each. A task is one value, whatever its attempts, so they are clustered by task.
+    """The percentile interval of the mean of the means of `domains` (Efron and Tibshirani 1993, chapter 13), tasks
+    drawn with replacement within each. A task is one value, whatever its attempts, so they are clustered by task.
 
     Args:
-      domains: of each domain one value for each task, `[tasks]`. seed: of the draws; equal seeds give equal intervals.
+      domains: of each domain one value for each task, `[tasks]`. weights: of the domains, in any unit; None: equal.
+      seed: of the draws; equal seeds give equal intervals.
 
     Raises:
       ValueError: a domain is empty.
     """
-    means = np.mean([_resampled(v, resamples, seed + i) for i, v in enumerate(domains)], axis=0)
+    means = np.average([_resampled(v, resamples, seed + i) for i, v in enumerate(domains)], axis=0, weights=weights)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(low), float(high), "bootstrap")
 
