@@ -27,7 +27,8 @@ from rolljax.types import Completion, Key, Message, Sampled
 class EndpointRollouts(EpisodeRollouts):
     """Episodes in which a model behind a server answers. It sees messages, not tokens: the server applies its template.
 
-    fields: of every request. seed: of the run; every request gets one of its own, from its address.
+    fields: of every request. seed: of the run; every request gets one of its own, from its address. thinking: see
+      `Benchmark`.
     """
 
     pool: EnvPool
@@ -35,6 +36,7 @@ class EndpointRollouts(EpisodeRollouts):
     fields: Mapping[str, Any]
     seed: int
     cfg: RolloutConfig = RolloutConfig()
+    thinking: bool = False
     tally: Tally = dataclasses.field(default_factory=Tally)
 
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
@@ -47,6 +49,8 @@ class EndpointRollouts(EpisodeRollouts):
             except ChatTooLong as e:
                 builder.truncate("context", str(e))
                 return
+            if self.thinking and reply.thinking:
+                reply = dataclasses.replace(reply, text=f"<think>{reply.thinking}</think>{reply.text}")
             answer = record.add(reply)
             with builder.waiting_for_env():
                 result = self.checked_form(reply.text, await episode.step(reply.text))
@@ -111,7 +115,8 @@ class EndpointModel:
         fields: dict[str, Any] = {"temperature": attempts.temperature, "max_tokens": benchmark.max_answer_tok}
         unusual = {"top_p": (attempts.top_p, 1.0), "top_k": (attempts.top_k, 0), "min_p": (attempts.min_p, 0.0)}
         fields |= {name: value for name, (value, neutral) in unusual.items() if value != neutral}
-        return EndpointRollouts(pool, self.endpoint, fields, attempts.seed, benchmark.rollout)
+        thinking = benchmark.thinking
+        return EndpointRollouts(pool, self.endpoint, fields, attempts.seed, benchmark.rollout, thinking)
 
     def counts(self) -> Mapping[str, int]:
         return self.endpoint.counts()

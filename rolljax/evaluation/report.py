@@ -75,7 +75,8 @@ class Row:
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The results of an evaluation. notes: sentences below the table. counts: of an endpoint's requests, by kind.
-    categories: rows by environment and kind of task, of environments whose tasks have kinds. trajectories: every attempt; they are no part of the JSON record."""
+    categories: rows by environment and kind of task, of environments whose tasks have kinds. trajectories: every
+    attempt; they are no part of the JSON record."""
 
     title: str
     rows: Sequence[Row]
@@ -361,6 +362,8 @@ def _is_compared(metric: str) -> bool:
 def _by_task(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, float]]:
     if "results" not in record:
         raise CheckpointError("the evaluation is not complete: the command that began it goes on with it")
+    if "tasks" not in record["results"]:
+        raise CheckpointError("an evaluation by judges has no scores by task that could be compared")
     return {(task["env"], task["id"]): task["values"] for task in record["results"]["tasks"]}
 
 

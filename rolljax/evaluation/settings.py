@@ -24,6 +24,8 @@ class Benchmark:
     held_out_frac: of the split they are taken from: that share of all tasks, by the hash of their content, which
       training with the same `Evaluation.held_out_frac` never sees. 1: all tasks.
     max_answer_tok: most tokens of one answer (one turn). agent: the program that plays the episodes, if one does.
+    thinking: have a server's `reasoning_content` before its answer, between <think> and </think>, as models of this
+      process write it.
     """
 
     env: EnvSpec
@@ -33,6 +35,7 @@ class Benchmark:
     rollout: RolloutConfig = RolloutConfig()
     pool: PoolConfig = PoolConfig()
     agent: AgentProgram | None = None
+    thinking: bool = False
 
     def __post_init__(self) -> None:
         check_range(self, "num_tasks", "max_answer_tok", low=1)

@@ -177,6 +177,30 @@ def paired_bootstrap(
     return Difference(float(by_task.mean()), float(low), float(high), float(p), len(by_task))
 
 
+def resampled_means(domains: Sequence[np.ndarray], resamples: int, seed: int = 0) -> np.ndarray:
+    """Means over items drawn with replacement within each domain, for statistics of several values of an item: their
+    quantiles are percentile intervals.
+
+    Args:
+      domains: of each the values of its items, `[items, values]`.
+
+    Returns:
+      `[domains, resamples, values]`.
+
+    Raises:
+      ValueError: a domain is empty.
+    """
+    found = []
+    for i, values in enumerate(domains):
+        if not len(values):
+            raise ValueError("nothing to resample")
+        rng, rows = np.random.default_rng(seed + i), max(1, CHUNK // values.size)
+        sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
+        counts = [rng.multinomial(len(values), np.full(len(values), 1 / len(values)), size) for size in sizes]
+        found.append(np.concatenate([c @ np.asarray(values, np.float64) for c in counts]) / len(values))
+    return np.stack(found)
+
+
 def _resampled(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     """Means of `resamples` samples of `values [tasks]` with replacement, `[resamples]`."""
     values = np.asarray(values, np.float64)
