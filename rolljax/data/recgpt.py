@@ -142,8 +142,8 @@ def synthetic_users(
         are of another topic than those before. noise: share of the events before these that are of any topic.
 
     Returns:
-      Users with `events - 1` events, and of the one that was left out the item in `target`, its tag in `answer`; `shift`:
-      whether the interest shifted; `style`.
+      Users with `events - 1` events, and of the one that was left out the item in `target`, its tag in `answer`;
+      `shift`: whether the interest shifted; `style`.
     """
     rng = random.Random(seed)
     styles = max(item["style"] for item in items) + 1

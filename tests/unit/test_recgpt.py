@@ -3,8 +3,6 @@ scores against loops in float64."""
 
 import collections
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np

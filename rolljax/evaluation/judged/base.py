@@ -10,11 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from rolljax.chat_models.base import ChatModelConfig
 from rolljax.envs.base import EnvSpec, PureEnv, Runs, StepResult
 from rolljax.envs.data.rows import BadRow, find_files, open_rows
 from rolljax.errors import ConfigError, DataError, check_range
-from rolljax.evaluation.report import table
+from rolljax.evaluation.report import Estimate, estimate, table
+from rolljax.evaluation.settings import Attempts
 from rolljax.types import Message, Task
 
 
@@ -183,6 +186,11 @@ class JudgedEvaluation:
                 value=self.votes,
                 remedy="set judge_temperature, or name several judges",
             )
+
+    def estimate(self, domains: Sequence[np.ndarray], *, share: bool = True, one_trial: bool = True) -> Estimate:
+        """The mean of the means of `domains` with its interval, see `evaluation.report.estimate`."""
+        how = Attempts(confidence=self.confidence, resamples=self.resamples, seed=self.seed)
+        return estimate(domains, how, share=share, one_trial=one_trial)
 
 
 # ---- items as tasks -------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from rolljax.evaluation.judged.base import (
     text_of,
 )
 from rolljax.evaluation.judged.labels import split_thinking
-from rolljax.evaluation.statistics import resampled_means
+from rolljax.evaluation.statistics import resampled_means, wilson
 from rolljax.types import Message
 
 OMISSION, SHORTCUT, SENSITIVITY = "Risk Omission", "Cognitive Shortcut", "Over Sensitivity"
@@ -148,14 +148,16 @@ class Bsa(JudgedBenchmark):
         sizes = np.array([self.counts[name] for name in scenarios])
         every = np.tensordot(sizes / sizes.sum(), draws, 1)
         rows = [
-            self._row(name, of_item[index].sum(0) / self.counts[name], draws[n], how)
+            self._row(name, of_item[index].sum(0) / self.counts[name], draws[n], len(index), how)
             for n, (name, index) in enumerate(scenarios.items())
         ]
-        rows.append(self._row("all", of_item.sum(0) / sizes.sum(), every, how))
+        rows.append(self._row("all", of_item.sum(0) / sizes.sum(), every, len(items), how))
         kinds: dict[str, list[int]] = collections.defaultdict(list)
         for i, item in enumerate(items):
             kinds[str(item.row.get("label", ""))].append(i)
-        by_kind = [self._row(kind, of_item[index].mean(0), None, how) for kind, index in sorted(kinds.items())]
+        by_kind = [
+            self._row(kind, of_item[index].mean(0), None, len(index), how) for kind, index in sorted(kinds.items())
+        ]
         head = ["scenario", "items", *rows[0][2]]
         first = [[name, str(n), *cells] for (name, cells, _), n in zip(rows, [*sizes, sizes.sum()], strict=True)]
         second = [[name, str(len(kinds[name])), *cells] for name, cells, _ in by_kind]
@@ -166,7 +168,8 @@ class Bsa(JudgedBenchmark):
         notes = [
             f"Percent. {self.samples} sample(s) of each item at temperature {self.temperature:g}, seed {how.seed}; "
             f"denominators {', '.join(f'{n} {name}' for name, n in self.counts.items())}; "
-            f"{how.confidence:.0%} intervals by bootstrap over items ({how.resamples:,} resamples)."
+            f"{how.confidence:.0%} intervals by bootstrap over items ({how.resamples:,} resamples), or Wilson's where "
+            "all are alike."
         ]
         silent = sum(not j.facts["thought"] for j in judged)
         if silent:
@@ -193,9 +196,9 @@ class Bsa(JudgedBenchmark):
         }
 
     def _row(
-        self, name: str, means: np.ndarray, draws: np.ndarray | None, how: JudgedEvaluation
+        self, name: str, means: np.ndarray, draws: np.ndarray | None, num: int, how: JudgedEvaluation
     ) -> tuple[str, list[str], dict[str, float]]:
-        """Name, cells in percent and numbers of one row; `means [4]`, `draws [resamples, 4]`."""
+        """Name, cells in percent and numbers of one row; `means [4]`, `draws [resamples, 4]`, `num` items."""
         safe_1, safe_k, think_1, think_k = map(float, means)
         k, f = self.samples, metrics.f_score(think_1, safe_1, self.alpha)
         numbers = {"Safe@1": safe_1, f"Safe@{k}": safe_k, "Think@1": think_1, f"Think@{k}": think_k, "F": f}
@@ -205,6 +208,9 @@ class Bsa(JudgedBenchmark):
             tail = (1 - how.confidence) / 2
             of_f = metrics.f_score(draws[:, 2], draws[:, 0], self.alpha)
             for i, column in enumerate([*draws.T[columns], of_f]):
-                low, high = 100 * np.quantile(column, [tail, 1 - tail])
-                cells[i] += f" [{low:.1f}, {high:.1f}]"
+                low, high = np.quantile(column, [tail, 1 - tail]).round(12)
+                if low == high and low in (0.0, 1.0):  # resampling shows no width where all items are alike
+                    found = wilson(float(low), num, how.confidence)
+                    low, high = found.low, found.high
+                cells[i] += f" [{100 * low:.1f}, {100 * high:.1f}]"
         return name, cells, numbers

@@ -33,7 +33,6 @@ from rolljax.evaluation.judged.base import (
     text_of,
 )
 from rolljax.evaluation.judged.labels import split_thinking
-from rolljax.evaluation.statistics import bootstrap, wilson
 from rolljax.types import Message
 
 RUBRIC = {
@@ -169,15 +168,16 @@ class RecGpt(JudgedBenchmark):
             "diversity": _mean([j.facts["categories"] for j in judged]),
             "novelty": _mean([j.facts["novelty"] for j in judged]),
         }
-        hits = wilson(numbers[rate], len(judged), how.confidence)
-        rows = [[rate, f"{numbers[rate]:.4f} [{hits.low:.3f}, {hits.high:.3f}]", str(len(judged))]]
+        hits = [float(j.facts["rank"] is not None and j.facts["rank"] <= self.k) for j in judged]
+        rows = [[rate, self._mean_row(hits, how, share=True), str(len(judged))]]
         for name, key, unit in (("diversity", "categories", "leaf categories"), ("novelty", "novelty", "bits")):
             values = [float(j.facts[key]) for j in judged]
-            rows.append([f"{name}, {unit}", self._mean_row(values, how), str(len(values))])
+            rows.append([f"{name}, {unit}", self._mean_row(values, how, share=False), str(len(values))])
         notes = [f"{len(judged)} users, {self.k} items shown to each."]
         if self.rubric and how.judges:
             rows += self._verdict_rows(judged, numbers, how)
-            notes.append(f"pass: {', '.join(RUBRIC)} all true. {how.confidence:.0%} intervals: bootstrap over users.")
+            notes.append(f"pass: {', '.join(RUBRIC)} all true.")
+        notes.append(f"{how.confidence:.0%} intervals: Wilson's of shares, else bootstrap over users.")
         return JudgedReport(self.name, [JudgedTable(["measure", "value", "users"], rows)], numbers, notes)
 
     def _verdict_rows(
@@ -188,7 +188,9 @@ class RecGpt(JudgedBenchmark):
             said = [found for j in judged if (found := _passes(j, RUBRIC if name == PASS else [name])) is not None]
             if said:
                 numbers[name] = _mean([float(x) for x in said])
-                rows.append([f"judge: {name}", self._mean_row([float(x) for x in said], how), str(len(said))])
+                rows.append(
+                    [f"judge: {name}", self._mean_row([float(x) for x in said], how, share=True), str(len(said))]
+                )
         pairs = [
             (found, j.facts["human"])
             for j in judged
@@ -199,10 +201,8 @@ class RecGpt(JudgedBenchmark):
             rows += [[f"judge and people: {n}", f"{numbers[k]:.4f}", str(len(pairs))] for n, k in _AGREEMENT.items()]
         return rows
 
-    def _mean_row(self, values: Sequence[float], how: JudgedEvaluation) -> str:
-        found = bootstrap(
-            [np.array(values, np.float64)], confidence=how.confidence, resamples=how.resamples, seed=how.seed
-        )
+    def _mean_row(self, values: Sequence[float], how: JudgedEvaluation, *, share: bool) -> str:
+        found = how.estimate([np.array(values, np.float64)], share=share, one_trial=share)
         return f"{_mean(values):.4f} [{found.low:.3f}, {found.high:.3f}]"
 
 

@@ -33,7 +33,6 @@ from rolljax.evaluation.judged.base import (
     text_of,
 )
 from rolljax.evaluation.judged.labels import split_thinking
-from rolljax.evaluation.statistics import bootstrap, wilson
 from rolljax.types import Message
 
 KINDS = ("National Safety", "Public Safety", "Ethical Safety")
@@ -158,15 +157,9 @@ class Usb(JudgedBenchmark):
         notes, rows = [], []
         if all(cells.values()) and probes:
             numbers |= self._rates(cells, probes)
-            of_sr = bootstrap(
-                [np.array(v) for v in cells.values()],
-                confidence=how.confidence,
-                resamples=how.resamples,
-                seed=how.seed,
-            )
-            every = [x for values in cells.values() for x in values]
-            of_pooled = wilson(_mean(every), len(every), how.confidence)
-            of_rr = wilson(_mean(probes), len(probes), how.confidence)
+            every = np.array([x for values in cells.values() for x in values])
+            of_sr = how.estimate([np.array(v) for v in cells.values()])
+            of_pooled, of_rr = how.estimate([every]), how.estimate([np.array(probes)])
             rows = [
                 ["SR, mean of the 12 cells", f"{numbers['SR']:.4f} [{of_sr.low:.3f}, {of_sr.high:.3f}]"],
                 ["SR, pooled", f"{numbers['SR pooled']:.4f} [{of_pooled.low:.3f}, {of_pooled.high:.3f}]"],
@@ -180,7 +173,8 @@ class Usb(JudgedBenchmark):
         notes.insert(
             0,
             f"{counted['items']} items ({self.language}), {counted[PROBE]} probes, one answer each at temperature "
-            f"{self.temperature:g}. {how.confidence:.0%} intervals: SR by bootstrap within cells, the others Wilson's.",
+            f"{self.temperature:g}. {how.confidence:.0%} intervals: SR by bootstrap within cells, or Wilson's where "
+            "all cells are 0 or all 1; the others Wilson's.",
         )
         if self.image_key and (skipped := len(read_records(self.path, "Usb.path")) - counted["items"]):
             notes.append(f"{skipped} item(s) without {self.image_key} are left out.")
