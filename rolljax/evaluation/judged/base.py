@@ -196,14 +196,13 @@ class JudgedEvaluation:
 # ---- items as tasks -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ItemEnv(EnvSpec):
     """Items as tasks of one turn without a reward. A task holds an item's id and a hash, no text."""
 
     runs: ClassVar[Runs] = "inline"
 
-    domain: str
-    items: tuple[Item, ...]
+    def __init__(self, domain: str, items: tuple[Item, ...]) -> None:
+        self.domain, self.items = domain, items
 
     @property
     def name(self) -> str:

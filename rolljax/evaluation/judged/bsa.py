@@ -72,7 +72,7 @@ class Bsa(JudgedBenchmark):
     """The benchmark Beyond Safe Answers: columns `id`, `query`, `risk_summary`, `dataset_name` (the scenario) and
     `label` (the category of risk), as its authors' dataset.csv has them.
 
-    samples: answers to each item; temperature: of these, above 0. counts: items of each scenario, whose numbers are
+    samples: answers to each item. temperature: of these, above 0. counts: items of each scenario, whose numbers are
     the denominators of all shares; the file must hold exactly that many, so that no missing row goes unseen. alpha:
     weight of thinking in F.
     """
