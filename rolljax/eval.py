@@ -4,6 +4,8 @@ Prints one table in Markdown: reward, pass@k, avg@k and maj@k with confidence in
 all of them; `--json` prints the same as one JSON object. Without `--env` the tasks are the held-out ones of the run, or
 of the recipe that `--gin` names. `--to DIR` keeps every answer; the same command goes on with an evaluation that was
 interrupted. `--compare DIR_A DIR_B` compares two that are complete (docs/evaluation.md).
+
+`--benchmark bsa|usb|recgpt|FILE --items FILE --judge URL` has judges look at the answers (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from rolljax.chat_models.client import EndpointConfig
     from rolljax.config.loader import Loaded
     from rolljax.envs.base import EnvSpec
+    from rolljax.evaluation.judged.base import JudgedReport
     from rolljax.evaluation.models import EvaluatedModel
     from rolljax.evaluation.report import Report
     from rolljax.evaluation.settings import Attempts, Benchmark
@@ -67,6 +71,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     tries.add_argument("--max_context", type=int, metavar="N", help="tokens of prompt and answer")
     tries.add_argument("--dtype", choices=["float32", "bfloat16"], help="of computations (default: the recipe's)")
     tries.add_argument("--concurrency", type=int, metavar="N", help="episodes at a time (default: 256; endpoint: 64)")
+    judged = parser.add_argument_group("judges")
+    judged.add_argument(
+        "--benchmark", metavar="NAME", help="bsa, usb, recgpt or a gin file of a JudgedEvaluation; --set changes it"
+    )
+    judged.add_argument("--items", metavar="FILE", help="of the benchmark")
+    judged.add_argument("--judge", action="append", default=[], metavar="URL", help="repeatable; several vote")
+    judged.add_argument("--judge_model", action="append", default=[], metavar="NAME", help="of each --judge, in order")
+    judged.add_argument(
+        "--show_texts", action="store_true", help="keep items, answers and verdicts in clear, not hashed"
+    )
     server = parser.add_argument_group("endpoint")
     server.add_argument("--model_name", default="", help="default: the only one that the server lists")
     server.add_argument(
@@ -79,6 +93,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     out.add_argument("--to", metavar="DIR", help="keep every answer and the report there; go on with what is there")
     out.add_argument("--fresh", action="store_true", help="delete the evaluation in that folder first")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    out.add_argument(
+        "--weight", action="append", default=[], metavar="NAME=W", help="of an environment in the weighted mean"
+    )
     out.add_argument("--confidence", type=float, default=0.95, help="of the intervals (default: %(default)s)")
     return parser.parse_args(argv)
 
@@ -94,6 +111,10 @@ def main(argv: list[str] | None = None) -> int:
             print(compared(args))
             return 0
         check_arguments(args)
+        if args.benchmark:
+            report = evaluate_judged(args)
+            print(json.dumps(report.to_json()) if args.json else report.markdown())
+            return 0
         recipe = None
         if args.run or args.gin:
             config.append(read_config(args))
@@ -138,12 +159,21 @@ def check_arguments(args: argparse.Namespace) -> None:
     useless = {
         "--step": args.step is not None and not args.run,
         "--fresh": args.fresh and not args.to,
-        "--set": bool(args.set) and not (args.run or args.gin),
+        "--set": bool(args.set) and not (args.run or args.gin or args.benchmark),
+        "--items": args.items is not None and not args.benchmark,
+        "--judge": bool(args.judge) and not args.benchmark,
+        "--judge_model": len(args.judge_model) > len(args.judge),
+        "--show_texts": args.show_texts and not args.benchmark,
         "--model_name": bool(args.model_name) and not args.endpoint,
         "--request": args.request is not None and not args.endpoint,
         "--max_context": args.max_context is not None and bool(args.endpoint),
         "--dtype": args.dtype is not None and bool(args.endpoint),
     }
+    if args.benchmark:  # which says these by itself
+        said = ("env", "gin", "tasks", "held_out_frac", "max_answer_tok", "k", "temperature", "weight", "seed")
+        useless |= {f"--{name}": getattr(args, name) not in (None, []) for name in said} | {
+            "--attempts": args.attempts > 1
+        }
     for name, is_useless in useless.items():
         if is_useless:
             raise ConfigError("can have no effect here", setting=name, remedy="leave it out")
@@ -218,6 +248,42 @@ def evaluate(
         show, warn = (progress.show, progress.say) if progress else (lambda _: None, lambda _: None)
         return evaluation.evaluate(
             opened, benchmarks, attempts, to=to, fresh=fresh, show=show, warn=warn, should_stop=should_stop
+        )
+
+
+def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
+    """What `--benchmark` asks for."""
+    from rolljax.chat_models.client import EndpointConfig
+    from rolljax.config import loader
+    from rolljax.evaluation.judged.base import JudgedEvaluation
+    from rolljax.evaluation.judged.run import benchmark_of
+    from rolljax.evaluation.judged.run import evaluate_judged as run_judged
+    from rolljax.evaluation.progress import Progress
+    from rolljax.run.folder import stored_config
+
+    name = args.benchmark if args.benchmark.endswith(".gin") else f"judged/{args.benchmark}"
+    items = [] if args.items is None else [f"items = {args.items!r}"]
+    cfg = loader.load([name], [*items, *args.set], root=JudgedEvaluation).value
+    given = itertools.zip_longest(args.judge, args.judge_model, fillvalue="")
+    judges = (*cfg.judges, *(EndpointConfig(url, model) for url, model in given))
+    many = {} if args.concurrency is None else {"concurrency": args.concurrency}
+    cfg = dataclasses.replace(cfg, judges=judges, confidence=args.confidence, **many)
+    if args.endpoint:
+        opened = open_endpoint(read_endpoint(args) or args.endpoint, os.environ.get(args.api_key_env, ""))
+    else:
+        recipe = None if args.run is None else cli.load_recipe([stored_config(args.run)], []).value
+        tasks = [benchmark_of(cfg, cfg.benchmark.items())]
+        step = cli.read_step(args.step)
+        opened = open_local(args.run, args.model, step, recipe, tasks, args.max_context, args.dtype)
+    with opened, Progress(opened.name) as progress:
+        return run_judged(
+            opened,
+            cfg,
+            to=args.to,
+            fresh=args.fresh,
+            show_texts=args.show_texts,
+            show=progress.show,
+            warn=progress.say,
         )
 
 
@@ -299,8 +365,27 @@ def read_attempts(args: argparse.Namespace, recipe: Recipe | None) -> Attempts:
         args.min_p,
         seed,
         confidence=args.confidence,
+        weights=read_weights(args.weight),
         **most,
     )
+
+
+def read_weights(given: Sequence[str]) -> dict[str, float]:
+    """`--weight` as names and numbers.
+
+    Raises:
+      ConfigError: one is no name with a number.
+    """
+    found = {}
+    for text in given:
+        name, _, number = text.rpartition("=")
+        try:
+            found[name] = float(number)
+        except ValueError:
+            name = ""
+        if not name:
+            raise ConfigError("is no name with a number", setting="--weight", value=text, remedy="--weight gsm8k=2")
+    return found
 
 
 def read_endpoint(args: argparse.Namespace) -> EndpointConfig | None:

@@ -43,7 +43,8 @@ _TOO_LONG = re.compile(r"context.?(?:length|window|size)|maximum context|prompt 
 @dataclasses.dataclass(frozen=True)
 class Reply:
     """A chat completion. prompt_ids, token_ids, sampler_logp: empty where the server does not tell them; tokens: how
-    many it says that the answer has, 0 where it does not say."""
+    many it says that the answer has, 0 where it does not say; thinking: what it sends as `reasoning_content`, or as
+    `reasoning`."""
 
     text: str
     finish_reason: FinishReason
@@ -52,6 +53,7 @@ class Reply:
     sampler_logp: tuple[float, ...]
     tokens: int
     seconds: float
+    thinking: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +61,8 @@ class EndpointConfig(ChatModelConfig):
     """A chat model behind an OpenAI-compatible server, and how it is asked.
 
     url: up to `/v1`. model: the name that requests use; empty: the only one that `/models` lists.
-    timeout_s: longest time for an answer. retries: how often a request is asked again, first after about `backoff_s`,
-      then after twice as long, ... concurrency: most requests at a time.
+    timeout_s: longest time for an answer. retries: how often a request is asked again. backoff_s: the pause before the
+      first time, about; before the second it is twice as long, and so on. concurrency: most requests at a time.
     key_env: the environment variable that holds the bearer token; where it is not set, none is sent.
     request: fields of every request over those that are sent anyway; None takes one away
       (`{"max_tokens": None, "max_completion_tokens": 4096, "return_token_ids": True}`).
@@ -232,6 +234,8 @@ def read_reply(content: bytes, seconds: float) -> Reply:
     text = choice["message"].get("content")
     if not (text is None or isinstance(text, str)):
         raise TypeError("the content of the message is no text")
+    thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning") or ""
+    thought = clean(thought) if isinstance(thought, str) else ""
     reasons: dict[Any, FinishReason] = {"length": "length", "content_filter": "abort"}
     ids = _ids(choice.get("token_ids"))
     logp = tuple(float(entry["logprob"]) for entry in (choice.get("logprobs") or {}).get("content") or ())
@@ -239,7 +243,7 @@ def read_reply(content: bytes, seconds: float) -> Reply:
     prompt = _ids(reply.get("prompt_token_ids")) if ids else ()
     reason = reasons.get(choice.get("finish_reason"), "stop")
     logp = logp if len(logp) == len(ids) else ()
-    return Reply(clean(text or ""), reason, prompt, ids, logp, max(0, tokens), seconds)
+    return Reply(clean(text or ""), reason, prompt, ids, logp, max(0, tokens), seconds, thought)
 
 
 def _ids(value: Any) -> tuple[int, ...]:

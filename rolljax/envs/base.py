@@ -170,6 +170,11 @@ class EnvSpec(abc.ABC):
         """
         return None
 
+    def category(self, task: Task) -> str:
+        """What kind of task it is among those of this environment, for tables of an evaluation; empty: they have no
+        kinds (the default)."""
+        return ""
+
     def bad_actions(self) -> Sequence[str]:
         """Actions that must not solve a task, for the contract tests."""
         return ("", "\x00", "nonsense " * 50)

@@ -63,7 +63,8 @@ class Questions(EnvSpec):
       raises, and what is no finite number, is a fault of the environment, not a reward.
     solved_at: reward from which on a task counts as solved.
     bad_rows: what becomes of rows that are no question with an answer: an error that names them, or left out with a
-      warning. domain: name of these tasks in metrics.
+      warning. domain: name of these tasks in metrics. category_key: a column that says what kind of question it is,
+      for the tables of an evaluation; empty: none.
     """
 
     runs: ClassVar[Runs] = "process"
@@ -80,6 +81,7 @@ class Questions(EnvSpec):
     solved_at: float = 1.0
     bad_rows: BadRows = "error"
     domain: str = "questions"
+    category_key: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "records", in_memory(self.records))
@@ -152,6 +154,11 @@ class Questions(EnvSpec):
         number = answers.is_number(self.question(task.index).answer)
         found_answer = answers.find(text, self.answer_in, number=number)
         return None if found_answer is None else answers.canonical(found_answer)
+
+    def category(self, task: Task) -> str:
+        if not self.category_key:
+            return ""
+        return str(columns.value(self.record(task.index), self.category_key))
 
     def bad_actions(self) -> Sequence[str]:
         if self.reward is not None:  # whose function it is says what is good

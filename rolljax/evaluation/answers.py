@@ -3,6 +3,7 @@
 evaluation.json   model, environments, attempts; at the end the results, by environment and by task
 answers.jsonl     every answer as it came, a trajectory for each line (`Trajectory.to_json`), as a run's rollouts are
 table.md          the results for people
+verdicts.jsonl    of an evaluation by judges: what they said of every answer
 
 `key.draw` of an answer is its task, `key.sibling` the attempt. Of several lines with one key the last counts: answers
 that failed are asked again when the evaluation goes on.
@@ -23,6 +24,7 @@ from rolljax.run.layout import VERDICTS
 from rolljax.types import Key, Trajectory
 
 EVALUATION, ANSWERS, TABLE, LOCK = "evaluation.json", "answers.jsonl", "table.md", ".lock"
+JUDGEMENTS = "verdicts.jsonl"
 SCHEMA = 1
 
 
@@ -55,7 +57,7 @@ class AnswerLog:
             _lock(folder, files.enter_context(open(folder / LOCK, "w")))  # noqa: SIM115  # `files` does
         durable.sweep(folder)
         if fresh:
-            for name in (TABLE, ANSWERS, EVALUATION, VERDICTS):
+            for name in (TABLE, JUDGEMENTS, ANSWERS, EVALUATION, VERDICTS):
                 durable.remove(folder / name)
         if (folder / EVALUATION).is_file():
             _check_same(folder, read(folder)["setup"], self.setup)

@@ -28,7 +28,8 @@ from rolljax.types import Completion, Key, Message, Sampled
 class EndpointRollouts(EpisodeRollouts):
     """Episodes in which a model behind a server answers. It sees messages, not tokens: the server applies its template.
 
-    fields: of every request. seed: of the run; every request gets one of its own, from its address.
+    fields: of every request. seed: of the run; every request gets one of its own, from its address. thinking: see
+      `Benchmark`.
     """
 
     pool: Pool
@@ -36,6 +37,7 @@ class EndpointRollouts(EpisodeRollouts):
     fields: Mapping[str, Any]
     seed: int
     cfg: RolloutConfig = RolloutConfig()
+    thinking: bool = False
     tally: Tally = dataclasses.field(default_factory=Tally)
     scoring: Scoring | None = None
 
@@ -49,6 +51,8 @@ class EndpointRollouts(EpisodeRollouts):
             except ChatTooLong as e:
                 builder.truncate("context", str(e))
                 return
+            if self.thinking and reply.thinking:
+                reply = dataclasses.replace(reply, text=f"<think>{reply.thinking}</think>{reply.text}")
             answer = record.add(reply)
             with builder.waiting_for_env():
                 result = self.checked_form(reply.text, await episode.step(reply.text))
@@ -115,7 +119,10 @@ class EndpointModel:
         fields: dict[str, Any] = {"temperature": attempts.temperature, "max_tokens": benchmark.max_answer_tok}
         unusual = {"top_p": (attempts.top_p, 1.0), "top_k": (attempts.top_k, 0), "min_p": (attempts.min_p, 0.0)}
         fields |= {name: value for name, (value, neutral) in unusual.items() if value != neutral}
-        return EndpointRollouts(pool, self.endpoint, fields, attempts.seed, benchmark.rollout, scoring=scoring)
+        thinking = benchmark.thinking
+        return EndpointRollouts(
+            pool, self.endpoint, fields, attempts.seed, benchmark.rollout, thinking, scoring=scoring
+        )
 
     def counts(self) -> Mapping[str, int]:
         return self.endpoint.counts()

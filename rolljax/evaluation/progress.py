@@ -57,4 +57,5 @@ def describe(standing: Standing) -> str:
     if not standing.answers and not standing.failed:
         return "compiling, or waiting for the first"
     solved = f"{standing.right / standing.answers:.1%} solved" if standing.answers else "no answer"
+    solved = f"{standing.answers} judged" if not standing.scored and standing.answers else solved
     return solved + (f", {standing.failed} failed" if standing.failed else "")

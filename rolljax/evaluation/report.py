@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rolljax.errors import CheckpointError
+from rolljax.errors import CheckpointError, ConfigError
 from rolljax.evaluation.settings import Attempts
 from rolljax.evaluation.statistics import Interval, bootstrap, maj_at_k, paired_bootstrap, pass_at_k, wilson
 from rolljax.types import Task, Trajectory
 
 FinalAnswer = Callable[[Task, str], str | None]
 """What attempts vote for (`EnvSpec.final_answer`)."""
-ALL, MEAN = "all tasks", "mean of environments"
-"""Rows over several environments: every task counts the same, or every environment does."""
+ALL, MEAN, WEIGHTED = "all tasks", "mean of environments", "weighted mean"
+"""Rows over several environments: every task counts the same, every environment does, or each by its weight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class TaskScores:
     answers: attempts that did not fail. failed: those that did, by the infrastructure's or the environment's doing;
       they are in no number. cut: answers that a limit ended. tokens: of all answers together.
     values: by metric; one that needs more answers than there are is missing.
+    category: what kind of task it is (`EnvSpec.category`). solved: by attempt; None where it failed.
     """
 
     env: str
@@ -36,6 +38,8 @@ class TaskScores:
     cut: int
     tokens: float
     values: Mapping[str, float]
+    category: str = ""
+    solved: tuple[bool | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +58,9 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Results of one environment, or over several. cut_frac: of the answers. tok: mean tokens of an answer."""
+    """Results of one environment, or over several, or of one category of tasks. cut_frac: of the answers. tok: mean
+    tokens of an answer. std: of the share of tasks that one attempt at each solves, over the attempts (sample standard
+    deviation); None of one attempt, or where some failed."""
 
     name: str
     tasks: int
@@ -63,23 +69,26 @@ class Row:
     cut_frac: float
     tok: float
     estimates: Mapping[str, Estimate]
+    std: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The results of an evaluation. notes: sentences below the table. counts: of an endpoint's requests, by kind.
-    trajectories: every attempt; they are no part of the JSON record."""
+    categories: rows by environment and kind of task, of environments whose tasks have kinds. trajectories: every
+    attempt; they are no part of the JSON record."""
 
     title: str
     rows: Sequence[Row]
     tasks: Sequence[TaskScores] = dataclasses.field(repr=False)
     notes: Sequence[str]
     counts: Mapping[str, int]
+    categories: Sequence[Row] = ()
     trajectories: Sequence[Trajectory] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __getitem__(self, name: str) -> Row:
-        """The row of an environment, or `ALL` or `MEAN`."""
-        return next(row for row in self.rows if row.name == name)
+        """The row of an environment, of a category ("environment: category"), or `ALL`, `MEAN` or `WEIGHTED`."""
+        return next(row for row in (*self.rows, *self.categories) if row.name == name)
 
     @property
     def failed(self) -> int:
@@ -93,24 +102,35 @@ class Report:
         return record
 
     def markdown(self) -> str:
-        """The table, to paste."""
-        metrics = list(dict.fromkeys(name for row in self.rows for name in row.estimates))
-        head = ["environment", "tasks", *metrics, "cut", "failed", "tok"]
-        cells = [
-            [
-                row.name,
-                str(row.tasks),
-                *(str(row.estimates[name]) if name in row.estimates else "" for name in metrics),
-                f"{row.cut_frac:.1%}",
-                str(row.failed),
-                f"{row.tok:.1f}" if row.tok else "",
-            ]
-            for row in self.rows
-        ]
-        return f"**{self.title}**\n\n{table(head, cells)}\n" + "".join(f"\n{note}\n" for note in self.notes)
+        """The table, to paste, and one of categories where tasks have some."""
+        tables = [_table("environment", self.rows, with_std=False)]
+        if self.categories:
+            tables.append(_table("category", self.categories, with_std=True))
+        notes = "".join(f"\n{note}\n" for note in self.notes)
+        return f"**{self.title}**\n\n" + "\n\n".join(tables) + "\n" + notes
 
     def _repr_markdown_(self) -> str:
         return self.markdown()
+
+
+def _table(first: str, rows: Sequence[Row], *, with_std: bool) -> str:
+    """Rows as a table in Markdown. with_std: a column for the deviation between attempts, where there are several."""
+    metrics = list(dict.fromkeys(name for row in rows for name in row.estimates))
+    with_std = with_std and any(row.std is not None for row in rows)
+    head = [first, "tasks", *metrics, *["std"] * with_std, "cut", "failed", "tok"]
+    cells = [
+        [
+            row.name,
+            str(row.tasks),
+            *(str(row.estimates[name]) if name in row.estimates else "" for name in metrics),
+            *["" if row.std is None else f"{row.std:.3f}"] * with_std,
+            f"{row.cut_frac:.1%}",
+            str(row.failed),
+            f"{row.tok:.1f}" if row.tok else "",
+        ]
+        for row in rows
+    ]
+    return table(head, cells)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -129,11 +149,14 @@ def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 # ---- from answers to numbers ----------------------------------------------------------------------------------------
 
 
-def score_task(draw: int, attempts: Sequence[Trajectory], cfg: Attempts, vote: FinalAnswer | None) -> TaskScores:
+def score_task(
+    draw: int, attempts: Sequence[Trajectory], cfg: Attempts, vote: FinalAnswer | None, category: str = ""
+) -> TaskScores:
     """The scores of one task.
 
     Args:
-      attempts: at it, of which there is one at least. vote: None where answers cannot be counted.
+      attempts: at it, of which there is one at least. vote: None where answers cannot be counted. category: of the
+        task.
     """
     task = attempts[0].task
     alive = [t for t in attempts if not t.lost]
@@ -148,7 +171,9 @@ def score_task(draw: int, attempts: Sequence[Trajectory], cfg: Attempts, vote: F
         values |= {f"maj@{k}": maj_at_k(said, right, k) for k in cfg.ks if k <= len(alive)}
     cut = sum(t.status == "truncated" and t.fault is not None and t.fault.kind == "limit" for t in alive)
     tokens = sum(t.num_sampled_tok or t.metrics.get("endpoint_tok", 0.0) for t in alive)
-    return TaskScores(task.env, task.id, draw, len(alive), len(attempts) - len(alive), cut, float(tokens), values)
+    solved = tuple(None if t.lost else t.success for t in attempts)
+    failed = len(attempts) - len(alive)
+    return TaskScores(task.env, task.id, draw, len(alive), failed, cut, float(tokens), values, category, solved)
 
 
 def report(
@@ -158,14 +183,25 @@ def report(
     counts: Mapping[str, int],
     trajectories: Sequence[Trajectory] = (),
 ) -> Report:
-    """Tables of scores: a row for each environment, and where there are several one over all tasks and one of the
-    environments' means."""
+    """Tables of scores: a row for each environment, and where there are several one over all tasks, one of the
+    environments' means and, if they have weights, one of their weighted mean; a row for each category of tasks.
+
+    Raises:
+      ConfigError: some environments have weights, others have none.
+    """
     domains: dict[str, list[TaskScores]] = {}
     for task in tasks:
         domains.setdefault(task.env, []).append(task)
     rows = [_row(name, [scores], cfg) for name, scores in domains.items()]
     if len(domains) > 1:
         rows += [_row(ALL, [list(tasks)], cfg), _row(MEAN, list(domains.values()), cfg)]
+        if weights := weights_of(list(domains), cfg):
+            rows.append(_row(WEIGHTED, list(domains.values()), cfg, weights))
+    kinds: dict[str, list[TaskScores]] = collections.defaultdict(list)
+    for task in sorted(tasks, key=lambda t: (list(domains).index(t.env), t.category)):
+        if task.category:
+            kinds[f"{task.env}: {task.category}"].append(task)
+    categories = [_row(name, [scores], cfg) for name, scores in kinds.items()]
     notes = [
         f"{cfg.num} attempt{'s' * (cfg.num > 1)} at temperature {cfg.temperature:g}, seed {cfg.seed}. "
         f"{cfg.confidence:.0%} intervals: Wilson where a task is one trial, else bootstrap over tasks "
@@ -177,10 +213,35 @@ def report(
         notes.append(f"Of {counts.get('requests', 0)} requests: {said}; asked again.")
     if failed := sum(task.failed for task in tasks):
         notes.append(f"{failed} attempt(s) failed, by nobody's answer, and are in no number.")
-    return Report(title, rows, list(tasks), notes, dict(counts), trajectories)
+    if rows[-1].name == WEIGHTED:
+        said = ", ".join(f"{name} {cfg.weights[name]:g}" for name in domains)
+        notes.append(f"Weights: {said}.")
+    if any(row.std is not None for row in categories):
+        notes.append("std: of the share of tasks solved, between attempts.")
+    return Report(title, rows, list(tasks), notes, dict(counts), categories, trajectories)
 
 
-def _row(name: str, domains: Sequence[Sequence[TaskScores]], cfg: Attempts) -> Row:
+def weights_of(names: Sequence[str], cfg: Attempts) -> list[float]:
+    """The weights of environments, empty where none has one.
+
+    Raises:
+      ConfigError: not every environment has one, or what has one is no environment of this evaluation.
+    """
+    if not cfg.weights:
+        return []
+    if odd := sorted(set(names) ^ cfg.weights.keys()):
+        raise ConfigError(
+            f"are not those of {', '.join(names)}",
+            setting="Attempts.weights",
+            value=dict(cfg.weights),
+            remedy=f"a weight for each of them, and no other; look at {', '.join(odd)}",
+        )
+    return [cfg.weights[name] for name in names]
+
+
+def _row(
+    name: str, domains: Sequence[Sequence[TaskScores]], cfg: Attempts, weights: Sequence[float] | None = None
+) -> Row:
     tasks = [task for domain in domains for task in domain]
     answers = sum(task.answers for task in tasks)
     estimates = {}
@@ -188,7 +249,7 @@ def _row(name: str, domains: Sequence[Sequence[TaskScores]], cfg: Attempts) -> R
         values = [_values(domain, metric) for domain in domains]
         if all(map(len, values)):
             one_trial = all(_is_one_trial(t, metric) for t in tasks)
-            estimates[metric] = estimate(values, cfg, share="@" in metric, one_trial=one_trial)
+            estimates[metric] = estimate(values, cfg, share="@" in metric, one_trial=one_trial, weights=weights)
     return Row(
         name,
         len(tasks),
@@ -197,7 +258,16 @@ def _row(name: str, domains: Sequence[Sequence[TaskScores]], cfg: Attempts) -> R
         sum(task.cut for task in tasks) / max(answers, 1),
         sum(task.tokens for task in tasks) / max(answers, 1),
         estimates,
+        _deviation(tasks),
     )
+
+
+def _deviation(tasks: Sequence[TaskScores]) -> float | None:
+    """See `Row.std`."""
+    solved = [task.solved for task in tasks]
+    if len(solved[0]) < 2 or any(s is None for every in solved for s in every) or len({*map(len, solved)}) > 1:
+        return None
+    return float(np.std(np.array(solved, np.float64).mean(axis=0), ddof=1))
 
 
 def shown(cfg: Attempts) -> list[str]:
@@ -218,23 +288,34 @@ def _is_one_trial(task: TaskScores, metric: str) -> bool:
     return metric not in task.values or (kind == "pass" and task.answers == int(k))
 
 
-def estimate(domains: Sequence[np.ndarray], cfg: Attempts, *, share: bool, one_trial: bool) -> Estimate:
-    """The unweighted mean of the means of `domains` with its interval.
+def estimate(
+    domains: Sequence[np.ndarray],
+    cfg: Attempts,
+    *,
+    share: bool,
+    one_trial: bool,
+    weights: Sequence[float] | None = None,
+) -> Estimate:
+    """The mean of the means of `domains` with its interval.
 
     Wilson's where there is one domain whose tasks are one trial each. Else the bootstrap over tasks; where that has no
     width because a share is 0 in every task, or 1 in every task, Wilson's for as many trials as there are tasks, which
     is at least as wide as it must be: no value between 0 and 1 varies more than a trial.
 
     Args:
-      share: values are between 0 and 1. one_trial: of one success or failure each.
+      share: values are between 0 and 1. one_trial: of one success or failure each. weights: of the domains; None:
+        equal.
     """
-    mean, num = float(np.mean([v.mean() for v in domains])), sum(map(len, domains))
+    num = sum(map(len, domains))
+    mean = float(np.average([v.mean() for v in domains], weights=weights))
     alike = {float(x) for v in domains for x in np.unique(v)}
     if (one_trial and len(domains) == 1) or (share and alike in ({0.0}, {1.0})):
-        trials = len(domains) ** 2 / sum(1 / len(v) for v in domains)
+        each = [1.0] * len(domains) if weights is None else weights
+        trials = sum(each) ** 2 / sum(w * w / len(v) for w, v in zip(each, domains, strict=True))
+        mean = min(mean, 1.0)  # weights may round to a little more
         found: Interval = wilson(mean, max(1, int(trials)), cfg.confidence)
     else:
-        found = bootstrap(domains, confidence=cfg.confidence, resamples=cfg.resamples, seed=cfg.seed)
+        found = bootstrap(domains, weights=weights, confidence=cfg.confidence, resamples=cfg.resamples, seed=cfg.seed)
     return Estimate(mean, found.low, found.high, found.method, num)
 
 
@@ -281,6 +362,8 @@ def _is_compared(metric: str) -> bool:
 def _by_task(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, float]]:
     if "results" not in record:
         raise CheckpointError("the evaluation is not complete: the command that began it goes on with it")
+    if "tasks" not in record["results"]:
+        raise CheckpointError("an evaluation by judges has no scores by task that could be compared")
     return {(task["env"], task["id"]): task["values"] for task in record["results"]["tasks"]}
 
 

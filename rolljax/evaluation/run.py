@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import ref_of
@@ -35,12 +35,14 @@ ALL_FAILED = 32
 
 @dataclasses.dataclass
 class Standing:
-    """How far an evaluation is. answers: attempts that have one. right: of these. total: attempts in all."""
+    """How far an evaluation is. answers: attempts that have one. right: of these. total: attempts in all. scored:
+    whether an answer is right or wrong; what judges say of it comes later."""
 
     total: int
     answers: int = 0
     right: int = 0
     failed: int = 0
+    scored: bool = True
 
     def count(self, trajectory: Trajectory) -> None:
         """One more attempt is over."""
@@ -56,6 +58,23 @@ class Job:
     benchmark: int
     task: Task
     key: Key
+
+
+class Witness(Protocol):
+    """Looks at every answer before it is kept. It lives on the event loop of the episodes."""
+
+    def kept(self, key: Key) -> Trajectory | None:
+        """An answer that is there already, and need not be asked for."""
+
+    async def look(self, trajectory: Trajectory) -> Trajectory:
+        """The answer as it is to be kept.
+
+        Raises:
+          RolljaxError: why the evaluation cannot go on.
+        """
+
+    async def close(self) -> None:
+        """Give up what belongs to the event loop."""
 
 
 def evaluate(
@@ -87,16 +106,16 @@ def evaluate(
       InfraError: nothing is answered. HangError: nothing moved for `Attempts.stall_s`.
     """
     attempts, tasks, before = attempts or Attempts(), _tasks(benchmarks), collections.Counter(model.counts())
-    jobs = _jobs(tasks, attempts, model.version)
+    jobs = jobs_of(tasks, attempts, model.version)
     standing = Standing(len(jobs))
     with contextlib.closing(AnswerLog(to, _setup(model, benchmarks, attempts), fresh=fresh)) as log:
         for job in jobs:
             if log.has(job.key):
-                _check_task(log.answers[job.key], job)
+                check_task(log.answers[job.key], job)
                 standing.count(log.answers[job.key])
         show(standing)
         if left := [job for job in jobs if not log.has(job.key)]:
-            _run(model, benchmarks, attempts, left, log, standing, show, warn, should_stop)
+            make_attempts(model, benchmarks, attempts, left, log, standing, show, warn, should_stop)
         counts = collections.Counter(model.counts())
         counts.subtract(before)
         found = _report(model.name, benchmarks, attempts, jobs, log, {k: n for k, n in counts.items() if n})
@@ -141,7 +160,7 @@ def _setup(model: EvaluatedModel, benchmarks: Sequence[Benchmark], attempts: Att
     }
 
 
-def _jobs(tasks: Sequence[Sequence[Task]], attempts: Attempts, version: int) -> list[Job]:
+def jobs_of(tasks: Sequence[Sequence[Task]], attempts: Attempts, version: int) -> list[Job]:
     """Every attempt, those at one task together. Draws are those of a run's own evaluation at this version."""
     draw, jobs = version * sum(map(len, tasks)), []
     for benchmark, every in enumerate(tasks):
@@ -151,7 +170,8 @@ def _jobs(tasks: Sequence[Sequence[Task]], attempts: Attempts, version: int) -> 
     return jobs
 
 
-def _check_task(answer: Trajectory, job: Job) -> None:
+def check_task(answer: Trajectory, job: Job) -> None:
+    """Raise `ConfigError` for a kept answer that belongs to another task than its number has now."""
     if answer.task.id != job.task.id:
         raise ConfigError(
             f"has an answer to another task than number {job.key.draw} is now: were the environment's files changed?",
@@ -160,7 +180,7 @@ def _check_task(answer: Trajectory, job: Job) -> None:
         )
 
 
-def _run(
+def make_attempts(
     model: EvaluatedModel,
     benchmarks: Sequence[Benchmark],
     attempts: Attempts,
@@ -170,8 +190,9 @@ def _run(
     show: Callable[[Standing], None],
     warn: Callable[[str], None],
     should_stop: Callable[[], bool],
+    witness: Witness | None = None,
 ) -> None:
-    """Make the attempts that are left."""
+    """Make the attempts `jobs`, and put what came of them into the log; for the rest see `evaluate`."""
     with contextlib.ExitStack() as stack:
         pools = {i: open_pool(benchmarks[i].pool, benchmarks[i].env) for i in sorted({job.benchmark for job in jobs})}
         for pool in pools.values():
@@ -187,6 +208,8 @@ def _run(
         stack.callback(loop.close)
         stack.callback(lambda: loop.run(model.close()))
         stack.callback(lambda: [loop.run(scoring.close()) for scoring in scorings.values() if scoring])
+        if witness is not None:
+            stack.callback(lambda: loop.run(witness.close()))
 
         def put(trajectory: Trajectory) -> None:
             log.add(trajectory)
@@ -197,7 +220,15 @@ def _run(
             if not standing.answers and standing.failed >= min(ALL_FAILED, standing.total):
                 raise InfraError(f"every attempt failed; the last one: {trajectory.fault}", stage="evaluation")
 
-        loop.run(loop.within(_attempt_all(rollouts, jobs, attempts, put), "answers", math.inf))
+        loop.run(loop.within(_attempt_all(rollouts, jobs, attempts, put, witness), "answers", math.inf))
+
+
+async def _attempt(rollouts: EpisodeRollouts, job: Job, witness: Witness | None) -> Trajectory:
+    """One attempt, as it is to be kept."""
+    found = None if witness is None else witness.kept(job.key)
+    if found is None:
+        found = await rollouts.trajectory(job.task, job.key)
+    return found if witness is None else await witness.look(found)
 
 
 def _scoring(benchmark: Benchmark, attempts: Attempts, verdicts: str) -> Scoring | None:
@@ -206,7 +237,11 @@ def _scoring(benchmark: Benchmark, attempts: Attempts, verdicts: str) -> Scoring
 
 
 async def _attempt_all(
-    rollouts: dict[int, EpisodeRollouts], jobs: Sequence[Job], attempts: Attempts, put: Callable[[Trajectory], None]
+    rollouts: dict[int, EpisodeRollouts],
+    jobs: Sequence[Job],
+    attempts: Attempts,
+    put: Callable[[Trajectory], None],
+    witness: Witness | None,
 ) -> None:
     """Make all attempts, `attempts.concurrency` at a time, and hand each over when it is over."""
     waiting = list(reversed(jobs))
@@ -215,7 +250,7 @@ async def _attempt_all(
         while waiting or running:
             while waiting and len(running) < attempts.concurrency:
                 job = waiting.pop()
-                running.add(asyncio.ensure_future(rollouts[job.benchmark].trajectory(job.task, job.key)))
+                running.add(asyncio.ensure_future(_attempt(rollouts[job.benchmark], job, witness)))
             done, running = await asyncio.wait(running, timeout=attempts.stall_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise HangError(f"no answer became complete for {attempts.stall_s:.0f} s ({len(running)} under way)")
@@ -240,7 +275,10 @@ def _report(
         by_task.setdefault((job.benchmark, job.key.draw), []).append(log.answers[job.key])
     every = [[log.answers[job.key] for job in jobs if job.benchmark == i] for i in range(len(benchmarks))]
     votes = [_vote(b.env, tried) for b, tried in zip(benchmarks, every, strict=True)]
-    scores = [score_task(draw, tried, attempts, votes[index]) for (index, draw), tried in by_task.items()]
+    scores = [
+        score_task(draw, tried, attempts, votes[index], benchmarks[index].env.category(tried[0].task))
+        for (index, draw), tried in by_task.items()
+    ]
     return report(title, scores, attempts, counts, [log.answers[job.key] for job in jobs])
 
 

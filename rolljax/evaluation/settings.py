@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from rolljax.envs.base import EnvSpec
@@ -26,6 +27,8 @@ class Benchmark:
       training with the same `Evaluation.held_out_frac` never sees. 1: all tasks.
     max_answer_tok: most tokens of one answer (one turn). agent: the program that plays the episodes, if one does.
     reward: what episodes are worth; None: what the environment says. domains: of a mixture, see `Recipe.domains`.
+    thinking: have a server's `reasoning_content` before its answer, between <think> and </think>, as models of this
+      process write it.
     """
 
     env: EnvSpec
@@ -37,6 +40,7 @@ class Benchmark:
     agent: AgentProgram | None = None
     reward: RewardConfig | None = None
     domains: Mapping[str, DomainSettings] = dataclasses.field(default_factory=dict)
+    thinking: bool = False
 
     def __post_init__(self) -> None:
         check_range(self, "num_tasks", "max_answer_tok", low=1)
@@ -73,6 +77,7 @@ class Attempts:
     num: attempts at each task. at: the k of pass@k and maj@k; empty: 1, 2, 4, ... and `num`.
     temperature (0: greedy), top_p, top_k, min_p: of sampling. seed: of everything that is sampled.
     confidence, resamples: of the intervals. concurrency: most episodes at a time.
+    weights: of environments by name, in any unit: the table then has their weighted mean. All of them, or none.
     stall_s: longest that no answer may become complete while some are under way.
     """
 
@@ -87,6 +92,7 @@ class Attempts:
     resamples: int = 10_000
     concurrency: int = 256
     stall_s: float = 3600.0
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_range(self, "num", "concurrency", low=1)
@@ -96,6 +102,11 @@ class Attempts:
         check_range(self, "confidence", above=0, below=1)
         check_range(self, "resamples", low=100)
         check_range(self, "stall_s", above=0)
+        for name, weight in self.weights.items():
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ConfigError(
+                    f"is no weight for {name}", setting="Attempts.weights", value=weight, remedy="a number above 0"
+                )
         for k in self.at:
             if not 1 <= k <= self.num:
                 raise ConfigError(

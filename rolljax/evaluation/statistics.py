@@ -129,18 +129,24 @@ def wilson(mean: float, n: int, confidence: float = 0.95) -> Interval:
 
 
 def bootstrap(
-    domains: Sequence[np.ndarray], *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+    domains: Sequence[np.ndarray],
+    *,
+    weights: Sequence[float] | None = None,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
 ) -> Interval:
-    """The percentile interval of the unweighted mean of the means of `domains` (Efron and Tibshirani 1993, chapter 13),
-    tasks drawn with replacement within each. A task is one value, whatever its attempts, so they are clustered by task.
+    """The percentile interval of the mean of the means of `domains` (Efron and Tibshirani 1993, chapter 13), tasks
+    drawn with replacement within each. A task is one value, whatever its attempts, so they are clustered by task.
 
     Args:
-      domains: of each domain one value for each task, `[tasks]`. seed: of the draws; equal seeds give equal intervals.
+      domains: of each domain one value for each task, `[tasks]`. weights: of the domains, in any unit; None: equal.
+      seed: of the draws; equal seeds give equal intervals.
 
     Raises:
       ValueError: a domain is empty.
     """
-    means = np.mean([_resampled(v, resamples, seed + i) for i, v in enumerate(domains)], axis=0)
+    means = np.average([_resampled(v, resamples, seed + i) for i, v in enumerate(domains)], axis=0, weights=weights)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(low), float(high), "bootstrap")
 
@@ -169,6 +175,30 @@ def paired_bootstrap(
     beyond = min(np.count_nonzero(means <= 0), np.count_nonzero(means >= 0))
     p = min(1.0, 2 * (beyond + 1) / (resamples + 1))
     return Difference(float(by_task.mean()), float(low), float(high), float(p), len(by_task))
+
+
+def resampled_means(domains: Sequence[np.ndarray], resamples: int, seed: int = 0) -> np.ndarray:
+    """Means over items drawn with replacement within each domain, for statistics of several values of an item: their
+    quantiles are percentile intervals.
+
+    Args:
+      domains: of each the values of its items, `[items, values]`.
+
+    Returns:
+      `[domains, resamples, values]`.
+
+    Raises:
+      ValueError: a domain is empty.
+    """
+    found = []
+    for i, values in enumerate(domains):
+        if not len(values):
+            raise ValueError("nothing to resample")
+        rng, rows = np.random.default_rng(seed + i), max(1, CHUNK // values.size)
+        sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
+        counts = [rng.multinomial(len(values), np.full(len(values), 1 / len(values)), size) for size in sizes]
+        found.append(np.concatenate([c @ np.asarray(values, np.float64) for c in counts]) / len(values))
+    return np.stack(found)
 
 
 def _resampled(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:

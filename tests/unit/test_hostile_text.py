@@ -38,6 +38,7 @@ from rolljax.envs.tools.parsers import PARSERS
 from rolljax.envs.tools.schema import problem_of
 from rolljax.envs.worlds import bm25, itinerary, pages, shopper
 from rolljax.errors import ConfigError, DataError, EnvError
+from rolljax.evaluation.judged.labels import read_label, split_thinking
 from rolljax.model.tokenizer import MARK, UNMARK
 from rolljax.rollout.agents.worker import read_answer
 from rolljax.rollout.episodes import linear_pattern
@@ -324,6 +325,8 @@ READERS = {
     "tau-bench's calls": taubench._read,
     "OpenEnv's actions": OpenEnvEnv(OpenEnv(action_key=""))._action,
     "a request's body": refused(ApiError)(lambda text: parse_json(text.encode("utf-8", "surrogatepass"))),
+    "a judge's verdict": refused(ValueError)(lambda text: read_label("{" + text, "verdict", {"Safe": "Safe"})),
+    "thinking": split_thinking,
     "an agent's answer": refused(EnvError)(lambda text: read_answer(b'{"answer":' + text.encode("utf-8", "surrogatepass"), "x", own=True)),
 } | {f"calls, {name}": lambda text, p=parser: list(p.parse(text, SPECS)) for name, parser in PARSERS.items()}  # fmt: skip
 GAMES = {name: stepped(name) for name in NAMES if name != "terminal" and needs_no_file(name)}

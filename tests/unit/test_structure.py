@@ -85,6 +85,7 @@ LEFT = {
     "viewer": {"errors", "types", "metrics", "model", "run"},
     "evaluation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout",
                    "cluster", "recipe", "run"},
+    "data": {"errors", "types", "envs", "chat_models"},
     "simulation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run", "aot"},
 }  # fmt: skip
 """What each room, or module at the root, may import beside itself; the loop, the verbs and `library`, which is the verbs as

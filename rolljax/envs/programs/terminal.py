@@ -100,6 +100,9 @@ class TerminalTasks(EnvSpec):
         task = tasks[index % len(tasks)]
         return Task(self.name, index, f"{task.name}\n\n{task.instruction}")
 
+    def category(self, task: Task) -> str:
+        return self.tasks()[task.index % len(self.tasks())].category
+
     def make(self) -> Env:
         return TerminalEnv(self)
 

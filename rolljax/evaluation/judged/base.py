@@ -1,0 +1,285 @@
+"""What an evaluation by judges is: items of a file, what judges are asked about an answer, tables of the verdicts."""
+
+from __future__ import annotations
+
+import abc
+import csv
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rolljax.chat_models.base import ChatModelConfig
+from rolljax.envs.base import EnvSpec, PureEnv, Runs, StepResult
+from rolljax.envs.data.rows import BadRow, find_files, open_rows
+from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.evaluation.report import Estimate, estimate, table
+from rolljax.evaluation.settings import Attempts
+from rolljax.types import Message, Task
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    """One thing that a model is asked. id: its own among the items. row: all columns of its record."""
+
+    id: str
+    messages: tuple[Message, ...]
+    row: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ask:
+    """What judges are asked about one answer.
+
+    name: short, the same for all answers. field, labels: of the JSON object that they are to write, see
+      `labels.read_label`. known: the verdict where none has to be asked for; None: they are asked.
+    """
+
+    name: str
+    messages: tuple[Message, ...]
+    field: str
+    labels: Mapping[str, str]
+    known: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """One answer and what was said of it; it holds no text of item or answer.
+
+    draw, sibling: the item's number, and the sample's. labels: by question, None where there is no verdict. votes: the
+    labels by judge, None for a judge that failed. faults: of judges, by kind. facts: what the benchmark keeps of the
+    answer itself.
+    """
+
+    draw: int
+    sibling: int
+    item: str
+    facts: Mapping[str, Any]
+    labels: Mapping[str, str | None]
+    votes: Mapping[str, Sequence[str | None]]
+    faults: Mapping[str, int]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every question has a verdict."""
+        return None not in self.labels.values()
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedTable:
+    """One table of a report. rows: the first cell is a name."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """The table, to paste."""
+        return table(self.head, self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedReport:
+    """The results of an evaluation by judges. values: every number by its name, unrounded. notes: sentences below the
+    tables. counts: of requests to judges and model, by kind."""
+
+    title: str
+    tables: Sequence[JudgedTable]
+    values: Mapping[str, float]
+    notes: Sequence[str]
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def markdown(self) -> str:
+        """The tables, to paste."""
+        tables = "\n\n".join(t.markdown() for t in self.tables)
+        return f"**{self.title}**\n\n{tables}\n" + "".join(f"\n{note}\n" for note in self.notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able record of all of it."""
+        return dataclasses.asdict(self)
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown()
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedBenchmark(abc.ABC):
+    """Items, and what judges are asked about answers to them. Subclasses are frozen dataclasses with further settings.
+
+    path: of the items: JSON Lines, JSON, Parquet, Arrow or CSV. samples: answers to each item. temperature: of these.
+    max_answer_tok: most tokens of one.
+    """
+
+    needs_judge: ClassVar[bool] = True
+
+    path: str = ""
+    samples: int = 1
+    temperature: float = 0.0
+    max_answer_tok: int = 2048
+
+    def __post_init__(self) -> None:
+        check_range(self, "samples", "max_answer_tok", low=1)
+        check_range(self, "temperature", low=0)
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """A short word for tables."""
+
+    @abc.abstractmethod
+    def items(self) -> tuple[Item, ...]:
+        """The items, in order.
+
+        Raises:
+          DataError: a record cannot be used, or their numbers are not those that the formulas are for.
+        """
+
+    @abc.abstractmethod
+    def asks(self, item: Item, answer: str) -> Sequence[Ask]:
+        """What judges are asked about an answer: the same names whatever it is."""
+
+    @abc.abstractmethod
+    def facts(self, item: Item, answer: str) -> Mapping[str, Any]:
+        """Numbers and flags of an answer that the tables need; JSON without texts."""
+
+    @abc.abstractmethod
+    def tables(self, items: Sequence[Item], judged: Sequence[Judged], how: JudgedEvaluation) -> JudgedReport:
+        """The results.
+
+        Args:
+          judged: of all answers that there are, in order of item and sample. how: confidence, resamples and seed of
+            intervals.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedEvaluation:
+    """Answers of a model to a benchmark, judged by others.
+
+    benchmark: which items, which questions, which tables. judges: chat models that are asked; several vote.
+    votes: verdicts of each judge; more than one with a temperature only. judge_temperature, judge_max_tok: how judges
+      are asked. seed: of answers, verdicts and intervals. confidence, resamples: of the intervals. concurrency: most
+      answers under way at a time.
+    """
+
+    benchmark: JudgedBenchmark
+    judges: tuple[ChatModelConfig, ...] = ()
+    votes: int = 1
+    judge_temperature: float = 0.0
+    judge_max_tok: int = 512
+    seed: int = 0
+    confidence: float = 0.95
+    resamples: int = 10_000
+    concurrency: int = 64
+
+    def __post_init__(self) -> None:
+        check_range(self, "votes", "judge_max_tok", "concurrency", low=1)
+        check_range(self, "judge_temperature", low=0)
+        check_range(self, "confidence", above=0, below=1)
+        check_range(self, "resamples", low=100)
+        if self.votes > 1 and not self.judge_temperature:
+            raise ConfigError(
+                "gives the same verdict again at temperature 0",
+                setting="JudgedEvaluation.votes",
+                value=self.votes,
+                remedy="set judge_temperature, or name several judges",
+            )
+
+    def estimate(self, domains: Sequence[np.ndarray], *, share: bool = True, one_trial: bool = True) -> Estimate:
+        """The mean of the means of `domains` with its interval, see `evaluation.report.estimate`."""
+        how = Attempts(confidence=self.confidence, resamples=self.resamples, seed=self.seed)
+        return estimate(domains, how, share=share, one_trial=one_trial)
+
+
+# ---- items as tasks -------------------------------------------------------------------------------------------------
+
+
+class ItemEnv(EnvSpec):
+    """Items as tasks of one turn without a reward. A task holds an item's id and a hash, no text."""
+
+    runs: ClassVar[Runs] = "inline"
+
+    def __init__(self, domain: str, items: tuple[Item, ...]) -> None:
+        self.domain, self.items = domain, items
+
+    @property
+    def name(self) -> str:
+        return self.domain
+
+    def task(self, index: int) -> Task:
+        item = self.items[index % len(self.items)]
+        said = "\0".join(f"{m.role}\0{m.content}" for m in item.messages)
+        return Task(self.name, index % len(self.items), f"{item.id} {digest(said)}")
+
+    def make(self) -> ItemEpisode:
+        return ItemEpisode(self)
+
+
+class ItemEpisode(PureEnv):
+    """One item: any answer ends it."""
+
+    def __init__(self, spec: ItemEnv) -> None:
+        self._spec = spec
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        return self._spec.items[task.index].messages
+
+    def step(self, action: str) -> StepResult:
+        return StepResult((), 0.0, terminated=True)
+
+    def gold(self) -> str:
+        return ""
+
+
+# ---- records --------------------------------------------------------------------------------------------------------
+
+
+def digest(text: str) -> str:
+    """What stands for a text that is not to be read: `sha256:` and 64 hexadecimal digits."""
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_records(path: str, setting: str) -> list[tuple[str, dict[str, Any]]]:
+    """All records of a file with their places.
+
+    Raises:
+      ConfigError: there is no such file. DataError: it is broken.
+    """
+    if path.endswith(".csv") and Path(path).is_file():
+        with open(path, newline="", encoding="utf-8-sig") as f:
+            return [(f"{path}, row {i}", dict(row)) for i, row in enumerate(csv.DictReader(f))]
+    rows = open_rows(find_files(path, setting))
+    found = []
+    for i in range(len(rows)):
+        try:
+            found.append((rows.location(i), rows.row(i)))
+        except BadRow as e:
+            raise DataError(f"{rows.location(i)}: {e}") from None
+    return found
+
+
+def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
+    """The text in a column. Raises `DataError`: there is none."""
+    value = row.get(key)
+    if not isinstance(value, (str, int)) or isinstance(value, bool) or not str(value).strip():
+        raise DataError(f"{where}: has no text in {key!r}; its columns: {', '.join(map(str, row))}")
+    return str(value)
+
+
+def tagged(parts: Mapping[str, str]) -> str:
+    """Texts that a judge is to look at, each between tags of its name; none can close its own."""
+    shown = {name: text.replace(f"</{name}", f"< /{name}") for name, text in parts.items()}
+    return "\n".join(f"<{name}>\n{text}\n</{name}>" for name, text in shown.items())
+
+
+def check_ids(items: Iterable[Item]) -> tuple[Item, ...]:
+    """The items, if no two have one id. Raises `DataError`."""
+    seen: set[str] = set()
+    found = tuple(items)
+    for item in found:
+        if item.id in seen:
+            raise DataError(f"item {item.id!r} is there twice")
+        seen.add(item.id)
+    return found

@@ -1,0 +1,244 @@
+"""An evaluation by judges from beginning to end: answers of a model, verdicts, records on disk, tables.
+
+Beside the files of any evaluation (`evaluation.answers`) its folder holds `verdicts.jsonl`: for every answer a line
+with the labels, the votes, and what the benchmark keeps of the answer. Unless texts are asked for, no file holds what
+an item, an answer or a judge says, only hashes of it: an answer whose verdict failed is then asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rolljax.errors import ConfigError
+from rolljax.evaluation.answers import JUDGEMENTS, AnswerLog
+from rolljax.evaluation.judged.base import Item, ItemEnv, Judged, JudgedEvaluation, JudgedReport, digest
+from rolljax.evaluation.judged.judges import Judges
+from rolljax.evaluation.models import EvaluatedModel
+from rolljax.evaluation.run import Standing, check_task, jobs_of, make_attempts
+from rolljax.evaluation.settings import Attempts, Benchmark
+from rolljax.run import durable
+from rolljax.types import Fault, Key, Trajectory
+
+
+def evaluate_judged(
+    model: EvaluatedModel,
+    cfg: JudgedEvaluation,
+    *,
+    to: str | Path | None = None,
+    fresh: bool = False,
+    show_texts: bool = False,
+    show: Callable[[Standing], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> JudgedReport:
+    """Have a model answer the items of a benchmark, have judges look at the answers, and report what came of it.
+
+    Args:
+      model: open already. to: a folder for records and report; an unfinished evaluation there goes on, and asks again
+        for what has no verdict. fresh: delete it first.
+      show_texts: write items, answers and what judges say into the records, in clear.
+      show, warn, should_stop: see `evaluation.run.evaluate`.
+
+    Raises:
+      Stopped: `should_stop` said so.
+      ConfigError: settings that cannot be used, or a folder with another evaluation. DataError: items that cannot.
+      InfraError: nothing is answered, or no judge answers. HangError: nothing moved for long.
+    """
+    if cfg.benchmark.needs_judge and not cfg.judges:
+        raise ConfigError("are none", setting="JudgedEvaluation.judges", remedy="name one: --judge URL")
+    items = cfg.benchmark.items()
+    bench = benchmark_of(cfg, items)
+    attempts = Attempts(
+        cfg.benchmark.samples, temperature=cfg.benchmark.temperature, seed=cfg.seed, concurrency=cfg.concurrency
+    )
+    jobs = jobs_of([[bench.env.task(i) for i in range(len(items))]], attempts, 0)
+    standing, before = Standing(len(jobs), scored=False), collections.Counter(model.counts())
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(contextlib.closing(AnswerLog(to, _setup(model, cfg, items, show_texts), fresh=fresh)))
+        witness = JudgedAnswers(cfg, items, log, show_texts)
+        stack.enter_context(contextlib.closing(witness.log))
+        for job in jobs:
+            if witness.has(job.key):
+                check_task(log.answers[job.key], job)
+                standing.count(log.answers[job.key])
+        show(standing)
+        if left := [job for job in jobs if not witness.has(job.key)]:
+            make_attempts(model, [bench], attempts, left, log, standing, show, warn, should_stop, witness)
+        counts = collections.Counter(model.counts())
+        counts.subtract(before)
+        found = _report(model.name, cfg, items, [job.key for job in jobs], log, witness)
+        found = dataclasses.replace(found, counts={k: n for k, n in (counts + witness.requests).items() if n})
+        log.finish(found.to_json(), found.markdown())
+    return found
+
+
+def benchmark_of(cfg: JudgedEvaluation, items: Sequence[Item]) -> Benchmark:
+    """The items as tasks of an environment, with the limits within which they are answered."""
+    env = ItemEnv(cfg.benchmark.name, tuple(items))
+    return Benchmark(env, len(items), max_answer_tok=cfg.benchmark.max_answer_tok, thinking=True)
+
+
+def _setup(model: EvaluatedModel, cfg: JudgedEvaluation, items: Sequence[Item], show_texts: bool) -> dict[str, Any]:
+    """What must be the same for an evaluation to go on."""
+    said = "\0".join(f"{i.id}\0{m.role}\0{m.content}" for i in items for m in i.messages)
+    names = [f.name for f in dataclasses.fields(cfg.benchmark) if f.name != "samples"]  # which may grow
+    settings = {name: repr(getattr(cfg.benchmark, name)) for name in names}
+    return {
+        "model": dict(model.identity),
+        "name": model.name,
+        "benchmark": {"class": type(cfg.benchmark).__name__, **settings, "items": digest(said)},
+        "judges": {
+            "models": [judge.identity for judge in cfg.judges],
+            "votes": cfg.votes,
+            "temperature": cfg.judge_temperature,
+            "max_tok": cfg.judge_max_tok,
+        },
+        "attempts": {"num": cfg.benchmark.samples, "temperature": cfg.benchmark.temperature, "seed": cfg.seed},
+        "show_texts": show_texts,
+    }
+
+
+class JudgedAnswers:
+    """Sees to it that every answer is judged before it is kept (`evaluation.run.Witness`)."""
+
+    def __init__(self, cfg: JudgedEvaluation, items: Sequence[Item], answers: AnswerLog, show_texts: bool) -> None:
+        self._cfg, self._items, self._answers, self._show_texts = cfg, items, answers, show_texts
+        self.log = VerdictLog(answers.folder)
+        self.judges = Judges(cfg)
+        self.requests: collections.Counter[str] = collections.Counter()
+
+    def has(self, key: Key) -> bool:
+        """Whether an answer is there with all its verdicts."""
+        verdict = self.log.verdicts.get((key.draw, key.sibling))
+        if not self._answers.has(key):
+            return False
+        return verdict.complete if verdict is not None else not self._answers.answers[key].turns
+
+    def kept(self, key: Key) -> Trajectory | None:
+        return self._answers.answers[key] if self._show_texts and self._answers.has(key) else None
+
+    async def look(self, trajectory: Trajectory) -> Trajectory:
+        if not trajectory.lost and trajectory.turns:
+            item, answer = self._items[trajectory.task.index], trajectory.turns[-1].text
+            asks = self._cfg.benchmark.asks(item, answer)
+            address = f"{trajectory.key.draw}/{trajectory.key.sibling}"
+            said = await asyncio.gather(*(self.judges.verdict(ask, address) for ask in asks))
+            faults: collections.Counter[str] = collections.Counter()
+            for _, _, more, _ in said:
+                faults.update(more)
+            judged = Judged(
+                trajectory.key.draw,
+                trajectory.key.sibling,
+                item.id,
+                self._cfg.benchmark.facts(item, answer),
+                {ask.name: label for ask, (label, _, _, _) in zip(asks, said, strict=True)},
+                {ask.name: votes for ask, (_, votes, _, _) in zip(asks, said, strict=True)},
+                dict(faults),
+            )
+            texts = {ask.name: texts for ask, (_, _, _, texts) in zip(asks, said, strict=True)}
+            self.log.add(judged, answer, texts, in_clear=self._show_texts)
+        return trajectory if self._show_texts else hidden(trajectory)
+
+    async def close(self) -> None:
+        self.requests.update({f"judge_{kind}": n for kind, n in self.judges.requests().items()})
+        await self.judges.close()
+
+
+def hidden(trajectory: Trajectory) -> Trajectory:
+    """The trajectory without what was said in it: hashes for texts, no tokens."""
+    none, fault = np.zeros(0, np.int32), trajectory.fault
+    turns = tuple(
+        dataclasses.replace(
+            turn,
+            text=digest(turn.text),
+            prompt_ids=none,
+            tokens=none,
+            versions=none,
+            sampler_logp=np.zeros(0, np.float32),
+            experts=None,
+        )
+        for turn in trajectory.turns
+    )
+    said = fault and Fault(fault.kind, fault.stage, "hidden; it is shown with the texts", fault.retryable)
+    return dataclasses.replace(trajectory, turns=turns, fault=said)
+
+
+class VerdictLog:
+    """The verdicts of one evaluation, on disk if there is a folder. The last line about an answer counts."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.verdicts: dict[tuple[int, int], Judged] = {}
+        self._path = None if folder is None else folder / JUDGEMENTS
+        self._file: Any = None
+        if self._path is None:
+            return
+        whole, lines = [], self._path.read_bytes().splitlines() if self._path.is_file() else []
+        for line in lines:
+            try:
+                record = json.loads(line)
+                found = Judged(**{f.name: record[f.name] for f in dataclasses.fields(Judged)})
+            except (ValueError, LookupError, TypeError):
+                continue
+            self.verdicts[found.draw, found.sibling] = found
+            whole.append(line + b"\n")
+        durable.write(self._path, b"".join(whole))
+        with durable.storing(self._path):
+            self._file = open(self._path, "ab")  # noqa: SIM115  # `close` does
+
+    def add(self, judged: Judged, answer: str, texts: Mapping[str, Sequence[str]], *, in_clear: bool) -> None:
+        """Keep the verdicts about an answer.
+
+        Raises:
+          StorageError: the disk does not take it.
+        """
+        self.verdicts[judged.draw, judged.sibling] = judged
+        if self._file is not None and self._path is not None:
+            shown = (lambda text: text) if in_clear else digest
+            record = dataclasses.asdict(judged) | {
+                "answer": shown(answer),
+                "said": {name: [shown(text) for text in every] for name, every in texts.items()},
+            }
+            with durable.storing(self._path):
+                self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _report(
+    title: str,
+    cfg: JudgedEvaluation,
+    items: Sequence[Item],
+    keys: Sequence[Key],
+    log: AnswerLog,
+    witness: JudgedAnswers,
+) -> JudgedReport:
+    """The tables, and below them what is missing."""
+    judged = [v for key in keys if (v := witness.log.verdicts.get((key.draw, key.sibling))) is not None]
+    found = cfg.benchmark.tables(items, judged, cfg)
+    notes = list(found.notes)
+    if cfg.judges:
+        names = ", ".join(judge.identity for judge in cfg.judges)
+        itself = " The model judges itself." if title in names.split(", ") else ""
+        notes.append(f"Judged by {names}; {cfg.votes * len(cfg.judges)} vote(s) on every question.{itself}")
+    faults: collections.Counter[str] = collections.Counter()
+    for verdict in judged:
+        faults.update(verdict.faults)
+    if without := sum(not verdict.complete for verdict in judged):
+        said = ", ".join(f"{n} {kind}" for kind, n in sorted(faults.items())) or "ties"
+        notes.append(f"{without} answer(s) lack a verdict ({said}); the same command asks for them again.")
+    if lost := sum(log.answers[key].lost or not log.answers[key].turns for key in keys if key in log.answers):
+        notes.append(f"{lost} answer(s) are missing, by nobody's answer.")
+    return dataclasses.replace(found, title=f"{cfg.benchmark.name}: {title}", notes=notes)
