@@ -1,5 +1,5 @@
-"""DLCoT (arXiv:2503.16385): long chains of thought taken apart, pruned, and put together again. The parts that are plain
-functions of texts and labels; `dlcot_stages` asks models for the labels.
+"""DLCoT (arXiv:2503.16385): long chains of thought taken apart, pruned, and put together again. Here are
+plain functions of texts and labels; `dlcot_stages` asks models for the labels.
 
 A trace is split into five parts; the exploration into solutions, the verification into steps. Solutions are labelled,
 and solutions and steps are clustered by method. Numbers of solutions and steps count from 1; steps follow solutions.
@@ -106,9 +106,16 @@ class Trace:
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Trace:
         """The trace that `to_json` was of."""
-        nested = {name: tuple(map(tuple, found[name])) for name in ("spans", "clusters")}
-        flat = {name: tuple(found[name]) for name in ("solutions", "steps", "labels", "errors")}
-        return Trace(head=found["head"], conclusion=found["conclusion"], **flat, **nested)
+        return Trace(
+            found["head"],
+            tuple(found["solutions"]),
+            tuple(found["steps"]),
+            found["conclusion"],
+            tuple(found["labels"]),
+            tuple(found["errors"]),
+            tuple(map(tuple, found["spans"])),
+            tuple(map(tuple, found["clusters"])),
+        )
 
 
 def redundant(clusters: Sequence[Sequence[int]], last: int | None = None) -> list[int]:
@@ -137,8 +144,8 @@ def incorrect(trace: Trace) -> set[int] | None:
 
 
 def erroneous_spans(trace: Trace, *, trunk: bool) -> dict[int, tuple[str, ...]]:
-    """The spans with errors that go, by solution: of correct ones beyond the trunk, and of those of the trunk if that is
-    asked for (keeping them teaches to find and mend errors)."""
+    """The spans with errors that go, by solution: of correct ones beyond the trunk, and of those of the trunk if that
+    is asked for (keeping them teaches to find and mend errors)."""
     first = trace.first_correct or 0
     return {
         i: spans

@@ -1,5 +1,5 @@
-"""DLCoT as stages: a model takes traces apart, labels and clusters (`Deconstruct`), rules prune (`Prune`), a model mends
-what stands between the parts that are left (`Rewrite`). The formulas are in `dlcot`."""
+"""DLCoT as stages: a model takes traces apart, labels and clusters (`Deconstruct`), rules prune (`Prune`), a model
+mends what stands between the parts that are left (`Rewrite`). The formulas are in `dlcot`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ work (self-affirmation, self-negation) as steps of their own. Repeat the text of
 # Verification
 {text}"""
 COMPLETE = """Question: {question}
-Below are a solution and, numbered, the steps of its verification. If the solution does not reach an answer, how many of \
-the first steps belong to it so that it does? Answer with one JSON object: {"steps": 0} if it reaches one by itself.
+Below are a solution and, numbered, the steps of its verification. If the solution does not reach an answer, how many \
+of the first steps belong to it so that it does? Answer with one JSON object: {"steps": 0} if it reaches one by itself.
 
 # Solution
 {solution}
@@ -54,13 +54,13 @@ calculation or derivation? Quote the sentences that do. Answer with one JSON obj
 
 {solutions}"""
 CLUSTER = """Question: {question}
-Put the numbered parts below into clusters: those that go the same way, by the same method, belong together. Every number \
-stands in one cluster. Answer with one JSON object: {"clusters": [[1, 3], [2]]}
+Put the numbered parts below into clusters: those that go the same way, by the same method, belong together. \
+Every number stands in one cluster. Answer with one JSON object: {"clusters": [[1, 3], [2]]}
 
 {parts}"""
-REWRITE = """From the text below, parts were cut out. Change as little as you can so that it can be read: words that join, \
-references to what is gone. Do not shorten it, change no calculation, and keep the final boxed answer. Answer with the \
-text alone.
+REWRITE = """From the text below, parts were cut out. Change as little as you can so that it can be read: words that \
+join, references to what is gone. Do not shorten it, change no calculation, and keep the final boxed answer. Answer with \
+the text alone.
 
 {text}"""
 DLCOT = "dlcot"
@@ -70,12 +70,12 @@ DLCOT = "dlcot"
 class Deconstruct(AskingStage):
     """Take traces apart: a column `dlcot` with parts, solutions, labels and clusters (`dlcot.Trace`).
 
-    What a model repeats is aligned with the trace, so that the parts joined are the trace; a proposal that is too unlike
-    it, or that cannot be read, is asked for again. A trace for which that does not help is left out, by the question
-    that failed.
+    What a model repeats is aligned with the trace, so that the parts joined are the trace; a proposal that is too
+    unlike it, or that cannot be read, is asked for again. A trace for which that does not help is left out, by the
+    question that failed.
 
-    model: who is asked (the paper: 72B, a stronger one for clusters). cluster_model is not there on purpose: give this
-      stage the stronger one. question_key, answer_key, trace_key: columns. least: Jaccard similarity of a proposal.
+    model: who is asked (the authors: one of 72B, and a stronger one for clusters). question_key,
+      answer_key, trace_key: columns. least: Jaccard similarity of a proposal.
     tries: for an answer that can be used. temperature, max_tok: of an answer.
     """
 
@@ -119,13 +119,15 @@ class _Deconstruction:
         parts = await self._split(SPLIT.replace("{text}", text), text, PARTS)
         if parts is None or not parts[2].strip():
             return "partition"
-        if (solutions := await self._split(SOLUTIONS.replace("{text}", parts[2]), parts[2], "solution")) is None:
+        split = await self._split(SOLUTIONS.replace("{text}", parts[2]), parts[2], "solution")
+        if split is None:
             return "solutions"
-        steps: Sequence[str] | None = (parts[3],) if parts[3] else ()
+        checks: list[str] | None = [parts[3]] if parts[3] else []
         if parts[3].strip():
-            steps = await self._split(STEPS.replace("{text}", parts[3]), parts[3], "step")
-        if steps is None:
+            checks = await self._split(STEPS.replace("{text}", parts[3]), parts[3], "step")
+        if checks is None:
             return "steps"
+        solutions, steps = tuple(split), tuple(checks)
         if steps:
             shown = {"question": question, "solution": solutions[-1], "steps": _numbered(steps)}
             num = await self._json(COMPLETE, shown, lambda said: _whole(said.get("steps"), len(steps)))
@@ -140,8 +142,8 @@ class _Deconstruction:
         clusters = await self._json(CLUSTER, shown, lambda said: _clusters(said, len(solutions) + len(steps)))
         if clusters is None:
             return "clusters"
-        made = [tuple(column) for column in zip(*labels, strict=True)]
-        return Trace(parts[0] + parts[1], tuple(solutions), tuple(steps), parts[4], *made, clusters)
+        named, errors, spans = (tuple(column) for column in zip(*labels, strict=True))
+        return Trace(parts[0] + parts[1], solutions, steps, parts[4], named, errors, spans, clusters)
 
     async def _split(self, prompt: str, text: str, names: Sequence[str] | str) -> list[str] | None:
         """An exact partition of a text as the model proposes it: into named parts, or into numbered ones."""

@@ -15,15 +15,15 @@ from rolljax.envs.data import messages
 from rolljax.errors import DataError, check_range
 
 RELEVANT = """Below is a conversation of an assistant that works with tools. Its turns are numbered.
-Which of its turns mattered for the final solution? Answer with their numbers, with commas between them, on a last line \
-that begins with `Turns:`.
+Which of its turns mattered for the final solution? Answer with their numbers, with commas between them, on a last \
+line that begins with `Turns:`.
 
 {conversation}"""
 
 
 @dataclasses.dataclass(frozen=True)
 class TurnMask(AskingStage):
-    """Write a weight into every message of the assistant: 1 where its turn had no error and was relevant, else 0;
+    """Write a weight into every message of the assistant: 1 where its turn had no error and was relevant, else 0.
     `Records` reads it, and trains on the rest. Conversations without a turn that counts are left out.
 
     A turn has an error where its message has `"error": true`, or what follows it matches `error_pattern`. It counts as

@@ -18,9 +18,11 @@ from rolljax.data.pipeline import Pipeline
 from rolljax.data.texts import jaccard, shingles
 from rolljax.envs.records import Records
 from rolljax.errors import CheckpointError, ConfigError, DataError, InfraError
-from tests.rule_server import RuleServer
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from rule_server import RuleServer
+
 RECIPE = """
 from __gin__ import dynamic_registration
 from rolljax.chat_models import client
