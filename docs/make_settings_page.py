@@ -24,6 +24,7 @@ from docstrings import cell, field_default, linked, meanings_of, read_doc, shown
 
 from rolljax.config import check
 from rolljax.config.classes import closure, default_classes, fields, is_config
+from rolljax.data.pipeline import Pipeline
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.tools.base import Tools
 from rolljax.recipe import Recipe
@@ -32,9 +33,9 @@ from rolljax.trainer.algorithms.base import Algorithm
 
 DOCS = Path(__file__).resolve().parent
 NOTICE = "<!-- made by docs/make_settings_page.py from the code: do not edit -->"
-ROOTS = (Recipe, Timings)
-"""Of runs, and of simulations (`rolljax.simulate` takes both)."""
-ROOMS = ("envs", "model", "rollout", "sampler", "trackers", "trainer")
+ROOTS = (Recipe, Timings, Pipeline)
+"""Of runs, of simulations (`rolljax.simulate` takes both), and of data pipelines (`rolljax.data`)."""
+ROOMS = ("chat_models", "data", "envs", "model", "rollout", "sampler", "trackers", "trainer")
 """Where classes stand that may be given although no annotation names them: all that derive from one that it names."""
 GROUPS = {
     "recipe": "The run",
@@ -49,6 +50,8 @@ GROUPS = {
     "envs.tools": "Tools",
     "trackers": "Trackers",
     "simulation": "Simulations",
+    "data": "Data pipelines",
+    "chat_models": "Chat models",
 }
 """Sections of the page, by the longest beginning of a module's name."""
 FAMILIES: dict[type, str] = {EnvSpec: "#environments", Algorithm: "#algorithms", Tools: "#tools"}

@@ -59,7 +59,7 @@ Every number stands in one cluster. Answer with one JSON object: {"clusters": [[
 
 {parts}"""
 REWRITE = """From the text below, parts were cut out. Change as little as you can so that it can be read: words that \
-join, references to what is gone. Do not shorten it, change no calculation, and keep the final boxed answer. Answer with \
+join, references to what is gone. Do not shorten it, change no calculation, keep the final boxed answer. Answer with \
 the text alone.
 
 {text}"""
