@@ -15,6 +15,7 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import re
 import shutil
@@ -26,7 +27,18 @@ from typing import Any, Literal
 from rolljax.chat_models.base import ChatModelConfig
 from rolljax.data import report
 from rolljax.data.asking import Asker
-from rolljax.data.base import AskingStage, Ledger, Place, Record, Source, Stage, fingerprint, seed_of, value_of
+from rolljax.data.base import (
+    NUM_SAMPLES,
+    AskingStage,
+    Ledger,
+    Place,
+    Record,
+    Source,
+    Stage,
+    fingerprint,
+    seed_of,
+    value_of,
+)
 from rolljax.data.files import FileSource, Format, Spill, Writer, write_spill
 from rolljax.data.journal import Journal
 from rolljax.data.progress import Progress
@@ -153,7 +165,8 @@ def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progre
                 durable.remove(work / f"{pipeline.labels[i - 1]}.jsonl")
         progress.over(label, ledgers[label])
     files = _write(pipeline, records, folder)
-    report.write(folder, len(given), files, ledgers)
+    samples = [json.dumps(r, ensure_ascii=False)[:400] for r in itertools.islice(records, NUM_SAMPLES)]
+    report.write(folder, len(given), files, ledgers, samples)
     durable.remove(work / f"{pipeline.labels[-1]}.jsonl")
     return Outcome(folder, files, ledgers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,28 @@ REPORT, TABLE, PICTURE = "report.json", "report.md", "report.png"
 MOST_HISTOGRAMS = 5
 
 
-def write(folder: Path, num_in: int, files: Mapping[str, int], stages: Mapping[str, Mapping[str, Any]]) -> None:
+def write(
+    folder: Path,
+    num_in: int,
+    files: Mapping[str, int],
+    stages: Mapping[str, Mapping[str, Any]],
+    samples: Sequence[str] = (),
+) -> None:
     """Write report.png, report.md and last report.json, which says that the pipeline is over.
 
     Args:
       num_in: rows of the input. files: name -> records. stages: label -> what it said of itself.
+      samples: a few of the records that came out, as text.
     """
     durable.write(folder / PICTURE, _picture(num_in, stages))
-    durable.write(folder / TABLE, markdown(num_in, files, stages))
+    durable.write(folder / TABLE, markdown(num_in, files, stages, samples))
     found = {"num_in": num_in, "files": dict(files), "stages": dict(stages)}
     durable.write(folder / REPORT, json.dumps(found, indent=1) + "\n")
 
 
-def markdown(num_in: int, files: Mapping[str, int], stages: Mapping[str, Mapping[str, Any]]) -> str:
+def markdown(
+    num_in: int, files: Mapping[str, int], stages: Mapping[str, Mapping[str, Any]], samples: Sequence[str] = ()
+) -> str:
     """The report for people."""
     num_out = sum(files.values())
     lines = [f"# {num_in} records in, {num_out} out", ""]
@@ -37,6 +46,8 @@ def markdown(num_in: int, files: Mapping[str, int], stages: Mapping[str, Mapping
         row = (label, s["num_in"], s["num_out"], dropped, asked or "", f"{s['seconds']:.1f}")
         lines.append("| " + " | ".join(map(str, row)) + " |")
     lines += ["", "| file | records |", "|---|---:|", *(f"| {name} | {n} |" for name, n in files.items())]
+    if samples:
+        lines += ["", "## What came out", "", *(f"    {text}" for text in samples)]
     for label, s in stages.items():
         said = {**s["counts"], **{name: f"{x:.6g}" for name, x in s["numbers"].items()}}
         if said or s["samples"]:
