@@ -24,6 +24,7 @@ from docstrings import cell, field_default, linked, meanings_of, read_doc, shown
 
 from rolljax.config import check
 from rolljax.config.classes import closure, default_classes, fields, is_config
+from rolljax.data.pipeline import Pipeline
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.tools.base import Tools
 from rolljax.evaluation.judged.base import JudgedEvaluation
@@ -33,9 +34,10 @@ from rolljax.trainer.algorithms.base import Algorithm
 
 DOCS = Path(__file__).resolve().parent
 NOTICE = "<!-- made by docs/make_settings_page.py from the code: do not edit -->"
-ROOTS = (Recipe, Timings, JudgedEvaluation)
-"""Of runs, of simulations (`rolljax.simulate` takes both), and of evaluations by judges."""
-ROOMS = ("chat_models", "envs", "evaluation", "model", "rollout", "sampler", "trackers", "trainer")
+ROOTS = (Recipe, Timings, Pipeline, JudgedEvaluation)
+"""Of runs, of simulations (`rolljax.simulate` takes both), of data pipelines (`rolljax.data`), and of evaluations by
+judges."""
+ROOMS = ("chat_models", "data", "envs", "evaluation", "model", "rewards", "rollout", "sampler", "trackers", "trainer")
 """Where classes stand that may be given although no annotation names them: all that derive from one that it names."""
 GROUPS = {
     "recipe": "The run",
@@ -50,6 +52,7 @@ GROUPS = {
     "envs.tools": "Tools",
     "trackers": "Trackers",
     "simulation": "Simulations",
+    "data": "Data pipelines",
     "chat_models": "Chat models",
     "evaluation.judged": "Evaluations by judges",
 }

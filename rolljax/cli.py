@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
 
@@ -116,7 +116,7 @@ def load_recipe(files: list[str], settings: list[str]) -> Loaded[Recipe]:
     return loader.load(files, settings, root=Recipe)
 
 
-def run_verb(main: Callable[[], int], loaded: Callable[[], Loaded[Recipe] | None] = lambda: None) -> int:
+def run_verb(main: Callable[[], int], loaded: Callable[[], Loaded[Any] | None] = lambda: None) -> int:
     """Run a verb and turn deliberate errors into their exit code and a message without traceback.
 
     Args:

@@ -126,6 +126,7 @@ class Endpoint:
         return self._counts
 
     async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
+        """See `ChatModel.ask`."""
         reply = await self.chat(messages, {"temperature": how.temperature, "max_tokens": how.max_tok, "seed": how.seed})
         return ChatAnswer(reply.text, reply.finish_reason, reply.tokens)
 

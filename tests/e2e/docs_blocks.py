@@ -29,6 +29,7 @@ from pathlib import Path
 
 import rolljax
 from rolljax.config import loader
+from rolljax.data.pipeline import Pipeline
 from rolljax.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +138,7 @@ class Runner:
             first = "" if "include" in text else "include 'quickstart.gin'\n"
             text = "from __gin__ import dynamic_registration\n" + imports(text) + first + text
         path.write_text(text)
-        loader.load([str(path)], root=Recipe)
+        loader.load([str(path)], root=Pipeline if "pipeline.Pipeline" in text else Recipe)
 
     def _python(self, text):
         if reason_not_to_run(text):

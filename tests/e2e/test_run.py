@@ -375,12 +375,14 @@ def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path,
 
 NEEDS_FILES = {
     "gsm8k_qwen3_0p6b",
+    "dlcot",
     "live_thinking_qwen3_0p6b",
     "lora",
     "reward_model_ppo_qwen3_0p6b",
-}  # planned in test_gsm8k_plan.py and test_lora.py
+    "stagent",
+}  # planned in test_gsm8k_plan.py and test_lora.py; files of pipelines
 # shapes of models and sampling settings, which are included; runs of TPU slices, planned in test_plan.py or simulated
-PARTS = {*ROOT.glob("configs/models/*.gin"), *ROOT.glob("configs/presets/*.gin")}
+PARTS = {*ROOT.glob("configs/data/*.gin"), *ROOT.glob("configs/models/*.gin"), *ROOT.glob("configs/presets/*.gin")}
 ELSEWHERE = PARTS | {*ROOT.glob("configs/*_v[456]*.gin")}
 SHIPPED = sorted(p for p in {*ROOT.glob("configs/**/*.gin")} - ELSEWHERE if p.stem not in NEEDS_FILES)
 

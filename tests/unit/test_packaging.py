@@ -13,7 +13,7 @@ import rolljax
 
 ROOT = Path(rolljax.__file__).parent
 PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-VERBS = ("train", "chat", "eval", "export", "plan", "play", "serve", "show", "simulate", "validate", "view")
+VERBS = ("train", "chat", "data", "eval", "export", "plan", "play", "serve", "show", "simulate", "validate", "view")
 HEAVY = {
     "jax",
     "flax",
@@ -35,7 +35,7 @@ MODULE_OF = {
     "prometheus-client": "prometheus_client", "reasoning-gym": "reasoning_gym",
 }  # fmt: skip
 OPTIONAL = {
-    "mcp": "tools", "mcp_types": "tools", "anyio": "tools", "pyarrow": "data", "textarena": "envs",
+    "mcp": "tools", "mcp_types": "tools", "anyio": "tools", "pyarrow": "data", "datasketch": "data", "rapidfuzz": "data", "textarena": "envs",
     "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "aim": "aim", "trackio": "trackio",
 }  # fmt: skip
 """Modules that come with an extra (or with a package of one), and which."""

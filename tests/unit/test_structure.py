@@ -25,6 +25,7 @@ VERBS = {
     "simulate.py",
     "validate.py",
     "view.py",
+    "data/__main__.py",
 }
 
 
@@ -85,7 +86,7 @@ LEFT = {
     "viewer": {"errors", "types", "metrics", "model", "run"},
     "evaluation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout",
                    "cluster", "recipe", "run"},
-    "data": {"errors", "types", "envs", "chat_models"},
+    "data": {"errors", "types", "threads", "model", "envs", "sampler", "chat_models", "run"},
     "simulation": {"errors", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run", "aot"},
 }  # fmt: skip
 """What each room, or module at the root, may import beside itself; the loop, the verbs and `library`, which is the verbs as
@@ -113,6 +114,7 @@ def test_imports_are_found():
 @pytest.mark.parametrize("room", LEFT)
 def test_rooms_import_only_what_stands_left_of_them(room):
     files = [f for f in FILES if name_of(f).startswith(f"{room}/") or name_of(f) == f"{room}.py"]
+    files = [f for f in files if name_of(f) not in VERBS]
     assert files
     allowed = LEFT[room] | {room, "", "__version__"}
     wrong = [
@@ -128,7 +130,8 @@ def test_rooms_import_only_what_stands_left_of_them(room):
 
 def test_every_room_has_a_rule():
     rooms = {name_of(f).split("/")[0].removesuffix(".py") for f in FILES}
-    assert rooms == LEFT.keys() | {Path(v).stem for v in VERBS} | {"loop", "library", "__init__"}
+    verbs = {v.split("/")[0].removesuffix(".py") for v in VERBS}
+    assert rooms == LEFT.keys() | verbs | {"loop", "library", "__init__"}
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -1,0 +1,218 @@
+"""How often a policy gets a task right: its attempts, and what they say about the task's difficulty.
+
+Attempts come from a model that is asked (`Attempts`), or from the rollouts that a run wrote (`FromRollouts`). They
+stand in the record's column `attempts`, a list of `{"text": ..., "reward": ...}`; `Difficulty` sums them up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rolljax.chat_models.base import Asking, ChatModelConfig, ChatTooLong
+from rolljax.data.base import AskingStage, Place, Record, Source, Stage, fingerprint, seed_of, text_of, value_of
+from rolljax.envs.data import answers, messages
+from rolljax.envs.questions import BOXED, is_right
+from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.types import Message, Trajectory
+
+ATTEMPTS = "attempts"
+Score = Callable[[Record, str], float]
+"""`score(record, answer)`: the reward of an answer, from 0 to 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempts(AskingStage):
+    r"""Ask a model to answer each record k times, and score the answers against the recorded one, as `Questions` does.
+
+    model: who answers. k: attempts at a record. temperature, max_tok: of an answer.
+    key: the column of the question, a text or messages. prompt: how a question that is a text is put; `{question}` is
+      replaced. answer_key: the column of the recorded answer. answer_in: where an answer is read, as
+      `Questions.answer_in`. score: a function of one's own (record, answer) instead, from 0 to 1.
+    until_success: stop at the first attempt that is worth 1, as adaptive synthesis does; k is then the most.
+    """
+
+    model: ChatModelConfig | None = None
+    k: int = 8
+    temperature: float = 1.0
+    max_tok: int = 1024
+    key: str = "prompt"
+    prompt: str = BOXED
+    answer_key: str = "answer"
+    answer_in: str = "any"
+    score: Score | None = None
+    until_success: bool = False
+
+    def __post_init__(self) -> None:
+        check_range(self, "k", "max_tok", low=1)
+        check_range(self, "temperature", low=0)
+        if "{question}" not in self.prompt:
+            raise ConfigError(
+                "does not contain {question}", setting="Attempts.prompt", value=self.prompt, remedy="add {question}"
+            )
+        if self.k > 1 and not self.temperature:
+            raise ConfigError(
+                "makes all attempts at a record the same", setting="Attempts.temperature", value=0, remedy="1, or k = 1"
+            )
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        async def play(record: Record) -> list[dict[str, Any]] | None:
+            try:
+                return await self._play(record, place)
+            except ChatTooLong:
+                return None
+
+        for record, played in place.asker.each(source, play):
+            if played is None:
+                place.drop(record, "longer_than_the_model")
+                continue
+            place.observe("mean_reward", sum(a["reward"] for a in played) / len(played))
+            yield {**record, ATTEMPTS: played}
+
+    async def _play(self, record: Record, place: Place) -> list[dict[str, Any]]:
+        said, address = self._messages(record), fingerprint(record)
+
+        async def attempt(i: int) -> dict[str, Any]:
+            how = Asking(self.temperature, self.max_tok, seed_of(place.seed, address, i))
+            answer = await place.asker.ask(said, how)
+            reward = await asyncio.to_thread(self.reward, record, answer.text)
+            return {"text": answer.text, "reward": reward, "finish_reason": answer.finish_reason}
+
+        if not self.until_success:
+            return list(await asyncio.gather(*map(attempt, range(self.k))))
+        played: list[dict[str, Any]] = []
+        while len(played) < self.k and not (played and played[-1]["reward"] >= 1):
+            played.append(await attempt(len(played)))
+        return played
+
+    def reward(self, record: Record, answer: str) -> float:
+        """What an answer is worth."""
+        if self.score is None:
+            gold = answers.split_recorded(text_of(record, self.answer_key))[1]
+            return float(is_right(answer, gold, self.answer_in))
+        value = float(self.score(record, answer))
+        if not 0 <= value <= 1:
+            raise DataError(f"Attempts.score gave {value!r}, which is not from 0 to 1, for {str(record)[:200]}")
+        return value
+
+    def _messages(self, record: Record) -> Sequence[Message]:
+        found = value_of(record, self.key)
+        if messages.is_list(found):
+            return messages.messages(found, self.key)
+        return (Message("user", self.prompt.replace("{question}", text_of(record, self.key))),)
+
+
+@dataclasses.dataclass(frozen=True)
+class FromRollouts(Stage):
+    """Take the attempts from the rollouts that runs wrote (`rollouts/step_N.jsonl`), or from an evaluation's answers:
+    those at tasks whose content is the record's question. Records that nobody played are left out.
+
+    paths: files, or folders of them. key: the column of the question: what `Questions` makes the task's content.
+    solved: whether an attempt is worth 1 where it solved the task, and else 0; if not, its reward.
+    """
+
+    paths: tuple[str, ...] = ()
+    key: str = "prompt"
+    solved: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise ConfigError("names no file", setting="FromRollouts.paths", remedy="runs/NAME/rollouts, for instance")
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        played: dict[str, list[dict[str, Any]]] = {}
+        for path in self.files():
+            with open(path, encoding="utf-8") as lines:
+                for line in lines:
+                    t = Trajectory.from_json(json.loads(line))
+                    if not t.lost:
+                        reward = float(t.success) if self.solved else t.reward
+                        attempt = {"text": t.turns[-1].text if t.turns else "", "reward": reward}
+                        played.setdefault(fingerprint(t.task.content), []).append(attempt)
+        for record in source:
+            found = played.get(fingerprint(self._content(record)))
+            if found is None:
+                place.drop(record, "not_played")
+            else:
+                yield {**record, ATTEMPTS: found}
+
+    def files(self) -> list[Path]:
+        """The files, in the order of the steps they are of.
+
+        Raises:
+          ConfigError: there is none.
+        """
+        found: list[Path] = []
+        for path in map(Path, self.paths):
+            found += sorted(path.glob("*.jsonl"), key=lambda p: (len(p.name), p.name)) if path.is_dir() else [path]
+        if not found or not all(p.is_file() for p in found):
+            raise ConfigError("are no files of rollouts", setting="FromRollouts.paths", value=self.paths)
+        return found
+
+    def _content(self, record: Record) -> str:
+        found = value_of(record, self.key)
+        if not messages.is_list(found):
+            return text_of(record, self.key)
+        said = messages.messages(found, self.key)
+        said = said[:-1] if said[-1].role == "assistant" else said
+        return json.dumps([[m.role, m.content] for m in said], ensure_ascii=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What rewards say about a task. mu: their mean. sigma: their standard deviation. score: mu times the variance,
+    which is highest at a pass rate of 2/3."""
+
+    k: int
+    mu: float
+    sigma: float
+    score: float
+
+
+def rates(rewards: Sequence[float]) -> Rates:
+    """Mean, deviation (of the rewards themselves, not an estimate from a sample) and `mean * variance`."""
+    k = len(rewards)
+    mu = math.fsum(rewards) / k
+    variance = math.fsum((r - mu) ** 2 for r in rewards) / k
+    return Rates(k, mu, math.sqrt(variance), mu * variance)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difficulty(Stage):
+    """Sum up the attempts at each record: a column `rollouts` with `k`, `mu`, `sigma`, `score` (`rates`).
+
+    keep_attempts: leave their texts in the record.
+    """
+
+    keep_attempts: bool = False
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        for record in source:
+            found = rates(rewards_of(record))
+            place.observe("mu", found.mu)
+            kept = {name: value for name, value in record.items() if self.keep_attempts or name != ATTEMPTS}
+            yield {**kept, "rollouts": dataclasses.asdict(found)}
+
+
+def attempts_of(record: Record) -> list[dict[str, Any]]:
+    """The attempts at a record.
+
+    Raises:
+      DataError: it has none.
+    """
+    found = record.get(ATTEMPTS)
+    if not isinstance(found, list) or not found or not all(isinstance(a, dict) and "reward" in a for a in found):
+        raise DataError(
+            f"a record has no attempts: put Attempts or FromRollouts before this stage: {str(record)[:200]}"
+        )
+    return found
+
+
+def rewards_of(record: Record) -> list[float]:
+    """The rewards of the attempts at a record."""
+    return [float(a["reward"]) for a in attempts_of(record)]

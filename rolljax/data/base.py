@@ -1,0 +1,184 @@
+"""What a stage of a pipeline is: settings, and a function from records to records."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rolljax.envs.data import columns, messages
+from rolljax.envs.data.rows import BadRow
+from rolljax.errors import DataError
+
+if TYPE_CHECKING:
+    from rolljax.chat_models.base import ChatModelConfig
+    from rolljax.data.asking import Asker
+
+Record = dict[str, Any]
+"""Column -> value, as JSON knows values. Stages make new ones and change none."""
+NUM_SAMPLES = 3
+"""Records of every kind of drop that the report shows."""
+NUM_OBSERVED = 2000
+"""Values of one name that are kept for the report's histogram: a sample, drawn by the seed."""
+
+
+class Source(Protocol):
+    """The records that a stage is given: in their order, as often as it likes, or one by its number. Nothing of them is
+    held in memory."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Record]: ...
+
+    def record(self, i: int) -> Record:
+        """Record `i`."""
+
+
+@dataclasses.dataclass
+class Ledger:
+    """What a stage did, for the report. num_in, num_out: records. dropped: by reason. counts, numbers: what the stage
+    counted and measured itself. samples: a few of the dropped, by reason. observed: values by name, `seen` how many
+    there were."""
+
+    num_in: int = 0
+    num_out: int = 0
+    dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+    samples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    observed: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    seen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+class Place:
+    """Where a stage runs: what it may use, and where it says what it did.
+
+    label: of the stage in this pipeline, `02_minhash`. seed: of all that is drawn. scratch: a folder for what does not
+    fit into memory; it is empty at first, and taken away afterwards. asker: asks the stage's model; None: it has none.
+    """
+
+    def __init__(self, label: str, seed: int, scratch: Path, asker: Asker | None = None) -> None:
+        self.label, self.seed, self.scratch, self._asker = label, seed, scratch, asker
+        self.ledger = Ledger()
+        self._rng = random.Random(f"{seed} {label}")
+
+    @property
+    def asker(self) -> Asker:
+        """What asks the stage's model."""
+        if self._asker is None:
+            raise DataError(f"stage {self.label} asks a model, and has none")
+        return self._asker
+
+    def drop(self, record: Record, why: str) -> None:
+        """Say that a record is left out, and why: a word or two, the same for all of a kind."""
+        self.ledger.dropped[why] += 1
+        shown = self.ledger.samples.setdefault(why, [])
+        if len(shown) < NUM_SAMPLES:
+            shown.append(json.dumps(record, ensure_ascii=False)[:400])
+
+    def count(self, name: str, num: int = 1) -> None:
+        """Add to a count of the report."""
+        self.ledger.counts[name] += num
+
+    def number(self, name: str, value: float) -> None:
+        """Put a number into the report."""
+        self.ledger.numbers[name] = float(value)
+
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to a histogram of the report."""
+        self.ledger.seen[name] += 1
+        values = self.ledger.observed.setdefault(name, [])
+        if len(values) < NUM_OBSERVED:
+            values.append(float(value))
+        elif (i := self._rng.randrange(self.ledger.seen[name])) < NUM_OBSERVED:
+            values[i] = float(value)
+
+
+class Stage(abc.ABC):
+    """Settings of one stage. Subclasses are frozen dataclasses; those with a field `model` may ask a model."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether it needs a model: that of its own field `model`, else the pipeline's."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """What it is called in reports: its class, in small letters."""
+        return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(self).__name__).lstrip("_")
+
+    @abc.abstractmethod
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        """The records that it makes of those of `source`. What it leaves out it says to `place`.
+
+        It depends on records, settings, `place.seed` and the model's answers, and on nothing else: an interrupted stage
+        is begun again, with the answers that came.
+
+        Raises:
+          DataError: a record lacks what the stage needs.
+        """
+
+
+class AskingStage(Stage):
+    """A stage that asks a model. Subclasses have the field `model`; None: the pipeline's."""
+
+    model: ChatModelConfig | None
+
+    @property
+    def asks(self) -> bool:
+        return True
+
+
+def each(source: Iterable[Record], change: Callable[[Record], Record | None]) -> Iterator[Record]:
+    """The records that `change` makes of others; None leaves one out."""
+    for record in source:
+        if (made := change(record)) is not None:
+            yield made
+
+
+def value_of(record: Mapping[str, Any], key: str) -> Any:
+    """What stands in a column; a name with dots reaches into objects.
+
+    Raises:
+      DataError: nothing does.
+    """
+    try:
+        return columns.value(dict(record), key)
+    except BadRow as e:
+        raise DataError(f"a record {e}; name the column in the stage's settings") from None
+
+
+def text_of(record: Mapping[str, Any], key: str) -> str:
+    """The text of a column: a text, a number as text, or the texts of a list of messages, one below the other.
+
+    Raises:
+      DataError: it is missing, or none of these.
+    """
+    found = messages.unpacked(value_of(record, key))
+    try:
+        if isinstance(found, list):
+            return "\n".join(m.content for m in messages.messages(found, key))
+        return messages.text(messages.written(found), key, empty=True)
+    except BadRow as e:
+        raise DataError(f"a record cannot be used: {e}") from None
+
+
+def fingerprint(value: Any) -> str:
+    """32 hex digits of the SHA-256 of a JSON value; the order of keys does not matter."""
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def seed_of(*address: object) -> int:
+    """A seed for an address: 31 bits of a hash, so that it depends on nothing else."""
+    return int(hashlib.sha256("\0".join(map(str, address)).encode()).hexdigest()[:8], 16) & 0x7FFFFFFF

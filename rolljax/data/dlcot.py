@@ -1,0 +1,172 @@
+"""DLCoT (arXiv:2503.16385): long chains of thought taken apart, pruned, and put together again. Here are
+plain functions of texts and labels; `dlcot_stages` asks models for the labels.
+
+A trace is split into five parts; the exploration into solutions, the verification into steps. Solutions are labelled,
+and solutions and steps are clustered by method. Numbers of solutions and steps count from 1; steps follow solutions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from rolljax.data.texts import jaccard, similarity
+from rolljax.envs.data.answers import boxed
+
+PARTS = ("question_repeat", "problem_understanding", "exploration", "verification", "conclusion")
+Label = Literal["Correct", "Incorrect", "Incomplete"]
+LABELS = ("Correct", "Incorrect", "Incomplete")
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences and lines of a text, each with the white space behind it: joined they are the text."""
+    ends = [m.end() for m in _SENTENCE.finditer(text)]
+    cuts = [0, *ends, len(text)]
+    return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+
+
+def aligned(text: str, proposed: Sequence[str], least: float = 0.95) -> list[str] | None:
+    """An exact partition of a text by a model's proposal of it, which may paraphrase and lose white space.
+
+    Sentences of the proposal are matched to those of the text, in order; a sentence of the text that none matches
+    belongs where the one before it does. None: the words of the proposal and of the text are less alike than `least`
+    (Jaccard), or no sentence matches.
+
+    Returns:
+      as many parts as were proposed, some maybe empty; joined they are the text.
+    """
+    if jaccard(set(" ".join(proposed).split()), set(text.split())) < least:
+        return None
+    own = sentences(text)
+    told = [(_plain(s), k) for k, part in enumerate(proposed) for s in sentences(part) if _plain(s)]
+    matcher = difflib.SequenceMatcher(None, [_plain(s) for s in own], [s for s, _ in told], autojunk=False)
+    owner = [-1] * len(own)
+    for a, b, size in matcher.get_matching_blocks():
+        for i in range(size):
+            owner[a + i] = told[b + i][1]
+    if all(k < 0 for k in owner):
+        return None
+    parts, now = [""] * len(proposed), next(k for k in owner if k >= 0)
+    for sentence, k in zip(own, owner, strict=True):
+        now = k if k >= 0 else now
+        parts[now] += sentence
+    return parts
+
+
+def _plain(sentence: str) -> str:
+    return " ".join(sentence.split()).casefold()
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A trace taken apart. `head` (question repeat and understanding), solutions, steps of the verification, and the
+    conclusion: joined they are the trace.
+
+    labels: of the solutions. errors: whether a solution holds errors. spans: the sentences of each that do, quoted.
+    clusters: numbers of solutions and steps that go the same way; what stands in none is alone.
+    """
+
+    head: str
+    solutions: tuple[str, ...]
+    steps: tuple[str, ...]
+    conclusion: str
+    labels: tuple[Label, ...]
+    errors: tuple[bool, ...]
+    spans: tuple[tuple[str, ...], ...]
+    clusters: tuple[tuple[int, ...], ...]
+
+    @property
+    def text(self) -> str:
+        """The whole trace."""
+        return "".join((self.head, *self.solutions, *self.steps, self.conclusion))
+
+    @property
+    def first_correct(self) -> int | None:
+        """The number of the first correct solution: the trunk ends with it. None: there is none."""
+        return next((i for i, label in enumerate(self.labels, 1) if label == "Correct"), None)
+
+    def without(self, numbers: Iterable[int], spans: Mapping[int, Sequence[str]] | None = None) -> str:
+        """The trace without some solutions and steps, and without some spans of others."""
+        gone, kept = set(numbers), [self.head]
+        for i, text in enumerate((*self.solutions, *self.steps), 1):
+            if i not in gone:
+                for span in (spans or {}).get(i, ()):
+                    text = text.replace(span, "", 1)
+                kept.append(text)
+        return "".join((*kept, self.conclusion))
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Trace:
+        """The trace that `to_json` was of."""
+        return Trace(
+            found["head"],
+            tuple(found["solutions"]),
+            tuple(found["steps"]),
+            found["conclusion"],
+            tuple(found["labels"]),
+            tuple(found["errors"]),
+            tuple(map(tuple, found["spans"])),
+            tuple(map(tuple, found["clusters"])),
+        )
+
+
+def redundant(clusters: Sequence[Sequence[int]], last: int | None = None) -> list[int]:
+    """What goes where redundancy is reduced: of each cluster all but the first, in the order of the clusters.
+
+    last: only so many of these, from the end; None: all.
+    """
+    marked = [i for cluster in clusters for i in sorted(cluster)[1:]]
+    return marked if last is None else marked[max(0, len(marked) - last) :]
+
+
+def incorrect(trace: Trace) -> set[int] | None:
+    """What goes where incorrectness is reduced; None: no solution is correct, and the trace is of no use.
+
+    The trunk is everything up to the first correct solution. Of every cluster all but the first go, except correct
+    solutions of the trunk. A solution beyond the trunk that holds errors and is not correct goes as a whole.
+    """
+    first = trace.first_correct
+    if first is None:
+        return None
+    gone = {i for i in redundant(trace.clusters) if not (i <= first and trace.labels[i - 1] == "Correct")}
+    for i, (label, error) in enumerate(zip(trace.labels, trace.errors, strict=True), 1):
+        if error and i > first and label != "Correct":
+            gone.add(i)
+    return gone
+
+
+def erroneous_spans(trace: Trace, *, trunk: bool) -> dict[int, tuple[str, ...]]:
+    """The spans with errors that go, by solution: of correct ones beyond the trunk, and of those of the trunk if that
+    is asked for (keeping them teaches to find and mend errors)."""
+    first = trace.first_correct or 0
+    return {
+        i: spans
+        for i, (label, spans) in enumerate(zip(trace.labels, trace.spans, strict=True), 1)
+        if spans and (trunk if i <= first else label == "Correct")
+    }
+
+
+def rewrite_fault(trace: str, kept: str, rewritten: str, tolerance: float = 0.05) -> str:
+    r"""What is wrong with a model's rewriting of the kept text, in a word; empty: nothing.
+
+    It may differ from it by an edit distance of `tolerance` times the longer text, and must end with the trace's own
+    `\boxed{...}`.
+    """
+    if boxed(trace) != boxed(rewritten):
+        return "answer_changed"
+    if 1 - similarity(kept, rewritten) > tolerance:
+        return "rewritten_too_much"
+    return ""
+
+
+def complete(solutions: Sequence[str], steps: Sequence[str], num: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Solutions and steps, the first `num` steps moved into the last solution, which lacked its answer."""
+    return (*solutions[:-1], "".join((solutions[-1], *steps[:num]))), tuple(steps[num:])

@@ -1,0 +1,217 @@
+"""Filters of one record at a time: lengths, languages, quality, values of columns, and what evaluations ask."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from rolljax.data.base import Place, Record, Source, Stage, text_of, value_of
+from rolljax.data.files import FileSource
+from rolljax.data.texts import normalised, word_grams
+from rolljax.errors import ConfigError, check_range
+
+Script = Literal["latin", "han", "kana", "hangul", "cyrillic", "arabic", "devanagari", "greek", "hebrew", "thai"]
+_SCRIPTS: dict[str, Script] = {
+    "LATIN": "latin",
+    "CJK": "han",
+    "HIRAGANA": "kana",
+    "KATAKANA": "kana",
+    "HANGUL": "hangul",
+    "CYRILLIC": "cyrillic",
+    "ARABIC": "arabic",
+    "DEVANAGARI": "devanagari",
+    "GREEK": "greek",
+    "HEBREW": "hebrew",
+    "THAI": "thai",
+}
+"""First words of Unicode's names of letters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Length(Stage):
+    """Keep records whose text has so many characters and words.
+
+    key: the column. min_chars, max_chars, min_words, max_words: the range, ends included; None: no end.
+    """
+
+    key: str = "prompt"
+    min_chars: int | None = 1
+    max_chars: int | None = None
+    min_words: int | None = None
+    max_words: int | None = None
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        for record in source:
+            text = text_of(record, self.key)
+            chars, words = len(text), len(text.split())
+            place.observe("characters", chars)
+            if _below(chars, self.min_chars) or _below(words, self.min_words):
+                place.drop(record, "too_short")
+            elif _above(chars, self.max_chars) or _above(words, self.max_words):
+                place.drop(record, "too_long")
+            else:
+                yield record
+
+
+@dataclasses.dataclass(frozen=True)
+class Language(Stage):
+    """Keep records whose letters are of some scripts. A script is no language, but tells most apart, without a model.
+
+    key: the column. scripts: those that count, such as `('latin',)` or `('han', 'kana')`. min_frac: least share of the
+      text's letters that are theirs. Texts without letters stay.
+    """
+
+    key: str = "prompt"
+    scripts: tuple[Script, ...] = ("latin",)
+    min_frac: float = 0.8
+
+    def __post_init__(self) -> None:
+        check_range(self, "min_frac", above=0, high=1)
+        for script in self.scripts:
+            if script not in _SCRIPTS.values():
+                known = ", ".join(dict.fromkeys(_SCRIPTS.values()))
+                raise ConfigError("is no script", setting="Language.scripts", value=script, remedy=f"of {known}")
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        for record in source:
+            found = scripts(text_of(record, self.key))
+            total = sum(found.values())
+            if total and sum(found[s] for s in self.scripts) < self.min_frac * total:
+                place.drop(record, f"script_{max(sorted(found), key=lambda s: found[s])}")
+            else:
+                yield record
+
+
+def scripts(text: str) -> collections.Counter[str]:
+    """How many letters of a text are of each script; `other` for those of none that has a name here."""
+    found: collections.Counter[str] = collections.Counter()
+    for letter, num in collections.Counter(text).items():
+        if letter.isalpha():
+            first = unicodedata.name(letter, "").split(" ")[0]
+            found[_SCRIPTS.get(first, "other")] += num
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality(Stage):
+    """Leave out texts that are broken or repeat themselves, by rules as Gopher's.
+
+    key: the column. max_symbol_frac: most characters that are neither letters, digits nor white space, of all.
+    max_line_repeats: most lines that stood before in the text, of all its lines.
+    max_gram_repeats: most runs of `gram` words that stood before, of all runs. gram: words of a run.
+    """
+
+    key: str = "prompt"
+    max_symbol_frac: float = 0.4
+    max_line_repeats: float = 0.3
+    max_gram_repeats: float = 0.3
+    gram: int = 4
+
+    def __post_init__(self) -> None:
+        check_range(self, "max_symbol_frac", "max_line_repeats", "max_gram_repeats", low=0, high=1)
+        check_range(self, "gram", low=1)
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        for record in source:
+            why = self.fault(text_of(record, self.key))
+            if why:
+                place.drop(record, why)
+            else:
+                yield record
+
+    def fault(self, text: str) -> str:
+        """What is wrong with a text, in a word; empty: nothing."""
+        symbols = sum(not c.isalnum() and not c.isspace() for c in text)
+        if "\ufffd" in text:
+            return "broken_characters"
+        if symbols > self.max_symbol_frac * len(text):
+            return "symbols"
+        if _repeats([line.strip() for line in text.splitlines() if line.strip()]) > self.max_line_repeats:
+            return "repeated_lines"
+        if _repeats(list(word_grams(text, self.gram))) > self.max_gram_repeats:
+            return "repeated_words"
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Between(Stage):
+    """Keep records with a number in a range. Records without one are left out as `missing`.
+
+    key: the column; dots reach into objects (`rollouts.mu`). low, high: the range, ends included; None: no end.
+    """
+
+    key: str = ""
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            raise ConfigError("names a column, and is empty", setting="Between.key", remedy="such as 'rollouts.mu'")
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        for record in source:
+            value = value_of(record, self.key)
+            if not isinstance(value, int | float):
+                place.drop(record, "missing")
+                continue
+            place.observe(self.key, value)
+            if _below(value, self.low) or _above(value, self.high):
+                place.drop(record, "too_low" if _below(value, self.low) else "too_high")
+            else:
+                yield record
+
+
+@dataclasses.dataclass(frozen=True)
+class Decontaminate(Stage):
+    """Leave out records that share a run of words with the tasks of evaluations.
+
+    key: the column. against: files of these tasks. against_key: their column. n: words of a run (13, as GPT-3's); tasks
+      that are shorter are looked for as a whole, if they have `min_words`. min_words: of a task that is looked for.
+    """
+
+    against: tuple[str, ...] = ()
+    key: str = "prompt"
+    against_key: str = "prompt"
+    n: int = 13
+    min_words: int = 5
+
+    def __post_init__(self) -> None:
+        check_range(self, "n", "min_words", low=1)
+        if not self.against:
+            raise ConfigError("names no file", setting="Decontaminate.against", remedy="files of evaluation tasks")
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        known: dict[int, set[bytes]] = collections.defaultdict(set)  # words of a run -> runs
+        for path in self.against:
+            for task in FileSource(path, "Decontaminate.against"):
+                words = len(normalised(text_of(task, self.against_key)).split())
+                if words >= self.min_words:
+                    size = min(self.n, words)
+                    known[size] |= {_short(g) for g in word_grams(text_of(task, self.against_key), size)}
+        place.number("runs_of_words", sum(map(len, known.values())))
+        for record in source:
+            text = text_of(record, self.key)
+            if any(_short(gram) in grams for size, grams in known.items() for gram in word_grams(text, size)):
+                place.drop(record, "contaminated")
+            else:
+                yield record
+
+
+def _short(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+
+
+def _repeats(parts: Sequence[str]) -> float:
+    return 1 - len(set(parts)) / len(parts) if parts else 0.0
+
+
+def _below(value: float, low: float | None) -> bool:
+    return low is not None and value < low
+
+
+def _above(value: float, high: float | None) -> bool:
+    return high is not None and value > high

@@ -1,0 +1,107 @@
+"""Filters by a model's verdict, and what all stages that ask for a verdict share."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from rolljax.chat_models.base import Asking, ChatModelConfig, ChatTooLong
+from rolljax.data.base import AskingStage, Place, Record, Source, fingerprint, seed_of, text_of
+from rolljax.errors import ConfigError, check_range
+from rolljax.types import Message
+
+T = TypeVar("T")
+_SLOT = re.compile(r"\{([\w.]+)\}")
+
+
+def filled(template: str, record: Record) -> str:
+    """A prompt with the texts of columns in the place of `{column}`. What a column says is put in as it is: it is not
+    looked through for slots."""
+    return _SLOT.sub(lambda m: text_of(record, m[1]), template)
+
+
+async def ask_until(
+    place: Place, record: Record, prompt: str, how: Asking, parse: Callable[[str], T | None], tries: int, vote: int = 0
+) -> T | None:
+    """Ask until an answer can be parsed, each time with another seed; None: none of `tries` could, or the prompt does
+    not fit.
+
+    vote: which of several independent answers this is.
+    """
+    address = fingerprint([record, prompt])
+    for i in range(tries):
+        seed = seed_of(place.seed, how.seed, address, vote, i)
+        try:
+            answer = await place.asker.ask((Message("user", prompt),), dataclasses.replace(how, seed=seed))
+        except ChatTooLong:
+            return None
+        if (found := parse(answer.text)) is not None:
+            return found
+        place.count("unparsed_answers")
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeFilter(AskingStage):
+    """Keep records that a model accepts.
+
+    model: the judge. prompt: what it is asked; `{column}` is replaced by the record's text. verdict: a regular
+      expression with one group; its last match in the answer is the verdict, in small letters. accept: verdicts that
+      keep a record. votes: independent answers, of which the majority decides; ties reject. tries: how often it is
+      asked again where an answer holds no verdict; a record without one is left out as `no_verdict`.
+    column: where the share of accepting votes is written; empty: nowhere. temperature, max_tok: of an answer.
+    """
+
+    model: ChatModelConfig | None = None
+    prompt: str = ""
+    verdict: str = r"(?i)verdict:\s*(\w+)"
+    accept: tuple[str, ...] = ("yes",)
+    votes: int = 1
+    tries: int = 3
+    column: str = ""
+    temperature: float = 0.7
+    max_tok: int = 512
+
+    def __post_init__(self) -> None:
+        check_range(self, "votes", "tries", "max_tok", low=1)
+        check_range(self, "temperature", low=0)
+        if not _SLOT.search(self.prompt):
+            raise ConfigError(
+                "shows the judge no column of the record",
+                setting="JudgeFilter.prompt",
+                value=self.prompt,
+                remedy="such as 'Is this a question about travel? {prompt}\\nEnd with Verdict: yes or Verdict: no'",
+            )
+        try:
+            groups = re.compile(self.verdict).groups
+        except re.error as e:
+            raise ConfigError(f"is no pattern: {e}", setting="JudgeFilter.verdict", value=self.verdict) from e
+        if groups != 1:
+            raise ConfigError("does not have one group", setting="JudgeFilter.verdict", value=self.verdict)
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        how = Asking(self.temperature, self.max_tok)
+
+        def parse(text: str) -> str | None:
+            found = re.findall(self.verdict, text)
+            return found[-1].lower() if found else None
+
+        async def judge(record: Record) -> list[str | None]:
+            prompt = filled(self.prompt, record)
+            asked = (ask_until(place, record, prompt, how, parse, self.tries, vote) for vote in range(self.votes))
+            return list(await asyncio.gather(*asked))
+
+        for record, verdicts in place.asker.each(source, judge):
+            given = collections.Counter(v for v in verdicts if v is not None)
+            total, good = sum(given.values()), sum(given[v] for v in self.accept)
+            place.ledger.counts.update({f"verdict_{v}": n for v, n in given.items()})
+            if not total:
+                place.drop(record, "no_verdict")
+            elif 2 * good <= total:
+                place.drop(record, "rejected")
+            else:
+                yield {**record, self.column: good / total} if self.column else record

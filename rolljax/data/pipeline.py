@@ -1,0 +1,315 @@
+"""A pipeline: its settings, and how it runs, stops and goes on.
+
+A folder of a pipeline holds
+  pipeline.json    what it is made of: settings, input, model; another pipeline is not written over it
+  data.jsonl       the records (or a file for each value of `Pipeline.split_by`), when all stages are over
+  report.json, report.md, report.png   what each stage did
+  work/            records between two stages, and journals of what models answered
+
+A stage that is over is not run again; one that was interrupted begins anew, with the answers of its journal.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rolljax.chat_models.base import ChatModelConfig
+from rolljax.data import report
+from rolljax.data.asking import Asker
+from rolljax.data.base import (
+    NUM_SAMPLES,
+    AskingStage,
+    Ledger,
+    Place,
+    Record,
+    Source,
+    Stage,
+    fingerprint,
+    seed_of,
+    value_of,
+)
+from rolljax.data.files import FileSource, Format, Spill, Writer, write_spill
+from rolljax.data.journal import Journal
+from rolljax.data.progress import Progress
+from rolljax.errors import ConfigError, DataError, check_range
+from rolljax.run import durable
+
+SETUP, WORK, LOCK = "pipeline.json", "work", ".lock"
+SCHEMA = 1
+FORMATS = ("jsonl", "jsonl.gz", "parquet")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A data pipeline: stages, one after the other.
+
+    stages: in their order. model: that stages ask which name none themselves.
+    seed: of all that is drawn. concurrency: most questions to a model at a time.
+    output: format of what comes out. split_by: a column whose values (texts) name the files that records go to; empty:
+      all go into one, `data`. bad_rows: what becomes of rows of the input that are no records: an error that names the
+      first, or left out and counted.
+    """
+
+    stages: tuple[Stage, ...] = ()
+    model: ChatModelConfig | None = None
+    seed: int = 0
+    concurrency: int = 32
+    output: Format = "jsonl"
+    split_by: str = ""
+    bad_rows: Literal["error", "skip"] = "error"
+
+    def __post_init__(self) -> None:
+        check_range(self, "concurrency", low=1)
+        if not self.stages:
+            raise ConfigError("has no stage", setting="Pipeline.stages", remedy="name one, such as @dedup.Exact()")
+        if self.output not in FORMATS:
+            raise ConfigError(
+                "is no format", setting="Pipeline.output", value=self.output, remedy=f"one of {', '.join(FORMATS)}"
+            )
+        if self.bad_rows not in ("error", "skip"):
+            raise ConfigError(
+                "is neither error nor skip",
+                setting="Pipeline.bad_rows",
+                value=self.bad_rows,
+                remedy="'error' or 'skip'",
+            )
+        for stage in self.stages:
+            if stage.asks and self.model_of(stage) is None:
+                raise ConfigError(
+                    f"is not set, and stage {stage.name} asks a model",
+                    setting="Pipeline.model",
+                    remedy="Pipeline.model = @client.EndpointConfig(), and client.EndpointConfig.url = 'http://...'",
+                )
+
+    def model_of(self, stage: Stage) -> ChatModelConfig | None:
+        """The model that a stage asks; None: it asks none."""
+        if not isinstance(stage, AskingStage):
+            return None
+        return (stage.model or self.model) if stage.asks else None
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """What its stages are called: number and name."""
+        return [f"{i + 1:02d}_{stage.name}" for i, stage in enumerate(self.stages)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a pipeline made. files: name -> records in it. stages: label -> its ledger, as JSON."""
+
+    folder: Path
+    files: Mapping[str, int]
+    stages: Mapping[str, Mapping[str, Any]]
+
+
+def run(pipeline: Pipeline, source: str, folder: str | Path, *, fresh: bool = False, setup: Any = None) -> Outcome:
+    """Run a pipeline, or go on with one that was interrupted.
+
+    Args:
+      source: the input: a file, a folder, or a pattern, as `envs.data.rows` reads them.
+      folder: of the pipeline; it is made. fresh: begin anew, answers of models included.
+      setup: what must be the same for it to go on, as JSON; None: what `repr` says of the settings.
+
+    Raises:
+      ConfigError: the folder holds something else, or another pipeline. DataError: records that a stage cannot use.
+      InfraError: a model gave no answer; what came until then is kept. StorageError: the disk is full.
+    """
+    given = FileSource(source, skip_bad=pipeline.bad_rows == "skip")
+    made_of = {
+        "schema": SCHEMA,
+        "settings": _that_matter(repr(pipeline) if setup is None else json.loads(json.dumps(setup))),
+        "input": given.state,
+        "models": [m.identity if (m := pipeline.model_of(s)) else None for s in pipeline.stages],
+    }
+    with _opened(Path(folder), made_of, fresh) as work, Progress(len(pipeline.stages)) as progress:
+        return _run(pipeline, given, Path(folder), work, progress)
+
+
+def _that_matter(setup: Any) -> Any:
+    """The settings without those that change no record: how models are reached (`models` says which they are)."""
+    if not isinstance(setup, Mapping):
+        return setup
+    aside = re.compile(r"(^|\.)model(\.|$)|^concurrency$")
+    return {name: value for name, value in setup.items() if not aside.search(name)}
+
+
+def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progress: Progress) -> Outcome:
+    if (folder / report.REPORT).is_file():
+        progress.say(f"{folder} is complete: nothing to do (--fresh begins anew)")
+        found = json.loads((folder / report.REPORT).read_text())
+        return Outcome(folder, found["files"], found["stages"])
+    records: Source = given
+    ledgers: dict[str, Mapping[str, Any]] = {}
+    for i, (label, stage) in enumerate(zip(pipeline.labels, pipeline.stages, strict=True)):
+        spill, said = work / f"{label}.jsonl", work / f"{label}.json"
+        if not said.is_file():
+            ledger = _run_stage(pipeline, stage, label, records, work, progress)
+            if i == 0 and given.bad:
+                ledger["dropped"] = {**ledger["dropped"], "bad_row": given.bad}
+            durable.write(said, json.dumps(ledger, indent=1) + "\n")
+        ledgers[label] = json.loads(said.read_text())
+        if spill.is_file():
+            records = Spill(spill)
+            if i:
+                durable.remove(work / f"{pipeline.labels[i - 1]}.jsonl")
+        progress.over(label, ledgers[label])
+    files = _write(pipeline, records, folder)
+    samples = [json.dumps(r, ensure_ascii=False)[:400] for r in itertools.islice(records, NUM_SAMPLES)]
+    report.write(folder, len(given), files, ledgers, samples)
+    durable.remove(work / f"{pipeline.labels[-1]}.jsonl")
+    return Outcome(folder, files, ledgers)
+
+
+def _run_stage(
+    pipeline: Pipeline, stage: Stage, label: str, records: Source, work: Path, progress: Progress
+) -> dict[str, Any]:
+    """Run one stage; its records are in their place when this returns what it says of itself."""
+    scratch = work / f".{label}.tmp"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    model = pipeline.model_of(stage)
+    start_s = time.monotonic()
+    with contextlib.ExitStack() as files:
+        asker = None
+        if model is not None:
+            journal = Journal(work / f"{label}.answers.jsonl")
+            files.callback(journal.close)
+            asker = Asker(model, journal, label, pipeline.concurrency)
+        place = Place(label, seed_of(pipeline.seed, label), scratch, asker)
+        counted = _Counted(records, place.ledger, progress, label)
+        num = write_spill(work / f"{label}.jsonl", stage.run(counted, place))
+    place.ledger.num_in, place.ledger.num_out = len(records), num
+    shutil.rmtree(scratch, ignore_errors=True)
+    asked = dict(asker.counts) if asker is not None else {}
+    return {"stage": stage.name, **place.ledger.to_json(), "asked": asked, "seconds": time.monotonic() - start_s}
+
+
+class _Counted:
+    """A source that shows how far its readers are."""
+
+    def __init__(self, source: Source, ledger: Ledger, progress: Progress, label: str) -> None:
+        self._source, self._ledger, self._progress, self._label = source, ledger, progress, label
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Record]:
+        total = len(self._source)
+        for i, record in enumerate(self._source):
+            if i % 64 == 0:
+                self._progress.show(self._label, i, total, self._ledger)
+            yield record
+        self._progress.show(self._label, total, total, self._ledger)
+
+    def record(self, i: int) -> Record:
+        return self._source.record(i)
+
+
+def _write(pipeline: Pipeline, records: Source, folder: Path) -> dict[str, int]:
+    """The files of what came out, each complete before it has its name."""
+    writers: dict[str, Writer] = {}
+
+    def writer(name: str) -> Writer:
+        if name not in writers:
+            path = folder / f"{name}.{pipeline.output}"
+            writers[name] = Writer(durable.beside(path), pipeline.output)
+        return writers[name]
+
+    with durable.storing(folder):
+        for record in records:
+            writer(_file_of(record, pipeline.split_by)).add(record)
+        if not writers:
+            writer("data")
+        found = {}
+        for name in sorted(writers):
+            writers[name].close()
+            path = folder / f"{name}.{pipeline.output}"
+            durable.reach("written", path)
+            if writers[name].path.exists():
+                writers[name].path.rename(path)
+            durable.reach("after", path)
+            found[path.name] = writers[name].num
+        durable.sync_tree(folder)
+    return found
+
+
+def _file_of(record: Record, split_by: str) -> str:
+    if not split_by:
+        return "data"
+    value = value_of(record, split_by)
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.-]{1,64}", value) or value.startswith("."):
+        raise DataError(f"Pipeline.split_by = {split_by!r}: {value!r} is no name for a file")
+    return value
+
+
+# ---- the folder -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, made_of: Mapping[str, Any], fresh: bool) -> Iterator[Path]:
+    """The folder's `work`, held against other processes."""
+    _check_ours(folder)
+    with durable.storing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                "is being written by another process",
+                setting="--out",
+                value=str(folder),
+                remedy="wait for it to end, or name another folder",
+            ) from None
+        if fresh:
+            for entry in sorted(folder.iterdir(), key=lambda e: e.name == SETUP):
+                if entry.name != LOCK:
+                    durable.remove(entry)
+        durable.sweep(folder)
+        work = folder / WORK
+        if (folder / SETUP).is_file():
+            _check_same(folder, json.loads((folder / SETUP).read_text()), made_of)
+        else:
+            durable.write(folder / SETUP, json.dumps(made_of, indent=1) + "\n")
+        work.mkdir(exist_ok=True)
+        yield work
+
+
+def _check_ours(folder: Path) -> None:
+    if not folder.exists() or (folder / SETUP).is_file():
+        return
+    if not folder.is_dir() or any(e.name != LOCK and not durable.is_temporary(e) for e in folder.iterdir()):
+        raise ConfigError(
+            "is not empty and not the folder of a pipeline",
+            setting="--out",
+            value=str(folder),
+            remedy="name another folder",
+        )
+
+
+def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    if fingerprint(before) == fingerprint(now):
+        return
+    parts = [name for name in now if before.get(name) != now[name]]
+    detail = ", ".join(parts)
+    old, new = before.get("settings"), now["settings"]
+    if isinstance(old, dict) and isinstance(new, dict):
+        changed = [n for n in collections.ChainMap(new, old) if old.get(n) != new.get(n)]
+        detail = ", ".join([*(p for p in parts if p != "settings"), *changed[:5]])
+    raise ConfigError(
+        f"holds another pipeline: {detail} differ",
+        setting="--out",
+        value=str(folder),
+        remedy="go back to the old settings and input, name another --out, or begin anew with --fresh",
+    )

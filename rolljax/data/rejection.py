@@ -1,0 +1,62 @@
+"""Rejection sampling: of the attempts at a task those that are right and differ, as examples to imitate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from rolljax.data.attempts import ATTEMPTS, attempts_of
+from rolljax.data.base import Place, Record, Source, Stage
+from rolljax.data.texts import normalised, similarity
+from rolljax.envs.data import answers
+from rolljax.errors import check_range
+
+
+@dataclasses.dataclass(frozen=True)
+class RejectionSampling(Stage):
+    """A record for each attempt that is kept: its text in the column `answer`, which `Records` trains on (RFT). Records
+    without one are left out.
+
+    min_reward: of an attempt that may be kept. cap: most that are kept of a record. similarity: an attempt is left out
+      whose final answer, however it is written, is that of one that is kept, and whose text is more similar to it (edit
+      distance). answer_key: the column that the text is written to.
+    """
+
+    min_reward: float = 1.0
+    cap: int = 4
+    similarity: float = 0.9
+    answer_key: str = "answer"
+
+    def __post_init__(self) -> None:
+        check_range(self, "cap", low=1)
+        check_range(self, "similarity", above=0, high=1)
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        for record in source:
+            attempts = attempts_of(record)
+            good = [a["text"] for a in attempts if a["reward"] >= self.min_reward]
+            kept = distinct(good, self.similarity, self.cap)
+            place.count("attempts", len(attempts))
+            place.count("attempts_good", len(good))
+            place.count("attempts_kept", len(kept))
+            if not kept:
+                place.drop({k: v for k, v in record.items() if k != ATTEMPTS}, "no_good_attempt")
+            base = {name: value for name, value in record.items() if name != ATTEMPTS}
+            for text in kept:
+                yield {**base, self.answer_key: text}
+
+
+def distinct(texts: Sequence[str], threshold: float, cap: int) -> list[str]:
+    """The first of the texts that are not nearly the same, at most `cap`: equal final answers, and texts whose
+    similarity (1 minus the edit distance over the longer length, of normalised texts) is above `threshold`."""
+    kept: list[tuple[str, str, str]] = []
+    for text in texts:
+        found = answers.find(text)
+        final = "" if found is None else answers.canonical(found)
+        plain = normalised(text)
+        if any(final == f and (plain == p or similarity(plain, p) > threshold) for _, f, p in kept):
+            continue
+        kept.append((text, final, plain))
+        if len(kept) == cap:
+            break
+    return [text for text, _, _ in kept]

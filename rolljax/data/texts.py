@@ -1,0 +1,73 @@
+"""Texts as sets and counts of their parts, so that they can be compared."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+Unit = Literal["word", "char"]
+_WORD = re.compile(r"\w+")
+
+
+def normalised(text: str) -> str:
+    """A text without what does not matter: NFKC, small letters, words and numbers with single blanks between them."""
+    return " ".join(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
+
+
+def shingles(text: str, unit: Unit, n: int) -> set[str]:
+    """The runs of n words or characters of a normalised text; the text itself where it is shorter."""
+    plain = normalised(text)
+    parts: Sequence[str] = plain.split() if unit == "word" else plain
+    if len(parts) <= n:
+        return {plain} if plain else set()
+    between = " " if unit == "word" else ""
+    return {between.join(parts[i : i + n]) for i in range(len(parts) - n + 1)}
+
+
+def jaccard(a: set[str], b: set[str]) -> float:
+    """Size of the intersection over size of the union; 1 for two empty sets."""
+    union = len(a | b)
+    return len(a & b) / union if union else 1.0
+
+
+def word_grams(text: str, n: int) -> Iterator[str]:
+    """The runs of n words of a normalised text; none where it has fewer."""
+    words = normalised(text).split()
+    for i in range(len(words) - n + 1):
+        yield " ".join(words[i : i + n])
+
+
+def similarity(a: str, b: str) -> float:
+    """1 minus the edit distance (Levenshtein) over the length of the longer text.
+
+    Raises:
+      ConfigError: the package rapidfuzz is missing.
+    """
+    return float(rapidfuzz().distance.Levenshtein.normalized_similarity(a, b))
+
+
+def rapidfuzz() -> Any:
+    """The library of edit distances."""
+    try:
+        import rapidfuzz
+        import rapidfuzz.distance
+    except ModuleNotFoundError as e:
+        from rolljax.errors import ConfigError
+
+        raise ConfigError(
+            "is missing, and edit distances need it", setting="rapidfuzz", remedy="pip install 'rolljax[data]'"
+        ) from e
+    return rapidfuzz
+
+
+def hashed_counts(text: str, dim: int) -> np.ndarray:
+    """Counts of the words and pairs of words of a text in `dim` bins by their hashes; float32 `[dim]`."""
+    words = normalised(text).split()
+    pairs = [f"{a} {b}" for a, b in zip(words, words[1:], strict=False)]
+    bins = [zlib.crc32(part.encode()) % dim for part in (*words, *pairs)]
+    return np.bincount(bins, minlength=dim).astype(np.float32) if bins else np.zeros(dim, np.float32)

@@ -1,0 +1,121 @@
+"""ROME's mask of turns for SFT (arXiv:2512.24873): of a recorded conversation only turns are imitated that ran without
+an error and mattered for the solution; the others stay, as context."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rolljax.chat_models.base import Asking, ChatModelConfig
+from rolljax.data.base import AskingStage, Place, Record, Source, value_of
+from rolljax.data.judge import ask_until
+from rolljax.envs.data import messages
+from rolljax.errors import DataError, check_range
+
+RELEVANT = """Below is a conversation of an assistant that works with tools. Its turns are numbered.
+Which of its turns mattered for the final solution? Answer with their numbers, with commas between them, on a last \
+line that begins with `Turns:`.
+
+{conversation}"""
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnMask(AskingStage):
+    """Write a weight into every message of the assistant: 1 where its turn had no error and was relevant, else 0.
+    `Records` reads it, and trains on the rest. Conversations without a turn that counts are left out.
+
+    A turn has an error where its message has `"error": true`, or what follows it matches `error_pattern`. It counts as
+    relevant unless its message has `"relevant": false`, or a model is asked and says no.
+
+    model: who says which turns were relevant, where `judge` is set. judge: ask it. key: the column of the messages.
+    error_pattern: of a tool's message that tells of an error; empty: only the messages' own flags count.
+    tries: for an answer that can be read; conversations without one are left out. max_tok: of an answer.
+    """
+
+    model: ChatModelConfig | None = None
+    judge: bool = False
+    key: str = "messages"
+    error_pattern: str = ""
+    tries: int = 3
+    max_tok: int = 512
+
+    @property
+    def asks(self) -> bool:
+        return self.judge
+
+    def __post_init__(self) -> None:
+        check_range(self, "tries", "max_tok", low=1)
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        if not self.judge:
+            for record in source:
+                yield from self._masked(record, None, place)
+            return
+
+        async def relevant(record: Record) -> set[int] | None:
+            said = self._messages(record)
+            turns = sum(m["role"] == "assistant" for m in said)
+
+            def parse(text: str) -> set[int] | None:
+                lines = re.findall(r"(?im)^\W*turns:([\d\s,]*)", text)
+                found = {int(n) for n in re.findall(r"\d+", lines[-1])} if lines else None
+                return found if found is not None and found <= set(range(1, turns + 1)) else None
+
+            prompt = RELEVANT.replace("{conversation}", _numbered(said))
+            return await ask_until(place, record, prompt, Asking(0.7, self.max_tok), parse, self.tries)
+
+        for record, found in place.asker.each(source, relevant):
+            if found is None:
+                place.drop(record, "no_verdict")
+            else:
+                yield from self._masked(record, found, place)
+
+    def _masked(self, record: Record, relevant: set[int] | None, place: Place) -> Iterator[Record]:
+        said, turn = self._messages(record), 0
+        made: list[dict[str, Any]] = []
+        for i, m in enumerate(said):
+            flags = {name: value for name, value in m.items() if name not in ("error", "relevant", "weight")}
+            if m["role"] == "assistant":
+                turn += 1
+                matters = m.get("relevant", True) if relevant is None else turn in relevant
+                flags["weight"] = turn_weight(bool(m.get("error")) or self._failed(said[i + 1 :]), bool(matters))
+                place.count(f"turns_weight_{flags['weight']}")
+            made.append(flags)
+        if any(m.get("weight") for m in made):
+            yield {**record, self.key: made}
+        else:
+            place.drop(record, "no_turn_counts")
+
+    def _failed(self, after: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether what follows a turn, up to the next, tells of an error."""
+        if not self.error_pattern:
+            return False
+        for m in after:
+            if m["role"] == "assistant":
+                return False
+            if m["role"] == "tool" and re.search(self.error_pattern, str(m["content"])):
+                return True
+        return False
+
+    def _messages(self, record: Record) -> list[Mapping[str, Any]]:
+        found = messages.unpacked(value_of(record, self.key))
+        if not isinstance(found, list) or not all(
+            isinstance(m, dict) and {"role", "content"} <= m.keys() for m in found
+        ):
+            raise DataError(f"column {self.key!r} is no list of messages with role and content: {str(found)[:200]}")
+        return found
+
+
+def turn_weight(error: bool, relevant: bool) -> int:
+    """1 for a turn without an error that mattered, else 0."""
+    return int(relevant and not error)
+
+
+def _numbered(said: Sequence[Mapping[str, Any]]) -> str:
+    lines, turn = [], 0
+    for m in said:
+        turn += m["role"] == "assistant"
+        lines.append(f"[turn {turn}] {m['content']}" if m["role"] == "assistant" else f"[{m['role']}] {m['content']}")
+    return "\n".join(lines)

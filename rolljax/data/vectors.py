@@ -1,0 +1,177 @@
+"""Embeddings of records, duplicates by them, and a selection that covers them.
+
+Vectors come from a column, or are hashed TF-IDF: counts of words and pairs of words in bins, by how few records have
+them. Both are scaled to length 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rolljax.data.base import Place, Record, Source, Stage, text_of, value_of
+from rolljax.data.texts import hashed_counts
+from rolljax.errors import ConfigError, DataError, check_range
+
+MAX_BYTES = 512 << 20
+"""Most bytes of vectors that are in memory at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedding:
+    """What vectors are made of. key: the column of the text. vectors: a column of lists of numbers instead, such as an
+    encoder wrote. dim: bins of hashed TF-IDF."""
+
+    key: str = "prompt"
+    vectors: str = ""
+    dim: int = 512
+
+    def __post_init__(self) -> None:
+        check_range(self, "dim", low=8)
+
+    def weights(self, source: Source) -> np.ndarray:
+        """Inverse document frequencies `[dim]`, in one pass; ones where vectors are a column."""
+        if self.vectors:
+            return np.ones(0, np.float32)
+        having = np.zeros(self.dim, np.int64)
+        num = 0
+        for record in source:
+            having += hashed_counts(text_of(record, self.key), self.dim) > 0
+            num += 1
+        return np.log((1 + num) / (1 + having)).astype(np.float32) + 1
+
+    def of(self, record: Record, weights: np.ndarray) -> np.ndarray:
+        """The vector of a record, of length 1 (or 0); float32 `[dim]`.
+
+        Raises:
+          DataError: the column holds no numbers.
+        """
+        if self.vectors:
+            value = value_of(record, self.vectors)
+            try:
+                vector = np.asarray(value, np.float32)
+            except (TypeError, ValueError):
+                vector = np.full(1, np.nan, np.float32)
+            if vector.ndim != 1 or not len(vector) or not np.isfinite(vector).all():
+                raise DataError(f"{self.vectors!r} is no list of finite numbers: {str(value)[:80]}")
+        else:
+            vector = np.log1p(hashed_counts(text_of(record, self.key), self.dim)) * weights
+        norm = float(np.linalg.norm(vector))
+        return vector / norm if norm else vector
+
+
+def by_bucket(source: Source, bucket: str) -> dict[str, np.ndarray]:
+    """The numbers of the records of each bucket; one bucket where no column is named."""
+    found: dict[str, list[int]] = {}
+    for i, record in enumerate(source):
+        found.setdefault(str(value_of(record, bucket)) if bucket else "", []).append(i)
+    return {name: np.array(numbers) for name, numbers in found.items()}
+
+
+def matrix(source: Source, numbers: np.ndarray, embedding: Embedding, weights: np.ndarray, stage: str) -> np.ndarray:
+    """The vectors of some records; float32 `[n, dim]`.
+
+    Raises:
+      ConfigError: they do not fit into memory. DataError: they differ in length.
+    """
+    first = embedding.of(source.record(int(numbers[0])), weights)
+    if first.nbytes * len(numbers) > MAX_BYTES:
+        raise ConfigError(
+            f"makes a bucket of {len(numbers)} records, whose vectors of {len(first)} numbers need more than "
+            f"{MAX_BYTES >> 20} MiB",
+            setting=f"{stage}.bucket",
+            remedy="name a column with more values, or remove other duplicates first",
+        )
+    found = np.zeros((len(numbers), len(first)), np.float32)
+    for row, i in enumerate(numbers):
+        vector = embedding.of(source.record(int(i)), weights)
+        if vector.shape != first.shape:
+            raise DataError(f"{embedding.vectors!r} holds vectors of different lengths: {len(first)} and {len(vector)}")
+        found[row] = vector
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingDedup(Stage):
+    """Leave out records whose vector is nearly that of one before it that stays, within a bucket.
+
+    embedding: what vectors are made of. threshold: a higher cosine makes a duplicate. bucket: a column; only records
+      with equal values are compared. Empty: all are.
+    """
+
+    embedding: Embedding = Embedding()
+    threshold: float = 0.92
+    bucket: str = ""
+
+    def __post_init__(self) -> None:
+        check_range(self, "threshold", above=-1, below=1)
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        weights = self.embedding.weights(source)
+        keep = np.zeros(len(source), bool)
+        for numbers in by_bucket(source, self.bucket).values():
+            vectors = matrix(source, numbers, self.embedding, weights, "EmbeddingDedup")
+            keep[numbers[first_of_kind(vectors, self.threshold)]] = True
+        yield from _kept(source, keep, place, "near_duplicate")
+
+
+def first_of_kind(vectors: np.ndarray, threshold: float) -> np.ndarray:
+    """Rows that stay, in order: those whose cosine with every earlier row that stays is at most `threshold`."""
+    kept = np.zeros_like(vectors)
+    numbers: list[int] = []
+    for i, vector in enumerate(vectors):
+        if not numbers or float((kept[: len(numbers)] @ vector).max()) <= threshold:
+            kept[len(numbers)] = vector
+            numbers.append(i)
+    return np.array(numbers, np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class KCenter(Stage):
+    """Keep records that cover the others: K-center greedy. Again and again the record is taken that is farthest from
+    all that were taken, of each bucket a part, beginning with its first record.
+
+    embedding: what vectors are made of. num: how many are kept of a bucket; None: `frac` of it. frac: share of a
+      bucket, rounded up. bucket: a column; empty: there is one.
+    """
+
+    embedding: Embedding = Embedding()
+    num: int | None = None
+    frac: float = 0.5
+    bucket: str = ""
+
+    def __post_init__(self) -> None:
+        check_range(self, "num", low=1)
+        check_range(self, "frac", above=0, high=1)
+
+    def run(self, source: Source, place: Place) -> Iterator[Record]:
+        weights = self.embedding.weights(source)
+        keep = np.zeros(len(source), bool)
+        for numbers in by_bucket(source, self.bucket).values():
+            vectors = matrix(source, numbers, self.embedding, weights, "KCenter")
+            num = self.num if self.num is not None else -int(-len(numbers) * self.frac // 1)
+            keep[numbers[k_center(vectors, num)]] = True
+        yield from _kept(source, keep, place, "covered")
+
+
+def k_center(vectors: np.ndarray, k: int, start: int = 0) -> Sequence[int]:
+    """Rows that K-center greedy takes, in that order: `start`, then always the one farthest from all that were taken
+    (Euclidean distance; of several the first). vectors `[n, dim]`."""
+    taken = [start]
+    distance = np.linalg.norm(vectors - vectors[start], axis=1)
+    distance[start] = -1
+    while len(taken) < min(k, len(vectors)):
+        taken.append(int(distance.argmax()))
+        distance = np.minimum(distance, np.linalg.norm(vectors - vectors[taken[-1]], axis=1))
+        distance[taken] = -1
+    return taken
+
+
+def _kept(source: Source, keep: np.ndarray, place: Place, why: str) -> Iterator[Record]:
+    for record, stays in zip(source, keep, strict=True):
+        if stays:
+            yield record
+        else:
+            place.drop(record, why)
