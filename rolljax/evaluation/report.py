@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from rolljax.errors import CheckpointError
 from rolljax.evaluation.settings import Attempts
 from rolljax.evaluation.statistics import Interval, bootstrap, maj_at_k, paired_bootstrap, pass_at_k, wilson
 from rolljax.types import Task, Trajectory
+
+if TYPE_CHECKING:
+    from rolljax.evaluation.pairs import PairTable
 
 FinalAnswer = Callable[[Task, str], str | None]
 """What attempts vote for (`EnvSpec.final_answer`)."""
@@ -68,7 +71,7 @@ class Row:
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The results of an evaluation. notes: sentences below the table. counts: of an endpoint's requests, by kind.
-    trajectories: every attempt; they are no part of the JSON record."""
+    trajectories: every attempt; they are no part of the JSON record. pairs: a table for each judging environment."""
 
     title: str
     rows: Sequence[Row]
@@ -76,6 +79,7 @@ class Report:
     notes: Sequence[str]
     counts: Mapping[str, int]
     trajectories: Sequence[Trajectory] = dataclasses.field(default=(), repr=False, compare=False)
+    pairs: Sequence[PairTable] = ()
 
     def __getitem__(self, name: str) -> Row:
         """The row of an environment, or `ALL` or `MEAN`."""
@@ -107,7 +111,8 @@ class Report:
             ]
             for row in self.rows
         ]
-        return f"**{self.title}**\n\n{table(head, cells)}\n" + "".join(f"\n{note}\n" for note in self.notes)
+        tables = "".join(f"\n{pairs.markdown()}\n" for pairs in self.pairs)
+        return f"**{self.title}**\n\n{table(head, cells)}\n{tables}" + "".join(f"\n{note}\n" for note in self.notes)
 
     def _repr_markdown_(self) -> str:
         return self.markdown()
@@ -281,7 +286,13 @@ def _is_compared(metric: str) -> bool:
 def _by_task(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, float]]:
     if "results" not in record:
         raise CheckpointError("the evaluation is not complete: the command that began it goes on with it")
-    return {(task["env"], task["id"]): task["values"] for task in record["results"]["tasks"]}
+    asked: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    for task in record["results"]["tasks"]:
+        asked.setdefault((task["env"], task["id"]), []).append(task["values"])
+    # a task that is asked in several forms (`EnvSpec.variants`) is one task: the mean of what each of them has
+    return {
+        key: {m: sum(v[m] for v in of) / len(of) for m in of[0] if all(m in v for v in of)} for key, of in asked.items()
+    }
 
 
 def _difference(
