@@ -1,4 +1,4 @@
-"""What judging environments share: pairs of answers in an order that their index says, prompts, episodes of one verdict.
+"""What judging environments share: pairs of answers in an order that the index says, prompts, episodes of one verdict.
 
 Task 2k and task 2k + 1 ask about pair k, one in each order; which comes first is drawn from the seed and k. Both have
 the same content, so that a pair is held out in both orders or in none.

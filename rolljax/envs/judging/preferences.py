@@ -149,9 +149,7 @@ def _labelled(
     return _pair(row, prompt, keys if first_wins else keys[::-1], how_much, subset)
 
 
-def _pair(
-    row: Row, prompt: str, keys: tuple[str, str], strength: float | None, subset: str | None
-) -> PreferencePair:
+def _pair(row: Row, prompt: str, keys: tuple[str, str], strength: float | None, subset: str | None) -> PreferencePair:
     better, worse = (_response(columns.value(row, key), key) for key in keys)
     if better == worse:
         raise BadRow(f"{keys[0]} and {keys[1]} are the same text")

@@ -32,9 +32,7 @@ UNREAD = 0.5
 _SCORE = r"([0-9]{1,3}(?:\.[0-9]{1,4})?)"
 _PLAIN = re.compile(r"Therefore, Response \((a|b)\) is better\.")
 _STRENGTH = re.compile(r"Therefore, Response \((a|b)\) is better, and the strength is \[\[([0-9]{1,3})\]\]\.")
-_SCORES = re.compile(
-    rf"<Score 1>{_SCORE}</Score 1>[^<>\n]{{0,40}}<Score 2>{_SCORE}</Score 2>(?:, respectively)?\.?"
-)
+_SCORES = re.compile(rf"<Score 1>{_SCORE}</Score 1>[^<>\n]{{0,40}}<Score 2>{_SCORE}</Score 2>(?:, respectively)?\.?")
 _BRIEF_PLAIN = re.compile("(a|b)")
 _BRIEF_STRENGTH = re.compile("(a|b)([0-9]{1,3})")
 _BRIEF_SCORES = re.compile(f"{_SCORE} {_SCORE}")
