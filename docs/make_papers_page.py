@@ -71,7 +71,7 @@ PARTS = """
 2502.16982 | Moonlight | Muon's updates as large as AdamW's | `Muon.consistent_rms` | |
 2503.19786 | Gemma 3 | the family | `Gemma3Config` | |
 2505.09388 | Qwen3 | the families | `Qwen3Config`, `Qwen3MoeConfig` | |
-2505.14268 | Think-J | judges that think: rewards, pairs, both orders | `Preferences`, `DigitSums` | think_j | think_j.png
+2505.14268 | Think-J | judges that think, asked in both orders | `Preferences`, `DigitSums` | think_j | think_j.png
 2509.19128 | PipelineRL | requests that go on while weights change | `SamplerConfig.on_publish` | |
 2509.21009 | RollPacker | tail batching | `Phase.tail_batching` | |
 2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |

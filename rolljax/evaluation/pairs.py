@@ -81,7 +81,7 @@ class PairTable:
         ]
         text = table([f"{self.env}, both orders", "pairs", *METRICS], cells)
         if self.left_out:
-            text += fX
+            text += f"\n\n{self.left_out} pair(s) have no attempt answered in both orders, and are in no number."
         return text
 
 
