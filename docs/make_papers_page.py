@@ -63,6 +63,7 @@ PARTS = """
 2404.02657 | Rethinking KL in distillation | the adaptive divergence | `Distill.divergence` | |
 2404.03683 | Stream of Search | the numbers game | `Countdown` | |
 2404.06395 | MiniCPM | a rate that stays, then falls | `AdamW.schedule` | |
+2403.13787 | RewardBench | accuracy of judges by section | `Preferences` | |
 2405.14734 | SimPO | preferences without a reference | `Dpo.loss`, `Dpo.margin` | |
 2406.12045 | tau-bench | its tasks | `TauBench` | |
 2407.10671 | Qwen2 | the family | `Qwen2Config` | |
@@ -71,6 +72,7 @@ PARTS = """
 2503.19786 | Gemma 3 | the family | `Gemma3Config` | |
 2503.16385 | DLCoT | long chains of thought, pruned | `Deconstruct`, `Prune`, `Rewrite` | dlcot | dlcot.png
 2505.09388 | Qwen3 | the families | `Qwen3Config`, `Qwen3MoeConfig` | |
+2505.14268 | Think-J | judges that think, asked in both orders | `Preferences`, `DigitSums` | think_j | think_j.png
 2509.19128 | PipelineRL | requests that go on while weights change | `SamplerConfig.on_publish` | |
 2509.21009 | RollPacker | tail batching | `Phase.tail_batching` | |
 2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |

@@ -175,6 +175,11 @@ class EnvSpec(abc.ABC):
         kinds (the default)."""
         return ""
 
+    def variants(self, task: Task) -> Sequence[Task]:
+        """The task in every form in which an evaluation asks it, the same content each: by default the task alone. A
+        judge is asked about two answers in both orders."""
+        return (task,)
+
     def bad_actions(self) -> Sequence[str]:
         """Actions that must not solve a task, for the contract tests."""
         return ("", "\x00", "nonsense " * 50)

@@ -34,6 +34,8 @@ NAMES: dict[str, str] = {
     "travel": "rolljax.envs.worlds.travel.Travel",
     "questions": "rolljax.envs.questions.Questions",
     "records": "rolljax.envs.records.Records",
+    "digit_sums": "rolljax.envs.judging.digit_sums.DigitSums",
+    "preferences": "rolljax.envs.judging.preferences.Preferences",
     "terminal": "rolljax.envs.programs.terminal.TerminalTasks",
     "mixture": "rolljax.envs.mixture.Mixture",
 }

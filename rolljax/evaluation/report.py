@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from rolljax.errors import CheckpointError, ConfigError
 from rolljax.evaluation.settings import Attempts
 from rolljax.evaluation.statistics import Interval, bootstrap, maj_at_k, paired_bootstrap, pass_at_k, wilson
 from rolljax.types import Task, Trajectory
+
+if TYPE_CHECKING:
+    from rolljax.evaluation.pairs import PairTable
 
 FinalAnswer = Callable[[Task, str], str | None]
 """What attempts vote for (`EnvSpec.final_answer`)."""
@@ -76,7 +79,7 @@ class Row:
 class Report:
     """The results of an evaluation. notes: sentences below the table. counts: of an endpoint's requests, by kind.
     categories: rows by environment and kind of task, of environments whose tasks have kinds. trajectories: every
-    attempt; they are no part of the JSON record."""
+    attempt; they are no part of the JSON record. pairs: a table for each judging environment."""
 
     title: str
     rows: Sequence[Row]
@@ -85,6 +88,7 @@ class Report:
     counts: Mapping[str, int]
     categories: Sequence[Row] = ()
     trajectories: Sequence[Trajectory] = dataclasses.field(default=(), repr=False, compare=False)
+    pairs: Sequence[PairTable] = ()
 
     def __getitem__(self, name: str) -> Row:
         """The row of an environment, of a category ("environment: category"), or `ALL`, `MEAN` or `WEIGHTED`."""
@@ -102,10 +106,11 @@ class Report:
         return record
 
     def markdown(self) -> str:
-        """The table, to paste, and one of categories where tasks have some."""
+        """The table, to paste, one of categories where tasks have some, and those of judges in both orders."""
         tables = [_table("environment", self.rows, with_std=False)]
         if self.categories:
             tables.append(_table("category", self.categories, with_std=True))
+        tables += [pairs.markdown() for pairs in self.pairs]
         notes = "".join(f"\n{note}\n" for note in self.notes)
         return f"**{self.title}**\n\n" + "\n\n".join(tables) + "\n" + notes
 
@@ -364,7 +369,13 @@ def _by_task(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, fl
         raise CheckpointError("the evaluation is not complete: the command that began it goes on with it")
     if "tasks" not in record["results"]:
         raise CheckpointError("an evaluation by judges has no scores by task that could be compared")
-    return {(task["env"], task["id"]): task["values"] for task in record["results"]["tasks"]}
+    asked: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    for task in record["results"]["tasks"]:
+        asked.setdefault((task["env"], task["id"]), []).append(task["values"])
+    # a task that is asked in several forms (`EnvSpec.variants`) is one task: the mean of what each of them has
+    return {
+        key: {m: sum(v[m] for v in of) / len(of) for m in of[0] if all(m in v for v in of)} for key, of in asked.items()
+    }
 
 
 def _difference(

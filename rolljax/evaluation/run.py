@@ -14,10 +14,13 @@ from typing import Any, Protocol
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import ref_of
+from rolljax.envs.judging.base import Judging
 from rolljax.envs.pool import open_pool
 from rolljax.errors import ConfigError, HangError, InfraError
+from rolljax.evaluation import pairs
 from rolljax.evaluation.answers import AnswerLog
 from rolljax.evaluation.models import EvaluatedModel
+from rolljax.evaluation.pairs import PairTable
 from rolljax.evaluation.report import FinalAnswer, Report, report, score_task
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.rewards.base import Surroundings
@@ -279,7 +282,21 @@ def _report(
         score_task(draw, tried, attempts, votes[index], benchmarks[index].env.category(tried[0].task))
         for (index, draw), tried in by_task.items()
     ]
-    return report(title, scores, attempts, counts, [log.answers[job.key] for job in jobs])
+    found = report(title, scores, attempts, counts, [log.answers[job.key] for job in jobs])
+    return dataclasses.replace(found, pairs=_pair_tables(benchmarks, attempts, jobs, log))
+
+
+def _pair_tables(
+    benchmarks: Sequence[Benchmark], attempts: Attempts, jobs: Sequence[Job], log: AnswerLog
+) -> list[PairTable]:
+    """A table for each environment in which pairs of answers are judged."""
+    tables = []
+    for i, benchmark in enumerate(benchmarks):
+        if isinstance(benchmark.env, Judging):
+            keys = [job.key for job in jobs if job.benchmark == i]
+            scores, left_out = pairs.score(benchmark.env, [log.answers[key] for key in keys], keys)
+            tables.append(pairs.pair_table(benchmark.env, scores, left_out, attempts))
+    return tables
 
 
 def _vote(env: EnvSpec, tried: Sequence[Trajectory]) -> FinalAnswer | None:

@@ -22,7 +22,8 @@ from rolljax.types import Task
 class Benchmark:
     """Tasks of one environment, and the limits within which they are played.
 
-    num_tasks: the first so many different tasks in index order, or all where there are fewer.
+    num_tasks: the first so many different tasks in index order, or all where there are fewer. A judge's are asked in
+      both orders of the answers (`EnvSpec.variants`).
     held_out_frac: of the split they are taken from: that share of all tasks, by the hash of their content, which
       training with the same `Evaluation.held_out_frac` never sees. 1: all tasks.
     max_answer_tok: most tokens of one answer (one turn). agent: the program that plays the episodes, if one does.
@@ -62,12 +63,13 @@ class Benchmark:
         )
 
     def tasks(self) -> list[Task]:
-        """The tasks, in order.
+        """The tasks, in order, each in all of its forms (`EnvSpec.variants`).
 
         Raises:
           DataError: the split is empty, or a task cannot be made.
         """
-        return first_tasks(self.env, self.num_tasks, self.held_out_frac)
+        found = first_tasks(self.env, self.num_tasks, self.held_out_frac)
+        return [variant for task in found for variant in self.env.variants(task)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,6 +118,15 @@ class LoadedModel:
         except Stopped:
             raise KeyboardInterrupt from None
 
+    async def reply(self, messages: Sequence[Message], temperature: float, max_tokens: int, seed: int) -> Answer:
+        """The answer to one conversation, for callers in an event loop; equal seeds and prompts give equal answers.
+
+        Raises:
+          SamplerError: the prompt leaves no room in the context.
+        """
+        params = SamplingParams(temperature, max_tokens, self._served.stop_ids)
+        return await self._answer(self._prompt_ids(messages, False), params, (seed, 0))
+
     async def _answer(self, prompt: np.ndarray, params: SamplingParams, address: tuple[int, int]) -> Answer:
         done = await self._sampler.generate(prompt, params, address)
         text = self._served.vocabulary.text(done.tokens, prompt)

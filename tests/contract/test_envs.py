@@ -21,6 +21,8 @@ from rolljax.envs.games.key_door import KeyDoor
 from rolljax.envs.games.key_door_chain import KeyDoorChain
 from rolljax.envs.games.mastermind import Mastermind
 from rolljax.envs.games.sokoban import Sokoban
+from rolljax.envs.judging.digit_sums import DigitSums
+from rolljax.envs.judging.preferences import Preferences
 from rolljax.envs.questions import Questions
 from rolljax.envs.records import Records
 from rolljax.envs.tools import PythonTools, ToolEnv
@@ -57,6 +59,13 @@ SPECS = {
     "calculator": CalculatorTask(),
     "calculator_told": ToolEnv(Arithmetic(), PythonTools(("rolljax.envs.tools.calculator.calc",))),
     "lake_with_tools": ToolEnv(FrozenLake(), PythonTools(("rolljax.envs.tools.calculator.calc",)), parser="fenced"),
+    "digit_sums": DigitSums(),
+    "digit_sums_critic": DigitSums(digits=3, verdict="plain", brief=False, critic_frac=0.5, seed=1),
+    "preferences": Preferences(
+        records=[
+            {"prompt": f"q{i}", "response_1": "x", "response_2": "y", "strength": s} for i, s in enumerate((-2, 3, 1))
+        ]
+    ),
     "shop": Shop(),
     "shop_dialogue": Shop(dialogue=True, persona=True, style="full", reward="loose", seed=1),
     "shop_tiny": Shop(**TINY),

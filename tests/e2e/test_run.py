@@ -380,7 +380,9 @@ NEEDS_FILES = {
     "lora",
     "reward_model_ppo_qwen3_0p6b",
     "stagent",
-}  # planned in test_gsm8k_plan.py and test_lora.py; files of pipelines
+    "think_j_offline",
+    "think_j_qwen3_8b",
+}  # planned in test_gsm8k_plan.py, test_lora.py and test_think_j.py; files of pipelines
 # shapes of models and sampling settings, which are included; runs of TPU slices, planned in test_plan.py or simulated
 PARTS = {*ROOT.glob("configs/data/*.gin"), *ROOT.glob("configs/models/*.gin"), *ROOT.glob("configs/presets/*.gin")}
 ELSEWHERE = PARTS | {*ROOT.glob("configs/*_v[456]*.gin")}

@@ -1,0 +1,182 @@
+"""Models write the traces of a judge and a critic, and pairs for offline training are made of them (Think-J)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rolljax.chat_models.base import Asking, ChatAnswer, ChatModel
+from rolljax.envs.base import NUM_INDICES
+from rolljax.envs.judging import pairs
+from rolljax.envs.judging.base import Judging, Question
+from rolljax.envs.judging.pairs import Traces
+from rolljax.envs.tasks import MIN_REPEATS, REPEATS, is_held_out
+from rolljax.envs.text import bounded
+from rolljax.errors import ConfigError, DataError
+from rolljax.library.apart import run_apart
+from rolljax.run import durable
+from rolljax.threads.event_loop import EventLoop, Stopped
+from rolljax.types import Message
+
+if TYPE_CHECKING:
+    from rolljax.library.model import LoadedModel
+
+TRACES, PAIRS = "traces.jsonl", "pairs.jsonl"
+"""What stands in the folder: every trace as it came, and the pairs, made anew of all traces."""
+DEADLINE_S = 7 * 24 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgePairs:
+    """What came of it. pairs: their file, rows of prompt, chosen and rejected. counts: questions by what became of them
+    (`envs.judging.pairs.Outcome`)."""
+
+    pairs: Path
+    counts: Mapping[str, int]
+
+    @property
+    def num(self) -> int:
+        """Pairs in the file."""
+        return self.counts.get("judge_right", 0) + self.counts.get("judge_wrong", 0)
+
+
+class OwnChat:
+    """A model that `rolljax.load` opened, as a chat model: the sampler of a run or of a folder."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._num = 0
+
+    async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
+        """The answer to a conversation; what is sampled depends on `how.seed` and the prompt alone."""
+        said = await self._model.reply(messages, how.temperature, how.max_tok, how.seed)
+        self._num += 1
+        return ChatAnswer(said.text, "length" if said.finish_reason == "length" else "stop", len(said.tokens))
+
+    def counts(self) -> Mapping[str, int]:
+        """Requests and answers."""
+        return {"requests": self._num, "answers": self._num}
+
+    async def close(self) -> None:
+        """Nothing: who loaded the model closes it."""
+
+
+def make(
+    env: Judging,
+    judge: ChatModel | LoadedModel,
+    critic: ChatModel | LoadedModel | None = None,
+    *,
+    to: str | Path,
+    num: int,
+    held_out_frac: float = 0.1,
+    how: Asking = Asking(temperature=1.0),  # noqa: B008  # frozen
+    concurrency: int = 64,
+) -> JudgePairs:
+    """Ask a judge about `num` pairs of answers, a critic about each trace, and write the pairs of traces.
+
+    They are the first `num` pairs that are not held out, each once, in an order of the answers that is drawn. What is
+    written already in the folder is not asked again, so that the same call goes on where it was interrupted.
+
+    Args:
+      env: whose questions; of a critic's ones (`DigitSums.critic_frac`) the label is left out. critic: None: the judge
+        is its own. to: a folder for `TRACES` and `PAIRS`. held_out_frac: share of the pairs that are left out for
+      evaluations, as `Evaluation.held_out_frac`; 0: none. how: temperature, tokens and seed of the traces.
+      concurrency: most questions at a time.
+
+    Raises:
+      InfraError: a model gave no answer. ConfigError: the folder holds traces of other questions. DataError: there are
+        fewer pairs.
+    """
+    folder = Path(to)
+    folder.mkdir(parents=True, exist_ok=True)
+    indices = _indices(env, num, held_out_frac)
+    done = _read(folder / TRACES, indices)
+
+    async def write(loop: EventLoop) -> None:
+        asking = _Asking(env, _chat(judge), _chat(judge if critic is None else critic), how)
+        gate = asyncio.Semaphore(concurrency)
+
+        async def one(index: int) -> None:
+            async with gate:
+                found = done[index] = await asking.traces(index)
+                with open(folder / TRACES, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(found.to_json(), ensure_ascii=False) + "\n")
+
+        left = asyncio.gather(*(one(i) for i in indices if i not in done))
+        await loop.within(left, "traces", DEADLINE_S)
+
+    def work(told_to_stop: Any) -> None:
+        with contextlib.closing(EventLoop(told_to_stop)) as loop:
+            loop.run(write(loop))
+
+    try:
+        run_apart(work)
+    except Stopped:
+        raise KeyboardInterrupt from None
+    records, counts = pairs.build(env, (done[i] for i in indices))
+    durable.write(folder / PAIRS, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+    return JudgePairs(folder / PAIRS, {str(k): n for k, n in counts.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asking:
+    env: Judging
+    judge: ChatModel
+    critic: ChatModel
+    how: Asking
+
+    async def traces(self, index: int) -> Traces:
+        question = dataclasses.replace(self.env.question(index), told=None)
+        judged = await self._ask(self.judge, question, 2 * index)
+        label = pairs.label_for_critic(self.env, question, judged)
+        return Traces(index, judged, await self._ask(self.critic, self.env.critic(question, label), 2 * index + 1))
+
+    async def _ask(self, model: ChatModel, question: Question, number: int) -> str:
+        how = dataclasses.replace(self.how, seed=(self.how.seed * 1_000_003 + number) % 2**31)
+        return bounded((await model.ask(self.env.prompt(question), how)).text)
+
+
+def _chat(model: ChatModel | LoadedModel) -> ChatModel:
+    from rolljax.library.model import LoadedModel
+
+    return OwnChat(model) if isinstance(model, LoadedModel) else model
+
+
+def _indices(env: Judging, num: int, held_out_frac: float) -> list[int]:
+    """Indices of the first `num` different tasks of the training split."""
+    found: dict[str, int] = {}
+    for index in range(0, NUM_INDICES, 2):
+        task = env.task(index)
+        if not is_held_out(task, held_out_frac):
+            found.setdefault(task.id, index)
+            if len(found) == num:
+                return list(found.values())
+        if index >= REPEATS * 2 * len(found) + MIN_REPEATS:
+            break
+    raise DataError(f"{env.name} has only {len(found)} different pairs to train on, {num} were asked for")
+
+
+def _read(path: Path, indices: Sequence[int]) -> dict[int, Traces]:
+    """The traces that are there; a last line that a writer left half is let go."""
+    if not path.is_file():
+        return {}
+    kept, found = [], {}
+    for line in path.read_bytes().splitlines():
+        try:
+            record = Traces(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        kept.append(line + b"\n")
+        found[record.index] = record
+    if strange := sorted(set(found) - set(indices)):
+        raise ConfigError(
+            f"holds traces of question {strange[0]}, which is not asked about", setting="to", value=str(path.parent),
+            remedy="name another folder",
+        )  # fmt: skip
+    durable.write(path, b"".join(kept))
+    return found
