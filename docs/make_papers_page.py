@@ -73,6 +73,9 @@ PARTS = """
 2503.16385 | DLCoT | long chains of thought, pruned | `Deconstruct`, `Prune`, `Rewrite` | dlcot | dlcot.png
 2505.09388 | Qwen3 | the families | `Qwen3Config`, `Qwen3MoeConfig` | |
 2505.14268 | Think-J | judges that think, asked in both orders | `Preferences`, `DigitSums` | think_j | think_j.png
+2505.19690 | Beyond Safe Answers | answers and reasoning judged | `Bsa` | judged/bsa |
+2505.23793 | USB | safety and refusal rates, text part | `Usb` | judged/usb |
+2507.22879 | RecGPT | tags of what users want, fused with retrieval | `RecGpt` | recgpt | recgpt.png
 2509.19128 | PipelineRL | requests that go on while weights change | `SamplerConfig.on_publish` | |
 2509.21009 | RollPacker | tail batching | `Phase.tail_batching` | |
 2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |

@@ -158,6 +158,13 @@ class Mixture(EnvSpec):
         inner = self.inner(task)
         return self.of[task.env].env.final_answer(inner, text)
 
+    def category(self, task: Task) -> str:
+        inner = self.inner(task)
+        return self.of[task.env].env.category(inner)
+
+    def variants(self, task: Task) -> Sequence[Task]:
+        forms = self.of[task.env].env.variants(self.inner(task))
+        return [self.outer(task.env, form) for form in forms]
 
 def _domain(of: Domain | str) -> Domain:
     return Domain(make_spec(of)) if isinstance(of, str) else of

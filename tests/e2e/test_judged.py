@@ -354,6 +354,11 @@ def test_a_real_model_goes_through_each(folder, server, data, tmp_path, capfd):
         assert len(kept) == 16 and found["SR"] == pytest.approx(sum(empty) / 12)
         found = evaluate_judged(model, judged_by(server, users)).values
         assert found["HR@30"] == found["pass"] == 0.0
+
+
+@pytest.mark.slow
+def test_the_verb_takes_a_folder_and_goes_on(folder, server, data, tmp_path, capfd):
+    """The same command asks nobody again."""
     argv = ["--model", str(folder), "--max_context", "256", "--judge", server.url, "--judge_model", "judge", "--json"]
     argv += ["--benchmark", "usb", "--items", data["usb"], "--to", str(tmp_path / "verb")]
     argv += ["--set", f"Usb.probes = '{data['probes']}'", "--set", "Usb.max_answer_tok = 8"]
