@@ -128,6 +128,7 @@ class RuleScorer:
         self._counts: collections.Counter[str] = collections.Counter()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        """The reward of an episode that did not fail."""
         said = Said.of(trajectory).to_json()
         for attempt in range(self._retries + 1):
             try:
@@ -149,10 +150,12 @@ class RuleScorer:
         return Reward(found.reward, parts, found.success if SAYS in found.metrics else None)
 
     def counts(self) -> Mapping[str, int]:
+        """Calls, and their faults by kind."""
         late = {"timeout": n} if (n := sum(self._pool.stats.timeouts.values())) else {}
         return self._counts + collections.Counter(late)
 
     async def close(self) -> None:
+        """Let go of what it holds."""
         self._pool.close()
 
 
