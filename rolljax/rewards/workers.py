@@ -117,7 +117,7 @@ class Rule(RewardConfig):
         return PoolConfig()
 
     def open(self, around: Surroundings) -> Scorer:
-        return RuleScorer(EnvPool(self.pool, RuleSpec(around.env, self, self.runs)))
+        return RuleScorer(EnvPool(self.pool, _RuleSpec(around.env, self, self.runs)))
 
 
 class RuleScorer:
@@ -160,8 +160,11 @@ class RuleScorer:
 
 
 @dataclasses.dataclass(frozen=True)
-class RuleSpec(EnvSpec):
-    """A rule as the pool of environments runs it: the episode is the action, and the reward is its step's."""
+class _RuleSpec(EnvSpec):
+    """A rule as the pool of environments runs it: the episode is the action, and the reward is its step's.
+
+    env: whose tasks are scored. rule: what scores them. runs: as the rule says.
+    """
 
     env: EnvSpec
     rule: Rule
@@ -182,13 +185,13 @@ class RuleSpec(EnvSpec):
         self.rule.warm(self.env)
 
     def make(self) -> Env:
-        return RuleEnv(self)
+        return _RuleEnv(self)
 
 
-class RuleEnv(Env):
+class _RuleEnv(Env):
     """One call of a rule."""
 
-    def __init__(self, spec: RuleSpec) -> None:
+    def __init__(self, spec: _RuleSpec) -> None:
         self._spec = spec
 
     def reset(self, task: Task) -> tuple[Message, ...]:
