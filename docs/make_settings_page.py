@@ -50,6 +50,7 @@ GROUPS = {
     "trainer": "Parts of algorithms",
     "envs": "Environments",
     "envs.tools": "Tools",
+    "rewards": "Rewards",
     "trackers": "Trackers",
     "simulation": "Simulations",
     "data": "Data pipelines",
