@@ -1,10 +1,10 @@
 """LiveThinking on sums: what the length band does to the length of answers and to their accuracy, with and without it.
 
-    python benchmarks/live_thinking.py --figure docs/live_thinking.png [--seeds 2]
+    python benchmarks/live_thinking.py --figure docs/live_thinking.png [--seeds 1]
 
-`configs/live_thinking.gin` twice for each seed: as it is, and with the band's weight at 0. Both imitate the same answers
-first, from the same seed. Length and accuracy are those of one answer to each of the held-out tasks, before GRPO and
-after it; the curves are those of the training steps.
+`configs/live_thinking.gin` twice for each seed: as it is, and with the band's weight at 0. Both imitate the same
+answers first, from the same seed. Length and accuracy are those of one answer to each of the held-out tasks, before
+GRPO and after it; the curves are those of the training steps.
 """
 
 import argparse
@@ -24,13 +24,13 @@ ARMS = {"band": 0.5, "no band": 0.0}
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--figure", help="write a picture of the curves there")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--runs", help="keep the runs in that folder, and go on with those that are there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.runs or scratch)
         found = {(arm, seed): run(folder, arm, seed) for seed in range(args.seeds) for arm in ARMS}
-        print("| run | length before | after | ratio | accuracy before | after | ratio |\n|---|---|---|---|---|---|---|")
+        print("| run | length before | after | ratio | accuracy before | after | ratio |\n|" + "---|" * 7)
         for (arm, seed), path in found.items():
             (l0, a0), (l1, a1) = heldout(path, "rft"), heldout(path, "rl")
             print(f"| {arm}, seed {seed} | {l0:.1f} | {l1:.1f} | {l1 / l0:.2f} | {a0:.3f} | {a1:.3f} | {a1 / a0:.2f} |")
@@ -44,7 +44,8 @@ def run(folder, arm, seed):
     path = folder / f"{arm.replace(' ', '_')}_{seed}"
     if not (path / "summary.json").is_file():
         weights = f"Sum.weights = {{'right': 1.0, 'length': {ARMS[arm]}}}"
-        argv = ["--gin", "live_thinking", "--run_dir", str(path), "--quiet", "--set", weights, f"Recipe.seed = {seed}"]
+        argv = ["--gin", "live_thinking", "--run_dir", str(path), "--quiet"]
+        argv += ["--set", weights, "--set", f"Recipe.seed = {seed}"]
         subprocess.run([sys.executable, "-m", "rolljax.train", *argv], check=True, cwd=ROOT, env=os.environ)
     return path
 

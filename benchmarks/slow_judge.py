@@ -3,7 +3,7 @@
 One run, whose judge answers at once and after two seconds by turns, a few steps each: what a machine does beside it
 falls on both. A step's answers are judged while the trainer works on the step before.
 
-    python benchmarks/slow_judge.py [--latency 2.0] [--blocks 6] [--steps 8]
+    python benchmarks/slow_judge.py [--latency 2.0] [--blocks 16] [--steps 4]
 """
 
 import argparse
@@ -53,9 +53,9 @@ recipe.Recipe.save_every = 1000
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--latency", type=float, default=2.0, help="seconds of a slow verdict")
-    parser.add_argument("--blocks", type=int, default=6, help="of steps, at once and slow by turns")
-    parser.add_argument("--steps", type=int, default=8, help="of a block; the first two are not counted")
-    parser.add_argument("--epochs", type=int, default=24, help="of every step's update: its other work")
+    parser.add_argument("--blocks", type=int, default=16, help="of steps, at once and slow by turns")
+    parser.add_argument("--steps", type=int, default=4, help="of a block; the first two are not counted")
+    parser.add_argument("--epochs", type=int, default=12, help="of every step's update: its other work")
     args = parser.parse_args()
     delay, over = [0.0], threading.Event()
     seen = 0
@@ -97,6 +97,7 @@ def main():
 
 
 def rows(run):
+    """The rows of a run so far."""
     file = run / "metrics.jsonl"
     if not file.is_file():
         return []

@@ -11,13 +11,13 @@ import collections
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.text import MAX_ANSWER_CHARS, clean
 from rolljax.errors import EnvError, InfraError
-from rolljax.rewards.base import Reward, RewardConfig, Surroundings
+from rolljax.rewards.base import Reward, RewardConfig, Scorer, Surroundings
 from rolljax.types import FinishReason, Message, Task, Trajectory
 
 RuleWhere = Literal["thread", "process", "ray"]
@@ -94,7 +94,7 @@ class Rule(RewardConfig):
     process; process: an answer could keep it busy.
     """
 
-    runs: Runs = "inline"
+    runs: ClassVar[Runs] = "inline"
 
     @property
     def is_free(self) -> bool:
@@ -116,7 +116,7 @@ class Rule(RewardConfig):
         """Where it runs, and for how long at most."""
         return PoolConfig()
 
-    def open(self, around: Surroundings) -> RuleScorer:
+    def open(self, around: Surroundings) -> Scorer:
         return RuleScorer(EnvPool(self.pool, RuleSpec(around.env, self, self.runs)))
 
 

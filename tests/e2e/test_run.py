@@ -373,7 +373,8 @@ def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path,
     assert RunFolder(run_dir).latest(print).progress.total_steps < bad
 
 
-NEEDS_FILES = {"gsm8k_qwen3_0p6b", "reward_model_ppo_qwen3_0p6b", "lora"}  # planned in test_gsm8k_plan.py and test_lora.py
+# planned in test_gsm8k_plan.py and test_lora.py
+NEEDS_FILES = {"gsm8k_qwen3_0p6b", "live_thinking_qwen3_0p6b", "reward_model_ppo_qwen3_0p6b", "lora"}
 # shapes of models and sampling settings, which are included; runs of TPU slices, planned in test_plan.py or simulated
 PARTS = {*ROOT.glob("configs/models/*.gin"), *ROOT.glob("configs/presets/*.gin")}
 ELSEWHERE = PARTS | {*ROOT.glob("configs/*_v[456]*.gin")}
