@@ -54,7 +54,7 @@ def rows(folder: Path, phase: str = "rl") -> list[dict]:
 def heldout(folder: Path) -> dict[str, float]:
     """Held-out reward by the phase behind which it was measured."""
     found = json.loads((folder / "summary.json").read_text())["heldout_reward"]
-    return {entry["name"]: entry["mean"] for entry in found}
+    return {entry["phase"]: entry["mean"] for entry in found}
 
 
 def smooth(values: list[float]) -> list[float]:

@@ -31,7 +31,7 @@ SETTINGS = SMALL | {
     "reward_model/Phase.prompts_per_step": "8",
     "reward_model/Phase.group_size": "4",
     "rl/Phase.steps": "4",
-    "Critic.warmup_steps": "1",
+    "rl/Critic.warmup_steps": "1",
     "Recipe.save_every": "2",
     "Recipe.keep_checkpoints": "20",
     "MeshSpec.data": "1",
