@@ -34,7 +34,7 @@ DOCS = Path(__file__).resolve().parent
 NOTICE = "<!-- made by docs/make_settings_page.py from the code: do not edit -->"
 ROOTS = (Recipe, Timings)
 """Of runs, and of simulations (`rolljax.simulate` takes both)."""
-ROOMS = ("envs", "model", "rollout", "sampler", "trackers", "trainer")
+ROOMS = ("chat_models", "envs", "model", "rewards", "rollout", "sampler", "trackers", "trainer")
 """Where classes stand that may be given although no annotation names them: all that derive from one that it names."""
 GROUPS = {
     "recipe": "The run",
@@ -47,6 +47,8 @@ GROUPS = {
     "trainer": "Parts of algorithms",
     "envs": "Environments",
     "envs.tools": "Tools",
+    "rewards": "Rewards",
+    "chat_models": "Chat models",
     "trackers": "Trackers",
     "simulation": "Simulations",
 }

@@ -59,8 +59,8 @@ class EndpointConfig(ChatModelConfig):
     """A chat model behind an OpenAI-compatible server, and how it is asked.
 
     url: up to `/v1`. model: the name that requests use; empty: the only one that `/models` lists.
-    timeout_s: longest time for an answer. retries: how often a request is asked again, first after about `backoff_s`,
-      then after twice as long, ... concurrency: most requests at a time.
+    timeout_s: longest time for an answer. retries: how often a request is asked again. backoff_s: seconds before the
+      first of these, about; then twice as long, ... concurrency: most requests at a time.
     key_env: the environment variable that holds the bearer token; where it is not set, none is sent.
     request: fields of every request over those that are sent anyway; None takes one away
       (`{"max_tokens": None, "max_completion_tokens": 4096, "return_token_ids": True}`).
@@ -124,6 +124,7 @@ class Endpoint:
         return self._counts
 
     async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
+        """The model's answer to a conversation; see `chat`."""
         reply = await self.chat(messages, {"temperature": how.temperature, "max_tokens": how.max_tok, "seed": how.seed})
         return ChatAnswer(reply.text, reply.finish_reason, reply.tokens)
 

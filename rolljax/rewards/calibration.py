@@ -22,7 +22,10 @@ from rolljax.types import Key, Trajectory, Turn
 
 @dataclasses.dataclass(frozen=True)
 class Labelled:
-    """An answer to a task and what it is worth. index: of the task. gold: 0 to 1."""
+    """An answer to a task and what it is worth.
+
+    index: of the task. answer: its text. gold: what it is worth, 0 to 1.
+    """
 
     index: int
     answer: str

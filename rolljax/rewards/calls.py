@@ -38,11 +38,12 @@ class Unreadable(Exception):
 class CallLimits:
     """How a reward calls whoever gives its verdicts.
 
-    deadline_s: longest call. retries: how often one is made again, first after about `backoff_s`, then after twice as
-      long, ... concurrency: most calls at a time. max_calls: of a run, those before it was continued included; 0: no
-      limit. What is over it has no verdict.
+    deadline_s: longest call. retries: how often one is made again. backoff_s: seconds before the first of them, about;
+      then twice as long, ... concurrency: most calls at a time.
+    max_calls: of a run, those before it was continued included; 0: no limit. What is over it has no verdict.
     down_after: failures in a row, of any calls, after which whoever is called is taken to be down: nobody calls but one
-      that tries again every `probe_s`, and the others wait, up to `outage_s` each. Failures meanwhile are no retries.
+      that tries again now and then, and the others wait. Failures meanwhile are no retries.
+    probe_s: seconds between these tries. outage_s: longest that a call waits for whoever is down.
     """
 
     deadline_s: float = 120.0
@@ -107,6 +108,7 @@ class Breaker:
 
     @property
     def is_down(self) -> bool:
+        """Whether nobody may call now."""
         return not self._up.is_set()
 
     async def admit(self, until_s: float) -> bool:

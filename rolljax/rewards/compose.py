@@ -28,6 +28,7 @@ class Composed:
         self._scorers, self._combine = scorers, combine
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        """The reward of an episode that did not fail."""
         asked = [asyncio.ensure_future(scorer.score(task, trajectory)) for scorer in self._scorers]
         try:
             return self._combine(trajectory, await asyncio.gather(*asked))
@@ -36,12 +37,14 @@ class Composed:
                 future.cancel()
 
     def counts(self) -> Mapping[str, int]:
+        """Calls, and their faults by kind."""
         found: collections.Counter[str] = collections.Counter()
         for scorer in self._scorers:
             found.update(scorer.counts())
         return found
 
     async def close(self) -> None:
+        """Let go of what it holds."""
         for scorer in self._scorers:
             await scorer.close()
 

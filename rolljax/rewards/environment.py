@@ -29,11 +29,13 @@ class EnvironmentScorer:
     """Reads what stands on the trajectory."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        """The reward of an episode that did not fail."""
         by_turn = tuple(turn.reward for turn in trajectory.turns)
         return Reward(trajectory.reward, trajectory.reward_parts, trajectory.success, by_turn)
 
     def counts(self) -> Mapping[str, int]:
+        """Calls, and their faults by kind."""
         return {}
 
     async def close(self) -> None:
-        pass
+        """Let go of what it holds."""

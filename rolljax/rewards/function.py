@@ -84,6 +84,7 @@ class FunctionScorer:
         self._calls = Calls(cfg.name, f"{name_of(cfg.fn)} {cfg.version}", cfg.limits, around)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        """The reward of an episode that did not fail."""
         said = Said.of(trajectory)
 
         async def ask(_: int) -> Any:
@@ -95,9 +96,11 @@ class FunctionScorer:
         return Reward(**{**found, "by_turn": tuple(found["by_turn"])})
 
     def counts(self) -> Mapping[str, int]:
+        """Calls, and their faults by kind."""
         return self._calls.counts()
 
     async def close(self) -> None:
+        """Let go of what it holds."""
         await self._calls.close()
 
 

@@ -208,6 +208,7 @@ class JudgeScorer:
         self._calls = Calls(cfg.name, identity(cfg, str(dict(cfg.labels) or dict(cfg.dimensions))), cfg.limits, around)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        """The reward of an episode that did not fail."""
         return await self.judge(task, trajectory.turns[-1].text)
 
     async def judge(self, task: Task, answer: str) -> Reward:
@@ -220,9 +221,11 @@ class JudgeScorer:
         return cfg.worth(await all_of(asked))
 
     def counts(self) -> Mapping[str, int]:
+        """Calls, and their faults by kind."""
         return counted(self._calls, self._model)
 
     async def close(self) -> None:
+        """Let go of what it holds."""
         await self._calls.close()
         await self._model.close()
 
@@ -286,6 +289,7 @@ class ComparisonScorer:
         self._calls = Calls(cfg.name, identity(cfg, "better"), cfg.limits, around)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        """The reward of an episode that did not fail."""
         other = gold_of(self._around, task, "Comparison.rubric", whole=True)
         return await self.compare(task, trajectory.turns[-1].text, other)
 
@@ -306,9 +310,11 @@ class ComparisonScorer:
         return 0.5 if better == "tie" else float((better == "a") == first)
 
     def counts(self) -> Mapping[str, int]:
+        """Calls, and their faults by kind."""
         return counted(self._calls, self._model)
 
     async def close(self) -> None:
+        """Let go of what it holds."""
         await self._calls.close()
         await self._model.close()
 

@@ -106,7 +106,8 @@ class LengthBand(Rule):
 
     Pay it only where the answer is right (`compose.Gate`): else short and wrong is worth something.
 
-    ref_tok: L, where `ref_key` names no column of the rows that holds it (the length of the answer that was imitated).
+    ref_tok: L, the same for all tasks. ref_key: instead of that a column of the rows with L (the length of the answer
+      that was imitated).
     low, high: of the band, shares of L. eps_frac: eps, a share of L.
     count: all: every sampled token; thinking: those before the last `</think>`, by their share of the characters.
     """

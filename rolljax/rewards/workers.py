@@ -117,7 +117,7 @@ class Rule(RewardConfig):
         return PoolConfig()
 
     def open(self, around: Surroundings) -> Scorer:
-        return RuleScorer(EnvPool(self.pool, RuleSpec(around.env, self, self.runs)))
+        return RuleScorer(EnvPool(self.pool, _RuleSpec(around.env, self, self.runs)))
 
 
 class RuleScorer:
@@ -128,6 +128,7 @@ class RuleScorer:
         self._counts: collections.Counter[str] = collections.Counter()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        """The reward of an episode that did not fail."""
         said = Said.of(trajectory).to_json()
         for attempt in range(self._retries + 1):
             try:
@@ -149,16 +150,21 @@ class RuleScorer:
         return Reward(found.reward, parts, found.success if SAYS in found.metrics else None)
 
     def counts(self) -> Mapping[str, int]:
+        """Calls, and their faults by kind."""
         late = {"timeout": n} if (n := sum(self._pool.stats.timeouts.values())) else {}
         return self._counts + collections.Counter(late)
 
     async def close(self) -> None:
+        """Let go of what it holds."""
         self._pool.close()
 
 
 @dataclasses.dataclass(frozen=True)
-class RuleSpec(EnvSpec):
-    """A rule as the pool of environments runs it: the episode is the action, and the reward is its step's."""
+class _RuleSpec(EnvSpec):
+    """A rule as the pool of environments runs it: the episode is the action, and the reward is its step's.
+
+    env: whose tasks are scored. rule: what scores them. runs: as the rule says.
+    """
 
     env: EnvSpec
     rule: Rule
@@ -179,13 +185,13 @@ class RuleSpec(EnvSpec):
         self.rule.warm(self.env)
 
     def make(self) -> Env:
-        return RuleEnv(self)
+        return _RuleEnv(self)
 
 
-class RuleEnv(Env):
+class _RuleEnv(Env):
     """One call of a rule."""
 
-    def __init__(self, spec: RuleSpec) -> None:
+    def __init__(self, spec: _RuleSpec) -> None:
         self._spec = spec
 
     def reset(self, task: Task) -> tuple[Message, ...]:
