@@ -2,7 +2,7 @@
 
 InstructGPT (arXiv 2203.02155): the number is shifted and scaled so that answers like those it was trained with have
 mean 0 and standard deviation 1, and what a policy is trained on stays near to that (`clip`). The environment's own
-reward is not trained on; it is recorded beside it, and shows where the two part (arXiv 2210.10760).
+reward is not trained on; it is recorded beside it, and shows where the two part.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ class ModelScorer:
         self._counts: collections.Counter[str] = collections.Counter()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        """The reward of an episode; see `rewards.base.Scorer`."""
         stream, gold = trajectory.key.stream, {GOLD: trajectory.reward}
         if stream == EVAL_STREAM and self._cfg.heldout == "environment" or stream <= self._since:
             by_turn = tuple(turn.reward for turn in trajectory.turns)
@@ -182,9 +183,11 @@ class ModelScorer:
         self._rows = RowScores(value, self._mesh, cfg.batch_tok)
 
     def counts(self) -> Mapping[str, int]:
+        """Episodes that were scored by the model, and batches that this took."""
         return {**self._counts, "batches": self._rows.batches if self._rows else 0}
 
     async def close(self) -> None:
+        """Let go of weights and thread."""
         if self._loading is not None:
             await asyncio.gather(self._loading, return_exceptions=True)
         if self._rows is not None:

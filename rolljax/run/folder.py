@@ -410,6 +410,13 @@ def stored_config(run: str | Path) -> str:
     return str(path)
 
 
+def stored_recipe(run: str | Path) -> Recipe:
+    """The settings of a run that is there."""
+    from rolljax.config import loader
+
+    return loader.load([stored_config(run)], [], root=Recipe).value
+
+
 def setting_of_phase(path: str) -> tuple[int, str]:
     """Index of the phase that a path of resolved settings belongs to, and its name there; -1 if it is of none."""
     found = _OF_PHASE.fullmatch(path)

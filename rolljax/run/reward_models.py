@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -21,7 +20,7 @@ from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.recipe import Phase, Recipe
 from rolljax.rewards.row_scores import TrainedValue
 from rolljax.run import checkpoint
-from rolljax.run.folder import RunFolder
+from rolljax.run.folder import RunFolder, stored_recipe
 from rolljax.run.initial_weights import base_weights
 from rolljax.run.preflight import ResolvedRecipe, micro_tok
 from rolljax.trainer.algorithms.reward_model import RewardModel, score_spread
@@ -95,9 +94,7 @@ class TrainedRewardModels:
 
     def _of_run(self, run: str) -> tuple[Recipe, str]:
         """The recipe of a finished run, and its last phase with a reward model."""
-        from rolljax.config import loader
-
-        recipe = loader.load([str(Path(run) / "config.gin")], [], root=Recipe).value
+        recipe = stored_recipe(run)
         names = [p.name for p in recipe.phases if trains_one(p) and RunFolder(run).reward_model(p.name).is_dir()]
         if not names:
             raise ConfigError(

@@ -74,19 +74,6 @@ def test_what_is_missing_is_named(folder, tmp_path, capsys):
     assert f"{path}, line 21: lacks 'answer'" in capsys.readouterr().err
 
 
-def test_live_thinking_on_answers_of_a_teacher(folder, tmp_path, capsys):
-    """Its lengths are a column of the rows; the judge is not asked before the run."""
-    path, config = tmp_path / "rft.jsonl", str(ROOT / "configs" / "live_thinking_qwen3_0p6b.gin")
-    row = {"solution": "<think>6*7</think>\n\\boxed{42}", "answer": "42"}
-    rows = [row | {"question": f"6*7? ({i})", "ref_tok": 200 + i} for i in range(1500)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert dry_run(folder, path, config=config) == 0
-    assert "rft: Sft" in (out := capsys.readouterr().out) and "rl: Grpo" in out
-    path.write_text("".join(json.dumps(row | {"ref_tok": None}) + "\n" for row in rows))
-    assert dry_run(folder, path, config=config) == 3
-    assert "has no length in 'ref_tok'" in capsys.readouterr().err
-
-
 def test_dry_run_with_a_reward_model(folder, tmp_path, capsys):
     """Of a phase of the run, and of the folder of a sequence classifier."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -101,3 +88,16 @@ def test_dry_run_with_a_reward_model(folder, tmp_path, capsys):
     assert dry_run(folder, path, *settings, scorer, config=REWARD_MODEL) == 0
     assert dry_run(folder, path, *settings, f"RewardModelScore.path = '{folder}'", config=REWARD_MODEL) == 2
     assert "of no sequence classifier" in capsys.readouterr().err
+
+
+def test_live_thinking_on_answers_of_a_teacher(folder, tmp_path, capsys):
+    """Its lengths are a column of the rows; the judge is not asked before the run."""
+    path, config = tmp_path / "rft.jsonl", str(ROOT / "configs" / "live_thinking_qwen3_0p6b.gin")
+    row = {"solution": "<think>6*7</think>\n\\boxed{42}", "answer": "42"}
+    rows = [row | {"question": f"6*7? ({i})", "ref_tok": 200 + i} for i in range(1500)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert dry_run(folder, path, config=config) == 0
+    assert "rft: Sft" in (out := capsys.readouterr().out) and "rl: Grpo" in out
+    path.write_text("".join(json.dumps(row | {"ref_tok": None}) + "\n" for row in rows))
+    assert dry_run(folder, path, config=config) == 3
+    assert "has no length in 'ref_tok'" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -190,7 +191,7 @@ def test_a_judge_here_judges_as_behind_the_server(tmp_path):
     """At temperature 0: the same marks, and the same answers in which there is none."""
     sizes = dataclasses.replace(SIZES, max_context=768, prefill_chunk=256)
     here = LocalModel(str(tmp_path / "judge"), sizes, devices=(0,))
-    said = {a: f'{{"score": {3 + 4 * (i % 2)}}}' for i, a in enumerate(ANSWERS)} | {ANSWERS[-1]: "I cannot say."}
+    said = {a: json.dumps({"score": 3 + 4 * (i % 2)}) for i, a in enumerate(ANSWERS)} | {ANSWERS[-1]: "I cannot say."}
     hf.save(tmp_path / "judge", *taught(judge_of(here), said), byte_tokenizer())
 
     async def verdicts(model):

@@ -104,6 +104,7 @@ class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
     def value_stats(
         self, e: Episodes, values: np.ndarray, spread: np.ndarray, returns: np.ndarray
     ) -> Mapping[str, float]:
+        """What a step says of the critics, as metrics."""
         stats = {
             "critic/explained_var": credits.explained_variance(values, returns, e.mask),
             "critic/value_mean": float(values[e.mask].mean()) if e.mask.any() else 0.0,
