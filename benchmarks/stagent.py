@@ -5,8 +5,8 @@
 Tasks of known difficulty: one that always has the same answer (right after the seed SFT), three letters to write
 backward (the middle band), three letters whose answer is drawn at random (never right). A seed policy is trained for a
 short while, eight attempts at each task are played (`rolljax.eval`), `configs/data/learnability.gin` keeps what can be
-learned, and `configs/stagent.gin` trains on that, and on a pool drawn uniformly. Compared is the success at tasks of the
-middle band, as they are sampled.
+learned, and `configs/stagent.gin` trains on that, and on a pool drawn uniformly. Compared is the success at tasks of
+the middle band, as they are sampled.
 """
 
 import argparse

@@ -69,7 +69,7 @@ PARTS = """
 2407.21783 | Llama 3 | the family | `Llama3Config` | |
 2502.16982 | Moonlight | Muon's updates as large as AdamW's | `Muon.consistent_rms` | |
 2503.19786 | Gemma 3 | the family | `Gemma3Config` | |
-2503.16385 | DLCoT | long chains of thought, pruned | `Deconstruct`, `Prune`, `Rewrite` | dlcot | 
+2503.16385 | DLCoT | long chains of thought, pruned | `Deconstruct`, `Prune`, `Rewrite` | dlcot | dlcot.png
 2505.09388 | Qwen3 | the families | `Qwen3Config`, `Qwen3MoeConfig` | |
 2509.19128 | PipelineRL | requests that go on while weights change | `SamplerConfig.on_publish` | |
 2509.21009 | RollPacker | tail batching | `Phase.tail_batching` | |
