@@ -2,11 +2,11 @@
 
     python benchmarks/stagent.py --figure docs/stagent.png      # half an hour on two cores
 
-Tasks of known difficulty: a letter to repeat (always right after the seed SFT), three letters to write backward (the
-middle band), three letters whose answer is drawn at random (never right). A seed policy is trained for a short while,
-eight attempts at each task are played (`rolljax.eval`), `configs/data/learnability.gin` keeps what can be learned, and
-`configs/stagent.gin` trains on that, and on a pool drawn uniformly. Compared is the success at tasks of the middle
-band, as they are sampled.
+Tasks of known difficulty: one that always has the same answer (right after the seed SFT), three letters to write
+backward (the middle band), three letters whose answer is drawn at random (never right). A seed policy is trained for a
+short while, eight attempts at each task are played (`rolljax.eval`), `configs/data/learnability.gin` keeps what can be
+learned, and `configs/stagent.gin` trains on that, and on a pool drawn uniformly. Compared is the success at tasks of
+the middle band, as they are sampled.
 """
 
 import argparse
@@ -56,9 +56,9 @@ def tasks(num: int, seed: int, kinds: dict[str, float] = KINDS) -> list[dict[str
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         word = "".join(rng.choices(LETTERS, k=3))
         if kind == "easy":
-            word = f"{word[0]}{rng.randrange(10_000)}"
-        prompt = {"easy": "first ", "middle": "back ", "hopeless": "what "}[kind] + word
-        answer = {"easy": word[0], "middle": word[::-1], "hopeless": "".join(rng.choices(LETTERS, k=3))}[kind]
+            word = str(rng.randrange(100_000))
+        prompt = {"easy": "yes ", "middle": "back ", "hopeless": "what "}[kind] + word
+        answer = {"easy": "yes", "middle": word[::-1], "hopeless": "".join(rng.choices(LETTERS, k=3))}[kind]
         found.setdefault(prompt, {"prompt": prompt, "answer": answer, "kind": kind})
     return list(found.values())
 
@@ -121,7 +121,7 @@ def main() -> None:
     run(str(out / "seed.gin"), out / "seed", [f"Questions.path = {seed_set}", f"warm_start/Phase.steps = {args.warm}"])
     env = f"questions(path='{everything}', prompt='{{question}}', answer_in='full')"
     played = ["--tasks", str(args.num), "--attempts", "8", "--max_answer_tok", "8", "--to", str(out / "attempts")]
-    verb("rolljax.eval", "--run", str(out / "seed"), "--env", env, *played)
+    verb("rolljax.eval", "--model", str(out / "seed" / "hf"), "--env", env, *played, "--max_context", "64")
     paths = f"FromRollouts.paths = ['{out / 'attempts' / 'answers.jsonl'}']"
     routed = out / "routed"
     verb("rolljax.data", "data/learnability", "--in", str(everything), "--out", str(routed), "--set", paths, "--fresh")

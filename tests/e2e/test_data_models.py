@@ -23,6 +23,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_vectors_are_the_means_of_transformers_hidden_states(tmp_path, folder):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     texts = ["a", "the cat sat on the mat", "x" * 100, "cat"]

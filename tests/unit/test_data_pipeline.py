@@ -3,7 +3,6 @@
 import gzip
 import json
 import random
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -248,15 +247,15 @@ def test_memory_does_not_grow_with_the_records(tmp_path):
     for num in (2_000, 64_000):
         source = write(tmp_path / f"{num}.jsonl", ({"prompt": f"{i} " + "x" * 1000} for i in range(num)))
         code = (
-            "import resource, sys; from rolljax.data.__main__ import main;"
+            "from rolljax.data.__main__ import main;"
             f"code = main([{str(recipe)!r}, '--in', {source!r}, '--out', {str(tmp_path / f'out_{num}')!r}]);"
-            "print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+            "print(code, open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         code, peak = done.stdout.split()[-2:]
         assert code == "0", done.stderr
         peaks.append(int(peak) / 1024)
-    assert resource.getpagesize() and peaks[1] - peaks[0] < 30, peaks  # MiB; the rows are 65 MiB
+    assert peaks[1] - peaks[0] < 30, peaks  # MiB; the rows are 65 MiB
 
 
 # ---- stages that ask no model ---------------------------------------------------------------------------------------
@@ -338,7 +337,7 @@ def test_texts_are_filtered(tmp_path, stage, kept):
         "b": "Ein Satz über Äpfel und Öl.",
         "c": "x y",
         "d": "one two three four five six seven",
-        "e": "go on and go on and go on and go on and go on and go on and",
+        "e": "go on and go on and go on and go on and go on and go on and on and on",
         "f": "same line\nsame line\nsame line\nsame line that is long enough for the limit of sixty characters",
         "g": "1 + 1",
         "h": "東京 の 天気 は?",
