@@ -30,7 +30,7 @@ Curve = dict[str, dict[str, list[float]]]
 """Step -> metric -> mean, low, high."""
 
 
-def stages(folder: Path, seed: int) -> Iterator[tuple[str, Path, list[str]]]:
+def stages(folder: Path, seed: int, every: int) -> Iterator[tuple[str, Path, list[str]]]:
     """Name, what shows that it is done, and command of every stage of a seed."""
     train = [sys.executable, "-m", "rolljax.train", "--quiet", "--gin"]
     keep = [f"Recipe.seed = {seed}", "Recipe.keep_checkpoints = 99", "Recipe.rollouts_every = 1000"]
@@ -44,7 +44,7 @@ def stages(folder: Path, seed: int) -> Iterator[tuple[str, Path, list[str]]]:
     yield "export", hf / "config.json", [
         *(sys.executable, "-m", "rolljax.export", "--run"), str(runs["init"]), "--to", str(hf),
     ]  # fmt: skip
-    mine = [sys.executable, __file__, "--to", str(folder), "--seed", str(seed), "--stage"]
+    mine = [sys.executable, __file__, "--to", str(folder), "--seed", str(seed), "--every", str(every), "--stage"]
     yield "pairs", runs["pairs"] / "pairs.jsonl", [*mine, "pairs"]
     given = [f"Recipe.model = {str(hf)!r}", f"Records.path = {str(runs['pairs'] / 'pairs.jsonl')!r}"]
     settings = [word for setting in given for word in ("--set", setting)]
@@ -73,14 +73,14 @@ def make_pairs(folder: Path, seed: int) -> None:
     print(f"seed {seed}: {made.num} pairs of {NUM_PAIRS} questions, {dict(made.counts)}")
 
 
-def evaluate_steps(folder: Path, name: str, seed: int) -> None:
-    """The first and the last kept checkpoint of a run, and those between at multiples of 60 steps."""
+def evaluate_steps(folder: Path, name: str, seed: int, every: int) -> None:
+    """The first and the last kept checkpoint of a run, and those between at multiples of `every` steps."""
     from rolljax.eval import evaluate
     from rolljax.evaluation.settings import Attempts
 
     run, curve = folder / f"{name}_{seed}", {}
     steps = sorted({int(p.name.rpartition("_")[2]) for p in (run / "ckpt").glob("*_step_*")})
-    for step in (s for s in steps if s in (steps[0], steps[-1]) or s % 60 == 0):
+    for step in (s for s in steps if s in (steps[0], steps[-1]) or (every and s % every == 0)):
         curve[str(step)] = asked(evaluate(run=run, step=step, **_how(Attempts(temperature=0.0))))
     (folder / f"{name}_{seed}.json").write_text(json.dumps(curve, indent=1) + "\n")
 
@@ -173,16 +173,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--to", type=Path, default=Path("runs/think_j"), help="folder of all runs and results")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--figure", type=Path, help="where to draw")
+    parser.add_argument("--every", type=int, default=60, help="steps between evaluated checkpoints; 0: first and last")
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.stage:
         if args.stage == "pairs":
             return make_pairs(args.to, args.seed)
-        return evaluate_steps(args.to, args.stage, args.seed)
+        return evaluate_steps(args.to, args.stage, args.seed, args.every)
     args.to.mkdir(parents=True, exist_ok=True)
     for seed in range(args.seeds):
-        for name, result, command in stages(args.to, seed):
+        for name, result, command in stages(args.to, seed, args.every):
             if not result.is_file():
                 print(f"seed {seed}: {name}", flush=True)
                 subprocess.run(["nice", "-n", "5", *command], check=True)
