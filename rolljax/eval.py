@@ -242,7 +242,7 @@ def benchmarks_of(recipe: Recipe | None, envs: Sequence[EnvSpec | str], changes:
         spec = make_spec(env) if isinstance(env, str) else env
         of_recipe: dict[str, Any] = {} if own is None else {"pool": own.pool, "max_answer_tok": own.max_answer_tok}
         if own is not None and spec.name == own.env.name:
-            of_recipe["held_out_frac"] = own.held_out_frac
+            of_recipe |= {"held_out_frac": own.held_out_frac, "reward": own.reward}
         found.append(Benchmark(spec, **of_recipe | dict(changes)))
     return found
 

@@ -34,6 +34,7 @@ from rolljax.recipe import Phase
 from rolljax.rollout.filters import faults_row, filter_groups
 from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
+from rolljax.run.layout import VERDICTS
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import ALL_STEPS, RunProgress
 from rolljax.run.protocols import LoopRecorder, LoopRuntime, StepSource, TaskSource
@@ -83,7 +84,9 @@ def train(
     console.say("compiling the sampler")
     with (
         tracking(recipe, folder, progress.total_steps, console.warn) as recorder.trackers,
-        Runtime(preflight, trainer.weights, progress.version, should_stop, team, watchdog) as runtime,
+        Runtime(
+            preflight, trainer.weights, progress.version, should_stop, team, watchdog, str(folder.path / VERDICTS)
+        ) as runtime,
     ):
         try:
             runtime.event_loop.run(train_phases(stream, trainer, runtime, recorder, began, log))
@@ -154,6 +157,7 @@ async def train_step(
     row |= ended | groups_row(len(groups.trained), len(kept), trained.num_trained)
     is_sampled = phase.samples and groups.logged is None
     if is_sampled:
+        row |= runtime.reward_row(groups.all)
         row |= sampler_row(before, runtime.sampler.stats, recipe.sampler.slots * timer.total_s())
     progress.end_step(phase)
     evaluate_now = phase.eval_every > 0 and progress.step % phase.eval_every == 0

@@ -31,6 +31,13 @@ NAMES: Mapping[str, Metric] = {
     "reward/success_frac": Metric("share", "mean", 0, 1, "trajectories that solved their task"),
     "reward/zero_std_frac": Metric("share", "mean", 0, 1, "trajectories in groups whose rewards are all equal"),
     "reward/all_high_frac": Metric("share", "mean", 0, 1, "of these: all at the step's highest reward"),
+    "rewards/calls_n": Metric("calls", "sum", 0, INF, "verdicts that rewards of the recipe had to ask for"),
+    "rewards/requests_n": Metric("requests", "sum", 0, INF, "sent to servers for them, repeated ones too"),
+    "rewards/answers_n": Metric("answers", "sum", 0, INF, "of these that were answered"),
+    "rewards/cached_n": Metric("verdicts", "sum", 0, INF, "verdicts that were there from an earlier call"),
+    "rewards/retries_n": Metric("calls", "sum", 0, INF, "calls that were made again"),
+    "rewards/lost_n": Metric("trajectories", "sum", 0, INF, "without a verdict; they failed, and are no wrong answers"),
+    "rewards/wait_s": Metric("s", "mean", 0, INF, "from the end of an episode until its reward is there"),
     "heldout/reward_mean": Metric("reward", "mean", -INF, INF, "reward on held-out tasks, when they were evaluated"),
     "rollout/len_tok": Metric("tokens", "mean", 0, INF, "sampled (or gold) tokens per trajectory"),
     "rollout/turns_n": Metric("turns", "mean", 0, INF, "turns per trajectory"),
@@ -210,6 +217,9 @@ NAMES: Mapping[str, Metric] = {
 
 ENV_PREFIX = "env/"
 """Numbers that an environment reports of its own (`StepResult.metrics`), per trajectory; they are not in the table."""
+REWARD_PARTS, REWARD_FAULTS = "rewards/part/", "rewards/faults/"
+"""What rewards of `Recipe.reward` were made of, by name, mean over trajectories, and faults of the calls they make,
+by kind (`timeout`, `garbage`, `connection`, `status_503`, ...). They are not in the table either."""
 
 
 def reduce_parts(name: str, values: Sequence[float]) -> float:
@@ -238,7 +248,7 @@ def check_row(row: Mapping[str, float]) -> list[str]:
 
 def is_known(name: str) -> bool:
     """Whether a row may have a metric of this name."""
-    return name in NAMES or name.startswith(ENV_PREFIX)
+    return name in NAMES or name.startswith((ENV_PREFIX, REWARD_PARTS, REWARD_FAULTS))
 
 
 def markdown() -> str:

@@ -14,6 +14,7 @@ from rolljax.model.attention import Implementation
 from rolljax.model.decoder import DecoderConfig, Dtype, Remat
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.lora import Lora
+from rolljax.rewards.base import RewardConfig
 from rolljax.rollout.agents.program import AgentProgram
 from rolljax.rollout.episodes import RolloutConfig
 from rolljax.rollout.filters import FilterConfig
@@ -205,6 +206,7 @@ class Recipe:
       recomputes: nothing, all of a layer (`full`), all but matmuls (`dots`), all but mixed values (`attention`).
     lora: train low-rank adapters beside that model's weights, which stay (docs/lora.md).
     router_aux_coef: of the load-balancing loss, in place of what a folder's config.json says (docs/moe.md).
+    reward: what episodes of sampled answers are worth, instead of what the environment says (docs/rewards.md).
     agent: a program that plays the episodes with the model behind an OpenAI-compatible server (docs/agents.md).
     attention: what computes attention while training (docs/sharding.md).
     placement: whether trainer and sampler share devices or have their own (docs/sharding.md).
@@ -223,6 +225,7 @@ class Recipe:
 
     env: EnvSpec
     phases: tuple[Phase, ...]
+    reward: RewardConfig | None = None
     agent: AgentProgram | None = None
     model: DecoderConfig | str = Qwen3Config()
     dtype: Dtype = "float32"

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.run import durable
+from rolljax.run.layout import VERDICTS
 from rolljax.types import Key, Trajectory
 
 EVALUATION, ANSWERS, TABLE, LOCK = "evaluation.json", "answers.jsonl", "table.md", ".lock"
@@ -54,7 +55,7 @@ class AnswerLog:
             _lock(folder, files.enter_context(open(folder / LOCK, "w")))  # noqa: SIM115  # `files` does
         durable.sweep(folder)
         if fresh:
-            for name in (TABLE, ANSWERS, EVALUATION):
+            for name in (TABLE, ANSWERS, EVALUATION, VERDICTS):
                 durable.remove(folder / name)
         if (folder / EVALUATION).is_file():
             _check_same(folder, read(folder)["setup"], self.setup)

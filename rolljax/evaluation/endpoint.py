@@ -14,6 +14,7 @@ from rolljax.chat_models.client import Endpoint, EndpointConfig, Reply, the_only
 from rolljax.envs.pool import EnvPool, Episode
 from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark
+from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.barrier import Tally
 from rolljax.rollout.builder import TrajectoryBuilder
 from rolljax.rollout.episodes import EpisodeRollouts, RolloutConfig
@@ -36,6 +37,7 @@ class EndpointRollouts(EpisodeRollouts):
     seed: int
     cfg: RolloutConfig = RolloutConfig()
     tally: Tally = dataclasses.field(default_factory=Tally)
+    scoring: Scoring | None = None
 
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
         assert start is None
@@ -105,13 +107,15 @@ class EndpointModel:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def rollouts(self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts) -> EpisodeRollouts:
+    def rollouts(
+        self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts, scoring: Scoring | None = None
+    ) -> EpisodeRollouts:
         if benchmark.agent is not None:
             raise ConfigError("talks to a model of this process", setting="Recipe.agent", remedy="name the --model")
         fields: dict[str, Any] = {"temperature": attempts.temperature, "max_tokens": benchmark.max_answer_tok}
         unusual = {"top_p": (attempts.top_p, 1.0), "top_k": (attempts.top_k, 0), "min_p": (attempts.min_p, 0.0)}
         fields |= {name: value for name, (value, neutral) in unusual.items() if value != neutral}
-        return EndpointRollouts(pool, self.endpoint, fields, attempts.seed, benchmark.rollout)
+        return EndpointRollouts(pool, self.endpoint, fields, attempts.seed, benchmark.rollout, scoring=scoring)
 
     def counts(self) -> Mapping[str, int]:
         return self.endpoint.counts()

@@ -19,6 +19,7 @@ from rolljax.model import hf
 from rolljax.model.decoder import Dtype, Params
 from rolljax.model.folder import folder_remedy
 from rolljax.recipe import Phase, Recipe
+from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.episodes import EpisodeRollouts, Rollouts
 from rolljax.rollout.policies import SamplerPolicy
 from rolljax.run.checkpoint import Step
@@ -51,8 +52,10 @@ class EvaluatedModel(Protocol):
     def version(self) -> int: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
-    def rollouts(self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts) -> EpisodeRollouts:
-        """Episodes of a benchmark, with this model as their policy."""
+    def rollouts(
+        self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts, scoring: Scoring | None = None
+    ) -> EpisodeRollouts:
+        """Episodes of a benchmark, with this model as their policy. scoring: see `EpisodeRollouts`."""
         ...
 
     def counts(self) -> Mapping[str, int]:
@@ -97,7 +100,9 @@ class LocalModel:
     def __exit__(self, *_: object) -> None:
         self.sampler.close()
 
-    def rollouts(self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts) -> EpisodeRollouts:
+    def rollouts(
+        self, benchmark: Benchmark, pool: EnvPool, attempts: Attempts, scoring: Scoring | None = None
+    ) -> EpisodeRollouts:
         context = self.resolved.recipe.sampler.max_context
         if benchmark.max_answer_tok >= context:
             raise ConfigError(
@@ -117,12 +122,12 @@ class LocalModel:
         policy = SamplerPolicy(self.sampler, params, attempts.seed)
         limits = (benchmark.env.max_turns, context, benchmark.max_answer_tok)
         if benchmark.agent is None:
-            return Rollouts(pool, self.chat, policy, *limits, benchmark.rollout)
+            return Rollouts(pool, self.chat, policy, *limits, benchmark.rollout, scoring=scoring)
         from rolljax.rollout.agents.host import AgentHost, AgentRollouts  # which need the packages of a server
 
         host = AgentHost(benchmark.agent, self.sampler, self.chat, context)
         self._hosts.append(host)
-        return AgentRollouts(pool, self.chat, policy, *limits, benchmark.rollout, host=host)
+        return AgentRollouts(pool, self.chat, policy, *limits, benchmark.rollout, scoring=scoring, host=host)
 
     def counts(self) -> Mapping[str, int]:
         return {}

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from rolljax.evaluation.models import EvaluatedModel
 from rolljax.evaluation.pairs import PairTable
 from rolljax.evaluation.report import FinalAnswer, Report, report, score_task
 from rolljax.evaluation.settings import Attempts, Benchmark
+from rolljax.rewards.base import Surroundings
+from rolljax.rewards.scoring import Scoring, open_scoring
 from rolljax.rollout.episodes import EpisodeRollouts
+from rolljax.run.layout import VERDICTS
 from rolljax.threads.event_loop import EventLoop
 from rolljax.threads.watchdog import Watchdog
 from rolljax.types import EVAL_STREAM, Key, Task, Trajectory
@@ -131,6 +135,7 @@ def _setup(model: EvaluatedModel, benchmarks: Sequence[Benchmark], attempts: Att
                 "held_out_frac": b.held_out_frac,
                 "max_answer_tok": b.max_answer_tok,
                 "rollout": dataclasses.asdict(b.rollout),
+                **({"reward": re.sub(r" at 0x[0-9a-f]+", "", repr(b.reward))} if b.reward else {}),
             }
             for b in benchmarks
         ],
@@ -173,7 +178,9 @@ def _run(
         pools = {i: EnvPool(benchmarks[i].pool, benchmarks[i].env) for i in sorted({job.benchmark for job in jobs})}
         for pool in pools.values():
             stack.callback(pool.close)
-        rollouts = {i: model.rollouts(benchmarks[i], pool, attempts) for i, pool in pools.items()}
+        verdicts = str(log.folder / VERDICTS) if log.folder else ""
+        scorings = {i: _scoring(benchmarks[i], attempts, verdicts) for i in pools}
+        rollouts = {i: model.rollouts(benchmarks[i], pool, attempts, scorings[i]) for i, pool in pools.items()}
         watchdog = Watchdog(warn)
         watchdog.watch(*model.inboxes(), *(inbox for pool in pools.values() for inbox in pool.inboxes))
         watchdog.start()
@@ -181,6 +188,7 @@ def _run(
         loop = EventLoop(should_stop, watchdog)
         stack.callback(loop.close)
         stack.callback(lambda: loop.run(model.close()))
+        stack.callback(lambda: [loop.run(scoring.close()) for scoring in scorings.values() if scoring])
 
         def put(trajectory: Trajectory) -> None:
             log.add(trajectory)
@@ -192,6 +200,10 @@ def _run(
                 raise InfraError(f"every attempt failed; the last one: {trajectory.fault}", stage="evaluation")
 
         loop.run(loop.within(_attempt_all(rollouts, jobs, attempts, put), "answers", math.inf))
+
+
+def _scoring(benchmark: Benchmark, attempts: Attempts, verdicts: str) -> Scoring | None:
+    return open_scoring(benchmark.reward, Surroundings(benchmark.env, attempts.seed, verdicts), attempts.stall_s)
 
 
 async def _attempt_all(

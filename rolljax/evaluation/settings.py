@@ -9,6 +9,7 @@ from rolljax.envs.pool import PoolConfig
 from rolljax.envs.tasks import first_tasks
 from rolljax.errors import ConfigError, check_range
 from rolljax.recipe import Recipe
+from rolljax.rewards.base import RewardConfig
 from rolljax.rollout.agents.program import AgentProgram
 from rolljax.rollout.episodes import RolloutConfig
 from rolljax.types import Task
@@ -23,6 +24,7 @@ class Benchmark:
     held_out_frac: of the split they are taken from: that share of all tasks, by the hash of their content, which
       training with the same `Evaluation.held_out_frac` never sees. 1: all tasks.
     max_answer_tok: most tokens of one answer (one turn). agent: the program that plays the episodes, if one does.
+    reward: what episodes are worth; None: what the environment says.
     """
 
     env: EnvSpec
@@ -32,6 +34,7 @@ class Benchmark:
     rollout: RolloutConfig = RolloutConfig()
     pool: PoolConfig = PoolConfig()
     agent: AgentProgram | None = None
+    reward: RewardConfig | None = None
 
     def __post_init__(self) -> None:
         check_range(self, "num_tasks", "max_answer_tok", low=1)
@@ -48,6 +51,7 @@ class Benchmark:
             recipe.rollout,
             recipe.pool,
             recipe.agent,
+            recipe.reward,
         )
 
     def tasks(self) -> list[Task]:

@@ -23,11 +23,13 @@ class Reward:
 
     value: what is trained on. parts: numbers by name that it was made of, for the record (they need not add up to it).
     success: whether the task is solved; None: this reward does not say, and what the environment says stays.
+    by_turn: what of the value belongs to each turn, in their order; the rest belongs to the last one. Empty: all does.
     """
 
     value: float
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     success: bool | None = None
+    by_turn: tuple[float, ...] = ()
 
 
 class Scorer(Protocol):
@@ -43,7 +45,8 @@ class Scorer(Protocol):
         """
 
     def counts(self) -> Mapping[str, int]:
-        """Calls, answers from a cache, and every fault under its kind, since it was opened."""
+        """`calls`, `requests`, `answers`, `cached` (answers from a cache), and every fault under its kind, since it was
+        opened; 0 may be left out."""
 
     async def close(self) -> None:
         """Let go of what it holds."""
@@ -77,3 +80,15 @@ class RewardConfig(abc.ABC):
     @abc.abstractmethod
     def name(self) -> str:
         """A short word for `reward_parts` and messages."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether scoring takes no more than this machine's processor: such a reward is rehearsed before a run."""
+        return False
+
+    def check(self, around: Surroundings) -> None:  # noqa: B027  # most can be seen when they are opened
+        """Look for what is wrong before anything is allocated, loaded or asked.
+
+        Raises:
+          ConfigError: it cannot work here.
+        """

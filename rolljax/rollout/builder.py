@@ -28,7 +28,7 @@ from rolljax.types import (
 
 @dataclasses.dataclass(eq=False)
 class TrajectoryBuilder:
-    """A trajectory in the making."""
+    """A trajectory in the making. last_turn: which of its turns was said last, where they are in another order."""
 
     task: Task
     key: Key
@@ -47,6 +47,7 @@ class TrajectoryBuilder:
     sample_s: float = 0.0
     repeats: int = 0
     last: tuple[str, tuple[Message, ...]] | None = None
+    last_turn: int = -1
 
     @contextlib.contextmanager
     def waiting_for_env(self) -> Iterator[None]:

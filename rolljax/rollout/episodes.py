@@ -21,6 +21,7 @@ from rolljax.envs.run_limits import RunLimits
 from rolljax.envs.text import clean
 from rolljax.errors import ConfigError, EnvError, NeighbourError, RolljaxError, check_range
 from rolljax.model.tokenizer import Chat
+from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.barrier import Barrier, Tally
 from rolljax.rollout.builder import TrajectoryBuilder, fault_of
 from rolljax.rollout.policies import Policy, expert
@@ -115,12 +116,14 @@ def linear_pattern(pattern: str) -> Any:
 class EpisodeRollouts(abc.ABC):
     """Groups of episodes, begun again where the infrastructure failed; who acts in one is said by `run_episode`.
 
-    pool: of the environments. cfg: how episodes are conducted. tally: counts them.
+    pool: of the environments. cfg: how episodes are conducted. tally: counts them. scoring: what they are worth, if it
+    is not what the environment says.
     """
 
     pool: EnvPool
     cfg: RolloutConfig
     tally: Tally
+    scoring: Scoring | None
 
     @abc.abstractmethod
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
@@ -170,7 +173,8 @@ class EpisodeRollouts(abc.ABC):
                 if retries < 0:
                     break
                 loops = builder.loops
-        return builder.trajectory()
+            done = builder.trajectory()
+            return await self.scoring.score(done, builder.last_turn) if self.scoring else done
 
     async def _attempt(
         self, builder: TrajectoryBuilder, start: Start | None, barrier: Barrier | None
@@ -224,8 +228,8 @@ class Rollouts(EpisodeRollouts):
 
     max_turns, max_context, max_answer_tok: most answers of an episode, tokens of a sequence, tokens of an answer.
     hash_observations: keep a hash of what the environment says (`Trajectory.observation_hashes`). tally: counts
-    episodes. run_limits: how long programs of the policy may run, where the environment goes by them
-    (`EnvSpec.run_limits`).
+    episodes. scoring: what they are worth; None: what the environment says. run_limits: how long programs of the
+    policy may run, where the environment goes by them (`EnvSpec.run_limits`).
     """
 
     pool: EnvPool
@@ -237,6 +241,7 @@ class Rollouts(EpisodeRollouts):
     cfg: RolloutConfig = RolloutConfig()
     hash_observations: bool = False
     tally: Tally = dataclasses.field(default_factory=Tally)
+    scoring: Scoring | None = None
     run_limits: RunLimits | None = None
 
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:

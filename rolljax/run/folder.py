@@ -69,6 +69,10 @@ RESUMABLE = (
 )
 """Settings (path prefixes) that may differ when a run is continued: they change no number. So may those of phases that
 have not begun, and `steps` of the one that has (`RunFolder.prepare`)."""
+_OF_CALLS = re.compile(
+    r"reward\b.*\.(url|key_env|timeout_s|retries|backoff_s|concurrency|deadline_s|max_calls|down_after|probe_s|outage_s)"
+)
+"""Settings of rewards that say where and how judges are called. They may differ too."""
 DONE = "all phases done"
 """Why a complete run stopped."""
 _OF_PHASE = re.compile(r"phases\[(\d+)\]\.(.*)")
@@ -206,7 +210,11 @@ class RunFolder:
         """
         from rolljax.config.loader import diff
 
-        return [c for c in diff(self._stored(), config.resolved) if not c[0].startswith(RESUMABLE)]
+        return [
+            c
+            for c in diff(self._stored(), config.resolved)
+            if not (c[0].startswith(RESUMABLE) or _OF_CALLS.fullmatch(c[0]))
+        ]
 
     def _check_same(self, config: Any) -> list[str]:
         """Raise unless all that has changed is of no importance for what is done already; what is to be known else."""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 RESOLVED, LOCK = "config.resolved.json", ".lock"
 METRICS, CONSUMED, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "consumed.jsonl", "rollouts", "ckpt"
+VERDICTS = "verdicts"
+"""What rewards were told by judges and servers, for a run that goes on."""
 RESULT, CURVES, SUMMARY, ENVIRONMENT = "hf", "curves.png", "summary.json", "env.json"
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from rolljax.envs.base import StepResult
 from rolljax.envs.pool import EnvPool, Episode
 from rolljax.envs.tasks import held_out
 from rolljax.errors import CheckpointError, ConfigError, EnvError
@@ -23,11 +25,13 @@ from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.folder import folder_remedy
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.recipe import Recipe
+from rolljax.rewards.base import Surroundings
+from rolljax.rewards.scoring import STAGE, Scoring, open_scoring
 from rolljax.rollout.agents.worker import check_machine
 from rolljax.threads.event_loop import EventLoop
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import Colocated, available_devices, num_batch_shards, num_slot_shards, param_shardings
-from rolljax.types import Message, Task
+from rolljax.types import Key, Message, Task, Trajectory, Turn
 
 PROBED_TASKS = 64
 """Training tasks whose prompts are measured before a run starts."""
@@ -210,6 +214,9 @@ def check(recipe: Recipe) -> Preflight:
         check_machine(recipe.agent)
     if recipe.env.max_turns > 1:
         chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
+    around = Surroundings(recipe.env, recipe.seed)
+    if recipe.reward:
+        recipe.reward.check(around)
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
     with contextlib.closing(EventLoop(lambda: False)) as beside:  # this thread may be in an event loop of its own
         openings = beside.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
@@ -259,6 +266,8 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
     """
     pool = EnvPool(recipe.pool, recipe.env)
     pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
+    free = recipe.reward if recipe.reward and recipe.reward.is_free else None
+    scoring = open_scoring(free, Surroundings(recipe.env, recipe.seed), recipe.wait_s)
 
     async def opening(task: Task) -> tuple[Message, ...] | EnvError:
         try:
@@ -268,7 +277,8 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
         if task is tasks[0]:
             if pairs:
                 await check_pairs(episode, recipe.env.name)
-            await check_rewards(pool, episode, task, gold=any(p.algorithm.source != "sampler" for p in recipe.phases))
+            learns_gold = any(p.algorithm.source != "sampler" for p in recipe.phases)
+            await check_rewards(pool, episode, task, gold=learns_gold, scoring=scoring)
         await episode.close()
         return episode.opening
 
@@ -278,6 +288,8 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
             found += await asyncio.gather(*map(opening, tasks[first : first + PROBED_AT_ONCE]))
     finally:
         pool.close()
+        if scoring:
+            await scoring.close()
     openings = [x for x in found if not isinstance(x, EnvError)]
     if not openings:
         assert isinstance(found[-1], EnvError)
@@ -285,10 +297,12 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
     return openings
 
 
-async def check_rewards(pool: EnvPool, first: Episode, task: Task, *, gold: bool) -> None:
+async def check_rewards(
+    pool: EnvPool, first: Episode, task: Task, *, gold: bool, scoring: Scoring | None = None
+) -> None:
     """Give the gold answer in `first`, an open episode of `task`, and an empty one in another.
 
-    gold: a phase learns from gold answers, so that there must be one.
+    gold: a phase learns from gold answers, so that there must be one. scoring: a reward to try on both.
 
     Raises:
       EnvError: the environment fails, or its reward is not a finite number.
@@ -302,18 +316,30 @@ async def check_rewards(pool: EnvPool, first: Episode, task: Task, *, gold: bool
                 raise EnvError(f"{pool.spec.name}, task {task.index}: no gold answer: {e}", stage="gold") from e
             continue
         try:
-            reward = (await episode.step(text)).reward
+            result = await episode.step(text)
         except EnvError as e:
             raise EnvError(
                 f"{pool.spec.name}, task {task.index}, {kind}: {e}; try it alone: python -m rolljax.validate",
                 stage="step",
             ) from e
+        reward = result.reward
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise EnvError(
                 f"{pool.spec.name}, task {task.index}, {kind}: the reward is {reward!r}, not a finite number",
                 stage="step",
             )
+        if scoring:
+            scored = await scoring.score(_said(task, text, result))
+            if scored.status == "failed":
+                raise EnvError(f"Recipe.reward, task {task.index}, {kind}: {scored.fault}", stage=STAGE)
     await empty.close()
+
+
+def _said(task: Task, text: str, result: StepResult) -> Trajectory:
+    """An episode of one answer, without its tokens."""
+    none = np.zeros(0, np.int32)
+    turn = Turn(none, none, none.astype(np.float32), none, "stop", result.reward, text)
+    return Trajectory(Key(0, 0, 0), task, (turn,), result.reward, result.reward_parts, result.success, "ok")
 
 
 async def check_pairs(episode: Episode, name: str) -> None:

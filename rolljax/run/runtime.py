@@ -15,6 +15,8 @@ from rolljax.errors import HangError
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Params
 from rolljax.recipe import Phase
+from rolljax.rewards.base import Surroundings
+from rolljax.rewards.scoring import open_scoring
 from rolljax.rollout.barrier import Tally
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
@@ -29,7 +31,7 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.worker import LOCKSTEP_CALLS, EngineWorker
 from rolljax.threads.event_loop import EventLoop, Stopped
 from rolljax.threads.watchdog import Watchdog
-from rolljax.types import EVAL_STREAM, SamplingParams, Trajectory
+from rolljax.types import EVAL_STREAM, Group, SamplingParams, Trajectory
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -51,6 +53,7 @@ class Runtime:
       weights: the policy's weights now, as `Model.bind` takes them; the sampler starts with them, as version `version`.
       should_stop: asked while waiting; True ends the wait with `Stopped`. team: the processes of the run.
       watchdog: looks after them while they are open, and reports what hung.
+      verdicts: a folder where rewards may keep what they were told; empty: nowhere.
     """
 
     def __init__(
@@ -61,8 +64,11 @@ class Runtime:
         should_stop: Callable[[], bool] = lambda: False,
         team: SingleProcess | Leader = SINGLE_PROCESS,
         watchdog: Watchdog | None = None,
+        verdicts: str = "",
     ) -> None:
         self.preflight, self.recipe = preflight, preflight.recipe
+        around = Surroundings(self.recipe.env, self.recipe.seed, verdicts)
+        self.scoring = open_scoring(self.recipe.reward, around, self.recipe.wait_s)
         self.watchdog, self._tally, self._should_stop = watchdog or Watchdog(), Tally(), should_stop
         worker, self._channel = share_sampler(preflight, weights, team)
         self._channel.push(version)
@@ -103,6 +109,9 @@ class Runtime:
         gc.unfreeze()
         if self.agents:
             ending = self.event_loop.within(self.agents.close(), "the agent programs to end", 60.0, interruptible=False)
+            self.event_loop.run(ending)
+        if self.scoring:
+            ending = self.event_loop.within(self.scoring.close(), "the rewards to close", 60.0, interruptible=False)
             self.event_loop.run(ending)
         self.event_loop.close()
         self.sampler.close()
@@ -162,6 +171,7 @@ class Runtime:
     def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
         r = self.recipe
         limits = (r.env.max_turns, r.sampler.max_context, r.max_answer_tok)
+        scoring = self.scoring if isinstance(policy, SamplerPolicy) else None  # gold answers are imitated as they are
         if self.agents and isinstance(policy, SamplerPolicy):
             from rolljax.rollout.agents.host import AgentRollouts
 
@@ -173,9 +183,16 @@ class Runtime:
                 r.rollout,
                 hash_observations,
                 self._tally,
+                scoring,
                 host=self.agents,
             )
-        return Rollouts(self.pool, self.preflight.chat, policy, *limits, r.rollout, hash_observations, self._tally)
+        return Rollouts(
+            self.pool, self.preflight.chat, policy, *limits, r.rollout, hash_observations, self._tally, scoring
+        )
+
+    def reward_row(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics of a step's rewards, where the recipe has one of its own."""
+        return self.scoring.row(groups) if self.scoring else {}
 
     def start_curriculum(self, phase: Phase, progress: RunProgress) -> StartCurriculum | None:
         """Where a phase's episodes start, as far as that was learned already."""

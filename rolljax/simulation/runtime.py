@@ -133,6 +133,10 @@ class SimulatedRuntime:
             spans=self.groups,
         )
 
+    def reward_row(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Nothing is scored here."""
+        return {}
+
     def start_curriculum(self, phase: Phase, progress: RunProgress) -> None:
         """Where episodes start is nothing that a simulation knows of."""
 

@@ -47,9 +47,9 @@ def problems(path, num):
     return path
 
 
-def dry_run(model, path):
+def dry_run(model, path, config=CONFIG):
     settings = [f'Recipe.model="{model}"', f'Questions.path="{path}"']
-    return train(["--gin", CONFIG, *(a for s in settings for a in ("--set", s)), "--dry_run"])
+    return train(["--gin", config, *(a for s in settings for a in ("--set", s)), "--dry_run"])
 
 
 def test_dry_run(folder, tmp_path, capsys):
@@ -71,3 +71,16 @@ def test_what_is_missing_is_named(folder, tmp_path, capsys):
         f.write('{"question": "1+1?"}\n')
     assert dry_run(folder, path) == 3
     assert f"{path}, line 21: lacks 'answer'" in capsys.readouterr().err
+
+
+def test_live_thinking_on_answers_of_a_teacher(folder, tmp_path, capsys):
+    """Its lengths are a column of the rows; the judge is not asked before the run."""
+    path, config = tmp_path / "rft.jsonl", str(ROOT / "configs" / "live_thinking_qwen3_0p6b.gin")
+    row = {"solution": "<think>6*7</think>\n\\boxed{42}", "answer": "42"}
+    rows = [row | {"question": f"6*7? ({i})", "ref_tok": 200 + i} for i in range(1500)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert dry_run(folder, path, config) == 0
+    assert "rft: Sft" in (out := capsys.readouterr().out) and "rl: Grpo" in out
+    path.write_text("".join(json.dumps(row | {"ref_tok": None}) + "\n" for row in rows))
+    assert dry_run(folder, path, config) == 3
+    assert "has no length in 'ref_tok'" in capsys.readouterr().err

@@ -374,7 +374,7 @@ def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path,
 
 
 # planned in test_gsm8k_plan.py, test_lora.py and test_think_j.py
-NEEDS_FILES = {"gsm8k_qwen3_0p6b", "lora", "think_j_offline", "think_j_qwen3_8b"}
+NEEDS_FILES = {"gsm8k_qwen3_0p6b", "live_thinking_qwen3_0p6b", "lora", "think_j_offline", "think_j_qwen3_8b"}
 # shapes of models and sampling settings, which are included; runs of TPU slices, planned in test_plan.py or simulated
 PARTS = {*ROOT.glob("configs/models/*.gin"), *ROOT.glob("configs/presets/*.gin")}
 ELSEWHERE = PARTS | {*ROOT.glob("configs/*_v[456]*.gin")}

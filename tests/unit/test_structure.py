@@ -73,7 +73,7 @@ LEFT = {
     "trainer": {"errors", "types", "metrics", "model"},
     "serving": {"errors", "types", "threads", "model", "sampler"},
     "chat_models": {"errors", "types", "threads", "model", "envs", "sampler"},
-    "rewards": {"errors", "types", "threads", "sandbox", "model", "envs", "sampler", "trainer", "chat_models"},
+    "rewards": {"errors", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "chat_models"},
     "rollout": {"errors", "types", "threads", "sandbox", "model", "envs", "sampler", "serving", "trainer", "rewards"},
     "cluster": {"errors", "threads", "sampler"},
     "aot": {"errors", "types", "model", "sampler", "trainer"},

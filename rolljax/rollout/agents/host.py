@@ -191,7 +191,7 @@ class AgentRollouts(Rollouts):
     async def _judge(self, episode: Episode, answer: str, builder: TrajectoryBuilder, calls: list[Call]) -> None:
         """Give the answer to the environment; its reward belongs to the call that was made last."""
         result = await self.env_step(episode, answer, builder)
-        last = max(range(len(calls)), key=lambda i: calls[i].index)
+        builder.last_turn = last = max(range(len(calls)), key=lambda i: calls[i].index)
         builder.turns[last] = dataclasses.replace(builder.turns[last], reward=result.reward)
         builder.reward, builder.success = result.reward, result.success
         builder.parts |= result.reward_parts

@@ -1,0 +1,130 @@
+"""Whether a judge can be trusted, and what its marks are worth: its verdicts on a labelled set.
+
+A labelled set is a file of JSON Lines: `{"index": 3, "answer": "...", "gold": 1}`, the task, an answer to it, and what
+a person says that it is worth, 0 to 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rolljax.errors import DataError, InfraError, boundary
+from rolljax.rewards.base import RewardConfig, Surroundings
+from rolljax.types import Key, Trajectory, Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    """An answer to a task and what it is worth. index: of the task. gold: 0 to 1."""
+
+    index: int
+    answer: str
+    gold: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """How a reward and a labelled set agree.
+
+    num: answers with a verdict. lost: those without one. accuracy, kappa: of both being 0.5 and more, and Cohen's kappa
+    of that (0: no better than chance would be, NaN: it cannot be said). mean_error: mean of |reward - gold|.
+    scores, golds: of every answer with a verdict.
+    """
+
+    num: int
+    lost: int
+    accuracy: float
+    kappa: float
+    mean_error: float
+    scores: tuple[float, ...]
+    golds: tuple[float, ...]
+
+
+def read_labelled(path: str | Path) -> list[Labelled]:
+    """The labelled set of a file.
+
+    Raises:
+      DataError: a line is none.
+    """
+    found = []
+    with boundary(DataError, f"reading {path}"):
+        lines = Path(path).read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            with boundary(DataError, f"{path}, line {number}"):
+                record = json.loads(line)
+                one = Labelled(int(record["index"]), str(record["answer"]), float(record["gold"]))
+            if not 0 <= one.gold <= 1:
+                raise DataError(f"{path}, line {number}: gold is {one.gold:g}, not from 0 to 1")
+            found.append(one)
+    if not found:
+        raise DataError(f"{path} holds no labelled answers")
+    return found
+
+
+async def agreement(reward: RewardConfig, around: Surroundings, labelled: Sequence[Labelled]) -> Agreement:
+    """Ask a reward about every answer of a labelled set."""
+    scorer = reward.open(around)
+
+    async def score(one: Labelled) -> float | None:
+        task, none = around.env.task(one.index), np.zeros(0, np.int32)
+        turn = Turn(none, none, none.astype(np.float32), none, "stop", 0.0, one.answer)
+        try:
+            return (await scorer.score(task, Trajectory(Key(0, 0, 0), task, (turn,), 0.0, {}, False, "ok"))).value
+        except InfraError:
+            return None
+
+    try:
+        scores = await asyncio.gather(*map(score, labelled))
+    finally:
+        await scorer.close()
+    both = [(s, one.gold) for s, one in zip(scores, labelled, strict=True) if s is not None]
+    said, golds = tuple(s for s, _ in both), tuple(g for _, g in both)
+    return agreed(said, golds, lost=len(labelled) - len(both))
+
+
+def agreed(scores: Sequence[float], golds: Sequence[float], lost: int = 0) -> Agreement:
+    """How scores and what answers are worth agree."""
+    a, b = np.array(scores, np.float64), np.array(golds, np.float64)
+    if not len(a):
+        return Agreement(0, lost, math.nan, math.nan, math.nan, (), ())
+    good, gold = a >= 0.5, b >= 0.5
+    accuracy, by_chance = (
+        float((good == gold).mean()),
+        float(good.mean() * gold.mean() + (~good).mean() * (~gold).mean()),
+    )
+    kappa = (accuracy - by_chance) / (1 - by_chance) if by_chance < 1 else math.nan
+    return Agreement(len(a), lost, accuracy, kappa, float(abs(a - b).mean()), tuple(scores), tuple(golds))
+
+
+def isotonic(scores: Sequence[float], golds: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """The rising curve that fits what answers are worth best, by least squares (pool adjacent violators): points for
+    `Judge.calibration` and `compose.Shaping`.
+
+    Args:
+      scores: of the judge, `[N]`. golds: what the same answers are worth, `[N]`.
+
+    Raises:
+      DataError: there are no scores.
+    """
+    if not scores or len(scores) != len(golds):
+        raise DataError(f"{len(scores)} scores for {len(golds)} answers cannot be calibrated")
+    xs = sorted(set(scores))
+    means = [[g for s, g in zip(scores, golds, strict=True) if s == x] for x in xs]
+    blocks: list[tuple[float, int, int]] = []  # mean, answers, scores
+    for group in means:
+        mean, num, size = sum(group) / len(group), len(group), 1
+        while blocks and blocks[-1][0] >= mean:
+            before = blocks.pop()
+            mean = (mean * num + before[0] * before[1]) / (num + before[1])
+            num, size = num + before[1], size + before[2]
+        blocks.append((mean, num, size))
+    fitted = [mean for mean, _, size in blocks for _ in range(size)]
+    return tuple((float(x), float(y)) for x, y in zip(xs, fitted, strict=True))

@@ -1,0 +1,285 @@
+"""Calls that rewards make of judges, servers and functions that wait: each has a deadline, is made again, is kept.
+
+A verdict is asked for under a key, a hash of all that it depends on. The same key is asked once, also by calls that
+come while it is under way, and what it was answered stands in the folder of a run, so that a run that goes on pays for
+nothing twice and is told the same. While whoever is asked is down, calls wait at a breaker; only when that takes too
+long they fail, as the infrastructure's fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rolljax.errors import EnvError, InfraError, RolljaxError, check_range
+from rolljax.rewards.base import Surroundings
+
+STAGE = "reward"
+MAX_BACKOFF_S = 60.0
+
+
+class Unreadable(Exception):
+    """An answer that holds no verdict: it is asked for again. kind: as it is counted."""
+
+    def __init__(self, message: str, kind: str = "garbage") -> None:
+        self.kind = kind
+        super().__init__(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class CallLimits:
+    """How a reward calls whoever gives its verdicts.
+
+    deadline_s: longest call. retries: how often one is made again, first after about `backoff_s`, then after twice as
+      long, ... concurrency: most calls at a time. max_calls: of a run, those before it was continued included; 0: no
+      limit. What is over it has no verdict.
+    down_after: failures in a row, of any calls, after which whoever is called is taken to be down: nobody calls but one
+      that tries again every `probe_s`, and the others wait, up to `outage_s` each. Failures meanwhile are no retries.
+    """
+
+    deadline_s: float = 120.0
+    retries: int = 2
+    backoff_s: float = 1.0
+    concurrency: int = 64
+    max_calls: int = 0
+    down_after: int = 8
+    probe_s: float = 5.0
+    outage_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_range(self, "deadline_s", "probe_s", "outage_s", above=0)
+        check_range(self, "retries", "backoff_s", "max_calls", low=0)
+        check_range(self, "concurrency", "down_after", low=1)
+
+
+class Verdicts:
+    """What was answered before, by key; on disk if a folder is given, a line of JSON for each."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._path = Path(folder) / f"{name}.jsonl" if folder else None
+        self._found: dict[str, Any] = {}
+        if self._path and self._path.is_file():
+            for line in self._path.read_bytes().splitlines():
+                with contextlib.suppress(ValueError, LookupError, TypeError):  # the last one may be torn
+                    record = json.loads(line)
+                    self._found[record["key"]] = record["verdict"]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._found
+
+    def __getitem__(self, key: str) -> Any:
+        return self._found[key]
+
+    def put(self, key: str, verdict: Any) -> bool:
+        """Keep a verdict; False where the disk does not take it."""
+        self._found[key] = verdict
+        if self._path is None:
+            return True
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "ab") as f:  # a line of its own also behind one that is torn
+                f.write(b"\n" * (f.tell() > 0) + json.dumps({"key": key, "verdict": verdict}).encode())
+        except OSError:
+            return False
+        return True
+
+
+class Breaker:
+    """Who may call: all, or while whoever is called is down one after the other, now and then."""
+
+    def __init__(self, limits: CallLimits) -> None:
+        self._limits = limits
+        self._failures = 0
+        self._probing = False
+        self._up = asyncio.Event()
+        self._up.set()
+
+    @property
+    def is_down(self) -> bool:
+        return not self._up.is_set()
+
+    async def admit(self, until_s: float) -> bool:
+        """Wait until a call may be made; returns whether it is a probe.
+
+        Args:
+          until_s: on the event loop's clock.
+
+        Raises:
+          InfraError: that took too long.
+        """
+        clock = asyncio.get_running_loop().time
+        while self.is_down:
+            left_s = until_s - clock()
+            if left_s <= 0:
+                raise InfraError(f"it was down for {self._limits.outage_s:g} s and longer", stage=STAGE)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._up.wait(), min(self._limits.probe_s, left_s))
+            if self.is_down and not self._probing:
+                self._probing = True
+                return True
+        return False
+
+    def note(self, *, failed: bool | None, was_probe: bool) -> None:
+        """A call is over. failed: nobody answered; None: nobody knows, it was given up."""
+        if was_probe:
+            self._probing = False
+        if failed is None:
+            return
+        self._failures = self._failures + 1 if failed else 0
+        if not failed:
+            self._up.set()
+        elif self._failures >= self._limits.down_after:
+            self._up.clear()
+
+
+class _NotNow(Exception):
+    """A call that was not made."""
+
+
+class Calls:
+    """The calls of one reward. It lives on one event loop.
+
+    Args:
+      name: of the reward, for messages. identity: of what is asked, and how; part of every key.
+    """
+
+    def __init__(self, name: str, identity: str, limits: CallLimits, around: Surroundings) -> None:
+        self._name, self._identity, self._limits = name, identity, limits
+        self._verdicts = Verdicts(around.cache_dir, f"{name}-{digest(identity)[:16]}")
+        self._made = len(self._verdicts)
+        self._gate, self._breaker = asyncio.Semaphore(limits.concurrency), Breaker(limits)
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._under_way: dict[str, asyncio.Task[Any]] = {}
+        self._waiting: collections.Counter[str] = collections.Counter()
+
+    def counts(self) -> Mapping[str, int]:
+        """`calls`, `cached`, `retries`, and every fault under its kind: timeout, garbage, failed (nobody answered),
+        down (it waited for an answer that never came), budget, unsaved (the disk did not take a verdict)."""
+        return self._counts
+
+    async def verdict(self, what: str, ask: Callable[[int], Awaitable[Any]]) -> Any:
+        """What is answered to `what`, as JSON; from an earlier call if there was one.
+
+        Args:
+          what: all that the answer depends on, beside the identity. ask: asks; it is given the number of the attempt.
+
+        Raises:
+          InfraError: there is no answer. EnvError: whatever is asked is broken; `ask` raised it.
+        """
+        key = digest(f"{self._identity}\0{what}")
+        if key in self._verdicts:
+            self._counts["cached"] += 1
+            return self._verdicts[key]
+        if key not in self._under_way:
+            task = asyncio.ensure_future(self._call(key, ask))
+            self._under_way[key] = task
+            task.add_done_callback(lambda done: self._forget(key, done))
+        task = self._under_way[key]
+        self._waiting[key] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:  # nobody waits any more
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
+                task.cancel()
+
+    def _forget(self, key: str, done: asyncio.Task[Any]) -> None:
+        del self._under_way[key]
+        if not done.cancelled():
+            done.exception()  # whoever waited was told
+
+    async def _call(self, key: str, ask: Callable[[int], Awaitable[Any]]) -> Any:
+        limits = self._limits
+        if limits.max_calls and self._made >= limits.max_calls:
+            self._counts["budget"] += 1
+            raise InfraError(f"{self._name}: all {limits.max_calls} calls of max_calls are made", stage=STAGE)
+        self._made += 1
+        self._counts["calls"] += 1
+        attempt, until_s = 0, None
+        while True:
+            if self._breaker.is_down and until_s is None:
+                until_s = asyncio.get_running_loop().time() + limits.outage_s
+            try:
+                is_probe = await self._breaker.admit(until_s or 0.0)
+            except InfraError as e:
+                self._counts["down"] += 1
+                raise InfraError(f"{self._name}: {e}", stage=STAGE) from e
+            try:
+                verdict = await self._once(ask, attempt, is_probe)
+                break
+            except _NotNow:
+                continue
+            except InfraError as e:
+                error = e
+            if not self._breaker.is_down:
+                if attempt == limits.retries:
+                    raise error
+                backoff_s = limits.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
+                attempt += 1
+                self._counts["retries"] += 1
+                await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
+        if not self._verdicts.put(key, verdict):
+            self._counts["unsaved"] += 1
+        return verdict
+
+    async def _once(self, ask: Callable[[int], Awaitable[Any]], attempt: int, is_probe: bool) -> Any:
+        """One call.
+
+        Raises:
+          InfraError: it gave no verdict. EnvError: what is asked is broken. _NotNow: it was not made: whoever is asked
+            is down, which was found out while it waited for its turn.
+        """
+        failed: bool | None = None
+        try:
+            async with self._gate:
+                if self._breaker.is_down and not is_probe:
+                    raise _NotNow
+                failed = True
+                async with asyncio.timeout(self._limits.deadline_s):
+                    verdict = await ask(attempt)
+            failed = False
+            return verdict
+        except (_NotNow, asyncio.CancelledError):
+            failed = None
+            raise
+        except TimeoutError as e:
+            self._counts["timeout"] += 1
+            raise InfraError(f"{self._name}: no verdict in {self._limits.deadline_s:g} s", stage=STAGE) from e
+        except Unreadable as e:
+            failed = False
+            self._counts[e.kind] += 1
+            raise InfraError(f"{self._name}: no verdict: {e}", stage=STAGE) from e
+        except InfraError as e:
+            self._counts["failed"] += 1
+            raise InfraError(f"{self._name}: {e}", stage=STAGE) from e
+        except RolljaxError:
+            failed = False
+            raise
+        except Exception as e:  # border: what is asked may be anybody's code
+            failed = False
+            raise EnvError(f"{self._name}: {type(e).__name__}: {e}", stage=STAGE) from e
+        finally:
+            self._breaker.note(failed=failed, was_probe=is_probe)
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        for task in list(self._under_way.values()):
+            task.cancel()
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+
+
+def digest(text: str) -> str:
+    """A hash of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,92 @@
+"""Programs as answers: run in the sandbox, against the tests of their task."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from rolljax.envs.base import EnvSpec, Runs
+from rolljax.envs.pool import PoolConfig
+from rolljax.envs.programs.code_problems import CodeProblems, Problem, program_of
+from rolljax.errors import ConfigError, check_range
+from rolljax.rewards.base import Reward, Surroundings
+from rolljax.rewards.rules import row
+from rolljax.rewards.workers import Rule, Said
+from rolljax.types import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Code(Rule):
+    """What share of its task's tests the program in the last answer passes; the task is solved where it passes all.
+
+    The program runs in one sandbox and the tests in another (docs/sandbox.md); a program that crashes, hangs or passes
+    a limit fails them. A sandbox that fails is the infrastructure's fault, and no reward.
+
+    pay: share: of the tests; all: 1 where every one passed, else 0. timeout_s: longest run of a program.
+    tests_key, entry_key, setup_key: columns of the rows with a list of asserts, the name of the function that they
+      call, and what runs before them; for tasks of envs.programs.code_problems, which have tests, they have no effect.
+    sandbox: `bwrap`, or `none` to run programs without any isolation: only for answers that you trust.
+    """
+
+    runs: ClassVar[Runs] = "thread"
+
+    pay: Literal["share", "all"] = "share"
+    timeout_s: float = 5.0
+    tests_key: str = "test_list"
+    entry_key: str = "entry_point"
+    setup_key: str = "test_setup_code"
+    sandbox: Literal["bwrap", "none"] = "bwrap"
+
+    def __post_init__(self) -> None:
+        check_range(self, "timeout_s", above=0)
+
+    @property
+    def name(self) -> str:
+        return "tests"
+
+    @property
+    def pool(self) -> PoolConfig:
+        return PoolConfig(where="thread", step_s=self.timeout_s + 30)
+
+    def check(self, around: Surroundings) -> None:
+        self._problem(around.env, around.env.task(0))
+
+    def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
+        from rolljax.sandbox import SCORE, SandboxConfig, grade_mbpp, grade_python, shared_host
+
+        problem = self._problem(env, task)
+        program = program_of(said.text, problem)
+        if program is None:
+            return Reward(0.0, {"no_code": 1.0}, False)
+        host = shared_host(SandboxConfig(backend=self.sandbox))
+        limits = dataclasses.replace(SCORE, wall_s=self.timeout_s, cpu_s=int(self.timeout_s) + 1)
+        how: dict[str, Any] = {"profile": limits, "host": host}
+        entry, tests = problem.entry_point, problem.tests
+        if problem.head:
+            verdict = grade_python(program, entry, tests[0], prompt=problem.head, **how)
+        else:
+            verdict = grade_mbpp(program, entry, tests, setup=problem.setup, **how)
+        share = verdict.num_passed / max(1, verdict.num_tests)
+        parts = {"no_code": 0.0, "timeout": float(verdict.reason == "timeout")}
+        return Reward(share if self.pay == "share" else float(verdict.passed), parts, verdict.passed)
+
+    def _problem(self, env: EnvSpec, task: Task) -> Problem:
+        if isinstance(env, CodeProblems):
+            problems = env.problems()
+            return problems[task.index % len(problems)]
+        columns: Mapping[str, Any] = row(env, task, "Code.tests_key")
+        tests, entry = columns.get(self.tests_key), columns.get(self.entry_key)
+        if not isinstance(tests, list | tuple) or not tests or not all(isinstance(t, str) for t in tests):
+            raise ConfigError(
+                f"names no list of asserts in the row of task {task.index}",
+                setting="Code.tests_key",
+                value=self.tests_key,
+                remedy='a column like ["assert double(2) == 4"]',
+            )
+        if not isinstance(entry, str) or not entry.isidentifier():
+            raise ConfigError(
+                f"names no function in the row of task {task.index}", setting="Code.entry_key", value=self.entry_key
+            )
+        setup = columns.get(self.setup_key)
+        return Problem("", task.content, "", entry, tuple(tests), setup if isinstance(setup, str) else "", "")

@@ -1,0 +1,258 @@
+"""Rewards made of rewards: sums, gates, bounds, vetoes and curves. They nest.
+
+Parts are on record under the names that the settings give them, what they were made of behind a stroke
+(`{"right": 1.0, "short": 0.4, "short/outside_tok": 24.0}`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+from rolljax.errors import ConfigError, check_range
+from rolljax.rewards.base import Reward, RewardConfig, Scorer, Surroundings
+from rolljax.types import Task, Trajectory
+
+Combine = Callable[[Trajectory, Sequence[Reward]], Reward]
+"""One reward of several of the same trajectory."""
+
+
+class Composed:
+    """A scorer made of scorers, which are asked side by side."""
+
+    def __init__(self, scorers: Sequence[Scorer], combine: Combine) -> None:
+        self._scorers, self._combine = scorers, combine
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        asked = [asyncio.ensure_future(scorer.score(task, trajectory)) for scorer in self._scorers]
+        try:
+            return self._combine(trajectory, await asyncio.gather(*asked))
+        finally:  # one that has no verdict leaves the others nothing to do
+            for future in asked:
+                future.cancel()
+
+    def counts(self) -> Mapping[str, int]:
+        found: collections.Counter[str] = collections.Counter()
+        for scorer in self._scorers:
+            found.update(scorer.counts())
+        return found
+
+    async def close(self) -> None:
+        for scorer in self._scorers:
+            await scorer.close()
+
+
+class Composition(RewardConfig):
+    """A reward made of others."""
+
+    @property
+    def inner(self) -> Mapping[str, RewardConfig]:
+        """The others, by the names that their parts get."""
+        raise NotImplementedError
+
+    def combine(self, trajectory: Trajectory, found: Sequence[Reward]) -> Reward:
+        """The reward that is made of those of `inner`, in their order."""
+        raise NotImplementedError
+
+    @property
+    def is_free(self) -> bool:
+        return all(reward.is_free for reward in self.inner.values())
+
+    def check(self, around: Surroundings) -> None:
+        for reward in self.inner.values():
+            reward.check(around)
+
+    def open(self, around: Surroundings) -> Composed:
+        return Composed([reward.open(around) for reward in self.inner.values()], self.combine)
+
+    def named(self, found: Sequence[Reward]) -> dict[str, float]:
+        """The parts of all, under the names of `inner`."""
+        parts: dict[str, float] = {}
+        for name, reward in zip(self.inner, found, strict=True):
+            parts[name] = reward.value
+            parts |= {f"{name}/{part}": value for part, value in reward.parts.items()}
+        return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(Composition):
+    """Terms by name, each with a weight, added up. The task is solved if the first term that says so says so.
+
+    terms: rewards by the names that they get in `reward_parts`. weights: of the terms, 1 where none is named.
+    """
+
+    terms: Mapping[str, RewardConfig]
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ConfigError("has no term", setting="Sum.terms", value=self.terms, remedy="give at least one")
+        unknown = sorted(self.weights.keys() - self.terms.keys())
+        if unknown:
+            raise ConfigError(
+                f"weighs what is no term: {', '.join(unknown)}",
+                setting="Sum.weights",
+                value=dict(self.weights),
+                remedy=f"one of {', '.join(self.terms)}",
+            )
+
+    @property
+    def name(self) -> str:
+        return "sum"
+
+    @property
+    def inner(self) -> Mapping[str, RewardConfig]:
+        return self.terms
+
+    def combine(self, trajectory: Trajectory, found: Sequence[Reward]) -> Reward:
+        weights = [self.weights.get(name, 1.0) for name in self.terms]
+        by_turn = [0.0] * len(trajectory.turns)
+        for weight, reward in zip(weights, found, strict=True):
+            for turn, share in enumerate(reward.by_turn):
+                by_turn[turn] += weight * share
+        value = sum(weight * reward.value for weight, reward in zip(weights, found, strict=True))
+        success = next((reward.success for reward in found if reward.success is not None), None)
+        return Reward(value, self.named(found), success, tuple(by_turn) if any(r.by_turn for r in found) else ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate(Composition):
+    """A reward that counts only where another one is high enough, or the episode succeeded.
+
+    reward: what counts. by: what is looked at; None: whether the environment says that the task is solved.
+    at_least: of it. otherwise: the value where it is less.
+    """
+
+    reward: RewardConfig
+    by: RewardConfig | None = None
+    at_least: float = 1.0
+    otherwise: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.reward.name
+
+    @property
+    def inner(self) -> Mapping[str, RewardConfig]:
+        return {"gated": self.reward} | ({"gate": self.by} if self.by else {})
+
+    def combine(self, trajectory: Trajectory, found: Sequence[Reward]) -> Reward:
+        is_open = found[1].value >= self.at_least if self.by else trajectory.success
+        parts = self.named(found) | {"open": float(is_open)}
+        if not is_open:
+            return Reward(self.otherwise, parts, found[0].success)
+        return dataclasses.replace(found[0], parts=parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip(Composition):
+    """A reward within bounds.
+
+    reward: what is bounded. low, high: least and most of it; None: no bound.
+    """
+
+    reward: RewardConfig
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.low is None and self.high is None:
+            raise ConfigError("bounds nothing", setting="Clip.low", value=None, remedy="set low, high, or both")
+        if self.high is not None:
+            check_range(self, "low", high=self.high)
+
+    @property
+    def name(self) -> str:
+        return self.reward.name
+
+    @property
+    def inner(self) -> Mapping[str, RewardConfig]:
+        return {"unclipped": self.reward}
+
+    def combine(self, trajectory: Trajectory, found: Sequence[Reward]) -> Reward:
+        value = found[0].value
+        bounded = max(value, self.low) if self.low is not None else value
+        bounded = min(bounded, self.high) if self.high is not None else bounded
+        by_turn = found[0].by_turn if bounded == value else ()
+        return Reward(bounded, self.named(found), found[0].success, by_turn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Veto(Composition):
+    """A reward that another one can set aside: an answer with made-up facts is worth nothing, however good the rest is
+    (STAgent). A vetoed episode did not succeed.
+
+    reward: what counts else. by: what is looked at. below, above: the veto holds where `by` is less, or more, than
+      this. to: the value then.
+    """
+
+    reward: RewardConfig
+    by: RewardConfig
+    below: float | None = None
+    above: float | None = None
+    to: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.below is None and self.above is None:
+            raise ConfigError(
+                "can never veto", setting="Veto.below", value=None, remedy="set Veto.below, Veto.above, or both"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.reward.name
+
+    @property
+    def inner(self) -> Mapping[str, RewardConfig]:
+        return {"unless": self.reward, "by": self.by}
+
+    def combine(self, trajectory: Trajectory, found: Sequence[Reward]) -> Reward:
+        value = found[1].value
+        is_vetoed = self.below is not None and value < self.below or self.above is not None and value > self.above
+        parts = self.named(found) | {"vetoed": float(is_vetoed)}
+        return Reward(self.to, parts, False) if is_vetoed else dataclasses.replace(found[0], parts=parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shaping(Composition):
+    """A reward through a curve of straight lines: another scale, a bonus near the top, a calibration.
+
+    reward: what is shaped. points: `(before, after)` in rising order of the first; in between on a straight line,
+      beyond the ends the value of the end.
+    """
+
+    reward: RewardConfig
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.points or any(b[0] <= a[0] for a, b in itertools.pairwise(self.points)):
+            raise ConfigError(
+                "does not rise in its first numbers",
+                setting="Shaping.points",
+                value=self.points,
+                remedy="like ((0, 0), (0.5, 0.1), (1, 1))",
+            )
+
+    @property
+    def name(self) -> str:
+        return self.reward.name
+
+    @property
+    def inner(self) -> Mapping[str, RewardConfig]:
+        return {"unshaped": self.reward}
+
+    def combine(self, trajectory: Trajectory, found: Sequence[Reward]) -> Reward:
+        return Reward(on_curve(self.points, found[0].value), self.named(found), found[0].success)
+
+
+def on_curve(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at `x` of the straight lines through `points`; beyond them that of the nearest."""
+    i = bisect.bisect_left([a for a, _ in points], x)
+    if i == 0 or i == len(points):
+        return points[min(i, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

@@ -1,0 +1,39 @@
+"""The environment's own reward, as a term beside others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from rolljax.rewards.base import Reward, RewardConfig, Surroundings
+from rolljax.types import Task, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment(RewardConfig):
+    """What the environment gave, turn by turn, with its parts."""
+
+    @property
+    def name(self) -> str:
+        return "environment"
+
+    @property
+    def is_free(self) -> bool:
+        return True
+
+    def open(self, around: Surroundings) -> EnvironmentScorer:
+        return EnvironmentScorer()
+
+
+class EnvironmentScorer:
+    """Reads what stands on the trajectory."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        by_turn = tuple(turn.reward for turn in trajectory.turns)
+        return Reward(trajectory.reward, trajectory.reward_parts, trajectory.success, by_turn)
+
+    def counts(self) -> Mapping[str, int]:
+        return {}
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,123 @@
+"""A function of one's own as a reward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
+
+from rolljax.envs.base import EnvSpec
+from rolljax.envs.pool import PoolConfig
+from rolljax.errors import EnvError, boundary, check_range
+from rolljax.rewards.base import Reward, Scorer, Surroundings
+from rolljax.rewards.calls import CallLimits, Calls
+from rolljax.rewards.workers import Rule, RuleWhere, Said
+from rolljax.types import Task, Trajectory
+
+Value = float | Mapping[str, float] | Reward
+Plain = Callable[[Task, Said], Value]
+"""`reward(task, said)`: its value, its parts by name, which are added up, or a `Reward`."""
+Waiting = Callable[[Task, Said], Awaitable[Value]]
+"""The same as a coroutine, which asks something outside."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Function(Rule):
+    """A function of one's own: plain Python, or a coroutine that asks something outside.
+
+    What it raises and what is no finite number is a fault of the reward, and no reward; `InfraError` says that the
+    machine failed, and it is called again. It must give the same for the same.
+
+    fn: `fn(task, said)`, with `types.Task` and `rewards.workers.Said`. part: its name in `reward_parts`.
+    where: threads of this process; process: worker processes, which are killed when they hang or crash, and replaced;
+      ray: Ray actors. Coroutines run on the run's event loop, which they must not block, whatever this says.
+    timeout_s: longest call of plain Python. workers: threads, processes or actors, 0 for what `PoolConfig` takes.
+    limits: of the calls of a coroutine. version: change it when the function has changed: verdicts of coroutines are
+      kept in the run's folder.
+    """
+
+    fn: Plain | Waiting
+    part: str = "function"
+    where: RuleWhere = "process"
+    timeout_s: float = 30.0
+    workers: int = 0
+    limits: CallLimits = CallLimits()
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        check_range(self, "timeout_s", above=0)
+        check_range(self, "workers", low=0)
+
+    @property
+    def name(self) -> str:
+        return self.part
+
+    @property
+    def is_free(self) -> bool:
+        return not self._waits
+
+    @property
+    def pool(self) -> PoolConfig:
+        return PoolConfig(where=self.where, workers=self.workers, step_s=self.timeout_s)
+
+    def open(self, around: Surroundings) -> Scorer:
+        return FunctionScorer(self, around) if self._waits else super().open(around)
+
+    def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
+        with boundary(EnvError, name_of(self.fn)):
+            return reward_of(cast(Plain, self.fn)(task, said), name_of(self.fn))
+
+    @property
+    def _waits(self) -> bool:
+        fn = self.fn.func if isinstance(self.fn, functools.partial) else self.fn
+        return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+
+
+class FunctionScorer:
+    """A coroutine as a reward."""
+
+    def __init__(self, cfg: Function, around: Surroundings) -> None:
+        self._cfg = cfg
+        self._calls = Calls(cfg.name, f"{name_of(cfg.fn)} {cfg.version}", cfg.limits, around)
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        said = Said.of(trajectory)
+
+        async def ask(_: int) -> Any:
+            value = await cast(Waiting, self._cfg.fn)(task, said)
+            return dataclasses.asdict(reward_of(value, name_of(self._cfg.fn)))
+
+        what = json.dumps([task.id, task.index, dataclasses.asdict(said)])
+        found = await self._calls.verdict(what, ask)
+        return Reward(**{**found, "by_turn": tuple(found["by_turn"])})
+
+    def counts(self) -> Mapping[str, int]:
+        return self._calls.counts()
+
+    async def close(self) -> None:
+        await self._calls.close()
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """A function's module and name."""
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    return f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
+
+
+def reward_of(value: Any, name: str) -> Reward:
+    """What a function gave, as a reward.
+
+    Raises:
+      EnvError: it is none.
+    """
+    if isinstance(value, Reward):
+        return value
+    parts = dict(value) if isinstance(value, Mapping) else {}
+    for part, number in [*parts.items(), *([] if parts else [("its value", value)])]:
+        if isinstance(number, str | bytes) or not hasattr(number, "__float__"):
+            raise EnvError(f"{name}: {part} is {number!r}, no number")
+    parts = {str(part): float(number) for part, number in parts.items()}
+    return Reward(sum(parts.values()) if parts else float(value), parts)

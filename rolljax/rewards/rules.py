@@ -1,0 +1,348 @@
+"""Rewards by rule: answers checked against recorded ones, lengths, formats, repetition, languages.
+
+Everything here takes time linear in an answer, or runs where an answer can end no more than its own check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import unicodedata
+from collections import Counter
+from typing import Any, ClassVar, Literal
+
+from rolljax.envs.base import EnvSpec, Runs
+from rolljax.envs.data import answers, verifier
+from rolljax.envs.pool import PoolConfig
+from rolljax.envs.questions import Questions, is_same
+from rolljax.envs.text import read_json
+from rolljax.errors import ConfigError, EnvError, check_range
+from rolljax.rewards.base import Reward, Surroundings
+from rolljax.rewards.workers import Rule, Said
+from rolljax.types import Task
+
+MAX_JSON_CHARS = 65_536
+END_OF_THINKING = "</think>"
+Script = Literal["latin", "han", "cyrillic", "arabic", "devanagari", "greek", "hangul", "hebrew", "kana", "thai"]
+_SCRIPTS: dict[str, tuple[str, ...]] = {
+    "latin": ("LATIN",), "han": ("CJK",), "cyrillic": ("CYRILLIC",), "arabic": ("ARABIC",),
+    "devanagari": ("DEVANAGARI",), "greek": ("GREEK",), "hangul": ("HANGUL",), "hebrew": ("HEBREW",),
+    "kana": ("HIRAGANA", "KATAKANA"), "thai": ("THAI",),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer(Rule):
+    r"""1 where the last answer gives what is recorded for its task, however it is written, else 0; the task is solved
+    then. Formulas are compared by math-verify, in a process of their own with limits: what keeps it busy is wrong.
+
+    where: in which place of the answer its final answer is read, as `Questions.answer_in` has it.
+    pattern: instead of that a regular expression of RE2, whose first group is the final answer (its last match counts).
+    field: instead of that a field of the JSON object that the whole answer is, behind its thinking if there is any.
+    answer_key: the column of the row that is right; empty: the recorded answer. timeout_s: longest check.
+    """
+
+    runs: ClassVar[Runs] = "process"
+
+    where: str = "any"
+    pattern: str = ""
+    field: str = ""
+    answer_key: str = ""
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_range(self, "timeout_s", above=0)
+        if self.pattern:
+            compiled(self.pattern, "Answer.pattern")
+        if self.pattern and self.field:
+            raise ConfigError(
+                "has no effect beside pattern", setting="Answer.field", value=self.field, remedy="leave one of them out"
+            )
+        if self.where not in answers.ANSWER_FORMATS and answers.SLOT not in self.where:
+            raise ConfigError(
+                "is no way to find an answer",
+                setting="Answer.where",
+                value=self.where,
+                remedy=f"one of {', '.join(answers.ANSWER_FORMATS)}, or a text with {answers.SLOT}",
+            )
+
+    @property
+    def name(self) -> str:
+        return "right"
+
+    @property
+    def pool(self) -> PoolConfig:
+        return PoolConfig(where="process", workers=2, step_s=self.timeout_s, memory_gib=0.0)
+
+    def check(self, around: Surroundings) -> None:
+        recorded(around.env, around.env.task(0), self.answer_key)
+
+    def warm(self, env: EnvSpec) -> None:
+        env.warm()
+        verifier.warm()
+
+    def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
+        gold = recorded(env, task, self.answer_key)
+        found = self._find(said.text, gold)
+        right = found is not None and is_same(gold, found) is True
+        return Reward(float(right), {"no_answer": float(found is None)}, right)
+
+    def _find(self, text: str, gold: str) -> str | None:
+        if self.pattern:
+            found = list(compiled(self.pattern, "Answer.pattern").finditer(text[-answers.MAX_CHARS :]))
+            return found[-1].group(1) if found else None
+        if self.field:
+            value = json_field(text, self.field)
+            return None if value is None else str(value)
+        return answers.find(text, self.where, number=answers.is_number(gold))
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthBand(Rule):
+    """1 for answers whose length is in a band, falling to 0 in a straight line on both sides of it (LiveThinking):
+    `max(0, 1 - d / eps)`, where d is the tokens outside `[low L, high L]` and L the length that is referred to.
+
+    Pay it only where the answer is right (`compose.Gate`): else short and wrong is worth something.
+
+    ref_tok: L, where `ref_key` names no column of the rows that holds it (the length of the answer that was imitated).
+    low, high: of the band, shares of L. eps_frac: eps, a share of L.
+    count: all: every sampled token; thinking: those before the last `</think>`, by their share of the characters.
+    """
+
+    ref_tok: float = 0.0
+    ref_key: str = ""
+    low: float = 0.3
+    high: float = 0.6
+    eps_frac: float = 0.25
+    count: Literal["all", "thinking"] = "all"
+
+    def __post_init__(self) -> None:
+        check_range(self, "ref_tok", "low", low=0)
+        check_range(self, "eps_frac", above=0)
+        check_range(self, "high", low=self.low)
+        if bool(self.ref_tok) == bool(self.ref_key):
+            raise ConfigError(
+                "is what a band refers to, unless ref_key is",
+                setting="LengthBand.ref_tok",
+                value=self.ref_tok,
+                remedy="set one of them",
+            )
+
+    @property
+    def name(self) -> str:
+        return "length"
+
+    def check(self, around: Surroundings) -> None:
+        self._ref_tok(around.env, around.env.task(0))
+
+    def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
+        ref, num_tok = self._ref_tok(env, task), float(sum(said.num_tok))
+        if self.count == "thinking":
+            num_tok = sum(n * _thinking_share(text) for n, text in zip(said.num_tok, said.texts, strict=True))
+        outside = max(self.low * ref - num_tok, num_tok - self.high * ref, 0.0)
+        return Reward(max(0.0, 1 - outside / (self.eps_frac * ref)), {"outside_tok": outside, "counted_tok": num_tok})
+
+    def _ref_tok(self, env: EnvSpec, task: Task) -> float:
+        if not self.ref_key:
+            return self.ref_tok
+        columns = row(env, task, "LengthBand.ref_key")
+        try:
+            ref = float(columns[self.ref_key])
+        except (KeyError, TypeError, ValueError):
+            ref = 0.0
+        if not (math.isfinite(ref) and ref > 0):
+            raise EnvError(f"the row of task {task.index} has no length in {self.ref_key!r}")
+        return ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Format(Rule):
+    """1 where every answer has the form that is asked for, else 0.
+
+    pattern: a regular expression of RE2 that all of an answer must match (`.` is any character).
+    json_fields: instead: an answer is one JSON object with these fields, behind its thinking if there is any.
+    """
+
+    pattern: str = ""
+    json_fields: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.pattern) == bool(self.json_fields):
+            raise ConfigError(
+                "or json_fields says what is asked for",
+                setting="Format.pattern",
+                value=self.pattern,
+                remedy="set one of them",
+            )
+        if self.pattern:
+            compiled(self.pattern, "Format.pattern")
+
+    @property
+    def name(self) -> str:
+        return "format"
+
+    def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
+        return Reward(float(all(map(self._has_form, said.texts))))
+
+    def _has_form(self, text: str) -> bool:
+        if self.pattern:
+            return compiled(self.pattern, "Format.pattern").fullmatch(text) is not None
+        value = json_object(text)
+        return value is not None and all(name in value for name in self.json_fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Repetition(Rule):
+    """Minus the share of an answer's word n-grams that stood in it before: 0 for one that never repeats itself, near -1
+    for one that says the same over and over.
+
+    ngram: words of each. free: a share up to which nothing is taken off.
+    """
+
+    ngram: int = 3
+    free: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range(self, "ngram", low=1)
+        check_range(self, "free", low=0, below=1)
+
+    @property
+    def name(self) -> str:
+        return "repetition"
+
+    def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
+        share = max((repeated_share(text, self.ngram) for text in said.texts), default=0.0)
+        return Reward(-max(0.0, share - self.free) / (1 - self.free) + 0.0, {"share": share})
+
+
+@dataclasses.dataclass(frozen=True)
+class Language(Rule):
+    """The share of an answer's letters that are of the scripts that are asked for; 1 where it has no letters.
+
+    scripts: one or more of latin, han, cyrillic, arabic, devanagari, greek, hangul, hebrew, kana, thai.
+    at_least: where it is not None, 1 for a share of at least this, else 0.
+    """
+
+    scripts: tuple[Script, ...] = ("latin",)
+    at_least: float | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [s for s in self.scripts if s not in _SCRIPTS]
+        if unknown or not self.scripts:
+            raise ConfigError(
+                "names no scripts that are known",
+                setting="Language.scripts",
+                value=self.scripts,
+                remedy=f"one or more of {', '.join(_SCRIPTS)}",
+            )
+        check_range(self, "at_least", above=0, high=1)
+
+    @property
+    def name(self) -> str:
+        return "language"
+
+    def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
+        share = script_share("".join(said.texts), self.scripts)
+        return Reward(share if self.at_least is None else float(share >= self.at_least), {"share": share})
+
+
+# ---- what rules read ------------------------------------------------------------------------------------------------
+
+
+def row(env: EnvSpec, task: Task, setting: str) -> Any:
+    """The row of a task, all its columns.
+
+    Raises:
+      ConfigError: the environment has no rows.
+    """
+    if not isinstance(env, Questions):
+        raise ConfigError(
+            f"reads a column, but the tasks of {env.name} have none",
+            setting=setting,
+            remedy="an environment of envs.questions",
+        )
+    return env.record(task.index)
+
+
+def recorded(env: EnvSpec, task: Task, key: str = "") -> str:
+    """The final answer that is recorded for a task: in column `key` of its row, else the environment's own.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if key:
+        value = row(env, task, "Answer.answer_key").get(key)
+        gold = answers.split_recorded(str(value))[1] if value is not None else ""
+    else:
+        gold = env.question(task.index).answer if isinstance(env, Questions) else ""
+    if not gold:
+        raise ConfigError(
+            f"finds no recorded answer of task {task.index} of {env.name}",
+            setting="Answer.answer_key",
+            value=key,
+            remedy="an environment of envs.questions, and the column with its answers; compose.Gate and "
+            "rewards.environment take what other environments say",
+        )
+    return gold
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is, behind its thinking if there is any, alone or in a block of code."""
+    text = text.rpartition(END_OF_THINKING)[2].strip()
+    if text.startswith("```") and text.endswith("```"):
+        text = text[3:-3].removeprefix("json").strip()
+    if len(text) > MAX_JSON_CHARS:
+        return None
+    try:
+        value = read_json(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def json_field(text: str, name: str) -> str | None:
+    """A field of `json_object` that is a text or a number, as a text."""
+    value = (json_object(text) or {}).get(name)
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+
+
+def repeated_share(text: str, n: int) -> float:
+    """Share of the word n-grams of a text that stood in it before; 0 where it has none."""
+    words = text.split()
+    grams = Counter(zip(*(itertools.islice(words, i, None) for i in range(n)), strict=False))
+    total = sum(grams.values())
+    return 1 - len(grams) / total if total else 0.0
+
+
+def script_share(text: str, scripts: tuple[str, ...]) -> float:
+    """Share of the letters of a text that are of some scripts; 1 where it has no letters."""
+    letters = Counter(c for c in text if c.isalpha())
+    names = tuple(name for script in scripts for name in _SCRIPTS[script])
+    total = sum(letters.values())
+    of_them = sum(n for c, n in letters.items() if unicodedata.name(c, "").startswith(names))
+    return of_them / total if total else 1.0
+
+
+@functools.lru_cache(maxsize=64)
+def compiled(pattern: str, setting: str) -> Any:
+    """A user's regular expression, compiled by RE2, which takes time linear in any text.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    import re2
+
+    options = re2.Options()
+    options.dot_nl, options.log_errors = True, False
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as e:
+        said = e.args[0].decode() if isinstance(e.args[0], bytes) else e
+        raise ConfigError(f"is not a regular expression of RE2: {said}", setting=setting, value=pattern) from e
+
+
+def _thinking_share(text: str) -> float:
+    thinking, mark, _ = text.rpartition(END_OF_THINKING)
+    return len(thinking + mark) / len(text) if mark else float(bool(text))

@@ -1,0 +1,205 @@
+"""Rewards that are Python functions: in threads, worker processes or Ray actors, by the pool that runs environments.
+
+What holds for an environment holds for a rule: a call has a limit, a worker that hangs or crashes is killed and
+replaced, and whose doing that was is said; the event loop never waits for any of it.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
+from rolljax.envs.pool import EnvPool, PoolConfig
+from rolljax.envs.text import MAX_ANSWER_CHARS, clean
+from rolljax.errors import EnvError, InfraError
+from rolljax.rewards.base import Reward, RewardConfig, Scorer, Surroundings
+from rolljax.types import FinishReason, Message, Task, Trajectory
+
+RuleWhere = Literal["thread", "process", "ray"]
+SAYS = "says_success"
+ROOM = 4096
+"""Characters of what goes along with the texts of an episode."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What a rule sees of an episode.
+
+    texts: the policy's answers, turn by turn; of a million characters and more their ends. num_tok: tokens of each.
+    ends: why each ended. reward, reward_parts, success, metrics: what the environment says.
+    """
+
+    texts: tuple[str, ...]
+    num_tok: tuple[int, ...]
+    ends: tuple[FinishReason, ...]
+    reward: float
+    reward_parts: Mapping[str, float]
+    success: bool
+    metrics: Mapping[str, float]
+
+    @property
+    def text(self) -> str:
+        """The last answer."""
+        return self.texts[-1]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether an answer was cut by a limit."""
+        return any(end != "stop" for end in self.ends)
+
+    @staticmethod
+    def of(trajectory: Trajectory) -> Said:
+        """What a trajectory says."""
+        turns = trajectory.turns
+        return Said(
+            tuple(clean(turn.text) for turn in turns),
+            tuple(len(turn.tokens) for turn in turns),
+            tuple(turn.finish_reason for turn in turns),
+            trajectory.reward,
+            dict(trajectory.reward_parts),
+            trajectory.success,
+            dict(trajectory.metrics),
+        )
+
+    def to_json(self) -> str:
+        """The same as a text that an environment's worker takes whole."""
+        most = MAX_ANSWER_CHARS
+        while True:
+            text = json.dumps(dataclasses.asdict(self.ending(most)), ensure_ascii=False)
+            if len(text) <= MAX_ANSWER_CHARS:
+                return text
+            most //= 2
+
+    def ending(self, most: int) -> Said:
+        """The same with the last `most` characters of every text."""
+        return dataclasses.replace(self, texts=tuple(text[-most:] for text in self.texts))
+
+    @staticmethod
+    def from_json(text: str) -> Said:
+        """What `to_json` was of."""
+        said = json.loads(text)
+        lists = {name: tuple(said[name]) for name in ("texts", "num_tok", "ends")}
+        return Said(**{**said, **lists})
+
+
+class Rule(RewardConfig):
+    """A reward that is worked out from an episode by plain Python.
+
+    `runs` says where: inline: reading it takes time linear in the text; thread: it waits for something outside this
+    process; process: an answer could keep it busy.
+    """
+
+    runs: ClassVar[Runs] = "inline"
+
+    @property
+    def is_free(self) -> bool:
+        return True
+
+    @abc.abstractmethod
+    def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
+        """What an episode is worth. It may block, and must give the same for the same.
+
+        Raises:
+          InfraError: the machine failed; it is called again. Anything else is the rule's fault.
+        """
+
+    def warm(self, env: EnvSpec) -> None:  # noqa: B027  # most need nothing
+        """Load what every call needs, in the process that workers are forked from."""
+
+    @property
+    def pool(self) -> PoolConfig:
+        """Where it runs, and for how long at most."""
+        return PoolConfig()
+
+    def open(self, around: Surroundings) -> Scorer:
+        return RuleScorer(EnvPool(self.pool, RuleSpec(around.env, self, self.runs)))
+
+
+class RuleScorer:
+    """A rule, its calls in a pool. retries: how often a call is made again that was lost to the machine."""
+
+    def __init__(self, pool: EnvPool, retries: int = 2) -> None:
+        self._pool, self._retries = pool, retries
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        said = Said.of(trajectory).to_json()
+        for attempt in range(self._retries + 1):
+            try:
+                return await self._ask(task, said)
+            except InfraError as e:
+                self._counts["worker"] += 1
+                if attempt == self._retries or e.stage == "pool":
+                    raise
+                self._counts["retries"] += 1
+        raise AssertionError
+
+    async def _ask(self, task: Task, said: str) -> Reward:
+        episode = await self._pool.open(task)
+        try:
+            found = await episode.step(said)
+        finally:
+            await episode.close()
+        parts = dict(found.reward_parts)
+        return Reward(found.reward, parts, found.success if SAYS in found.metrics else None)
+
+    def counts(self) -> Mapping[str, int]:
+        late = {"timeout": n} if (n := sum(self._pool.stats.timeouts.values())) else {}
+        return self._counts + collections.Counter(late)
+
+    async def close(self) -> None:
+        self._pool.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleSpec(EnvSpec):
+    """A rule as the pool of environments runs it: the episode is the action, and the reward is its step's."""
+
+    env: EnvSpec
+    rule: Rule
+    runs: Runs = "inline"  # type: ignore[misc]  # of the rule
+
+    @property
+    def name(self) -> str:
+        return f"the reward {self.rule.name}"
+
+    @property
+    def needs_worker(self) -> str:
+        return "an answer can keep it busy" if self.runs == "process" else ""
+
+    def task(self, index: int) -> Task:
+        return self.env.task(index)
+
+    def warm(self) -> None:
+        self.rule.warm(self.env)
+
+    def make(self) -> Env:
+        return RuleEnv(self)
+
+
+class RuleEnv(Env):
+    """One call of a rule."""
+
+    def __init__(self, spec: RuleSpec) -> None:
+        self._spec = spec
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        self._task = task
+        return (Message("user", "an episode"),)
+
+    def step(self, action: str) -> StepResult:
+        spec = self._spec
+        found: Any = spec.rule.reward(spec.env, self._task, Said.from_json(action))
+        if not isinstance(found, Reward):
+            raise EnvError(f"{spec.name} gave a {type(found).__name__}, not a Reward")
+        says = {} if found.success is None else {SAYS: 1.0}
+        parts = {str(name): value for name, value in found.parts.items()}
+        return StepResult((), found.value, True, success=bool(found.success), reward_parts=parts, metrics=says)
+
+    def gold(self) -> str:
+        raise EnvError("a reward has no answers")
