@@ -1,0 +1,135 @@
+"""Critiques as rewards: a thinking judge compares the policy's answer with the recorded one.
+
+Its verdict is mapped by the reward functions that train such judges (Think-J, arXiv 2505.14268;
+`envs.judging.verdicts`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rolljax.chat_models.base import ChatModelConfig
+from rolljax.envs.judging import verdicts
+from rolljax.envs.judging.verdicts import Form, Side
+from rolljax.errors import check_range
+from rolljax.rewards.base import Reward, Surroundings
+from rolljax.rewards.calls import CallLimits, Calls, Unreadable, digest
+from rolljax.rewards.judge import GUARD, Asked, all_of, ask, counted, gold_of, identity, mark_of, quoted
+from rolljax.rewards.rules import END_OF_THINKING
+from rolljax.types import Message, Task, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Critique(Asked):
+    """A judge that thinks, compares the policy's answer with the one that is recorded for the task, and ends with a
+    verdict; the reward is that of a verdict for which the policy's answer is the better one.
+
+    By the form of the verdict: plain: 1 where it is for the policy's answer, else 0. strength: where it is, 1 less an
+    eighth for each step between its strength and `strength`, else 0. scores: 1 + d/100 where the policy's answer has
+    the higher score, else -d/100, d being their distance; 0 for equal ones. A critique without a verdict, with a
+    strength that is none or with scores beyond 100 is asked for again: it is no reward.
+
+    model: who judges, for instance one that `think_j.gin` trained. verdict: form of its verdict.
+    strength: by how much the policy's answer must be better for the full reward, 1 to 3.
+    orders: both: asked twice, the policy's answer first and second, and the mean taken; random: once, in an order that
+      the answer's hash decides. A judge that always says the same then gives every answer the same.
+    solved_at: reward from which on the task counts as solved; None: not for the judge to say.
+    part: its name in `reward_parts`. num: how often each order is asked; the mean is taken. temperature, max_tok: of
+      the judge's answers. max_chars: of an answer that it is shown. limits: of its calls, beyond those of its model.
+    """
+
+    model: ChatModelConfig
+    verdict: Form = "strength"
+    strength: int = 3
+    orders: Literal["both", "random"] = "both"
+    solved_at: float | None = None
+    part: str = "critique"
+    num: int = 1
+    temperature: float = 0.0
+    max_tok: int = 2048
+    max_chars: int = 20_000
+    limits: CallLimits = CallLimits()
+
+    def __post_init__(self) -> None:
+        self.check_fields()
+        verdicts.check_form(self.verdict, "Critique.verdict")
+        check_range(self, "strength", low=min(verdicts.STRENGTHS), high=max(verdicts.STRENGTHS))
+
+    @property
+    def name(self) -> str:
+        return self.part
+
+    def check(self, around: Surroundings) -> None:
+        gold_of(around, around.env.task(0), "Critique", whole=True)
+
+    def open(self, around: Surroundings) -> CritiqueScorer:
+        return CritiqueScorer(self, around)
+
+    def messages(self, task: Task, a: str, b: str, seed: int) -> tuple[Message, ...]:
+        """What the judge is asked about two answers."""
+        mark = mark_of(seed, task, f"{a}\0{b}")
+        text = (
+            f"Question:\n{quoted(mark, task.content)}\n\nResponse (a):\n{quoted(mark, self.shown(a))}\n\n"
+            f"Response (b):\n{quoted(mark, self.shown(b))}\n\n{verdicts.request(self.verdict)}"
+        )
+        return (Message("system", GUARD.format(mark=mark)), Message("user", text))
+
+    def read(self, text: str) -> dict[str, Any]:
+        """The verdict of a critique.
+
+        Raises:
+          Unreadable: it holds none of the form.
+        """
+        found = verdicts.read(text.rpartition(END_OF_THINKING)[2], self.verdict)
+        if found is None:
+            raise Unreadable(f"the critique does not end with a verdict of the form {self.verdict!r}")
+        if found.strength is not None and found.strength not in verdicts.STRENGTHS:
+            raise Unreadable(f"the strength is {found.strength}, not 1, 2 or 3")
+        return {"better": found.better, "strength": found.strength, "scores": found.scores}
+
+    def worth(self, verdict: Mapping[str, Any], side: Side) -> float:
+        """The reward of one verdict. side: which response is the policy's."""
+        scores = verdict["scores"]
+        found = verdicts.Verdict(verdict["better"], verdict["strength"], tuple(scores) if scores else None)
+        return verdicts.reward(found, self.verdict, side, self.strength)
+
+
+class CritiqueScorer:
+    """A thinking judge that is open."""
+
+    def __init__(self, cfg: Critique, around: Surroundings) -> None:
+        self._cfg, self._around = cfg, around
+        self._model = cfg.model.open()
+        self._calls = Calls(cfg.name, identity(cfg, cfg.verdict), cfg.limits, around)
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        other = gold_of(self._around, task, "Critique", whole=True)
+        return await self.compare(task, trajectory.turns[-1].text, other)
+
+    async def compare(self, task: Task, answer: str, other: str) -> Reward:
+        """How an answer does against another one."""
+        cfg = self._cfg
+        drawn: Side = "a" if int(digest(f"{self._around.seed} {task.id} {answer}"), 16) % 2 else "b"
+        sides: list[Side] = ["a", "b"] if cfg.orders == "both" else [drawn]
+        asked = await all_of([self._ask(task, answer, other, side, i) for side in sides for i in range(cfg.num)])
+        worths = [cfg.worth(found, asked_side) for asked_side, found in asked]
+        value = sum(worths) / len(worths)
+        wins = [float(found["better"] == asked_side) for asked_side, found in asked]
+        parts = {"wins": sum(wins) / len(wins)}
+        if cfg.orders == "both":
+            parts["orders_agree"] = float(sum(wins[: cfg.num]) == sum(wins[cfg.num :]))
+        return Reward(value, parts, None if cfg.solved_at is None else value >= cfg.solved_at)
+
+    async def _ask(self, task: Task, answer: str, other: str, side: Side, i: int) -> tuple[Side, dict[str, Any]]:
+        pair = (answer, other) if side == "a" else (other, answer)
+        messages = self._cfg.messages(task, *pair, self._around.seed)
+        return side, await ask(self._calls, self._model, self._cfg, messages, self._cfg.read, i)
+
+    def counts(self) -> Mapping[str, int]:
+        return counted(self._calls, self._model)
+
+    async def close(self) -> None:
+        await self._calls.close()
+        await self._model.close()
