@@ -95,9 +95,7 @@ def test_shares_are_those_of_the_rules(runs):
     assert [r["domain/spell/trained_n"] for r in warm] == [7, 5, 2, 0]
     assert [r["domain/spell/share_frac"] for r in warm] == pytest.approx([1, 2 / 3, 1 / 3, 0])
     assert all(r["domain/spell/trained_n"] + r["domain/short/trained_n"] == 6 for r in rl)
-    assert (
-        rl[0]["domain/spell/share_frac"] == pytest.approx(0.55)
-    )
+    assert rl[0]["domain/spell/share_frac"] == pytest.approx(0.55)
     assert all(r["domain/short/len_tok"] <= 4 for r in rl)
     assert {"domain/spell/heldout_mean", "domain/short/heldout_mean", "heldout/reward_mean"} <= rl[2].keys()
     check_conserved(every)
