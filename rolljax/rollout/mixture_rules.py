@@ -233,11 +233,9 @@ class MixtureShares:
         if self._rule is not None:
             self._memory = self._rule.learn(self._weights, self._memory, outcomes)
 
-    def row(self, step: int) -> dict[str, float]:
-        """Metrics: the shares of a step, and the ratios of perplexities where a rule measures them."""
-        row = {f"domain/{name}/share_frac": share for name, share in self.shares(step).items()}
-        ratios = self._memory.get("ratios", {})
-        return row | {f"domain/{name}/perplexity_ratio": ratio for name, ratio in ratios.items()}
+    def row(self) -> dict[str, float]:
+        """Metrics: the ratios of perplexities where a rule measures them."""
+        return {f"domain/{name}/perplexity_ratio": r for name, r in self._memory.get("ratios", {}).items()}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs, as JSON."""

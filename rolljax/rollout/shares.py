@@ -84,6 +84,7 @@ class StepPlan:
     def __init__(self, prompts_per_step: int, shares: Callable[[int], Shares] | None = None) -> None:
         self._prompts, self._shares = prompts_per_step, shares
         self._planned: dict[int, tuple[str, ...]] = {}
+        self._shares_of: dict[int, Shares] = {}
         self._carried: dict[str, float] = {}
         self._next = 0
 
@@ -97,7 +98,8 @@ class StepPlan:
         if self._shares is None:
             return ("",) * self._prompts
         while self._next <= step:
-            self._planned[self._next] = spread(apportion(self._prompts, self._shares(self._next), self._carried))
+            shares = self._shares_of[self._next] = dict(self._shares(self._next))
+            self._planned[self._next] = spread(apportion(self._prompts, shares, self._carried))
             self._next += 1
         return self._planned[step]
 
@@ -107,16 +109,23 @@ class StepPlan:
             return itertools.repeat("", number)
         return itertools.islice((d for s in itertools.count(step) for d in self.places(s)), number)
 
+    def shares(self, step: int) -> Shares:
+        """The shares that `step`, the one that was trained last or a later one, was planned with."""
+        return self._shares_of[step]
+
     def forget(self, step: int) -> None:
         """Steps before `step` are over."""
+        self._shares_of = {s: shares for s, shares in self._shares_of.items() if s >= step - 1}
         self._planned = {s: places for s, places in self._planned.items() if s >= step}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs, as JSON."""
         planned = {str(step): list(places) for step, places in self._planned.items()}
-        return {"next": self._next, "carried": dict(self._carried), "planned": planned}
+        shares = {str(step): dict(of) for step, of in self._shares_of.items()}
+        return {"next": self._next, "carried": dict(self._carried), "planned": planned, "shares": shares}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
         self._next, self._carried = state["next"], dict(state["carried"])
         self._planned = {int(step): tuple(places) for step, places in state["planned"].items()}
+        self._shares_of = {int(step): shares for step, shares in state["shares"].items()}

@@ -255,7 +255,8 @@ class PhaseRollouts:
         if lengths:
             row["groups/no_signal_len_tok"] = float(np.mean(lengths))
         if self._shares:
-            row |= self._shares.row(progress.step)
+            shares = self._buffer.plan.shares(progress.step)
+            row |= {f"domain/{name}/share_frac": share for name, share in shares.items()} | self._shares.row()
             self._shares.learn(step.all)
         if self._starts:
             self._starts.learn(step.all, progress.step)

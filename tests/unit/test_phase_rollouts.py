@@ -17,14 +17,16 @@ import numpy as np
 import pytest
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
-from rolljax.envs.pool import EnvPool, PoolConfig
+from rolljax.envs.mixture import Domain, Mixture
+from rolljax.envs.pool import PoolConfig, open_pool
 from rolljax.envs.run_limits import RUN_S, AdaptiveTimeout, RunLimits
-from rolljax.envs.tasks import TaskStream
+from rolljax.envs.tasks import TaskStream, open_stream
 from rolljax.errors import EnvError, HangError, TrainerError
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import RolloutConfig, Rollouts
 from rolljax.rollout.group_buffer import TailBatching
+from rolljax.rollout.mixture_rules import Curriculum
 from rolljax.run.consumed import ConsumedStep, DrawAccount
 from rolljax.run.folder import RunFolder
 from rolljax.run.progress import RunProgress
@@ -69,7 +71,8 @@ class OneAnswerEnv(Env):
     def step(self, action):
         if self.broken and self.index % self.broken == 0:
             raise EnvError("out of order", stage="step")
-        return StepResult((), float(action.startswith("x")), terminated=True)
+        right = action.startswith("x")
+        return StepResult((), float(right), terminated=True, success=right)
 
     def gold(self):
         return "x"
@@ -156,8 +159,8 @@ class Run:
         self.recipe = Recipe(spec, (phase,), rollout=RolloutConfig(retries=0), wait_s=wait_s)
         self.preflight = types.SimpleNamespace(chat=chat)
         self.sampler = types.SimpleNamespace(hold=lambda: lambda: None)
-        self.pool, self.event_loop = EnvPool(PoolConfig(), spec), EventLoop(lambda: False)
-        self.progress, self.stream = RunProgress(), TaskStream(spec, 0, 0.1)
+        self.pool, self.event_loop = open_pool(PoolConfig(), spec), EventLoop(lambda: False)
+        self.progress, self.stream = RunProgress(), open_stream(spec, 0, 0.1)
         self.warned, self.steps, self.rows, self.lines = [], [], [], []
         self.log = None
 
@@ -218,7 +221,7 @@ class Run:
     def go_on(self):
         """Whoever goes on has the record of the progress, and nothing else."""
         record = json.loads(json.dumps(dataclasses.asdict(self.progress)))
-        self.progress, self.stream = RunProgress(**record), TaskStream(self.recipe.env, 0, 0.1)
+        self.progress, self.stream = RunProgress(**record), open_stream(self.recipe.env, 0, 0.1)
         if self.progress.stream_position:
             self.stream.restore(self.progress.stream_position)
 
@@ -639,3 +642,44 @@ def test_programs_get_the_time_that_right_ones_took(chat):
     assert all(limits[0] == 30 for limits in LIMITS.values())
     later = {index: limits[-1] for index, limits in LIMITS.items() if limits[-1] < 30}
     assert later and all(limit == 1.5 * seconds(index) for index, limit in later.items())
+
+
+# ---- domains ----------------------------------------------------------------------------------------------------------
+
+WITH_DOMAINS = {
+    "synchronous": {},
+    "dynamic sampling": {"rounds": 5},
+    "ratio 1.5": {"async_ratio": 1.5},
+    "begun again": {"async_ratio": 1.0, "late": "redraw", "spare_prompts": SPARES},
+    "dropped, dynamic sampling": {"async_ratio": 1.0, "late": "drop", "rounds": 5},
+}
+
+
+@pytest.mark.parametrize("name", WITH_DOMAINS)
+def test_every_step_trains_the_shares_of_its_domains(chat, tmp_path, name):
+    """In a run of its own, in one that goes on, and in one that replays its log and goes on behind it."""
+    spec = Mixture({"x": Domain(OneAnswer(), 0.55), "y": Domain(OneAnswer(), 0.45, num_tasks=20)})
+    settings = WITH_DOMAINS[name] | {"mixture": Curriculum(memory=0.5)}
+    answers = {"by_prompt": 0.8, "right": 0.5 if "rounds" in settings else 0.9}
+    make = lambda: Run(chat, phase(8, **settings), Drawn(**answers), spec=spec)  # noqa: E731
+    with make() as run, make() as again:
+        run.until(5)
+        log = again.log = run.write_log(tmp_path)
+        run.go_on()
+        run.all()
+        again.until(3).go_on()
+        again.until(5)
+        assert not again.policy.begun and again.progress.mixture == {**log.steps[4].mixture["shares"]}
+        again.go_on()
+        again.all()
+    for ours, theirs, line in zip(again.steps, run.steps, log.steps, strict=False):
+        assert [g.to_json() for g in ours.trained] == [g.to_json() for g in theirs.trained] and ours.logged == line
+    for each in (run, again):
+        each.check_conserved()
+        assert len(set(each.draws)) == len(each.draws) == 8 * PROMPTS
+        for step, row in zip(run.steps, run.rows, strict=True):
+            number = sum(g.task.env == "x" for g in step.trained)
+            assert abs(number - PROMPTS * row["domain/x/share_frac"]) < 1
+    shares = [row["domain/x/share_frac"] for row in run.rows]
+    assert len(set(shares)) > 2 and shares[0] == pytest.approx(0.55)
+    assert len({row["domain/x/share_frac"] for row in again.rows[5:]}) > 1

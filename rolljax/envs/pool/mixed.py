@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 
@@ -25,12 +26,11 @@ class MixedPool:
     def __init__(self, cfg: PoolConfig, spec: Mixture) -> None:
         self.cfg, self.spec = cfg, spec
         self._pools: dict[str, EnvPool] = {}
-        try:
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(self.close)
             for name, env in spec.specs.items():
                 self._pools[name] = EnvPool(cfg, env)
-        except BaseException:
-            self.close()
-            raise
+            unless_made.pop_all()
 
     async def open(self, task: Task) -> Episode:
         """An episode of the task's domain; raises like `EnvPool.open`."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.envs.data.rows import find_files
 from rolljax.envs.run_limits import RUN_S, AdaptiveTimeout, RunLimits
 from rolljax.envs.text import code_blocks
 from rolljax.errors import ConfigError, DataError, EnvError, check_range
@@ -73,12 +74,12 @@ class CodeProblems(EnvSpec):
     runs = "thread"
 
     def __post_init__(self) -> None:
-        if not Path(self.path).is_file():
+        if not self.path or len(find_files(self.path, "CodeProblems.path")) != 1:
             raise ConfigError(
                 "is not a file",
                 setting="CodeProblems.path",
                 value=self.path,
-                remedy="name a local file with a problem on each line",
+                remedy="name a local file with a problem on each line, or one that comes with rolljax",
             )
         choices = {"format": ("auto", "humaneval", "mbpp"), "sandbox": ("bwrap", "none")}
         for field, values in choices.items():
@@ -109,8 +110,9 @@ class CodeProblems(EnvSpec):
         Raises:
           DataError: a line is no problem; says which, and what is missing.
         """
-        stat = Path(self.path).stat()
-        return _problems(self.path, self.format, self.tests_shown, stat.st_mtime_ns, stat.st_size)
+        (path,) = find_files(self.path, "CodeProblems.path")
+        stat = path.stat()
+        return _problems(str(path), self.format, self.tests_shown, stat.st_mtime_ns, stat.st_size)
 
     @property
     def num_tasks(self) -> int | None:
