@@ -166,6 +166,7 @@ class Mixture(EnvSpec):
         forms = self.of[task.env].env.variants(self.inner(task))
         return [self.outer(task.env, form) for form in forms]
 
+
 def _domain(of: Domain | str) -> Domain:
     return Domain(make_spec(of)) if isinstance(of, str) else of
 
