@@ -105,6 +105,7 @@ class CritiqueScorer:
         self._calls = Calls(cfg.name, identity(cfg, cfg.verdict), cfg.limits, around)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
+        """The reward of an episode that did not fail."""
         other = gold_of(self._around, task, "Critique", whole=True)
         return await self.compare(task, trajectory.turns[-1].text, other)
 
@@ -128,8 +129,10 @@ class CritiqueScorer:
         return side, await ask(self._calls, self._model, self._cfg, messages, self._cfg.read, i)
 
     def counts(self) -> Mapping[str, int]:
+        """Calls, answers from the cache, and every fault under its kind."""
         return counted(self._calls, self._model)
 
     async def close(self) -> None:
+        """Let go of the model and of the cache."""
         await self._calls.close()
         await self._model.close()
