@@ -41,7 +41,7 @@ NAMES: Mapping[str, Metric] = {
     "domain/NAME/len_tok": Metric("tokens", "mean", 0, INF, "its sampled (or gold) tokens per trajectory"),
     "domain/NAME/heldout_mean": Metric("reward", "mean", -INF, INF, "its reward on held-out tasks, when evaluated"),
     "domain/NAME/perplexity_ratio": Metric(
-        "ratio", "last", 0, INF, "of DDK: perplexity of student over teacher on its validation tasks, as last measured"
+        "ratio", "last", 0, INF, "perplexity of student over teacher on its validation tasks, as last measured"
     ),
     "rewards/calls_n": Metric("calls", "sum", 0, INF, "verdicts that rewards of the recipe had to ask for"),
     "rewards/requests_n": Metric("requests", "sum", 0, INF, "sent to servers for them, repeated ones too"),

@@ -163,10 +163,14 @@ def is_complete(folder: RunFolder, recipe: Recipe, console: Console) -> bool:
 
 def stopped(folder: RunFolder, console: Console) -> int:
     """A run was told to stop, and has saved; returns the exit code."""
-    saved = folder.latest(console.say)
-    assert saved is not None
-    folder.finish(saved.progress, "stopped by signal")
-    console.say("stopped and saved; the same command goes on from here")
+    from rolljax.run.progress import RunProgress
+
+    if saved := folder.latest(console.say):
+        folder.finish(saved.progress, "stopped by signal")
+        console.say("stopped and saved; the same command goes on from here")
+    else:
+        folder.write_summary(RunProgress(), "stopped by signal")
+        console.say("stopped before its first step; the same command begins it again")
     return EXIT_PREEMPTED
 
 

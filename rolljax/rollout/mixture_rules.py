@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from rolljax.errors import ConfigError, check_range
@@ -27,6 +27,11 @@ class Perplexities:
 
     student: float
     teacher: float
+
+
+def ratios_of(names: Iterable[str], found: Mapping[str, Perplexities]) -> dict[str, float]:
+    """How many times the teacher's perplexity the student's is, by domain."""
+    return {name: found[name].student / found[name].teacher for name in names}
 
 
 class MixtureRule(abc.ABC):
@@ -72,12 +77,18 @@ class Scheduled(MixtureRule):
 
     at: by step of the phase the weights of all domains from there on; step 0 must be among them.
     between: what holds between two of these steps. step: the earlier one; linear: the straight line to the next.
+    every: steps between two looks at perplexities, for the metrics alone (0: none); goes with `Distill`.
+    tasks: of each domain that they are taken of.
     """
 
     at: Mapping[int, Mapping[str, float]]
     between: Literal["step", "linear"] = "linear"
+    every: int = 0
+    tasks: int = 500
 
     def __post_init__(self) -> None:
+        check_range(self, "every", low=0)
+        check_range(self, "tasks", low=1)
         if 0 not in self.at or min(self.at) < 0:
             raise ConfigError(
                 "does not say what holds from step 0 on",
@@ -85,6 +96,17 @@ class Scheduled(MixtureRule):
                 value=dict(self.at),
                 remedy="{0: {'math': 0.9, 'code': 0.1}, 100: {'math': 0.5, 'code': 0.5}}",
             )
+
+    @property
+    def measure_every(self) -> int:
+        return self.every
+
+    @property
+    def validation(self) -> int:
+        return self.tasks if self.every else 0
+
+    def measured(self, weights: Shares, memory: Memory, found: Mapping[str, Perplexities]) -> Memory:
+        return {"ratios": ratios_of(weights, found)}
 
     def check(self, names: Sequence[str]) -> None:
         for step, weights in self.at.items():
@@ -188,7 +210,7 @@ class Ddk(MixtureRule):
         return {name: memory["shares"][name] for name in weights}
 
     def measured(self, weights: Shares, memory: Memory, found: Mapping[str, Perplexities]) -> Memory:
-        ratios = {name: found[name].student / found[name].teacher for name in weights}
+        ratios = ratios_of(weights, found)
         gain = {name: math.exp(min(ratio, self.max_ratio)) for name, ratio in ratios.items()}
         if not memory:
             return {"shares": normalised(gain), "ratios": ratios}

@@ -25,7 +25,7 @@ from rolljax.run.trained import trained_params
 from rolljax.run.trainer import LocalTrainer
 from rolljax.threads.event_loop import Stopped
 from rolljax.train import main as train
-from rolljax.train import parse
+from rolljax.train import parse, stopped
 from rolljax.types import Group, SamplingParams
 from rolljax.viewer import answers
 from rolljax.viewer.filters import Filter
@@ -371,6 +371,13 @@ def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path,
     assert summary(run_dir)["stop_reason"].startswith("TrainerError")
     bad = len(rows(run_dir)) + 1
     assert RunFolder(run_dir).latest(print).progress.total_steps < bad
+
+
+def test_a_run_that_is_told_to_stop_before_it_saved_anything_says_so(tmp_path, capsys):
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    assert stopped(folder, Console()) == 75
+    assert summary(folder.path)["stop_reason"] == "stopped by signal" and "begins it again" in capsys.readouterr().err
 
 
 NEEDS_FILES = {
