@@ -149,9 +149,7 @@ class _Deconstruction:
         """An exact partition of a text as the model proposes it: into named parts, or into numbered ones."""
 
         def parse(answer: str) -> list[str] | None:
-            told = re.split(r"(?m)^## *([\w ]+?)(?: *(\d+))? *$\n?", answer)
-            headings = [h.strip().lower().rstrip("_0123456789") for h in told[1::3]]
-            bodies = told[3::3]
+            headings, bodies = sections(answer)
             if isinstance(names, str):
                 if not headings or set(headings) != {names}:
                     return None
@@ -286,6 +284,21 @@ def trace_of(record: Record) -> Trace:
         return Trace.from_json(record[DLCOT])
     except (LookupError, TypeError):
         raise DataError(f"a record has no column {DLCOT!r}: put Deconstruct before this stage") from None
+
+
+def sections(answer: str) -> tuple[list[str], list[str]]:
+    """The headings of an answer, lines like `## Solution 2`, in small letters and without their numbers, and the text
+    under each; what stands before the first is left out."""
+    headings: list[str] = []
+    bodies: list[str] = []
+    for line in answer.splitlines(keepends=True):
+        told = line[2:].strip()
+        if line.startswith("##") and told.replace(" ", "").replace("_", "").isalnum():
+            headings.append(told.lower().rstrip("_ 0123456789"))
+            bodies.append("")
+        elif bodies:
+            bodies[-1] += line
+    return headings, bodies
 
 
 def _numbered(texts: Sequence[str]) -> str:

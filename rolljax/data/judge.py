@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from rolljax.chat_models.base import Asking, ChatModelConfig, ChatTooLong
 from rolljax.data.base import AskingStage, Place, Record, Source, fingerprint, seed_of, text_of
+from rolljax.envs.text import linear_pattern
 from rolljax.errors import ConfigError, check_range
 from rolljax.types import Message
 
@@ -76,18 +77,14 @@ class JudgeFilter(AskingStage):
                 value=self.prompt,
                 remedy="such as 'Is this a question about travel? {prompt}\\nEnd with Verdict: yes or Verdict: no'",
             )
-        try:
-            groups = re.compile(self.verdict).groups
-        except re.error as e:
-            raise ConfigError(f"is no pattern: {e}", setting="JudgeFilter.verdict", value=self.verdict) from e
-        if groups != 1:
+        if linear_pattern(self.verdict, "JudgeFilter.verdict").groups != 1:
             raise ConfigError("does not have one group", setting="JudgeFilter.verdict", value=self.verdict)
 
     def run(self, source: Source, place: Place) -> Iterator[Record]:
         how = Asking(self.temperature, self.max_tok)
 
         def parse(text: str) -> str | None:
-            found = re.findall(self.verdict, text)
+            found = linear_pattern(self.verdict, "JudgeFilter.verdict").findall(text)
             return found[-1].lower() if found else None
 
         async def judge(record: Record) -> list[str | None]:

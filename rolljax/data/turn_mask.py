@@ -12,6 +12,7 @@ from rolljax.chat_models.base import Asking, ChatModelConfig
 from rolljax.data.base import AskingStage, Place, Record, Source, value_of
 from rolljax.data.judge import ask_until
 from rolljax.envs.data import messages
+from rolljax.envs.text import linear_pattern
 from rolljax.errors import DataError, check_range
 
 RELEVANT = """Below is a conversation of an assistant that works with tools. Its turns are numbered.
@@ -59,7 +60,7 @@ class TurnMask(AskingStage):
             turns = sum(m["role"] == "assistant" for m in said)
 
             def parse(text: str) -> set[int] | None:
-                lines = re.findall(r"(?im)^\W*turns:([\d\s,]*)", text)
+                lines = re.findall(r"(?im)^[^\w\n]*turns:([\d \t,]*)", text)
                 found = {int(n) for n in re.findall(r"\d+", lines[-1])} if lines else None
                 return found if found is not None and found <= set(range(1, turns + 1)) else None
 
@@ -92,10 +93,11 @@ class TurnMask(AskingStage):
         """Whether what follows a turn, up to the next, tells of an error."""
         if not self.error_pattern:
             return False
+        error = linear_pattern(self.error_pattern, "TurnMask.error_pattern")
         for m in after:
             if m["role"] == "assistant":
                 return False
-            if m["role"] == "tool" and re.search(self.error_pattern, str(m["content"])):
+            if m["role"] == "tool" and error.search(str(m["content"])):
                 return True
         return False
 

@@ -6,10 +6,13 @@ begins again at every place. `tests/unit/test_hostile_text.py` goes over all of 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from typing import Any
+
+from rolljax.errors import ConfigError
 
 MAX_ANSWER_CHARS = 2**20
 """Characters of an answer that an environment gets; what stands behind them is left out."""
@@ -17,6 +20,28 @@ MAX_DEPTH = 32
 """Lists and objects within each other that JSON of a policy may have."""
 
 _BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:\n?```|\Z)", re.DOTALL)
+
+
+@functools.lru_cache(maxsize=64)
+def linear_pattern(pattern: str, setting: str) -> Any:
+    """A user's regular expression, compiled by RE2, which takes time linear in any text: Python's own can take hours
+    over one that is made for it. A dot is any character.
+
+    Args:
+      setting: whose value it is.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    import re2
+
+    options = re2.Options()
+    options.dot_nl, options.log_errors = True, False
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as e:
+        said = e.args[0].decode() if isinstance(e.args[0], bytes) else e
+        raise ConfigError(f"is not a regular expression of RE2: {said}", setting=setting, value=pattern) from e
 
 
 def bounded(answer: str) -> str:

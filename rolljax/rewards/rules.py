@@ -6,7 +6,6 @@ Everything here takes time linear in an answer, or runs where an answer can end 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import unicodedata
@@ -17,7 +16,7 @@ from rolljax.envs.base import EnvSpec, Runs
 from rolljax.envs.data import answers, verifier
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.questions import Questions, is_same
-from rolljax.envs.text import read_json
+from rolljax.envs.text import linear_pattern, read_json
 from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.rewards.base import Reward, Surroundings
 from rolljax.rewards.workers import Rule, Said
@@ -55,7 +54,7 @@ class Answer(Rule):
     def __post_init__(self) -> None:
         check_range(self, "timeout_s", above=0)
         if self.pattern:
-            compiled(self.pattern, "Answer.pattern")
+            linear_pattern(self.pattern, "Answer.pattern")
         if self.pattern and self.field:
             raise ConfigError(
                 "has no effect beside pattern", setting="Answer.field", value=self.field, remedy="leave one of them out"
@@ -91,7 +90,7 @@ class Answer(Rule):
 
     def _find(self, text: str, gold: str) -> str | None:
         if self.pattern:
-            found = list(compiled(self.pattern, "Answer.pattern").finditer(text[-answers.MAX_CHARS :]))
+            found = list(linear_pattern(self.pattern, "Answer.pattern").finditer(text[-answers.MAX_CHARS :]))
             return found[-1].group(1) if found else None
         if self.field:
             value = json_field(text, self.field)
@@ -178,7 +177,7 @@ class Format(Rule):
                 remedy="set one of them",
             )
         if self.pattern:
-            compiled(self.pattern, "Format.pattern")
+            linear_pattern(self.pattern, "Format.pattern")
 
     @property
     def name(self) -> str:
@@ -189,7 +188,7 @@ class Format(Rule):
 
     def _has_form(self, text: str) -> bool:
         if self.pattern:
-            return compiled(self.pattern, "Format.pattern").fullmatch(text) is not None
+            return linear_pattern(self.pattern, "Format.pattern").fullmatch(text) is not None
         value = json_object(text)
         return value is not None and all(name in value for name in self.json_fields)
 
@@ -324,24 +323,6 @@ def script_share(text: str, scripts: tuple[str, ...]) -> float:
     total = sum(letters.values())
     of_them = sum(n for c, n in letters.items() if unicodedata.name(c, "").startswith(names))
     return of_them / total if total else 1.0
-
-
-@functools.lru_cache(maxsize=64)
-def compiled(pattern: str, setting: str) -> Any:
-    """A user's regular expression, compiled by RE2, which takes time linear in any text.
-
-    Raises:
-      ConfigError: it is none.
-    """
-    import re2
-
-    options = re2.Options()
-    options.dot_nl, options.log_errors = True, False
-    try:
-        return re2.compile(pattern, options)
-    except re2.error as e:
-        said = e.args[0].decode() if isinstance(e.args[0], bytes) else e
-        raise ConfigError(f"is not a regular expression of RE2: {said}", setting=setting, value=pattern) from e
 
 
 def _thinking_share(text: str) -> float:

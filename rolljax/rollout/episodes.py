@@ -10,15 +10,14 @@ import abc
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from rolljax.envs.base import StepResult
 from rolljax.envs.pool import Episode, Pool
 from rolljax.envs.run_limits import RunLimits
-from rolljax.envs.text import clean
+from rolljax.envs.text import clean, linear_pattern
 from rolljax.errors import ConfigError, EnvError, NeighbourError, RolljaxError, check_range
 from rolljax.model.tokenizer import Chat
 from rolljax.rewards.scoring import Scoring
@@ -35,6 +34,7 @@ from rolljax.types import (
     Trajectory,
 )
 
+FORMAT_SETTING = "RolloutConfig.answer_format"
 MAX_ATTEMPTS = 100
 """At an episode that is lost to its neighbours again and again."""
 
@@ -78,7 +78,7 @@ class RolloutConfig:
                 remedy="3 is usual, 0 is off",
             )
         if self.answer_format:
-            linear_pattern(self.answer_format)
+            linear_pattern(self.answer_format, FORMAT_SETTING)
         if bool(self.answer_format) != bool(self.format_penalty):
             raise ConfigError(
                 "has no effect without the other of format_penalty and answer_format",
@@ -91,26 +91,6 @@ class RolloutConfig:
     def max_restarts(self) -> int:
         """How often a trajectory's stream may start anew."""
         return self.restarts if self.context == "drop_oldest" else 0
-
-
-@functools.lru_cache(maxsize=16)
-def linear_pattern(pattern: str) -> Any:
-    """A user's regular expression, compiled by RE2: Python's own can take hours over an answer made for it.
-
-    Raises:
-      ConfigError: it is none.
-    """
-    import re2
-
-    options = re2.Options()
-    options.dot_nl, options.log_errors = True, False
-    try:
-        return re2.compile(pattern, options)
-    except re2.error as e:
-        said = e.args[0].decode() if isinstance(e.args[0], bytes) else e
-        raise ConfigError(
-            f"is not a regular expression of RE2: {said}", setting="RolloutConfig.answer_format", value=pattern
-        ) from e
 
 
 class EpisodeRollouts(abc.ABC):
@@ -206,7 +186,7 @@ class EpisodeRollouts(abc.ABC):
         """The result with the penalty for an answer of another form than was asked for."""
         if not self.cfg.answer_format:
             return result
-        missed = not linear_pattern(self.cfg.answer_format).fullmatch(clean(text))
+        missed = not linear_pattern(self.cfg.answer_format, FORMAT_SETTING).fullmatch(clean(text))
         penalty = self.cfg.format_penalty * missed
         parts = {**result.reward_parts, "format": penalty}
         return dataclasses.replace(result, reward=result.reward + penalty, reward_parts=parts)

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rolljax
+from rolljax.data.dlcot_stages import sections
 from rolljax.envs.adapters import gymnasium, taubench
 from rolljax.envs.adapters.openenv import OpenEnv, OpenEnvEnv
 from rolljax.envs.adapters.reasoning_gym_scores import FORMS
@@ -31,7 +32,7 @@ from rolljax.envs.programs.actions import parse_action
 from rolljax.envs.programs.code_problems import Problem, program_of
 from rolljax.envs.programs.dockerfile import read_dockerfile
 from rolljax.envs.programs.tampering import suspicious_files, suspicious_words
-from rolljax.envs.text import MAX_ANSWER_CHARS, clean, code_blocks, read_json
+from rolljax.envs.text import MAX_ANSWER_CHARS, clean, code_blocks, linear_pattern, read_json
 from rolljax.envs.tools.base import ToolError, ToolSpec, clip, plain
 from rolljax.envs.tools.calculator import calc
 from rolljax.envs.tools.parsers import PARSERS
@@ -41,7 +42,6 @@ from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.evaluation.judged.labels import read_label, split_thinking
 from rolljax.model.tokenizer import MARK, UNMARK
 from rolljax.rollout.agents.worker import read_answer
-from rolljax.rollout.episodes import linear_pattern
 from rolljax.serving.schema import ApiError, parse_json
 
 ROOT = Path(rolljax.__file__).parent
@@ -316,7 +316,7 @@ READERS = {
     "read_dockerfile": refused(DataError)(lambda text: read_dockerfile(text, {})),
     "calc": refused(ToolError)(calc),
     "arguments of a call": refused(ValueError)(checked_arguments),
-    "answer format": lambda text: linear_pattern(r"(?:<think>.*</think>\s*)*<answer>.*</answer>").fullmatch(clean(text)),
+    "answer format": lambda text: linear_pattern(r"(?:<think>.*</think>\s*)*<answer>.*</answer>", "").fullmatch(clean(text)),
     "itinerary": itinerary.read,
     "shop's actions": pages.parse,
     "words": bm25.words,
@@ -327,6 +327,7 @@ READERS = {
     "a request's body": refused(ApiError)(lambda text: parse_json(text.encode("utf-8", "surrogatepass"))),
     "a judge's verdict": refused(ValueError)(lambda text: read_label("{" + text, "verdict", {"Safe": "Safe"})),
     "thinking": split_thinking,
+    "sections of a chain of thought": sections,
     "an agent's answer": refused(EnvError)(lambda text: read_answer(b'{"answer":' + text.encode("utf-8", "surrogatepass"), "x", own=True)),
 } | {f"calls, {name}": lambda text, p=parser: list(p.parse(text, SPECS)) for name, parser in PARSERS.items()}  # fmt: skip
 GAMES = {name: stepped(name) for name in NAMES if name != "terminal" and needs_no_file(name)}
