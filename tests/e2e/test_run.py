@@ -391,7 +391,12 @@ NEEDS_FILES = {
     "think_j_qwen3_8b",
 }  # planned in test_gsm8k_plan.py, test_lora.py and test_think_j.py; files of pipelines
 # shapes of models and sampling settings, which are included; runs of TPU slices, planned in test_plan.py or simulated
-PARTS = {*ROOT.glob("configs/data/*.gin"), *ROOT.glob("configs/models/*.gin"), *ROOT.glob("configs/presets/*.gin")}
+PARTS = {
+    *ROOT.glob("configs/data/*.gin"),
+    *ROOT.glob("configs/judged/*.gin"),
+    *ROOT.glob("configs/models/*.gin"),
+    *ROOT.glob("configs/presets/*.gin"),
+}
 ELSEWHERE = PARTS | {*ROOT.glob("configs/*_v[456]*.gin")}
 SHIPPED = sorted(p for p in {*ROOT.glob("configs/**/*.gin")} - ELSEWHERE if p.stem not in NEEDS_FILES)
 
