@@ -93,7 +93,8 @@ class MinHash(Stage):
     def _bands(self, source: Source) -> np.ndarray:
         """A hash for each band of each record's signature; uint64 `[records, bands]`."""
         sketches = datasketch()
-        lsh = sketches.MinHashLSH(threshold=self.threshold, num_perm=self.num_perm)
+        # candidates may be wrong, for the similarity itself decides; what is no candidate is missed
+        lsh = sketches.MinHashLSH(threshold=self.threshold, num_perm=self.num_perm, weights=(0.1, 0.9))
         factors = np.random.default_rng(0).integers(1, 2**63, (lsh.b, lsh.r), np.uint64) | np.uint64(1)
         bands = np.zeros((len(source), lsh.b), np.uint64)
         permutations = sketches.MinHash(num_perm=self.num_perm, seed=1)

@@ -23,6 +23,7 @@ from rolljax.envs.games.mastermind import Mastermind
 from rolljax.envs.games.sokoban import Sokoban
 from rolljax.envs.judging.digit_sums import DigitSums
 from rolljax.envs.judging.preferences import Preferences
+from rolljax.envs.mixture import Domain, Mixture
 from rolljax.envs.questions import Questions
 from rolljax.envs.records import Records
 from rolljax.envs.tools import PythonTools, ToolEnv
@@ -66,6 +67,7 @@ SPECS = {
             {"prompt": f"q{i}", "response_1": "x", "response_2": "y", "strength": s} for i, s in enumerate((-2, 3, 1))
         ]
     ),
+    "mixture": Mixture({"lake": Domain(FrozenLake()), "digits": Domain(DigitSums(), 2.0)}),
     "shop": Shop(),
     "shop_dialogue": Shop(dialogue=True, persona=True, style="full", reward="loose", seed=1),
     "shop_tiny": Shop(**TINY),

@@ -43,7 +43,7 @@ def test_every_algorithm_passes(cls, max_turns, monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
     size = {"gold": 1, "pairs": 2, "sampler": 4}[cls.source]
     phase = Phase("p", cls(**REQUIRED.get(cls, {})), 2, prompts_per_step=8, group_size=size, row_len=512)
-    env = types.SimpleNamespace(name="toy", max_turns=max_turns)
+    env = types.SimpleNamespace(name="toy", max_turns=max_turns, specs={"toy": None}, turns_of=lambda task: max_turns)
     recipe = types.SimpleNamespace(
         phases=(phase,), env=env, max_turns=max_turns, max_restarts=0, max_answer_tok=16, seed=0,
         sampler=SamplerConfig(slots=8, max_context=80), pack_shape=lambda phase: PackShape(1, 1, 512),
