@@ -13,6 +13,8 @@ from rolljax.threads.event_loop import Stopped
 
 from .conftest import QUICKSTART, StopAt, check_conserved, rows
 
+pytestmark = pytest.mark.slow
+
 MIXTURE = f"""
 from __gin__ import dynamic_registration
 from rolljax import recipe
