@@ -54,16 +54,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def leave_cases_to_slow(items, seed):
-    """Of a test that is marked `sampled(n)` all cases but n are slow, and of a slow one a sweep: another n with every seed. Tests of a file that have
-    the same cases keep the same ones, so that what they share is made for those alone."""
+    """Of a test that is marked `sampled(n)` all cases but n are slow, and of a slow one a sweep: another n with every
+    seed. With `sampled(n, slow=m)` the next m are slow, and the others a sweep. Tests of a file that have the same cases
+    keep the same ones, so that what they share is made for those alone."""
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
             cases[item.path, item.originalname].append(item)
     for group in cases.values():
         group.sort(key=lambda item: hashlib.sha256(f"{seed} {item.callspec.id}".encode()).digest())
-        for item in group[group[0].get_closest_marker("sampled").args[0] :]:
-            item.add_marker(pytest.mark.sweep if item.get_closest_marker("slow") else pytest.mark.slow)
+        sampled = group[0].get_closest_marker("sampled")
+        kept = sampled.args[0]
+        slow = sampled.kwargs.get("slow", len(group))
+        for i, item in enumerate(group[kept:]):
+            item.add_marker(pytest.mark.sweep if i >= slow or item.get_closest_marker("slow") else pytest.mark.slow)
 
 
 # What these compute meets no other dtype or rank than it says. (`trainer.vocab` takes any rank, and Optax multiplies counts

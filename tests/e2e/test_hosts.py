@@ -90,7 +90,7 @@ def assert_the_same_run(run_dir, alone):
     assert summary(run_dir)["heldout_reward"] == summary(alone)["heldout_reward"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_processes_are_one(start, tmp_path):
     run_dir, alone = tmp_path / "run", tmp_path / "alone"
     few = SMALL | {"warm_start__Phase_dot_steps": 1, "rl__Phase_dot_steps": 2}

@@ -96,7 +96,7 @@ def updates(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @needs_libtpu
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates_fit_and_use_their_chips(updates, name):

@@ -154,6 +154,7 @@ def test_a_killed_run_is_continued_by_a_replay(recorded, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", LATE)
 def test_behind_the_log_it_goes_on(tmp_path, late):
     """Also with a run that was stopped in its middle, by a setting of fewer steps."""
@@ -212,6 +213,7 @@ rl/recipe.Phase.tail_batching = @group_buffer.TailBatching()
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_replays_of_every_kind_end_at_the_same_bits(tmp_path, kind):
     config, settings = KINDS[kind]

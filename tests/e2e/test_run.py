@@ -386,6 +386,7 @@ NEEDS_FILES = {
     "live_thinking_qwen3_0p6b",
     "lora",
     "reward_model_ppo_qwen3_0p6b",
+    "rlvr_mixture_qwen3_4b",
     "stagent",
     "think_j_offline",
     "think_j_qwen3_8b",

@@ -331,7 +331,7 @@ def test_weights_travel_between_meshes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("requests", [1_500, 10_000])
+@pytest.mark.parametrize("requests", [1_500, pytest.param(10_000, marks=pytest.mark.sweep)])
 def test_many_requests_through_too_few_pages(requests):
     """A page budget too small for half of them finishes all of them as a large one does, and leaks nothing."""
     mesh = MeshSpec().build(jax.devices()[:1])

@@ -376,9 +376,9 @@ def test_random_traces_of_domains(admission, weights, others, seed, restores):
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000, **TRACES)
+@settings(max_examples=2_500, **TRACES)
 @given(admissions().filter(lambda a: not a.tail), SHARES, SHARES, st.integers(0, 2**32 - 1), st.sets(st.integers(1, 7)))
-def test_ten_thousand_random_traces_of_domains(admission, weights, others, seed, restores):
+def test_many_random_traces_of_domains(admission, weights, others, seed, restores):
     check_domains(admission, weights, others, seed, restores)
 
 

@@ -46,16 +46,21 @@ def test_the_simulator_stays_within_the_bound_of_proposition_1():
 # ---- rollout scheduling (ROLL Flash, section 5)
 
 
+def test_prompt_replication():
+    check_replication(64, 16, 16, 2.26, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("prompts", "group", "slots", "ratio", "steps"),
-    [
-        (64, 16, 16, 2.26, 5),
-        pytest.param(32, 16, 16, 1.61, 40, marks=pytest.mark.slow),
-        pytest.param(64, 16, 16, 2.26, 40, marks=pytest.mark.slow),
-        pytest.param(16, 64, 64, 1.51, 30, marks=pytest.mark.slow),
-    ],
+    [(32, 16, 16, 1.61, 40), (64, 16, 16, 2.26, 40), (16, 64, 64, 1.51, 30)],
 )
-def test_prompt_replication(prompts, group, slots, ratio, steps):
+def test_prompt_replication_in_numbers(prompts, group, slots, ratio, steps):
+    check_replication(prompts, group, slots, ratio, steps)
+
+
+def check_replication(prompts, group, slots, ratio, steps):
     """A group as independent requests, against one that has a worker's slots until its longest answer is done."""
     run = recipe(slots=8 * slots, prompts=prompts, group=group, steps=steps)
     queue = timings(engine=dataclasses.replace(TOKEN_A_SECOND, replicas=8))
@@ -134,6 +139,7 @@ def test_redundant_environments():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("groups", "size"), [(32, 8), (36, 9), (36, 12)])
 def test_redundant_environments_in_numbers(groups, size):
     assert redundant_s(groups, size, 40) == pytest.approx(REDUNDANT[groups, size], rel=0.1)
