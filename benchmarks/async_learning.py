@@ -1,6 +1,7 @@
-"""Learning against the async ratio: the quickstart task, algorithms with and without a correction for older samples.
+"""Learning against the async ratio: a recipe, algorithms with and without a correction for older samples.
 
     python benchmarks/async_learning.py --out runs/async --figure docs/async_learning.png
+    python benchmarks/async_learning.py --config agents/guess_number --steps 60 --out runs/async_agent
 
 Every run is a process of its own, one after the other; a finished run in its folder is taken as it is, one that was
 stopped goes on. The table gives the mean held-out reward at the end over the seeds, and the lowest and highest; the
@@ -16,10 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ALGORITHMS = ("grpo", "tis", "cispo", "decoupled_ppo", "topr")
+ALGORITHMS = {"grpo": "", "tis": "Tis", "cispo": "Cispo", "decoupled_ppo": "DecoupledPpo", "topr": "Topr"}
+"""Classes; the recipes themselves train with GRPO."""
 
 
-def run(folder: Path, algorithm: str, ratio: float, seed: int, steps: int) -> None:
+def run(folder: Path, config: str, algorithm: str, ratio: float, seed: int, steps: int) -> None:
     summary = folder / "summary.json"
     if summary.exists() and "rl" in json.loads(summary.read_text())["phase_end"]:
         return
@@ -30,8 +32,9 @@ def run(folder: Path, algorithm: str, ratio: float, seed: int, steps: int) -> No
         "rl/Phase.eval_every": 0,
         "Recipe.save_every": 100_000,
     }
+    if ALGORITHMS[algorithm]:
+        settings["rl/Phase.algorithm"] = f"@{ALGORITHMS[algorithm]}()"
     bindings = [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
-    config = "quickstart" if algorithm == "grpo" else f"algorithms/{algorithm}"
     command = [sys.executable, "-m", "rolljax.train", "--gin", config, "--run_dir", str(folder)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     subprocess.run(command + bindings, env=env, check=True, stdout=subprocess.DEVNULL)
@@ -82,6 +85,7 @@ def draw(out: Path, figure: Path, algorithms: Sequence[str], ratios: Sequence[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="quickstart", help="a recipe with a phase named rl (default: quickstart)")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     parser.add_argument("--ratios", default="0,1,4")
     parser.add_argument("--seeds", type=int, default=3)
@@ -93,7 +97,7 @@ def main() -> None:
     for seed in range(args.seeds):
         for ratio in ratios:
             for name in algorithms:
-                run(args.out / f"{name}-{ratio:g}-{seed}", name, ratio, seed, args.steps)
+                run(args.out / f"{name}-{ratio:g}-{seed}", args.config, name, ratio, seed, args.steps)
                 print(f"{name} {ratio:g} seed {seed}: {final(args.out / f'{name}-{ratio:g}-{seed}'):.3f}", flush=True)
     print(table(args.out, algorithms, ratios, range(args.seeds)))
     if args.figure:

@@ -5,9 +5,12 @@
 
 A tiny model, the real engine, the real loop; every run is a process of its own, one after the other. What is drawn is
 how long answers are (single-turn workloads) and how long an environment takes (`latency.py`). The seconds are the mean
-of the steps in the steady state: without the first two, which compile, and without the last, for which nothing is
-begun ahead. Ratios are to the synchronous loop of the same call. Beside them stand the seconds that `rolljax.simulate`
-gives each recipe with the timings of the synchronous run.
+of the steps in the steady state: without the first two, which compile, and without the last ones, for which nothing is
+begun ahead. Ratios are to the synchronous loop of the same call.
+
+Beside them stand the seconds that `rolljax.simulate` gives each recipe with the timings of other runs: of the
+synchronous one, and of the first that begins steps ahead. What trainer and sampler take when both use the same cores
+at once, a synchronous run does not know. In brackets: the run's own timings.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +34,7 @@ from rolljax.envs import pool
 from rolljax.model.families import qwen3
 from rolljax.rollout import group_buffer
 from rolljax.sampler import settings
+from rolljax.trainer import mesh
 from rolljax.trainer import optimizer
 from rolljax.trainer.algorithms import grpo
 
@@ -56,11 +61,19 @@ latency.Latency.turns = 1
 latency.Latency.mean_s = 0.0
 latency.Latency.std_s = 0.0
 latency.Latency.hang_frac = 0.0
+recipe.Phase.group_size = 2
+"""
+FEW_ANSWERS = f"""{ONE_TURN}
 settings.SamplerConfig.slots = 16
 settings.SamplerConfig.max_context = 1088
 recipe.Recipe.max_answer_tok = 1024
 recipe.Phase.prompts_per_step = 4
-recipe.Phase.group_size = 2
+"""
+MANY_ANSWERS = f"""{ONE_TURN}
+settings.SamplerConfig.slots = 128
+settings.SamplerConfig.max_context = 576
+recipe.Recipe.max_answer_tok = 512
+recipe.Phase.prompts_per_step = 32
 """
 AGENTS = """
 settings.SamplerConfig.slots = 128
@@ -70,17 +83,27 @@ recipe.Phase.prompts_per_step = 8
 recipe.Phase.group_size = 4
 """
 KEEP = {"settings.SamplerConfig.on_publish": "'keep'"}
+SPLIT = {"recipe.Recipe.placement": "@mesh.Split()", "mesh.Split.sampler": 1}
 TAIL = {"recipe.Phase.tail_batching": "@group_buffer.TailBatching()"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """name: for people. lengths: median, and sigmas of the prompts' and the samples' log-normal lengths, in tokens."""
+    """A model, drawn lengths of answers, drawn times of environments, and the settings that are compared.
+
+    name: for people. gin: settings. lengths: median, and sigmas of the prompts' and the samples' log-normal lengths, in
+      tokens. steps: of each run. devices: that JAX sees, which share the cores.
+    decode_s: shortest time of a decode step, however few sequences it has. An accelerator reads all of its weights for
+      any number of them; these cores take a tenth of the time for one than for thirty-two.
+    """
 
     name: str
     gin: str
     lengths: tuple[float, float, float]
     variants: dict[str, dict[str, object]]
+    steps: int = 16
+    decode_s: float = 0.0
+    devices: int = 1
 
 
 def ratio(value: float, **more: object) -> dict[str, object]:
@@ -101,22 +124,45 @@ WORKLOADS = {
         },
     ),
     "answers": Workload(
-        "single turns: log-normal lengths, median 100, sigma 1",
-        ONE_TURN,
+        "answers of log-normal lengths (sigma 1), decode steps of 5 ms",
+        MANY_ANSWERS,
+        (24, 0.0, 1.0),
+        {
+            "synchronous": {},
+            "async_ratio 0.5": ratio(0.5) | KEEP,
+            "async_ratio 1": ratio(1) | KEEP,
+            "async_ratio 2": ratio(2) | KEEP,
+            "async_ratio 2, recompute": ratio(2),
+        },
+        steps=40,
+        decode_s=0.005,
+    ),
+    "tail": Workload(
+        "prompts' lengths of sigma 1, samples' 0.2, decode steps of 5 ms",
+        MANY_ANSWERS,
+        (24, 1.0, 0.2),
+        {"synchronous": {}, "tail batching": TAIL},
+        steps=40,
+        decode_s=0.005,
+    ),
+    "cores": Workload(
+        "answers of log-normal lengths (sigma 1), decoded as fast as two cores can",
+        FEW_ANSWERS,
+        (100, 0.0, 1.0),
+        {"synchronous": {}, "async_ratio 1": ratio(1) | KEEP, "async_ratio 1, recompute": ratio(1)},
+        steps=60,
+    ),
+    "split": Workload(
+        "the same on two devices of a core each",
+        FEW_ANSWERS,
         (100, 0.0, 1.0),
         {
             "synchronous": {},
-            "async_ratio 1": ratio(1),
-            "async_ratio 1, caches kept": ratio(1) | KEEP,
-            "async_ratio 2": ratio(2),
-            "async_ratio 2, caches kept": ratio(2) | KEEP,
+            "async_ratio 1": ratio(1) | KEEP,
+            "async_ratio 1, a device for each": ratio(1) | KEEP | SPLIT,
         },
-    ),
-    "tail": Workload(
-        "single turns: prompts' sigma 0.7, samples' sigma 0.5",
-        ONE_TURN,
-        (100, 0.7, 0.5),
-        {"synchronous": {}, "tail batching": TAIL, "async_ratio 1": ratio(1)},
+        steps=60,
+        devices=2,
     ),
 }
 
@@ -134,20 +180,40 @@ def child(workload: Workload, arguments: list[str]) -> None:
     async def as_long_as_drawn(self, prompt_ids, episode, key, turn):
         prompt = np.random.default_rng([key.stream, key.draw]).normal(0, of_prompt)
         sample = np.random.default_rng([key.stream, key.draw, key.sibling]).normal(0, of_sample)
-        length = int(np.clip(median * math.exp(prompt + sample), 1, 1000))
+        length = int(np.clip(median * math.exp(prompt + sample), 1, self.params.max_tokens))
         params = dataclasses.replace(self.params, max_tokens=length, stop_ids=())
         answer = await act(dataclasses.replace(self, params=params), prompt_ids, episode, key, turn)
         return dataclasses.replace(answer, finish_reason="stop")
 
     SamplerPolicy.act = as_long_as_drawn
+    if workload.decode_s:
+        hold_pace(workload.decode_s)
     raise SystemExit(train(arguments))
 
 
-def write_recipe(name: str, variant: str, folder: Path, steps: int) -> Path:
+def hold_pace(decode_s: float) -> None:
+    """Let no decode step be shorter; the thread of the sampler sleeps meanwhile."""
+    import jax
+
+    from rolljax.sampler.worker import EngineWorker
+
+    generate = EngineWorker.generate
+
+    def not_sooner(self, table, slots, **how):
+        start = time.perf_counter()
+        out = jax.block_until_ready(generate(self, table, slots, **how))
+        left_s = decode_s * self.engine.cfg.steps_per_dispatch - (time.perf_counter() - start)
+        time.sleep(max(0.0, left_s))
+        return out
+
+    EngineWorker.generate = not_sooner
+
+
+def write_recipe(name: str, variant: str, folder: Path, steps: int | None) -> Path:
     workload = WORKLOADS[name]
     folder.mkdir(parents=True)
     recipe = folder / "recipe.gin"
-    settings = {"recipe.Phase.steps": steps, **workload.variants[variant]}
+    settings = {"recipe.Phase.steps": steps or workload.steps, **workload.variants[variant]}
     recipe.write_text(COMMON + workload.gin + "".join(f"{k} = {v}\n" for k, v in settings.items()))
     return recipe
 
@@ -156,7 +222,8 @@ def run(name: str, recipe: Path) -> list[dict]:
     """The rows of a run's steps; the run is in the folder of its recipe."""
     arguments = ["--gin", str(recipe), "--run_dir", str(recipe.parent / "run")]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
-    env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    flags = f"--xla_force_host_platform_device_count={WORKLOADS[name].devices}"
+    env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, __file__, "--child", name, "--", *arguments]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
@@ -177,7 +244,8 @@ def simulated(recipe: Path, timings_of: Path) -> float:
 
 def measured(rows: list[dict]) -> dict[str, float]:
     """Means over the steps in the steady state."""
-    steady = rows[SKIPPED : -max(1, math.ceil(max(r["stale/start_max_ver"] for r in rows)))]
+    ahead = math.ceil(max(r["stale/start_max_ver"] for r in rows))
+    steady = rows[SKIPPED : len(rows) - ahead]
 
     def mean(key: str) -> float:
         return sum(r[key] for r in steady) / len(steady)
@@ -186,7 +254,8 @@ def measured(rows: list[dict]) -> dict[str, float]:
         "step_s": mean("time/step_s"),
         "wait_s": mean("time/rollout_s"),
         "update_s": mean("time/update_s"),
-        "slots_frac": mean("sampler/slot_frac"),
+        "held_frac": 1 - mean("sampler/idle_frac"),
+        "trainer_frac": mean("time/update_s") / mean("time/step_s"),
         "age_ver": mean("stale/start_mean_ver"),
         "len_tok": mean("rollout/len_tok"),
     }
@@ -209,10 +278,43 @@ def draw(found: dict[str, dict[str, dict[str, float]]], figure: Path) -> None:
     fig.savefig(figure, dpi=120)
 
 
+def measured_all(name: str, out: Path, steps: int | None) -> dict[str, dict[str, float]]:
+    """Every variant of a workload, one after the other, and what is simulated of each."""
+    recipes, found = {}, {}
+    for i, variant in enumerate(WORKLOADS[name].variants):
+        recipes[variant] = write_recipe(name, variant, out / f"{name}{i}", steps)
+        found[variant] = measured(run(name, recipes[variant]))
+        print(name, variant, {k: round(v, 3) for k, v in found[variant].items()}, flush=True)
+    sources = {"simulated_s": "synchronous", "simulated_ahead_s": next((v for v in found if "async_ratio" in v), "")}
+    for variant, recipe in recipes.items():
+        for column, source in sources.items():
+            if source:
+                found[variant][column] = simulated(recipe, recipes[source].parent / "run")
+                found[variant][f"{column}_own"] = float(variant == source)
+    return found
+
+
+def table(name: str, variants: dict[str, dict[str, float]]) -> str:
+    base = variants["synchronous"]["step_s"]
+    lines = [
+        f"\n{WORKLOADS[name].name}\n",
+        "| | s per step | ratio | waiting | trainer busy | slots busy | age | simulated s | simulated s, ahead |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for variant, x in variants.items():
+        cells = [f"{x['step_s']:.2f}", f"{base / x['step_s']:.2f}"]
+        cells += [f"{x[k]:.2f}" for k in ("wait_s", "trainer_frac", "held_frac", "age_ver")]
+        for column in ("simulated_s", "simulated_ahead_s"):
+            text = f"{x[column]:.2f}" if column in x else ""
+            cells.append(f"({text})" if x.get(f"{column}_own") else text)
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, help="of each run (default: as the workload has it)")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -224,25 +326,8 @@ def main() -> None:
     found: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as out:
         for name in args.workloads.split(","):
-            for i, variant in enumerate(WORKLOADS[name].variants):
-                recipe = write_recipe(name, variant, Path(out) / f"{name}{i}", args.steps)
-                found.setdefault(name, {})[variant] = measured(run(name, recipe))
-                simulated_s = simulated(recipe, Path(out) / f"{name}0" / "run")
-                found[name][variant]["simulated_s"] = simulated_s
-                print(name, variant, {k: round(v, 3) for k, v in found[name][variant].items()}, flush=True)
-    for name, variants in found.items():
-        base = variants["synchronous"]["step_s"]
-        print(f"\n{WORKLOADS[name].name}\n")
-        print(
-            "| | s per step | ratio | waiting | update | slots busy | age | simulated s |",
-            "|---|---|---|---|---|---|---|---|",
-            sep="\n",
-        )
-        for variant, x in variants.items():
-            print(
-                f"| {variant} | {x['step_s']:.2f} | {base / x['step_s']:.2f} | {x['wait_s']:.2f} | {x['update_s']:.2f} "
-                f"| {x['slots_frac']:.2f} | {x['age_ver']:.2f} | {x['simulated_s']:.2f} |"
-            )
+            found[name] = measured_all(name, Path(out), args.steps)
+            print(table(name, found[name]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     if args.figure:

@@ -22,7 +22,7 @@ from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.starts import Start
 from rolljax.simulation.replica import Answer
 from rolljax.simulation.sampler import SimulatedSampler
-from rolljax.simulation.timings import Timings
+from rolljax.simulation.timings import Distribution, Timings
 from rolljax.types import Completion, FinishReason, Group, Key, Message, Sampled, Task, Trajectory
 
 GROUP, ANSWER, EPISODE = 0, 1, 2
@@ -86,11 +86,11 @@ class TokenCounts(Chat):
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedStart:
-    """A task. turns_factor: of the length of its episodes. chance: below `Timings.solved_frac` all answers are right,
+    """A task. turns: of its episodes. chance: below `Timings.solved_frac` all answers are right,
     else all are wrong; None: each has its own."""
 
     prompt_tok: int
-    turns_factor: float
+    turns: Distribution
     chance: float | None
 
 
@@ -111,9 +111,9 @@ class SimulatedEnvs:
     def start(self, index: int) -> SimulatedStart:
         """What all episodes of a task have in common."""
         shared, t = rng(self.seed, GROUP, index), self.timings
-        prompt_tok, turns_factor = max(1, round(t.prompt_tok.draw(shared))), t.turns.group_factor(shared)
+        prompt_tok, turns = max(1, round(t.prompt_tok.draw(shared))), t.turns.of_group(shared)
         same, chance = shared.random(2)
-        return SimulatedStart(prompt_tok, turns_factor, float(chance) if same < t.no_signal_frac else None)
+        return SimulatedStart(prompt_tok, turns, float(chance) if same < t.no_signal_frac else None)
 
     def close(self) -> None: ...
 
@@ -156,7 +156,7 @@ class SimulatedSlot:
         envs.opened[task.index] += 1
         start = envs.start(task.index)
         self._rng = rng(envs.seed, EPISODE, task.index, envs.opened[task.index])
-        self._turns = min(envs.max_turns, max(1, round(t.turns.draw(self._rng, start.turns_factor))))
+        self._turns = min(envs.max_turns, max(1, round(start.turns.draw(self._rng))))
         chance = self._rng.random() if start.chance is None else start.chance
         self._reward = float(chance < t.solved_frac)
         seconds = t.env.reset_s.draw(self._rng)
@@ -206,14 +206,14 @@ class SimulatedPolicy:
     """The replica of each episode's last answer, and the context it has there."""
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  # one policy lives as long as its simulation
-    def _factor(self, stream: int, draw: int) -> float:
-        """Of the lengths of a group."""
-        return self.timings.answer_tok.group_factor(rng(self.seed, GROUP, stream, draw))
+    def _lengths(self, stream: int, draw: int) -> Distribution:
+        """Of the answers of a group."""
+        return self.timings.answer_tok.of_group(rng(self.seed, GROUP, stream, draw))
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
         group = (key.stream, key.draw)
         own = rng(self.seed, ANSWER, key.stream, key.draw, key.sibling, turn)
-        drawn = round(self.timings.answer_tok.draw(own, self._factor(*group)))
+        drawn = round(self._lengths(*group).draw(own))
         prompt_tok, (home, known_tok) = len(prompt_ids), self.before.get(key, (-1, 0))
         limit = max(1, min(self.limit_tok, self.max_context - prompt_tok))
         loop = asyncio.get_running_loop()

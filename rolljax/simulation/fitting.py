@@ -14,6 +14,7 @@ from rolljax.errors import ConfigError
 from rolljax.recipe import Recipe
 from rolljax.run.layout import METRICS, rollouts_file
 from rolljax.simulation.timings import Distribution, EngineTimings, EnvTimings, Timings, TrainerTimings
+from rolljax.trainer.mesh import Colocated
 
 MAX_VALUES = 2000
 """Recorded numbers that a distribution keeps."""
@@ -21,8 +22,11 @@ Row = Mapping[str, Any]
 
 
 def fitted(folder: Path, recipe: Recipe) -> Timings:
-    """The timings of the run in `folder`, which `recipe` made: lengths, turns and seconds of environments from its
-    rollouts, seconds of sampler and trainer from its metrics; the first step, which compiles, is left out.
+    """The timings of the run in `folder`, for `recipe`, which may be another than the run's.
+
+    Lengths, turns and seconds of environments are from its rollouts, seconds of sampler and trainer from its metrics;
+    the first step, which compiles, is left out. Of a run that trained older samples, decoding went on during updates:
+    what both take is what they took beside each other.
 
     Raises:
       ConfigError: there is nothing to go by.
@@ -39,19 +43,23 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
             value=str(folder),
             remedy="a run of at least two steps in a phase that samples",
         )
-    turns = [turn for t in trajectories for turn in t["turns"]]
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for t in trajectories:
+        groups.setdefault((t["key"]["stream"], t["key"]["draw"]), []).append(t)
+    at_once = any(r["stale/start_max_ver"] > 0 for r in steps.values())
+    answers = [[len(turn["tokens"]) for t in group for turn in t["turns"]] for group in groups.values()]
     later = [len(turn["prompt_ids"]) for t in trajectories for turn in t["turns"][1:]]
     return Timings(
-        answer_tok=_recorded([len(turn["tokens"]) for turn in turns]),
+        answer_tok=_in_groups(answers),
         prompt_tok=_recorded([len(t["turns"][0]["prompt_ids"]) for t in trajectories]),
         observation_tok=_recorded(later) if later else Distribution(),
-        turns=_recorded([len(t["turns"]) for t in trajectories]),
+        turns=_in_groups([[len(t["turns"]) for t in group] for group in groups.values()]),
         engine=_engine(list(steps.values()), recipe),
         env=EnvTimings(step_s=_recorded([t["env_s"] / len(t["turns"]) for t in trajectories]), alike=True),
         trainer=_trainer(list(steps.values())),
-        shared_devices=True,
+        shared_devices=isinstance(recipe.placement, Colocated) and not at_once,
         solved_frac=float(np.mean([t["success"] for t in trajectories])),
-        no_signal_frac=_no_signal_frac(trajectories),
+        no_signal_frac=float(np.mean([len({t["reward"] for t in group}) == 1 for group in groups.values()])),
     )
 
 
@@ -62,12 +70,38 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-def _recorded(values: Sequence[float]) -> Distribution:
+def _recorded(values: Sequence[float] | np.ndarray) -> Distribution:
     """What was recorded, thinned evenly; of equal values just the one."""
     if len(set(values)) == 1:
         return Distribution(center=float(values[0]))
+    return Distribution("recorded", 1.0, values=_thinned(values))
+
+
+def _thinned(values: Sequence[float] | np.ndarray) -> tuple[float, ...]:
+    """At most `MAX_VALUES`, in order, evenly."""
     kept = np.sort(values)[np.linspace(0, len(values) - 1, min(len(values), MAX_VALUES)).astype(int)]
-    return Distribution("recorded", 1.0, values=tuple(float(v) for v in kept))
+    return tuple(float(v) for v in kept)
+
+
+def _in_groups(groups: Sequence[Sequence[float]]) -> Distribution:
+    """What was recorded of groups, positive: a factor of the group, and one of the sibling. The logarithms' variance is
+    divided between the two as in a random-effects analysis of variance. Where groups do not differ, all values alike.
+    """
+    every = [value for group in groups for value in group]
+    logs = [np.log(np.maximum(group, 1.0)) for group in groups if len(group) > 1]
+    if len(logs) < 2:
+        return _recorded(every)
+    means, sizes = np.array([x.mean() for x in logs]), np.array([len(x) for x in logs])
+    within = sum(((x - x.mean()) ** 2).sum() for x in logs) / (sizes - 1).sum()
+    noise = float((within / sizes).mean())  # of a group's mean
+    between = float(means.var(ddof=1)) - noise
+    if between <= 0:
+        return _recorded(every)
+    shares = np.exp((means - means.mean()) * np.sqrt(between / (between + noise)))
+    apart = np.concatenate([(x - x.mean()) * np.sqrt(len(x) / (len(x) - 1)) for x in logs])
+    return dataclasses.replace(
+        _recorded(np.exp(apart)), center=float(np.exp(means.mean())), group_values=_thinned(shares)
+    )
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -82,7 +116,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _engine(rows: Sequence[Row], recipe: Recipe) -> EngineTimings:
-    """Seconds of a decode step over the sequences in it, and of a prompt token."""
+    """Seconds of a decode step over the sequences in it, and of a prompt token; what the device works on a prompt while
+    the host waits for what it decodes is counted as decoding."""
     per_dispatch = recipe.sampler.steps_per_dispatch
     steps = np.array([max(r["sampler/dispatches_n"], 1.0) * per_dispatch for r in rows])
     seconds = np.array([r["time/decode_s"] + r["time/schedule_s"] for r in rows])
@@ -90,7 +125,7 @@ def _engine(rows: Sequence[Row], recipe: Recipe) -> EngineTimings:
     step_s, sequence_s = _line(sampled / steps, seconds / steps)
     prefilled = sum(r["sampler/prefill_tok"] for r in rows)
     prefill_s = sum(r["time/prefill_s"] for r in rows) / max(prefilled, 1.0)
-    return dataclasses.replace(EngineTimings(), step_s=step_s, sequence_s=sequence_s, prefill_s=prefill_s)
+    return EngineTimings(step_s=step_s, sequence_s=sequence_s, prefill_s=prefill_s)
 
 
 def _trainer(rows: Sequence[Row]) -> TrainerTimings:
@@ -98,10 +133,3 @@ def _trainer(rows: Sequence[Row]) -> TrainerTimings:
     step_s, token_s = _line(tokens, seconds)
     publish_s, save_s = (float(np.mean([r.get(f"time/{part}_s", 0.0) for r in rows])) for part in ("publish", "save"))
     return TrainerTimings(step_s, token_s, publish_s, save_s=save_s)
-
-
-def _no_signal_frac(trajectories: Sequence[Mapping[str, Any]]) -> float:
-    groups: dict[tuple[int, int], set[float]] = {}
-    for t in trajectories:
-        groups.setdefault((t["key"]["stream"], t["key"]["draw"]), set()).add(t["reward"])
-    return float(np.mean([len(rewards) == 1 for rewards in groups.values()]))

@@ -22,6 +22,7 @@ class Distribution:
     kind: lognormal: `center` is the median, `spread` the standard deviation of the logarithm. normal: mean and standard
       deviation; what would be negative is 0. recorded: one of `values`, times `center`.
     group_spread: standard deviation of the logarithm of a factor that all siblings of a group share.
+    group_values: such factors; each group has one of them, beside that of `group_spread`.
     cap: what is larger is this. hang_frac, hang: to so large a share this is added, cap or not.
     center, spread: where values are, and how far apart; see `kind`. values: those of `recorded`.
     """
@@ -30,6 +31,7 @@ class Distribution:
     center: float = 0.0
     spread: float = 0.0
     group_spread: float = 0.0
+    group_values: tuple[float, ...] = ()
     cap: float = math.inf
     hang_frac: float = 0.0
     hang: float = 0.0
@@ -43,8 +45,8 @@ class Distribution:
                 "goes with kind = 'recorded', and with no other", setting="Distribution.values", value=self.values
             )
 
-    def draw(self, rng: np.random.Generator, factor: float = 1.0) -> float:
-        """One value. factor: that of its group (`group_factor`)."""
+    def draw(self, rng: np.random.Generator) -> float:
+        """One value."""
         if self.kind == "lognormal":
             value = self.center * math.exp(self.spread * rng.standard_normal())
         elif self.kind == "normal":
@@ -52,7 +54,7 @@ class Distribution:
         else:
             value = self.center * self.values[rng.integers(len(self.values))]
         hang = self.hang if self.hang_frac and rng.random() < self.hang_frac else 0.0
-        return min(value * factor, self.cap) + hang
+        return min(value, self.cap) + hang
 
     @property
     def mean(self) -> float:
@@ -61,11 +63,18 @@ class Distribution:
             middle = self.center * sum(self.values) / len(self.values)
         else:
             middle = self.center * (math.exp(self.spread**2 / 2) if self.kind == "lognormal" else 1.0)
-        return min(middle * math.exp(self.group_spread**2 / 2), self.cap) + self.hang_frac * self.hang
+        of_group = sum(self.group_values) / len(self.group_values) if self.group_values else 1.0
+        return min(middle * of_group * math.exp(self.group_spread**2 / 2), self.cap) + self.hang_frac * self.hang
 
-    def group_factor(self, rng: np.random.Generator) -> float:
-        """What the siblings of one group share."""
-        return math.exp(self.group_spread * rng.standard_normal()) if self.group_spread else 1.0
+    def of_group(self, rng: np.random.Generator) -> Distribution:
+        """What the siblings of one group draw from: the group's factors are drawn here."""
+        factor = math.exp(self.group_spread * rng.standard_normal()) if self.group_spread else 1.0
+        if self.group_values:
+            factor *= self.group_values[rng.integers(len(self.group_values))]
+        if factor == 1.0:
+            return self
+        spread = self.spread * (factor if self.kind == "normal" else 1.0)
+        return dataclasses.replace(self, center=self.center * factor, spread=spread, group_spread=0.0, group_values=())
 
 
 @dataclasses.dataclass(frozen=True)

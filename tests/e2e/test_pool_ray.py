@@ -5,7 +5,9 @@ import asyncio
 from rolljax.envs.catalog import make_spec
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import EnvError
+from rolljax.rewards.function import Function
 from tests.faulty import FaultyProcess, play_again
+from tests.synthetic_rewards import ends, half, hangs, said, scored
 
 TASKS = 12
 
@@ -81,3 +83,15 @@ def test_a_task_that_ends_its_actors_is_set_aside(ray_cluster, tmp_path):
     assert fine == [3.0] * 7 and type(bad) is EnvError and bad.stage == "set_aside"
     assert pool.stats.crashes == 3 and pool.stats.set_aside == 1 and not pool.broken
     pool.close()
+
+
+def test_rewards_in_actors_are_those_of_threads_and_lose_only_what_hangs_or_dies(ray_cluster):
+    answers = [said(text) for text in ("four", "two", "", "x" * 10_000)]
+    there, here = (scored(Function(half, where=where, workers=2), *answers) for where in ("ray", "thread"))
+    assert [(t.reward, t.reward_parts) for t in there] == [(t.reward, t.reward_parts) for t in here]
+    assert [t.reward for t in there] == [1.5, 0.5, 0.5, 1.5]
+    others = [said(str(i)) for i in range(4)]
+    for fn, text in ((hangs, "hang"), (ends, "end")):
+        lost, *done = scored(Function(fn, where="ray", workers=2, timeout_s=5.0), said(text), *others)
+        assert lost.status == "failed" and lost.fault.stage != "reset"
+        assert [(t.status, t.reward) for t in done] == [("ok", 1.0)] * 4

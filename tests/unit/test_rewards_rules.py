@@ -3,10 +3,7 @@
 import asyncio
 import dataclasses
 import math
-import os
-import signal
 import threading
-import time
 
 import pytest
 
@@ -27,42 +24,8 @@ from rolljax.rewards.rules import (
     repeated_share,
     script_share,
 )
-from rolljax.rewards.scoring import Scoring
 from rolljax.rewards.workers import Said
-from tests.synthetic_rewards import episode
-
-ROWS = [
-    {"question": "6*7?", "answer": "42", "ref": 200, "also": "#### 43"},
-    {"question": "root 8?", "answer": "2\\sqrt{2}", "ref": 100, "also": "x"},
-    {"question": "capital?", "answer": "Paris", "ref": "no", "also": "y"},
-]
-SPEC = Questions(records=ROWS)
-AROUND = Surroundings(SPEC)
-
-
-def said(text, index=0, *, tokens=3, cut=False):
-    import numpy as np
-
-    found = episode(0.0, texts=[text], env=SPEC.name)
-    ids = np.zeros(tokens, np.int32)
-    turn = dataclasses.replace(
-        found.turns[0], tokens=ids, sampler_logp=ids.astype(np.float32), versions=ids,
-        finish_reason="length" if cut else "stop",
-    )  # fmt: skip
-    return dataclasses.replace(found, task=SPEC.task(index), turns=(turn,))
-
-
-def scored(cfg, *trajectories, around=AROUND):
-    """The trajectories with their rewards, one after the other beside each other."""
-
-    async def run():
-        scoring = Scoring(cfg.open(around))
-        try:
-            return await asyncio.gather(*map(scoring.score, trajectories))
-        finally:
-            await scoring.close()
-
-    return asyncio.run(run())
+from tests.synthetic_rewards import AROUND, SPEC, ends, half, hangs, said, scored
 
 
 def rule(cfg, text, index=0, **how):
@@ -206,24 +169,8 @@ def test_what_is_said_reaches_a_worker_whole_and_long_texts_by_their_end():
 # ---- functions
 
 
-def half(task, said):
-    return {"half": 0.5, "long": float(len(said.text) > 3)}
-
-
 def raises(task, said):
     raise ValueError("mine")
-
-
-def ends(task, said):
-    if said.text == "end":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 1.0
-
-
-def hangs(task, said):
-    while said.text == "hang":
-        time.sleep(0.01)
-    return 1.0
 
 
 def no_number(task, said):

@@ -238,13 +238,13 @@ MANY_TURNS = EnvTimings(step_s=Distribution(center=1.0, spread=1.0, hang_frac=0.
 
 
 @pytest.mark.parametrize(
-    ("env", "turns", "steps"), [(ONE_TURN, 1.0, 12), pytest.param(MANY_TURNS, 5.0, 40, marks=pytest.mark.slow)]
+    ("env", "turns", "steps"), [(ONE_TURN, 1.0, 40), pytest.param(MANY_TURNS, 5.0, 60, marks=pytest.mark.slow)]
 )
 def test_timings_of_a_run_give_its_step_times(tmp_path, env, turns, steps):
     """From the records of a run, here those of a simulated one; the first step is left out, as it compiles. Also the
     times of the same recipe with another `async_ratio`, where slow episodes are not waited for at once."""
     world = Timings(
-        answer_tok=Distribution("lognormal", 60.0 / turns**2, 0.7),
+        answer_tok=Distribution("lognormal", 60.0 / turns**2, 0.5, group_spread=0.5 / turns),
         prompt_tok=Distribution(center=50.0, spread=10.0),
         turns=Distribution(center=turns),
         engine=EngineTimings(step_s=0.05, sequence_s=0.002),
@@ -265,6 +265,22 @@ def test_timings_of_a_run_give_its_step_times(tmp_path, env, turns, steps):
     assert found.trainer.token_s == pytest.approx(0.001, rel=0.01)
     for other in (dataclasses.replace(run, seed=5), verb.with_setting(run, "async_ratio", 2)):
         assert step_s(other, found, skip=3) == pytest.approx(step_s(other, world, skip=3), rel=0.1)
+
+
+def test_answers_to_one_prompt_are_alike_as_they_were():
+    """The spread between prompts and that between answers to one are told apart; where there is none of the first, what
+    is drawn is what was recorded."""
+    draws = np.random.default_rng(0)
+    world = Distribution("lognormal", 200.0, 0.3, group_spread=0.8)
+    groups = [[(of := world.of_group(draws)).draw(draws), *(of.draw(draws) for _ in range(3))] for _ in range(3000)]
+    found = fitting._in_groups(groups)
+    logs = np.log([[(of := found.of_group(draws)).draw(draws), of.draw(draws)] for _ in range(4000)])
+    assert logs.mean() == pytest.approx(np.log(200), abs=0.05)
+    assert (logs[:, 0] - logs[:, 1]).std() / np.sqrt(2) == pytest.approx(0.3, rel=0.05)
+    assert logs.mean(1).std() == pytest.approx(np.sqrt(0.8**2 + 0.3**2 / 2), rel=0.05)
+    assert found.mean == pytest.approx(np.mean(groups), rel=0.05)
+    same = fitting._in_groups([[1.0, 9.0], [9.0, 1.0], [1.0, 9.0]])
+    assert same.group_values == () and set(same.values) == {1.0, 9.0}
 
 
 def keeping_groups(run, world):
