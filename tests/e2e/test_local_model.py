@@ -151,7 +151,7 @@ def judge_of(model):
 
 def taught(judge, verdicts, steps=200):
     """A small model that has learned what to say about each of `ANSWERS`."""
-    chat, model = Chat(byte_tokenizer()), Model(Qwen3Config(init_std=0.1))
+    chat, model = Chat(byte_tokenizer()), Model(Qwen3Config(num_layers=1, init_std=0.1))
     rows, says = [], []
     for answer, verdict in verdicts.items():
         prompt = chat.prompt_ids(judge.messages(SPEC.task(0), answer, "", 0))
@@ -162,7 +162,7 @@ def taught(judge, verdicts, steps=200):
     tokens, counts = (np.stack([np.pad(x, (0, width - len(x))) for x in xs]) for xs in (rows, says))
     segments = np.stack([np.arange(width) < len(row) for row in rows]).astype(np.int32)
     positions = np.broadcast_to(np.arange(width), tokens.shape)
-    tx = optax.adam(3e-3)
+    tx = optax.adam(1e-2)
 
     @jax.jit
     def step(params, state):
