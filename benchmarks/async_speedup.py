@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -267,13 +268,19 @@ def draw(found: dict[str, dict[str, dict[str, float]]], figure: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 3), constrained_layout=True, squeeze=False)
-    for axis, (name, variants) in zip(axes[0], found.items(), strict=True):
+    columns = min(2, len(found))
+    rows = math.ceil(len(found) / columns)
+    fig, axes = plt.subplots(rows, columns, figsize=(6 * columns, 2.4 * rows), constrained_layout=True, squeeze=False)
+    for axis in axes.flat[len(found) :]:
+        axis.set_visible(False)
+    for axis, (name, variants) in zip(axes.flat, found.items(), strict=False):
         labels = list(variants)[::-1]
         seconds = [variants[v]["step_s"] for v in labels]
         bars = axis.barh(labels, seconds, color="#3b7dd8")
         axis.bar_label(bars, [f"{variants[labels[-1]]['step_s'] / s:.2f}x" for s in seconds], padding=3)
-        axis.set(title=WORKLOADS[name].name, xlabel="seconds per step", xlim=(0, 1.15 * max(seconds)))
+        axis.set(
+            title=textwrap.fill(WORKLOADS[name].name, 48), xlabel="seconds per step", xlim=(0, 1.15 * max(seconds))
+        )
         axis.title.set_fontsize(9)
     fig.savefig(figure, dpi=120)
 
