@@ -120,17 +120,7 @@ def read_answers(folder: str | Path, *, mend: bool = False) -> list[Trajectory]:
     Args:
       mend: take lines that are not whole out of the file, which a writer that was killed may leave.
     """
-    path, found, whole = Path(folder) / ANSWERS, [], []
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    for line in lines:
-        try:
-            found.append(Trajectory.from_json(json.loads(line)))
-        except (ValueError, LookupError, TypeError):
-            continue
-        whole.append(line + b"\n")
-    if mend and (len(whole) < len(lines) or (lines and not path.read_bytes().endswith(b"\n"))):
-        durable.write(path, b"".join(whole))
-    return found
+    return durable.whole_lines(Path(folder) / ANSWERS, Trajectory.from_json, mend=mend)
 
 
 def _check_ours(folder: Path) -> None:

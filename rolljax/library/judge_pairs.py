@@ -163,20 +163,10 @@ def _indices(env: Judging, num: int, held_out_frac: float) -> list[int]:
 
 def _read(path: Path, indices: Sequence[int]) -> dict[int, Traces]:
     """The traces that are there; a last line that a writer left half is let go."""
-    if not path.is_file():
-        return {}
-    kept, found = [], {}
-    for line in path.read_bytes().splitlines():
-        try:
-            record = Traces(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-        kept.append(line + b"\n")
-        found[record.index] = record
+    found = {t.index: t for t in durable.whole_lines(path, lambda record: Traces(**record), mend=True)}
     if strange := sorted(set(found) - set(indices)):
         raise ConfigError(
             f"holds traces of question {strange[0]}, which is not asked about", setting="to", value=str(path.parent),
             remedy="name another folder",
         )  # fmt: skip
-    durable.write(path, b"".join(kept))
     return found
