@@ -132,7 +132,7 @@ def run(pipeline: Pipeline, source: str, folder: str | Path, *, fresh: bool = Fa
         "input": given.state,
         "models": [m.identity if (m := pipeline.model_of(s)) else None for s in pipeline.stages],
     }
-    with _opened(Path(folder), made_of, fresh) as work, Progress(len(pipeline.stages)) as progress:
+    with _opened(Path(folder), made_of, fresh) as work, Progress() as progress:
         return _run(pipeline, given, Path(folder), work, progress)
 
 
