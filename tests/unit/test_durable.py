@@ -16,6 +16,7 @@ from rolljax.errors import CheckpointError, ConfigError, StorageError
 from rolljax.run import durable
 from rolljax.run.checkpoint import Checkpoints, damage
 from rolljax.run.folder import RunFolder
+from rolljax.run.lock import locked
 from rolljax.run.progress import RunProgress
 from tests.ends import Killed, at_points
 
@@ -152,6 +153,24 @@ def test_a_killed_start_does_not_lock_its_user_out(tmp_path):
                 ".lock", "config.resolved.json", "config.gin", "env.json", "rollouts"
             }  # fmt: skip
         assert number >= (18 if fresh else 9)
+
+
+def test_a_folder_is_written_by_one_and_holds_nothing_of_others(tmp_path):
+    folder, ours = tmp_path / "new" / "folder", ("marker", "one of ours", "--to")
+    for _ in range(2):  # also behind the first
+        with locked(folder, *ours):
+            taken = pytest.raises(ConfigError, match="is being written by another process")
+            with taken as error, locked(folder, *ours):
+                pass
+            assert error.value.setting == "--to" and error.value.value == str(folder)
+    (folder / ".half.tmp").touch()  # of a writer that was killed
+    with locked(folder, *ours):
+        (folder / "theirs").touch()
+    with pytest.raises(ConfigError, match="is not empty and not one of ours"), locked(folder, *ours):
+        pass
+    (folder / "marker").touch()
+    with locked(folder, *ours):
+        pass
 
 
 def test_a_run_without_its_checkpoints_is_not_begun_again_in_silence(tmp_path):
