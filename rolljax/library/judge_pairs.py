@@ -15,7 +15,7 @@ from rolljax.envs.base import NUM_INDICES
 from rolljax.envs.judging import pairs
 from rolljax.envs.judging.base import Judging, Question
 from rolljax.envs.judging.pairs import Traces
-from rolljax.envs.tasks import MIN_REPEATS, REPEATS, is_held_out
+from rolljax.envs.tasks import training_indices
 from rolljax.envs.text import bounded
 from rolljax.errors import ConfigError, DataError
 from rolljax.library.apart import run_apart
@@ -149,16 +149,10 @@ def _chat(model: ChatModel | LoadedModel) -> ChatModel:
 
 def _indices(env: Judging, num: int, held_out_frac: float) -> list[int]:
     """Indices of the first `num` different tasks of the training split."""
-    found: dict[str, int] = {}
-    for index in range(0, NUM_INDICES, 2):
-        task = env.task(index)
-        if not is_held_out(task, held_out_frac):
-            found.setdefault(task.id, index)
-            if len(found) == num:
-                return list(found.values())
-        if index >= REPEATS * 2 * len(found) + MIN_REPEATS:
-            break
-    raise DataError(f"{env.name} has only {len(found)} different pairs to train on, {num} were asked for")
+    found = training_indices(env, held_out_frac, num, range(0, NUM_INDICES, 2))
+    if len(found) < num:
+        raise DataError(f"{env.name} has only {len(found)} different pairs to train on, {num} were asked for")
+    return found
 
 
 def _read(path: Path, indices: Sequence[int]) -> dict[int, Traces]:
