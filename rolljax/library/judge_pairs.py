@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolljax.chat_models.base import Asking, ChatAnswer, ChatModel
+from rolljax.chat_models.base import Asking, ChatModel
 from rolljax.envs.base import NUM_INDICES
 from rolljax.envs.judging import pairs
 from rolljax.envs.judging.base import Judging, Question
@@ -21,7 +21,6 @@ from rolljax.errors import ConfigError, DataError
 from rolljax.library.apart import run_apart
 from rolljax.run import durable
 from rolljax.threads.event_loop import EventLoop, Stopped
-from rolljax.types import Message
 
 if TYPE_CHECKING:
     from rolljax.library.model import LoadedModel
@@ -43,27 +42,6 @@ class JudgePairs:
     def num(self) -> int:
         """Pairs in the file."""
         return self.counts.get("judge_right", 0) + self.counts.get("judge_wrong", 0)
-
-
-class OwnChat:
-    """A model that `rolljax.load` opened, as a chat model: the sampler of a run or of a folder."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
-        self._num = 0
-
-    async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
-        """The answer to a conversation; what is sampled depends on `how.seed` and the prompt alone."""
-        said = await self._model.reply(messages, how.temperature, how.max_tok, how.seed)
-        self._num += 1
-        return ChatAnswer(said.text, "length" if said.finish_reason == "length" else "stop", len(said.tokens))
-
-    def counts(self) -> Mapping[str, int]:
-        """Requests and answers."""
-        return {"requests": self._num, "answers": self._num}
-
-    async def close(self) -> None:
-        """Nothing: who loaded the model closes it."""
 
 
 def make(
@@ -144,7 +122,7 @@ class _Asking:
 def _chat(model: ChatModel | LoadedModel) -> ChatModel:
     from rolljax.library.model import LoadedModel
 
-    return OwnChat(model) if isinstance(model, LoadedModel) else model
+    return model.chat_model() if isinstance(model, LoadedModel) else model
 
 
 def _indices(env: Judging, num: int, held_out_frac: float) -> list[int]:
