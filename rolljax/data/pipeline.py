@@ -115,7 +115,8 @@ class Outcome:
 
 
 def run(pipeline: Pipeline, source: str, folder: str | Path, *, fresh: bool = False, setup: Any = None) -> Outcome:
-    """Run a pipeline, or go on with one that was interrupted.
+    """Run a pipeline, or go on with one that was interrupted; in any thread, and inside of a running event loop too,
+    which waits meanwhile.
 
     Args:
       source: the input: a file, a folder, or a pattern, as `envs.data.rows` reads them.

@@ -1,5 +1,6 @@
 """Pipelines: what is left when they are killed, what they refuse, what they say; and every stage that asks no model."""
 
+import asyncio
 import gzip
 import json
 import random
@@ -172,6 +173,19 @@ def test_a_server_that_fails_ends_the_pipeline_and_what_it_said_is_kept(tmp_path
         down[0] = False
         pipeline.run(recipe, source, tmp_path / "out")
         assert len(read(tmp_path / "out" / "data.jsonl")) == 6
+
+
+def test_a_pipeline_runs_inside_of_an_event_loop(tmp_path):
+    """As in a cell of a notebook, whose thread has one."""
+    source = write(tmp_path / "in.jsonl", sums(6))
+
+    async def cell():
+        recipe = Pipeline((attempts.Attempts(k=2),), EndpointConfig(server.url, "rule"), concurrency=2)
+        return pipeline.run(recipe, source, tmp_path / "out")
+
+    with RuleServer(adder) as server:
+        found = asyncio.run(cell())
+    assert found.files == {"data.jsonl": 6} and found.stages["01_attempts"]["asked"]["asked"] == 12
 
 
 def test_a_server_that_is_none_is_told_of_by_its_setting(tmp_path):
