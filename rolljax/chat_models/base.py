@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -24,6 +25,11 @@ class Asking:
     temperature: float = 0.0
     max_tok: int = 1024
     seed: int = 0
+
+
+def seed_of(address: str) -> int:
+    """The seed of one request, 31 bits, from its address: whatever else is asked changes nothing about it."""
+    return int.from_bytes(hashlib.sha256(address.encode()).digest()[:4]) >> 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class EndpointConfig(ChatModelConfig):
 
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/]", self.url):
-            raise ConfigError("is not the address of a server", setting="--endpoint", value=self.url, remedy=_LIKE)
+            raise ConfigError("is not the address of a server", setting=_URL, value=self.url, remedy=_LIKE)
         check_range(self, "timeout_s", above=0)
         check_range(self, "retries", "backoff_s", low=0)
         check_range(self, "concurrency", low=1)
@@ -98,7 +98,10 @@ class EndpointConfig(ChatModelConfig):
         return Endpoint(the_only_model(self, key), key)
 
 
-_LIKE = "like http://127.0.0.1:8000/v1"
+_URL = "EndpointConfig.url"
+_LIKE = "like http://127.0.0.1:8000/v1 (eval: --endpoint, of a judge --judge)"
+_MODEL = "EndpointConfig.model (eval: --model_name, of a judge --judge_model)"
+"""Settings as configs name them, and in brackets as the command line does."""
 
 
 class Endpoint:
@@ -196,7 +199,7 @@ class Endpoint:
             raise _Passing(f"status_{status}", f"status {status}: {text}", _retry_after(response))
         if status in HOPELESS:
             self.fatal = ConfigError(
-                f"says {status}, {HOPELESS[status]}: {text}", setting="--endpoint", value=self.cfg.url, remedy=_KEY
+                f"says {status}, {HOPELESS[status]}: {text}", setting=_URL, value=self.cfg.url, remedy=_KEY
             )
             raise InfraError(str(self.fatal), stage="endpoint")
         if status in (400, 413, 422) and _TOO_LONG.search(text):
@@ -205,7 +208,7 @@ class Endpoint:
         raise InfraError(f"the server refuses the request with status {status}: {text}", stage="endpoint")
 
 
-_KEY = "see --model_name; the key is read from the variable that --api_key_env names"
+_KEY = f"see {_MODEL}; the key is read from the variable that EndpointConfig.key_env (--api_key_env) names"
 
 
 class _Passing(Exception):
@@ -269,12 +272,12 @@ def the_only_model(cfg: EndpointConfig, key: str = "") -> EndpointConfig:
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as e:
         raise ConfigError(
             f"does not list its models: {type(e).__name__}: {e}",
-            setting="--endpoint",
+            setting=_URL,
             value=cfg.url,
-            remedy=f"check the address, {_LIKE}, or give --model_name",
+            remedy=f"check the address, {_LIKE}, or set {_MODEL}",
         ) from e
     if len(names) != 1:
         raise ConfigError(
-            f"lists {len(names)} models: {', '.join(names[:10])}", setting="--endpoint", remedy="give --model_name"
+            f"lists {len(names)} models: {', '.join(names[:10])}", setting=_URL, value=cfg.url, remedy=f"set {_MODEL}"
         )
     return dataclasses.replace(cfg, model=names[0])

@@ -10,7 +10,7 @@ import asyncio
 import collections
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -31,6 +31,7 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.types import Message, SamplingParams
 
+Address = tuple[int, ...]
 WHOLE = {**PARAM_RULES, "embed": (), "expert_embed": ()}
 """Where a sampler's weights lie: full on every batch shard, but for experts."""
 
@@ -132,47 +133,55 @@ _lock = threading.Lock()
 _loaded: dict[LocalModel, _Loaded] = {}
 
 
-class LocalChat:
-    """A chat model of this process that is open. It may be asked from any event loop."""
+def request_address(seed: int) -> Address:
+    """The address of what a server draws for a request with this seed (`serving.responses`)."""
+    seed %= 2**62
+    return (1, seed >> 31, seed & (2**31 - 1), 0)
 
-    def __init__(self, cfg: LocalModel) -> None:
-        self.cfg = cfg
+
+class SamplerChat:
+    """A chat model made of a sampler that is open; who opened it closes it. It may be asked from any event loop.
+
+    Args:
+      chat: its tokenizer and template. max_context: most tokens of prompt and answer. address: of what is drawn, from
+        the seed of a question.
+    """
+
+    def __init__(
+        self, sampler: Sampler, chat: Chat, max_context: int, address: Callable[[int], Address] = request_address
+    ) -> None:
+        self._sampler: Sampler | None = sampler
+        self._chat, self._max_context, self._address = chat, max_context, address
         self._counts: collections.Counter[str] = collections.Counter()
-        with _lock:
-            if cfg not in _loaded:
-                _loaded[cfg] = _Loaded(cfg)
-            self._model: _Loaded | None = _loaded[cfg]
-            self._model.holders += 1
 
     async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
-        model = self._model
-        if model is None:
+        """See `ChatModel.ask`."""
+        sampler = self._sampler
+        if sampler is None:
             raise InfraError("the chat model is closed", stage="chat")
         self._counts["requests"] += 1
-        prompt = await asyncio.to_thread(self._prompt_ids, model, messages)
-        seed, limit = how.seed % 2**62, min(how.max_tok, self.cfg.sampler.max_context)
-        params = SamplingParams(how.temperature, limit, model.chat.stop_ids)
-        address = (1, seed >> 31, seed & (2**31 - 1), 0)  # of a request with a seed (`serving.responses`)
+        prompt = await asyncio.to_thread(self._prompt_ids, messages)
+        params = SamplingParams(how.temperature, min(how.max_tok, self._max_context), self._chat.stop_ids)
         try:
-            done = await model.sampler.generate(prompt, params, address)
+            done = await sampler.generate(prompt, params, self._address(how.seed))
         except SamplerError as e:
             self._counts["sampler"] += 1
             raise InfraError(str(e), stage="chat") from e
         self._counts["answers"] += 1
-        text = clean(model.chat.text(done.tokens, prompt))
+        text = clean(self._chat.text(done.tokens, prompt))
         return ChatAnswer(text, "stop" if done.finish_reason == "stop" else "length", len(done.tokens))
 
-    def _prompt_ids(self, model: _Loaded, messages: Sequence[Message]) -> np.ndarray:
+    def _prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
         """Ids of a conversation up to where the model begins to write.
 
         Raises:
           ChatTooLong: they leave no room for an answer. InfraError: the chat template refuses it.
         """
-        context = self.cfg.sampler.max_context
-        if model.chat.vocabulary.exceeds("".join(m.content for m in messages), context):
+        context = self._max_context
+        if self._chat.vocabulary.exceeds("".join(m.content for m in messages), context):
             raise ChatTooLong(f"more than the {context} tokens of the context")
         try:
-            ids = model.chat.conversation_ids([{"role": m.role, "content": m.content} for m in messages])
+            ids = self._chat.conversation_ids([{"role": m.role, "content": m.content} for m in messages])
         except ConfigError as e:
             raise InfraError(f"the chat template refuses the conversation: {e}", stage="chat") from e
         if not 0 < len(ids) < context:
@@ -180,9 +189,29 @@ class LocalChat:
         return ids
 
     def counts(self) -> Mapping[str, int]:
+        """Requests, answers, and refusals of the sampler."""
         return self._counts
 
     async def close(self) -> None:
+        """Let go of the sampler."""
+        self._sampler = None
+
+
+class LocalChat(SamplerChat):
+    """A chat model of this process that is open: one of those that hold what its settings name."""
+
+    def __init__(self, cfg: LocalModel) -> None:
+        self.cfg = cfg
+        with _lock:
+            if cfg not in _loaded:
+                _loaded[cfg] = _Loaded(cfg)
+            self._model: _Loaded | None = _loaded[cfg]
+            self._model.holders += 1
+        super().__init__(self._model.sampler, self._model.chat, cfg.sampler.max_context)
+
+    async def close(self) -> None:
+        """Let go of the weights, and free them where nobody else holds them."""
+        await super().close()
         model, self._model = self._model, None
         if model is None:
             return

@@ -11,6 +11,7 @@ from typing import TypeVar
 from rolljax.chat_models.base import Asking, ChatAnswer, ChatModel, ChatModelConfig, ChatTooLong
 from rolljax.data.base import Record, fingerprint
 from rolljax.data.journal import Journal
+from rolljax.threads.event_loop import SteppedLoop
 from rolljax.types import Message
 
 T = TypeVar("T")
@@ -79,25 +80,25 @@ class Asker:
         Raises:
           Whatever `work` raises; answers that came until then are in the journal.
         """
-        with asyncio.Runner() as runner:
-            loop, waiting = runner.get_loop(), iter(source)
+        with SteppedLoop() as loop:
+            waiting = iter(source)
             window: collections.deque[tuple[Record, asyncio.Task[T]]] = collections.deque()
 
             async def begin(records: Sequence[Record]) -> None:
-                window.extend((record, loop.create_task(_run(work, record))) for record in records)
+                window.extend((record, asyncio.create_task(_run(work, record))) for record in records)
 
             try:
-                runner.run(begin(list(itertools.islice(waiting, WINDOW * self._concurrency))))
+                loop.run(begin(list(itertools.islice(waiting, WINDOW * self._concurrency))))
                 while window:
                     record, task = window.popleft()
-                    made = runner.run(_result(task))
+                    made = loop.run(_result(task))
                     self._journal.sync()
                     yield record, made
-                    runner.run(begin(list(itertools.islice(waiting, 1))))
+                    loop.run(begin(list(itertools.islice(waiting, 1))))
             finally:
                 for _, task in window:
                     task.cancel()
-                runner.run(self._closed())
+                loop.run(self._closed())
 
     def one(self, work: Callable[[], Awaitable[T]]) -> T:
         """What one piece of work makes."""

@@ -6,16 +6,18 @@ stand in the record's column `attempts`, a list of `{"text": ..., "reward": ...}
 
 from __future__ import annotations
 
+import array
 import asyncio
 import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rolljax.chat_models.base import Asking, ChatModelConfig, ChatTooLong
 from rolljax.data.base import AskingStage, Place, Record, Source, Stage, fingerprint, seed_of, text_of, value_of
+from rolljax.data.files import line_of
 from rolljax.envs.data import answers, messages
 from rolljax.envs.questions import BOXED, is_right
 from rolljax.errors import ConfigError, DataError, check_range
@@ -110,7 +112,8 @@ class Attempts(AskingStage):
 @dataclasses.dataclass(frozen=True)
 class FromRollouts(Stage):
     """Take the attempts from the rollouts that runs wrote (`rollouts/step_N.jsonl`), or from an evaluation's answers:
-    those at tasks whose content is the record's question. Records that nobody played are left out.
+    those at tasks whose content is the record's question. Records that nobody played are left out. Attempts wait in a
+    file: 8 bytes of memory are taken for each.
 
     paths: files, or folders of them. key: the column of the question: what `Questions` makes the task's content.
     solved: whether an attempt is worth 1 where it solved the task, and else 0; if not, its reward.
@@ -125,21 +128,27 @@ class FromRollouts(Stage):
             raise ConfigError("names no file", setting="FromRollouts.paths", remedy="runs/NAME/rollouts, for instance")
 
     def run(self, source: Source, place: Place) -> Iterator[Record]:
-        played: dict[str, list[dict[str, Any]]] = {}
+        places: dict[str, array.array[int]] = {}
+        with open(place.scratch / "attempts.jsonl", "w+b") as file:
+            for t in self._trajectories():
+                places.setdefault(fingerprint(t.task.content), array.array("q")).append(file.tell())
+                reward = float(t.success) if self.solved else t.reward
+                file.write(line_of({"text": t.turns[-1].text if t.turns else "", "reward": reward}))
+            for record in source:
+                found = places.get(fingerprint(self._content(record)))
+                if found is None:
+                    place.drop(record, "not_played")
+                else:
+                    yield {**record, ATTEMPTS: [_line_at(file, at) for at in found]}
+
+    def _trajectories(self) -> Iterator[Trajectory]:
+        """Those that were not lost."""
         for path in self.files():
             with open(path, encoding="utf-8") as lines:
                 for line in lines:
                     t = Trajectory.from_json(json.loads(line))
                     if not t.lost:
-                        reward = float(t.success) if self.solved else t.reward
-                        attempt = {"text": t.turns[-1].text if t.turns else "", "reward": reward}
-                        played.setdefault(fingerprint(t.task.content), []).append(attempt)
-        for record in source:
-            found = played.get(fingerprint(self._content(record)))
-            if found is None:
-                place.drop(record, "not_played")
-            else:
-                yield {**record, ATTEMPTS: found}
+                        yield t
 
     def files(self) -> list[Path]:
         """The files, in the order of the steps they are of.
@@ -161,6 +170,11 @@ class FromRollouts(Stage):
         said = messages.messages(found, self.key)
         said = said[:-1] if said[-1].role == "assistant" else said
         return json.dumps([[m.role, m.content] for m in said], ensure_ascii=False)
+
+
+def _line_at(file: BinaryIO, place: int) -> Any:
+    file.seek(place)
+    return json.loads(file.readline())
 
 
 @dataclasses.dataclass(frozen=True)

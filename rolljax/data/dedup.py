@@ -6,12 +6,11 @@ import collections
 import dataclasses
 import hashlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from rolljax.data.base import Place, Record, Source, Stage, text_of
-from rolljax.data.texts import Unit, jaccard, normalised, shingles
+from rolljax.data.texts import Unit, jaccard, needed, normalised, shingles
 from rolljax.errors import ConfigError, check_range
 
 BLOCK = 4096
@@ -92,12 +91,13 @@ class MinHash(Stage):
 
     def _bands(self, source: Source) -> np.ndarray:
         """A hash for each band of each record's signature; uint64 `[records, bands]`."""
-        sketches = datasketch()
+        with needed("datasketch", "MinHash needs it"):
+            import datasketch
         # candidates may be wrong, for the similarity itself decides; what is no candidate is missed
-        lsh = sketches.MinHashLSH(threshold=self.threshold, num_perm=self.num_perm, weights=(0.1, 0.9))
+        lsh = datasketch.MinHashLSH(threshold=self.threshold, num_perm=self.num_perm, weights=(0.1, 0.9))
         factors = np.random.default_rng(0).integers(1, 2**63, (lsh.b, lsh.r), np.uint64) | np.uint64(1)
         bands = np.zeros((len(source), lsh.b), np.uint64)
-        permutations = sketches.MinHash(num_perm=self.num_perm, seed=1)
+        permutations = datasketch.MinHash(num_perm=self.num_perm, seed=1)
         block = np.zeros((BLOCK, lsh.b * lsh.r), np.uint64)
         start = filled = 0
         with np.errstate(over="ignore"):
@@ -125,18 +125,3 @@ def _groups(hashes: np.ndarray) -> np.ndarray:
     """A number for each record with a hash that others have too; -1 for the rest. int32 `[records]`."""
     _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
     return np.where(counts[inverse] > 1, inverse, -1).astype(np.int32)
-
-
-def datasketch() -> Any:
-    """The library of MinHash sketches.
-
-    Raises:
-      ConfigError: it is missing.
-    """
-    try:
-        import datasketch
-    except ModuleNotFoundError as e:
-        raise ConfigError(
-            "is missing, and MinHash needs it", setting="datasketch", remedy="pip install 'rolljax[data]'"
-        ) from e
-    return datasketch

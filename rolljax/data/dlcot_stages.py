@@ -14,7 +14,7 @@ from rolljax.data import dlcot
 from rolljax.data.base import AskingStage, Place, Record, Source, Stage, text_of
 from rolljax.data.dlcot import LABELS, PARTS, Trace
 from rolljax.data.judge import ask_until
-from rolljax.data.stagent import json_object
+from rolljax.data.stagent import last_json_object
 from rolljax.errors import ConfigError, DataError, check_range
 
 SPLIT = """Split the solution below into these parts, in this order, and repeat the text of each exactly as it is:
@@ -167,7 +167,7 @@ class _Deconstruction:
         prompt = re.sub(r"\{(\w+)\}", lambda m: shown.get(m[1], m[0]), template)
 
         def parse(answer: str) -> Any:
-            said = json_object(answer)
+            said = last_json_object(answer)
             return None if said is None else read(said)
 
         return await self._ask(prompt, parse)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import json
 import re
@@ -44,8 +43,10 @@ from rolljax.data.journal import Journal
 from rolljax.data.progress import Progress
 from rolljax.errors import ConfigError, DataError, check_range
 from rolljax.run import durable
+from rolljax.run.layout import LOCK
+from rolljax.run.lock import locked
 
-SETUP, WORK, LOCK = "pipeline.json", "work", ".lock"
+SETUP, WORK = "pipeline.json", "work"
 SCHEMA = 1
 FORMATS = ("jsonl", "jsonl.gz", "parquet")
 
@@ -114,7 +115,8 @@ class Outcome:
 
 
 def run(pipeline: Pipeline, source: str, folder: str | Path, *, fresh: bool = False, setup: Any = None) -> Outcome:
-    """Run a pipeline, or go on with one that was interrupted.
+    """Run a pipeline, or go on with one that was interrupted; in any thread, and inside of a running event loop too,
+    which waits meanwhile.
 
     Args:
       source: the input: a file, a folder, or a pattern, as `envs.data.rows` reads them.
@@ -132,7 +134,7 @@ def run(pipeline: Pipeline, source: str, folder: str | Path, *, fresh: bool = Fa
         "input": given.state,
         "models": [m.identity if (m := pipeline.model_of(s)) else None for s in pipeline.stages],
     }
-    with _opened(Path(folder), made_of, fresh) as work, Progress(len(pipeline.stages)) as progress:
+    with _opened(Path(folder), made_of, fresh) as work, Progress() as progress:
         return _run(pipeline, given, Path(folder), work, progress)
 
 
@@ -259,19 +261,7 @@ def _file_of(record: Record, split_by: str) -> str:
 @contextlib.contextmanager
 def _opened(folder: Path, made_of: Mapping[str, Any], fresh: bool) -> Iterator[Path]:
     """The folder's `work`, held against other processes."""
-    _check_ours(folder)
-    with durable.storing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                "is being written by another process",
-                setting="--out",
-                value=str(folder),
-                remedy="wait for it to end, or name another folder",
-            ) from None
+    with locked(folder, SETUP, "the folder of a pipeline", "--out"):
         if fresh:
             for entry in sorted(folder.iterdir(), key=lambda e: e.name == SETUP):
                 if entry.name != LOCK:
@@ -284,18 +274,6 @@ def _opened(folder: Path, made_of: Mapping[str, Any], fresh: bool) -> Iterator[P
             durable.write(folder / SETUP, json.dumps(made_of, indent=1) + "\n")
         work.mkdir(exist_ok=True)
         yield work
-
-
-def _check_ours(folder: Path) -> None:
-    if not folder.exists() or (folder / SETUP).is_file():
-        return
-    if not folder.is_dir() or any(e.name != LOCK and not durable.is_temporary(e) for e in folder.iterdir()):
-        raise ConfigError(
-            "is not empty and not the folder of a pipeline",
-            setting="--out",
-            value=str(folder),
-            remedy="name another folder",
-        )
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from rolljax.chat_models.base import Asking, ChatModelConfig
 from rolljax.data.attempts import rates, rewards_of
 from rolljax.data.base import AskingStage, Place, Record, Source, Stage, text_of, value_of
 from rolljax.data.judge import ask_until
+from rolljax.envs.text import json_at
 from rolljax.errors import ConfigError, DataError, check_range
 
 OTHER = "Other"
@@ -125,7 +126,7 @@ class Taxonomy(AskingStage):
         how = Asking(self.temperature, self.max_tok, round_)
 
         def parse(text: str) -> dict[str, Any] | None:
-            said = json_object(text)
+            said = last_json_object(text)
             if said is None or said.get("primary") not in (*intents, OTHER):
                 return None
             return {"primary": said["primary"], **{n: _texts(said.get(n)) for n in ("secondary", "constraints")}}
@@ -163,7 +164,7 @@ class Grade(AskingStage):
         how = Asking(self.temperature, self.max_tok)
 
         def parse(text: str) -> int | None:
-            value = (json_object(text) or {}).get("difficulty")
+            value = (last_json_object(text) or {}).get("difficulty")
             return value if isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= 5 else None
 
         async def grade(record: Record) -> int | None:
@@ -265,17 +266,16 @@ class RareTools(Stage):
         return json.dumps(sorted({str(v) for v in value}))
 
 
-def json_object(text: str) -> Mapping[str, Any] | None:
-    """The last JSON object of a model's answer (of the outermost ones) that can be read; None: there is none. At most
-    100 opening brackets are tried."""
-    decoder = json.JSONDecoder()
+def last_json_object(text: str) -> Mapping[str, Any] | None:
+    """The last JSON object of a model's answer (of the outermost ones) that `json_at` reads; None: there is none. At
+    most 100 opening brackets are tried."""
     last, end = None, 0
     for start in [m.start() for m in re.finditer(r"\{", text)][:100]:
         if start < end:
             continue
         try:
-            found, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
+            found, end = json_at(text, start)
+        except ValueError:
             continue
         if isinstance(found, dict):
             last = found

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+
+from rolljax.errors import ConfigError
 
 Unit = Literal["word", "char"]
 _WORD = re.compile(r"\w+")
@@ -48,21 +51,22 @@ def similarity(a: str, b: str) -> float:
     Raises:
       ConfigError: the package rapidfuzz is missing.
     """
-    return float(rapidfuzz().distance.Levenshtein.normalized_similarity(a, b))
+    with needed("rapidfuzz", "edit distances need it"):
+        from rapidfuzz.distance import Levenshtein
+    return float(Levenshtein.normalized_similarity(a, b))
 
 
-def rapidfuzz() -> Any:
-    """The library of edit distances."""
+@contextlib.contextmanager
+def needed(package: str, why: str) -> Iterator[None]:
+    """Around the import of a package of the extra `data`. why: who needs it, as the end of a sentence.
+
+    Raises:
+      ConfigError: it is missing.
+    """
     try:
-        import rapidfuzz
-        import rapidfuzz.distance
+        yield
     except ModuleNotFoundError as e:
-        from rolljax.errors import ConfigError
-
-        raise ConfigError(
-            "is missing, and edit distances need it", setting="rapidfuzz", remedy="pip install 'rolljax[data]'"
-        ) from e
-    return rapidfuzz
+        raise ConfigError(f"is missing, and {why}", setting=package, remedy="pip install 'rolljax[data]'") from e
 
 
 def hashed_counts(text: str, dim: int) -> np.ndarray:

@@ -69,6 +69,26 @@ def first_tasks(spec: EnvSpec, num_tasks: int, frac: float = 1.0) -> list[Task]:
     return found
 
 
+def training_indices(
+    spec: EnvSpec, held_out_frac: float, num_tasks: int | None = None, among: range = range(NUM_INDICES)
+) -> list[int]:
+    """The index of each different task that is not held out, in their order.
+
+    Args:
+      num_tasks: most of them; None: as many as there are. among: the indices that are looked at, until the family is
+        taken to have no more (`REPEATS`).
+    """
+    found: dict[str, int] = {}
+    newest = 0
+    for looked_at, index in enumerate(among):
+        if len(found) == num_tasks or looked_at - newest > REPEATS * len(found) + MIN_REPEATS:
+            break
+        task = spec.task(index)
+        if not is_held_out(task, held_out_frac) and task.id not in found:
+            found[task.id], newest = index, looked_at
+    return list(found.values())
+
+
 def _numbers(spec: Mixture, num_tasks: int) -> dict[str, int]:
     """How many tasks are taken of each domain: at least one of all that have a weight."""
     weights = {name: weight for name, weight in spec.weights.items() if weight}
@@ -138,17 +158,11 @@ class TaskStream:
         most = self.spec.num_tasks
         if most is None and not self.num_tasks:
             return None
-        found: dict[str, int] = {}
-        newest = 0
-        for index in range(NUM_INDICES if most is None else most):
-            if (self.num_tasks and len(found) == self.num_tasks) or index - newest > REPEATS * len(found) + MIN_REPEATS:
-                break
-            task = self.spec.task(index)
-            if not is_held_out(task, self.frac) and task.id not in found:
-                found[task.id], newest = index, index
+        among = range(NUM_INDICES if most is None else most)
+        found = training_indices(self.spec, self.frac, self.num_tasks or None, among)
         if not found:
             raise DataError(f"{self.spec.name} has no task left to train on: all are held out")
-        return list(found.values())
+        return found
 
     def __iter__(self) -> Iterator[Task]:
         return self

@@ -18,6 +18,8 @@ MAX_ANSWER_CHARS = 2**20
 """Characters of an answer that an environment gets; what stands behind them is left out."""
 MAX_DEPTH = 32
 """Lists and objects within each other that JSON of a policy may have."""
+END_OF_THINKING = "</think>"
+"""What models write between their thoughts and their answer."""
 
 _BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 
@@ -47,6 +49,11 @@ def linear_pattern(pattern: str, setting: str) -> Any:
 def bounded(answer: str) -> str:
     """What an environment gets of an answer."""
     return answer[:MAX_ANSWER_CHARS]
+
+
+def after_thinking(text: str) -> str:
+    """What stands behind the last `END_OF_THINKING`, as it stands there; the whole text where there is none."""
+    return text.rpartition(END_OF_THINKING)[2]
 
 
 def clean(text: str) -> str:

@@ -12,18 +12,18 @@ that failed are asked again when the evaluation goes on.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.run import durable
 from rolljax.run.layout import VERDICTS
+from rolljax.run.lock import locked
 from rolljax.types import Key, Trajectory
 
-EVALUATION, ANSWERS, TABLE, LOCK = "evaluation.json", "answers.jsonl", "table.md", ".lock"
+EVALUATION, ANSWERS, TABLE = "evaluation.json", "answers.jsonl", "table.md"
 JUDGEMENTS = "verdicts.jsonl"
 SCHEMA = 1
 
@@ -51,10 +51,7 @@ class AnswerLog:
                 self._files = files.pop_all()
 
     def _open(self, folder: Path, fresh: bool, files: contextlib.ExitStack) -> None:
-        _check_ours(folder)
-        with durable.storing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            _lock(folder, files.enter_context(open(folder / LOCK, "w")))  # noqa: SIM115  # `files` does
+        files.enter_context(locked(folder, EVALUATION, "the folder of an evaluation", "--to"))
         durable.sweep(folder)
         if fresh:
             for name in (TABLE, JUDGEMENTS, ANSWERS, EVALUATION, VERDICTS):
@@ -120,43 +117,7 @@ def read_answers(folder: str | Path, *, mend: bool = False) -> list[Trajectory]:
     Args:
       mend: take lines that are not whole out of the file, which a writer that was killed may leave.
     """
-    path, found, whole = Path(folder) / ANSWERS, [], []
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    for line in lines:
-        try:
-            found.append(Trajectory.from_json(json.loads(line)))
-        except (ValueError, LookupError, TypeError):
-            continue
-        whole.append(line + b"\n")
-    if mend and (len(whole) < len(lines) or (lines and not path.read_bytes().endswith(b"\n"))):
-        durable.write(path, b"".join(whole))
-    return found
-
-
-def _check_ours(folder: Path) -> None:
-    """Raise unless the folder is absent, empty, or that of an evaluation."""
-    if not folder.exists() or (folder / EVALUATION).is_file():
-        return
-    if not folder.is_dir() or any(e.name != LOCK and not durable.is_temporary(e) for e in folder.iterdir()):
-        raise ConfigError(
-            "is not empty and not the folder of an evaluation",
-            setting="--to",
-            value=str(folder),
-            remedy="name another folder",
-        )
-
-
-def _lock(folder: Path, file: TextIO) -> None:
-    """Keep other processes of this machine from writing here for as long as `file` is open."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            "is being written by another process",
-            setting="--to",
-            value=str(folder),
-            remedy="wait for it to end, or name another folder",
-        ) from None
+    return durable.whole_lines(Path(folder) / ANSWERS, Trajectory.from_json, mend=mend)
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from rolljax.chat_models.base import ChatTooLong
+from rolljax.chat_models.base import ChatTooLong, seed_of
 from rolljax.chat_models.client import Endpoint, EndpointConfig, Reply, the_only_model
 from rolljax.envs.pool import Episode, Pool
 from rolljax.errors import ConfigError, RolljaxError
@@ -21,7 +20,7 @@ from rolljax.rollout.episodes import EpisodeRollouts, RolloutConfig
 from rolljax.rollout.starts import Start
 from rolljax.rollout.token_stream import TokenStream
 from rolljax.threads.watchdog import Sleeper
-from rolljax.types import Completion, Key, Message, Sampled
+from rolljax.types import Completion, Message, Sampled
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,9 +42,9 @@ class EndpointRollouts(EpisodeRollouts):
 
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
         assert start is None
-        said, record = list(episode.opening), TokenRecord()
+        said, record, key = list(episode.opening), TokenRecord(), builder.key
         for turn in range(self.pool.spec.max_turns):
-            seed = seed_of(self.seed, builder.key, turn)
+            seed = seed_of(f"{self.seed}/{key.stream}/{key.draw}/{key.sibling}/{turn}")
             try:
                 reply = await self.endpoint.chat(said, {**self.fields, "seed": seed})
             except ChatTooLong as e:
@@ -82,12 +81,6 @@ class TokenRecord:
         logp = np.array(reply.sampler_logp or [0.0] * num, np.float32)
         sampled = Sampled.of(tokens, logp, np.zeros(num, np.int32))
         return Completion(sampled, reply.finish_reason, sample_s=reply.seconds)
-
-
-def seed_of(seed: int, key: Key, turn: int) -> int:
-    """The seed of one request, 31 bits, from its address."""
-    address = f"{seed}/{key.stream}/{key.draw}/{key.sibling}/{turn}"
-    return int.from_bytes(hashlib.sha256(address.encode()).digest()[:4]) >> 1
 
 
 class EndpointModel:

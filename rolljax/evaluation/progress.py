@@ -1,20 +1,12 @@
-"""How far an evaluation is, for a person: a bar on a terminal, else a line now and then; on stderr."""
+"""How far an evaluation is, for a person."""
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-
 from rolljax.evaluation.run import Standing
-from rolljax.run.lines import Lines
-
-LINE_EVERY_S = 5.0
+from rolljax.run.lines import ProgressLines
 
 
-class Progress:
+class Progress(ProgressLines):
     """Shows how far an evaluation is. Use as a context manager.
 
     Args:
@@ -22,34 +14,13 @@ class Progress:
     """
 
     def __init__(self, title: str) -> None:
-        self._title, self._last_line_s = title, 0.0
-        self._console = Lines(stderr=True, highlight=False)
-        self._bar: Any = None
-
-    def __enter__(self) -> Progress:
-        if self._console.is_terminal:
-            columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-            self._bar = Bar(*columns, console=self._console, transient=True)
-            self._bar.start()
-            self._bar.add_task(self._title)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        super().__init__(title, at_once=True)
 
     def show(self, standing: Standing) -> None:
         """Show how far it is."""
-        over, text = standing.answers + standing.failed, describe(standing)
-        if self._bar is not None:
-            self._bar.update(0, completed=over, total=standing.total, description=f"{self._title}: {text}")
-        elif time.monotonic() - self._last_line_s > LINE_EVERY_S or over == standing.total:
-            self._last_line_s = time.monotonic()
-            self.say(f"{self._title}: {over} of {standing.total} attempts, {text}")
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        over, total, text = standing.answers + standing.failed, standing.total, describe(standing)
+        line = f"{self._title}: {over} of {total} attempts, {text}"
+        self._show(over, total, f"{self._title}: {text}", line, at_end=over == total)
 
 
 def describe(standing: Standing) -> str:

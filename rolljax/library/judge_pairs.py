@@ -10,18 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolljax.chat_models.base import Asking, ChatAnswer, ChatModel
+from rolljax.chat_models.base import Asking, ChatModel
 from rolljax.envs.base import NUM_INDICES
 from rolljax.envs.judging import pairs
 from rolljax.envs.judging.base import Judging, Question
 from rolljax.envs.judging.pairs import Traces
-from rolljax.envs.tasks import MIN_REPEATS, REPEATS, is_held_out
+from rolljax.envs.tasks import training_indices
 from rolljax.envs.text import bounded
 from rolljax.errors import ConfigError, DataError
 from rolljax.library.apart import run_apart
 from rolljax.run import durable
 from rolljax.threads.event_loop import EventLoop, Stopped
-from rolljax.types import Message
 
 if TYPE_CHECKING:
     from rolljax.library.model import LoadedModel
@@ -43,27 +42,6 @@ class JudgePairs:
     def num(self) -> int:
         """Pairs in the file."""
         return self.counts.get("judge_right", 0) + self.counts.get("judge_wrong", 0)
-
-
-class OwnChat:
-    """A model that `rolljax.load` opened, as a chat model: the sampler of a run or of a folder."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
-        self._num = 0
-
-    async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
-        """The answer to a conversation; what is sampled depends on `how.seed` and the prompt alone."""
-        said = await self._model.reply(messages, how.temperature, how.max_tok, how.seed)
-        self._num += 1
-        return ChatAnswer(said.text, "length" if said.finish_reason == "length" else "stop", len(said.tokens))
-
-    def counts(self) -> Mapping[str, int]:
-        """Requests and answers."""
-        return {"requests": self._num, "answers": self._num}
-
-    async def close(self) -> None:
-        """Nothing: who loaded the model closes it."""
 
 
 def make(
@@ -144,39 +122,23 @@ class _Asking:
 def _chat(model: ChatModel | LoadedModel) -> ChatModel:
     from rolljax.library.model import LoadedModel
 
-    return OwnChat(model) if isinstance(model, LoadedModel) else model
+    return model.chat_model() if isinstance(model, LoadedModel) else model
 
 
 def _indices(env: Judging, num: int, held_out_frac: float) -> list[int]:
     """Indices of the first `num` different tasks of the training split."""
-    found: dict[str, int] = {}
-    for index in range(0, NUM_INDICES, 2):
-        task = env.task(index)
-        if not is_held_out(task, held_out_frac):
-            found.setdefault(task.id, index)
-            if len(found) == num:
-                return list(found.values())
-        if index >= REPEATS * 2 * len(found) + MIN_REPEATS:
-            break
-    raise DataError(f"{env.name} has only {len(found)} different pairs to train on, {num} were asked for")
+    found = training_indices(env, held_out_frac, num, range(0, NUM_INDICES, 2))
+    if len(found) < num:
+        raise DataError(f"{env.name} has only {len(found)} different pairs to train on, {num} were asked for")
+    return found
 
 
 def _read(path: Path, indices: Sequence[int]) -> dict[int, Traces]:
     """The traces that are there; a last line that a writer left half is let go."""
-    if not path.is_file():
-        return {}
-    kept, found = [], {}
-    for line in path.read_bytes().splitlines():
-        try:
-            record = Traces(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-        kept.append(line + b"\n")
-        found[record.index] = record
+    found = {t.index: t for t in durable.whole_lines(path, lambda record: Traces(**record), mend=True)}
     if strange := sorted(set(found) - set(indices)):
         raise ConfigError(
             f"holds traces of question {strange[0]}, which is not asked about", setting="to", value=str(path.parent),
             remedy="name another folder",
         )  # fmt: skip
-    durable.write(path, b"".join(kept))
     return found

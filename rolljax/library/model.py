@@ -18,6 +18,7 @@ from rolljax.threads.event_loop import EventLoop, Stopped
 from rolljax.types import Message, SamplingParams
 
 if TYPE_CHECKING:
+    from rolljax.chat_models.base import ChatModel
     from rolljax.model.decoder import Params
     from rolljax.sampler.engine import Engine
     from rolljax.serving.schema import ServedModel
@@ -118,14 +119,18 @@ class LoadedModel:
         except Stopped:
             raise KeyboardInterrupt from None
 
-    async def reply(self, messages: Sequence[Message], temperature: float, max_tokens: int, seed: int) -> Answer:
-        """The answer to one conversation, for callers in an event loop; equal seeds and prompts give equal answers.
+    def chat_model(self) -> ChatModel:
+        """This model for those who ask chat models: judges, data pipelines. It is asked from an event loop, and answers
+        a seed as `generate` does; closing it leaves this model open.
 
         Raises:
-          SamplerError: the prompt leaves no room in the context.
+          ConfigError: there is no chat template.
         """
-        params = SamplingParams(temperature, max_tokens, self._served.stop_ids)
-        return await self._answer(self._prompt_ids(messages, False), params, (seed, 0))
+        from rolljax.chat_models.local import SamplerChat
+
+        if self._served.chat is None:
+            raise ConfigError("has no chat template", setting="LoadedModel", remedy="load a model that has one")
+        return SamplerChat(self._sampler, self._served.chat, self._served.max_context, lambda seed: (seed, 0))
 
     async def _answer(self, prompt: np.ndarray, params: SamplingParams, address: tuple[int, int]) -> Answer:
         done = await self._sampler.generate(prompt, params, address)

@@ -13,11 +13,11 @@ from typing import Any, Literal
 from rolljax.chat_models.base import ChatModelConfig
 from rolljax.envs.judging import verdicts
 from rolljax.envs.judging.verdicts import Form, Side
+from rolljax.envs.text import after_thinking
 from rolljax.errors import check_range
 from rolljax.rewards.base import Reward, Surroundings
 from rolljax.rewards.calls import CallLimits, Calls, Unreadable, digest
 from rolljax.rewards.judge import GUARD, Asked, all_of, ask, counted, gold_of, identity, mark_of, quoted
-from rolljax.rewards.rules import END_OF_THINKING
 from rolljax.types import Message, Task, Trajectory
 
 
@@ -82,7 +82,7 @@ class Critique(Asked):
         Raises:
           Unreadable: it holds none of the form.
         """
-        found = verdicts.read(text.rpartition(END_OF_THINKING)[2], self.verdict)
+        found = verdicts.read(after_thinking(text), self.verdict)
         if found is None:
             raise Unreadable(f"the critique does not end with a verdict of the form {self.verdict!r}")
         if found.strength is not None and found.strength not in verdicts.STRENGTHS:

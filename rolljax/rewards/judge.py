@@ -17,12 +17,11 @@ from typing import Any, Literal, TypeVar
 
 from rolljax.chat_models.base import Asking, ChatModel, ChatModelConfig, ChatTooLong
 from rolljax.envs.questions import Questions
-from rolljax.envs.text import read_json
+from rolljax.envs.text import after_thinking, read_json
 from rolljax.errors import ConfigError, check_range
 from rolljax.rewards.base import Reward, RewardConfig, Surroundings
 from rolljax.rewards.calls import CallLimits, Calls, Unreadable, digest
 from rolljax.rewards.compose import on_curve
-from rolljax.rewards.rules import END_OF_THINKING
 from rolljax.types import Message, Task, Trajectory
 
 T = TypeVar("T")
@@ -62,7 +61,7 @@ class Asked(RewardConfig):
 
     def shown(self, text: str) -> str:
         """What a judge sees of an answer: what stands behind its thinking, of long ones the end."""
-        return text.rpartition(END_OF_THINKING)[2].strip()[-self.max_chars :]
+        return after_thinking(text).strip()[-self.max_chars :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,7 +367,7 @@ def last_object(text: str) -> dict[str, Any]:
     Raises:
       Unreadable: there is none, or something else than the end of a block stands behind it.
     """
-    text = text.rpartition(END_OF_THINKING)[2][-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
+    text = after_thinking(text)[-MAX_VERDICT_CHARS:].rstrip().removesuffix("```").rstrip()
     start = text.rfind("{")
     if start < 0 or not text.endswith("}"):
         raise Unreadable("the answer does not end with a JSON object")

@@ -16,14 +16,13 @@ from rolljax.envs.base import EnvSpec, Runs
 from rolljax.envs.data import answers, verifier
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.questions import Questions, is_same
-from rolljax.envs.text import linear_pattern, read_json
+from rolljax.envs.text import END_OF_THINKING, after_thinking, linear_pattern, read_json
 from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.rewards.base import Reward, Surroundings
 from rolljax.rewards.workers import Rule, Said
 from rolljax.types import Task
 
 MAX_JSON_CHARS = 65_536
-END_OF_THINKING = "</think>"
 Script = Literal["latin", "han", "cyrillic", "arabic", "devanagari", "greek", "hangul", "hebrew", "kana", "thai"]
 _SCRIPTS: dict[str, tuple[str, ...]] = {
     "latin": ("LATIN",), "han": ("CJK",), "cyrillic": ("CYRILLIC",), "arabic": ("ARABIC",),
@@ -290,7 +289,7 @@ def recorded(env: EnvSpec, task: Task, key: str = "") -> str:
 
 def json_object(text: str) -> dict[str, Any] | None:
     """The JSON object that a text is, behind its thinking if there is any, alone or in a block of code."""
-    text = text.rpartition(END_OF_THINKING)[2].strip()
+    text = after_thinking(text).strip()
     if text.startswith("```") and text.endswith("```"):
         text = text[3:-3].removeprefix("json").strip()
     if len(text) > MAX_JSON_CHARS:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rolljax.errors import StorageError
 
+T = TypeVar("T")
 _SPACE = "free some, or keep less (Recipe.keep_checkpoints, Recipe.keep_rollouts, Recipe.rollouts_every)"
 _RIGHTS = "make it writable, or name another folder"
 REMEDIES = {
@@ -109,6 +112,30 @@ def append(path: Path, line: str) -> None:
             f.flush()
             os.fsync(f.fileno())
     reach("after", path)
+
+
+def whole_lines(path: Path, read: Callable[[Any], T], *, mend: bool = False) -> list[T]:
+    """What `read` makes of each line of JSON in a file, in their order; of a file that is not there, nothing. It passes
+    over lines that are not whole, as a writer that is killed may leave the last one.
+
+    Args:
+      read: of a line's value; ValueError, LookupError or TypeError of it says that the line is not whole.
+      mend: take such lines out of the file, and end the last one.
+
+    Raises:
+      StorageError: it cannot be mended.
+    """
+    data = path.read_bytes() if path.is_file() else b""
+    found, whole = [], []
+    for line in data.splitlines():
+        try:
+            found.append(read(json.loads(line)))
+        except (ValueError, LookupError, TypeError):
+            continue
+        whole.append(line + b"\n")
+    if mend and data != (mended := b"".join(whole)):
+        write(path, mended)
+    return found
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ from rolljax.run.layout import (
     rollout_files,
     rollouts_file,
 )
+from rolljax.run.lock import check_ours, locked
 from rolljax.run.progress import RunProgress
 from rolljax.types import Trajectory
 
@@ -76,6 +77,8 @@ _OF_CALLS = re.compile(
 """Settings of rewards that say where and how judges are called. They may differ too."""
 DONE = "all phases done"
 """Why a complete run stopped."""
+_OURS = (RESOLVED, "a run folder", "--run_dir")
+"""What `check_ours` is told."""
 _OF_PHASE = re.compile(r"phases\[(\d+)\]\.(.*)")
 FOUND_S = 30.0
 """Longest that a shared file system takes to show one process what another wrote."""
@@ -87,30 +90,13 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> contextlib.AbstractContextManager[None]:
         """Keep other processes of this machine from writing here.
 
         Raises:
           ConfigError: one is at it already, or the folder holds something else.
         """
-        import fcntl
-
-        self._check_ours()
-        with contextlib.ExitStack() as stack:
-            with durable.storing(self.path):
-                self.path.mkdir(parents=True, exist_ok=True)
-                f = stack.enter_context(open(self.path / LOCK, "w"))
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    "is being written by another process",
-                    setting="--run_dir",
-                    value=str(self.path),
-                    remedy="wait for it to end, or name another folder",
-                ) from None
-            yield
+        return locked(self.path, *_OURS)
 
     def mark(self) -> str:
         """Leave a mark for other processes of the run, and return it; the folder is locked by this one."""
@@ -157,7 +143,7 @@ class RunFolder:
           ConfigError: the folder holds something else, or a run with other settings. CheckpointError: it is damaged.
           StorageError: it cannot be written.
         """
-        self._check_ours()
+        check_ours(self.path, *_OURS)
         with durable.storing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         durable.sweep(self.path)
@@ -186,22 +172,6 @@ class RunFolder:
             return dict(json.loads(path.read_text()))
         except (ValueError, TypeError) as e:
             raise CheckpointError(f"{path} is damaged: {e}; --fresh starts over") from e
-
-    def _check_ours(self) -> None:
-        """Raise unless the folder is absent, empty, or a run folder."""
-        with durable.storing(self.path):
-            if not self.path.exists() or (self.path / RESOLVED).is_file():
-                return
-            is_ours = self.path.is_dir() and all(
-                entry.name == LOCK or durable.is_temporary(entry) for entry in self.path.iterdir()
-            )
-        if not is_ours:
-            raise ConfigError(
-                "is not empty and not a run folder",
-                setting="--run_dir",
-                value=str(self.path),
-                remedy="name another folder",
-            )
 
     def changes(self, config: Any) -> list[tuple[str, object, object]]:
         """Settings that differ from those of the run that is here and change numbers: path, value there, value now.

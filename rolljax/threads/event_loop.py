@@ -1,4 +1,5 @@
-"""An asyncio event loop in a thread of its own, and waits for what runs there: each has a name and a deadline."""
+"""Asyncio event loops in threads of their own: a run's, where waits have names and deadlines (`EventLoop`), and one
+that stands still while nobody waits for it (`SteppedLoop`)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from rolljax.errors import HangError
 from rolljax.threads.watchdog import Watchdog
@@ -105,3 +106,45 @@ class EventLoop:
         self._thread.join(timeout=30)
         self._blocking.shutdown(wait=False, cancel_futures=True)
         self._loop.close()
+
+
+class SteppedLoop:
+    """An asyncio event loop that runs while `run` is waited for, and stands still else: nothing in it ever runs beside
+    the thread that calls. Its own thread lets callers be in an event loop themselves, as a notebook's cell is.
+
+    Use it as a context manager, by one thread at a time; what is left in the end is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rolljax-asking")
+
+    def __enter__(self) -> Self:
+        self._thread.submit(self._runner.get_loop).result()  # the thread is there before an interrupt can make it two
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait(self._thread.submit(self._runner.close))
+        self._thread.shutdown()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; an interrupt of the wait cancels it."""
+        loop = self._runner.get_loop()
+        task = loop.create_task(work)
+        try:
+            future = self._thread.submit(loop.run_until_complete, task)
+            self._wait(future)
+            return future.result()
+        finally:
+            if not task.done():  # interrupted, perhaps before the loop ran
+                loop.call_soon_threadsafe(task.cancel)
+                self._wait(self._thread.submit(self._end, task))
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        if not task.done():
+            self._runner.get_loop().run_until_complete(asyncio.wait({task}))
+
+    @staticmethod
+    def _wait(future: concurrent.futures.Future[Any]) -> None:
+        while not future.done():
+            concurrent.futures.wait([future], POLL_S)  # an end, so that signals are handled

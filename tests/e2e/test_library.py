@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import rolljax
+from rolljax.chat_models.base import Asking
 from rolljax.config import given
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.questions import Questions
@@ -21,6 +22,7 @@ from rolljax.recipe import Evaluation, Phase, Recipe
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.optimizer import AdamW
+from rolljax.types import Message
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"question": f"Sing {i}: "} for i in range(200)]
@@ -107,6 +109,8 @@ def test_a_run_is_evaluated_exported_and_loaded(run, tmp_path):
         one, two = model.generate(["Sing 1: ", [{"role": "user", "content": "Sing 2: "}]], max_tokens=4, seed=1)
         assert len(one.tokens) <= 4 and len(one.logprobs) == len(one.tokens) and str(two) == two.text
         assert model.generate("Sing 1: ", max_tokens=4, seed=1)[0].text == one.text
+        said = asyncio.run(model.chat_model().ask([Message("user", "Sing 1: ")], Asking(1.0, 4, seed=1)))
+        assert (said.text, said.num_tok) == (one.text, len(one.tokens))
         assert model.generate(["Sing 1: "], max_tokens=4, raw=True, temperature=0)[0].finish_reason in (
             "stop",
             "length",

@@ -58,6 +58,8 @@ TABLE = [
     (evaluate, ["--run", "nowhere"], 6, ["is not a run folder"], []),
     (evaluate, ["--model", "Qwen/Qwen3-0.6B"], 2, ["--env or --gin says which tasks"], []),
     (evaluate, ["--model", "Qwen/Qwen3-0.6B", "--gin", "quickstart"], 2, [HUB], []),
+    (evaluate, ["--endpoint", "127.0.0.1:8000", "--env", "sokoban"], 2, ["EndpointConfig.url is not", "--endpoint", "'127.0.0.1:8000'"], []),
+    (evaluate, ["--endpoint", "http://127.0.0.1:1/v1", "--env", "sokoban"], 2, ["does not list its models", "--model_name"], []),
     (export, ["--model", "Qwen/Qwen3-0.6B", "--to", "out"], 6, [HUB], []),
     (export, ["--run", "folder", "--to", "out"], 6, ["is not a run folder"], []),
     (serve.main, ["--model", "Qwen/Qwen3-0.6B"], 2, [HUB], []),

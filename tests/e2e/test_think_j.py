@@ -19,7 +19,6 @@ from rolljax.evaluation import answers
 from rolljax.evaluation import report as reports
 from rolljax.evaluation.settings import Attempts
 from rolljax.library import judge_pairs
-from rolljax.library.judge_pairs import OwnChat
 from rolljax.train import main as train
 
 from .conftest import ROOT, rows
@@ -48,7 +47,7 @@ def made(init, tmp_path_factory):
     """Pairs of its traces, and how many times it was asked."""
     to = tmp_path_factory.mktemp("pairs")
     with rolljax.load(init) as model:
-        chat = OwnChat(model)
+        chat = model.chat_model()
         first = judge_pairs.make(DigitSums(), chat, to=to, num=60, how=HOW)
         asked = chat.counts()["requests"]
         texts = (to / "traces.jsonl").read_bytes(), first.pairs.read_text()

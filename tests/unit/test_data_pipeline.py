@@ -1,8 +1,10 @@
 """Pipelines: what is left when they are killed, what they refuse, what they say; and every stage that asks no model."""
 
+import asyncio
 import gzip
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from rolljax.chat_models.client import EndpointConfig
+from rolljax.config import loader
 from rolljax.data import attempts, dedup, filters, pipeline, turn_mask, vectors
 from rolljax.data.journal import Journal
 from rolljax.data.pipeline import Pipeline
@@ -170,6 +173,26 @@ def test_a_server_that_fails_ends_the_pipeline_and_what_it_said_is_kept(tmp_path
         down[0] = False
         pipeline.run(recipe, source, tmp_path / "out")
         assert len(read(tmp_path / "out" / "data.jsonl")) == 6
+
+
+def test_a_pipeline_runs_inside_of_an_event_loop(tmp_path):
+    """As in a cell of a notebook, whose thread has one."""
+    source = write(tmp_path / "in.jsonl", sums(6))
+
+    async def cell():
+        recipe = Pipeline((attempts.Attempts(k=2),), EndpointConfig(server.url, "rule"), concurrency=2)
+        return pipeline.run(recipe, source, tmp_path / "out")
+
+    with RuleServer(adder) as server:
+        found = asyncio.run(cell())
+    assert found.files == {"data.jsonl": 6} and found.stages["01_attempts"]["asked"]["asked"] == 12
+
+
+def test_a_server_that_is_none_is_told_of_by_its_setting(tmp_path):
+    (tmp_path / "recipe.gin").write_text(RECIPE.format(url="127.0.0.1:8000"))
+    with pytest.raises(ConfigError, match="is not the address of a server") as error:
+        loader.load([str(tmp_path / "recipe.gin")], root=Pipeline)
+    assert error.value.setting == "EndpointConfig.url" and re.search(r"recipe\.gin:\d+$", error.value.where)
 
 
 def test_another_pipeline_is_not_written_over_one(tmp_path):

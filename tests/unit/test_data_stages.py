@@ -165,6 +165,17 @@ def test_difficulty_is_graded_and_what_cannot_be_read_is_asked_again(tmp_path):
     assert [r["difficulty"] for r in rows] == [-1, 0, 3, 5]
 
 
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ('{"a": {"b": 1}} then {"c": 2}.', {"c": 2}), ("none {} of these {", {}), ("[1]", None), ('{"a": NaN} {1}', None),
+        ('{"a": "two\nlines"}', {"a": "two\nlines"}), ('{"a": 1} ' + "{" * 200 + '{"b": 2}', {"a": 1}),
+    ],
+)  # fmt: skip
+def test_the_last_object_of_an_answer(text, found):
+    assert stagent.last_json_object(text) == found
+
+
 def test_rare_combinations_of_tools_are_repeated(tmp_path):
     tools = [["map"]] * 9 + [["map", "weather"], ["weather", "map"]] + [["pay"]] + [["hotel"]] * 5
     records = [{"prompt": str(i), "tools": t} for i, t in enumerate(tools)]

@@ -16,6 +16,7 @@ from rolljax.errors import CheckpointError, ConfigError, StorageError
 from rolljax.run import durable
 from rolljax.run.checkpoint import Checkpoints, damage
 from rolljax.run.folder import RunFolder
+from rolljax.run.lock import locked
 from rolljax.run.progress import RunProgress
 from tests.ends import Killed, at_points
 
@@ -154,6 +155,24 @@ def test_a_killed_start_does_not_lock_its_user_out(tmp_path):
         assert number >= (18 if fresh else 9)
 
 
+def test_a_folder_is_written_by_one_and_holds_nothing_of_others(tmp_path):
+    folder, ours = tmp_path / "new" / "folder", ("marker", "one of ours", "--to")
+    for _ in range(2):  # also behind the first
+        with locked(folder, *ours):
+            taken = pytest.raises(ConfigError, match="is being written by another process")
+            with taken as error, locked(folder, *ours):
+                pass
+            assert error.value.setting == "--to" and error.value.value == str(folder)
+    (folder / ".half.tmp").touch()  # of a writer that was killed
+    with locked(folder, *ours):
+        (folder / "theirs").touch()
+    with pytest.raises(ConfigError, match="is not empty and not one of ours"), locked(folder, *ours):
+        pass
+    (folder / "marker").touch()
+    with locked(folder, *ours):
+        pass
+
+
 def test_a_run_without_its_checkpoints_is_not_begun_again_in_silence(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_row({"step": 1})
@@ -273,6 +292,18 @@ def test_a_manifest_is_one_of_sha256sum(two):
 
 
 # ---- retention
+
+
+def test_lines_that_are_not_whole_are_passed_over_and_mended(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    assert durable.whole_lines(path, int, mend=True) == [] and not path.exists()
+    torn = b'1\n"x"\n2\n[3, 4'
+    for text, numbers, mended in ((torn, [1, 2], b"1\n2\n"), (b"1\n2", [1, 2], b"1\n2\n"), (b"1\n", [1], b"1\n")):
+        path.write_bytes(text)
+        assert durable.whole_lines(path, int) == numbers and path.read_bytes() == text
+        before = path.stat().st_ino
+        assert durable.whole_lines(path, int, mend=True) == numbers and path.read_bytes() == mended
+        assert (path.stat().st_ino == before) == (text == mended)  # what is whole is not written again
 
 
 def test_the_newest_files_of_rollouts_stay(tmp_path):

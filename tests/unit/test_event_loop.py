@@ -1,12 +1,13 @@
 """The event loop of a run: what runs in it and beside it, and waits with a name and a deadline."""
 
 import asyncio
+import signal
 import threading
 
 import pytest
 
 from rolljax.errors import EnvError, HangError
-from rolljax.threads.event_loop import EventLoop, Stopped
+from rolljax.threads.event_loop import EventLoop, SteppedLoop, Stopped
 
 
 @pytest.fixture
@@ -207,3 +208,51 @@ def test_what_ends_the_loop_ends_the_run(make_event_loop, error, where):
 
     with pytest.raises(error):
         loop.run(work())
+
+
+# ---- a loop that stands still ---------------------------------------------------------------------------------------
+
+
+def test_a_stepped_loop_stands_still_while_nobody_waits():
+    """Also for callers that are in an event loop."""
+    passes = []
+
+    async def count():
+        while True:
+            passes.append(threading.get_ident())
+            await asyncio.sleep(0)
+
+    async def begin():
+        return asyncio.create_task(count())
+
+    async def caller():
+        with SteppedLoop() as loop:
+            task = loop.run(begin())
+            before = len(passes)
+            assert loop.run(answer(5)) == 42 and before < len(passes)
+            still = len(passes)
+            await asyncio.sleep(0.01)
+            assert len(passes) == still
+            with pytest.raises(ValueError, match="odd"):
+                loop.run(raises(ValueError("odd")))
+        assert task.cancelled() and set(passes).isdisjoint({threading.get_ident()})
+
+    asyncio.run(caller())
+
+
+async def raises(error):
+    raise error
+
+
+def test_an_interrupt_cancels_what_a_stepped_loop_runs():
+    started, cancelled = threading.Event(), threading.Event()
+
+    def interrupt():
+        assert started.wait(30)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    with SteppedLoop() as loop:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(forever(started, cancelled))
+        assert cancelled.is_set() and loop.run(answer()) == 42  # it can be used on

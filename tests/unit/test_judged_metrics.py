@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rolljax.chat_models.base import seed_of
 from rolljax.errors import ConfigError, DataError
 from rolljax.evaluation.judged import bsa, metrics, usb
 from rolljax.evaluation.judged.base import Judged, JudgedEvaluation
@@ -23,6 +24,11 @@ def write(path, rows):
 
 def judged(draw, sibling, item, facts=None, **labels):
     return Judged(draw, sibling, item, facts or {"thought": True}, labels, {}, {})
+
+
+def test_seeds_of_requests_are_of_their_addresses():
+    """These values stand in evaluations that go on."""
+    assert [seed_of(a) for a in ("0/evaluate/3/1/0", "7/3/1/verdict/0/2")] == [651231780, 551174379]
 
 
 # ---- verdicts -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from rolljax.envs.text import code_blocks, read_json
+from rolljax.envs.text import after_thinking, code_blocks, read_json
 
 FINISH = "finish"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -33,7 +33,7 @@ def parse_action(text: str, max_chars: int) -> Action:
     """The action in a text of any kind; never raises."""
     if len(text) > max_chars:
         return Action(problem=f"an answer may have {max_chars} characters, this one has {len(text)}")
-    text = text.rpartition("</think>")[2].strip()
+    text = after_thinking(text).strip()
     if "<tool_call>" in text:
         calls = _CALL.findall(text)
         return dataclasses.replace(_call(calls[0]), ignored=len(calls) - 1)

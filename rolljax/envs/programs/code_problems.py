@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.data.rows import find_files
 from rolljax.envs.run_limits import RUN_S, AdaptiveTimeout, RunLimits
-from rolljax.envs.text import code_blocks
+from rolljax.envs.text import after_thinking, code_blocks
 from rolljax.errors import ConfigError, DataError, EnvError, check_range
 from rolljax.types import Message, Task
 
@@ -200,7 +200,7 @@ def program_of(answer: str, problem: Problem) -> str | None:
 
     Of several code blocks, the first counts that defines the function asked for, else the first.
     """
-    text = answer.rpartition("</think>")[2]
+    text = after_thinking(answer)
     if len(text) > MAX_ANSWER_CHARS or "\0" in text or not text.strip() or not _is_text(text):
         return None
     # behind `^` only what cannot end a line: a run of empty lines is looked at once

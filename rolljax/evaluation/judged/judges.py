@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import hashlib
 from collections.abc import Mapping
 
-from rolljax.chat_models.base import Asking, ChatModel, ChatTooLong
+from rolljax.chat_models.base import Asking, ChatModel, ChatTooLong, seed_of
 from rolljax.errors import InfraError
 from rolljax.evaluation.judged.base import Ask, JudgedEvaluation
 from rolljax.evaluation.judged.labels import majority, read_label
@@ -54,7 +53,7 @@ class Judges:
 
     async def _vote(self, model: ChatModel, ask: Ask, address: str) -> tuple[str | None, str, str]:
         """Label, fault and text of one judge."""
-        seed = int.from_bytes(hashlib.sha256(f"{self._cfg.seed}/{address}".encode()).digest()[:4]) >> 1
+        seed = seed_of(f"{self._cfg.seed}/{address}")
         how = Asking(self._cfg.judge_temperature, self._cfg.judge_max_tok, seed)
         try:
             answer = await model.ask(ask.messages, how)

@@ -6,9 +6,8 @@ import collections
 import re
 from collections.abc import Mapping, Sequence
 
-from rolljax.envs.text import json_at
+from rolljax.envs.text import END_OF_THINKING, after_thinking, json_at
 
-_THOUGHT = "</think>"
 _FIELD = re.compile(r'"([^"\\]{1,64})"\s{0,16}:\s{0,16}(?:"([^"\\]{0,64})"|(-?\d{1,6}|true|false)(?=[\s,}]|\Z))')
 """A field of an object and its value, a short text, number or flag."""
 
@@ -27,7 +26,7 @@ def read_label(text: str, field: str, labels: Mapping[str, str]) -> str:
     Raises:
       ValueError: there is no such field, or its value is no label; the message holds nothing of the text.
     """
-    text = text[text.rfind(_THOUGHT) + len(_THOUGHT) :] if _THOUGHT in text else text
+    text = after_thinking(text)
     start = text.find("{")
     if start < 0:
         raise ValueError("no JSON object")
@@ -70,7 +69,7 @@ def majority(votes: Sequence[str | None]) -> str | None:
 def split_thinking(text: str) -> tuple[str, str]:
     """What a model thought, and what it answered: before and behind the first `</think>`. An answer that is cut off
     while thinking is all thought; without the tags all of it is answer."""
-    head, mark, tail = text.partition(_THOUGHT)
+    head, mark, tail = text.partition(END_OF_THINKING)
     if not mark:
         before, opened, thought = text.partition("<think>")
         return (thought.strip(), before.strip()) if opened else ("", text.strip())

@@ -181,16 +181,8 @@ class VerdictLog:
         self._file: Any = None
         if self._path is None:
             return
-        whole, lines = [], self._path.read_bytes().splitlines() if self._path.is_file() else []
-        for line in lines:
-            try:
-                record = json.loads(line)
-                found = Judged(**{f.name: record[f.name] for f in dataclasses.fields(Judged)})
-            except (ValueError, LookupError, TypeError):
-                continue
+        for found in durable.whole_lines(self._path, _judged, mend=True):
             self.verdicts[found.draw, found.sibling] = found
-            whole.append(line + b"\n")
-        durable.write(self._path, b"".join(whole))
         with durable.storing(self._path):
             self._file = open(self._path, "ab")  # noqa: SIM115  # `close` does
 
@@ -215,6 +207,11 @@ class VerdictLog:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _judged(record: Mapping[str, Any]) -> Judged:
+    """What a line of the log says, without its texts."""
+    return Judged(**{f.name: record[f.name] for f in dataclasses.fields(Judged)})
 
 
 def _report(

@@ -1,0 +1,59 @@
+"""Folders that are written by one process alone, and hold nothing of others: of runs, evaluations, pipelines."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+from rolljax.errors import ConfigError
+from rolljax.run import durable
+from rolljax.run.layout import LOCK
+
+
+def check_ours(folder: Path, marker: str, what: str, setting: str) -> None:
+    """Raise unless a folder is absent, empty, or one of ours.
+
+    Args:
+      marker: the file that only folders of ours hold. what: what they are called, with an article.
+      setting: that names the folder.
+
+    Raises:
+      ConfigError: it holds something else. StorageError: it cannot be read.
+    """
+    with durable.storing(folder):
+        if not folder.exists() or (folder / marker).is_file():
+            return
+        is_ours = folder.is_dir() and all(e.name == LOCK or durable.is_temporary(e) for e in folder.iterdir())
+    if not is_ours:
+        raise ConfigError(
+            f"is not empty and not {what}", setting=setting, value=str(folder), remedy="name another folder"
+        )
+
+
+@contextlib.contextmanager
+def locked(folder: Path, marker: str, what: str, setting: str) -> Iterator[None]:
+    """While inside: a folder, made if it is not there, in which no other process of this machine writes.
+
+    Args:
+      marker, what, setting: see `check_ours`.
+
+    Raises:
+      ConfigError: one is at it already, or the folder holds something else. StorageError: it cannot be made.
+    """
+    check_ours(folder, marker, what, setting)
+    with contextlib.ExitStack() as stack:
+        with durable.storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(folder / LOCK, "w"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                "is being written by another process",
+                setting=setting,
+                value=str(folder),
+                remedy="wait for it to end, or name another folder",
+            ) from None
+        yield
