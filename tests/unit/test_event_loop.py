@@ -251,8 +251,12 @@ def test_an_interrupt_cancels_what_a_stepped_loop_runs():
         assert started.wait(30)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    with SteppedLoop() as loop:
-        threading.Thread(target=interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
-            loop.run(forever(started, cancelled))
-        assert cancelled.is_set() and loop.run(answer()) == 42  # it can be used on
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
+    try:
+        with SteppedLoop() as loop:
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                loop.run(forever(started, cancelled))
+            assert cancelled.is_set() and loop.run(answer()) == 42  # it can be used on
+    finally:
+        signal.signal(signal.SIGINT, before)
