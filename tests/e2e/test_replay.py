@@ -293,7 +293,7 @@ def check_checkpoint(run_dir, late):
 @pytest.mark.parametrize(
     ("late", "kills"),
     [
-        pytest.param("drop", 2, marks=pytest.mark.slow),
+        pytest.param("drop", 2, marks=pytest.mark.sweep),
         *(pytest.param(late, 7, marks=pytest.mark.sweep) for late in LATE),
     ],
 )

@@ -274,6 +274,7 @@ def draws(run_dir, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", ["wait", "redraw"])
 def test_an_asynchronous_run_that_goes_on_loses_no_draw_and_trains_none_twice(tmp_path, late):
     """Stopped once, and gone on from older checkpoints as if it had been killed: what was ready is there, and is what
