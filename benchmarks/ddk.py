@@ -11,27 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from trained import train
 
-ROOT = Path(__file__).resolve().parents[1]
 DOMAINS = ("a", "b", "c")
 ARMS = ("ddk", "uniform")
 STEPS, EVERY = 60, 10
-
-
-def train(recipe: str, run_dir: Path, *settings: str) -> Path:
-    """A run, made anew unless it is there."""
-    if not (run_dir / "summary.json").is_file():
-        command = [sys.executable, "-m", "rolljax.train", "--gin", str(ROOT / "configs" / f"{recipe}.gin")]
-        command += ["--run_dir", str(run_dir), *(word for s in settings for word in ("--set", s))]
-        subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True, capture_output=True)
-    return run_dir
 
 
 def student(folder: Path, teacher: Path, arm: str, seed: int) -> list[dict[str, float]]:

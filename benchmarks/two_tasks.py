@@ -11,24 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from trained import train
+
 TASKS = ("spell", "guess")
-ARMS = (*TASKS, "joint", "student")
-
-
-def train(recipe: str, run_dir: Path, *settings: str) -> Path:
-    """A run, made anew unless it is there."""
-    if not (run_dir / "summary.json").is_file():
-        command = [sys.executable, "-m", "rolljax.train", "--gin", str(ROOT / "configs" / f"{recipe}.gin")]
-        command += ["--run_dir", str(run_dir), *(word for s in settings for word in ("--set", s))]
-        subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True, capture_output=True)
-    return run_dir
 
 
 def runs(folder: Path, seed: int) -> dict[str, Path]:

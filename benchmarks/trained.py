@@ -1,0 +1,17 @@
+"""Runs of shipped recipes that benchmarks compare; one that is there is taken as it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def train(recipe: str, run_dir: Path, *settings: str) -> Path:
+    """A run of `configs/{recipe}.gin`, made anew unless it is there; its folder."""
+    if not (run_dir / "summary.json").is_file():
+        command = [sys.executable, "-m", "rolljax.train", "--gin", str(ROOT / "configs" / f"{recipe}.gin")]
+        command += ["--run_dir", str(run_dir), *(word for s in settings for word in ("--set", s))]
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True, capture_output=True)
+    return run_dir
