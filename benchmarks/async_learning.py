@@ -3,9 +3,9 @@
     python benchmarks/async_learning.py --out runs/async --figure docs/async_learning.png
     python benchmarks/async_learning.py --config agents/guess_number --steps 60 --out runs/async_agent
 
-Every run is a process of its own, one after the other; a finished run in its folder is taken as it is, one that was
-stopped goes on. The table gives the mean held-out reward at the end over the seeds, and the lowest and highest; the
-figure the rewards by step.
+Every run is a process of its own, one after the other; what it says goes to a .log beside its folder. A finished run is
+taken as it is, one that was stopped goes on. The table gives the mean held-out reward at the end over the seeds, and
+the lowest and highest; the figure the rewards by step.
 """
 
 import argparse
@@ -37,7 +37,13 @@ def run(folder: Path, config: str, algorithm: str, ratio: float, seed: int, step
     bindings = [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
     command = [sys.executable, "-m", "rolljax.train", "--gin", config, "--run_dir", str(folder)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    subprocess.run(command + bindings, env=env, check=True, stdout=subprocess.DEVNULL)
+    env |= {
+        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.log").open("a") as log:
+        subprocess.run(command + bindings, env=env, check=True, stdout=log, stderr=log)
 
 
 def rows(folder: Path) -> list[dict]:

@@ -194,20 +194,19 @@ def child(workload: Workload, arguments: list[str]) -> None:
 
 def hold_pace(decode_s: float) -> None:
     """Let no decode step be shorter; the thread of the sampler sleeps meanwhile."""
-    import jax
+    from rolljax.sampler.scheduler import Scheduler
 
-    from rolljax.sampler.worker import EngineWorker
+    dispatch = Scheduler._dispatch
 
-    generate = EngineWorker.generate
-
-    def not_sooner(self, table, slots, **how):
-        start = time.perf_counter()
-        out = jax.block_until_ready(generate(self, table, slots, **how))
-        left_s = decode_s * self.engine.cfg.steps_per_dispatch - (time.perf_counter() - start)
-        time.sleep(max(0.0, left_s))
+    def not_sooner(self):
+        before_s = self.stats.generate_s
+        out = dispatch(self)
+        left_s = max(0.0, decode_s * self.cfg.steps_per_dispatch - (self.stats.generate_s - before_s))
+        time.sleep(left_s)
+        self.stats.generate_s += left_s
         return out
 
-    EngineWorker.generate = not_sooner
+    Scheduler._dispatch = not_sooner
 
 
 def write_recipe(name: str, variant: str, folder: Path, steps: int | None) -> Path:

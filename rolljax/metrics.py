@@ -198,6 +198,9 @@ NAMES: Mapping[str, Metric] = {
     "sampler/reuse_frac": Metric(
         "share", "mean", 0, 1, "prompt tokens that were in the cache or computed for a sibling"
     ),
+    "sampler/prefills_n": Metric(
+        "calls", "sum", 0, INF, "prefill programs, of `SamplerConfig.prefill_chunk` tokens each"
+    ),
     "sampler/dispatches_n": Metric("dispatches", "sum", 0, INF, "rounds of decode steps"),
     "sampler/slot_frac": Metric("share", "mean", 0, 1, "slots that sampled a token, over all decode steps"),
     "sampler/idle_frac": Metric(
@@ -214,10 +217,8 @@ NAMES: Mapping[str, Metric] = {
         "tokens", "mean", 0, INF, "what they had sampled by then, where there are any; compare with rollout/len_tok"
     ),
     "sampler/preempt_n": Metric("sequences", "sum", 0, INF, "sequences that gave their pages back and went on later"),
-    "time/prefill_s": Metric("s", "sum", 0, INF, "of the rollout: starting prefills"),
-    "time/decode_s": Metric(
-        "s", "sum", 0, INF, "of the rollout: waiting for decode steps (and the prefills before them)"
-    ),
+    "time/prefill_s": Metric("s", "sum", 0, INF, "of the rollout: prefills"),
+    "time/decode_s": Metric("s", "sum", 0, INF, "of the rollout: decode steps"),
     "time/schedule_s": Metric("s", "sum", 0, INF, "of the rollout: the scheduler on the host"),
     "trackers/lost_n": Metric(
         "rows", "sum", 0, INF, "rows, texts and figures that a tracker refused or that did not reach it"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import pkgutil
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -81,6 +84,19 @@ def import_module(module: str, where: str) -> ModuleType:
             ) from None
         remedy = f"run: python -c 'import {module}'"
         raise ConfigError(e.message, setting=module, remedy=remedy, where=where) from broken
+
+
+def shipped_beside(classes: Iterable[type], name: str) -> list[type]:
+    """rolljax's config classes of this name in the packages of `classes`; imports no other modules than theirs."""
+    homes = {cls.__module__.rpartition(".")[0] for cls in classes}
+    found = []
+    for package in sorted(home for home in homes if home.startswith("rolljax.")):
+        for info in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+            spec = importlib.util.find_spec(info.name)
+            source = Path(spec.origin) if spec and spec.origin else None
+            if source and re.search(rf"^class {name}\b", source.read_text(encoding="utf-8"), re.MULTILINE):
+                found.append(getattr(importlib.import_module(info.name), name))
+    return [cls for cls in found if is_config(cls)]
 
 
 def modules_near(module: str) -> str:

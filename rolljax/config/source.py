@@ -31,6 +31,7 @@ from rolljax.config.classes import (
     is_config,
     mentioned_classes,
     modules_near,
+    shipped_beside,
 )
 from rolljax.config.files import include_path, read
 from rolljax.config.values import Macro, Ref, leaves, map_leaves, setting_value, statements
@@ -228,7 +229,8 @@ class Source:
         return obj
 
     def _find(self, selector: str, where: str) -> Any:
-        """What a setting's selector names: as in a file, the end of a known class's path, or a full path."""
+        """What a setting's selector names: as in a file, the end of a known class's path or of one beside those in
+        rolljax, or a full path."""
         first, *rest = selector.split(".")
         known = self.known()
         found = {cls: None for cls in known if f".{check.full_name(cls)}".endswith(f".{selector}")}
@@ -237,6 +239,9 @@ class Source:
                 found[self._attribute(self._symbols[first], rest, selector, where)] = None
         if len(found) > 1:  # prefer what is in use over what is only imported
             found = {cls: None for cls in found if known.get(cls)} or found
+        if not found and not (first in self._symbols and rest):
+            near = shipped_beside(known, selector.rpartition(".")[2])
+            found = {cls: None for cls in near if f".{check.full_name(cls)}".endswith(f".{selector}")}
         if len(found) > 1:
             full = ", ".join(sorted(map(check.full_name, found)))
             raise ConfigError("is ambiguous", setting=selector, remedy=f"write one of: {full}", where=where)

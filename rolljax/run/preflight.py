@@ -66,6 +66,12 @@ class Preflight(ResolvedRecipe):
     first_prompt: tuple[Message, ...]
     longest_prompt_tok: int
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether weights are published while answers are under way, whose keys and values are made again then."""
+        ahead = any(phase.samples and phase.async_ratio > 0 for phase in self.recipe.phases)
+        return ahead and self.recipe.sampler.on_publish == "recompute"
+
 
 def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> ResolvedRecipe:
     """Check what needs no weights, no tokenizer and no environment.

@@ -78,9 +78,9 @@ class Runtime:
             self._channel.pull(version),
             version,
             worker=worker,
-            longest_prompt=preflight.longest_prompt_tok,
+            longest_prompt=None if preflight.recomputes else preflight.longest_prompt_tok,
             vocabulary=preflight.chat.vocabulary,
-            multi_turn=preflight.recipe.max_turns > 1,
+            multi_turn=preflight.recipe.max_turns > 1 or preflight.recomputes,
         )
         self._may_train = asyncio.Event()
         self._may_train.set()

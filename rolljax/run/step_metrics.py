@@ -151,6 +151,7 @@ def sampler_row(before: SamplerStats, now: SamplerStats, slot_s: float) -> dict[
     return {
         "sampler/prefill_tok": did["prefill_tok"],
         "sampler/reuse_frac": did["reused_tok"] / max(did["reused_tok"] + did["prefill_tok"], 1),
+        "sampler/prefills_n": did["prefills"],
         "sampler/dispatches_n": did["dispatches"],
         "sampler/slot_frac": did["busy_slot_steps"] / max(did["slot_steps"], 1),
         "sampler/idle_frac": 1 - min(did["held_s"] / max(slot_s, 1e-9), 1.0),

@@ -322,11 +322,16 @@ class Scheduler:
         truncate, top = self._variant(self._running.values())
         table = self._table[slots, : self.engine.width(longest)]
         local = np.where(slots >= 0, slots % each, -1).astype(np.int32)
-        out = jax.device_get(self._worker.generate(table, local, truncate=truncate, top=top))
+        started = self._worker.generate(table, local, truncate=truncate, top=top)
+        prefilling = time.perf_counter()
+        self._worker.wait_prefills()  # only now: the device goes on to the decode steps by itself
+        decoding = time.perf_counter()
+        out = jax.device_get(started)
         self.stats.dispatches += 1
         self.stats.slot_steps += rows * n * self.cfg.steps_per_dispatch
         self.stats.busy_slot_steps += int(out.valid.sum())
-        self.stats.generate_s += time.perf_counter() - start
+        self.stats.prefill_s += decoding - prefilling
+        self.stats.generate_s += time.perf_counter() - decoding + prefilling - start
         return out
 
     def _variant(self, requests: Iterable[Request]) -> tuple[bool, bool]:

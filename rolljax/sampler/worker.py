@@ -30,6 +30,7 @@ class EngineWorker:
         self._params: Params | None = None
         self._state: DecodeState | None = None
         self._logits: dict[int, jax.Array] = {}
+        self._prefilling: jax.Array | None = None  # of the last prefill, until somebody has waited for it
         self._num_tickets = 0
 
     @property
@@ -54,7 +55,7 @@ class EngineWorker:
         self._state, logits = self.engine.prefill(self._params, self._started(), chunks, read=read)
         ticket = self._num_tickets
         self._num_tickets += 1
-        self._logits[ticket] = logits
+        self._logits[ticket] = self._prefilling = logits
         return ticket
 
     def insert(self, ticket: int, inserts: Inserts, *, truncate: bool = False, top: bool = False) -> ResultTokens:
@@ -80,6 +81,11 @@ class EngineWorker:
     def score(self, tokens_BT: np.ndarray) -> jax.Array:
         """Model log-prob of every token given those before it, `[B, T]`; the first column is 0."""
         return self.engine.score(self._params, tokens_BT)
+
+    def wait_prefills(self) -> None:
+        """Wait until every prefill that was started is done."""
+        jax.block_until_ready(self._prefilling)
+        self._prefilling = None
 
     def wait(self) -> None:
         """Wait until every program that was started on the decode state is done."""

@@ -116,16 +116,16 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _engine(rows: Sequence[Row], recipe: Recipe) -> EngineTimings:
-    """Seconds of a decode step over the sequences in it, and of a prompt token; what the device works on a prompt while
-    the host waits for what it decodes is counted as decoding."""
+    """Seconds of a decode step over the sequences in it, and of a prefill program, which is as large as the settings
+    say, whatever it has to do."""
     per_dispatch = recipe.sampler.steps_per_dispatch
     steps = np.array([max(r["sampler/dispatches_n"], 1.0) * per_dispatch for r in rows])
     seconds = np.array([r["time/decode_s"] + r["time/schedule_s"] for r in rows])
     sampled = np.array([r["tput/sample_tok_s"] * r["time/rollout_s"] for r in rows])
     step_s, sequence_s = _line(sampled / steps, seconds / steps)
-    prefilled = sum(r["sampler/prefill_tok"] for r in rows)
-    prefill_s = sum(r["time/prefill_s"] for r in rows) / max(prefilled, 1.0)
-    return EngineTimings(step_s=step_s, sequence_s=sequence_s, prefill_s=prefill_s)
+    prefill_call_s = sum(r["time/prefill_s"] for r in rows) / max(sum(r["sampler/prefills_n"] for r in rows), 1.0)
+    sizes = tuple(sorted({*recipe.sampler.chunk_sizes, recipe.sampler.prefill_chunk}))
+    return EngineTimings(step_s=step_s, sequence_s=sequence_s, prefill_call_s=prefill_call_s, prefill_sizes=sizes)
 
 
 def _trainer(rows: Sequence[Row]) -> TrainerTimings:

@@ -7,6 +7,7 @@ import bisect
 import dataclasses
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -65,6 +66,7 @@ class Replica:
         self._until_s = 0.0  # what was decoded is accounted for up to here; in the future while it does something else
         self._weights: list[tuple[float, int]] = [(0.0, 0)]  # decode step from which on a version is used
         self._prefilled: dict[tuple[int, int], int] = {}  # groups whose prompt it has, and how many of them run
+        self._rows: dict[int, tuple[float, int]] = {}  # of the last prefill program by length: its start, and rows left
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
 
     def __len__(self) -> int:
@@ -79,7 +81,7 @@ class Replica:
         reused = self._prefilled.get(answer.group, 0) and answer.home < 0
         tokens = 0 if reused else answer.new_tok if answer.home == self.index else answer.prompt_tok
         self._prefilled[answer.group] = self._prefilled.get(answer.group, 0) + 1
-        self.pause(tokens * self._timings.prefill_s)
+        self._prefill(tokens)
         answer.replica, answer.slot, answer.started_s = self.index, heapq.heappop(self.free_slots), now
         answer.first_step = self.steps
         self._started += 1
@@ -111,7 +113,14 @@ class Replica:
         self._advance()
         self._weights.append((self.steps, version))
         if recompute:
-            self.pause(self._context_tok * self._timings.prefill_s)
+            running = [answer for _, _, answer in sorted(self._running) if not answer.is_over]
+            siblings = Counter(answer.group for answer in running if answer.home < 0)
+            prompts = {a.group: a.prompt_tok for a in running if siblings[a.group] > 1}
+            for tokens in prompts.values():
+                self._prefill(tokens)
+            for answer in running:
+                shared = prompts.get(answer.group, 0) if answer.home < 0 else 0
+                self._prefill(round(answer.prompt_tok + self.steps - answer.first_step) - shared)
             self._prefilled = {}
 
     def pause(self, seconds: float) -> None:
@@ -119,6 +128,21 @@ class Replica:
         now = self._advance()
         self._until_s = max(self._until_s, now) + seconds
         self._look_soon()
+
+    def _prefill(self, tokens: int) -> None:
+        """Compute so many tokens of a prompt, in a program that has not begun and has room, or in others."""
+        t, seconds = self._timings, tokens * self._timings.prefill_s
+        now = asyncio.get_running_loop().time()
+        while t.prefill_call_s and tokens > 0:
+            room = t.prefill_sizes[-1]
+            size = next(size for size in t.prefill_sizes if size >= min(tokens, room))
+            start, rows = self._rows.get(size, (-1.0, 0))
+            if start < now or not rows:
+                start, rows = max(self._until_s, now) + seconds, room // size
+                seconds += t.prefill_call_s
+            self._rows[size] = start, rows - 1
+            tokens -= size
+        self.pause(seconds)
 
     # ---- decoding
 

@@ -84,6 +84,8 @@ class EngineTimings:
     A decode step of a replica gives a token to each of its `n` sequences, which have `c` tokens of context together.
     It takes `step_s + sequence_s * n + context_s * c` seconds (a roofline: reading the weights, arithmetic, reading
     keys and values). A prompt token takes `prefill_s`, in which the replica decodes nothing; siblings share a prompt.
+    Programs of a fixed size take `prefill_call_s` each on top of that, however many prompts they have: those that begin
+    before the program does, padded to one length of `prefill_sizes`, of which the largest is what it has room for.
 
     scheduling: queue: a free slot takes the answer at once whose group began first. group: all answers of a prompt go
       to one replica, whose slots are free for others when the last of them is done (episodes have one turn). batch:
@@ -91,7 +93,8 @@ class EngineTimings:
       there to be compared with.
     kv_tok: tokens of context that a replica has room for (0: not known); where more were needed a warning says so.
     replicas: copies of the weights. step_s: of a decode step, whatever it does. sequence_s: added for each sequence.
-      context_s: added for each token of context. prefill_s: of a prompt token.
+      context_s: added for each token of context. prefill_s: of a prompt token. prefill_call_s: of a prefill program.
+    prefill_sizes: padded lengths in tokens, ascending.
     """
 
     replicas: int = 1
@@ -99,12 +102,21 @@ class EngineTimings:
     sequence_s: float = 0.0
     context_s: float = 0.0
     prefill_s: float = 0.0
+    prefill_call_s: float = 0.0
+    prefill_sizes: tuple[int, ...] = ()
     scheduling: Literal["queue", "group", "batch"] = "queue"
     kv_tok: int = 0
 
     def __post_init__(self) -> None:
         check_range(self, "replicas", low=1)
-        check_range(self, "step_s", "sequence_s", "context_s", "prefill_s", "kv_tok", low=0)
+        check_range(self, "step_s", "sequence_s", "context_s", "prefill_s", "prefill_call_s", "kv_tok", low=0)
+        if self.prefill_call_s and not self.prefill_sizes:
+            raise ConfigError(
+                "goes with prefill_sizes, and there are none",
+                setting="EngineTimings.prefill_call_s",
+                value=self.prefill_call_s,
+                remedy="give the padded lengths of prompts: EngineTimings.prefill_sizes = (16, 32, 64, 128)",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,18 +180,19 @@ def test_one_set_points_at_a_model_from_outside(trained, tmp_path, capsys):
 
 
 class Recorder(Console):
-    """Counts compiled programs at every step."""
+    """Names of the programs that are compiled, and how many were at every step."""
 
     def __init__(self):
         super().__init__()
-        self.compiled, self.after_step = 0, {}
+        self.compiled, self.after_step = [], {}
         jax.monitoring.register_event_duration_secs_listener(self._event)
 
-    def _event(self, name, *_, **__):
-        self.compiled += name == "/jax/core/compile/backend_compile_duration"
+    def _event(self, name, _, fun_name="", **__):
+        if name == "/jax/core/compile/backend_compile_duration":
+            self.compiled.append(fun_name)
 
     def step(self, row):
-        self.after_step[int(row["step"])] = self.compiled
+        self.after_step[int(row["step"])] = len(self.compiled)
 
 
 def load(argv):
@@ -221,6 +222,29 @@ def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths):
     assert counts[0] > 0
     assert counts[7:] == [counts[6]] * (steps - 1), "something was compiled after the first RL step"
     assert len({r["train/tokens_n"] for r in rows(tmp_path / "run")}) > lengths  # and the lengths did vary
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_at_a_publish_was_compiled_before(tmp_path):
+    """Answers of many lengths are under way whenever weights come."""
+    changes = {
+        "rl__Phase_dot_async_ratio": 1,
+        "rl__Phase_dot_steps": 8,
+        "rl__Phase_dot_prompts_per_step": 2,
+        "rl__Phase_dot_eval_every": 0,
+        "warm_start__Phase_dot_steps": 1,
+        "SamplerConfig_dot_max_context": 512,
+        "Recipe_dot_max_answer_tok": 400,
+        "Phase_dot_row_len": 512,
+        "MeshSpec_dot_data": 1,
+    }
+    config, plan = load(arguments(tmp_path / "run", **changes))
+    folder, recorder = RunFolder(tmp_path / "run"), Recorder()
+    folder.prepare(config, fresh=False)
+    loop.train(plan, folder, recorder)
+    of_sampler = "jit(run)"
+    assert of_sampler in recorder.compiled
+    assert of_sampler not in recorder.compiled[recorder.after_step[1] :], "the sampler compiled during RL"
 
 
 def test_async_ratio_bounds_the_age_and_loses_nothing(tmp_path):

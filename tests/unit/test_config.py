@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import config_fixture as fx
 from rolljax.config import loader
 from rolljax.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 HEAD = "from __gin__ import dynamic_registration\nimport config_fixture as fx\n"  # two lines: bindings start at 3
 
 
@@ -204,6 +206,21 @@ def test_settings(load, tmp_path, setting, path, value):
 def test_default_object_keeps_its_own_values_under_an_override(load):
     loaded = load("", "Schedule.warmup_steps = 4", "AdamW.clip = 1.0")
     assert loaded.value.optimizer == fx.AdamW(lr=3e-6, clip=1.0, schedule=fx.Schedule(warmup_steps=4))
+
+
+def test_a_setting_finds_classes_beside_those_of_the_config():
+    """In a process that has not imported them, and imports no others for it."""
+    code = f"""if True:
+        import sys
+        from rolljax.config import loader
+        from rolljax.recipe import Recipe
+        for name in "Cispo", "cispo.Cispo", "trainer.algorithms.cispo.Cispo":
+            settings = [f"rl/Phase.algorithm = @{{name}}()", "Cispo.clip_high = 3.0"]
+            loaded = loader.load(["{ROOT}/configs/quickstart.gin"], settings, root=Recipe)
+            print(loaded.value.phases[-1].algorithm.clip_high, "rolljax.trainer.algorithms.gigpo" in sys.modules)
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.split() == ["3.0", "False"] * 3, ran.stderr
 
 
 def test_the_last_setting_wins(load):

@@ -59,7 +59,7 @@ def test_what_waits_for_nothing_is_an_error():
 # ---- decoding
 
 
-def decode(engine, answers, publish=()):
+def decode(engine, answers, publish=(), recompute=False):
     """Play a replica: answers are (begin, prompt, tokens); returns when each ended, and its versions."""
 
     async def play():
@@ -72,7 +72,7 @@ def decode(engine, answers, publish=()):
         for (begin, _, _), answer in zip(answers, made, strict=True):
             loop.call_at(begin, replica.begin, answer)
         for at, version in publish:
-            loop.call_at(at, lambda v=version: replica.take_weights(v, recompute=False))
+            loop.call_at(at, lambda v=version: replica.take_weights(v, recompute=recompute))
         await asyncio.gather(*(a.done for a in made))
         return [a.ended_s for a in made], [a.versions.tolist() for a in made], replica
 
@@ -118,6 +118,22 @@ def test_tokens_have_the_version_that_decoded_them():
     ends, versions, _ = decode(engine, [(0.0, 1, 6), (2.0, 1, 2), (4.5, 1, 3)], publish=[(3.0, 1), (5.0, 2)])
     assert ends == pytest.approx([6, 4, 7.5])
     assert versions == [[0, 0, 0, 1, 1, 2], [0, 1], [1, 2, 2]]
+
+
+def test_a_prefill_program_takes_its_time_whatever_is_in_it():
+    """Programs of 128 tokens: 8 rows of 16, 4 of 32, one of 128; each takes 10 s, a decode step 1 s."""
+    engine = EngineTimings(step_s=1.0, prefill_call_s=10.0, prefill_sizes=(16, 32, 128))
+
+    def ends(*prompts, **how):
+        return decode(engine, [(begin, prompt, 3) for begin, prompt in prompts], **how)[0]
+
+    assert ends((0, 5), (0, 16), (0, 1)) == pytest.approx([13, 13, 13])  # in one program
+    assert ends(*[(0, 16)] * 9) == pytest.approx([23] * 9)  # the ninth in another
+    assert ends((0, 16), (0, 17)) == pytest.approx([23, 23])  # a program has prompts of one padded length
+    assert ends((0, 129)) == pytest.approx([23])  # in two chunks
+    assert ends((0, 16), (2, 16)) == pytest.approx([23, 23])  # the first program has begun
+    # at 11.5 s, with 1.5 of 3 tokens, keys and values are made again; two of 32 fit into a program
+    assert ends((0, 30), (0, 20), publish=[(11.5, 1)], recompute=True) == pytest.approx([23, 23])
 
 
 def test_siblings_share_their_prompt():
