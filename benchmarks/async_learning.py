@@ -1,7 +1,8 @@
-"""Learning against the async ratio: a recipe, algorithms with and without a correction for older samples.
+r"""Learning against the async ratio: a recipe, algorithms with and without a correction for older samples.
 
     python benchmarks/async_learning.py --out runs/async --figure docs/async_learning.png
-    python benchmarks/async_learning.py --config agents/guess_number --steps 60 --out runs/async_agent
+    python benchmarks/async_learning.py --config agents/guess_number --steps 80 --set rl/AdamW.lr=3e-4 \
+        --out runs/async_agent
 
 Every run is a process of its own, one after the other; what it says goes to a .log beside its folder. A finished run is
 taken as it is, one that was stopped goes on. The table gives the mean held-out reward at the end over the seeds, and
@@ -21,7 +22,9 @@ ALGORITHMS = {"grpo": "", "tis": "Tis", "cispo": "Cispo", "decoupled_ppo": "Deco
 """Classes; the recipes themselves train with GRPO."""
 
 
-def run(folder: Path, config: str, algorithm: str, ratio: float, seed: int, steps: int) -> None:
+def run(
+    folder: Path, config: str, algorithm: str, ratio: float, seed: int, steps: int, more: Sequence[str] = ()
+) -> None:
     summary = folder / "summary.json"
     if summary.exists() and "rl" in json.loads(summary.read_text())["phase_end"]:
         return
@@ -35,6 +38,7 @@ def run(folder: Path, config: str, algorithm: str, ratio: float, seed: int, step
     if ALGORITHMS[algorithm]:
         settings["rl/Phase.algorithm"] = f"@{ALGORITHMS[algorithm]}()"
     bindings = [a for name, value in settings.items() for a in ("--set", f"{name} = {value}")]
+    bindings += [a for setting in more for a in ("--set", setting)]
     command = [sys.executable, "-m", "rolljax.train", "--gin", config, "--run_dir", str(folder)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     env |= {
@@ -96,6 +100,7 @@ def main() -> None:
     parser.add_argument("--ratios", default="0,1,4")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of every run")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--figure", type=Path)
     args = parser.parse_args()
@@ -103,7 +108,7 @@ def main() -> None:
     for seed in range(args.seeds):
         for ratio in ratios:
             for name in algorithms:
-                run(args.out / f"{name}-{ratio:g}-{seed}", args.config, name, ratio, seed, args.steps)
+                run(args.out / f"{name}-{ratio:g}-{seed}", args.config, name, ratio, seed, args.steps, args.set)
                 print(f"{name} {ratio:g} seed {seed}: {final(args.out / f'{name}-{ratio:g}-{seed}'):.3f}", flush=True)
     print(table(args.out, algorithms, ratios, range(args.seeds)))
     if args.figure:

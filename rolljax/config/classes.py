@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -94,7 +93,8 @@ def shipped_beside(classes: Iterable[type], name: str) -> list[type]:
         for info in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
             spec = importlib.util.find_spec(info.name)
             source = Path(spec.origin) if spec and spec.origin else None
-            if source and re.search(rf"^class {name}\b", source.read_text(encoding="utf-8"), re.MULTILINE):
+            text = source.read_text(encoding="utf-8") if source else ""
+            if f"\nclass {name}:" in text or f"\nclass {name}(" in text:
                 found.append(getattr(importlib.import_module(info.name), name))
     return [cls for cls in found if is_config(cls)]
 

@@ -140,6 +140,7 @@ def test_bad_actions_never_succeed_and_never_raise(spec):
     checks.bad_actions_fail(spec, NUM_TASKS)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "spec, num_tasks",
     [pytest.param(spec, 10, id=name) for name, spec in SPECS.items() if name != "taxi"]

@@ -42,6 +42,7 @@ def trajectories(run_dir, step):
     return [json.loads(x) for x in (run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["rollback", "parallel"])
 def test_episodes_start_behind_the_experts_turns(tmp_path, mode):

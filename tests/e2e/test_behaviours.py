@@ -195,6 +195,7 @@ def test_on_policy_all_surrogates_are_one(steps_to_success):
     assert 40 < steps_to_success["ppo", 0] < 60
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lag", [8, 32])
 def test_clipping_is_the_slowest_answer_to_stale_samples(steps_to_success, lag):
     others = [steps_to_success[name, lag] for name in SURROGATES if name != "ppo"]
@@ -275,6 +276,7 @@ def visited():
     return toys.Walk(99, samples=1000).play(np.zeros((12, 2)), 0).value_rows
 
 
+@pytest.mark.slow
 def test_critics_disagree_where_they_are_wrong(critics, visited):
     values, truth = critics[0], toys.Walk(0).true_values
     spread, error = values.std(1), np.abs(values.mean(1) - truth)

@@ -39,6 +39,7 @@ def mini():
     return learned(AsyPpo(critic=TWO))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entropy_coef", [0.0, AsyPpo().entropy_coef])
 def test_two_mini_critics_beat_one_of_the_same_size(mini, entropy_coef):
     """Where advantages are noisy: prompts are worth more or less, and are new more often than not. Both train critics

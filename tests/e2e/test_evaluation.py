@@ -346,6 +346,7 @@ def best(run, tmp_path_factory):
     return export_run(tmp_path_factory.mktemp("hf") / "best", run=run, step="best")
 
 
+@pytest.mark.slow
 def test_any_step_that_is_kept_is_exported_and_averaged(run, best, tmp_path, capsys):
     for name, how in (("newest", []), ("two", ["--step", "2"]), ("mean", ["--average", "2,4,6"])):
         assert export(["--run", str(run), "--to", str(tmp_path / name), *how]) == 0

@@ -84,6 +84,7 @@ def test_steps_complete_and_counts_are_exact(tmp_path, share):
     assert summary(tmp_path / "run")["stop_reason"] == "all phases done"
 
 
+@pytest.mark.slow
 def test_a_step_of_which_too_much_was_lost_is_skipped(tmp_path):
     """Half is borne; more is not: nothing is trained on, and the counts still add up."""
     faults = ["reset_raise", "", "reset_raise", "", ""]

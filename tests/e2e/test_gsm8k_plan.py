@@ -74,6 +74,7 @@ def test_what_is_missing_is_named(folder, tmp_path, capsys):
     assert f"{path}, line 21: lacks 'answer'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_dry_run_with_a_reward_model(folder, tmp_path, capsys):
     """Of a phase of the run, and of the folder of a sequence classifier."""
     from transformers import AutoConfig, AutoModelForSequenceClassification

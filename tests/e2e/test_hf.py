@@ -78,6 +78,7 @@ def test_matrices_may_come_in_the_compute_dtype(tmp_path):
     assert got["layers"]["router"].dtype == got["embed"].dtype == "bfloat16" and got["norm"].dtype == "float32"
 
 
+@pytest.mark.slow
 def test_host_memory_stays_near_one_file(tmp_path):
     """In a process of its own: what is held at most while reading 128 MiB onto 8 devices, beside what devices hold."""
     command = [

@@ -117,6 +117,7 @@ def expected(plan, ours):
 SCENARIOS = ["interleaved", pytest.param("split", marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_orchestrator_returns_our_clients_tokens(run, plan, ours, scenario):
     got, want = run(scenario), expected(plan, ours[0])
@@ -286,6 +287,7 @@ def test_a_prompt_goes_on_after_an_existing_prefix(head, ours, cut):
         assert [first_of(first), *out[3]] == ours[0][0][:9]
 
 
+@pytest.mark.slow
 def test_several_samples_of_one_prompt_on_a_mesh_are_those_of_our_client(without, client):
     engine = build(without, 4, MeshSpec(data=2, tensor=2), temperature=1.0, top_p=0.9, seed=7)
     params = engine.load_params()

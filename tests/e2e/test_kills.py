@@ -168,6 +168,7 @@ def prepared(run_dir, **changes):
     return RunFolder(run_dir).prepare(loaded(**changes), fresh=False)
 
 
+@pytest.mark.slow
 def test_what_may_change_between_starts(watched, tmp_path):
     run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")  # 2 of 3 steps of rl are saved
     assert prepared(run_dir, rl__Phase_dot_steps=9, Recipe_dot_keep_checkpoints=5) == []

@@ -111,6 +111,7 @@ def test_the_trainer_takes_the_experts_of_the_sampler(params, rows, read):
     assert 0 < gap(logp_told) < 0.6 * gap(logp_alone)
 
 
+@pytest.mark.slow
 def test_a_step_replays_and_reports(params, trajectories):
     mesh = MeshSpec().build(jax.devices()[:1])
     trainer = PhaseTrainer(

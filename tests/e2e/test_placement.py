@@ -161,6 +161,7 @@ def test_experts_arrive_and_are_replayed(tmp_path):
     assert replayed == [row["router/replayed_frac"] for row in expected] and min(replayed) > 0
 
 
+@pytest.mark.slow
 def test_both_are_busy_at_once(tmp_path, monkeypatch):
     """One device each. While the trainer is inside a step, the sampler ends dispatches of later groups."""
     checked, folder = prepared(
@@ -223,7 +224,7 @@ def weights(model, mesh, seed):
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_part_has_a_sender_and_arrives(name, shares):

@@ -105,6 +105,7 @@ def test_critics_references_and_memory_survive_a_stop(tmp_path):
     assert [r["kl/coef"] for r in a[3:]] == [r["kl/coef"] for r in b[3:]]
 
 
+@pytest.mark.slow
 def test_groups_that_teach_nothing_are_replaced(tmp_path):
     """DAPO draws further groups until the step is full of those with different rewards; here one in six is."""
     assert train(arguments("algorithms/dapo", tmp_path / "run", RL | {"rl/Phase.steps": 1})) == 0
@@ -119,6 +120,7 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path):
     assert len(keys) == row["groups/started_n"] * 4
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_no_refill_teaches_anything(tmp_path, capsys):
     """As in the authors' code, which raises after `max_num_gen_batches` (github.com/volcengine/verl, recipe/dapo)."""
     settings = RL | {

@@ -99,6 +99,7 @@ def test_a_judged_run_is_what_it_is_stopped_continued_and_with_faults(tmp_path, 
         assert t["turns"][-1]["reward"] == t["reward"]
 
 
+@pytest.mark.slow
 def test_without_a_judge_nothing_is_trained_and_the_run_ends(tmp_path, capsys):
     with judge_server(verdict) as server:
         server.up.clear()

@@ -395,6 +395,7 @@ def test_files_are_graded_in_a_fresh_sandbox(host):
     assert not grade(good, "def test_nothing(box): pass", host=host).passed
 
 
+@pytest.mark.slow
 def test_a_machine_failure_is_no_verdict(host):
     with SandboxHost(SandboxConfig(slots=1, slot_wait_s=0.05)) as narrow, pytest.raises(InfraError):
         grade_python("def f(): return 1", "f", "def check(c): assert c() == 1", host=narrow)

@@ -175,6 +175,7 @@ def episodes(**how):
     return run(sampler, everything()), sampler.stats
 
 
+@pytest.mark.slow
 def test_what_is_kept_saves_work_and_changes_nothing_else():
     plain, without = episodes(prefix_match="off")
     tight = {"pages": 30}  # what is kept makes room for what runs, so that it may save nothing
@@ -307,6 +308,7 @@ def test_a_swap_compiles_nothing():
     assert len(compiled) == before > 5
 
 
+@pytest.mark.slow
 def test_weights_travel_between_meshes():
     """A trainer on four devices (fsdp 2, tensor 2) publishes to a sampler on four others (data 2, tensor 2)."""
     trainer = MeshSpec(data=1, fsdp=2, tensor=2).build(jax.devices()[:4])
@@ -584,6 +586,7 @@ def test_truncated_neighbours_change_nothing(chat):
         assert x.sampled.top_ids.shape == (12, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps", [1, 5])
 def test_stop_texts_end_at_the_token_that_completes_them(chat, steps):
     mesh = MeshSpec().build(jax.devices()[:1])

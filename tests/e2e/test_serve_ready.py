@@ -36,6 +36,7 @@ def cold(model, params, chat):
     sampler.close()
 
 
+@pytest.mark.slow
 def test_requests_wait_for_programs_and_programs_for_no_request(cold):
     service, shown, goes_on = cold.service, [], threading.Event()
     assert httpx2.get(f"{cold.url}/ready").status_code == 200, "one that was told to compile nothing"

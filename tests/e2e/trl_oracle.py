@@ -28,8 +28,7 @@ import datasets
 import numpy as np
 import torch
 import transformers
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from trl.experimental.cpo import CPOConfig, CPOTrainer
+import trl  # whose classes are imported when they are used
 
 datasets.disable_progress_bars()
 transformers.utils.logging.disable_progress_bar()
@@ -82,7 +81,7 @@ def grpo(
       settings: of `GRPOConfig`; `loss_type` "grpo" is the mean of sequence means, "dapo" the token mean, "dr_grpo"
         divides by N times `limit_tok`.
     """
-    with _arguments(GRPOConfig, frozen, _GRPO | {"max_completion_length": frozen.limit_tok} | settings) as args:
+    with _arguments(trl.GRPOConfig, frozen, _GRPO | {"max_completion_length": frozen.limit_tok} | settings) as args:
         trainer = _grpo_trainer(model_dir, frozen, args)
         if corrected:  # the engine itself is never asked: the rollout is frozen
             trainer.use_vllm, trainer._last_loaded_step = True, trainer.state.global_step
@@ -94,7 +93,7 @@ def grpo(
 
 def grpo_advantages(model_dir: Path, frozen: FrozenBatch, **settings: Any) -> np.ndarray:
     """`GRPOTrainer`'s advantages `[N]` of the rewards (it adds 1e-4 to the standard deviation)."""
-    with _arguments(GRPOConfig, frozen, _GRPO | settings) as args:
+    with _arguments(trl.GRPOConfig, frozen, _GRPO | settings) as args:
         trainer = _grpo_trainer(model_dir, frozen, args)
         return _grpo_inputs(trainer, frozen, frozen.sampler_logp)["advantages"].numpy()
 
@@ -106,8 +105,8 @@ def dpo(model_dir: Path, frozen: FrozenBatch, pairs: Sequence[tuple[int, int]], 
     `loss_weights`, `beta`. The reference is `ref_logp`.
     """
     rows = _preferences(frozen, pairs)
-    with _arguments(DPOConfig, frozen, {"max_length": None} | settings) as args:
-        trainer = DPOTrainer(
+    with _arguments(trl.DPOConfig, frozen, {"max_length": None} | settings) as args:
+        trainer = trl.DPOTrainer(
             model=_model(model_dir),
             ref_model=_model(model_dir),
             args=args,
@@ -136,6 +135,8 @@ def conservative_dpo(
 
 def simpo(model_dir: Path, frozen: FrozenBatch, pairs: Sequence[tuple[int, int]], **settings: Any) -> Verdict:
     """`CPOTrainer`'s SimPO: mean log-probs per token, no reference; `beta`, `simpo_gamma`, mean over pairs."""
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
     with _arguments(CPOConfig, frozen, {"loss_type": "simpo", "cpo_alpha": 0.0} | settings) as args:
         trainer = CPOTrainer(
             model=_model(model_dir),
@@ -169,8 +170,8 @@ def sft(model_dir: Path, frozen: FrozenBatch, **settings: Any) -> Verdict:
         for prompt, completion, sampled in zip(frozen.prompts, frozen.completions, frozen.sampled, strict=True)
     ]
     fixed = {"max_length": None, "completion_only_loss": True, "shuffle_dataset": False}
-    with _arguments(SFTConfig, frozen, fixed | settings) as args:
-        trainer = SFTTrainer(
+    with _arguments(trl.SFTConfig, frozen, fixed | settings) as args:
+        trainer = trl.SFTTrainer(
             model=_model(model_dir),
             args=args,
             processing_class=_tokenizer(model_dir),
@@ -205,7 +206,7 @@ def _arguments(kind: type, frozen: FrozenBatch, settings: dict[str, Any]) -> Ite
         "disable_tqdm": True,
         "per_device_train_batch_size": len(frozen),
     }
-    if kind is GRPOConfig:
+    if kind is trl.GRPOConfig:
         fixed["num_generations"] = frozen.group_size
     with tempfile.TemporaryDirectory(prefix="rolljax-trl-") as folder:
         yield kind(output_dir=folder, **fixed | settings)
@@ -219,8 +220,8 @@ def _tokenizer(model_dir: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(model_dir)
 
 
-def _grpo_trainer(model_dir: Path, frozen: FrozenBatch, args: Any) -> GRPOTrainer:
-    def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+def _grpo_trainer(model_dir: Path, frozen: FrozenBatch, args: Any) -> trl.GRPOTrainer:
+    def rollout(prompts: list[Any], trainer: trl.GRPOTrainer) -> dict[str, Any]:
         return {
             "prompt_ids": [ids.tolist() for ids in frozen.prompts],
             "completion_ids": [ids.tolist() for ids in frozen.completions],
@@ -231,7 +232,7 @@ def _grpo_trainer(model_dir: Path, frozen: FrozenBatch, args: Any) -> GRPOTraine
     def rewards(completions: list[Any], **columns: Any) -> list[float]:
         return frozen.rewards.tolist()
 
-    trainer = GRPOTrainer(
+    trainer = trl.GRPOTrainer(
         model=_model(model_dir),
         args=args,
         reward_funcs=rewards,
@@ -244,7 +245,7 @@ def _grpo_trainer(model_dir: Path, frozen: FrozenBatch, args: Any) -> GRPOTraine
     return trainer
 
 
-def _grpo_inputs(trainer: GRPOTrainer, frozen: FrozenBatch, old_logp: list[np.ndarray]) -> dict[str, Any]:
+def _grpo_inputs(trainer: trl.GRPOTrainer, frozen: FrozenBatch, old_logp: list[np.ndarray]) -> dict[str, Any]:
     """A batch as TRL makes it from a rollout, with the frozen log-probs where it would have scored the completions."""
 
     def score(model: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, None, None]:

@@ -633,6 +633,7 @@ def test_every_class_is_compared():
     assert {type(case.algorithm) for case in CASES.values()} | {Distill} | segments == set(CLASSES)
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_reference(name):
     case = CASES[name]

@@ -207,6 +207,7 @@ def test_fifty_updates_leave_the_base_as_it_was(groups):
     assert all(jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 def test_losses_and_updates_are_the_same_on_every_mesh(groups):
     cfg = dataclasses.replace(FAMILIES["qwen3"], num_kv_heads=4, vocab_size=264)
     model = Model(cfg, lora=LORA)

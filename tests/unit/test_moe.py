@@ -73,7 +73,7 @@ def near(got, want, rel=1e-5):
 each_choice = pytest.mark.parametrize("kind", ["even", "some unused", "one expert"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @each_choice
 @pytest.mark.parametrize("parts", [1, 4])
 def test_experts_compute_what_all_experts_on_all_tokens_would(inputs, kind, parts, monkeypatch):
@@ -197,6 +197,7 @@ def on_one(batch, params):
     return jax.jit(lambda p, b: gradients(MODEL, Sft(), p, b))(params, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MESHES)
 def test_loss_and_gradients_are_the_same_on_every_mesh(batch, params, on_one, name):

@@ -210,6 +210,7 @@ def loss_fn(whole):
     return jax.jit(jax.value_and_grad(loss))
 
 
+@pytest.mark.sampled(2)
 @each
 def test_it_learns(optimizer, start, loss_fn):
     init, one = programs(built(optimizer))

@@ -294,6 +294,7 @@ EVERY_PROMPT = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EVERY_PROMPT)
 def test_trained_answers_are_as_long_as_in_synchronous_training(chat, name):
     """Every prompt is trained once, in less time, and the answers are as long; lengths are mostly the prompt's."""
@@ -336,6 +337,7 @@ def test_long_rounds_are_those_of_prompts_that_waited(chat):
     assert 0.1 < np.mean(long) < 0.4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 def test_long_siblings_are_trained_as_often_as_short_ones(chat, ratio):
     with Run(chat, phase(24)) as plain, Run(chat, phase(24, async_ratio=ratio)) as run:
@@ -498,6 +500,7 @@ GOING_ON = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stop", [at_once, begun], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", GOING_ON)
 def test_a_run_that_goes_on_loses_nothing_and_trains_nothing_twice(chat, name, stop):
@@ -655,6 +658,7 @@ WITH_DOMAINS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WITH_DOMAINS)
 def test_every_step_trains_the_shares_of_its_domains(chat, tmp_path, name):
     """In a run of its own, in one that goes on, and in one that replays its log and goes on behind it."""

@@ -457,6 +457,7 @@ def reward_model(model, params):
     return before, rows, state
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_and_leaves_the_policy_alone(reward_model):
     before, rows, state = reward_model
     assert rows[0]["preference/accuracy_frac"] < 0.8 and rows[0]["critic/loss"] > 0.5

@@ -46,6 +46,7 @@ def test_the_simulator_stays_within_the_bound_of_proposition_1():
 # ---- rollout scheduling (ROLL Flash, section 5)
 
 
+@pytest.mark.slow
 def test_prompt_replication():
     check_replication(64, 16, 16, 2.26, 5)
 
@@ -79,6 +80,7 @@ def batches_until(valid, run, world):
     return np.mean(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("spares", "seconds", "ratio"), [(11, 1238, 4.1), (16, 954, 5.4)])
 def test_queue_scheduling_with_redundant_prompts(spares, seconds, ratio):
@@ -132,6 +134,7 @@ def redundant_s(groups, size, steps):
     return step_s(run, world)
 
 
+@pytest.mark.slow
 def test_redundant_environments():
     many, few = redundant_s(32, 8, 8), redundant_s(36, 9, 4)
     assert few == pytest.approx(67, rel=0.1)

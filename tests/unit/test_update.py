@@ -328,6 +328,7 @@ def test_the_references_are_worth_comparing_with(expected):
     assert 0 < pair["preference/accuracy_frac"] < 1 and pair["loss/total"] > 0.1
 
 
+@pytest.mark.sampled(1)
 @each
 def test_packing_changes_nothing(grads_of, units, expected, algorithm):
     assert_same(grads_of(algorithm, alone(units[algorithm], algorithm)), expected(algorithm))

@@ -195,6 +195,7 @@ def naive_divergence(hidden, head, teacher_hidden, teacher_head, kind, tau, alph
     return tau**2 * value
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["one block", "parts with rests"])
 @pytest.mark.parametrize("kind", vocab.KINDS)
 def test_divergences_equal_those_of_whole_logits(kind, name):
