@@ -53,8 +53,10 @@ class TrajectoryBuilder:
     def waiting_for_env(self) -> Iterator[None]:
         clock = asyncio.get_running_loop().time
         start = clock()
-        yield
-        self.env_s += clock() - start
+        try:
+            yield
+        finally:  # what it waited for in vain as well
+            self.env_s += clock() - start
 
     def add(self, stream: TokenStream, answer: Completion, text: str, result: StepResult, weight: float) -> None:
         self.turns.append(

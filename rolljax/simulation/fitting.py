@@ -35,7 +35,8 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
     rows = [r for r in _lines(folder / METRICS) if r["phase"] in names]
     steps = {int(r["step"]): r for r in rows[1:]}
     files = [rollouts_file(folder, step) for step in steps]
-    trajectories = [t for f in files if f.is_file() for t in _lines(f) if t["status"] != "failed" and t["turns"]]
+    every = [t for f in files if f.is_file() for t in _lines(f)]
+    trajectories = [t for t in every if t["status"] != "failed" and t["turns"]]
     if not steps or not trajectories:
         raise ConfigError(
             "has no steps with rollouts behind the first one",
@@ -55,7 +56,7 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
         observation_tok=_recorded(later) if later else Distribution(),
         turns=_in_groups([[len(t["turns"]) for t in group] for group in groups.values()]),
         engine=_engine(list(steps.values()), recipe),
-        env=EnvTimings(step_s=_recorded([t["env_s"] / len(t["turns"]) for t in trajectories]), alike=True),
+        env=EnvTimings(step_s=_recorded(_env_step_s(every, trajectories)), alike=True),
         trainer=_trainer(list(steps.values())),
         shared_devices=isinstance(recipe.placement, Colocated) and not at_once,
         solved_frac=float(np.mean([t["success"] for t in trajectories])),
@@ -102,6 +103,14 @@ def _in_groups(groups: Sequence[Sequence[float]]) -> Distribution:
     return dataclasses.replace(
         _recorded(np.exp(apart)), center=float(np.exp(means.mean())), group_values=_thinned(shares)
     )
+
+
+def _env_step_s(every: Sequence[Row], trajectories: Sequence[Row]) -> list[float]:
+    """Seconds per action of each episode; one whose environment failed took as long, whatever it could do in it, and is
+    as many actions long as others are."""
+    turns = float(np.mean([len(t["turns"]) for t in trajectories]))
+    failed = [t["env_s"] / turns for t in every if t["status"] == "failed" and t["fault"]["kind"] == "env"]
+    return [t["env_s"] / len(t["turns"]) for t in trajectories] + failed
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

@@ -106,3 +106,20 @@ def test_what_is_declared_is_pinned():
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in (ROOT.parent / "constraints.txt").open()}
     declared = names_of([*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]) - {"rolljax"}
     assert {name.replace("_", "-") for name in declared} <= pinned
+
+
+def test_no_file_is_there_that_nothing_speaks_of():
+    """What is not text (pictures, archives, recordings) is named by a page or by code; a wheel or a profile that was
+    added by mistake is not."""
+    if not (ROOT.parent / ".git").exists():
+        pytest.skip("needs the repository")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT.parent, capture_output=True, check=True).stdout
+    files = [ROOT.parent / name.decode() for name in listed.split(b"\0") if name]
+    said, others = [], []
+    for path in filter(Path.is_file, files):
+        try:
+            said.append(path.read_text("utf-8"))
+        except UnicodeDecodeError:
+            others.append(path)
+    text = "\n".join(said)
+    assert others and not [str(path) for path in others if path.name not in text]

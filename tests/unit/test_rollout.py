@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import math
+import time
 
 import numpy as np
 import pytest
@@ -254,6 +255,24 @@ def test_a_failing_step_fails_its_trajectory_and_no_other(chat, fault):
     assert failed.fault.kind == "env" and failed.fault.stage == "step" and failed.attempts == 1
     assert failed.turns == () and not failed.success
     assert np.isfinite(group.rewards).all() and group.rewards.tolist() == [2, 0, 2]
+
+
+def test_time_that_was_waited_in_vain_is_the_environments(chat):
+    """Of the calls that fail as well: what is slow until it passes its limit is not a fast environment."""
+
+    def answers(slow_s):
+        @dataclasses.dataclass(frozen=True)
+        class Slow(Faulty):
+            def make(self):
+                made = FaultyEnv(self)
+                fails = made.step
+                made.step = lambda action: (time.sleep(slow_s), fails(action))[1]
+                return made
+
+        return group_of(chat, Slow("step", OSError("gone")), ["bad"]).trajectories[0]
+
+    failed = answers(0.2)
+    assert failed.status == "failed" and failed.env_s >= 0.2
 
 
 @pytest.mark.parametrize("where", ["reset", "make"])
