@@ -73,6 +73,7 @@ def episodes_of(rng, groups, needs, *, limit_tok=LIMIT_TOK, noise=0.3, step=0):
 
     asked = {}
     if needs.trainer_logp:
+        asked["entropy"] = np.where(e.mask, 1.5, 0.0)
         asked["trainer_logp"] = near(noise / 3)
     if needs.ref:
         asked["ref_logp"] = near()

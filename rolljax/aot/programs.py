@@ -284,7 +284,7 @@ class Trainer:
         if needs.trainer_logp:
             own = ("parameters", "base weights")
             args = (trainer.full_params(policy.params), batch)
-            yield program("logprobs", trainer.forward_passes.logprob_program(model), args, own, forward, None)
+            yield program("logprobs", trainer.forward_passes.policy_program, args, own, forward, None)
 
 
 # ---- the sampler ----------------------------------------------------------------------------------------------------

@@ -175,6 +175,8 @@ def answered(e: Episodes, needs: Needs, rng: np.random.Generator) -> Episodes:
     near = lambda: np.where(e.mask, np.minimum(e.sampler_logp + rng.normal(0, 0.1, e.mask.shape), -1e-3), 0)  # noqa: E731
     names = {"trainer_logp": needs.trainer_logp, "ref_logp": needs.ref, "scorer_logp": needs.scorer}
     found: dict[str, Any] = {name: near() for name, asked in names.items() if asked}
+    if needs.trainer_logp:
+        found["entropy"] = np.where(e.mask, 1.0, 0.0)
     if needs.teachers:
         found["teacher_logp"] = np.stack([near() for _ in needs.teachers])
     if needs.critics:

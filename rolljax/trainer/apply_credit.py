@@ -68,13 +68,13 @@ def _row(array: np.ndarray, n: int, length: int) -> np.ndarray:
 def token_columns(e: Episodes, credit: Credit) -> list[dict[str, TokenColumn]]:
     """What training makes of the sampled tokens of each trajectory, for the record.
 
-    advantages: None where a token takes no part. trainer_logp: by the policy before the step's first update, where the
-    algorithm asks for it.
+    advantages: None where a token takes no part. trainer_logp, entropy: of the policy before the step's first update,
+    where the algorithm asks for its log-probs.
     """
     trained = credit.trained(e.mask)
     columns = {"advantages": np.where(trained, credit.advantages, np.nan)}
     if e.trainer_logp is not None:
-        columns["trainer_logp"] = e.trainer_logp
+        columns |= {"trainer_logp": e.trainer_logp, "entropy": e.required("entropy")}
     return [{name: _column(array[n, :t]) for name, array in columns.items()} for n, t in enumerate(e.lengths)]
 
 

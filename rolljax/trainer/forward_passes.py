@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,22 +69,28 @@ class ForwardPasses:
     def compute_logprobs(
         self, params: Params, batches: Sequence[PlacedBatch], mask_NT: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Log-probs by the policy of parameters `params` and by references, as `Episodes` names them: `trainer_logp`,
-        `ref_logp`, `scorer_logp` `[N, T]`, `teacher_logp` `[S, N, T]`; those that are asked for."""
+        """Log-probs by the policy of parameters `params`, with the entropies of its distributions, and by references,
+        as `Episodes` names them: `trainer_logp`, `entropy`, `ref_logp`, `scorer_logp` `[N, T]`, `teacher_logp`
+        `[S, N, T]`; those that are asked for."""
         needs = self.needs
         policies: dict[str, tuple[Model, Params]] = {}
-        if needs.trainer_logp:
-            policies["trainer_logp"] = (self.model, self.model.full_params(params, self.base))
         if needs.ref:
             policies["ref_logp"] = self.references[needs.ref]
         if needs.scorer:
             policies["scorer_logp"] = self.references[needs.scorer]
         policies |= {f"teacher{i}": self.references[name] for i, name in enumerate(needs.teachers)}
-        found: dict[str, list[np.ndarray]] = {name: [] for name in policies}
+        own = ("trainer_logp", "entropy") if needs.trainer_logp else ()
+        own_params = self.model.full_params(params, self.base)
+        found: dict[str, list[np.ndarray]] = {name: [] for name in (*own, *policies)}
         for batch in batches:
+            if own:
+                outputs = self.policy_program(own_params, batch.on_devices)
+                for name, array in zip(own, outputs, strict=True):
+                    found[name] += batch.packed.unpack(array)
             for name, (model, weights) in policies.items():
-                placed = batch.on_devices if name == "trainer_logp" else without_experts(batch.on_devices)
-                found[name] += batch.packed.unpack(self.logprob_program(model)(weights, placed))
+                found[name] += batch.packed.unpack(
+                    self.logprob_program(model)(weights, without_experts(batch.on_devices))
+                )
         arrays = {name: _padded(values, mask_NT) for name, values in found.items()}
         teachers = [arrays.pop(f"teacher{i}") for i in range(len(needs.teachers))]
         return arrays | ({"teacher_logp": np.stack(teachers)} if teachers else {})
@@ -136,13 +143,27 @@ class ForwardPasses:
         def of_one(params: Params, micro: TokenBatch) -> jax.Array:
             return policy_outputs(model, params, micro, shards=shards).logp
 
-        def logprobs(params: Params, batch: TokenBatch) -> jax.Array:
+        if model not in self._logprob_programs:
+            self._logprob_programs[model] = self._program(of_one)
+        return self._logprob_programs[model]
+
+    @functools.cached_property
+    def policy_program(self) -> jax.stages.Wrapped:
+        """The jitted `(params, batch) -> (log-probs, entropies)`, each `[M, B, T]`, of the policy."""
+        shards = NumShards.of(self.mesh)
+
+        def of_one(params: Params, micro: TokenBatch) -> tuple[jax.Array, jax.Array]:
+            found = policy_outputs(self.model, params, micro, shards=shards)
+            return found.logp, found.entropy
+
+        return self._program(of_one)
+
+    def _program(self, of_one: Callable[[Params, TokenBatch], Any]) -> jax.stages.Wrapped:
+        def every(params: Params, batch: TokenBatch) -> Any:
             with on_mesh(self.mesh):
                 return _over_micro_batches(of_one, params, batch)
 
-        if model not in self._logprob_programs:
-            self._logprob_programs[model] = jax.jit(logprobs, out_shardings=replicated(self.mesh))
-        return self._logprob_programs[model]
+        return jax.jit(every, out_shardings=replicated(self.mesh))
 
     @functools.cached_property
     def value_program(self) -> jax.stages.Wrapped:
@@ -166,15 +187,16 @@ class ForwardPasses:
         return attention_stats.make_attention_stats(self.model, self.mesh, self.needs.attention)
 
 
-def _over_micro_batches(
-    forward: Callable[[Params, TokenBatch], jax.Array], params: Params, batch: TokenBatch
-) -> jax.Array:
-    """`forward(params, micro-batch)`, `[B, T]`, of every micro-batch that holds anything; `[M, B, T]`, else 0."""
+def _over_micro_batches(forward: Callable[[Params, TokenBatch], Any], params: Params, batch: TokenBatch) -> Any:
+    """`forward(params, micro-batch)`, arrays `[B, T]`, of each micro-batch that holds anything; `[M, B, T]`, else 0."""
 
-    def body(i: jax.Array, out: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(out, forward(params, batch.micro_batch(i)), i, 0)
+    def body(i: jax.Array, out: Any) -> Any:
+        new = forward(params, batch.micro_batch(i))
+        return jax.tree.map(lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, i, 0), out, new)
 
-    return jax.lax.fori_loop(0, batch.num_micro, body, jnp.zeros(batch.tokens.shape, jnp.float32))
+    shapes = jax.eval_shape(forward, params, batch.micro_batch(0))
+    nothing = jax.tree.map(lambda _: jnp.zeros(batch.tokens.shape, jnp.float32), shapes)
+    return jax.lax.fori_loop(0, batch.num_micro, body, nothing)
 
 
 def _padded(values: Sequence[np.ndarray], mask_NT: np.ndarray) -> np.ndarray:

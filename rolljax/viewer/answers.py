@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SEARCH_S = 0.4
 """How long one search goes through steps; the page asks for the rest."""
 SEARCH_HITS = 100
-COLUMNS = ("advantages", "trainer_logp")
+COLUMNS = ("advantages", "trainer_logp", "entropy")
 """What training says of single tokens, where a run records it (`Trajectory.trained`)."""
 
 

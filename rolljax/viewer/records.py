@@ -16,7 +16,7 @@ from typing import Any
 
 Json = dict[str, Any]
 
-_ARRAY = re.compile(rb'"(prompt_ids|tokens|sampler_logp|versions|advantages|trainer_logp)":\[')
+_ARRAY = re.compile(rb'"(prompt_ids|tokens|sampler_logp|versions|advantages|trainer_logp|entropy)":\[')
 """Where an array of a turn begins. A text cannot hold this: its quotes are escaped."""
 _COUNTED = (b"prompt_ids", b"tokens", b"versions")
 SHOWN_CHARS = 280

@@ -138,7 +138,7 @@ def test_nothing_makes_empty_episodes():
 
 def test_what_nobody_asked_for_is_not_there():
     e = Episodes.of([[trajectory(turn([1], [2]))]], limit_tok=4)
-    for name in ("trainer_logp", "ref_logp", "scorer_logp", "teacher_logp", "values", "waad", "fai"):
+    for name in ("trainer_logp", "entropy", "ref_logp", "scorer_logp", "teacher_logp", "values", "waad", "fai"):
         with pytest.raises(ValueError, match=f"credit uses {name}, but needs"):
             e.required(name)
     assert dataclasses.replace(e, values=np.ones((1, 1, 1))).required("values").shape == (1, 1, 1)

@@ -81,7 +81,7 @@ class Curious(Grpo):
         )
 
 
-READ = ("trainer_logp", "ref_logp", "scorer_logp", "teacher_logp", "values", "waad", "fai")
+READ = ("trainer_logp", "entropy", "ref_logp", "scorer_logp", "teacher_logp", "values", "waad", "fai")
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,13 @@ def direct_logp(model, params, groups):
         yield logp[np.arange(len(tokens)), tokens]
 
 
+def direct_entropy(model, params, groups):
+    for _, _, logits in by_themselves(model, params, groups):
+        scores = logits / TEMPERATURE
+        logp = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+        yield -(np.exp(logp) * logp).sum(-1)
+
+
 def assert_rows(got_NT, want, mask, atol=2e-5):
     for row, values, valid in zip(got_NT, want, mask, strict=True):
         np.testing.assert_allclose(row[valid], values, atol=atol)
@@ -154,6 +161,7 @@ def test_log_probs_are_those_of_each_policy(model, params, references, groups, a
     elsewhere = list(direct_logp(*references["elsewhere"], groups))
     start = list(direct_logp(*references["phase_start"], groups))
     assert_rows(e.trainer_logp, direct_logp(model, params, groups), e.mask)
+    assert_rows(e.entropy, direct_entropy(model, params, groups), e.mask)
     assert_rows(e.ref_logp, start, e.mask)
     assert_rows(e.scorer_logp, elsewhere, e.mask)
     assert e.teacher_logp.shape == (2, *e.mask.shape)

@@ -145,6 +145,7 @@ def test_columns_of_tokens_are_small():
     first = found[0]["advantages"]
     assert first == 0.0 or [v is not None for v in first] == list(e.turns[0, : e.lengths[0]] == 0)
     np.testing.assert_allclose(found[3]["trainer_logp"], e.trainer_logp[3, : e.lengths[3]], atol=1e-6)
+    assert found[3]["entropy"] == e.entropy[3, 0]
 
 
 # ---- runs that grow

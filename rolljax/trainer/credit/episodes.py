@@ -31,9 +31,8 @@ class Episodes:
     turns of the full episode they come from. limit_tok: most tokens of one answer. step: of the phase.
 
     The rest is there if the algorithm asked for it (`Needs`): trainer_logp, recomputed before the step's first update
-    (the proximal policy); ref_logp; scorer_logp; teacher_logp [S, N, T]; values [M, N, T] of the state before the
-    token;
-    waad, fai: attention statistics.
+    (the proximal policy), and entropy of the same distributions, in nats; ref_logp; scorer_logp; teacher_logp
+    [S, N, T]; values [M, N, T] of the state before the token; waad, fai: attention statistics.
     """
 
     rewards: np.ndarray
@@ -55,6 +54,7 @@ class Episodes:
     limit_tok: int
     step: int = 0
     trainer_logp: np.ndarray | None = None
+    entropy: np.ndarray | None = None
     ref_logp: np.ndarray | None = None
     scorer_logp: np.ndarray | None = None
     teacher_logp: np.ndarray | None = None

@@ -13,6 +13,7 @@ export const CHANNELS = {
   logp: {title: 'log-prob', scale: 'surprise', legend: 'sure → surprising', value: (t, i) => -t.logp[i], has: isSampled},
   advantage: {title: 'advantage', scale: 'signed', legend: 'against → for', value: (t, i) => at(t.advantages, i), has: (t) => t.advantages !== undefined && t.advantages !== null},
   gap: {title: '|log-prob gap|', scale: 'heat', legend: 'sampler and trainer agree → differ', value: (t, i) => Math.abs(t.logp[i] - at(t.trainer_logp, i)), has: (t) => t.trainer_logp !== undefined},
+  entropy: {title: 'entropy', scale: 'heat', legend: 'sure → undecided', value: (t, i) => at(t.entropy, i), has: (t) => t.entropy !== undefined},
   version: {title: 'policy version', scale: 'version', legend: 'older → newer', value: (t, i) => at(t.versions, i), has: isSampled},
 };
 
@@ -174,6 +175,7 @@ export function details(turn, i) {
     ['token', `${plain(JSON.stringify(turn.texts[i]))}  id ${turn.ids[i]}`],
     version < 0 ? ['sampled', 'no: recorded, or an expert’s'] : ['log-prob', `${number(logp)}  (${number(Math.exp(logp) * 100)} %)`],
     trainer === null ? null : ['trainer', `${number(trainer)}  (gap ${signed(logp - trainer)})`],
+    turn.entropy === undefined ? null : ['entropy', `${number(at(turn.entropy, i))} nat`],
     turn.advantages === undefined ? null : ['advantage', at(turn.advantages, i) === null ? 'none: no part in training' : signed(at(turn.advantages, i))],
     version < 0 ? null : ['policy version', String(version)],
     ['place', `${i + 1} of ${turn.texts.length}`],
