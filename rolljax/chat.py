@@ -42,8 +42,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.chat", description="Chat with a model in a terminal.")
     parser.add_argument(
-        "model", metavar="RUN|HF_DIR", help="run folder (its newest checkpoint), or Hugging Face folder"
+        "model", metavar="RUN|HF_DIR", help="run folder (its newest checkpoint, or --step), or Hugging Face folder"
     )
+    parser.add_argument("--step", help="of a run: of a kept checkpoint, or 'best': of the highest held-out reward")
     parser.add_argument("--env", metavar="ENV", help="whose tools answer the model's calls: calculator, ...")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
@@ -69,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         from rolljax.threads.event_loop import EventLoop
 
         options = serve.parse(serve_options(args))
+        serve.check_arguments(options)
         engine, params, version, served = serve.load(options)
         sampler = Sampler(engine, params, version, vocabulary=served.vocabulary, longest_prompt=0)
         event_loop = EventLoop(lambda: False)
@@ -111,6 +113,7 @@ def serve_options(args: argparse.Namespace) -> list[str]:
     import jax
 
     source = ["--run" if is_run(args.model) else "--model", args.model]
+    source += ["--step", args.step] if args.step else []
     given = [*source, "--slots", str(jax.device_count()), "--steps_per_dispatch", "1"]
     return given + (["--max_context", str(args.max_context)] if args.max_context else [])
 

@@ -45,8 +45,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.serve", description="Serve a model over HTTP.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--run", help="run folder: its latest checkpoint")
+    what.add_argument("--run", help="run folder: its newest checkpoint (or --step)")
     what.add_argument("--model", help="local Hugging Face folder")
+    parser.add_argument("--step", help="with --run: of a kept checkpoint, or 'best': of the highest held-out reward")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")
     parser.add_argument("--served_model_name", metavar="NAME", help="default: the name of the folder")
@@ -108,6 +109,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for what can be seen to be wrong before anything is loaded."""
     from rolljax.model.folder import folder_remedy
 
+    if args.step is not None and not args.run:
+        raise ConfigError("goes with --run", setting="--step", value=args.step, remedy="a folder holds one model")
+    cli.read_step(args.step)
     for name, low, high in (("port", 0, 65535), ("max_concurrency", 1, 2**20), ("tensor", 1, 2**20)):
         if not low <= getattr(args, name) <= high:
             raise ConfigError(f"must be {low} to {high}", setting=f"--{name}", value=getattr(args, name))
@@ -201,7 +205,7 @@ def load(args: argparse.Namespace, recipe: Recipe | None = None) -> tuple[Engine
         params, version = hf.load(args.model, model, where, computed=True), 0
     else:
         resolved = ResolvedRecipe(recipe.sized(mesh, micro_tok(mesh, model)), mesh, mesh, model)
-        params, version = trained_params(resolved, args.run)
+        params, version = trained_params(resolved, args.run, cli.read_step(args.step))
     return Engine(model.plain, sizes, mesh, SLOT_AXES), make_publish(mesh, model)(params), version, served
 
 

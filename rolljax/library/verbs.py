@@ -206,6 +206,7 @@ def export(
 def load(
     source: Run | PathLike,
     *,
+    step: int | str | None = None,
     slots: int | None = None,
     max_context: int | None = None,
     dtype: str | None = None,
@@ -214,12 +215,13 @@ def load(
 
     Args:
       source: a run or its folder: its newest weights; or a local Hugging Face folder.
+      step: of a run: of a checkpoint that was kept, or "best", that of the highest held-out reward.
       slots: answers sampled at the same time. max_context: tokens of prompt and answer. Defaults: the run's own, of a
         folder 64 and at most 4096. dtype: "float32" (default on CPU) or "bfloat16" (default elsewhere).
 
     Raises:
-      CheckpointError: nothing is saved yet. ConfigError: it is neither a run nor a model folder, or more context is
-        asked for than the model has.
+      CheckpointError: nothing is saved yet. ConfigError: nothing of that step is kept, it is neither a run nor a model
+        folder, or more context is asked for than the model has.
     """
     from rolljax import cli
 
@@ -229,7 +231,9 @@ def load(
 
     run = _run_of(source)
     kind, folder = run.weights if run else ("hf", Path(source))  # type: ignore[arg-type]
-    given: dict[str, object] = {"slots": slots, "max_context": max_context, "dtype": dtype}
+    if run and step is not None:
+        kind, folder = "ckpt", run.path
+    given: dict[str, object] = {"step": step, "slots": slots, "max_context": max_context, "dtype": dtype}
     if run is not None and kind == "hf":
         given = _sizes_of(run) | {name: value for name, value in given.items() if value is not None}
     what = {

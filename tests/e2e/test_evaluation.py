@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import rolljax
 from rolljax import cli, serve
 from rolljax import eval as eval_verb
 from rolljax.chat_models.client import EndpointConfig
@@ -395,6 +396,22 @@ def test_a_kept_step_is_evaluated(run, best, capsys):
     assert eval_verb.main([*of_folder, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == of_step["rows"]
     assert eval_verb.main([*of_folder, "--step", "2"]) == 2 and "--step" in capsys.readouterr().err
+
+
+def test_a_kept_step_is_served(run, capsys):
+    """The weights that answer are of the step that was asked for; those of each step are others."""
+    found = {}
+    for step in ("best", "2", None):
+        args = serve.parse(["--run", str(run), *(["--step", step] if step else [])])
+        serve.check_arguments(args)
+        _, params, version, _ = serve.load(args)
+        found[version] = float(jax.tree.reduce(lambda total, x: total + abs(x).sum(), params, 0.0))
+    assert list(found) == [4, 2, 6] and len(set(found.values())) == 3
+    with rolljax.load(run, step=2) as model:
+        assert model.version == 2
+    with pytest.raises(ConfigError, match="kept 2, 4, 6"):
+        rolljax.load(run, step=3)
+    assert serve.main(["--model", str(run), "--step", "2"]) == 2 and "--step" in capsys.readouterr().err
 
 
 def test_held_out_tasks_stay_held_out_under_their_name():
