@@ -1,7 +1,7 @@
 """What asynchrony and tail batching save: seconds per step of real runs, each mechanism added in turn.
 
     python benchmarks/async_speedup.py --figure docs/async_speedup.png            # all workloads
-    python benchmarks/async_speedup.py --workloads agents --steps 12
+    python benchmarks/async_speedup.py --workloads agents          # forty minutes, in which it mostly sleeps
 
 A tiny model, the real engine, the real loop; every run is a process of its own, one after the other. What is drawn is
 how long answers are (single-turn workloads) and how long an environment takes (`latency.py`). The seconds are the mean
@@ -123,6 +123,7 @@ WORKLOADS = {
             "async_ratio 2": ratio(2),
             "async_ratio 2, spares": ratio(2, spare_prompts=1, spare_siblings=1, late="'drop'"),
         },
+        steps=60,
     ),
     "answers": Workload(
         "answers of log-normal lengths (sigma 1), decode steps of 5 ms",
@@ -237,7 +238,7 @@ def simulated(recipe: Path, timings_of: Path) -> float:
     from rolljax.simulate import simulate
     from rolljax.simulation import fitting, report
 
-    loaded = cli.load_recipe([str(recipe)], ["Phase.steps = 100"]).value
+    loaded = cli.load_recipe([str(recipe)], ["Phase.steps = 400"]).value
     runtime, recorder = simulate(loaded, fitting.fitted(timings_of, loaded))
     return report.summarize(runtime, recorder).numbers["step_s"]
 

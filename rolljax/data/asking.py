@@ -98,16 +98,15 @@ class Asker:
             finally:
                 for _, task in window:
                     task.cancel()
-                loop.run(self._closed())
+                loop.run(self._closed([task for _, task in window]))
 
     def one(self, work: Callable[[], Awaitable[T]]) -> T:
         """What one piece of work makes."""
         return next(iter(self.each([{}], lambda _: work())))[1]
 
-    async def _closed(self) -> None:
+    async def _closed(self, cancelled: Sequence[asyncio.Task[T]]) -> None:
         """Let what is still asked be answered: it was paid for. Then close the model's connections."""
-        if self._under_way:
-            await asyncio.wait(list(self._under_way.values()))
+        await asyncio.gather(*cancelled, *self._under_way.values(), return_exceptions=True)
         if self._model is not None:
             self.counts.update({name: n for name, n in self._model.counts().items() if name not in ("requests",)})
             await self._model.close()

@@ -254,11 +254,12 @@ async def _attempt_all(
             while waiting and len(running) < attempts.concurrency:
                 job = waiting.pop()
                 running.add(asyncio.ensure_future(_attempt(rollouts[job.benchmark], job, witness)))
-            done, running = await asyncio.wait(running, timeout=attempts.stall_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(running, timeout=attempts.stall_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise HangError(f"no answer became complete for {attempts.stall_s:.0f} s ({len(running)} under way)")
-            for future in done:
+            for future in sorted(done, key=lambda f: f.exception() is not None):  # what came of the others is kept
                 put(future.result())
+                running.discard(future)
     finally:
         for future in running:
             future.cancel()
