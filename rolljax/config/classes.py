@@ -85,12 +85,16 @@ def import_module(module: str, where: str) -> ModuleType:
         raise ConfigError(e.message, setting=module, remedy=remedy, where=where) from broken
 
 
-def shipped_beside(classes: Iterable[type], name: str) -> list[type]:
-    """rolljax's config classes of this name in the packages of `classes`; imports no other modules than theirs."""
+def shipped_beside(classes: Iterable[type], selector: str) -> list[type]:
+    """rolljax's config classes in the packages of `classes` whose paths end with `selector`; imports no other modules
+    than theirs."""
+    name = selector.rpartition(".")[2]
     homes = {cls.__module__.rpartition(".")[0] for cls in classes}
     found = []
     for package in sorted(home for home in homes if home.startswith("rolljax.")):
         for info in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+            if not f".{info.name}.{name}".endswith(f".{selector}"):
+                continue
             spec = importlib.util.find_spec(info.name)
             source = Path(spec.origin) if spec and spec.origin else None
             text = source.read_text(encoding="utf-8") if source else ""

@@ -240,8 +240,7 @@ class Source:
         if len(found) > 1:  # prefer what is in use over what is only imported
             found = {cls: None for cls in found if known.get(cls)} or found
         if not found and not (first in self._symbols and rest):
-            near = shipped_beside(known, selector.rpartition(".")[2])
-            found = {cls: None for cls in near if f".{check.full_name(cls)}".endswith(f".{selector}")}
+            found = dict.fromkeys(shipped_beside(known, selector))
         if len(found) > 1:
             full = ", ".join(sorted(map(check.full_name, found)))
             raise ConfigError("is ambiguous", setting=selector, remedy=f"write one of: {full}", where=where)

@@ -80,7 +80,7 @@ class ForwardPasses:
             policies["scorer_logp"] = self.references[needs.scorer]
         policies |= {f"teacher{i}": self.references[name] for i, name in enumerate(needs.teachers)}
         own = ("trainer_logp", "entropy") if needs.trainer_logp else ()
-        own_params = self.model.full_params(params, self.base)
+        own_params = self.model.full_params(params, self.base) if own else params
         found: dict[str, list[np.ndarray]] = {name: [] for name in (*own, *policies)}
         for batch in batches:
             if own:

@@ -203,6 +203,15 @@ def load(argv):
     return config, check_run(config.value)
 
 
+def recorded(run_dir, changes):
+    """A whole run, and what was compiled in it."""
+    config, plan = load(arguments(run_dir, **changes))
+    folder, recorder = RunFolder(run_dir), Recorder()
+    folder.prepare(config, fresh=False)
+    loop.train(plan, folder, recorder)
+    return recorder
+
+
 @pytest.mark.parametrize(("steps", "lengths"), [(32, 13), pytest.param(52, 20, marks=pytest.mark.slow)])
 def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths):
     changes = {
@@ -213,10 +222,7 @@ def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths):
         "rl__Phase_dot_eval_every": 12,
         "MeshSpec_dot_data": 1,
     }
-    config, plan = load(arguments(tmp_path / "run", **changes))
-    folder, recorder = RunFolder(tmp_path / "run"), Recorder()
-    folder.prepare(config, fresh=False)
-    loop.train(plan, folder, recorder)
+    recorder = recorded(tmp_path / "run", changes)
     counts = [recorder.after_step[s] for s in sorted(recorder.after_step)]
     assert len(counts) == 6 + steps
     assert counts[0] > 0
@@ -238,10 +244,7 @@ def test_what_is_recomputed_at_a_publish_was_compiled_before(tmp_path):
         "Phase_dot_row_len": 512,
         "MeshSpec_dot_data": 1,
     }
-    config, plan = load(arguments(tmp_path / "run", **changes))
-    folder, recorder = RunFolder(tmp_path / "run"), Recorder()
-    folder.prepare(config, fresh=False)
-    loop.train(plan, folder, recorder)
+    recorder = recorded(tmp_path / "run", changes)
     of_sampler = "jit(run)"
     assert of_sampler in recorder.compiled
     assert of_sampler not in recorder.compiled[recorder.after_step[1] :], "the sampler compiled during RL"

@@ -135,17 +135,20 @@ def by_themselves(model, params, groups):
         yield tokens[at], *(np.asarray(x[n], np.float64)[at - 1] for x in found)
 
 
-def direct_logp(model, params, groups):
+def distributions(model, params, groups):
+    """For every trajectory its sampled tokens `[n]`, and the log-probs of all that could have been `[n, V]`."""
     for tokens, _, logits in by_themselves(model, params, groups):
         scores = logits / TEMPERATURE
-        logp = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+        yield tokens, scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+
+
+def direct_logp(model, params, groups):
+    for tokens, logp in distributions(model, params, groups):
         yield logp[np.arange(len(tokens)), tokens]
 
 
 def direct_entropy(model, params, groups):
-    for _, _, logits in by_themselves(model, params, groups):
-        scores = logits / TEMPERATURE
-        logp = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    for _, logp in distributions(model, params, groups):
         yield -(np.exp(logp) * logp).sum(-1)
 
 

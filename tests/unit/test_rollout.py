@@ -260,18 +260,16 @@ def test_a_failing_step_fails_its_trajectory_and_no_other(chat, fault):
 def test_time_that_was_waited_in_vain_is_the_environments(chat):
     """Of the calls that fail as well: what is slow until it passes its limit is not a fast environment."""
 
-    def answers(slow_s):
-        @dataclasses.dataclass(frozen=True)
-        class Slow(Faulty):
-            def make(self):
-                made = FaultyEnv(self)
-                fails = made.step
-                made.step = lambda action: (time.sleep(slow_s), fails(action))[1]
-                return made
+    class Slow(FaultyEnv):
+        def step(self, action):
+            time.sleep(0.2)
+            return super().step(action)
 
-        return group_of(chat, Slow("step", OSError("gone")), ["bad"]).trajectories[0]
+    class SlowFaulty(Faulty):
+        def make(self):
+            return Slow(self)
 
-    failed = answers(0.2)
+    (failed,) = group_of(chat, SlowFaulty("step", OSError("gone")), ["bad"]).trajectories
     assert failed.status == "failed" and failed.env_s >= 0.2
 
 
