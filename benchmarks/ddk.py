@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from trained import train
 
-DOMAINS = ("a", "b", "c")
+DOMAINS = ("a", "b", "c", "d")
 ARMS = ("ddk", "uniform")
-STEPS, EVERY = 60, 10
+STEPS, EVERY = 60, 5
 
 
 def student(folder: Path, teacher: Path, arm: str, seed: int) -> list[dict[str, float]]:
@@ -90,6 +90,8 @@ def draw(path: Path, found: dict[tuple[str, int], list[dict[str, float]]]) -> No
             right.plot(steps, of(rows, "perplexity_ratio")[i], style, color=f"C{i}")
     left.set(xlabel="step of the distillation", ylabel="share of the step")
     right.set(xlabel="step of the distillation", ylabel="perplexity, student / teacher", yscale="log")
+    right.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    right.minorticks_off()
     left.legend(fontsize=7, ncol=2)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -67,7 +67,7 @@ PARTS = """
 2405.14734 | SimPO | preferences without a reference | `Dpo.loss`, `Dpo.margin` | |
 2406.12045 | tau-bench | its tasks | `TauBench` | |
 2407.10671 | Qwen2 | the family | `Qwen2Config` | |
-2407.16154 | DDK | shares of domains by how far a student lags behind | `Ddk` | ddk | 
+2407.16154 | DDK | shares of domains by how far a student lags behind | `Ddk` | ddk | ddk.png
 2407.21783 | Llama 3 | the family | `Llama3Config` | |
 2502.16982 | Moonlight | Muon's updates as large as AdamW's | `Muon.consistent_rms` | |
 2503.19786 | Gemma 3 | the family | `Gemma3Config` | |
