@@ -151,6 +151,18 @@ class Sampled:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Alternatives:
+    """The most likely tokens at every place of an answer, largest first, the sampled one among them if it is one.
+
+    ids: `[T, n]`. logp: `[T, n]` under the sampling distribution, nats; what was left out of sampling has the lowest
+    finite number.
+    """
+
+    ids: np.ndarray
+    logp: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """What the sampler returns for one request.
 
@@ -192,6 +204,12 @@ class Completion:
             return None
         return np.concatenate([before[1:], np.full_like(before[:1], -1)])
 
+    @property
+    def alternatives(self) -> Alternatives | None:
+        """None: nobody asked, `SamplerConfig.record_alternatives`."""
+        ids, logp = self.sampled.top_ids, self.sampled.top_sampler_logp
+        return Alternatives(ids, np.maximum(logp, np.finfo(np.float32).min)) if ids.size else None
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Turn:
@@ -216,6 +234,8 @@ class Turn:
     restart: bool = False
     experts: np.ndarray | None = dataclasses.field(default=None, metadata={"written": False})
     """See `Completion`. Too many numbers for a file."""
+    alternatives: Alternatives | None = None
+    """To look at."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -346,7 +366,10 @@ class Group:
 
 def _turn(record: Mapping[str, Any]) -> Turn:
     dtypes = {"prompt_ids": np.int32, "tokens": np.int32, "sampler_logp": np.float32, "versions": np.int32}
-    return Turn(**dict(record) | {name: np.array(record[name], dtype) for name, dtype in dtypes.items()})
+    fields = dict(record) | {name: np.array(record[name], dtype) for name, dtype in dtypes.items()}
+    if found := record.get("alternatives"):
+        fields["alternatives"] = Alternatives(np.array(found["ids"], np.int32), np.array(found["logp"], np.float32))
+    return Turn(**fields)
 
 
 def _plain(value: Any) -> Any:

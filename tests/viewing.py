@@ -10,7 +10,7 @@ import numpy as np
 from rolljax.run.folder import RunFolder
 from rolljax.run.layout import METRICS, RESOLVED, SUMMARY
 from rolljax.serve import listen, url
-from rolljax.types import Fault, Key, Task, Trajectory, Turn
+from rolljax.types import Alternatives, Fault, Key, Task, Trajectory, Turn
 from rolljax.viewer.app import make_server
 from rolljax.viewer.runs import Runs
 
@@ -33,7 +33,10 @@ def turn(prompt, answer, version=1, reward=0.0, finish="stop"):
     ids = [*encode(answer), END]
     logp = -np.abs(np.random.default_rng(len(ids)).normal(0, 1.2, len(ids))).astype(np.float32)
     told = np.array([USER, *encode(prompt), ASSISTANT], np.int32)
-    return Turn(told, np.array(ids, np.int32), logp, np.full(len(ids), version, np.int32), finish, reward, answer)
+    ids, versions = np.array(ids, np.int32), np.full(len(ids), version, np.int32)
+    other = np.full_like(ids, encode("\u202e")[0])
+    likely = Alternatives(np.stack([ids, other], 1), np.stack([logp, logp - 1], 1))
+    return Turn(told, ids, logp, versions, finish, reward, answer, alternatives=likely)
 
 
 def trajectory(
@@ -155,9 +158,9 @@ def long_trajectory(tokens=100_000):
     one = turn("Walk on.", text)
     size = tokens // len(one.tokens) + 1
     repeated = {name: np.tile(getattr(one, name), size)[:tokens] for name in ("tokens", "sampler_logp", "versions")}
-    return trajectory(
-        0, 0, 1.0, [dataclasses.replace(one, text=(text * size)[:tokens], **repeated)], task="a long walk"
-    )
+    likely = Alternatives(*(np.tile(a, (size, 1))[:tokens] for a in (one.alternatives.ids, one.alternatives.logp)))
+    long = dataclasses.replace(one, text=(text * size)[:tokens], alternatives=likely, **repeated)
+    return trajectory(0, 0, 1.0, [long], task="a long walk")
 
 
 class Viewing:

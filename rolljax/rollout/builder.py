@@ -71,6 +71,7 @@ class TrajectoryBuilder:
                 result.weight * weight,
                 stream.restarted,
                 answer.experts,
+                answer.alternatives,
             )
         )
         self.sample_s += answer.queue_s + answer.sample_s

@@ -150,6 +150,7 @@ def fallback(start: Start, trajectories: Sequence[Trajectory]) -> Trajectory | N
         text=start.crucial.text,
         weight=float(len(alive)),
         experts=None,
+        alternatives=None,
     )
     before = (dataclasses.replace(turn, weight=0.0) for turn in like.turns[:first])
     key = dataclasses.replace(like.key, sibling=len(trajectories))

@@ -94,7 +94,7 @@ def resolve(recipe: Recipe, devices: Sequence[jax.Device] | None = None) -> Reso
     recipe.check_mesh(mesh)
     recipe.sampler.check_shards(num_slot_shards(sampler_mesh))
     cfg = recipe.model if isinstance(recipe.model, DecoderConfig) else _folder_config(recipe.model)
-    recipe.sampler.check_experts(cfg)
+    recipe.sampler.check_model(cfg)
     if recipe.router_aux_coef is not None:
         cfg = _rebalanced(cfg, recipe)
     model = Model(cfg, recipe.dtype, recipe.remat, recipe.attention, recipe.lora)

@@ -155,7 +155,8 @@ class Runtime:
         """The model as a policy. may_ask: see `SamplerPolicy`. in_training: domains are sampled as their settings
         say."""
         limit, stop = self.recipe.max_answer_tok, self.preflight.chat.stop_ids
-        params = SamplingParams(temperature, limit, stop, top_k=top_k, top_p=top_p, min_p=min_p)
+        shown = self.recipe.sampler.record_alternatives
+        params = SamplingParams(temperature, limit, stop, top_k=top_k, top_p=top_p, min_p=min_p, top_logprobs=shown)
         own = {name: d.sampling(params, in_training=in_training) for name, d in self.recipe.domains.items()}
         return SamplerPolicy(self.sampler, params, self.recipe.seed, may_ask, own)
 

@@ -54,7 +54,7 @@ class Engine:
     ) -> None:
         self.model, self.cfg, self.mesh, self.batch_axes = model, cfg, mesh, batch_axes
         cfg.check_shards(self.num_shards)
-        cfg.check_experts(model.cfg)
+        cfg.check_model(model.cfg)
         platform = mesh.devices.flat[0].platform
         self.unroll = platform == "cpu" and model.cfg.num_layers <= MAX_UNROLLED_LAYERS
         if path is not None:

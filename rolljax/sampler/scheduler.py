@@ -142,11 +142,12 @@ class Scheduler:
 
         What else comes (longer prompts, truncated distributions, likely tokens, preemption) is compiled when it comes.
         """
-        for program in self.programs(longest_prompt, multi_turn):
+        drawn = self.cfg.draw_variant(False, self.cfg.record_alternatives > 0)
+        for program in self.programs(longest_prompt, multi_turn, (drawn,)):
             program()
 
     def programs(
-        self, longest_prompt: int, multi_turn: bool, variants: Sequence[tuple[bool, bool]] = ((False, False),)
+        self, longest_prompt: int, multi_turn: bool, variants: Sequence[tuple[bool, bool]]
     ) -> Sequence[Callable[[], None]]:
         """Calls that compile one program each, by running it to no effect; in this order, and while nothing else runs.
 

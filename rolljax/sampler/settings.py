@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from rolljax.errors import ConfigError, check_range
 from rolljax.model.axes import MESH_AXES
 from rolljax.model.decoder import DecoderConfig
+from rolljax.sampler.sampling import MAX_TOP_LOGPROBS
 
 MIN_CHUNK = 32
 """Fewest tokens a prefill program is made for; chunks are padded to this, or to a doubling of it."""
@@ -46,6 +47,8 @@ class SamplerConfig:
     begins: on CPU 'few' take a fourth of that time, and pad more.
     record_experts: of models with experts, hand out which ones each decoded token took; the trainer then takes the same
     (router replay, arXiv:2510.11370).
+    record_alternatives: beside each sampled token, write so many of the likeliest ones into the rollouts, where
+    `rolljax.view` shows them. Each takes some forty bytes.
     """
 
     slots: int = 64
@@ -62,8 +65,10 @@ class SamplerConfig:
     expert: int | None = None
     programs: Literal["many", "few"] = "many"
     record_experts: bool = False
+    record_alternatives: int = 0
 
     def __post_init__(self) -> None:
+        check_range(self, "record_alternatives", low=0, high=MAX_TOP_LOGPROBS)
         check_range(self, "slots", "max_context", "page_size", "steps_per_dispatch", "tensor", "expert", low=1)
         if self.prefill_chunk < MIN_CHUNK or self.prefill_chunk & (self.prefill_chunk - 1):
             raise ConfigError(
@@ -138,8 +143,14 @@ class SamplerConfig:
                 remedy=f"at least {(self.pages_per_sequence + 1) * num_shards}",
             )
 
-    def check_experts(self, model: DecoderConfig) -> None:
-        """Raise `ConfigError` if experts are to be recorded of a model that has none."""
+    def check_model(self, model: DecoderConfig) -> None:
+        """Raise `ConfigError` if experts are to be recorded of a model that has none, or more tokens than it knows."""
+        if self.record_alternatives > model.vocab_size:
+            raise ConfigError(
+                f"is more than the {model.vocab_size} tokens of the model",
+                setting="SamplerConfig.record_alternatives",
+                value=self.record_alternatives,
+            )
         if self.record_experts and not model.routing:
             raise ConfigError(
                 f"can have no effect: {type(model).__name__} has no experts",

@@ -107,10 +107,19 @@ def _turn(turn: Mapping[str, Any], tokens: TokenTexts, columns: Json) -> Json:
         "logp": turn["sampler_logp"],
         "versions": _constant(turn["versions"]),
         **columns,
+        **_alternatives(turn.get("alternatives"), tokens),
         "reward": turn["reward"],
         "finish_reason": turn["finish_reason"],
         "weight": turn["weight"],
     }
+
+
+def _alternatives(recorded: Mapping[str, Any] | None, tokens: TokenTexts) -> Json:
+    """Of each token the likeliest ones in its place, as texts with log-probs."""
+    if not recorded:
+        return {}
+    rows = zip(recorded["ids"], recorded["logp"], strict=True)
+    return {"alternatives": [[(tokens.alone(i), x) for i, x in zip(*row, strict=True)] for row in rows]}
 
 
 def _part(column: float | Sequence[float], own: slice) -> Any:

@@ -38,6 +38,13 @@ class TokenTexts:
             found[-1] += utf8.decode(b"", final=True)
         return found
 
+    def alone(self, token: int) -> str:
+        """The text of one token that stands for itself; of a part of a character its bytes."""
+        if self._vocabulary is None:
+            return f"⟨{token}⟩"
+        raw = self._vocabulary.raw(token)
+        return raw.decode("utf-8", "backslashreplace")
+
     def special(self, ids: Sequence[int]) -> list[int]:
         """Places of the special tokens, which no text can spell."""
         specials = self._vocabulary.specials if self._vocabulary else frozenset()

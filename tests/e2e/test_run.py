@@ -26,7 +26,7 @@ from rolljax.run.trainer import LocalTrainer
 from rolljax.threads.event_loop import Stopped
 from rolljax.train import main as train
 from rolljax.train import parse, stopped
-from rolljax.types import Group, SamplingParams
+from rolljax.types import Group, SamplingParams, Trajectory
 from rolljax.viewer import answers
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.runs import Run
@@ -220,6 +220,7 @@ def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths):
         "rl__Phase_dot_steps": steps,
         "rl__Phase_dot_prompts_per_step": 4,
         "rl__Phase_dot_eval_every": 12,
+        "SamplerConfig_dot_record_alternatives": 3,
         "MeshSpec_dot_data": 1,
     }
     recorder = recorded(tmp_path / "run", changes)
@@ -228,6 +229,13 @@ def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths):
     assert counts[0] > 0
     assert counts[7:] == [counts[6]] * (steps - 1), "something was compiled after the first RL step"
     assert len({r["train/tokens_n"] for r in rows(tmp_path / "run")}) > lengths  # and the lengths did vary
+    lines = (tmp_path / "run" / "rollouts" / f"step_{6 + steps}.jsonl").read_text().splitlines()
+    turns = [turn for line in lines for turn in Trajectory.from_json(json.loads(line)).turns]
+    for turn in turns:
+        found = turn.alternatives
+        assert found.ids.shape == found.logp.shape == (len(turn.tokens), 3) and (np.diff(found.logp) <= 0).all()
+        same = found.ids == turn.tokens[:, None]
+        assert same.any() and (found.logp[same] == turn.sampler_logp[same.any(1)]).all()
 
 
 @pytest.mark.slow

@@ -122,6 +122,8 @@ def test_from_the_run_to_a_token(page, site):
     token = page.locator(".tok").nth(3)
     token.hover()
     says(page.locator(".tip"), re.compile(r"log-prob.*%"), "advantage+0.5", "policy version1")
+    assert page.locator(".tip .likeliest tr").count() == 2
+    says(page.locator(".tip .likeliest"), "likeliest tokens", "\\xe2", "%")
     token.click()
     until(page, "location.href.endsWith('token=0.3')")
 

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from rolljax.types import Expert, Fault, Group, Key, Task, Trajectory, Turn
+from rolljax.types import Alternatives, Expert, Fault, Group, Key, Task, Trajectory, Turn
 
 
 def exactly(value):
@@ -78,6 +78,20 @@ def test_the_experts_of_tokens_are_not_written(group):
     record = json.loads(json.dumps(routed.to_json()))
     assert "experts" not in record["trajectories"][0]["turns"][0]
     assert exactly(Group.from_json(record)) == exactly(group)
+
+
+def test_alternatives_are_written_and_read_to_the_bit(group):
+    first, *_ = group.trajectories
+    n = len(first.turns[0].tokens)
+    logp = np.random.default_rng(0).normal(size=(n, 2)).astype(np.float32)
+    logp[0, 1] = np.finfo(np.float32).min
+    shown = dataclasses.replace(
+        first.turns[0], alternatives=Alternatives(np.arange(2 * n, dtype=np.int32).reshape(n, 2), logp)
+    )
+    t = dataclasses.replace(first, turns=(shown, first.turns[1]))
+    record = json.loads(json.dumps(t.to_json()))
+    assert exactly(Trajectory.from_json(record)) == exactly(t)
+    json.dumps(record["turns"][0]["alternatives"], allow_nan=False)
 
 
 def test_a_change_of_one_bit_is_a_change(group):

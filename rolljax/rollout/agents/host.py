@@ -234,4 +234,5 @@ def _turn(call: Call) -> Turn:
         call.text,
         restart=restart,
         experts=sampled.experts,
+        alternatives=sampled.alternatives,
     )

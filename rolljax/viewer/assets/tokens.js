@@ -180,5 +180,16 @@ export function details(turn, i) {
     version < 0 ? null : ['policy version', String(version)],
     ['place', `${i + 1} of ${turn.texts.length}`],
   ];
-  return h('dl', {}, facts.filter(Boolean).map(([what, value]) => [h('dt', {}, what), h('dd', {}, value)]));
+  const known = h('dl', {}, facts.filter(Boolean).map(([what, value]) => [h('dt', {}, what), h('dd', {}, value)]));
+  return turn.alternatives === undefined ? known : [known, likeliest(turn.alternatives[i])];
+}
+
+// What else could have stood there, with its probability.
+function likeliest(found) {
+  const rows = found.map(([text, logp]) => {
+    const share = Math.exp(logp) * 100;
+    const bar = h('meter', {min: '0', max: '100', value: String(share)});
+    return h('tr', {}, h('td', {class: 'mono'}, plain(JSON.stringify(text))), h('td', {}, bar), h('td', {class: 'num'}, `${number(share)} %`));
+  });
+  return h('table', {class: 'likeliest'}, h('caption', {}, 'likeliest tokens'), h('tbody', {}, rows));
 }
