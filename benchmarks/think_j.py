@@ -1,6 +1,6 @@
 """Think-J in miniature (arXiv 2505.14268): a judge of digit sums, online and offline, and what it says in both orders.
 
-    python benchmarks/think_j.py --to runs/think_j --figure docs/think_j.png     # about ten minutes of one core a seed
+    python benchmarks/think_j.py --seeds 3 --to runs/think_j --figure docs/think_j.png    # five minutes of one core a seed
 
 Every stage is a process of its own, at low priority, and is skipped where its result is there: the same command goes on
 where it was interrupted. Stages of a seed: `online`: think_j.gin; `init`: think_j_init.gin, exported; `pairs`: 3000
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import http.server
+import itertools
 import json
 import os
 import subprocess
@@ -74,13 +75,16 @@ def make_pairs(folder: Path, seed: int) -> None:
 
 
 def evaluate_steps(folder: Path, name: str, seed: int, every: int) -> None:
-    """The first and the last kept checkpoint of a run, and those between at multiples of `every` steps."""
+    """The kept checkpoints of a run: where its phases ended, the last, and between them at multiples of `every` steps."""
     from rolljax.eval import evaluate
     from rolljax.evaluation.settings import Attempts
 
     run, curve = folder / f"{name}_{seed}", {}
     steps = sorted({int(p.name.rpartition("_")[2]) for p in (run / "ckpt").glob("*_step_*")})
-    for step in (s for s in steps if s in (steps[0], steps[-1]) or (every and s % every == 0)):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ends = [a["step"] for a, b in itertools.pairwise(rows) if a["phase"] != b["phase"]]
+    first = ends[0] if ends else steps[-1] if name == "init" else 0
+    for step in (s for s in steps if s in (*ends, steps[-1]) or (every and s > first and s % every == 0)):
         curve[str(step)] = asked(evaluate(run=run, step=step, **_how(Attempts(temperature=0.0))))
     (folder / f"{name}_{seed}.json").write_text(json.dumps(curve, indent=1) + "\n")
 

@@ -85,14 +85,17 @@ def check_ratio(algorithm: PolicyGradient, setup: Setup) -> list[str]:
     if setup.updates > 1 or (setup.staleness and algorithm.anchor == "behaviour"):
         return []
     name = type(algorithm).__name__
-    for setting in algorithm.ratio_settings:
-        if getattr(algorithm, setting) is not None:
+    at_work = [n for n in algorithm.ratio_settings if getattr(algorithm, n) is not None]
+    for setting in at_work:
+        if getattr(algorithm, setting) != _default(algorithm, setting):
             raise algorithm.refuse(
                 setting,
                 "can have no effect: with one update per step and no staleness the ratio is 1",
                 "set Phase.updates_per_step to 2 or more, or "
                 + " and ".join(f"{name}.{n} = None" for n in algorithm.ratio_settings),
             )
+    if at_work:
+        return [f"{name}'s {', '.join(at_work)} have no effect: the ratio is 1 with one update per step and no staleness"]
     if algorithm.ratio_settings:
         return []
     return [f"{name} differs from REINFORCE by its ratio, which is 1 here: one update per step and no staleness"]

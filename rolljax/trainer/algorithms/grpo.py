@@ -20,7 +20,7 @@ class Grpo(NormalisedReward, ClippedRatio, PolicyGradient):
     the mean over their tokens. Groups whose rewards are all equal stay in the denominator.
 
     The paper adds a KL term to the loss (`kl.KlLoss`, estimator k3); it is off by default. With one update per step and
-    no staleness the ratio is 1 and a clip has no effect; then `clip_low` and `clip_high` must be None.
+    no staleness the ratio is 1 and a clip has no effect: one that is not the default is refused then.
     """
 
     aggregation: Aggregation = "seq-mean-token-mean"
