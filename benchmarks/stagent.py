@@ -102,9 +102,9 @@ def first_at(values: list[float], target: float) -> int | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--warm", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--num", type=int, default=1500)
     parser.add_argument("--target", type=float, default=0.6)
     parser.add_argument("--out", type=Path)

@@ -15,6 +15,8 @@ MOST = 0.5
 """Share of a step's trajectories from which on something is worth a notice."""
 STILL_STEPS = 10
 """Steps after which a reward that was the same for every trajectory is worth one."""
+FAR = 100.0
+"""Factor by which a token's probability may change between sampling and training before it is worth one."""
 SHOWN_CHARS = 60
 
 
@@ -63,8 +65,23 @@ class Notices:
             texts += [self._cuts(every), self._first_answers(every), self._stillness(every)]
         return [text for text in texts if text]
 
-    def sampler(self, row: Mapping[str, float]) -> list[str]:
-        """What a step's metrics say of the sampler's settings; there is nothing to say where pages cannot run out."""
+    def row(self, row: Mapping[str, float]) -> list[str]:
+        """What is worth saying about a step's metrics."""
+        return [*self._pages(row), *self._distance(row)]
+
+    def _distance(self, row: Mapping[str, float]) -> list[str]:
+        """Where old samples are trained on, how far the policy has gone from those that it learns from."""
+        ratio = row.get("policy/ratio_max", 0.0)
+        if not self._phase.async_ratio or not ratio > FAR or not self._once("far"):
+            return []
+        return [
+            f"a token became {ratio:.0f} times as likely between sampling and training (policy/ratio_max): the policy "
+            f"moves too fast for samples that are so old. Lower the learning rate, or Phase.async_ratio = "
+            f"{self._phase.async_ratio:g}; where this goes on, learning may collapse"
+        ]
+
+    def _pages(self, row: Mapping[str, float]) -> list[str]:
+        """What is to be said of the sampler's settings: nothing where pages cannot run out."""
         cfg = self._recipe.sampler
         if cfg.pages is None or "sampler/preempt_n" not in row:
             return []

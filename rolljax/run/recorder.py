@@ -123,7 +123,7 @@ class Recorder:
             self.console.answers(samples([t for g in groups for t in g.trajectories]))
         self.console.step(place | row)
         assert self._notices is not None
-        for text in self._notices.sampler(row):
+        for text in self._notices.row(row):
             self.console.warn(text)
         progress.weights_reward = _finite(row.get("heldout/reward_mean"))
         if progress.total_steps % recipe.save_every == 0 or self._is_to_stay():

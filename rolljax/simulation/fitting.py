@@ -96,7 +96,7 @@ def _in_groups(groups: Sequence[Sequence[float]]) -> Distribution:
     within = sum(((x - x.mean()) ** 2).sum() for x in logs) / (sizes - 1).sum()
     noise = float((within / sizes).mean())  # of a group's mean
     between = float(means.var(ddof=1)) - noise
-    if between <= 0:
+    if between < 1e-9:  # nothing but rounding
         return _recorded(every)
     shares = np.exp((means - means.mean()) * np.sqrt(between / (between + noise)))
     apart = np.concatenate([(x - x.mean()) * np.sqrt(len(x) / (len(x) - 1)) for x in logs])

@@ -1,5 +1,7 @@
 """Notices: each situation is told once, with the setting that mends it; nothing is said of a run that goes well."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -125,7 +127,7 @@ def told(preemptions, long_rounds=(), **settings):
     sampler = SamplerConfig(max_context=64, **settings)
     notices = Notices(Recipe(FrozenLake(max_turns=8), (PHASE,), max_answer_tok=12, sampler=sampler), PHASE)
     rows = [{"sampler/preempt_n": n, "groups/long_rounds_n": i in long_rounds} for i, n in enumerate(preemptions)]
-    return [notices.sampler(row) for row in rows]
+    return [notices.row(row) for row in rows]
 
 
 def test_growing_preemptions_are_told_once():
@@ -148,4 +150,13 @@ def test_devices_that_may_be_spared_are_named_where_weights_are_split():
 
 
 def test_a_step_without_rollouts_says_nothing_of_the_sampler():
-    assert of(PHASE).sampler({"train/tokens_n": 3.0}) == []
+    assert of(PHASE).row({"train/tokens_n": 3.0}) == []
+
+
+def test_a_policy_far_from_its_old_samples_is_told_of_once():
+    near, far = {"policy/ratio_max": 30.0}, {"policy/ratio_max": 812.3}
+    ahead = of(dataclasses.replace(PHASE, async_ratio=4))
+    assert ahead.row(near) == [] and ahead.row({"policy/ratio_max": float("nan")}) == []
+    (text,) = ahead.row(far)
+    assert "812 times" in text and "learning rate" in text and "Phase.async_ratio = 4" in text
+    assert ahead.row(far) == [] and of(PHASE).row(far) == []

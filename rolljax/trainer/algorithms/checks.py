@@ -95,7 +95,9 @@ def check_ratio(algorithm: PolicyGradient, setup: Setup) -> list[str]:
                 + " and ".join(f"{name}.{n} = None" for n in algorithm.ratio_settings),
             )
     if at_work:
-        return [f"{name}'s {', '.join(at_work)} have no effect: the ratio is 1 with one update per step and no staleness"]
+        return [
+            f"{name}'s {', '.join(at_work)} have no effect: the ratio is 1 with one update per step and no staleness"
+        ]
     if algorithm.ratio_settings:
         return []
     return [f"{name} differs from REINFORCE by its ratio, which is 1 here: one update per step and no staleness"]
