@@ -3,7 +3,7 @@
     python benchmarks/reward_model_ppo.py --out runs/reward_model_ppo --figure docs/reward_model.png
 
 Three runs of `configs/reward_model_ppo.gin`, one after the other: as it is; with a reward model of 60 updates instead
-of 1200, and a policy that is held less and trained for longer; with the environment's own reward instead. A finished
+of 3200, and a policy that is held less and trained for longer; with the environment's own reward instead. A finished
 run in its folder is taken as it is, one that was stopped goes on. The table gives held-out reward, which is gold in all
 of them; the figure gold and proxy by step, and over the distance from the policy that PPO began with (the curves of
 arXiv 2210.10760): KL per answer, nats.
@@ -26,6 +26,7 @@ RUNS = {
         "reward_model/recipe.Phase.group_size": 8,
         "reward_model/recipe.Phase.updates_per_step": 1,
         "reward_model/critic.Critic.epochs": 1,
+        "reward_model/critic.Critic.optimizer": "@score/optimizer.AdamW()",
         "score/optimizer.AdamW.lr": 1e-3,
         "score/optimizer.AdamW.schedule": "'constant'",
         "rl/recipe.Phase.steps": 120,

@@ -1,6 +1,6 @@
 """Think-J in miniature (arXiv 2505.14268): a judge of digit sums, online and offline, and what it says in both orders.
 
-    python benchmarks/think_j.py --seeds 3 --to runs/think_j --figure docs/think_j.png    # five minutes of one core a seed
+    python benchmarks/think_j.py --seeds 3 --to runs/think_j --figure docs/think_j.png   # five minutes a seed
 
 Every stage is a process of its own, at low priority, and is skipped where its result is there: the same command goes on
 where it was interrupted. Stages of a seed: `online`: think_j.gin; `init`: think_j_init.gin, exported; `pairs`: 3000
@@ -75,7 +75,7 @@ def make_pairs(folder: Path, seed: int) -> None:
 
 
 def evaluate_steps(folder: Path, name: str, seed: int, every: int) -> None:
-    """The kept checkpoints of a run: where its phases ended, the last, and between them at multiples of `every` steps."""
+    """The kept checkpoints of a run: where its phases ended, the last, and between them those of every so many steps."""
     from rolljax.eval import evaluate
     from rolljax.evaluation.settings import Attempts
 

@@ -79,7 +79,9 @@ PARTS = """
 2507.22879 | RecGPT | tags of what users want, fused with retrieval | `RecGpt` | recgpt | recgpt.png
 2509.19128 | PipelineRL | requests that go on while weights change | `SamplerConfig.on_publish` | |
 2509.21009 | RollPacker | tail batching | `Phase.tail_batching` | |
+2510.07685 | LiveThinking | a reward for lengths within a band | `LengthBand` | live_thinking | live_thinking.png
 2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |
+2512.24957 | STAgent | what is learned by imitation, by RL, or not at all | `Learnability`, `Taxonomy` | stagent | stagent.png
 2601.18225 | ShopSimulator | a shopper who must be asked | `Shop.dialogue` | |
 """
 """Papers of what is no algorithm: number | name | what | setting or class | config | figure."""

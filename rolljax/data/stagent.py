@@ -1,5 +1,5 @@
-"""STAgent's curation: a taxonomy of intents, graded difficulty, routing by what a policy can already do, and rare
-combinations of tools repeated (third-party notes; thresholds are ours where the notes have none).
+"""STAgent's curation (arXiv 2512.24957): a taxonomy of intents, graded difficulty, routing by what a policy can already
+do, and rare combinations of tools repeated (thresholds are ours where nothing else is known).
 
 The funnel before it is `dedup.MinHash`, `vectors.EmbeddingDedup` and `vectors.KCenter`.
 """

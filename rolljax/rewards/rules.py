@@ -99,8 +99,9 @@ class Answer(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class LengthBand(Rule):
-    """1 for answers whose length is in a band, falling to 0 in a straight line on both sides of it (LiveThinking):
-    `max(0, 1 - d / eps)`, where d is the tokens outside `[low L, high L]` and L the length that is referred to.
+    """1 for answers whose length is in a band, falling to 0 in a straight line on both sides of it (LiveThinking,
+    arXiv 2510.07685): `max(0, 1 - d / eps)`, where d is the tokens outside `[low L, high L]` and L the length that is
+    referred to.
 
     Pay it only where the answer is right (`compose.Gate`): else short and wrong is worth something.
 

@@ -179,13 +179,22 @@ class RunFolder:
         Args:
           config: a `config.Loaded`.
         """
-        from rolljax.config.loader import diff
+        from rolljax.config.loader import ABSENT, diff
 
-        return [
-            c
-            for c in diff(self._stored(), config.resolved)
-            if not (c[0].startswith(RESUMABLE) or _OF_CALLS.fullmatch(c[0]))
-        ]
+        stored = self._stored()
+        found = diff(stored, config.resolved)
+        if any(before == ABSENT for _, before, _ in found):
+            found = diff(self._with_new_settings(stored), config.resolved)
+        return [c for c in found if not (c[0].startswith(RESUMABLE) or _OF_CALLS.fullmatch(c[0]))]
+
+    def _with_new_settings(self, stored: Mapping[str, object]) -> Mapping[str, object]:
+        """Stored settings, and at their defaults those that rolljax did not have when the run began."""
+        from rolljax.config import loader
+
+        try:
+            return {**loader.load([stored_config(self.path)], [], root=Recipe).resolved, **stored}
+        except ConfigError:  # of a recipe made of objects, or with settings that are gone
+            return stored
 
     def _check_same(self, config: Any) -> list[str]:
         """Raise unless all that has changed is of no importance for what is done already; what is to be known else."""

@@ -185,6 +185,17 @@ def test_what_may_change_between_starts(watched, tmp_path):
     assert prepared(run_dir, rl__Phase_dot_steps=9, rl__AdamW_dot_lr=1.0, rl__AdamW_dot_schedule="'linear'") == []
 
 
+def test_a_setting_that_is_newer_than_a_run_has_its_default_there(watched, tmp_path):
+    run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")
+    path = run_dir / "config.resolved.json"
+    stored = json.loads(path.read_text())
+    assert stored.pop("sampler.record_alternatives") == 0
+    path.write_text(json.dumps(stored))
+    assert prepared(run_dir) == []
+    with pytest.raises(ConfigError, match="record_alternatives is 2 now, but the run in .* was made with 0"):
+        prepared(run_dir, SamplerConfig_dot_record_alternatives=2)
+
+
 def test_a_rate_that_falls_over_all_steps_is_said_to(watched, tmp_path):
     run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")
     stored = json.loads((run_dir / "config.resolved.json").read_text())
