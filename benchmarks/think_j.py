@@ -75,7 +75,7 @@ def make_pairs(folder: Path, seed: int) -> None:
 
 
 def evaluate_steps(folder: Path, name: str, seed: int, every: int) -> None:
-    """The kept checkpoints of a run: where its phases ended, the last, and between them those of every so many steps."""
+    """The kept checkpoints of a run: where its phases ended, the last, and those of every so many steps."""
     from rolljax.eval import evaluate
     from rolljax.evaluation.settings import Attempts
 

@@ -81,7 +81,7 @@ PARTS = """
 2509.21009 | RollPacker | tail batching | `Phase.tail_batching` | |
 2510.07685 | LiveThinking | a reward for lengths within a band | `LengthBand` | live_thinking | live_thinking.png
 2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |
-2512.24957 | STAgent | what is learned by imitation, by RL, or not at all | `Learnability`, `Taxonomy` | stagent | stagent.png
+2512.24957 | STAgent | routes tasks: imitation, RL, or neither | `Learnability`, `Taxonomy` | stagent | stagent.png
 2601.18225 | ShopSimulator | a shopper who must be asked | `Shop.dialogue` | |
 """
 """Papers of what is no algorithm: number | name | what | setting or class | config | figure."""
