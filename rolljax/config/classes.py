@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -89,18 +90,28 @@ def shipped_beside(classes: Iterable[type], selector: str) -> list[type]:
     """rolljax's config classes in the packages of `classes` whose paths end with `selector`; imports no other modules
     than theirs."""
     name = selector.rpartition(".")[2]
-    homes = {cls.__module__.rpartition(".")[0] for cls in classes}
-    found = []
-    for package in sorted(home for home in homes if home.startswith("rolljax.")):
-        for info in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-            if not f".{info.name}.{name}".endswith(f".{selector}"):
-                continue
-            spec = importlib.util.find_spec(info.name)
-            source = Path(spec.origin) if spec and spec.origin else None
-            text = source.read_text(encoding="utf-8") if source else ""
-            if f"\nclass {name}:" in text or f"\nclass {name}(" in text:
-                found.append(getattr(importlib.import_module(info.name), name))
+    modules = [m for m in _modules_beside(classes) if f".{m}.{name}".endswith(f".{selector}")]
+    found = [getattr(importlib.import_module(m), name) for m in modules if name in _classes_in(m)]
     return [cls for cls in found if is_config(cls)]
+
+
+def names_beside(classes: Iterable[type]) -> set[str]:
+    """Names of all classes in rolljax's packages of `classes`, which are not imported."""
+    return {name for module in _modules_beside(classes) for name in _classes_in(module) if name[0] != "_"}
+
+
+def _modules_beside(classes: Iterable[type]) -> list[str]:
+    """The modules in those packages of rolljax that hold `classes`."""
+    homes = {cls.__module__.rpartition(".")[0] for cls in classes}
+    packages = [importlib.import_module(home) for home in sorted(homes) if home.startswith("rolljax.")]
+    return [info.name for p in packages for info in pkgutil.iter_modules(p.__path__, f"{p.__name__}.")]
+
+
+def _classes_in(module: str) -> list[str]:
+    """Names of the classes that a module's source defines."""
+    spec = importlib.util.find_spec(module)
+    source = Path(spec.origin) if spec and spec.origin else None
+    return re.findall(r"^class (\w+)[:(]", source.read_text(encoding="utf-8"), re.MULTILINE) if source else []
 
 
 def modules_near(module: str) -> str:

@@ -31,6 +31,7 @@ from rolljax.config.classes import (
     is_config,
     mentioned_classes,
     modules_near,
+    names_beside,
     shipped_beside,
 )
 from rolljax.config.files import include_path, read
@@ -251,6 +252,8 @@ class Source:
         if rest and (first in sys.modules or importlib.util.find_spec(first)):
             return self._import_path(selector, where)
         name, names = selector.rpartition(".")[2], [cls.__name__ for cls in self.nameable()]
+        if not rest and not check.near(name, names) and (meant := check.near(name, names_beside(known))):
+            names.append(meant)
         remedy = f"{check.nearest(name, names, 'classes')}; others by their path: module.Class"
         raise ConfigError(
             "is not a class of this config" + (f", and there is no module '{first}'" if rest else ""),

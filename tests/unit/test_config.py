@@ -218,9 +218,13 @@ def test_a_setting_finds_classes_beside_those_of_the_config():
             settings = [f"rl/Phase.algorithm = @{{name}}()", "Cispo.clip_high = 3.0"]
             loaded = loader.load(["{ROOT}/configs/quickstart.gin"], settings, root=Recipe)
             print(loaded.value.phases[-1].algorithm.clip_high, "rolljax.trainer.algorithms.gigpo" in sys.modules)
+        try:
+            loader.load(["{ROOT}/configs/quickstart.gin"], ["rl/Phase.algorithm = @Gigpoo()"], root=Recipe)
+        except Exception as e:
+            print("did you mean 'GiGpo'?" in str(e), "rolljax.trainer.algorithms.gigpo" in sys.modules)
     """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.stdout.split() == ["3.0", "False"] * 3, ran.stderr
+    assert ran.stdout.split() == [*["3.0", "False"] * 3, "True", "False"], ran.stderr
 
 
 def test_the_last_setting_wins(load):
