@@ -252,7 +252,7 @@ class Source:
         if rest and (first in sys.modules or importlib.util.find_spec(first)):
             return self._import_path(selector, where)
         name, names = selector.rpartition(".")[2], [cls.__name__ for cls in self.nameable()]
-        if not rest and not check.near(name, names) and (meant := check.near(name, names_beside(known))):
+        if not rest and (meant := check.near(name, {*names, *names_beside(known)})):
             names.append(meant)
         remedy = f"{check.nearest(name, names, 'classes')}; others by their path: module.Class"
         raise ConfigError(
