@@ -55,7 +55,7 @@ def main():
     parser.add_argument("--latency", type=float, default=2.0, help="seconds of a slow verdict")
     parser.add_argument("--blocks", type=int, default=16, help="of steps, at once and slow by turns")
     parser.add_argument("--steps", type=int, default=4, help="of a block; the first two are not counted")
-    parser.add_argument("--epochs", type=int, default=12, help="of every step's update: its other work")
+    parser.add_argument("--epochs", type=int, default=40, help="of every step's update: its other work")
     args = parser.parse_args()
     delay, over = [0.0], threading.Event()
     seen = 0
