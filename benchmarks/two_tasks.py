@@ -2,8 +2,8 @@
 
     python benchmarks/two_tasks.py --figure docs/two_tasks.png [--seeds 1]
 
-`configs/two_tasks.gin` jointly, and each of its tasks alone with half of the prompts, which are as many of its own
-samples; then `configs/opd_two_teachers.gin`, whose teachers are the two that were trained alone. Printed: held-out
+`configs/two_tasks.gin` jointly, and each of its tasks alone with half of the prompts and updates, which are as many of its
+own samples; then `configs/opd_two_teachers.gin`, whose teachers are the two that were trained alone. Printed: held-out
 reward by task, at the end, in percent; the figure has it over the steps.
 """
 
@@ -26,6 +26,7 @@ def runs(folder: Path, seed: int) -> dict[str, Path]:
     for task in TASKS:
         alone = [f"Mixture.domains = {{'{task}': @{task}/Domain()}}", "Evaluation.tasks = 128"]
         alone += [f"{phase}/Phase.prompts_per_step = 32" for phase in ("warm_start", "rl")]
+        alone += ["warm_start/Phase.updates_per_step = 1", "rl/Phase.updates_per_step = 2"]
         found[task] = train("two_tasks", folder / f"{task}_{seed}", of_seed, *alone)
     found["joint"] = train("two_tasks", folder / f"joint_{seed}", of_seed)
     teachers = [f"{task}/Teacher.policy = '{found[task] / 'hf'}'" for task in TASKS]
