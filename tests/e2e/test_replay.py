@@ -184,7 +184,11 @@ FEW = {
     "warm_start/Phase.eval_every": 0,
     "warm_start/Phase.stop_at_reward": None,
 }
-FEW_OF_CRITICS = FEW | {"reward_model/Phase.steps": 2, "reward_model/Phase.prompts_per_step": 4}
+FEW_OF_CRITICS = FEW | {
+    "reward_model/Phase.steps": 2,
+    "reward_model/Phase.prompts_per_step": 4,
+    "reward_model/Phase.updates_per_step": 2,
+}
 FEW_OF_IPA = {
     "SamplerConfig.slots": 16,
     "Evaluation.tasks": 4,
