@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 
 from rolljax.run import durable
@@ -48,7 +49,7 @@ def end(run_dir):
     run_dir = Path(run_dir)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     said = json.loads((run_dir / "summary.json").read_text())
-    files = {str(p.relative_to(run_dir)): hashlib.sha256(p.read_bytes()).hexdigest() for p in run_dir.glob("hf/*")}
+    files = {str(p.relative_to(run_dir)): hashlib.sha256(_uncalled(p)).hexdigest() for p in run_dir.glob("hf/*")}
     assert "hf/model.safetensors" in files
     played = {
         p.name: [_unmeasured(json.loads(t)) for t in p.read_text().splitlines()] for p in run_dir.glob("rollouts/*")
@@ -64,6 +65,11 @@ def end(run_dir):
         "files": files | {p.name: "" for p in run_dir.iterdir()},
         "settings": json.loads((run_dir / "config.resolved.json").read_text()),
     }
+
+
+def _uncalled(path):
+    """A file's bytes; of a model card without the command that made the model."""
+    return re.sub(rb"(?m)^python .*$", b"python", path.read_bytes()) if path.suffix == ".md" else path.read_bytes()
 
 
 def _unmeasured(value):
