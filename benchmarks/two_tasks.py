@@ -3,8 +3,8 @@
     python benchmarks/two_tasks.py --figure docs/two_tasks.png [--seeds 1]
 
 `configs/two_tasks.gin` jointly, and each of its tasks alone with half of the prompts and updates, which are as many
-of its own samples; then `configs/opd_two_teachers.gin`, whose teachers are the two that were trained alone. Printed: held-out
-reward by task, at the end, in percent; the figure has it over the steps.
+of its own samples; then `configs/opd_two_teachers.gin`, whose teachers are the two that were trained alone. Printed:
+held-out reward by task, at the end, in percent; the figure has it over the steps.
 """
 
 from __future__ import annotations
