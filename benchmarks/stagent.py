@@ -89,11 +89,11 @@ def success(folder: Path, kind_of: dict[str, str]) -> dict[str, list[float | Non
     return found
 
 
-def smooth(values: list[float | None], width: int = WIDTH) -> list[float]:
+def smooth(values: list[float | None]) -> list[float]:
     """Means over the last few steps that have a value."""
     out: list[float] = []
     for i in range(len(values)):
-        near = [v for v in values[max(0, i - width + 1) : i + 1] if v is not None]
+        near = [v for v in values[max(0, i - WIDTH + 1) : i + 1] if v is not None]
         out.append(statistics.mean(near) if near else float("nan"))
     return out
 

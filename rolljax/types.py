@@ -235,7 +235,7 @@ class Turn:
     experts: np.ndarray | None = dataclasses.field(default=None, metadata={"written": False})
     """See `Completion`. Too many numbers for a file."""
     alternatives: Alternatives | None = None
-    """To look at."""
+    """See `Completion`. For people to look at."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -140,7 +140,8 @@ class Scheduler:
     def warm_up(self, longest_prompt: int, multi_turn: bool) -> None:
         """Compile what prompts up to that length need, with turns that extend them or without.
 
-        What else comes (longer prompts, truncated distributions, likely tokens, preemption) is compiled when it comes.
+        What else comes (longer prompts, truncated distributions, likely tokens for a request alone, preemption) is
+        compiled when it comes.
         """
         drawn = self.cfg.draw_variant(False, self.cfg.record_alternatives > 0)
         for program in self.programs(longest_prompt, multi_turn, (drawn,)):

@@ -42,8 +42,7 @@ class TokenTexts:
         """The text of one token that stands for itself; of a part of a character its bytes."""
         if self._vocabulary is None:
             return f"⟨{token}⟩"
-        raw = self._vocabulary.raw(token)
-        return raw.decode("utf-8", "backslashreplace")
+        return self._vocabulary.raw(token).decode("utf-8", "backslashreplace")
 
     def special(self, ids: Sequence[int]) -> list[int]:
         """Places of the special tokens, which no text can spell."""
