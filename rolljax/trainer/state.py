@@ -51,10 +51,15 @@ def fingerprint(tree: Any) -> str:
     """SHA-256 over the bytes of every leaf, in tree order: equal only if all leaves are bitwise equal.
 
     All processes that the leaves lie on call it.
+
+    Raises:
+      TypeError: a leaf is no array of numbers.
     """
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         array = on_host(leaf)
+        if array.dtype == object:  # its bytes would be an address
+            raise TypeError(f"a fingerprint is of arrays: {type(leaf).__name__} is none")
         digest.update(f"{array.shape}{array.dtype}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

@@ -558,3 +558,8 @@ def test_critics_may_have_experts(model, params, groups):
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), made[0], before)
     assert all(moved["trunk"]["layers"][name] > 1e-4 for name in ("router", "gate", "up", "down"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *made)
+
+
+def test_a_fingerprint_is_of_arrays_alone():
+    with pytest.raises(TypeError, match="a fingerprint is of arrays: object is none"):
+        fingerprint({"params": np.ones(2), "model": object()})
