@@ -66,6 +66,13 @@ class ChatTooLong(Exception):
 class ChatModelConfig(abc.ABC):
     """Settings of a chat model. Subclasses are frozen dataclasses."""
 
+    def check(self) -> None:  # noqa: B027  # of a server nothing can be said before it is asked
+        """Look for what is wrong before anything is allocated, loaded or asked.
+
+        Raises:
+          ConfigError: there is no such folder, or the devices do not divide.
+        """
+
     @abc.abstractmethod
     def open(self) -> ChatModel:
         """The model. Weights are loaded here, connections made when they are needed.

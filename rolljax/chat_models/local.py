@@ -73,6 +73,10 @@ class LocalModel(ChatModelConfig):
     def identity(self) -> str:
         return f"{self.folder.resolve().name} {folder_digest(self.folder)}"
 
+    def check(self) -> None:
+        self.check_shape(hf.read_config(self.folder))
+        self.mesh()
+
     def open(self) -> LocalChat:
         return LocalChat(self)
 

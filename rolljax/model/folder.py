@@ -23,6 +23,8 @@ MOST_LAYERS = 2**16
 
 def folder_remedy(name: str) -> str:
     """What to do where `name` is no model folder."""
+    if Path(name).parts[:1] == ("runs",):
+        return "a run folder holds a model once its run has ended: train it first, or name another"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
         here = name.partition("/")[2]
         return f"a name of the Hub is downloaded first: hf download {name} --local-dir {here}; then name that folder"

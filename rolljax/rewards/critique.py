@@ -62,6 +62,7 @@ class Critique(Asked):
         return self.part
 
     def check(self, around: Surroundings) -> None:
+        self.model.check()
         gold_of(around, around.env.task(0), "Critique", whole=True)
 
     def open(self, around: Surroundings) -> CritiqueScorer:

@@ -124,6 +124,7 @@ class Judge(Asked):
         return self.part
 
     def check(self, around: Surroundings) -> None:
+        self.model.check()
         if "{gold}" in self.rubric:
             gold_of(around, around.env.task(0), "Judge.rubric")
 
@@ -262,6 +263,7 @@ class Comparison(Asked):
         return self.part
 
     def check(self, around: Surroundings) -> None:
+        self.model.check()
         gold_of(around, around.env.task(0), "Comparison.rubric", whole=True)
 
     def open(self, around: Surroundings) -> ComparisonScorer:

@@ -9,7 +9,10 @@ only the adapters are saved and kept.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +36,7 @@ def check(resolved: ResolvedRecipe) -> None:
     for phase in resolved.recipe.phases:
         for source in phase.algorithm.needs().references:
             if source not in OWN:
-                _model(resolved, source, type(phase.algorithm).__name__)
+                _model(resolved, source, _setting(phase.algorithm, source) or type(phase.algorithm).__name__)
 
 
 def load(
@@ -90,6 +93,19 @@ def _model(resolved: ResolvedRecipe, folder: str, owner: str) -> Model:
             remedy="both must share one tokenizer",
         )
     return Model(cfg, resolved.recipe.dtype)
+
+
+def _setting(value: Any, source: str) -> str:
+    """The `Class.field` in which settings name a source, in `value` or what it is made of; empty: in none."""
+    if isinstance(value, list | tuple | Mapping):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return next(filter(None, (_setting(part, source) for part in parts)), "")
+    if not dataclasses.is_dataclass(value):
+        return ""
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if own := next((name for name, held in fields.items() if isinstance(held, str) and held == source), ""):
+        return f"{type(value).__name__}.{own}"
+    return _setting(fields, source)
 
 
 def _read(path: Path, model: Model, shardings: Params) -> Params:

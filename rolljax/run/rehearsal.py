@@ -21,6 +21,7 @@ from rolljax.errors import ConfigError
 from rolljax.model import hf
 from rolljax.recipe import Phase
 from rolljax.rewards.base import Surroundings
+from rolljax.rollout import domain_rewards
 from rolljax.run import reference_policies, tracking
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.run.reward_models import TrainedRewardModels
@@ -47,25 +48,23 @@ def check(resolved: ResolvedRecipe) -> list[str]:
       ConfigError: a frozen policy that is not there; an algorithm that fails, or returns what nobody can use; a tracker
         that is not installed.
     """
+    recipe = resolved.recipe
     reference_policies.check(resolved)
-    tracking.check(resolved.recipe.trackers)
-    if resolved.recipe.reward:
-        seen = Surroundings(resolved.recipe.env, resolved.recipe.seed, trained=TrainedRewardModels(resolved))
-        resolved.recipe.reward.check(seen)
-    folders = [resolved.recipe.model] if isinstance(resolved.recipe.model, str) else []
-    folders += [
-        s for p in resolved.recipe.phases for s in p.algorithm.needs().references if s not in reference_policies.OWN
-    ]
+    tracking.check(recipe.trackers)
+    around = Surroundings(recipe.env, recipe.seed, trained=TrainedRewardModels(resolved))
+    domain_rewards.check_rewards(recipe.reward, recipe.domains, around)
+    folders = [recipe.model] if isinstance(recipe.model, str) else []
+    folders += [s for p in recipe.phases for s in p.algorithm.needs().references if s not in reference_policies.OWN]
     said = [_weights(resolved, folder) for folder in dict.fromkeys(folders)]
     done: set[Any] = set()
-    for index, phase in enumerate(resolved.recipe.phases):
+    for index, phase in enumerate(recipe.phases):
         like = (phase.algorithm, phase.optimizer, phase.group_size)
         if like not in done:
             rehearse(resolved, index)
             done.add(like)
-    names = dict.fromkeys(type(p.algorithm).__name__ for p in resolved.recipe.phases)
-    trackers = [f"trackers {', '.join(type(t).__name__ for t in resolved.recipe.trackers)}"]
-    return [*said, f"credit and objective of {', '.join(names)}", *(trackers if resolved.recipe.trackers else [])]
+    names = dict.fromkeys(type(p.algorithm).__name__ for p in recipe.phases)
+    trackers = [f"trackers {', '.join(type(t).__name__ for t in recipe.trackers)}"]
+    return [*said, f"credit and objective of {', '.join(names)}", *(trackers if recipe.trackers else [])]
 
 
 def _weights(resolved: ResolvedRecipe, folder: str) -> str:

@@ -46,7 +46,7 @@ NOT_RUN = {
     r"think_j_offline": "needs pairs that a trained judge wrote: tests/e2e/test_think_j.py",
     r"agent_program": "tests/e2e/test_agent.py",
     r"envs\.tools\.serve": "speaks over its own input and output: tests/e2e/test_mcp.py",
-    r"jetstream_compat|load_params\(\)": "tests/e2e/test_jetstream.py",
+    r"jetstream\.compat|load_params\(\)": "tests/e2e/test_jetstream.py",
     r"from openenv import": "OpenEnv's own client: tests/e2e/test_adapters_servers.py speaks its protocol",
     r"--adapter": "needs a run with adapters: tests/e2e/test_lora.py",
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rolljax.envs.programs.terminal import OWN_TASKS
 from rolljax.train import main as train
 
 from .conftest import arguments
@@ -41,6 +42,7 @@ def scratch(tmp_path, run, monkeypatch):
     for name in MODELS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(run / "hf", tmp_path / name)
+    (tmp_path / "my_tasks").symlink_to(OWN_TASKS)
     (tmp_path / "gsm8k").mkdir()
     shutil.copy(DATA / "word_problems.jsonl", tmp_path / "gsm8k" / "train.jsonl")
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wb") as f:

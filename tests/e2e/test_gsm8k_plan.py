@@ -104,12 +104,13 @@ def test_live_thinking_on_answers_of_a_teacher(folder, tmp_path, capsys):
     assert "has no length in 'ref_tok'" in capsys.readouterr().err
 
 
-def test_a_mixture_of_three_files(folder, tmp_path, capsys):
+def test_a_mixture_of_four_files(folder, tmp_path, capsys):
     """Each domain has a file of its own; the shipped ones stand in for the data sets."""
     config, configs = str(ROOT / "configs" / "rlvr_mixture_qwen3_4b.gin"), ROOT / "configs"
     files = {"gsm8k/Questions": "sums", "math/Questions": "formulas", "CodeProblems": "functions"}
+    files["open/Questions"] = "thanks"
     settings = [f'{name}.path="{configs / file}.jsonl"' for name, file in files.items()]
     argv = ["--gin", config, *(a for s in [f'Recipe.model="{folder}"', *settings] for a in ("--set", s))]
     assert train([*argv, "--dry_run"]) == 0
     out = capsys.readouterr().out
-    assert all(part in out for part in ("2 layers", "gsm8k", "math", "code", "rl: Grpo"))
+    assert all(part in out for part in ("2 layers", "gsm8k", "math", "code", "open", "rl: Grpo"))

@@ -422,11 +422,12 @@ NEEDS_FILES = {
     "live_thinking_qwen3_0p6b",
     "lora",
     "reward_model_ppo_qwen3_0p6b",
+    "rlvr_mixture",
     "rlvr_mixture_qwen3_4b",
     "stagent",
     "think_j_offline",
     "think_j_qwen3_8b",
-}  # planned in test_gsm8k_plan.py, test_lora.py and test_think_j.py; files of pipelines
+}  # planned in test_gsm8k_plan.py, test_judged_mixture.py, test_lora.py and test_think_j.py; files of pipelines
 # shapes of models and sampling settings, which are included; runs of TPU slices, planned in test_plan.py or simulated
 PARTS = {
     *ROOT.glob("configs/data/*.gin"),

@@ -259,3 +259,10 @@ def test_too_few_held_out_tasks_of_a_small_file_are_found_out_soon(tmp_path):
     with pytest.raises(DataError, match=r"only (\d+) .* 60 different ones .* Evaluation.tasks = \1 at most"):
         tasks.held_out(spec, 256, 0.1)
     assert next(spec.asked) < 10_000
+
+
+def test_a_teacher_that_is_not_there_is_told_of_where_it_is_named(capsys):
+    assert train(["--gin", "opd_two_teachers", "--set", "spell/Teacher.policy = 'nowhere'", "--dry_run"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("config error: --set 'spell/Teacher.policy = 'nowhere'', ")
+    assert "Teacher.policy names a frozen policy that is not there" in said

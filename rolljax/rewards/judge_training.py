@@ -1,0 +1,151 @@
+"""A judge's work as an environment: what makes a judge of a model, by imitation or by RL."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rolljax.envs.base import EnvSpec, PureEnv, StepResult
+from rolljax.envs.data.rows import find_files
+from rolljax.errors import EnvError
+from rolljax.rewards.base import Surroundings
+from rolljax.rewards.calibration import Labelled, read_labelled
+from rolljax.rewards.calls import Unreadable
+from rolljax.rewards.judge import Judge, gold_of
+from rolljax.types import Message, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeTraining(EnvSpec):
+    """The answers of a labelled set, put to the policy as `judge` puts answers to its model.
+
+    One turn: the policy says a verdict. Reward: 1 - |what the verdict says that the answer is worth - what it is
+    worth|; 0 for what cannot be read. The gold verdict is the label, or the marks, nearest to what the answer is worth,
+    without a veto; the task is solved if both verdicts say 0.5 or more, or both less. Tasks about one question have
+    the same content, so that a question is held out with all its answers.
+
+    judge: how the policy is asked, and its verdict read; its `model` is not asked, and its `calibration`, which is of a
+      judge that is trained already, not used. env: whose tasks were answered.
+    labelled: a labelled set (JSON Lines, `{"index": 3, "answer": "...", "gold": 1}`: the task, an answer, what it is
+      worth, 0 to 1), or the name of one that comes with rolljax. domain: name of these tasks in metrics.
+    """
+
+    runs = "inline"
+
+    judge: Judge
+    env: EnvSpec
+    labelled: str
+    domain: str = "judge"
+
+    @property
+    def name(self) -> str:
+        return self.domain
+
+    @property
+    def num_tasks(self) -> int | None:
+        return len(_read(self.labelled))
+
+    def answer(self, index: int) -> Labelled:
+        """The labelled answer that task `index` is about.
+
+        Raises:
+          ConfigError: there is no such file. DataError: it is no labelled set.
+        """
+        answers = _read(self.labelled)
+        return answers[index % len(answers)]
+
+    def task(self, index: int) -> Task:
+        return Task(self.name, index, self.env.task(self.answer(index).index).content)
+
+    def warm(self) -> None:
+        self.env.warm()
+        _read(self.labelled)
+
+    def make(self) -> JudgeTrainingEnv:
+        return JudgeTrainingEnv(self)
+
+    def prompt(self, index: int) -> tuple[Message, ...]:
+        """What task `index` asks."""
+        labelled = self.answer(index)
+        task, gold = self.env.task(labelled.index), ""
+        if "{gold}" in self.judge.rubric:
+            gold = gold_of(Surroundings(self.env), task, "Judge.rubric")
+        return self.judge.messages(task, labelled.answer, gold, index)
+
+    def gold(self, worth: float) -> str:
+        """The verdict on an answer of this worth."""
+        judge = self.judge
+        if judge.labels:
+            return json.dumps({"verdict": min(judge.labels, key=lambda label: abs(judge.labels[label] - worth))})
+        low, high = judge.scale
+        mark = round(low + (high - low) * worth, 3)
+        marks: dict[str, Any] = dict.fromkeys(judge.dimensions, int(mark) if mark == int(mark) else mark)
+        return json.dumps(marks | ({judge.veto: False} if judge.veto else {}))
+
+    def read(self, text: str) -> float | None:
+        """What a verdict says that the answer is worth; None: it is none."""
+        judge = dataclasses.replace(self.judge, calibration=())
+        try:
+            return judge.worth([judge.read(text)]).value
+        except Unreadable:
+            return None
+
+    def final_answer(self, task: Task, text: str) -> str | None:
+        worth = self.read(text)
+        return None if worth is None else f"{worth:g}"
+
+    def bad_actions(self) -> Sequence[str]:
+        return (
+            *super().bad_actions(),
+            "{" * 50_000,
+            '{"verdict": 1e999}',
+            '{"score": NaN}',
+            "[" * 50_000 + "]" * 50_000,
+        )
+
+
+class JudgeTrainingEnv(PureEnv):
+    """One answer, one verdict. Metrics: `no_verdict_n`, answers without one."""
+
+    def __init__(self, spec: JudgeTraining) -> None:
+        self._spec = spec
+        self._worth: float | None = None
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        if self._spec.task(task.index).content != task.content:
+            raise EnvError(
+                f"answer {task.index} of {self._spec.labelled} is not the task that was asked for: was the file "
+                "changed?"
+            )
+        self._worth = self._spec.answer(task.index).gold
+        return self._spec.prompt(task.index)
+
+    def step(self, action: str) -> StepResult:
+        worth, said = self._open(), self._spec.read(action)
+        self._worth = None
+        gold = self._spec.read(self._spec.gold(worth))
+        assert gold is not None
+        right = said is not None and (said >= 0.5) == (gold >= 0.5)
+        return StepResult(
+            (),
+            0.0 if said is None else 1.0 - abs(said - worth),
+            terminated=True,
+            success=right,
+            metrics={"no_verdict_n": float(said is None)},
+        )
+
+    def gold(self) -> str:
+        return self._spec.gold(self._open())
+
+    def _open(self) -> float:
+        if self._worth is None:
+            raise EnvError("step before reset, or after the episode's end")
+        return self._worth
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: str) -> Sequence[Labelled]:
+    return read_labelled(find_files(path, "JudgeTraining.labelled")[0])
