@@ -28,11 +28,13 @@ SHOWN_FRAC = 0.05
 def waits(row: Mapping[str, float]) -> dict[str, float]:
     """Shares of a step by what it waited for, largest first: sampler, env, trainer, evaluation, weights, disk.
 
-    A rollout in which the sampler was busy for less than half of the time waited for environments (or agent programs).
+    A rollout in which the sampler was busy for less than half of the time waited for environments (or agent programs),
+    and so did one in which nothing was sampled, as in supervised phases.
     """
     rollout = row.get("time/rollout_s", 0.0)
     busy = sum(row.get(name, 0.0) for name in OF_SAMPLER)
-    found = {"env" if "time/decode_s" in row and busy < rollout / 2 else "sampler": rollout}
+    idle = "tput/sample_tok_s" not in row or "time/decode_s" in row and busy < rollout / 2
+    found = {"env" if idle else "sampler": rollout}
     found |= {word: row.get(f"time/{part}_s", 0.0) for part, word in PARTS.items()}
     whole = max(row["time/step_s"], 1e-9)
     return {word: s / whole for word, s in sorted(found.items(), key=lambda item: -item[1])}

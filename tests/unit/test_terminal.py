@@ -51,6 +51,8 @@ def test_durations():
 def test_the_bottleneck_is_named():
     assert bottleneck(ROW) == "sampler 70%"
     assert bottleneck(ROW | {"time/decode_s": 1.0}) == "env 70%"
+    supervised = {name: value for name, value in ROW.items() if name != "tput/sample_tok_s"}
+    assert bottleneck(supervised) == "env 70%"
     assert bottleneck(ROW | {"time/update_s": 8.0}) == "trainer 80%"
     assert list(waits(ROW)) == ["sampler", "trainer", "weights", "evaluation", "disk"]
 
