@@ -31,8 +31,8 @@ class Domain:
     env: its tasks. weight: its share among the weights of all domains, where no rule says otherwise (`Phase.mixture`).
     num_tasks: train on its first so many different tasks only (0: on all).
     max_turns: most turns of its episodes, at most what the environment allows (0: that).
-    when_dry: what happens when training has gone through all different tasks of a domain that has an end (recorded
-      data, or `num_tasks`). renew: they come again, in another order; error: the run ends.
+    when_dry: what happens when training has gone through all tasks of a domain that has an end (recorded data, every
+      row once, or `num_tasks`). renew: they come again, in another order; error: the run ends.
     """
 
     env: EnvSpec

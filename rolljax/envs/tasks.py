@@ -42,10 +42,10 @@ def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
     found, seen, index = _different(spec, num_tasks, frac)
     if len(found) == num_tasks:
         return found
-    most = f"Evaluation.tasks = {len(found)} at most, " if found else ""
+    most = f"Evaluation.tasks = {len(found)} at most, or " if found else ""
     raise DataError(
         f"{spec.name} has only {len(found)} different held-out tasks among the {seen} different ones of its first "
-        f"{index} indices, {num_tasks} were asked for: set {most}or Evaluation.held_out_frac (now {frac:g}) higher, or "
+        f"{index} indices, {num_tasks} were asked for: set {most}Evaluation.held_out_frac (now {frac:g}) higher, or "
         "widen the family's settings"
     )
 
@@ -70,13 +70,13 @@ def first_tasks(spec: EnvSpec, num_tasks: int, frac: float = 1.0) -> list[Task]:
 
 
 def training_indices(
-    spec: EnvSpec, held_out_frac: float, num_tasks: int | None = None, among: range = range(NUM_INDICES)
+    spec: EnvSpec, held_out_frac: float, num_tasks: int, among: range = range(NUM_INDICES)
 ) -> list[int]:
     """The index of each different task that is not held out, in their order.
 
     Args:
-      num_tasks: most of them; None: as many as there are. among: the indices that are looked at, until the family is
-        taken to have no more (`REPEATS`).
+      num_tasks: most of them. among: the indices that are looked at, until the family is taken to have no more
+        (`REPEATS`).
     """
     found: dict[str, int] = {}
     newest = 0
@@ -136,9 +136,9 @@ class TaskStream:
 
         spec, frac = self.spec, self.frac
         self._drawn = 0
-        self._different = self._all_different() if self.when_dry else None
-        if self._different is not None:
-            indices = self._different
+        self._rows = self._training_set() if self.when_dry else None
+        if self._rows is not None:
+            indices = self._rows
             data = grain.MapDataset.range(len(indices)).map(lambda i: spec.task(indices[i]))
             data = data.shuffle(seed=self.seed % 2**31).repeat()
         else:
@@ -153,13 +153,18 @@ class TaskStream:
             )
         self._iterator: Any = iter(data.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
-    def _all_different(self) -> list[int] | None:
-        """The index of every different training task, of those that have an end; None: of those that have none."""
+    def _training_set(self) -> list[int] | None:
+        """The indices of the training tasks that have an end; None: of those that have none. Every row of recorded data
+        is one of them (two may ask the same and record different answers); where `num_tasks` are asked for they are all
+        different."""
         most = self.spec.num_tasks
-        if most is None and not self.num_tasks:
+        if self.num_tasks:
+            among = range(NUM_INDICES if most is None else most)
+            found = training_indices(self.spec, self.frac, self.num_tasks, among)
+        elif most is not None:
+            found = [i for i in range(most) if not is_held_out(self.spec.task(i), self.frac)]
+        else:
             return None
-        among = range(NUM_INDICES if most is None else most)
-        found = training_indices(self.spec, self.frac, self.num_tasks or None, among)
         if not found:
             raise DataError(f"{self.spec.name} has no task left to train on: all are held out")
         return found
@@ -168,9 +173,9 @@ class TaskStream:
         return self
 
     def __next__(self) -> Task:
-        if self.when_dry == "error" and self._different is not None and self._drawn == len(self._different):
+        if self.when_dry == "error" and self._rows is not None and self._drawn == len(self._rows):
             raise DataError(
-                f"{self.spec.name} is dry: training has gone through all its {self._drawn} different tasks. Give it "
+                f"{self.spec.name} is dry: training has gone through all its {self._drawn} tasks. Give it "
                 "more (Domain.num_tasks, its files), a lower Domain.weight, fewer steps, or Domain.when_dry = 'renew'"
             )
         self._drawn += 1

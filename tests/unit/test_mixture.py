@@ -167,6 +167,18 @@ def test_a_domain_that_has_an_end_is_renewed(domain):
     assert sorted(rounds[0]) == sorted(rounds[1]) and rounds[0] != rounds[1]
 
 
+def test_rows_that_ask_the_same_and_record_different_answers_are_all_trained_on():
+    """What is held out is held out with all of its answers."""
+    rows = [{"question": f"q{i // 2}", "answer": str(i)} for i in range(40)]
+    spec = Mixture({"x": Domain(Questions(records=rows))})
+    out = {task.content for task in held_out(spec, 2, 0.5)}
+    stream = open_stream(spec, 0, 0.5)
+    want = [i for i, row in enumerate(rows) if not is_held_out(Questions(records=rows).task(i), 0.5)]
+    for _ in range(2):
+        assert sorted(spec.inner(stream.of("x")).index for _ in want) == want
+    assert len(want) < 40 and not out & {rows[i]["question"] for i in want}
+
+
 def test_or_its_end_is_an_error_where_it_is_told_to_be():
     spec = Mixture({"x": Domain(Say("few", 12), when_dry="error"), "y": Domain(Say("y"))})
     stream, drawn = open_stream(spec, 0, 0.1), 0
