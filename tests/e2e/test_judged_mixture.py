@@ -12,6 +12,8 @@ from rolljax.train import main as train
 
 from .conftest import ROOT, rows
 
+SMALL = ["Qwen3Config.hidden_size = 64", "Qwen3Config.ffn_size = 192"]
+
 
 def run(recipe, run_dir, *settings):
     argv = ["--gin", recipe, "--run_dir", str(run_dir), "--set", "MeshSpec.data = 1"]
@@ -39,30 +41,26 @@ def judge(tmp_path_factory):
     """Trained until it ends with a verdict, right or wrong."""
     run_dir = tmp_path_factory.mktemp("judge") / "run"
     short = ["warm_start/Phase.steps = 24", "warm_start/Phase.prompts_per_step = 8", "warm_start/Phase.eval_every = 0"]
-    assert run("rlvr_judge", run_dir, *short) == 0
+    assert run("rlvr_judge", run_dir, *SMALL, *short) == 0
     return run_dir
 
 
 @pytest.mark.slow
 def test_a_judged_domain_is_paid_by_the_judge_and_watched_by_the_book(judge, tmp_path, capsys):
-    short = [
-        f"LocalModel.path = '{judge}'",
-        "warm_start/Phase.steps = 1",
-        "rl/Phase.steps = 2",
-        "rl/Phase.eval_every = 2",
-    ]
-    assert run("rlvr_mixture", tmp_path / "run", *short, "Evaluation.tasks = 10", "Grpo.filter = None") == 0
+    short = [f"LocalModel.path = '{judge}'", "warm_start/Phase.steps = 1", "warm_start/Phase.prompts_per_step = 5"]
+    short += [f"rl/Phase.{name}" for name in ("steps = 2", "eval_every = 2", "prompts_per_step = 10", "group_size = 4")]
+    assert run("rlvr_mixture", tmp_path / "run", *SMALL, *short, "Evaluation.tasks = 5", "Grpo.filter = None") == 0
     found = {"sums": 0, "formulas": 0, "code": 0, "thanks": 0}
     for step in (2, 3):
         for line in (tmp_path / "run" / "rollouts" / f"step_{step}.jsonl").read_text().splitlines():
             t = json.loads(line)
             found[t["task"]["env"]] += 1
             if t["task"]["env"] == "thanks":
-                assert t["fault"] is None and t["reward"] == t["reward_parts"]["judge"] in (0.0, 1.0)
+                assert t["status"] in ("ok", "truncated") and t["reward"] == t["reward_parts"]["judge"] in (0.0, 1.0)
                 assert t["reward_parts"]["right"] in (0.0, 1.0) and t["reward_parts"]["judge/agreed"] == 1.0
             else:
                 assert "judge" not in t["reward_parts"]
-    assert found == {"sums": 64, "formulas": 32, "code": 32, "thanks": 32}
+    assert found == {"sums": 32, "formulas": 16, "code": 16, "thanks": 16}
     *_, before, last = rows(tmp_path / "run")
     for row in (before, last):
         assert 0 <= row["rewards/part/judge"] <= 1 and row["rewards/lost_n"] == 0
