@@ -231,8 +231,9 @@ NAMES: Mapping[str, Metric] = {
 ENV_PREFIX = "env/"
 """Numbers that an environment reports of its own (`StepResult.metrics`), per trajectory; they are not in the table."""
 REWARD_PARTS, REWARD_FAULTS = "rewards/part/", "rewards/faults/"
-"""What rewards of `Recipe.reward` were made of, by name, mean over trajectories, and faults of the calls they make,
-by kind (`timeout`, `garbage`, `connection`, `status_503`, ...). They are not in the table either."""
+"""What rewards of `Recipe.reward` were made of, by name, mean over trajectories (of a mixture, of those domains that
+have it), and faults of the calls they make, by kind (`timeout`, `garbage`, `connection`, `status_503`, ...). They are
+not in the table either."""
 
 
 DOMAIN = re.compile(r"domain/[^/]+/")

@@ -6,7 +6,7 @@ import asyncio
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rolljax.errors import EnvError, InfraError, RolljaxError
 from rolljax.metrics import REWARD_FAULTS, REWARD_PARTS
@@ -68,14 +68,10 @@ class Scoring:
         """Metrics of a step: what its episodes' rewards were made of, and what became of the calls since the last."""
         every = [t for g in groups for t in g.trajectories]
         scored = [t for t in every if t.status != "failed"]
-        names = sorted({name for t in scored for name in t.reward_parts})
         now, waited_s, num = self._counts(), self._waited_s, self._scored
         since, self._before, self._waited_s, self._scored = now - self._before, now, 0.0, 0
         return {
-            **{
-                f"{REWARD_PARTS}{name}": sum(t.reward_parts.get(name, 0.0) for t in scored) / len(scored)
-                for name in names
-            },
+            **{f"{REWARD_PARTS}{name}": value for name, value in sorted(_means_of_parts(scored).items())},
             **{f"rewards/{name}_n": float(since[name]) for name in COUNTED},
             **{f"{REWARD_FAULTS}{kind}_n": float(n) for kind, n in sorted(since.items()) if kind not in COUNTED},
             "rewards/lost_n": float(sum(t.fault is not None and t.fault.stage == STAGE for t in every)),
@@ -95,6 +91,18 @@ class Scoring:
         """Let go of what the rewards hold."""
         for scorer in self._scorers():
             await scorer.close()
+
+
+def _means_of_parts(scored: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of every part over the trajectories of those environments of which one has it; 0 where it is missing."""
+    by_env: dict[str, list[Trajectory]] = collections.defaultdict(list)
+    for t in scored:
+        by_env[t.task.env].append(t)
+    values: dict[str, list[float]] = collections.defaultdict(list)
+    for of_env in by_env.values():
+        for name in dict.fromkeys(name for t in of_env for name in t.reward_parts):
+            values[name] += [t.reward_parts.get(name, 0.0) for t in of_env]
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def open_scoring(reward: RewardConfig | None, around: Surroundings, deadline_s: float) -> Scoring | None:

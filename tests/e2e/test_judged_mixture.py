@@ -57,7 +57,7 @@ def test_a_judged_domain_is_paid_by_the_judge_and_watched_by_the_book(judge, tmp
             found[t["task"]["env"]] += 1
             if t["task"]["env"] == "thanks":
                 assert t["status"] in ("ok", "truncated") and t["reward"] == t["reward_parts"]["judge"] in (0.0, 1.0)
-                assert t["reward_parts"]["right"] in (0.0, 1.0) and t["reward_parts"]["judge/agreed"] == 1.0
+                assert t["reward_parts"]["book"] in (0.0, 1.0) and t["reward_parts"]["judge/agreed"] == 1.0
             else:
                 assert "judge" not in t["reward_parts"]
     assert found == {"sums": 32, "formulas": 16, "code": 16, "thanks": 16}

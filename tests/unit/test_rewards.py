@@ -158,6 +158,24 @@ def test_rows_are_of_the_table():
     assert row["rewards/part/a"] == 1.0 and row["rewards/part/b"] == 0.5
     assert (row["rewards/calls_n"], row["rewards/lost_n"]) == (4.0, 1.0) and not check_row(row)
     assert scoring.row([])["rewards/calls_n"] == 0.0
+
+
+def test_parts_are_means_over_the_domains_that_have_them():
+    scoring = open_scoring(Fixed(1.0), AROUND, 10.0)
+    parts = {
+        "frozen_lake": [{"judge": 1.0, "book": 1.0}, {"judge": 1.0}],
+        "sokoban": [{"boxes": 0.5}, {}, {"boxes": 1.0}],
+    }
+    groups = []
+    for env, found in parts.items():
+        trajectories = [dataclasses.replace(episode(0.0, env=env), reward_parts=own) for own in found]
+        groups.append(Group(trajectories[0].task, 0, tuple(trajectories)))
+    row = scoring.row(groups)
+    assert {name: row[f"rewards/part/{name}"] for name in ("judge", "book", "boxes")} == {
+        "judge": 1.0,
+        "book": 0.5,
+        "boxes": 0.5,
+    }
     assert open_scoring(None, AROUND, 10.0) is None
 
 
