@@ -658,11 +658,11 @@ FILES = {
             "opd.Opd.teachers = [@opd.Teacher()]",
             "opd.Teacher.policy = '/nowhere/teacher'",
         ],
-        ["Opd", "'/nowhere/teacher'", "Hugging Face folder"],
+        ["Teacher.policy", "'/nowhere/teacher'", "Hugging Face folder"],
     ),
     "a reference that is not there": (
         ["grpo.Grpo.kl = @kl.KlLoss()", "kl.KlLoss.coef = 0.1", "kl.KlLoss.reference = '/nowhere/reference'"],
-        ["Grpo", "'/nowhere/reference'", "phase_start, run_start"],
+        ["KlLoss.reference", "'/nowhere/reference'", "phase_start, run_start"],
     ),
 }
 
