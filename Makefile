@@ -4,9 +4,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile
-# another Python, with the newest libraries (`make test-newest`); of pyenv's one that is installed
-NEWEST ?= $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12) python3.12)
-EXTRAS := data,envs,jetstream,tools
+# `make test-newest`: a newer Python (3.13 or 3.12, from pyenv or the PATH), and the tests that run there
+PYENV  := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
+NEWEST ?= $(firstword $(wildcard $(PYENV)/3.13*/bin/python3.13 $(PYENV)/3.12*/bin/python3.12) \
+	$(shell command -v python3.13 || command -v python3.12))
+NEWEST_TESTS ?= tests/e2e/test_sampler.py $(addprefix tests/unit/test_,$(addsuffix .py,attention attention_stats batch \
+	decoder durable engine_worker kernels kl lora masked moe objectives optimizer phase_trainer publish update vocab))
 # the sandbox; only where this is root's machine and Debian's
 INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \
 	{ apt-get install -qq -y bubblewrap > /dev/null || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }; }; }
@@ -48,14 +51,20 @@ test-slow: setup-test
 test-all: setup-test
 	$(PYTEST) -m 'slow or sweep or not slow'
 
-# unit and contract tests with another Python and the newest of every library but torch; tests that need it are skipped
+# model, sampler, trainer, kernels and a short quickstart with a newer Python and the newest jax, flax and orbax that pip
+# installs there. `make test-newest NEWEST_TESTS="tests/unit tests/contract"` runs more.
 test-newest:
-	@if ! $(NEWEST) --version > /dev/null 2>&1; then echo "no $(NEWEST) here: the tests with it are skipped"; else \
-	test -f $(VENV)-newest/.installed || { $(NEWEST) -m venv $(VENV)-newest && \
-	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]' \
-	pytest pytest-xdist hypothesis openai datasets && touch $(VENV)-newest/.installed; } && \
+	@if [ -z "$(NEWEST)" ]; then echo "no Python 3.12 or 3.13 found: skipped (name one: make test-newest NEWEST=PYTHON)"; \
+	else $(MAKE) --no-print-directory $(VENV)-newest/.installed && \
 	$(VENV)-newest/bin/python -c 'import sys, jax; print("Python", sys.version.split()[0], "jax", jax.__version__)' && \
-	$(VENV)-newest/bin/python -m pytest tests/unit tests/contract -n 2 --dist loadfile; fi
+	$(VENV)-newest/bin/python -m pytest $(NEWEST_TESTS) -n 2 --dist loadfile && \
+	folder=$$(mktemp -d) && JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m rolljax.train --gin quickstart \
+	--run_dir $$folder/quickstart --set 'warm_start/Phase.steps = 8' --set 'rl/Phase.steps = 4' && rm -r $$folder; fi
+
+$(VENV)-newest/.installed: pyproject.toml
+	$(NEWEST) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable . pytest pytest-xdist hypothesis
+	@touch $@
 
 # what every test costs, by which they are handed out: run it alone on a machine, and commit tests/durations.json
 durations: setup-test
