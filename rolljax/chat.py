@@ -316,12 +316,9 @@ def within(value: Any, low: float, high: float) -> Any:
 
 def run_answer_tok(path: str) -> int:
     """Most tokens of an answer in a run; 0 where the folder is none."""
-    import json
+    from rolljax.run.folder import RunFolder
 
-    from rolljax.run.folder import RESOLVED
-
-    resolved = Path(path) / RESOLVED
-    return int(json.loads(resolved.read_text())["max_answer_tok"]) if resolved.is_file() else 0
+    return int(RunFolder(path).resolved()["max_answer_tok"]) if is_run(path) else 0
 
 
 def probabilities(chat: Chat, sampled: Sampled) -> Any:

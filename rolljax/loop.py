@@ -218,5 +218,5 @@ def open_trainer(
         trainer.open_phase(progress)
     for text in preflight.recipe.warnings():
         console.say(f"warning: {text}")
-    folder.forget_after(progress.total_steps, console.say)
+    folder.forget_after(progress.total_steps, console.say, progress.recorded, preflight.recipe.keep_rollouts)
     return progress, on_disk

@@ -9,13 +9,13 @@ and environments wrote is shown as it is: characters that a terminal would obey 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolljax import cli
-from rolljax.errors import ConfigError
+from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.run.terminal import sparkline, visible
 
 if TYPE_CHECKING:
@@ -112,7 +112,6 @@ def show_run(page: Console, folder: RunFolder, names: Sequence[str]) -> None:
 
 def compare(page: Console, one: RunFolder, two: RunFolder, names: Sequence[str]) -> None:
     """Curves of two runs beside each other, and the settings that differ."""
-    from rolljax.run.folder import RESOLVED
     from rolljax.run.summary import summary_lines
 
     for folder in (one, two):
@@ -131,7 +130,7 @@ def compare(page: Console, one: RunFolder, two: RunFolder, names: Sequence[str])
     for name, other in of_two.items():
         table.add_row(*cells(name, "", "-", sparkline(other, SPARK // 2), number(other[-1]), ""))
     page.print(table)
-    settings = [dict(json.loads((folder.path / RESOLVED).read_text())) for folder in (one, two)]
+    settings = [folder.resolved() for folder in (one, two)]
     differ = make_table("setting", *title)
     for path in sorted(settings[0].keys() | settings[1].keys()):
         before, now = (repr(s[path]) if path in s else "-" for s in settings)
@@ -171,8 +170,9 @@ def show_step(page: Console, folder: RunFolder, step: int) -> None:
     trajectories = read_step(folder, step)
     row = next((row for row in folder.rows() if row["step"] == step), None)
     if row is not None:
-        done = sum(r["phase"] == row["phase"] for r in folder.rows())
-        page.print(f"step {step}: {step_line(row['phase'], row, done)}", soft_wrap=True)
+        phase = row.get("phase", "")
+        done = sum(r.get("phase", "") == phase for r in folder.rows())
+        page.print(visible(f"step {step}: {step_line(phase, row, done)}", lines=False), soft_wrap=True)
     groups: dict[tuple[int, int], list[Trajectory]] = {}
     for t in trajectories:
         groups.setdefault((t.key.stream, t.key.draw), []).append(t)
@@ -260,22 +260,29 @@ def show_trajectory(page: Console, t: Trajectory, decode: Callable[[Sequence[int
 
 def decoder(folder: RunFolder) -> Callable[[Sequence[int]], str] | None:
     """What makes text of the run's token ids; None where its tokenizer is not at hand."""
-    from rolljax.run.folder import RESOLVED, RESULT
+    from rolljax.run.folder import RESULT
 
-    model = json.loads((folder.path / RESOLVED).read_text()).get("model")
+    model = folder.resolved().get("model")
     places = [folder.path / RESULT, *([Path(model)] if isinstance(model, str) else [])]
-    for place in places:
-        if (place / "tokenizer.json").is_file():
-            from tokenizers import Tokenizer
+    found = next((file for place in places if (file := place / "tokenizer.json").is_file()), None)
+    if found is not None:
+        from tokenizers import Tokenizer
 
-            tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
-            return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
-    if isinstance(model, str):
+        with boundary(CheckpointError, f"{found} is damaged"):
+            tokenizer = Tokenizer.from_file(str(found))
+        decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+    elif isinstance(model, str):
         return None
-    from rolljax.model.tokenizer import byte_tokenizer
+    else:
+        from rolljax.model.tokenizer import byte_tokenizer
 
-    own = byte_tokenizer()
-    return lambda ids: str(own.decode(list(ids)))
+        decode = byte_tokenizer().decode
+
+    def text(ids: Sequence[int]) -> str:
+        with boundary(CheckpointError, "the rollouts hold tokens that the run's tokenizer does not know"):
+            return str(decode(list(ids)))
+
+    return text
 
 
 # ---- a page

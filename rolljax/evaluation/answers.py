@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.run import durable
 from rolljax.run.layout import VERDICTS
@@ -62,7 +63,7 @@ class AnswerLog:
         for trajectory in read_answers(folder, mend=True):
             self.answers[trajectory.key] = trajectory
         with durable.storing(folder / ANSWERS):
-            self._file = files.enter_context(open(folder / ANSWERS, "ab"))  # noqa: SIM115  # `files` does
+            self._file = files.enter_context(reading.open_file(folder / ANSWERS, reading.APPEND))
 
     def has(self, key: Key) -> bool:
         """Whether this answer is there and did not fail."""
@@ -101,7 +102,7 @@ def read(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / EVALUATION
     try:
-        record = json.loads(path.read_text())
+        record = reading.parse(reading.read_bytes(path))
         if record["schema"] != SCHEMA or not isinstance(record["setup"], dict):
             raise ValueError(f"schema {record['schema']}")
         return record

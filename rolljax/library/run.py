@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import html
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
@@ -77,10 +76,9 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """What summary.json says: held-out rewards, steps, seconds, why it stopped; empty until it has stopped."""
-        from rolljax.run.folder import SUMMARY
+        from rolljax.run import records
 
-        path = self.path / SUMMARY
-        return dict(json.loads(path.read_text())) if path.is_file() else {}
+        return records.summary(self.path)
 
     @property
     def stop_reason(self) -> str:
@@ -132,9 +130,7 @@ class Run:
     @property
     def steps(self) -> list[int]:
         """Steps whose trajectories are on disk."""
-        from rolljax.run.folder import ROLLOUTS
-
-        return sorted(int(file.stem.removeprefix("step_")) for file in (self.path / ROLLOUTS).glob("step_*.jsonl"))
+        return self._folder.rollout_steps()
 
     def trajectories(self, step: int | None = None) -> Trajectories:
         """Every trajectory of a step: task, turns with their tokens and log-probs, reward, status.
@@ -143,20 +139,13 @@ class Run:
           step: one of `steps`; default: the last.
 
         Raises:
-          DataError: there are none of that step.
+          DataError: there are none of that step. CheckpointError: their file is damaged.
         """
         known = self.steps
         if not known or (step is not None and step not in known):
             nearest = f"; nearest: {min(known, key=lambda s: abs(s - (step or 0)))}" if known else ""
             raise DataError(f"{self.path} holds no rollouts of step {step if step is not None else 'any'}{nearest}")
-        return Trajectories(self._read(known[-1] if step is None else step))
-
-    def _read(self, step: int) -> Iterator[Trajectory]:
-        from rolljax.run.folder import ROLLOUTS
-        from rolljax.types import Trajectory
-
-        with open(self.path / ROLLOUTS / f"step_{step}.jsonl") as lines:
-            yield from (Trajectory.from_json(json.loads(line)) for line in lines)
+        return Trajectories(self._folder.trajectories(known[-1] if step is None else step))
 
     @property
     def weights(self) -> tuple[str, Path]:

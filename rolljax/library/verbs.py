@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -294,9 +293,9 @@ def _parsed(parse: Callable[[list[str]], argparse.Namespace], options: list[str]
 
 def _sizes_of(run: Run) -> dict[str, Any]:
     """Slots and context that a run sampled with. They stand in its folder whether or not its environment is here."""
-    from rolljax.run.folder import RESOLVED
+    from rolljax.run.folder import RunFolder
 
-    resolved = json.loads((run.path / RESOLVED).read_text())
+    resolved = RunFolder(run.path).resolved()
     return {name: resolved[f"sampler.{name}"] for name in ("slots", "max_context")}
 
 

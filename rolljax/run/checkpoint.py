@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.run import durable
 from rolljax.run.progress import RunProgress
@@ -137,8 +138,8 @@ class Checkpoints:
         """Held-out reward of the very weights of a checkpoint; None if they were not evaluated, or nobody can say."""
         if name not in self._rewards:
             try:
-                found = json.loads((self.folder / name / PROGRESS).read_text()).get("weights_reward")
-            except (OSError, ValueError, AttributeError):
+                found = reading.read_object(self.folder / name / PROGRESS, "").get("weights_reward")
+            except CheckpointError:
                 found = None
             self._rewards[name] = found if isinstance(found, float) else None
         return self._rewards[name]
@@ -214,11 +215,11 @@ def read(path: Path, abstract: Any, shardings: Any) -> Any:
 def damage(path: Path) -> str:
     """What is wrong with a folder that `write` made, one file by name; empty if it is as it was written."""
     try:
-        text = (path / MANIFEST).read_text()
+        text = reading.read_bytes(path / MANIFEST).decode()
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, UnicodeDecodeError) as e:
-        return f"{MANIFEST} cannot be read: {e}"
+    except (OSError, ValueError) as e:
+        return f"{MANIFEST} cannot be read: {reading.reason(e)}"
     written = {name: digest for digest, name in _LINE.findall(text)}
     if _manifest(written) != text:
         return f"{MANIFEST} is not as it was written"
@@ -228,7 +229,7 @@ def damage(path: Path) -> str:
     try:
         found = digests(path, list(written))
     except OSError as e:
-        return f"{e.filename} cannot be read: {e.strerror}"
+        return f"{e.filename} cannot be read: {reading.reason(e)}"
     wrong = [name for name in written if found[name] != written[name]]
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return f"{wrong[0]} is not as it was written{more}" if wrong else ""
@@ -238,7 +239,7 @@ def digests(path: Path, names: list[str]) -> dict[str, str]:
     """SHA-256 of files of a folder, in hexadecimal digits."""
 
     def one(name: str) -> str:
-        with open(path / name, "rb") as f:
+        with reading.open_file(path / name) as f:
             return hashlib.file_digest(f, "sha256").hexdigest()
 
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:

@@ -36,7 +36,7 @@ def waits(row: Mapping[str, float]) -> dict[str, float]:
     idle = "tput/sample_tok_s" not in row or "time/decode_s" in row and busy < rollout / 2
     found = {"env" if idle else "sampler": rollout}
     found |= {word: row.get(f"time/{part}_s", 0.0) for part, word in PARTS.items()}
-    whole = max(row["time/step_s"], 1e-9)
+    whole = max(row.get("time/step_s", 0.0), 1e-9)
     return {word: s / whole for word, s in sorted(found.items(), key=lambda item: -item[1])}
 
 
@@ -66,17 +66,17 @@ def step_line(phase: str, row: Mapping[str, float], num_steps: int, before: Mapp
     Args:
       before: the row of the step before, of the same phase.
     """
-    parts = [f"{phase} {int(row['phase_step'])}/{num_steps}", headline(row, before)]
+    parts = [f"{phase} {int(row.get('phase_step', 0))}/{num_steps}", headline(row, before)]
     if "heldout/reward_mean" in row:
         parts.append(f"heldout {row['heldout/reward_mean']:.3f}")
-    parts.append(f"len {row['rollout/len_tok']:.1f}")
+    parts.append(f"len {row.get('rollout/len_tok', 0.0):.1f}")
     if "mismatch/k3_nat" in row:
-        parts.append(f"entropy {row['policy/entropy_nat']:.2f}")
-        parts.append(f"mismatch {row['mismatch/abs_max_nat']:.1e}")
+        parts.append(f"entropy {row.get('policy/entropy_nat', 0.0):.2f}")
+        parts.append(f"mismatch {row.get('mismatch/abs_max_nat', 0.0):.1e}")
     if "tput/sample_tok_s" in row:
         parts.append(f"{row['tput/sample_tok_s']:,.0f} tok/s")
-    parts.append(f"{row['time/step_s']:.2f}s waits: {bottleneck(row)}")
-    if failed := row["rollout/fail_frac"]:
+    parts.append(f"{row.get('time/step_s', 0.0):.2f}s waits: {bottleneck(row)}")
+    if failed := row.get("rollout/fail_frac", 0.0):
         parts.append(f"failed {failed:.0%} ({faults(row, LOST)})")
     return "  ".join(parts)
 

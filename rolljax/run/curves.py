@@ -42,7 +42,7 @@ def figure(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any
     shape, size = ((2, 2), (11, 6)) if times else ((1, len(panels)), (13, 3.5))
     drawn = Figure(figsize=size, layout="constrained")
     axes = drawn.subplots(*shape)
-    borders = [r["step"] for r, after in zip(rows, rows[1:], strict=False) if r["phase"] != after["phase"]]
+    borders = [r["step"] for r, after in zip(rows, rows[1:], strict=False) if r.get("phase") != after.get("phase")]
     for axis, (title, names) in zip(axes.flat, panels, strict=True):
         for name in names:
             # in a supervised phase the reward is that of the gold answers: not a result, so not drawn
@@ -69,6 +69,6 @@ def figure(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any
         axis.set(title=title, xlabel="step")
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8, frameon=False)
-    phases = list(dict.fromkeys(r["phase"] for r in rows))
+    phases = list(dict.fromkeys(r.get("phase", "") for r in rows))
     drawn.suptitle("  |  ".join(phases), fontsize=10)
     return drawn

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rolljax import reading
 from rolljax.errors import StorageError
 
 T = TypeVar("T")
@@ -31,8 +31,11 @@ REMEDIES = {
     errno.EEXIST: _RIGHTS,
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EIO: "check the disk",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 """What to do, by the error of the operating system."""
+_OTHER = "look at what stands there (a link that leads nowhere, a pipe), and move it away"
 
 
 def reach(point: str, path: Path) -> None:
@@ -55,11 +58,12 @@ def storing(path: Path) -> Iterator[None]:
         raise
     except Exception as e:  # border: whatever a library makes of an error of the disk
         number = _number(e)
-        if number is None:
+        if number is None and not isinstance(e, OSError):
             raise
+        said = reading.reason(e) if number is None else os.strerror(number)
         raise StorageError(
-            f"{path} cannot be written: {os.strerror(number)}\n"
-            f"  fix:   {REMEDIES[number]}; the same command then goes on from the last checkpoint"
+            f"{path} cannot be written: {said}\n"
+            f"  fix:   {REMEDIES.get(number or 0, _OTHER)}; the same command then goes on from the last checkpoint"
         ) from e
 
 
@@ -103,11 +107,11 @@ def append(path: Path, line: str) -> None:
     """Add a line to a file. A writer that is killed meanwhile may leave a part of it.
 
     Raises:
-      StorageError: it cannot be written.
+      StorageError: it cannot be written, or is not a regular file.
     """
     with storing(path):
         reach("before", path)
-        with open(path, "ab") as f:
+        with reading.open_file(path, reading.APPEND) as f:
             f.write(line.encode() + b"\n")
             f.flush()
             os.fsync(f.fileno())
@@ -125,11 +129,11 @@ def whole_lines(path: Path, read: Callable[[Any], T], *, mend: bool = False) -> 
     Raises:
       StorageError: it cannot be mended.
     """
-    data = path.read_bytes() if path.is_file() else b""
+    data = reading.read_bytes(path) if path.is_file() else b""
     found, whole = [], []
     for line in data.splitlines():
         try:
-            found.append(read(json.loads(line)))
+            found.append(read(reading.parse(line)))
         except (ValueError, LookupError, TypeError):
             continue
         whole.append(line + b"\n")
@@ -172,7 +176,7 @@ def remove(path: Path) -> None:
     """
     with storing(path):
         reach("before", path)
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             aside = path.with_name(f".{path.name}.old.tmp")
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(path, aside)
@@ -190,13 +194,15 @@ def is_temporary(path: Path) -> bool:
 
 
 def sweep(path: Path) -> None:
-    """Take away what killed writers have left in `path` and in the folders below it that are in their places."""
+    """Take away what killed writers have left in `path` and in the folders below it that are in their places. Links are
+    not followed."""
     with storing(path):
         for entry in path.iterdir():
+            is_folder = entry.is_dir() and not entry.is_symlink()
             if not is_temporary(entry):
-                if entry.is_dir():
+                if is_folder:
                     sweep(entry)
-            elif entry.is_dir():
+            elif is_folder:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()

@@ -34,14 +34,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rolljax.errors import CheckpointError, ConfigError, boundary
+from rolljax import reading
+from rolljax.errors import CheckpointError, ConfigError
 from rolljax.recipe import Recipe
-from rolljax.run import durable
+from rolljax.run import damage, durable, records
 from rolljax.run.checkpoint import Checkpoints, Saved
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.environment import environment
 from rolljax.run.layout import (
     CHECKPOINTS,
+    CONFIG,
     CONSUMED,
     CURVES,
     ENVIRONMENT,
@@ -80,6 +82,8 @@ DONE = "all phases done"
 _OURS = (RESOLVED, "a run folder", "--run_dir")
 """What `check_ours` is told."""
 _OF_PHASE = re.compile(r"phases\[(\d+)\]\.(.*)")
+HELDOUT = "heldout"
+"""Entry of `RunFolder.recorded` with the files of held-out answers."""
 FOUND_S = 30.0
 """Longest that a shared file system takes to show one process what another wrote."""
 
@@ -89,6 +93,10 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._written: dict[str, damage.Written] = {}
+        """Logs, by name, as far as this process has written them."""
+        self._heldout: dict[str, str] = {}
+        """SHA-256 of the files of held-out answers, by evaluation."""
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Keep other processes of this machine from writing here.
@@ -101,7 +109,7 @@ class RunFolder:
     def mark(self) -> str:
         """Leave a mark for other processes of the run, and return it; the folder is locked by this one."""
         text = secrets.token_hex()
-        with durable.storing(self.path):
+        with durable.storing(self.path / LOCK):
             (self.path / LOCK).write_text(text)
         return text
 
@@ -123,7 +131,7 @@ class RunFolder:
                     remedy="name a folder on a file system that all processes share",
                 )
             time.sleep(0.1)
-        for path, theirs, own in diff(json.loads((self.path / RESOLVED).read_text()), config.resolved):
+        for path, theirs, own in diff(self.resolved(), config.resolved):
             raise ConfigError(
                 f"is {own!r} here, but {theirs!r} in the first process",
                 setting=path,
@@ -146,15 +154,17 @@ class RunFolder:
         check_ours(self.path, *_OURS)
         with durable.storing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        durable.sweep(self.path)
+        for place in (self.path, self.path / ROLLOUTS, self.path / CHECKPOINTS):
+            if place.is_dir() and (place == self.path or place.is_symlink()):  # a link to another disk
+                durable.sweep(place)
         if fresh:
             self._clear()
         stored = self.path / RESOLVED
         notes = self._check_same(config) if stored.is_file() else []
         durable.write(stored, json.dumps(config.resolved, indent=1) + "\n")  # from here on it is a run folder
-        with durable.storing(self.path):
+        with durable.storing(self.path / ROLLOUTS):
             (self.path / ROLLOUTS).mkdir(exist_ok=True)
-        durable.write(self.path / "config.gin", config.operative)
+        durable.write(self.path / CONFIG, config.operative)
         durable.write(self.path / ENVIRONMENT, json.dumps(environment(), indent=1) + "\n")
         return notes
 
@@ -166,12 +176,13 @@ class RunFolder:
             if entry.name != LOCK:
                 durable.remove(entry)
 
-    def _stored(self) -> dict[str, object]:
-        path = self.path / RESOLVED
-        try:
-            return dict(json.loads(path.read_text()))
-        except (ValueError, TypeError) as e:
-            raise CheckpointError(f"{path} is damaged: {e}; --fresh starts over") from e
+    def resolved(self) -> dict[str, Any]:
+        """Return every setting by its path, from `config.resolved.json`.
+
+        Raises:
+          CheckpointError: the file is missing or damaged.
+        """
+        return reading.read_object(self.path / RESOLVED, "--fresh starts over")
 
     def changes(self, config: Any) -> list[tuple[str, object, object]]:
         """Settings that differ from those of the run that is here and change numbers: path, value there, value now.
@@ -181,7 +192,7 @@ class RunFolder:
         """
         from rolljax.config.loader import ABSENT, diff
 
-        stored = self._stored()
+        stored = self.resolved()
         found = diff(stored, config.resolved)
         if any(before == ABSENT for _, before, _ in found):
             found = diff(self._with_new_settings(stored), config.resolved)
@@ -264,36 +275,81 @@ class RunFolder:
 
     # ---- metrics and rollouts
 
-    def forget_after(self, step: int, warn: Callable[[str], None]) -> None:
+    def forget_after(
+        self,
+        step: int,
+        warn: Callable[[str], None],
+        recorded: Mapping[str, Any] | None = None,
+        keep_rollouts: int | None = None,
+    ) -> None:
         """Drop metrics rows and rollouts of steps after `step`: they are about to be made again.
 
         Args:
-          warn: is told if rows of earlier steps are missing.
+          warn: is told what is missing or has changed of earlier steps.
+          recorded: what these were when the checkpoint was saved (`recorded`). keep_rollouts: see `retain`.
+
+        Raises:
+          CheckpointError: something that is not a file stands in the place of one.
         """
-        for path in (self.path / METRICS, self.path / CONSUMED):
-            if path.is_file():
-                lines = path.read_text(errors="replace").splitlines()
-                rows = {row["step"]: line for line in lines if (row := _row(line))}
-                durable.write(path, "".join(f"{rows[s]}\n" for s in sorted(rows) if s <= step))
-                if missing := sorted({*range(1, step + 1)} - {*rows}):
-                    warn(f"warning: {path} is damaged: it lacks {len(missing)} row(s), the first of step {missing[0]}")
+        recorded = recorded or {}
+        self._heldout = dict(recorded.get(HELDOUT, {}))
+        for name in damage.LOGS:
+            path = self.path / name
+            data = b"\n".join(records.lines(path))
+            if problem := damage.of_log(path, data, step, recorded):
+                warn(f"warning: {problem}")
+            rows = {row["step"]: line for line in data.split(b"\n") if (row := records.row(line))}
+            kept = b"".join(rows[s] + b"\n" for s in sorted(rows) if s <= step)
+            if path.exists():
+                durable.write(path, kept)
+            self._written[name] = damage.Written()
+            self._written[name].add(kept)
         for of_step, file in rollout_files(self.path).items():
             if of_step > step:
                 durable.remove(file)
+        if problem := damage.told(self.path / ROLLOUTS, self._changed_files(keep_rollouts)):
+            warn(f"warning: {problem}")
+
+    def _changed_files(self, keep: int | None) -> list[str]:
+        """Return what is wrong with files of rollouts. Where only the newest are kept the oldest may be missing."""
+        digests = {row["step"]: row.get("rollouts") for row in self.rows(CONSUMED)}
+        written = [step for step, sha256 in digests.items() if sha256 and isinstance(sha256, str)]
+        if keep is not None:
+            first = min(self.rollout_steps(), default=min(written[-keep:], default=0))
+            written = [step for step in written if step >= first]
+        folder = self.path / ROLLOUTS
+        wanted = {heldout_file(self.path, name).name: str(sha256) for name, sha256 in self._heldout.items()}
+        wanted |= {rollouts_file(self.path, step).name: digests[step] for step in reversed(written)}
+        return damage.of_files(folder, wanted)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return length and SHA-256 of the logs, and the SHA-256 of files of held-out answers, for a checkpoint."""
+        logs = {name: self._log(name).to_json() for name in damage.LOGS}
+        return {**logs, HELDOUT: dict(self._heldout)}
+
+    def _log(self, name: str) -> damage.Written:
+        if name not in self._written:
+            self._written[name] = damage.Written()
+            if (self.path / name).is_file():
+                self._written[name].add(reading.read_bytes(self.path / name))
+        return self._written[name]
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        log, line = self._log(name), json.dumps(record)
+        durable.append(self.path / name, line)
+        log.add(line.encode() + b"\n")
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         """Append one step to metrics.jsonl."""
-        durable.append(self.path / METRICS, json.dumps(row))
+        self._append(METRICS, row)
 
     def write_consumed(self, step: ConsumedStep) -> None:
         """Append a step to consumed.jsonl."""
-        durable.append(self.path / CONSUMED, json.dumps(dataclasses.asdict(step)))
+        self._append(CONSUMED, dataclasses.asdict(step))
 
     def rows(self, name: str = METRICS) -> list[dict[str, Any]]:
         """All rows of metrics.jsonl, or of another such file, that are whole."""
-        path = self.path / name
-        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-        return [row for line in lines if (row := _row(line))]
+        return [*records.rows(self.path / name)]
 
     def rollout_steps(self) -> list[int]:
         """Steps whose rollouts are kept, in their order."""
@@ -305,7 +361,7 @@ class RunFolder:
 
     def write_heldout(self, evaluation: str, trajectories: Iterable[Trajectory]) -> None:
         """Write rollouts/heldout_NAME.jsonl."""
-        _write_trajectories(heldout_file(self.path, evaluation), trajectories)
+        self._heldout[evaluation] = _write_trajectories(heldout_file(self.path, evaluation), trajectories)
 
     def trajectories(self, step: int) -> list[Trajectory]:
         """What rollouts/step_N.jsonl holds.
@@ -313,9 +369,7 @@ class RunFolder:
         Raises:
           CheckpointError: it is not there, or damaged.
         """
-        path = rollouts_file(self.path, step)
-        with boundary(CheckpointError, f"{path} cannot be read"), open(path) as f:
-            return [Trajectory.from_json(json.loads(line)) for line in f]
+        return records.trajectories(rollouts_file(self.path, step))
 
     def write_crash(self, name: str, arrays: Mapping[str, Any]) -> Path:
         """Keep the batch that led to a stop."""
@@ -369,9 +423,8 @@ class RunFolder:
     def is_complete(self, progress: RunProgress) -> bool:
         """Whether all that a run leaves at its end is there, and of this end."""
         try:
-            summary = json.loads((self.path / SUMMARY).read_text())
-            said = [summary[key] for key in ("stop_reason", "phase_steps")]
-        except (OSError, ValueError, LookupError, TypeError):
+            said = [records.summary(self.path).get(key) for key in ("stop_reason", "phase_steps")]
+        except CheckpointError:  # it is written again
             return False
         results = (self.path / RESULT).is_dir() and (self.path / CURVES).is_file()
         return progress.finished and results and said == [DONE, progress.phase_steps]
@@ -383,9 +436,9 @@ def stored_config(run: str | Path) -> str:
     Raises:
       CheckpointError: not a run folder.
     """
-    path = Path(run) / "config.gin"
+    path = Path(run) / CONFIG
     if not path.is_file():
-        raise CheckpointError(f"{run} is not a run folder: it has no config.gin")
+        raise CheckpointError(f"{run} is not a run folder: it has no {CONFIG}")
     return str(path)
 
 
@@ -403,16 +456,7 @@ def setting_of_phase(path: str) -> tuple[int, str]:
 
 
 def _holds(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_text() == text
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl; None if it is no whole row."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return path.is_file() and reading.read_bytes(path) == text.encode()
 
 
 def _write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> str:

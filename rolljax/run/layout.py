@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 RESOLVED, LOCK = "config.resolved.json", ".lock"
@@ -9,6 +10,8 @@ METRICS, CONSUMED, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "consumed.jsonl", "r
 VERDICTS = "verdicts"
 """What rewards were told by judges and servers, for a run that goes on."""
 RESULT, CURVES, SUMMARY, ENVIRONMENT = "hf", "curves.png", "summary.json", "env.json"
+CONFIG = "config.gin"
+_STEP_FILE = re.compile(r"step_(0|[1-9][0-9]*)\.jsonl")
 
 
 def rollouts_file(run: Path, step: int) -> Path:
@@ -22,6 +25,8 @@ def heldout_file(run: Path, evaluation: str) -> Path:
 
 
 def rollout_files(run: Path) -> dict[int, Path]:
-    """The files of trajectories that there are, by step in order."""
-    found = {int(f.stem.removeprefix("step_")): f for f in (run / ROLLOUTS).glob("step_[0-9]*.jsonl")}
-    return dict(sorted(found.items()))
+    """Return the files of trajectories, by step in order. Other files in the folder, such as copies, are not ours."""
+    folder = run / ROLLOUTS
+    names = (_STEP_FILE.fullmatch(f.name) for f in folder.iterdir()) if folder.is_dir() else ()
+    found = sorted(int(name[1]) for name in names if name)
+    return {step: rollouts_file(run, step) for step in found}

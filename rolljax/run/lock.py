@@ -7,6 +7,7 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
+from rolljax import reading
 from rolljax.errors import ConfigError
 from rolljax.run import durable
 from rolljax.run.layout import LOCK
@@ -46,7 +47,8 @@ def locked(folder: Path, marker: str, what: str, setting: str) -> Iterator[None]
     with contextlib.ExitStack() as stack:
         with durable.storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(folder / LOCK, "w"))
+        with durable.storing(folder / LOCK):
+            file = stack.enter_context(reading.open_file(folder / LOCK, reading.APPEND))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import rolljax
+from rolljax import reading
 from rolljax.run import durable
 from rolljax.run.curves import draw
 from rolljax.run.environment import command_line
-from rolljax.run.layout import CURVES, ENVIRONMENT, RESOLVED
+from rolljax.run.layout import CONFIG, CURVES, ENVIRONMENT, RESOLVED
 
 CARD = "README.md"
 MAX_GIN_CHARS = 65_536
@@ -38,8 +39,9 @@ def write(
     """
     if rows:
         durable.write(place / CURVES, draw(rows, heldout, times=False))
-    resolved, made = (_read(run / name) for name in (RESOLVED, ENVIRONMENT))
-    gin = (run / "config.gin").read_text()
+    again = "the command that trained the run writes it again"
+    resolved, made = (reading.read_object(run / name, again) for name in (RESOLVED, ENVIRONMENT))
+    gin = (run / CONFIG).read_text()
     durable.write(place / CARD, text(resolved, made, gin, heldout, rows, of))
 
 
@@ -175,7 +177,3 @@ def _fenced(kind: str, text: str) -> str:
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{kind}\n{text}\n{fence}\n"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))

@@ -44,6 +44,8 @@ class RunProgress:
     rows of metrics have told of them."""
     waiting: str = ""
     """Those that wait to be trained, a JSON line each (`Group.to_json`)."""
+    recorded: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the logs of steps and the held-out answers were when this was saved (`RunFolder.recorded`)."""
     failed_steps: int = 0
     """Consecutive steps in which no trajectory survived."""
     finished: bool = False

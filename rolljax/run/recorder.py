@@ -143,6 +143,7 @@ class Recorder:
             return
         seconds = self.progress.other_wall_s.get("save", 0.0)
         name = self._folder.checkpoints.next_name(self.progress)
+        self.progress.recorded = self._folder.recorded()
         with timed(self.progress.other_wall_s, "save"):
             with self._watchdog.waiting_for("the checkpoint to be written"):
                 self._trainer.save(name, self.progress)

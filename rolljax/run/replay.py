@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.recipe import Phase, Recipe
 from rolljax.run.consumed import ConsumedStep, DrawAccount
@@ -62,13 +62,13 @@ class RunLog:
         """
         path = rollouts_file(self.folder.path, line.step)
         with boundary(CheckpointError, f"reading {path}"):
-            data = path.read_bytes()
+            data = reading.read_bytes(path)
         if hashlib.sha256(data).hexdigest() != line.rollouts:
             raise CheckpointError(
                 f"{path} is not what step {line.step} of that run wrote, by its SHA-256 in {CONSUMED}"
             )
         with boundary(CheckpointError, f"reading {path}, which another version of rolljax may have written"):
-            return step_groups(line, [Trajectory.from_json(json.loads(text)) for text in data.splitlines()])
+            return step_groups(line, [Trajectory.from_json(reading.parse(text)) for text in data.splitlines()])
 
     def check_continues(self, folder: RunFolder) -> str:
         """Check that a run can be replayed from where `folder` stands.

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
+from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.model import hf
 from rolljax.model.decoder import DecoderConfig, Model, Params
@@ -127,7 +128,7 @@ def _load(recipe: Recipe, mesh: Mesh, name: str, folder: RunFolder) -> TrainedVa
     if value.trunk.lora is None:
         params = {**params, "trunk": jax.jit(value.trunk.computed)(params["trunk"])}
     with boundary(CheckpointError, f"reading {path / SCORES}"):
-        scores = json.loads((path / SCORES).read_text())
+        scores = reading.parse(reading.read_bytes(path / SCORES))
         mean, std = float(scores["mean"]), float(scores["std"])
     base = base_weights(resolved) if value.trunk.lora else None
     return TrainedValue(value, params, critic.num, base, mean, std if std > 0 and math.isfinite(std) else 1.0)

@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolljax.run.console import OWNERS, waits
+from rolljax.errors import CheckpointError, boundary
+from rolljax.run import records
+from rolljax.run.console import OWNERS, judged_by, waits
 from rolljax.run.environment import command_line
 from rolljax.run.folder import RunFolder
-from rolljax.run.layout import ENVIRONMENT, SUMMARY
+from rolljax.run.layout import ENVIRONMENT
 from rolljax.run.terminal import duration, visible
 
 Row = Mapping[str, Any]
 
 
 def summary_lines(folder: RunFolder) -> list[str]:
-    """Lines of plain text about the run in a folder, from its files alone; it may still be going on."""
-    rows, summary, env = folder.rows(), _read(folder, SUMMARY), _read(folder, ENVIRONMENT)
+    """Lines of plain text about the run in a folder, from its files alone; it may still be going on.
+
+    Raises:
+      CheckpointError: one of these files is damaged; the error names it.
+    """
+    rows, summary, env = folder.rows(), records.summary(folder.path), _environment(folder)
     lines = [f"run       {folder.path.resolve().name}: {_state(rows, summary)}"]
     if rows:
         lines += _phases(rows, summary)
         lines += [f"tokens    {_tokens(rows)}", f"waits     {_waits(rows)}", f"failed    {_failed(rows)}"]
-    if env:
-        versions = ", ".join(f"{name} {env['packages'][name]}" for name in ("jax", "flax") if name in env["packages"])
-        lines.append(f"machine   {env['devices']} x {env['platform']}, Python {env['python']}, {versions}")
-        lines.append(f"command   {command_line(env['command'])}")
+    lines += env
     if sha := summary.get("state_sha256"):
         lines.append(f"state     {sha[:16]}")
     return [visible(line, lines=False) for line in lines]
 
 
-def _read(folder: RunFolder, name: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads((folder.path / name).read_text()))
-    except (OSError, ValueError):
-        return {}
+def _environment(folder: RunFolder) -> list[str]:
+    """Return a line for the machine and one for the command; none where `env.json` is missing."""
+    path, remedy = folder.path / ENVIRONMENT, "delete it: it is written anew when the run goes on"
+    env = records.optional(path, remedy)
+    with boundary(CheckpointError, f"{path} is not as a run writes it; {remedy}"):
+        if not env:
+            return []
+        versions = ", ".join(f"{name} {env['packages'][name]}" for name in ("jax", "flax") if name in env["packages"])
+        machine = f"machine   {env['devices']} x {env['platform']}, Python {env['python']}, {versions}"
+        return [machine, f"command   {command_line(env['command'])}"]
 
 
 def _state(rows: Sequence[Row], summary: Mapping[str, Any]) -> str:
-    if summary and summary["steps"] == (rows[-1]["step"] if rows else 0):
-        return f"{summary['stop_reason']}, {summary['steps']} steps in {duration(summary['wall_s'])}"
+    if summary and summary.get("steps") == (rows[-1]["step"] if rows else 0):
+        took = f"{summary['steps']} steps in {duration(summary.get('wall_s', 0.0))}"
+        return f"{summary.get('stop_reason', 'at its end')}, {took}"
     return f"{rows[-1]['step']} steps, not at its end" if rows else "no step is done"
 
 
@@ -48,13 +56,12 @@ def _phases(rows: Sequence[Row], summary: Mapping[str, Any]) -> list[str]:
     """A line for each phase: steps, seconds, rewards at its begin and end."""
     heldout = {entry["phase"]: entry for entry in summary.get("heldout_reward", ())}
     before, lines = heldout.get("start"), []
-    for name in dict.fromkeys(row["phase"] for row in rows):
-        own = [row for row in rows if row["phase"] == name]
-        parts = [f"{len(own)} steps", duration(sum(row["time/step_s"] for row in own))]
-        if "tput/sample_tok_s" in own[0]:
-            parts.append(f"reward {own[0]['reward/mean']:.3f} -> {own[-1]['reward/mean']:.3f}")
-        elif "loss/total" in own[0]:
-            parts.append(f"loss {own[0]['loss/total']:.3f} -> {own[-1]['loss/total']:.3f}")
+    for name in dict.fromkeys(row.get("phase", "") for row in rows):
+        own = [row for row in rows if row.get("phase", "") == name]
+        parts = [f"{len(own)} steps", duration(sum(row.get("time/step_s", 0.0) for row in own))]
+        word, key = judged_by(own[0])
+        if values := [row[key] for row in own if key in row]:
+            parts.append(f"{word} {values[0]:.3f} -> {values[-1]:.3f}")
         if now := heldout.get(name):
             start = f"{before['mean']:.3f} -> " if before else ""
             parts.append(f"held-out {start}{now['mean']:.3f} ({now['n']} tasks)")
@@ -66,8 +73,8 @@ def _phases(rows: Sequence[Row], summary: Mapping[str, Any]) -> list[str]:
 def _tokens(rows: Sequence[Row]) -> str:
     trained, update_s = (sum(row.get(name, 0.0) for row in rows) for name in ("train/tokens_n", "time/update_s"))
     rollout = [row for row in rows if "tput/sample_tok_s" in row]
-    sampled_s = sum(row["time/rollout_s"] for row in rollout)
-    sampled = sum(row["tput/sample_tok_s"] * row["time/rollout_s"] for row in rollout)
+    sampled_s = sum(row.get("time/rollout_s", 0.0) for row in rollout)
+    sampled = sum(row["tput/sample_tok_s"] * row.get("time/rollout_s", 0.0) for row in rollout)
     parts = [f"{sampled:,.0f} sampled ({sampled / sampled_s:,.0f}/s)"] if sampled_s else []
     return ", ".join([*parts, f"{trained:,.0f} trained ({trained / max(update_s, 1e-9):,.0f}/s)"])
 
@@ -77,8 +84,8 @@ def _waits(rows: Sequence[Row]) -> str:
     seconds: dict[str, float] = {}
     for row in rows:
         for word, share in waits(row).items():
-            seconds[word] = seconds.get(word, 0.0) + share * row["time/step_s"]
-    whole = max(sum(row["time/step_s"] for row in rows), 1e-9)
+            seconds[word] = seconds.get(word, 0.0) + share * row.get("time/step_s", 0.0)
+    whole = max(sum(row.get("time/step_s", 0.0) for row in rows), 1e-9)
     found = sorted(seconds.items(), key=lambda item: -item[1])
     return ", ".join(f"{word} {s / whole:.0%}" for word, s in found if s / whole >= 0.005)
 
@@ -86,5 +93,5 @@ def _waits(rows: Sequence[Row]) -> str:
 def _failed(rows: Sequence[Row]) -> str:
     counts = {owner: sum(int(row.get(f"faults/{owner}_n", 0)) for row in rows) for owner in OWNERS}
     found = ", ".join(f"{owner} {n:,}" for owner, n in counts.items() if n)
-    share = sum(row["rollout/fail_frac"] for row in rows) / len(rows)
+    share = sum(row.get("rollout/fail_frac", 0.0) for row in rows) / len(rows)
     return f"{share:.1%} of trajectories left out" + (f"; faults by owner: {found}" if found else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ from rolljax.errors import ConfigError, RolljaxError, boundary
 from rolljax.recipe import Recipe
 from rolljax.run import durable
 from rolljax.run.folder import RunFolder
-from rolljax.run.layout import RESOLVED
 from rolljax.run.notices import best_and_worst
 from rolljax.threads.event_loop import Stopped
 from rolljax.trackers import feed
@@ -95,5 +93,4 @@ def _info(folder: RunFolder, name: str, done: int) -> RunInfo:
     place.mkdir(parents=True, exist_ok=True)
     if not known.is_file():
         durable.write(known, secrets.token_hex(8))
-    settings = json.loads((path / RESOLVED).read_text())
-    return RunInfo(path.name, known.read_text(), path, place, settings, done)
+    return RunInfo(path.name, known.read_text(), path, place, folder.resolved(), done)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rolljax import reading
 from rolljax.errors import ConfigError
 from rolljax.recipe import Recipe
 from rolljax.run.layout import METRICS, rollouts_file
@@ -65,10 +65,10 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise ConfigError("is not there", setting="--run", value=str(path), remedy="name the folder of a run")
-    with open(path) as lines:
-        return [json.loads(line) for line in lines]
+    try:
+        return [dict(reading.parse(line)) for line in reading.read_bytes(path).splitlines()]
+    except (OSError, ValueError, TypeError) as e:
+        raise ConfigError(f"cannot be read: {e}", setting="--run", value=str(path), remedy="name another run") from e
 
 
 def _recorded(values: Sequence[float] | np.ndarray) -> Distribution:

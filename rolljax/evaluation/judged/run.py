@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rolljax import reading
 from rolljax.errors import ConfigError
 from rolljax.evaluation.answers import JUDGEMENTS, AnswerLog
 from rolljax.evaluation.judged.base import Item, ItemEnv, Judged, JudgedEvaluation, JudgedReport, digest
@@ -184,7 +185,7 @@ class VerdictLog:
         for found in durable.whole_lines(self._path, _judged, mend=True):
             self.verdicts[found.draw, found.sibling] = found
         with durable.storing(self._path):
-            self._file = open(self._path, "ab")  # noqa: SIM115  # `close` does
+            self._file = reading.open_file(self._path, reading.APPEND)
 
     def add(self, judged: Judged, answer: str, texts: Mapping[str, Sequence[str]], *, in_clear: bool) -> None:
         """Keep the verdicts about an answer.

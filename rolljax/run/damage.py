@@ -1,0 +1,122 @@
+"""Name what has changed in the records of a run since it wrote them, when the run goes on.
+
+A checkpoint has the length and the SHA-256 of `metrics.jsonl`, of `consumed.jsonl` and of every file of held-out
+answers, as they were when it was saved; `consumed.jsonl` has the SHA-256 of every file of rollouts. No step depends on
+these files, so a run goes on without them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rolljax import reading
+from rolljax.run import records
+from rolljax.run.layout import CONSUMED, METRICS
+
+LOGS = (METRICS, CONSUMED)
+CHECKED_BYTES = 16 << 30
+"""Of files of rollouts that are compared with their SHA-256, the newest first: some 10 s of reading."""
+_NAMED = 4
+"""Files that one message names."""
+_READERS = 8
+
+
+@dataclasses.dataclass
+class Written:
+    """Length and SHA-256 of what a run has written to a file that grows."""
+
+    size: int = 0
+    sha256: Any = dataclasses.field(default_factory=hashlib.sha256)
+
+    def add(self, data: bytes) -> None:
+        """Take in what was appended."""
+        self.size += len(data)
+        self.sha256.update(data)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint records."""
+        return {"bytes": self.size, "sha256": self.sha256.hexdigest()}
+
+
+def of_log(path: Path, data: bytes, step: int, recorded: Mapping[str, Any]) -> str:
+    """Return what is wrong with a log of steps, a sentence; empty if it is as it was written.
+
+    Args:
+      data: what the file holds. step: the last one that is done. recorded: see `Written.to_json`, by name; a checkpoint
+        of an earlier rolljax has none.
+    """
+    steps = {row["step"] for line in data.split(b"\n") if (row := records.row(line))}
+    missing = sorted({*range(1, step + 1)} - steps)
+    if step and not data and not path.exists():
+        is_expected = path.name in recorded or path.name == METRICS  # which every rolljax has written
+        return f"{path} is missing: the rows of {step} step(s) are lost" if is_expected else ""
+    if path.name in recorded:
+        other = next((name for name in LOGS if name != path.name and _holds(data, recorded.get(name))), "")
+        if other:
+            return f"{path} is damaged: it holds what {other} held when the checkpoint was saved"
+    if missing:
+        return f"{path} is damaged: it lacks {len(missing)} row(s), the first of step {missing[0]}"
+    if path.name in recorded and not _holds(data, recorded[path.name]):
+        return f"{path} is damaged: its rows are not as they were when the checkpoint was saved, by their SHA-256"
+    return ""
+
+
+def _holds(data: bytes, recorded: object) -> bool:
+    """Whether a file begins with what was recorded of one."""
+    if not isinstance(recorded, Mapping) or not recorded.get("bytes"):
+        return False
+    begin = data[: recorded["bytes"]]
+    return len(begin) == recorded["bytes"] and hashlib.sha256(begin).hexdigest() == recorded.get("sha256")
+
+
+def of_files(folder: Path, wanted: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with files of a folder, a sentence for each.
+
+    Args:
+      wanted: SHA-256 by name, the newest first.
+    """
+    there = [name for name in wanted if os.path.lexists(folder / name)]
+    found = dict(zip(there, _digests([folder / name for name in there]), strict=True))
+    names = {sha256: name for name, sha256 in wanted.items()}
+    said = []
+    for name, sha256 in wanted.items():
+        now = found.get(name, "is missing")
+        if now in ("", sha256):
+            continue
+        if now in names:
+            said.append(f"{name} holds what {names[now]} held")
+        else:
+            said.append(f"{name} {now}" if " " in now else f"{name} is not as it was written, by its SHA-256")
+    return said
+
+
+def _digests(paths: Iterable[Path]) -> list[str]:
+    """Return the SHA-256 of each file, or why it cannot be read; empty for those beyond `CHECKED_BYTES`."""
+    left, chosen = CHECKED_BYTES, []
+    for path in paths:
+        left -= path.stat().st_size if path.is_file() else 0
+        chosen.append(path if left >= 0 else None)
+
+    def one(path: Path | None) -> str:
+        if path is None:
+            return ""
+        try:
+            with reading.open_file(path) as f:
+                return hashlib.file_digest(f, "sha256").hexdigest()
+        except OSError as e:
+            return f"cannot be read: {reading.reason(e)}"
+
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+        return [*pool.map(one, chosen)]
+
+
+def told(folder: Path, said: list[str]) -> str:
+    """Return one sentence about the files of a folder; empty if nothing is wrong."""
+    more = f", and {len(said) - _NAMED} more" if len(said) > _NAMED else ""
+    return f"{folder} is damaged: {'; '.join(said[:_NAMED])}{more}" if said else ""
