@@ -8,6 +8,7 @@ that was added to the vocabulary ("<tool_call>"), unless a system message or the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rolljax.errors import CheckpointError, ConfigError, boundary
-from rolljax.model import templates
+from rolljax.model import templates, training_templates
 from rolljax.model.files import copied, inside, read_json
 from rolljax.model.vocabulary import Ids, Vocabulary
 from rolljax.types import Message
@@ -37,6 +38,8 @@ BYTE_TEMPLATE = (
     "{% if m['role'] == 'assistant' %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+OURS = (BYTE_TEMPLATE, *(training_templates.plain_template(begins=begins) for begins in (False, True)))
+"""Templates that are rendered in this process."""
 CONFIG = "tokenizer_config.json"
 VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
@@ -46,6 +49,8 @@ FILES = (
     "chat_template.json",
 )  # fmt: skip
 """Files of a folder that a tokenizer is read from."""
+TEMPLATE = "chat_template.jinja"
+"""File of a folder that a chat template stands in, for `transformers` before any other."""
 MARK, UNMARK = "\ufdd0", "\ufdd1"
 """Unicode noncharacters around the number of a text that a template must not see as it is."""
 
@@ -105,11 +110,12 @@ def save_tokenizer(folder: Path, tokenizer: Any, source: str | Path | None = Non
 
     Args:
       source: the folder it came from (None: it was made here). Its files go along byte for byte, unless only version 5
-        reads them.
+        reads them. A chat template that did not come from there takes the place of the one that did.
     """
     if source is not None and _for_both(Path(source)):
         for name in FILES:
             copied(Path(source), name, folder)
+        _replace_template(folder, tokenizer.chat_template)
         return
     tokenizer.save_pretrained(str(folder))
     path = folder / CONFIG
@@ -120,6 +126,22 @@ def save_tokenizer(folder: Path, tokenizer: Any, source: str | Path | None = Non
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _replace_template(folder: Path, template: Any) -> None:
+    """Write a chat template into a folder whose files hold another one, or none."""
+    path, config = folder / CONFIG, {}
+    if path.is_file():
+        config = read_json(path, "a file of a tokenizer")
+    stored = config.get("chat_template")
+    if (folder / TEMPLATE).is_file():
+        stored = (folder / TEMPLATE).read_text(encoding="utf-8")
+    if not isinstance(template, str) or template == stored:
+        return
+    (folder / TEMPLATE).write_text(template, encoding="utf-8")
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    if config.pop("chat_template", None) is not None:
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def _for_both(source: Path) -> bool:
@@ -137,6 +159,13 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "para
 _CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
+def _with_template(tokenizer: Any, template: str) -> Any:
+    """Return the tokenizer with another chat template; the one that is given keeps its own."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chat:
     """A tokenizer with its chat template, seen as token streams."""
@@ -146,11 +175,47 @@ class Chat:
     def __post_init__(self) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(
-                "has no chat template",
+                "has no chat template, so it is a base model",
                 setting="tokenizer",
                 value=getattr(self.tokenizer, "name_or_path", ""),
-                remedy="add chat_template.jinja to the folder, or start from an instruction-tuned model",
+                remedy=f"set {training_templates.SETTING} (serve, chat, eval: --chat_template) to "
+                f"{training_templates.PLAIN!r}, or to the path of a template ({training_templates.DOCS})",
             )
+
+    @staticmethod
+    def of(tokenizer: Any, template: str = "") -> Chat:
+        """Return a tokenizer with a chat template of the user's choice.
+
+        Args:
+          template: the path of a file, or 'plain': the texts as they are; empty: the tokenizer's own.
+
+        Raises:
+          ConfigError: there is no such file; 'plain' with a tokenizer that has no end-of-text token; an empty template
+            and a tokenizer that has none.
+        """
+        if not template:
+            return Chat(tokenizer)
+        if template != training_templates.PLAIN:
+            return Chat(_with_template(tokenizer, training_templates.read_template(template)))
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                "needs an end-of-text token, and the tokenizer has none",
+                setting=training_templates.SETTING,
+                value=template,
+                remedy="add eos_token to tokenizer_config.json, or set the path of a chat template",
+            )
+        begun = Vocabulary(tokenizer).encode("a", special=True)
+        begins = tokenizer.bos_token_id is not None and begun[:1] == [tokenizer.bos_token_id]
+        return Chat(_with_template(tokenizer, training_templates.plain_template(begins=begins)))
+
+    def for_streams(self) -> Chat:
+        """Return the chat with the training template of its template, for conversations that are token streams.
+
+        It is this one for every template that is no known original (`rolljax.model.training_templates`).
+        """
+        own = self.tokenizer.chat_template
+        template = training_templates.training_template(own) if isinstance(own, str) else own
+        return self if template == own else Chat(_with_template(self.tokenizer, template))
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -167,11 +232,11 @@ class Chat:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  # one Chat lives as long as its run
     def _prompt_ids(self, messages: tuple[Message, ...]) -> np.ndarray:
-        return self._encode(messages, generate=True)
+        return self._ids(messages, generate=True)
 
     def complete_ids(self, messages: Sequence[Message]) -> np.ndarray:
         """Ids of a conversation as the template writes it, its last answer closed, `[T]` int32."""
-        return self._encode(messages, generate=False)
+        return self._ids(messages, generate=False)
 
     def answer_ids(self, text: str) -> np.ndarray:
         """Ids of an answer and the token that closes it, as a policy would have sampled them, `[T]` int32."""
@@ -181,20 +246,31 @@ class Chat:
         ids = [i for part in parts if part for i in self.vocabulary.encode_plain(part, self.vocabulary.specials)]
         return np.array([*ids, end], np.int32)
 
-    def delta_ids(self, messages: Sequence[Message], *, closed: bool) -> np.ndarray:
+    def delta_ids(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        closed: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
         """Ids that follow an answer when `messages` are added: the rest of its closing, the messages, the next opening.
 
         Args:
+          messages: as environments say them, or as the OpenAI API writes them.
           closed: whether the sampled tokens ended with the closing token (else it is added here).
+          tools, options: of the conversation, see `conversation_ids`.
+
+        Raises:
+          ConfigError: the template rewrites earlier turns, or refuses the messages.
         """
+        how: dict[str, Any] = {"tools": tools, "options": options}
         closing, head = self.closing_ids, self._base_ids
-        extended = self._encode([*_BASE, *messages], generate=True)
+        if tools or options:
+            head = self._ids(_BASE, generate=False, **how)
+        extended = self._ids([*_BASE, *messages], generate=True, **how)
         if not np.array_equal(extended[: len(head)], head):
-            raise ConfigError(
-                "rewrites earlier turns when the conversation grows, so a token stream cannot be extended",
-                setting="chat template",
-                remedy="use a template that renders every assistant message in the same way wherever it stands",
-            )
+            raise training_templates.refusal(self._template(bool(tools)))
         rest = closing[1:] if closed else closing
         return np.array([*rest, *extended[len(head) :]], np.int32)
 
@@ -210,13 +286,10 @@ class Chat:
     @functools.cached_property
     def closing_ids(self) -> list[int]:
         """Tokens that the template writes after the text of an assistant message ("<|im_end|>\\n" for Qwen)."""
-        ids = list(self._base_ids)
-        opened = list(self._encode(_BASE[:1], generate=True))
-        for text in (self.vocabulary.encode_inside("a"), self.vocabulary.encode("a")):
-            for start in range(len(opened) - 1, len(ids)):
-                if ids[start : start + len(text)] == text:
-                    return ids[start + len(text) :]
-        return []
+        answer = f"{MARK}{UNMARK}"
+        text = self._render([{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}])
+        rest = text.partition(answer)[2]
+        return self.vocabulary.encode_inside(rest) if rest else []
 
     def conversation_ids(
         self,
@@ -247,11 +320,12 @@ class Chat:
     def knows_tools(self) -> bool:
         """Whether the template writes tools, the calls of an assistant and their results."""
         user = {"role": "user", "content": "q"}
-        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        silent = {"role": "assistant", "content": ""}
+        call = {**silent, "tool_calls": [_CALL]}
         results = [{"role": "tool", "content": text, "tool_call_id": "1", "name": "f"} for text in ("r", "s")]
         try:
             told = self._render([user], tools=[_TOOL]) != self._render([user])
-            called = self._render([user, call]) != self._render([user, call | {"tool_calls": []}])
+            called = self._render([user, call]) != self._render([user, silent])
             answered = self._render([user, call, results[0]]) != self._render([user, call, results[1]])
         except ConfigError:
             return False
@@ -269,14 +343,11 @@ class Chat:
 
     @functools.cached_property
     def _base_ids(self) -> np.ndarray:
-        return self._encode(_BASE, generate=False)
-
-    def _encode(self, messages: Sequence[Message], *, generate: bool) -> np.ndarray:
-        return self._ids([{"role": m.role, "content": m.content} for m in messages], generate=generate)
+        return self._ids(_BASE, generate=False)
 
     def _ids(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message | Mapping[str, Any]],
         *,
         generate: bool,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -284,9 +355,10 @@ class Chat:
     ) -> np.ndarray:
         """Render the template, then tokenise; what spells a token in texts is tokenised apart, as plain text."""
         plain: list[str] = []
-        messages = [self._marked_message(m, plain) for m in messages]
+        said = [{"role": m.role, "content": m.content} if isinstance(m, Message) else m for m in messages]
+        said = [self._marked_message(m, plain) for m in said]
         tools, options = self._marked(list(tools), plain, self._added), self._marked(options or {}, plain, self._added)
-        text = self._render(messages, generate=generate, tools=tools, options=options)
+        text = self._render(said, generate=generate, tools=tools, options=options)
         vocabulary, ids = self.vocabulary, list[int]()
         for i, part in enumerate(re.split(f"{MARK}([0-9]+){UNMARK}", text)):
             if i % 2:
@@ -312,7 +384,7 @@ class Chat:
             "add_generation_prompt": generate,
         }
         template = self._template(bool(tools))
-        return templates.render(template, variables, trusted=template == BYTE_TEMPLATE)
+        return templates.render(template, variables, trusted=template in OURS)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019  # one Chat lives as long as its run
     def _template(self, with_tools: bool) -> str:

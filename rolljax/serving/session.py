@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from rolljax.model.tokenizer import Chat
 from rolljax.sampler.arrays import MAX_STOP_IDS
 from rolljax.serving.requests import conversation_ids, read_chat, read_completion
 from rolljax.serving.schema import ApiError, Conversation, Job, ServedModel, refuse
-from rolljax.types import Completion, Message, SamplingParams
+from rolljax.types import Completion, SamplingParams
 
 ENDED_KEPT = 4096
 """Sessions that have ended and are still told so; earlier ones are unknown."""
@@ -187,10 +186,10 @@ class Session:
                 or not _continues(conversation, call.conversation, call.text)
             ):
                 continue
-            new = _plain(conversation.messages[len(call.conversation.messages) + 1 :])
+            new = conversation.messages[len(call.conversation.messages) + 1 :]
             closed = int(call.completion.tokens[-1]) in chat.stop_ids
             try:
-                delta = chat.delta_ids(new, closed=closed)
+                delta = chat.delta_ids(new, closed=closed, tools=conversation.tools, options=conversation.options)
             except ConfigError:  # a template that rewrites earlier turns
                 return fresh
             if np.array_equal(fresh[len(fresh) - len(delta) :], delta):
@@ -270,6 +269,3 @@ def _continues(conversation: Conversation, before: Conversation, answer: str) ->
         and (conversation.tools, conversation.options) == (before.tools, before.options)
     )
 
-
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    return [Message(m["role"], m["content"]) for m in messages]
