@@ -46,6 +46,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--step", help="of a run: of a kept checkpoint, or 'best': of the highest held-out reward")
     parser.add_argument("--env", metavar="ENV", help="whose tools answer the model's calls: calculator, ...")
+    parser.add_argument("--chat_template", metavar="FILE|plain", help=cli.TEMPLATE_HELP)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top_p", type=float, default=1.0, help="(default: %(default)s)")
@@ -75,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         sampler = Sampler(engine, params, version, vocabulary=served.vocabulary, longest_prompt=0)
         event_loop = EventLoop(lambda: False)
         try:
-            talk = Conversation(sampler, served.chat or Chat(served.tokenizer), event_loop, args, env)
+            chat = (served.chat or Chat(served.tokenizer)).for_streams()
+            talk = Conversation(sampler, chat, event_loop, args, env)
             talk.run()
         finally:
             event_loop.close()
@@ -114,6 +116,7 @@ def serve_options(args: argparse.Namespace) -> list[str]:
 
     source = ["--run" if is_run(args.model) else "--model", args.model]
     source += ["--step", args.step] if args.step else []
+    source += ["--chat_template", args.chat_template] if args.chat_template else []
     given = [*source, "--slots", str(jax.device_count()), "--steps_per_dispatch", "1"]
     return given + (["--max_context", str(args.max_context)] if args.max_context else [])
 

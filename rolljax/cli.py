@@ -91,6 +91,9 @@ def add_config_arguments(parser: argparse._ActionsContainer, *, required: bool) 
     )
 
 
+TEMPLATE_HELP = "chat template of a base model: a file, or 'plain' for the texts as they are (default: the folder's)"
+
+
 def read_step(text: str | None) -> Step | None:
     """`--step` as `Checkpoints.find` takes it.
 

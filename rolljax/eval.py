@@ -69,6 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     tries.add_argument("--min_p", type=float, default=0.0)
     tries.add_argument("--seed", type=int, help="of what is sampled (default: the recipe's, or 0)")
     tries.add_argument("--max_context", type=int, metavar="N", help="tokens of prompt and answer")
+    tries.add_argument("--chat_template", metavar="FILE|plain", help=f"with --model: {cli.TEMPLATE_HELP}")
     tries.add_argument("--dtype", choices=["float32", "bfloat16"], help="of computations (default: the recipe's)")
     tries.add_argument("--concurrency", type=int, metavar="N", help="episodes at a time (default: 256; endpoint: 64)")
     judged = parser.add_argument_group("judges")
@@ -88,6 +89,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     server.add_argument("--timeout_s", type=float, default=600.0, help="of a request (default: %(default)s)")
     server.add_argument("--retries", type=int, default=5, help="of a request that fails (default: %(default)s)")
+    server.add_argument(
+        "--completions", action="store_true", help="a base model: ask /v1/completions, with the texts as they are"
+    )
     server.add_argument("--request", metavar="JSON", help="fields of every request; null takes one away")
     out = parser.add_argument_group("output")
     out.add_argument("--to", metavar="DIR", help="keep every answer and the report there; go on with what is there")
@@ -133,6 +137,7 @@ def main(argv: list[str] | None = None) -> int:
             attempts=read_attempts(args, recipe),
             max_context=args.max_context,
             dtype=args.dtype,
+            chat_template=args.chat_template,
             to=args.to,
             fresh=args.fresh,
         )
@@ -166,6 +171,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         "--show_texts": args.show_texts and not args.benchmark,
         "--model_name": bool(args.model_name) and not args.endpoint,
         "--request": args.request is not None and not args.endpoint,
+        "--completions": args.completions and not args.endpoint,
+        "--chat_template": args.chat_template is not None and not args.model,
         "--max_context": args.max_context is not None and bool(args.endpoint),
         "--dtype": args.dtype is not None and bool(args.endpoint),
     }
@@ -203,6 +210,7 @@ def evaluate(
     attempts: Attempts | None = None,
     max_context: int | None = None,
     dtype: Dtype | None = None,
+    chat_template: str | None = None,
     to: str | Path | None = None,
     fresh: bool = False,
     quiet: bool = False,
@@ -219,6 +227,7 @@ def evaluate(
       max_answer_tok, max_context: tokens of an answer, and of prompt and answer; None: the recipe's, or 512 and 4096.
       attempts: how each task is tried; None: once, at the recipe's temperature and seed.
       dtype: of computations; None: the recipe's, or float32 on CPU and else bfloat16.
+      chat_template: of a Hugging Face folder: as `Recipe.chat_template`; None: the recipe's, or the folder's own.
       to: folder for every answer and the report; an unfinished evaluation there goes on. fresh: delete it first.
       quiet: show no progress on stderr. should_stop: asked all the while; True ends it with `Stopped`.
 
@@ -242,7 +251,7 @@ def evaluate(
         if endpoint is not None:
             opened = open_endpoint(endpoint, key)
         else:
-            opened = open_local(run, model, step, recipe, benchmarks, max_context, dtype)
+            opened = open_local(run, model, step, recipe, benchmarks, max_context, dtype, chat_template)
         stack.enter_context(opened)
         progress = None if quiet else stack.enter_context(Progress(opened.name))
         show, warn = (progress.show, progress.say) if progress else (lambda _: None, lambda _: None)
@@ -274,7 +283,8 @@ def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
         recipe = None if args.run is None else cli.load_recipe([stored_config(args.run)], []).value
         tasks = [benchmark_of(cfg, cfg.benchmark.items())]
         step = cli.read_step(args.step)
-        opened = open_local(args.run, args.model, step, recipe, tasks, args.max_context, args.dtype)
+        limits = (args.max_context, args.dtype, args.chat_template)
+        opened = open_local(args.run, args.model, step, recipe, tasks, *limits)
     with opened, Progress(opened.name) as progress:
         return run_judged(
             opened,
@@ -329,6 +339,7 @@ def open_local(
     benchmarks: Sequence[Benchmark],
     max_context: int | None,
     dtype: Dtype | None,
+    chat_template: str | None,
 ) -> EvaluatedModel:
     """A run's model, or that of a folder, its weights loaded."""
     from rolljax.evaluation import models
@@ -342,6 +353,8 @@ def open_local(
         recipe = dataclasses.replace(models.with_context(recipe, max_context), dtype=dtype or recipe.dtype)
         if model is not None:
             recipe = dataclasses.replace(recipe, model=str(model))
+    if chat_template is not None:
+        recipe = dataclasses.replace(recipe, chat_template=chat_template)
     return models.of_folder(recipe) if run is None else models.of_run(recipe, run, step)
 
 
@@ -396,7 +409,15 @@ def read_endpoint(args: argparse.Namespace) -> EndpointConfig | None:
 
     most: dict[str, Any] = {} if args.concurrency is None else {"concurrency": args.concurrency}
     request = read_request(args.request)
-    return EndpointConfig(args.endpoint, args.model_name, args.timeout_s, args.retries, request=request, **most)
+    return EndpointConfig(
+        args.endpoint,
+        args.model_name,
+        args.timeout_s,
+        args.retries,
+        request=request,
+        completions=args.completions,
+        **most,
+    )
 
 
 def read_request(text: str | None) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def export_run(
         trained, saved = trained_checkpoint(resolved, run, step)
         params, of = plain_params(resolved, trained), f"The weights after step {saved.progress.total_steps}."
     source = base if isinstance(base, str) else None
-    hf.save(to, resolved.model.plain, params, load_chat(resolved).tokenizer, source=source, **how)
+    hf.save(to, resolved.model.plain, params, load_chat(resolved, run).tokenizer, source=source, **how)
     write_card(to, run, saved, of)
 
 
@@ -222,7 +222,7 @@ def write_adapter(
             remedy="leave it out: the folder then holds all weights",
         )
     adapters, inside = trained_params(resolved, run, step)[0].adapters, hf.decoder_module(base)
-    lora.save_adapter(to, model.lora, model.cfg, adapters, base, load_chat(resolved).tokenizer, inside)
+    lora.save_adapter(to, model.lora, model.cfg, adapters, base, load_chat(resolved, run).tokenizer, inside)
 
 
 if __name__ == "__main__":

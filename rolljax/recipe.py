@@ -211,6 +211,9 @@ class Recipe:
     env: where tasks and rewards come from. phases: stretches of training, one after the other, each with its own name.
     model: shape of a decoder that starts from random weights with a byte tokenizer, or the path of a local Hugging Face
       folder whose config, weights, tokenizer and chat template are used.
+    chat_template: path of a file with the chat template to use in place of the folder's; `plain` for a base model: the
+      texts as they are (docs/models.md). Empty: the folder's own, or its training template where episodes have several
+      turns.
     dtype: of computing; trained parameters are float32, cast where they are used. remat: what the backward pass
       recomputes: nothing, all of a layer (`full`), all but matmuls (`dots`), all but mixed values (`attention`).
     lora: train low-rank adapters beside that model's weights, which stay (docs/lora.md).
@@ -238,6 +241,7 @@ class Recipe:
     reward: RewardConfig | None = None
     agent: AgentProgram | None = None
     model: DecoderConfig | str = Qwen3Config()
+    chat_template: str = ""
     dtype: Dtype = "float32"
     remat: Remat = "none"
     attention: Implementation = "auto"

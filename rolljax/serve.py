@@ -48,6 +48,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--run", help="run folder: its newest checkpoint (or --step)")
     what.add_argument("--model", help="local Hugging Face folder")
     parser.add_argument("--step", help="with --run: of a kept checkpoint, or 'best': of the highest held-out reward")
+    parser.add_argument("--chat_template", metavar="FILE|plain", help=f"with --model: {cli.TEMPLATE_HELP}")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")
     parser.add_argument("--served_model_name", metavar="NAME", help="default: the name of the folder")
@@ -111,6 +112,13 @@ def check_arguments(args: argparse.Namespace) -> None:
 
     if args.step is not None and not args.run:
         raise ConfigError("goes with --run", setting="--step", value=args.step, remedy="a folder holds one model")
+    if args.chat_template is not None and args.run:
+        raise ConfigError(
+            "goes with --model: a run has the template that it was trained with",
+            setting="--chat_template",
+            value=args.chat_template,
+            remedy="leave it out",
+        )
     cli.read_step(args.step)
     for name, low, high in (("port", 0, 65535), ("max_concurrency", 1, 2**20), ("tensor", 1, 2**20)):
         if not low <= getattr(args, name) <= high:
@@ -174,8 +182,8 @@ def load(args: argparse.Namespace, recipe: Recipe | None = None) -> tuple[Engine
 
     from rolljax.model import hf
     from rolljax.model.decoder import DecoderConfig, Dtype, Model
-    from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
-    from rolljax.run.preflight import ResolvedRecipe, micro_tok
+    from rolljax.model.tokenizer import Chat, load_tokenizer
+    from rolljax.run.preflight import ResolvedRecipe, micro_tok, recipe_chat
     from rolljax.run.trained import trained_params
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
@@ -190,13 +198,16 @@ def load(args: argparse.Namespace, recipe: Recipe | None = None) -> tuple[Engine
         recipe = recipe or cli.load_recipe([str(Path(args.run) / "config.gin")], []).value
         source, sizes, dtype = recipe.model, recipe.sampler, args.dtype or recipe.dtype
         lora = recipe.lora
-    if isinstance(source, DecoderConfig):
-        cfg, tokenizer = source, byte_tokenizer()
+    cfg = source if isinstance(source, DecoderConfig) else hf.read_config(source)
+    chat: Chat | None
+    if recipe is not None:
+        chat = recipe_chat(recipe, args.run)
+        tokenizer = chat.tokenizer
     else:
-        cfg, tokenizer = hf.read_config(source), load_tokenizer(source)
+        tokenizer = load_tokenizer(args.model)
+        chat = Chat.of(tokenizer, args.chat_template or "") if args.chat_template or tokenizer.chat_template else None
     model, mesh = Model(cfg, dtype, lora=lora), MeshSpec(tensor=args.tensor).build()
     sizes = read_sizes(args, sizes, cfg)
-    chat = Chat(tokenizer) if tokenizer.chat_template else None
     name = args.served_model_name or Path(args.run or args.model).resolve().name
     served = ServedModel(name, tokenizer, chat, cfg.vocab_size, sizes.max_context)
     print(f"loading {name}", file=sys.stderr, flush=True)

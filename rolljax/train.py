@@ -111,6 +111,7 @@ def train(
     with folder.lock():
         for text in folder.prepare(config, fresh=args.fresh):
             console.say(text)
+        folder.keep_template(checked.chat.tokenizer.chat_template if checked.chat.replaced else None)
         team.handshake(folder.mark())
         if is_complete(folder, checked.recipe, console):
             return 0

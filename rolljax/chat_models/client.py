@@ -66,6 +66,8 @@ class EndpointConfig(ChatModelConfig):
     key_env: the environment variable that holds the bearer token; where it is not set, none is sent.
     request: fields of every request over those that are sent anyway; None takes one away
       (`{"max_tokens": None, "max_completion_tokens": 4096, "return_token_ids": True}`).
+    completions: for base models, of which servers know no chat template: ask `/completions`. The prompt is the texts of
+      the messages as they are, with blank lines between them.
     """
 
     url: str
@@ -76,6 +78,7 @@ class EndpointConfig(ChatModelConfig):
     concurrency: int = 64
     key_env: str = "OPENAI_API_KEY"
     request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    completions: bool = False
 
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/]", self.url):
@@ -87,7 +90,7 @@ class EndpointConfig(ChatModelConfig):
     @property
     def base(self) -> str:
         """The address, without what requests add to it."""
-        return self.url.rstrip("/").removesuffix("/chat/completions")
+        return self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
 
     @property
     def identity(self) -> str:
@@ -139,8 +142,10 @@ class Endpoint:
         Raises:
           InfraError: the server gave none, also when asked again. ChatTooLong: the conversation does not fit.
         """
-        said = [{"role": m.role, "content": m.content} for m in messages]
-        every = {"model": self.cfg.model, "messages": said, **fields, **self.cfg.request}
+        said: dict[str, Any] = {"messages": [{"role": m.role, "content": m.content} for m in messages]}
+        if self.cfg.completions:
+            said = {"prompt": "\n\n".join(m.content for m in messages)}
+        every = {"model": self.cfg.model, **said, **fields, **self.cfg.request}
         body = {name: value for name, value in every.items() if value is not None}
         kind, detail, wait_s = "", "", 0.0
         for attempt in range(self.cfg.retries + 1):
@@ -167,7 +172,8 @@ class Endpoint:
         start_s = time.monotonic()
         self._counts["requests"] += 1
         try:
-            response = await http.post(f"{self.cfg.base}/chat/completions", json=body)
+            route = "completions" if self.cfg.completions else "chat/completions"
+            response = await http.post(f"{self.cfg.base}/{route}", json=body)
         except httpx2.TimeoutException as e:
             raise _Passing("timeout", f"{type(e).__name__} after {self.cfg.timeout_s:g} s") from e
         except httpx2.HTTPError as e:
@@ -177,7 +183,7 @@ class Endpoint:
             reply = read_reply(response.content, time.monotonic() - start_s)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             start = response.text[:200]
-            raise _Passing("garbage", f"no chat completion ({type(e).__name__}: {e}): {start!r}") from e
+            raise _Passing("garbage", f"no completion ({type(e).__name__}: {e}): {start!r}") from e
         self._counts["answers"] += 1
         return reply
 
@@ -228,21 +234,24 @@ def _retry_after(response: httpx2.Response) -> float:
 
 
 def read_reply(content: bytes, seconds: float) -> Reply:
-    """A chat completion from the bytes of a response.
+    """A completion, of a chat or of a prompt, from the bytes of a response.
 
     Raises:
       ValueError, LookupError, TypeError, AttributeError, RecursionError: it is none.
     """
     reply = json.loads(content)
     choice = reply["choices"][0]
-    text = choice["message"].get("content")
+    message = {"content": choice["text"]} if "text" in choice else choice["message"]
+    text = message.get("content")
     if not (text is None or isinstance(text, str)):
         raise TypeError("the content of the message is no text")
-    thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning") or ""
+    thought = message.get("reasoning_content") or message.get("reasoning") or ""
     thought = clean(thought) if isinstance(thought, str) else ""
     reasons: dict[Any, FinishReason] = {"length": "length", "content_filter": "abort"}
     ids = _ids(choice.get("token_ids"))
-    logp = tuple(float(entry["logprob"]) for entry in (choice.get("logprobs") or {}).get("content") or ())
+    told = choice.get("logprobs") or {}
+    logp = tuple(float(entry["logprob"]) for entry in told.get("content") or ())
+    logp = logp or tuple(map(float, told.get("token_logprobs") or ()))
     tokens = int((reply.get("usage") or {}).get("completion_tokens") or len(ids))
     prompt = _ids(reply.get("prompt_token_ids")) if ids else ()
     reason = reasons.get(choice.get("finish_reason"), "stop")

@@ -97,6 +97,7 @@ class EndpointModel:
         self.endpoint = Endpoint(cfg, key)
         self.name = f"{cfg.model} at {cfg.base}"
         self.identity = {"kind": "endpoint", "url": cfg.base, "model": cfg.model, "request": dict(cfg.request)}
+        self.identity |= {"completions": True} if cfg.completions else {}
 
     def __enter__(self) -> EndpointModel:
         return self

@@ -76,14 +76,20 @@ class LocalModel:
     """Weights in this process, behind the sampler of training.
 
     Args:
-      weights: as `Model.bind` takes them.
+      weights: as `Model.bind` takes them. run: the run folder that they come from.
     """
 
     def __init__(
-        self, resolved: ResolvedRecipe, weights: Params, name: str, identity: Mapping[str, Any], version: int = 0
+        self,
+        resolved: ResolvedRecipe,
+        weights: Params,
+        name: str,
+        identity: Mapping[str, Any],
+        version: int = 0,
+        run: str | Path | None = None,
     ) -> None:
         self.name, self.identity, self.version = name, identity, version
-        self.resolved, self.chat = resolved, load_chat(resolved)
+        self.resolved, self.chat = resolved, load_chat(resolved, run)
         worker, channel = share_sampler(resolved, lambda: weights, SINGLE_PROCESS)
         channel.push(version)
         params = channel.pull(version)
@@ -120,13 +126,14 @@ class LocalModel:
         own = {name: d.sampling(params, in_training=False) for name, d in benchmark.domains.items()}
         policy = SamplerPolicy(self.sampler, params, attempts.seed, domains=own)
         limits = (benchmark.env.max_turns, context, benchmark.max_answer_tok)
+        chat = self.chat.for_streams() if benchmark.env.max_turns > 1 or benchmark.agent else self.chat
         if benchmark.agent is None:
-            return Rollouts(pool, self.chat, policy, *limits, benchmark.rollout, scoring=scoring)
+            return Rollouts(pool, chat, policy, *limits, benchmark.rollout, scoring=scoring)
         from rolljax.rollout.agents.host import AgentHost, AgentRollouts  # which need the packages of a server
 
-        host = AgentHost(benchmark.agent, self.sampler, self.chat, context)
+        host = AgentHost(benchmark.agent, self.sampler, chat, context)
         self._hosts.append(host)
-        return AgentRollouts(pool, self.chat, policy, *limits, benchmark.rollout, scoring=scoring, host=host)
+        return AgentRollouts(pool, chat, policy, *limits, benchmark.rollout, scoring=scoring, host=host)
 
     def counts(self) -> Mapping[str, int]:
         return {}
@@ -154,7 +161,7 @@ def of_run(recipe: Recipe, run: str | Path, step: Step | None = None) -> LocalMo
     steps = saved.progress.total_steps
     name = f"{Path(run).resolve().name} step {steps}"
     identity = {"kind": "run", "path": str(Path(run).resolve()), "checkpoint": saved.name, **_precision(recipe)}
-    return LocalModel(resolved, params, name, identity, saved.progress.version)
+    return LocalModel(resolved, params, name, identity, saved.progress.version, run)
 
 
 def of_folder(recipe: Recipe) -> LocalModel:
@@ -204,4 +211,5 @@ def with_context(recipe: Recipe, max_context: int | None) -> Recipe:
 
 def _precision(recipe: Recipe) -> dict[str, Any]:
     """Settings that change what a model answers."""
-    return {"dtype": recipe.dtype, "max_context": recipe.sampler.max_context}
+    found = {"dtype": recipe.dtype, "max_context": recipe.sampler.max_context}
+    return found | ({"chat_template": recipe.chat_template} if recipe.chat_template else {})

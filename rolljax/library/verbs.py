@@ -206,6 +206,7 @@ def load(
     source: Run | PathLike,
     *,
     step: int | str | None = None,
+    chat_template: str | None = None,
     slots: int | None = None,
     max_context: int | None = None,
     dtype: str | None = None,
@@ -215,6 +216,7 @@ def load(
     Args:
       source: a run or its folder: its newest weights; or a local Hugging Face folder.
       step: of a run: of a checkpoint that was kept, or "best", that of the highest held-out reward.
+      chat_template: of a folder without one: the path of a file, or "plain" for the texts as they are.
       slots: answers sampled at the same time. max_context: tokens of prompt and answer. Defaults: the run's own, of a
         folder 64 and at most 4096. dtype: "float32" (default on CPU) or "bfloat16" (default elsewhere).
 
@@ -233,6 +235,7 @@ def load(
     if run and step is not None:
         kind, folder = "ckpt", run.path
     given: dict[str, object] = {"step": step, "slots": slots, "max_context": max_context, "dtype": dtype}
+    given["chat_template"] = chat_template
     if run is not None and kind == "hf":
         given = _sizes_of(run) | {name: value for name, value in given.items() if value is not None}
     what = {

@@ -3,8 +3,8 @@
 Needs jinja2 and nothing else, so that the process starts in a tenth of a second and its memory can be limited. The
 template sees what `transformers` shows it; `tests/unit/test_templates.py` compares.
 
-    request   {"template": ..., "variables": {...}}    8 bytes of length, then JSON, on standard input
-    response  {"text": ...} or {"error": ...}          the same on standard output
+    request   {"template": ..., "variables": {...}, "day": ...}    8 bytes of length, then JSON, on standard input
+    response  {"text": ...} or {"error": ...}                      the same on standard output
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names for what a model thought, the one that templates read first."""
 
 
-def render(template: str, variables: Mapping[str, Any]) -> str:
-    """The text that a template makes of `messages`, `tools` and whatever else there is."""
-    return _compiled(template).render({**variables, "messages": [_message(m) for m in variables["messages"]]})
+def render(template: str, variables: Mapping[str, Any], day: str | None = None) -> str:
+    """Return the text that a template makes of `messages`, `tools` and whatever else there is.
+
+    Args:
+      day: that it is for the template, as ISO 8601 writes it; None: today.
+    """
+    clock = {} if day is None else {"strftime_now": datetime.fromisoformat(day).strftime}
+    return _compiled(template).render({**clock, **variables, "messages": [_message(m) for m in variables["messages"]]})
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +82,7 @@ def answer(request: bytes) -> bytes:
     """The response to a request."""
     try:
         asked = json.loads(request)
-        text = render(asked["template"], asked["variables"])
+        text = render(asked["template"], asked["variables"], asked.get("day"))
         limit = FREE_CHARS + CHARS_PER_BYTE * len(request)
         if len(text) > limit:
             return json.dumps({"error": f"it writes {len(text):,} characters, more than {limit:,}"}).encode()

@@ -29,11 +29,17 @@ START_S = 120.0
 
 
 def render(
-    template: str, variables: Mapping[str, Any], *, trusted: bool = False, deadline_s: float = DEADLINE_S
+    template: str,
+    variables: Mapping[str, Any],
+    *,
+    day: str | None = None,
+    trusted: bool = False,
+    deadline_s: float = DEADLINE_S,
 ) -> str:
     """The text that `template` makes of `messages`, `tools` and further variables, all as JSON has them.
 
     Args:
+      day: that it is for the template, as ISO 8601 writes it; None: today.
       trusted: the template is our own; it is rendered right here.
 
     Raises:
@@ -41,8 +47,8 @@ def render(
     """
     if trusted:
         with boundary(ConfigError, "the chat template failed"):
-            return worker.render(template, variables)
-    request = json.dumps({"template": template, "variables": variables}).encode()
+            return worker.render(template, variables, day)
+    request = json.dumps({"template": template, "variables": variables, "day": day}).encode()
     answer = _renderer().ask(request, deadline_s)
     if "error" in answer:
         raise ConfigError(f"the chat template failed: {answer['error']}")

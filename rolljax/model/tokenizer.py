@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import functools
 import json
 import re
@@ -159,18 +160,17 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "para
 _CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
-def _with_template(tokenizer: Any, template: str) -> Any:
-    """Return the tokenizer with another chat template; the one that is given keeps its own."""
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chat:
-    """A tokenizer with its chat template, seen as token streams."""
+    """A tokenizer with its chat template, seen as token streams.
+
+    replaced: the template is another one than the tokenizer came with. day: that it is for templates that write the
+      date, as ISO 8601 writes it; None: today.
+    """
 
     tokenizer: Any
+    replaced: bool = False
+    day: str | None = None
 
     def __post_init__(self) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -196,7 +196,7 @@ class Chat:
         if not template:
             return Chat(tokenizer)
         if template != training_templates.PLAIN:
-            return Chat(_with_template(tokenizer, training_templates.read_template(template)))
+            return Chat(_with(tokenizer, training_templates.read_template(template)), replaced=True)
         if tokenizer.eos_token_id is None:
             raise ConfigError(
                 "needs an end-of-text token, and the tokenizer has none",
@@ -206,16 +206,18 @@ class Chat:
             )
         begun = Vocabulary(tokenizer).encode("a", special=True)
         begins = tokenizer.bos_token_id is not None and begun[:1] == [tokenizer.bos_token_id]
-        return Chat(_with_template(tokenizer, training_templates.plain_template(begins=begins)))
+        return Chat(_with(tokenizer, training_templates.plain_template(begins=begins)), replaced=True)
 
     def for_streams(self) -> Chat:
-        """Return the chat with the training template of its template, for conversations that are token streams.
+        """Return the chat for conversations that are token streams.
 
-        It is this one for every template that is no known original (`rolljax.model.training_templates`).
+        It has the training template of a known original (`rolljax.model.training_templates`), and the day stays.
         """
-        own = self.tokenizer.chat_template
-        template = training_templates.training_template(own) if isinstance(own, str) else own
-        return self if template == own else Chat(_with_template(self.tokenizer, template))
+        chat, own = dataclasses.replace(self, day=self.day or datetime.date.today().isoformat()), self.tokenizer
+        template = own.chat_template
+        if isinstance(template, str) and (trained := training_templates.training_template(template)) != template:
+            chat = dataclasses.replace(chat, tokenizer=_with(own, trained), replaced=True)
+        return chat
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -384,7 +386,7 @@ class Chat:
             "add_generation_prompt": generate,
         }
         template = self._template(bool(tools))
-        return templates.render(template, variables, trusted=template in OURS)
+        return templates.render(template, variables, day=self.day, trusted=template in OURS)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019  # one Chat lives as long as its run
     def _template(self, with_tools: bool) -> str:
@@ -418,3 +420,10 @@ class Chat:
         marked = re.sub(f"{spelling.pattern}|{MARK}|{UNMARK}", lambda found: mark(found[0]), text)
         # tokens are also looked for in what the tokenizer's normalizer makes of a text ("\uff1c" may become "<")
         return mark(text) if spelling.search(self.vocabulary.normalized(marked)) else marked
+
+
+def _with(tokenizer: Any, template: str) -> Any:
+    """Return a tokenizer with another chat template; the one that is given keeps its own."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer

@@ -3,7 +3,8 @@
 Templates of models that think write an assistant message in one way while it is the last, and in another way later on:
 without its thoughts, or closed by another token. A token stream keeps what was sampled, so an episode of several turns
 cannot be rendered with them. The training template of such an original writes every assistant message as the original
-writes the last one. For one turn both write the same; for several turns the tokens of earlier turns stay.
+writes the last one. For one turn both write the same; for several turns the tokens of earlier turns stay. Two originals
+refuse results of tools in conversations without recorded calls; their training templates write them.
 
 An original is known by the SHA-256 of its text. What is kept here of it are the edits that make the training template.
 """
@@ -44,9 +45,14 @@ _GPT_OSS: tuple[Edit, ...] = (
     ("elif loop.last and not add_generation_prompt", "elif true"),
     ("set future_final_message.found = true", "set future_final_message.found = false"),
     (
-        '{{- raise_exception("Message has tool role, but there was no previous assistant message with a tool call!") }}',
+        '{{- raise_exception("Message has tool role, but there was no previous assistant message with a tool call!")'
+        " }}",
         '{%- set last_tool_call.name = message.name or "tool" %}',
     ),
+)
+_GEMMA_3: tuple[Edit, ...] = (
+    ("(message['role'] == 'user') != (loop.index0 % 2 == 0)", "false"),
+    ("set role = message['role']", 'set role = "user"'),
 )
 ORIGINALS: Mapping[str, Original] = {
     "a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8": Original(
@@ -63,6 +69,7 @@ ORIGINALS: Mapping[str, Original] = {
     ),
     "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259": Original("Qwen3.6", (_KEEP_THOUGHTS,)),
     "a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146": Original("gpt-oss", _GPT_OSS),
+    "8d9e3a3c114fb2053ec500184677af4f7e5f8ec2582443cd535834e68b3ade29": Original("Gemma 3", _GEMMA_3),
 }
 """Known originals by `fingerprint`."""
 
@@ -82,11 +89,11 @@ def training_template(template: str) -> str:
 
 def refusal(template: str) -> ConfigError:
     """Return the error for a template that rewrites earlier turns and is no known original."""
-    known = ", ".join(original.models for original in ORIGINALS.values())
+    known = ", ".join(dict.fromkeys(original.models.partition(",")[0] for original in ORIGINALS.values()))
     return ConfigError(
         "rewrites earlier turns when the conversation grows, so the tokens of an episode cannot be kept. rolljax has "
-        f"training templates for the original templates of {known}; this one (SHA-256 {fingerprint(template)[:12]}...) "
-        "is none of them",
+        f"training templates for the published ones of {known}; this one (SHA-256 {fingerprint(template)[:12]}...) is "
+        "none of them",
         setting="chat template",
         remedy="restore the original template of the model, or write one that renders every assistant message in the "
         f"same way wherever it stands and set {SETTING} to its path ({DOCS})",

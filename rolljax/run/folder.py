@@ -5,6 +5,7 @@ config.resolved.json  every setting with its value, defaults included
 env.json              versions, devices, command
 metrics.jsonl         one object per step (`metrics.NAMES`)
 consumed.jsonl        per step the draws it trained, and what became of the others (`consumed.ConsumedStep`)
+chat_template.jinja   the chat template, where it is not the one of the model's folder
 rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
 rollouts/heldout_NAME.jsonl  the same of held-out tasks, at the start and behind every phase
 ckpt/                 checkpoints (Orbax)
@@ -53,6 +54,7 @@ from rolljax.run.layout import (
     RESULT,
     ROLLOUTS,
     SUMMARY,
+    TEMPLATE,
     heldout_file,
     rollout_files,
     rollouts_file,
@@ -167,6 +169,28 @@ class RunFolder:
         durable.write(self.path / CONFIG, config.operative)
         durable.write(self.path / ENVIRONMENT, json.dumps(environment(), indent=1) + "\n")
         return notes
+
+    def keep_template(self, template: str | None) -> None:
+        """Keep the chat template of the run for whatever reads it later; None: it is the one of the model's folder.
+
+        Raises:
+          ConfigError: the run was begun with another one.
+        """
+        path = self.path / TEMPLATE
+        stored = path.read_text(encoding="utf-8") if path.is_file() else None
+        if stored == template:
+            return
+        if self.rows():
+            theirs = "the one of the model's folder" if stored is None else f"{path}"
+            raise ConfigError(
+                f"is another template now than the run in {self.path} was made with, which is {theirs}",
+                setting="Recipe.chat_template",
+                remedy="restore it, name another --run_dir, or start over with --fresh",
+            )
+        if template is None:
+            durable.remove(path)
+        else:
+            durable.write(path, template)
 
     def _clear(self) -> None:
         """Take away an earlier run. What says that this is a run folder goes last, and checkpoints first: nobody goes

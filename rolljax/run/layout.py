@@ -9,6 +9,8 @@ RESOLVED, LOCK = "config.resolved.json", ".lock"
 METRICS, CONSUMED, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "consumed.jsonl", "rollouts", "ckpt"
 VERDICTS = "verdicts"
 """What rewards were told by judges and servers, for a run that goes on."""
+TEMPLATE = "chat_template.jinja"
+"""The chat template of a run that has another than its model's folder."""
 RESULT, CURVES, SUMMARY, ENVIRONMENT = "hf", "curves.png", "summary.json", "env.json"
 CONFIG = "config.gin"
 _STEP_FILE = re.compile(r"step_(0|[1-9][0-9]*)\.jsonl")

@@ -19,7 +19,7 @@ from rolljax.envs.base import StepResult
 from rolljax.envs.pool import Episode, Pool, open_pool
 from rolljax.envs.tasks import held_out
 from rolljax.errors import CheckpointError, ConfigError, EnvError
-from rolljax.model import hf
+from rolljax.model import hf, training_templates
 from rolljax.model.attention import implementation
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.folder import folder_remedy
@@ -29,6 +29,7 @@ from rolljax.rewards.base import Surroundings
 from rolljax.rewards.scoring import STAGE, Scoring
 from rolljax.rollout import domain_rewards
 from rolljax.rollout.agents.worker import check_machine
+from rolljax.run.layout import TEMPLATE
 from rolljax.threads.event_loop import EventLoop
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import Colocated, available_devices, num_batch_shards, num_slot_shards, param_shardings
@@ -37,6 +38,8 @@ from rolljax.types import Key, Message, Task, Trajectory, Turn
 PROBED_TASKS = 64
 """Training tasks whose prompts are measured before a run starts."""
 PROBED_AT_ONCE = 32
+TEMPLATE_DAY = "2024-07-26"
+"""The date in prompts of runs; Llama 3's templates write it where they are told none."""
 CPU_MICRO_TOK, DEVICE_MICRO_TOK = 1024, 16_384
 """Tokens of a micro-batch where the recipe does not say: of all CPU devices together; of each other device, at most."""
 ACTIVATIONS_FRAC = 0.25
@@ -219,13 +222,15 @@ def check(recipe: Recipe) -> Preflight:
     chat = load_chat(found)
     if recipe.agent:
         check_machine(recipe.agent)
-    if recipe.env.max_turns > 1:
+    if recipe.max_turns > 1:
         chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
     around = Surroundings(recipe.env, recipe.seed)
     domain_rewards.check_rewards(recipe.reward, recipe.domains, around)
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
     with contextlib.closing(EventLoop(lambda: False)) as beside:  # this thread may be in an event loop of its own
-        openings = beside.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
+        openings, replies = beside.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
+    for reply in replies:
+        _check_reply(chat, reply)
     prompts = [chat.prompt_ids(messages) for messages in openings]
     longest, highest = max(map(len, prompts)), max(int(ids.max(initial=0)) for ids in prompts)
     if max(highest, *chat.stop_ids) >= model.cfg.vocab_size:
@@ -243,17 +248,46 @@ def check(recipe: Recipe) -> Preflight:
     return Preflight(recipe, found.mesh, found.sampler_mesh, model, chat, heldout, openings[0], longest)
 
 
-def load_chat(resolved: ResolvedRecipe) -> Chat:
-    """The tokenizer with its chat template: the folder's, or that of bytes for a model with random weights.
+def _check_reply(chat: Chat, reply: Sequence[Message]) -> None:
+    """Raise `ConfigError` where the chat template cannot write what an environment answers."""
+    try:
+        chat.delta_ids(reply, closed=True)
+    except ConfigError as e:
+        roles = ", ".join(m.role for m in reply)
+        raise ConfigError(
+            f"does not take the messages that the environment answers with (roles: {roles}): {e}",
+            setting="chat template",
+            remedy=f"write one that does, and set Recipe.chat_template to its path ({training_templates.DOCS})",
+        ) from e
+
+
+def recipe_chat(recipe: Recipe, run: str | Path | None = None) -> Chat:
+    """Return the tokenizer of a recipe's model with the chat template that its episodes are rendered with.
+
+    Templates that write the date write `TEMPLATE_DAY`: what is sampled must not depend on when a run goes on.
+
+    Args:
+      run: a run folder of the recipe, which keeps the template that it was begun with.
 
     Raises:
-      ConfigError: the model's vocabulary is smaller than the byte tokenizer's.
+      ConfigError: there is no template, or none in the file that `Recipe.chat_template` names.
+    """
+    tokenizer = load_tokenizer(recipe.model) if isinstance(recipe.model, str) else byte_tokenizer()
+    if run is not None and (kept := Path(run) / TEMPLATE).is_file():
+        return dataclasses.replace(Chat.of(tokenizer, str(kept)), day=TEMPLATE_DAY)
+    chat = dataclasses.replace(Chat.of(tokenizer, recipe.chat_template), day=TEMPLATE_DAY)
+    return chat.for_streams() if recipe.max_turns > 1 else chat
+
+
+def load_chat(resolved: ResolvedRecipe, run: str | Path | None = None) -> Chat:
+    """Return `recipe_chat`, checked against the model.
+
+    Raises:
+      ConfigError: as `recipe_chat`; the model's vocabulary is smaller than the byte tokenizer's.
     """
     recipe, model = resolved.recipe, resolved.model
-    if isinstance(recipe.model, str):
-        return Chat(load_tokenizer(recipe.model))
-    chat = Chat(byte_tokenizer())
-    if model.cfg.vocab_size < len(chat.tokenizer):
+    chat = recipe_chat(recipe, run)
+    if not isinstance(recipe.model, str) and model.cfg.vocab_size < len(chat.tokenizer):
         raise ConfigError(
             f"is smaller than the byte tokenizer's {len(chat.tokenizer)} tokens",
             setting=f"{type(model.cfg).__name__}.vocab_size",
@@ -263,9 +297,11 @@ def load_chat(resolved: ResolvedRecipe) -> Chat:
     return chat
 
 
-async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
-    """The opening messages of those `tasks` that start, through a pool of the recipe's own kind: whatever an
-    environment does when it starts, it does not do it to this process.
+async def probe(recipe: Recipe, tasks: list[Task]) -> tuple[list[tuple[Message, ...]], list[tuple[Message, ...]]]:
+    """Return the opening messages of those `tasks` that start, and what some of them answer to a first action.
+
+    They are played through a pool of the recipe's own kind: whatever an environment does when it starts, it does not
+    do it to this process.
 
     Raises:
       EnvError: none of them starts. ConfigError: pairs are asked of an environment that has none.
@@ -273,6 +309,7 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
     pool = open_pool(recipe.pool, recipe.env)
     firsts = {task.env: task for task in reversed(tasks)}
     pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
+    replies: list[tuple[Message, ...]] = []
     around = Surroundings(recipe.env, recipe.seed)
     scoring = domain_rewards.open_rewards(recipe.reward, recipe.domains, around, recipe.wait_s, only_free=True)
 
@@ -285,7 +322,7 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
             if pairs:
                 await check_pairs(episode, task.env)
             learns_gold = any(p.algorithm.source != "sampler" for p in recipe.phases)
-            await check_rewards(pool, episode, task, gold=learns_gold, scoring=scoring)
+            replies.extend(await check_rewards(pool, episode, task, gold=learns_gold, scoring=scoring))
         await episode.close()
         return episode.opening
 
@@ -301,18 +338,23 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> list[tuple[Message, ...]]:
     if not openings:
         assert isinstance(found[-1], EnvError)
         raise found[-1]
-    return openings
+    return openings, replies
 
 
-async def check_rewards(pool: Pool, first: Episode, task: Task, *, gold: bool, scoring: Scoring | None = None) -> None:
+async def check_rewards(
+    pool: Pool, first: Episode, task: Task, *, gold: bool, scoring: Scoring | None = None
+) -> list[tuple[Message, ...]]:
     """Give the gold answer in `first`, an open episode of `task`, and an empty one in another.
 
     gold: a phase learns from gold answers, so that there must be one. scoring: a reward to try on both.
 
+    Returns:
+      The messages of the steps after which the episodes go on.
+
     Raises:
       EnvError: the environment fails, or its reward is not a finite number.
     """
-    empty = await pool.open(task)
+    empty, replies = await pool.open(task), list[tuple[Message, ...]]()
     for episode, kind in ((first, "the gold answer"), (empty, "an empty answer")):
         try:
             text = await episode.gold() if episode is first else ""
@@ -327,6 +369,8 @@ async def check_rewards(pool: Pool, first: Episode, task: Task, *, gold: bool, s
                 f"{task.env}, task {task.index}, {kind}: {e}; try it alone: python -m rolljax.validate",
                 stage="step",
             ) from e
+        if not (result.terminated or result.truncated):
+            replies.append(tuple(result.messages))
         reward = result.reward
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise EnvError(
@@ -338,6 +382,7 @@ async def check_rewards(pool: Pool, first: Episode, task: Task, *, gold: bool, s
             if scored.status == "failed":
                 raise EnvError(f"Recipe.reward, task {task.index}, {kind}: {scored.fault}", stage=STAGE)
     await empty.close()
+    return replies
 
 
 def _said(task: Task, text: str, result: StepResult) -> Trajectory:

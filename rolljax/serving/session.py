@@ -268,4 +268,3 @@ def _continues(conversation: Conversation, before: Conversation, answer: str) ->
         and conversation.messages[n : n + 1] == [{"role": "assistant", "content": answer}]
         and (conversation.tools, conversation.options) == (before.tools, before.options)
     )
-
