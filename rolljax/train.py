@@ -284,6 +284,13 @@ def describe_split(checked: Preflight) -> list[str]:
     return [line + f"; {idle} devices are not used" * bool(idle)]
 
 
+def described_template(recipe: Recipe) -> str:
+    """Say where the chat template comes from that takes the place of the folder's."""
+    if recipe.chat_template:
+        return recipe.chat_template
+    return "the training template of the folder's own, which keeps earlier turns (docs/models.md, Chat templates)"
+
+
 def describe(checked: Preflight, lines_of_checks: Sequence[str] = ()) -> str:
     """What would run: mesh, model, batch geometry, what was checked, and the first task as the model will see it."""
     from rolljax.trainer.mesh import MESH_AXES
@@ -297,6 +304,7 @@ def describe(checked: Preflight, lines_of_checks: Sequence[str] = ()) -> str:
         f"model     {m.num_params():,} parameters, {m.cfg.num_layers} layers, {m.dtype}"
         + (f", from {r.model}" if isinstance(r.model, str) else ", random weights"),
         *([describe_adapters(m)] if m.lora else []),
+        *([f"template  {described_template(r)}"] if checked.chat.replaced else []),
         f"sampler   {r.sampler.slots} slots, context {r.sampler.max_context}, "
         f"{r.sampler.num_pages} pages of {r.sampler.page_size} tokens",
         f"tasks     {r.env.name}, up to {r.env.max_turns} turn(s), prompts up to {checked.longest_prompt_tok} tokens, "

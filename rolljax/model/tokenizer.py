@@ -51,7 +51,7 @@ FILES = (
 )  # fmt: skip
 """Files of a folder that a tokenizer is read from."""
 TEMPLATE = "chat_template.jinja"
-"""File of a folder that a chat template stands in, for `transformers` before any other."""
+"""Name of the file with the chat template; `transformers` prefers it to the template in `CONFIG`."""
 MARK, UNMARK = "\ufdd0", "\ufdd1"
 """Unicode noncharacters around the number of a text that a template must not see as it is."""
 

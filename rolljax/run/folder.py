@@ -174,7 +174,7 @@ class RunFolder:
         """Keep the chat template of the run for whatever reads it later; None: it is the one of the model's folder.
 
         Raises:
-          ConfigError: the run was begun with another one.
+          ConfigError: the run has steps that were made with another one.
         """
         path = self.path / TEMPLATE
         stored = path.read_text(encoding="utf-8") if path.is_file() else None

@@ -39,7 +39,7 @@ PROBED_TASKS = 64
 """Training tasks whose prompts are measured before a run starts."""
 PROBED_AT_ONCE = 32
 TEMPLATE_DAY = "2024-07-26"
-"""The date in prompts of runs; Llama 3's templates write it where they are told none."""
+"""The date in prompts of runs; the default of Llama 3's templates."""
 CPU_MICRO_TOK, DEVICE_MICRO_TOK = 1024, 16_384
 """Tokens of a micro-batch where the recipe does not say: of all CPU devices together; of each other device, at most."""
 ACTIVATIONS_FRAC = 0.25
@@ -264,10 +264,10 @@ def _check_reply(chat: Chat, reply: Sequence[Message]) -> None:
 def recipe_chat(recipe: Recipe, run: str | Path | None = None) -> Chat:
     """Return the tokenizer of a recipe's model with the chat template that its episodes are rendered with.
 
-    Templates that write the date write `TEMPLATE_DAY`: what is sampled must not depend on when a run goes on.
+    Templates that write the date write `TEMPLATE_DAY`: what is sampled must not depend on the day on which a run is resumed.
 
     Args:
-      run: a run folder of the recipe, which keeps the template that it was begun with.
+      run: a run folder of the recipe, which keeps the template of its first step.
 
     Raises:
       ConfigError: there is no template, or none in the file that `Recipe.chat_template` names.
@@ -349,7 +349,7 @@ async def check_rewards(
     gold: a phase learns from gold answers, so that there must be one. scoring: a reward to try on both.
 
     Returns:
-      The messages of the steps after which the episodes go on.
+      The messages of those steps that do not end their episodes.
 
     Raises:
       EnvError: the environment fails, or its reward is not a finite number.

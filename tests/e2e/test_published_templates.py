@@ -12,6 +12,8 @@ import rolljax
 from rolljax import serve
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
 from rolljax.errors import ConfigError
+from rolljax.eval import evaluate
+from rolljax.evaluation.settings import Attempts
 from rolljax.model.tokenizer import Chat, load_tokenizer
 from rolljax.model.training_templates import plain_template, training_template
 from rolljax.recipe import Evaluation, Phase, Recipe
@@ -25,6 +27,8 @@ from rolljax.types import Message, Task
 from tests.families import FAMILIES
 from tests.originals import published
 from tests.spellers import qwen
+
+from .test_local_model import SIZES, served
 
 QWEN3 = published()["qwen3"]
 OBSERVED = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -143,7 +147,7 @@ def test_qwen3_is_trained_over_two_turns(trained, folders):
         assert first["prompt_ids"] == want, "as transformers writes one turn"
         assert first["tokens"][-1] in chat.stop_ids and not second["restart"]
         told = original.decode(second["prompt_ids"], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert told == OBSERVED, "the stream goes on behind what was sampled"
+        assert told == OBSERVED, "and the stream keeps what was sampled"
     rl = [json.loads(line) for line in (trained.path / "metrics.jsonl").read_text().splitlines()][-1]
     assert rl["groups/trained_n"] and rl["mismatch/abs_max_nat"] <= 1e-5
 
@@ -263,3 +267,20 @@ def test_a_base_model_is_trained_served_evaluated_and_chatted_with(folders, tmp_
     args = serve.parse(["--model", str(base), "--chat_template", "plain", "--slots", "8", "--max_context", "64"])
     assert serve.load(args)[3].chat.prompt_ids([Message("user", "say 1")]).tolist() == tokenizer("say 1")["input_ids"]
     assert np.array_equal(serve.load(args)[3].stop_ids, [tokenizer.eos_token_id])
+
+
+@pytest.mark.slow
+def test_a_base_model_behind_a_server_is_evaluated_as_it_is_here(folders):
+    """Through `/v1/completions`: its server knows no chat template."""
+    base, how = folders["base"], {"envs": [Looks(1)], "tasks": 4, "max_answer_tok": 8, "quiet": True}
+    greedy = {"attempts": Attempts(temperature=0.0)}
+    here = evaluate(model=base, chat_template="plain", max_context=192, **how, **greedy)
+    with served(base, SIZES) as config:
+        asked = dataclasses.replace(config, completions=True, request={"return_token_ids": True, "logprobs": 1})
+        there = evaluate(endpoint=asked, **how, **greedy)
+        chats = evaluate(endpoint=config, **how, **greedy)
+    told = [
+        [(t.task.index, t.turns[0].text, t.turns[0].tokens.tolist()) for t in r.trajectories] for r in (here, there)
+    ]
+    assert sorted(told[0]) == sorted(told[1]) and len(told[0]) == 4
+    assert here.failed == there.failed == 0 and chats.failed == 4, "a chat needs a template"

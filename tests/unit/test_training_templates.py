@@ -126,7 +126,7 @@ def test_what_follows_an_answer_is_what_transformers_writes_behind_it(original, 
 
 
 def test_results_without_a_call_have_a_name():
-    """The calls of a model of text stand in its text, so gpt-oss's template does not know which tool it was."""
+    """A policy writes its calls as text, so the template of gpt-oss does not know which tool was called."""
     chat = chat_of(published()["gptoss"]).for_streams()
     named = spelled(chat, chat.delta_ids([RESULT], closed=True))
     assert named.startswith("<|start|>functions.add to=assistant<|channel|>commentary<|message|>")
