@@ -11,7 +11,7 @@ import torch
 import rolljax
 from rolljax import serve
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, InfraError
 from rolljax.eval import evaluate
 from rolljax.evaluation.settings import Attempts
 from rolljax.model.tokenizer import Chat, load_tokenizer
@@ -199,7 +199,7 @@ def test_qwen3_is_trained_behind_an_openai_client_without_restarts(folders, tmp_
             told = told.removeprefix("<|im_end|>") + ("<|thought|>" if thinks else "")
             assert told == OBSERVED + ("<|thought|>" if thinks else "<think>\n\n</think>\n\n")
     row = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert row["groups/trained_n"] and row["mismatch/abs_max_nat"] <= 1e-5
+    assert row["groups/trained_n"] and row["mismatch/abs_max_nat"] <= 5e-5
 
 
 def test_an_unknown_template_that_rewrites_is_refused_before_anything_is_allocated(folders, tmp_path):
@@ -278,9 +278,10 @@ def test_a_base_model_behind_a_server_is_evaluated_as_it_is_here(folders):
     with served(base, SIZES) as config:
         asked = dataclasses.replace(config, completions=True, request={"return_token_ids": True, "logprobs": 1})
         there = evaluate(endpoint=asked, **how, **greedy)
-        chats = evaluate(endpoint=config, **how, **greedy)
+        with pytest.raises(InfraError, match="no chat template"):
+            evaluate(endpoint=config, **how, **greedy)
     told = [
         [(t.task.index, t.turns[0].text, t.turns[0].tokens.tolist()) for t in r.trajectories] for r in (here, there)
     ]
     assert sorted(told[0]) == sorted(told[1]) and len(told[0]) == 4
-    assert here.failed == there.failed == 0 and chats.failed == 4, "a chat needs a template"
+    assert here.failed == there.failed == 0
