@@ -264,7 +264,8 @@ def _check_reply(chat: Chat, reply: Sequence[Message]) -> None:
 def recipe_chat(recipe: Recipe, run: str | Path | None = None) -> Chat:
     """Return the tokenizer of a recipe's model with the chat template that its episodes are rendered with.
 
-    Templates that write the date write `TEMPLATE_DAY`: what is sampled must not depend on the day on which a run is resumed.
+    Templates that write the date write `TEMPLATE_DAY`: what is sampled must not depend on the day on which a run is
+    resumed.
 
     Args:
       run: a run folder of the recipe, which keeps the template of its first step.
