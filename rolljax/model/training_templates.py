@@ -121,9 +121,11 @@ def read_template(path: str) -> str:
     """
     problem = ""
     try:
-        content = Path(path).read_bytes()
+        content = Path(path).read_bytes() if Path(path).is_file() else b""
         text = content.decode()
-        if len(content) > MAX_BYTES:
+        if not Path(path).is_file():
+            problem = "is not the path of a file"
+        elif len(content) > MAX_BYTES:
             problem = f"has {len(content):,} bytes, more than {MAX_BYTES:,}"
     except OSError as e:
         problem = f"cannot be read: {e.strerror or e}"

@@ -251,7 +251,8 @@ class Rollouts(EpisodeRollouts):
                 raise EnvError(f"says something else after action {turn + 1} than it did to the expert", stage="replay")
             if self.ended(builder, answer, result):
                 return
-            stream.grow(answer.tokens, self.chat.delta_ids(result.messages, closed=True))
+            if turn + 1 < max_turns:
+                stream.grow(answer.tokens, self.chat.delta_ids(result.messages, closed=True))
         builder.truncate("turns", f"{max_turns} turns are over")
 
     async def env_step(self, episode: Episode, text: str, builder: TrajectoryBuilder) -> StepResult:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from rolljax import reading
 from rolljax.envs.base import StepResult
 from rolljax.envs.pool import Episode, Pool, open_pool
 from rolljax.envs.tasks import held_out
@@ -29,7 +30,7 @@ from rolljax.rewards.base import Surroundings
 from rolljax.rewards.scoring import STAGE, Scoring
 from rolljax.rollout import domain_rewards
 from rolljax.rollout.agents.worker import check_machine
-from rolljax.run.layout import TEMPLATE
+from rolljax.run.layout import RESOLVED, TEMPLATE
 from rolljax.threads.event_loop import EventLoop
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import Colocated, available_devices, num_batch_shards, num_slot_shards, param_shardings
@@ -229,7 +230,7 @@ def check(recipe: Recipe) -> Preflight:
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
     with contextlib.closing(EventLoop(lambda: False)) as beside:  # this thread may be in an event loop of its own
         openings, replies = beside.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
-    for reply in replies:
+    for reply in replies if recipe.env.max_turns > 1 else ():
         _check_reply(chat, reply)
     prompts = [chat.prompt_ids(messages) for messages in openings]
     longest, highest = max(map(len, prompts)), max(int(ids.max(initial=0)) for ids in prompts)
@@ -268,16 +269,23 @@ def recipe_chat(recipe: Recipe, run: str | Path | None = None) -> Chat:
     resumed.
 
     Args:
-      run: a run folder of the recipe, which keeps the template of its first step.
+      run: a run folder of the recipe, which keeps the template of its first step. A recipe with another
+        `Recipe.chat_template` than the run has its own.
 
     Raises:
       ConfigError: there is no template, or none in the file that `Recipe.chat_template` names.
     """
     tokenizer = load_tokenizer(recipe.model) if isinstance(recipe.model, str) else byte_tokenizer()
-    if run is not None and (kept := Path(run) / TEMPLATE).is_file():
+    if run is not None and (kept := Path(run) / TEMPLATE).is_file() and _is_setting_of(recipe, run):
         return dataclasses.replace(Chat.of(tokenizer, str(kept)), day=TEMPLATE_DAY)
     chat = dataclasses.replace(Chat.of(tokenizer, recipe.chat_template), day=TEMPLATE_DAY)
     return chat.for_streams() if recipe.max_turns > 1 else chat
+
+
+def _is_setting_of(recipe: Recipe, run: str | Path) -> bool:
+    """Return whether a recipe has the `Recipe.chat_template` that its run was made with."""
+    stored = reading.read_object(Path(run) / RESOLVED, "name a run folder that is whole")
+    return stored.get("chat_template", "") == recipe.chat_template
 
 
 def load_chat(resolved: ResolvedRecipe, run: str | Path | None = None) -> Chat:

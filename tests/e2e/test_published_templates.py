@@ -1,6 +1,7 @@
 """Models whose published chat template rewrites earlier turns are trained over several turns, and base models at all."""
 
 import dataclasses
+import io
 import json
 import sys
 
@@ -10,6 +11,7 @@ import torch
 
 import rolljax
 from rolljax import serve
+from rolljax.chat import main as chat
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
 from rolljax.errors import ConfigError, InfraError
 from rolljax.eval import evaluate
@@ -18,6 +20,7 @@ from rolljax.model.tokenizer import Chat, load_tokenizer
 from rolljax.model.training_templates import plain_template, training_template
 from rolljax.recipe import Evaluation, Phase, Recipe
 from rolljax.rollout.agents.program import AgentProgram
+from rolljax.run.preflight import recipe_chat
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.sft import Sft
@@ -163,6 +166,10 @@ def test_what_a_run_leaves_has_the_template_that_it_was_trained_with(trained, fo
             assert model.tokenizer.chat_template == wanted
     with rolljax.load(folders["qwen3"]) as model:
         assert model.tokenizer.chat_template == QWEN3, "a folder keeps its own"
+    recipe = trained.config.value
+    assert recipe_chat(recipe, trained.path).tokenizer.chat_template == wanted
+    other = recipe_chat(dataclasses.replace(recipe, chat_template="plain"), trained.path)
+    assert other.tokenizer.chat_template == plain_template(begins=False)
 
 
 def test_a_run_does_not_go_on_under_another_template(trained, folders):
@@ -259,14 +266,19 @@ def test_a_base_model_is_trained_served_evaluated_and_chatted_with(folders, tmp_
     assert greedy["run"] == greedy["hf"] == greedy["ckpt"]
     report = rolljax.evaluate(run, tasks=2)
     assert report.failed == 0
-    monkeypatch.setattr(sys, "stdin", __import__("io").StringIO("say 1\nsay 2\n"))
-    from rolljax.chat import main as chat
-
+    monkeypatch.setattr(sys, "stdin", io.StringIO("say 1\nsay 2\n"))
     assert chat([str(base), "--chat_template", "plain", "--max_tokens", "4", "--max_context", "64"]) == 0
     assert chat([str(base)]) != 0 and "--chat_template" in capsys.readouterr().err
     args = serve.parse(["--model", str(base), "--chat_template", "plain", "--slots", "8", "--max_context", "64"])
     assert serve.load(args)[3].chat.prompt_ids([Message("user", "say 1")]).tolist() == tokenizer("say 1")["input_ids"]
     assert np.array_equal(serve.load(args)[3].stop_ids, [tokenizer.eos_token_id])
+
+
+@pytest.mark.slow
+def test_chat_keeps_a_conversation_under_a_published_template(folders, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("say 1\nsay 2\nsay 3\n"))
+    assert chat([str(folders["qwen3"]), "--max_tokens", "4", "--max_context", "128"]) == 0
+    assert "rewrites" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

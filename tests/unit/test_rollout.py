@@ -12,6 +12,7 @@ from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import ConfigError, InfraError, SamplerError
+from rolljax.model.tokenizer import Chat, byte_tokenizer
 from rolljax.rollout.episodes import RolloutConfig, Rollouts
 from rolljax.rollout.policies import GoldPolicy
 from rolljax.rollout.starts import Chunk, Start, digest
@@ -62,6 +63,18 @@ def roll(chat, spec, policy, task, *, cfg=PLAIN, max_context=500, max_answer_tok
 def play(chat, answers, spec=None, task=LAKE, reason="length", **settings):
     policy = Script(chat, answers, reason)
     return roll(chat, spec or FrozenLake(size=3, max_turns=5), policy, task, **settings), policy
+
+
+@pytest.mark.parametrize(("turns", "status"), [(1, "truncated"), (2, "failed")])
+def test_one_turn_goes_with_a_template_that_rewrites_earlier_turns(turns, status):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content if loop.last else '' }}<|end|>{% endfor %}"
+    chat, pool = Chat(tokenizer), EnvPool(PoolConfig(), FrozenLake(size=3, max_turns=5))
+    rollouts = Rollouts(pool, chat, Script(chat, ["right", "right"]), turns, 500, 64)
+    try:
+        assert asyncio.run(rollouts.trajectory(LAKE, KEY)).status == status
+    finally:
+        pool.close()
 
 
 def test_a_stream_is_prompts_and_samples_one_after_the_other(chat):

@@ -6,6 +6,7 @@ The oracle is `transformers` with the published template: for one turn, and for 
 import dataclasses
 import datetime
 import json
+import os
 
 import numpy as np
 import pytest
@@ -258,6 +259,9 @@ def test_a_template_of_the_users_choice(tmp_path):
             (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match="Recipe.chat_template"):
             Chat.of(byte_tokenizer(), str(tmp_path / name))
+    os.mkfifo(tmp_path / "pipe")  # which nobody writes to
+    with pytest.raises(ConfigError, match="not the path of a file"):
+        Chat.of(byte_tokenizer(), str(tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize("kept_in", ["jinja", "config", "none"])
