@@ -96,7 +96,8 @@ class EndpointModel:
         cfg = the_only_model(cfg, key)
         self.endpoint = Endpoint(cfg, key)
         self.name = f"{cfg.model} at {cfg.base}"
-        self.identity = {"kind": "endpoint", "url": cfg.base, "model": cfg.model, "request": dict(cfg.request)}
+        request = dict(cfg.request)
+        self.identity: dict[str, Any] = {"kind": "endpoint", "url": cfg.base, "model": cfg.model, "request": request}
         self.identity |= {"completions": True} if cfg.completions else {}
 
     def __enter__(self) -> EndpointModel:

@@ -74,7 +74,7 @@ class TokenCounts(Chat):
     def prompt_ids(self, messages: Sequence[Message]) -> np.ndarray:
         return tokens(sum(int(m.content) for m in messages))
 
-    def delta_ids(self, messages: Sequence[Message], *, closed: bool) -> np.ndarray:
+    def delta_ids(self, messages: Sequence[Any], *, closed: bool, **how: Any) -> np.ndarray:
         return self.prompt_ids(messages)
 
     def text(self, ids: Any, behind: Any) -> str:
