@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class RuleServer:
     """Answers every chat completion with `rule(messages, rng)`, whose randomness is of the request's seed and text.
 
+    A rule that ends its answer in another way than `stop` gives text and finish reason.
+
     asked: how often each request came, by its text. fail: `fail(body)` -> an HTTP status instead of an answer, or None.
     """
 
@@ -28,10 +30,11 @@ class RuleServer:
                     server.asked[key] = server.asked.get(key, 0) + 1
                 status = fail(body) or 200
                 rng = random.Random(hashlib.sha256(key.encode()).hexdigest())
-                text = rule(body["messages"], rng) if status == 200 else ""
+                said = rule(body["messages"], rng) if status == 200 else ""
+                text, finish = (said, "stop") if isinstance(said, str) else said
                 message = {"role": "assistant", "content": text}
                 reply = {
-                    "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                    "choices": [{"index": 0, "message": message, "finish_reason": finish}],
                     "usage": {"completion_tokens": len(text.split())},
                 }
                 self._send(status, reply if status == 200 else {"error": {"message": "by rule"}})

@@ -221,7 +221,7 @@ NAMES: Mapping[str, Metric] = {
     "time/decode_s": Metric("s", "sum", 0, INF, "of the rollout: decode steps"),
     "time/schedule_s": Metric("s", "sum", 0, INF, "of the rollout: the scheduler on the host"),
     "trackers/lost_n": Metric(
-        "rows", "sum", 0, INF, "rows, texts and figures that a tracker refused or that did not reach it"
+        "rows", "sum", 0, INF, "rows, texts and figures that a tracker refused, or that did not reach it in time"
     ),
     "tput/sample_tok_s": Metric("tokens/s", "last", 0, INF, "sampled tokens per second of rollout"),
     "tput/train_tok_s": Metric("tokens/s", "last", 0, INF, "packed tokens per second of update"),

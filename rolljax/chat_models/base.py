@@ -40,6 +40,12 @@ class ChatAnswer:
     finish_reason: FinishReason
     num_tok: int = 0
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the model ended the answer itself. No verdict is read from an answer that was cut: the model might
+        have taken back what stands there."""
+        return self.finish_reason == "stop"
+
 
 class ChatModel(Protocol):
     """A model that is open. It may be asked many things at a time, on one event loop."""

@@ -3,13 +3,14 @@
 A request that times out, is refused with 408, 429 or 5xx, breaks off, or is answered with what is no chat completion
 is the infrastructure's fault: it is counted under its kind and asked again, `retries` times, and after that it has
 failed (`InfraError`), which is never an answer. 401, 403, 404 and 405 end the work: they would be the answer to every
-request.
+request. Whatever a server sends is read within limits on its size and on the time it takes (`envs.http_body`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -17,14 +18,16 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx2
 
 from rolljax.chat_models.base import Asking, ChatAnswer, ChatModelConfig, ChatTooLong
+from rolljax.chat_models.completion import MAX_BODY_BYTES, Reply, read_object, reply_of
+from rolljax.envs.http_body import ACCEPTED, BadBody, read_body, read_error
 from rolljax.envs.text import clean
 from rolljax.errors import ConfigError, InfraError, RolljaxError, check_range
-from rolljax.types import FinishReason, Message
+from rolljax.types import Message
 
 HOPELESS = {
     401: "the key is not accepted",
@@ -36,24 +39,9 @@ PASSING = {408, 409, 425, 429}
 """Refusals, beside 5xx, after which the same request may be asked again."""
 MAX_WAIT_S = 60.0
 """Longest wait before a request is asked again."""
-MAX_REPLY_BYTES = 64 << 20
+MODELS_S = 30.0
+"""Longest time for the list of a server's models."""
 _TOO_LONG = re.compile(r"context.?(?:length|window|size)|maximum context|prompt is too long", re.IGNORECASE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Reply:
-    """A chat completion. prompt_ids, token_ids, sampler_logp: empty where the server does not tell them; tokens: how
-    many it says that the answer has, 0 where it does not say; thinking: what it sends as `reasoning_content`, or as
-    `reasoning`."""
-
-    text: str
-    finish_reason: FinishReason
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    sampler_logp: tuple[float, ...]
-    tokens: int
-    seconds: float
-    thinking: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +49,9 @@ class EndpointConfig(ChatModelConfig):
     """A chat model behind an OpenAI-compatible server, and how it is asked.
 
     url: up to `/v1`. model: the name that requests use; empty: the only one that `/models` lists.
-    timeout_s: longest time for an answer. retries: how often a request is asked again. backoff_s: the pause before the
-      first time, about; before the second it is twice as long, and so on. concurrency: most requests at a time.
+    timeout_s: longest time for an answer, from the connection to its last byte. retries: how often a request is asked
+      again. backoff_s: the pause before the first time, about; before the second it is twice as long, and so on.
+    concurrency: most requests at a time.
     key_env: the environment variable that holds the bearer token; where it is not set, none is sent.
     request: fields of every request over those that are sent anyway; None takes one away
       (`{"max_tokens": None, "max_completion_tokens": 4096, "return_token_ids": True}`).
@@ -86,6 +75,12 @@ class EndpointConfig(ChatModelConfig):
         check_range(self, "timeout_s", above=0)
         check_range(self, "retries", "backoff_s", low=0)
         check_range(self, "concurrency", low=1)
+        try:
+            json.dumps(dict(self.request), allow_nan=False).encode()
+        except (TypeError, ValueError) as e:
+            raise ConfigError(
+                f"cannot be sent as JSON: {e}", setting="EndpointConfig.request (eval: --request)", value=self.request
+            ) from e
 
     @property
     def base(self) -> str:
@@ -118,7 +113,7 @@ class Endpoint:
         self.cfg = cfg
         self._counts: collections.Counter[str] = collections.Counter()
         self.fatal: RolljaxError | None = None
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = _headers(key)
         self._open: tuple[httpx2.AsyncClient, asyncio.Semaphore] | None = None
 
     async def close(self) -> None:
@@ -142,9 +137,9 @@ class Endpoint:
         Raises:
           InfraError: the server gave none, also when asked again. ChatTooLong: the conversation does not fit.
         """
-        said: dict[str, Any] = {"messages": [{"role": m.role, "content": m.content} for m in messages]}
+        said: dict[str, Any] = {"messages": [{"role": m.role, "content": clean(m.content)} for m in messages]}
         if self.cfg.completions:
-            said = {"prompt": "\n\n".join(m.content for m in messages)}
+            said = {"prompt": clean("\n\n".join(m.content for m in messages))}
         every = {"model": self.cfg.model, **said, **fields, **self.cfg.request}
         body = {name: value for name, value in every.items() if value is not None}
         kind, detail, wait_s = "", "", 0.0
@@ -173,34 +168,35 @@ class Endpoint:
         self._counts["requests"] += 1
         try:
             route = "completions" if self.cfg.completions else "chat/completions"
-            response = await http.post(f"{self.cfg.base}/{route}", json=body)
-        except httpx2.TimeoutException as e:
+            async with asyncio.timeout(self.cfg.timeout_s):
+                async with http.stream("POST", f"{self.cfg.base}/{route}", json=body) as response:
+                    if response.status_code != 200:
+                        self._refused(response, await read_error(response))
+                    content = await read_body(response, MAX_BODY_BYTES)
+                said = response.headers.get("content-type", "")
+                reply = await reply_of(content, said, time.monotonic() - start_s, of_prompt=self.cfg.completions)
+        except (TimeoutError, httpx2.TimeoutException) as e:
             raise _Passing("timeout", f"{type(e).__name__} after {self.cfg.timeout_s:g} s") from e
-        except httpx2.HTTPError as e:
+        except BadBody as e:
+            raise _Passing("garbage", str(e)) from e
+        except (_Passing, ChatTooLong, RolljaxError):
+            raise
+        except Exception as e:  # border: the HTTP library, whatever the server sent to it
             raise _Passing("connection", f"{type(e).__name__}: {e}") from e
-        self._check_status(response)
-        try:
-            reply = read_reply(response.content, time.monotonic() - start_s)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-            start = response.text[:200]
-            raise _Passing("garbage", f"no completion ({type(e).__name__}: {e}): {start!r}") from e
         self._counts["answers"] += 1
         return reply
 
     def _connections(self) -> tuple[httpx2.AsyncClient, asyncio.Semaphore]:
         if self._open is None:
-            limits = httpx2.Limits(max_connections=self.cfg.concurrency)
+            # every request has its own connection: bytes behind one answer never become the answer to the next
+            limits = httpx2.Limits(max_connections=self.cfg.concurrency, max_keepalive_connections=0)
             http = httpx2.AsyncClient(headers=self._headers, timeout=self.cfg.timeout_s, limits=limits)
             self._open = http, asyncio.Semaphore(self.cfg.concurrency)
         return self._open
 
-    def _check_status(self, response: httpx2.Response) -> None:
+    def _refused(self, response: httpx2.Response, text: str) -> NoReturn:
+        """Raise what a status other than 200 stands for. text: how the body begins."""
         status = response.status_code
-        if status == 200:
-            if len(response.content) > MAX_REPLY_BYTES:
-                raise _Passing("garbage", f"{len(response.content)} bytes")
-            return
-        text = response.text[:500]
         if status in PASSING or status >= 500:
             raise _Passing(f"status_{status}", f"status {status}: {text}", _retry_after(response))
         if status in HOPELESS:
@@ -215,6 +211,10 @@ class Endpoint:
 
 
 _KEY = f"see {_MODEL}; the key is read from the variable that EndpointConfig.key_env (--api_key_env) names"
+
+
+def _headers(key: str) -> dict[str, str]:
+    return ACCEPTED | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
 class _Passing(Exception):
@@ -233,39 +233,6 @@ def _retry_after(response: httpx2.Response) -> float:
         return 0.0
 
 
-def read_reply(content: bytes, seconds: float) -> Reply:
-    """A completion, of a chat or of a prompt, from the bytes of a response.
-
-    Raises:
-      ValueError, LookupError, TypeError, AttributeError, RecursionError: it is none.
-    """
-    reply = json.loads(content)
-    choice = reply["choices"][0]
-    message = {"content": choice["text"]} if "text" in choice else choice["message"]
-    text = message.get("content")
-    if not (text is None or isinstance(text, str)):
-        raise TypeError("the content of the message is no text")
-    thought = message.get("reasoning_content") or message.get("reasoning") or ""
-    thought = clean(thought) if isinstance(thought, str) else ""
-    reasons: dict[Any, FinishReason] = {"length": "length", "content_filter": "abort"}
-    ids = _ids(choice.get("token_ids"))
-    told = choice.get("logprobs") or {}
-    logp = tuple(float(entry["logprob"]) for entry in told.get("content") or ())
-    logp = logp or tuple(map(float, told.get("token_logprobs") or ()))
-    tokens = int((reply.get("usage") or {}).get("completion_tokens") or len(ids))
-    prompt = _ids(reply.get("prompt_token_ids")) if ids else ()
-    reason = reasons.get(choice.get("finish_reason"), "stop")
-    logp = logp if len(logp) == len(ids) else ()
-    return Reply(clean(text or ""), reason, prompt, ids, logp, max(0, tokens), seconds, thought)
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    found = tuple(map(int, value or ()))
-    if not all(0 <= i < 2**31 for i in found):
-        raise ValueError("a token id out of range")
-    return found
-
-
 def the_only_model(cfg: EndpointConfig, key: str = "") -> EndpointConfig:
     """The settings with the name of the model that the server lists, if none is given.
 
@@ -275,10 +242,9 @@ def the_only_model(cfg: EndpointConfig, key: str = "") -> EndpointConfig:
     if cfg.model:
         return cfg
     try:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        response = httpx2.get(f"{cfg.base}/models", headers=headers, timeout=min(cfg.timeout_s, 30.0))
-        names = [str(entry["id"]) for entry in response.raise_for_status().json()["data"]]
-    except (httpx2.HTTPError, ValueError, LookupError, TypeError) as e:
+        with concurrent.futures.ThreadPoolExecutor(1) as apart:  # the caller may be in an event loop
+            names = apart.submit(asyncio.run, _models(cfg, key)).result()
+    except Exception as e:  # border: whatever a server, or what is none, says
         raise ConfigError(
             f"does not list its models: {type(e).__name__}: {e}",
             setting=_URL,
@@ -290,3 +256,14 @@ def the_only_model(cfg: EndpointConfig, key: str = "") -> EndpointConfig:
             f"lists {len(names)} models: {', '.join(names[:10])}", setting=_URL, value=cfg.url, remedy=f"set {_MODEL}"
         )
     return dataclasses.replace(cfg, model=names[0])
+
+
+async def _models(cfg: EndpointConfig, key: str) -> list[str]:
+    """The names of the models that a server lists."""
+    timeout_s = min(cfg.timeout_s, MODELS_S)
+    async with asyncio.timeout(timeout_s), httpx2.AsyncClient(headers=_headers(key), timeout=timeout_s) as http:
+        async with http.stream("GET", f"{cfg.base}/models") as response:
+            if response.status_code != 200:
+                raise BadBody(f"status {response.status_code}: {await read_error(response)}")
+            body = await read_body(response, MAX_BODY_BYTES)
+        return [str(entry["id"]) for entry in read_object(body, response.headers.get("content-type", ""))["data"]]

@@ -29,7 +29,7 @@ async def ask_until(
     place: Place, record: Record, prompt: str, how: Asking, parse: Callable[[str], T | None], tries: int, vote: int = 0
 ) -> T | None:
     """Ask until an answer can be parsed, each time with another seed; None: none of `tries` could, or the prompt does
-    not fit.
+    not fit. An answer that was cut is not parsed.
 
     vote: which of several independent answers this is.
     """
@@ -40,7 +40,7 @@ async def ask_until(
             answer = await place.asker.ask((Message("user", prompt),), dataclasses.replace(how, seed=seed))
         except ChatTooLong:
             return None
-        if (found := parse(answer.text)) is not None:
+        if answer.is_whole and (found := parse(answer.text)) is not None:
             return found
         place.count("unparsed_answers")
     return None

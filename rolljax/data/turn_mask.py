@@ -61,7 +61,7 @@ class TurnMask(AskingStage):
 
             def parse(text: str) -> set[int] | None:
                 lines = re.findall(r"(?im)^[^\w\n]*turns:([\d \t,]*)", text)
-                found = {int(n) for n in re.findall(r"\d+", lines[-1])} if lines else None
+                found = {int(n[:9]) for n in re.findall(r"\d+", lines[-1])} if lines else None
                 return found if found is not None and found <= set(range(1, turns + 1)) else None
 
             prompt = RELEVANT.replace("{conversation}", _numbered(said))

@@ -70,21 +70,24 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
     return _BLOCK.findall(text)
 
 
-def read_json(text: str) -> Any:
+def read_json(text: str, *, unique: bool = False) -> Any:
     """The JSON value that is the whole text, `json_at` says which.
 
     Raises:
       ValueError: it is none; the message says why, in words for the policy.
     """
-    value, end = json_at(text, 0)
+    value, end = json_at(text, 0, unique=unique)
     if rest := text[end:].lstrip():
         raise ValueError(f"it goes on with {rest[:20]!r}")
     return value
 
 
-def json_at(text: str, start: int) -> tuple[Any, int]:
+def json_at(text: str, start: int, *, unique: bool = False) -> tuple[Any, int]:
     """The JSON value at `start`, and where it ends. Its numbers are finite, it has `MAX_DEPTH` levels at most, and line
     breaks may stand in its texts.
+
+    Args:
+      unique: refuse an object that has a key twice; otherwise the last one counts.
 
     Raises:
       ValueError: there is none; the message says why, in words for the policy.
@@ -92,7 +95,7 @@ def json_at(text: str, start: int) -> tuple[Any, int]:
     while text[start : start + 1].isspace():
         start += 1
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = (_UNIQUE_DECODER if unique else _DECODER).raw_decode(text, start)
     except json.JSONDecodeError as e:
         raise ValueError(f"{e.msg} at character {e.pos - start}") from None
     except RecursionError:
@@ -116,7 +119,19 @@ def _finite(digits: str) -> float:
     return value
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice[:40]!r} stands in it twice")
+    return found
+
+
 _DECODER = json.JSONDecoder(strict=False, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+_UNIQUE_DECODER = json.JSONDecoder(
+    strict=False, parse_int=_whole, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique
+)
 
 
 def _depth(value: Any) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from rolljax.chat_models.base import ChatTooLong, seed_of
-from rolljax.chat_models.client import Endpoint, EndpointConfig, Reply, the_only_model
+from rolljax.chat_models.client import Endpoint, EndpointConfig, the_only_model
+from rolljax.chat_models.completion import Reply
 from rolljax.envs.pool import Episode, Pool
 from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark

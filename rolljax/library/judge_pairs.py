@@ -116,7 +116,10 @@ class _Asking:
 
     async def _ask(self, model: ChatModel, question: Question, number: int) -> str:
         how = dataclasses.replace(self.how, seed=(self.how.seed * 1_000_003 + number) % 2**31)
-        return bounded((await model.ask(self.env.prompt(question), how)).text)
+        answer = await model.ask(self.env.prompt(question), how)
+        if not answer.is_whole and self.env.read(answer.text) is not None:
+            return ""  # cut behind what looks like a verdict, which is none
+        return bounded(answer.text)
 
 
 def _chat(model: ChatModel | LoadedModel) -> ChatModel:

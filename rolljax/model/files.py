@@ -81,8 +81,9 @@ def parse_json(text: bytes) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} stands in it twice")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice!r} stands in it twice")
     return found
 
 

@@ -2,8 +2,9 @@
 
 A verdict is asked for under a key, a hash of all that it depends on. The same key is asked once, also by calls that
 come while it is under way, and what it was answered stands in the folder of a run, so that a run that goes on pays for
-nothing twice and is told the same. While whoever is asked is down, calls wait at a breaker; only when that takes too
-long they fail, as the infrastructure's fault.
+nothing twice and is told the same. What is kept has a checksum, and is read as strictly as what is answered. While
+whoever is asked is down, calls wait at a breaker; only when that takes too long they fail, as the infrastructure's
+fault.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rolljax.errors import EnvError, InfraError, RolljaxError, check_range
 from rolljax.rewards.base import Surroundings
 
+T = TypeVar("T")
 STAGE = "reward"
 MAX_BACKOFF_S = 60.0
 
@@ -62,16 +64,26 @@ class CallLimits:
 
 
 class Verdicts:
-    """What was answered before, by key; on disk if a folder is given, a line of JSON for each."""
+    """What was answered before, by key; on disk if a folder is given, a line of JSON with a checksum for each.
+
+    damaged: lines that are not as they were written; what stood there is asked for again.
+    """
 
     def __init__(self, folder: str, name: str) -> None:
         self._path = Path(folder) / f"{name}.jsonl" if folder else None
         self._found: dict[str, Any] = {}
+        self.damaged = 0
         if self._path and self._path.is_file():
-            for line in self._path.read_bytes().splitlines():
-                with contextlib.suppress(ValueError, LookupError, TypeError):  # the last one may be torn
+            for line in filter(None, self._path.read_bytes().split(b"\n")):
+                try:
                     record = json.loads(line)
-                    self._found[record["key"]] = record["verdict"]
+                    key, said = record["key"], record["said"]
+                    if record["sum"] != _checksum(key, said):
+                        raise ValueError("the checksum is of other content")
+                except (ValueError, LookupError, TypeError, RecursionError):  # the last line may be torn
+                    self.damaged += 1
+                else:
+                    self._found[key] = said
 
     def __len__(self) -> int:
         return len(self._found)
@@ -82,18 +94,28 @@ class Verdicts:
     def __getitem__(self, key: str) -> Any:
         return self._found[key]
 
-    def put(self, key: str, verdict: Any) -> bool:
-        """Keep a verdict; False where the disk does not take it."""
-        self._found[key] = verdict
+    def put(self, key: str, said: Any) -> bool:
+        """Keep an answer; False where the disk does not take it."""
+        self._found[key] = said
         if self._path is None:
             return True
+        record = {"key": key, "said": said, "sum": _checksum(key, said)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "ab") as f:  # a line of its own also behind one that is torn
-                f.write(b"\n" * (f.tell() > 0) + json.dumps({"key": key, "verdict": verdict}).encode())
+                f.write(b"\n" * (f.tell() > 0) + json.dumps(record).encode())
         except OSError:
             return False
         return True
+
+    def discard(self, key: str) -> None:
+        """Forget an answer that cannot be used."""
+        del self._found[key]
+        self.damaged += 1
+
+
+def _checksum(key: str, said: Any) -> str:
+    return digest(json.dumps([key, said], sort_keys=True))[:16]
 
 
 class Breaker:
@@ -159,38 +181,45 @@ class Calls:
     def __init__(self, name: str, identity: str, limits: CallLimits, around: Surroundings) -> None:
         self._name, self._identity, self._limits = name, identity, limits
         self._verdicts = Verdicts(around.cache_dir, f"{name}-{digest(identity)[:16]}")
-        self._made = len(self._verdicts)
+        self._made = len(self._verdicts) + self._verdicts.damaged
         self._gate, self._breaker = asyncio.Semaphore(limits.concurrency), Breaker(limits)
         self._counts: collections.Counter[str] = collections.Counter()
         self._under_way: dict[str, asyncio.Task[Any]] = {}
         self._waiting: collections.Counter[str] = collections.Counter()
 
     def counts(self) -> Mapping[str, int]:
-        """`calls`, `cached`, `retries`, and every fault under its kind: timeout, garbage, failed (nobody answered),
-        down (it waited for an answer that never came), budget, unsaved (the disk did not take a verdict)."""
-        return self._counts
+        """`calls`, `cached`, `retries`, and every fault under its kind: timeout, garbage, cut (a limit ended the
+        answer), failed (nobody answered), down (it waited for an answer that never came), budget, unsaved (the disk did
+        not take a verdict), damaged (a kept verdict is not as it was written; it is asked for again)."""
+        return self._counts + collections.Counter(damaged=self._verdicts.damaged)
 
-    async def verdict(self, what: str, ask: Callable[[int], Awaitable[Any]]) -> Any:
-        """What is answered to `what`, as JSON; from an earlier call if there was one.
+    async def verdict(self, what: str, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], T]) -> T:
+        """The verdict on `what`; from an earlier call if there was one.
 
         Args:
-          what: all that the answer depends on, beside the identity. ask: asks; it is given the number of the attempt.
+          what: all that the answer depends on, beside the identity. ask: asks, and returns what is kept, as JSON; it is
+            given the number of the attempt. read: makes the verdict of what is kept, or raises `Unreadable`.
 
         Raises:
-          InfraError: there is no answer. EnvError: whatever is asked is broken; `ask` raised it.
+          InfraError: there is no answer. EnvError: whatever is asked is broken; `ask` or `read` raised it.
         """
         key = digest(f"{self._identity}\0{what}")
         if key in self._verdicts:
-            self._counts["cached"] += 1
-            return self._verdicts[key]
+            try:
+                verdict = read(self._verdicts[key])
+            except (Unreadable, RolljaxError):
+                self._verdicts.discard(key)
+            else:
+                self._counts["cached"] += 1
+                return verdict
         if key not in self._under_way:
-            task = asyncio.ensure_future(self._call(key, ask))
+            task = asyncio.ensure_future(self._call(key, ask, read))
             self._under_way[key] = task
             task.add_done_callback(lambda done: self._forget(key, done))
         task = self._under_way[key]
         self._waiting[key] += 1
         try:
-            return await asyncio.shield(task)
+            return read(await asyncio.shield(task))
         finally:  # nobody waits any more
             self._waiting[key] -= 1
             if not self._waiting[key]:
@@ -202,7 +231,7 @@ class Calls:
         if not done.cancelled():
             done.exception()  # whoever waited was told
 
-    async def _call(self, key: str, ask: Callable[[int], Awaitable[Any]]) -> Any:
+    async def _call(self, key: str, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], object]) -> Any:
         limits = self._limits
         if limits.max_calls and self._made >= limits.max_calls:
             self._counts["budget"] += 1
@@ -219,7 +248,7 @@ class Calls:
                 self._counts["down"] += 1
                 raise InfraError(f"{self._name}: {e}", stage=STAGE) from e
             try:
-                verdict = await self._once(ask, attempt, is_probe)
+                said = await self._once(ask, read, attempt, is_probe)
                 break
             except _NotNow:
                 continue
@@ -232,12 +261,14 @@ class Calls:
                 attempt += 1
                 self._counts["retries"] += 1
                 await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
-        if not self._verdicts.put(key, verdict):
+        if not self._verdicts.put(key, said):
             self._counts["unsaved"] += 1
-        return verdict
+        return said
 
-    async def _once(self, ask: Callable[[int], Awaitable[Any]], attempt: int, is_probe: bool) -> Any:
-        """One call.
+    async def _once(
+        self, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], object], attempt: int, is_probe: bool
+    ) -> Any:
+        """One call: what it was answered, which holds a verdict.
 
         Raises:
           InfraError: it gave no verdict. EnvError: what is asked is broken. _NotNow: it was not made: whoever is asked
@@ -250,9 +281,10 @@ class Calls:
                     raise _NotNow
                 failed = True
                 async with asyncio.timeout(self._limits.deadline_s):
-                    verdict = await ask(attempt)
+                    said = await ask(attempt)
             failed = False
-            return verdict
+            read(said)
+            return said
         except (_NotNow, asyncio.CancelledError):
             failed = None
             raise
@@ -284,4 +316,4 @@ class Calls:
 
 def digest(text: str) -> str:
     """A hash of a text, in hexadecimal."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

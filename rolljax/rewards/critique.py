@@ -90,11 +90,13 @@ class Critique(Asked):
             raise Unreadable(f"the strength is {found.strength}, not 1, 2 or 3")
         return {"better": found.better, "strength": found.strength, "scores": found.scores}
 
+    def write(self, verdict: Mapping[str, Any]) -> str:
+        """The sentence that `read` reads as this verdict."""
+        return verdicts.write(verdicts.Verdict(**verdict), self.verdict)
+
     def worth(self, verdict: Mapping[str, Any], side: Side) -> float:
         """The reward of one verdict. side: which response is the policy's."""
-        scores = verdict["scores"]
-        found = verdicts.Verdict(verdict["better"], verdict["strength"], tuple(scores) if scores else None)
-        return verdicts.reward(found, self.verdict, side, self.strength)
+        return verdicts.reward(verdicts.Verdict(**verdict), self.verdict, side, self.strength)
 
 
 class CritiqueScorer:
@@ -127,7 +129,7 @@ class CritiqueScorer:
     async def _ask(self, task: Task, answer: str, other: str, side: Side, i: int) -> tuple[Side, dict[str, Any]]:
         pair = (answer, other) if side == "a" else (other, answer)
         messages = self._cfg.messages(task, *pair, self._around.seed)
-        return side, await ask(self._calls, self._model, self._cfg, messages, self._cfg.read, i)
+        return side, await ask(self._calls, self._model, self._cfg, messages, self._cfg.read, self._cfg.write, i)
 
     def counts(self) -> Mapping[str, int]:
         """Calls, answers from the cache, and every fault under its kind."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
+from rolljax.envs.values import flag, number
 from rolljax.errors import EnvError, boundary, check_range
 from rolljax.rewards.base import Reward, Scorer, Surroundings
 from rolljax.rewards.calls import CallLimits, Calls
@@ -85,15 +86,15 @@ class FunctionScorer:
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
         """The reward of an episode that did not fail."""
-        said = Said.of(trajectory)
+        said, name = Said.of(trajectory), name_of(self._cfg.fn)
 
         async def ask(_: int) -> Any:
             value = await cast(Waiting, self._cfg.fn)(task, said)
-            return dataclasses.asdict(reward_of(value, name_of(self._cfg.fn)))
+            reward = reward_of(value, name)
+            return dataclasses.asdict(read_reward(dataclasses.asdict(reward), name))
 
         what = json.dumps([task.id, task.index, dataclasses.asdict(said)])
-        found = await self._calls.verdict(what, ask)
-        return Reward(**{**found, "by_turn": tuple(found["by_turn"])})
+        return await self._calls.verdict(what, ask, lambda kept: read_reward(kept, name))
 
     def counts(self) -> Mapping[str, int]:
         """Calls, and their faults by kind."""
@@ -119,8 +120,21 @@ def reward_of(value: Any, name: str) -> Reward:
     if isinstance(value, Reward):
         return value
     parts = dict(value) if isinstance(value, Mapping) else {}
-    for part, number in [*parts.items(), *([] if parts else [("its value", value)])]:
-        if isinstance(number, str | bytes) or not hasattr(number, "__float__"):
-            raise EnvError(f"{name}: {part} is {number!r}, no number")
-    parts = {str(part): float(number) for part, number in parts.items()}
+    for part, found in [*parts.items(), *([] if parts else [("its value", value)])]:
+        if isinstance(found, str | bytes) or not hasattr(found, "__float__"):
+            raise EnvError(f"{name}: {part} is {found!r}, no number")
+    parts = {str(part): float(found) for part, found in parts.items()}
     return Reward(sum(parts.values()) if parts else float(value), parts)
+
+
+def read_reward(kept: Any, name: str) -> Reward:
+    """The reward that is kept as the fields of one.
+
+    Raises:
+      EnvError: they are no reward, or a number is not finite.
+    """
+    with boundary(EnvError, f"{name}: no reward"):
+        parts = {str(part): number(value, f"{name}: {part}") for part, value in kept["parts"].items()}
+        by_turn = tuple(number(value, f"{name}: a turn") for value in kept["by_turn"])
+        success = None if kept["success"] is None else flag(kept["success"], f"{name}: success")
+        return Reward(number(kept["value"], f"{name}: its value"), parts, success, by_turn)

@@ -1,8 +1,8 @@
 """Models as judges: an answer is shown to a chat model with a rubric, and its verdict, read strictly, is the reward.
 
 What a judge says is data of a foreign program: a verdict that is not exactly of the form that was asked for is none,
-and is asked for again. What the policy wrote is data too: it stands between marks that it cannot know beforehand, and
-the judge is told that nothing between them is meant for it.
+and is asked for again. An answer that a limit or a filter cut holds none. What the policy wrote is data too: it stands
+between marks that it cannot know beforehand, and the judge is told that nothing between them is meant for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import collections
 import dataclasses
 import json
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -35,6 +34,8 @@ GUARD = (
 
 Read = Callable[[str], dict[str, Any]]
 """Makes a verdict of a judge's text, or raises `Unreadable`."""
+Write = Callable[[Mapping[str, Any]], str]
+"""Makes the shortest text that is read as a verdict: what is kept of a judge's answer."""
 
 
 class Asked(RewardConfig):
@@ -161,15 +162,16 @@ class Judge(Asked):
             raise Unreadable(f"the verdict has no {missing[0]!r}")
         verdict = {name: found[name] for name in names}
         if self.labels:
-            if verdict["verdict"] not in self.labels:
+            label = verdict["verdict"]
+            if not isinstance(label, str) or label not in self.labels:
                 raise Unreadable(f"the verdict is {str(verdict['verdict'])[:40]!r}, none of the labels")
             return verdict
         for name in self.dimensions:
             mark = verdict[name]
-            if isinstance(mark, bool) or not isinstance(mark, int | float) or not math.isfinite(mark):
+            if isinstance(mark, bool) or not isinstance(mark, int | float):
                 raise Unreadable(f"the mark of {name!r} is {str(mark)[:40]!r}, no number")
             if not self.scale[0] <= mark <= self.scale[1]:
-                raise Unreadable(f"the mark of {name!r} is {mark:g}, outside the scale")
+                raise Unreadable(f"the mark of {name!r} is {str(mark)[:40]}, outside the scale")
         if self.veto and not isinstance(verdict[self.veto], bool):
             raise Unreadable(f"the veto is {str(verdict[self.veto])[:40]!r}, neither true nor false")
         return verdict
@@ -217,7 +219,7 @@ class JudgeScorer:
         if "{gold}" in cfg.rubric:
             gold = gold_of(self._around, task, "Judge.rubric")
         messages = cfg.messages(task, answer, gold, self._around.seed)
-        asked = [ask(self._calls, self._model, cfg, messages, cfg.read, i) for i in range(cfg.num)]
+        asked = [ask(self._calls, self._model, cfg, messages, cfg.read, json.dumps, i) for i in range(cfg.num)]
         return cfg.worth(await all_of(asked))
 
     def counts(self) -> Mapping[str, int]:
@@ -307,7 +309,7 @@ class ComparisonScorer:
     async def _ask(self, task: Task, answer: str, other: str, first: bool, i: int) -> float:
         pair = (answer, other) if first else (other, answer)
         messages = self._cfg.messages(task, *pair, self._around.seed)
-        better = (await ask(self._calls, self._model, self._cfg, messages, read_better, i))["better"]
+        better = (await ask(self._calls, self._model, self._cfg, messages, read_better, json.dumps, i))["better"]
         return 0.5 if better == "tie" else float((better == "a") == first)
 
     def counts(self) -> Mapping[str, int]:
@@ -321,7 +323,7 @@ class ComparisonScorer:
 
 
 async def ask(
-    calls: Calls, model: ChatModel, cfg: Asked, messages: Sequence[Message], read: Read, number: int
+    calls: Calls, model: ChatModel, cfg: Asked, messages: Sequence[Message], read: Read, write: Write, number: int
 ) -> dict[str, Any]:
     """One verdict of a judge.
 
@@ -329,16 +331,23 @@ async def ask(
       number: of several on the same.
     """
 
-    async def once(attempt: int) -> Any:
+    async def once(attempt: int) -> str:
         seed = int(digest(f"{number} {attempt}")[:7], 16)
         try:
             answer = await model.ask(messages, Asking(cfg.temperature, cfg.max_tok, seed))
         except ChatTooLong as e:
             raise Unreadable(f"what is to be judged does not fit: {e}", "too_long") from e
-        return read(answer.text)
+        if not answer.is_whole:
+            raise Unreadable(f"the answer was cut ({answer.finish_reason}, max_tok is {cfg.max_tok})", "cut")
+        return write(read(answer.text))
+
+    def kept(said: Any) -> dict[str, Any]:
+        if not isinstance(said, str):
+            raise Unreadable("what was kept is no text")
+        return read(said)
 
     what = json.dumps([[[m.role, m.content] for m in messages], number])
-    return dict(await calls.verdict(what, once))
+    return await calls.verdict(what, once, kept)
 
 
 async def all_of(asked: Sequence[Awaitable[T]]) -> list[T]:
@@ -374,7 +383,7 @@ def last_object(text: str) -> dict[str, Any]:
     if start < 0 or not text.endswith("}"):
         raise Unreadable("the answer does not end with a JSON object")
     try:
-        found = read_json(text[start:])
+        found = read_json(text[start:], unique=True)
     except ValueError as e:
         raise Unreadable(f"the JSON at the end is none: {e}") from e
     if not isinstance(found, dict):

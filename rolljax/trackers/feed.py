@@ -4,7 +4,8 @@
 
 Each tracker has a thread and a process of its own. One that raises, hangs or dies costs rows of that tracker, which are
 counted (`trackers/lost_n`) and said once. What was lost with a process is given again when it has been started anew, or
-when the run goes on: rows come from metrics.jsonl, and a tracker knows the newest that it holds.
+when the run goes on: rows come from metrics.jsonl, and a tracker knows the newest that it holds. What is handed over
+while a tracker cannot be opened counts as lost at once, and reaches it late if it can be opened later.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class _Gone(Exception):
 
 class _Refused(Exception):
     """A tracker raised."""
+
+
+class _NotOpened(Exception):
+    """A tracker cannot be opened."""
 
 
 class _Process:
@@ -115,6 +120,7 @@ class Feed:
         warn: Callable[[str], None],
     ) -> None:
         self.name, self.lost = name, 0
+        self._handed, self._counted, self._can_open, self._lock = 0, 0, True, threading.Lock()
         self._config, self._run, self._rows, self._warn = config, run, rows, warn
         self._sent, self._refusals = -1, 0
         self._waiting: queue.Queue[tuple[Any, ...]] = queue.Queue(QUEUE)
@@ -127,13 +133,20 @@ class Feed:
 
     def put(self, method: str, step: int, *args: Any) -> None:
         """Hand something over; never waits."""
-        if not self._thread.is_alive():
-            self.lost += 1
-            return
-        try:
-            self._waiting.put_nowait((method, step, *args))
-        except queue.Full:
-            self._lose("slow", f"takes rows more slowly than the run makes them; {QUEUE} wait, and newer ones are lost")
+        with self._lock:
+            if not self._thread.is_alive():
+                self.lost += 1
+                return
+            try:
+                self._waiting.put_nowait((method, step, *args))
+            except queue.Full:
+                self.lost += 1
+            else:
+                self._handed += 1
+                if not self._can_open:
+                    self._count_waiting()
+                return
+        self._say("slow", f"takes rows more slowly than the run makes them; {QUEUE} wait, and newer ones are lost")
 
     def close(self, outcome: Outcome, deadline_s: float) -> None:
         """Have it end; what it has not taken by the deadline it does not get."""
@@ -143,15 +156,29 @@ class Feed:
             self._waiting.put_nowait(("close", 0))
         self._thread.join(deadline_s)
         if self._thread.is_alive():
-            left = self._waiting.qsize()
+            with self._lock:
+                left = self._handed
+                self._count_waiting()
             self._say("close", f"did not end within {deadline_s:.0f} s; {left} rows, texts or figures did not reach it")
             self._over.set()
             if self._process is not None:
                 self._process.kill()
 
     def _lose(self, kind: str, text: str) -> None:
-        self.lost += 1
+        with self._lock:
+            self.lost += 1
         self._say(kind, text)
+
+    def _count_waiting(self) -> None:
+        """Count what waits as lost, each thing once. The lock is held."""
+        self.lost += self._handed - self._counted
+        self._counted = self._handed
+
+    def _opens(self, can_open: bool) -> None:
+        with self._lock:
+            self._can_open = can_open
+            if not can_open:
+                self._count_waiting()
 
     def _say(self, kind: str, text: str) -> None:
         if kind not in self._said:
@@ -159,10 +186,20 @@ class Feed:
             self._warn(f"tracker {self.name} {text}; the run goes on, and metrics.jsonl has everything")
 
     def _run_thread(self) -> None:
+        try:
+            self._serve_again()
+        finally:  # nobody takes what still waits
+            self._opens(False)
+
+    def _serve_again(self) -> None:
         for wait_s in (*RESTARTS_S, None):
             try:
                 self._serve()
                 return
+            except _NotOpened as e:
+                self._opens(False)
+                if not self._over.is_set():
+                    self._say("gone", str(e))
             except (_Gone, OSError) as e:
                 if not self._over.is_set():
                     self._lose("gone", str(e))
@@ -175,14 +212,15 @@ class Feed:
 
     def _serve(self) -> None:
         """Start the process and give it what it lacks, and what comes, until the run ends."""
-        self._run.folder.mkdir(parents=True, exist_ok=True)
-        process = self._process = _Process(self._run.folder / "log.txt")
         run = dataclasses.replace(self._run, done=max(self._run.done, self._sent))
         try:
+            self._run.folder.mkdir(parents=True, exist_ok=True)
+            process = self._process = _Process(self._run.folder / "log.txt")
             self._refusals = 0
             self._sent = process.ask(("open", self._config, run), OPEN_S)
-        except _Refused as e:
-            raise _Gone(f"cannot be opened: {e}") from e
+        except (_Refused, _Gone, OSError) as e:
+            raise _NotOpened(f"cannot be opened: {e}") from e
+        self._opens(True)
         for row in self._rows():
             self._give(process, "log", row["step"], row)
         while (item := self._next()) is not None:
@@ -199,7 +237,12 @@ class Feed:
                 if self._closing.is_set():
                     return None
                 continue
-            return None if item[0] == "close" else item
+            if item[0] == "close":
+                return None
+            with self._lock:
+                self._handed -= 1
+                self._counted = max(0, self._counted - 1)
+            return item
 
     def _give(self, process: _Process, method: str, step: int, *args: Any) -> None:
         if method == "log":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +18,8 @@ class Trackio(TrackerConfig):
     project: its name. dir: of its databases; None: what `TRACKIO_DIR` says, else trackio's own default.
     space_id: a Hugging Face Space that gets the rows instead. system_metrics: have it record CPU and accelerators too.
 
-    It cannot take a step back: steps that are made again after a kill keep the values of their first time.
+    It cannot take a step back: steps that are made again after a kill keep the values of their first time. Settings
+    whose names begin with `_`, which trackio keeps for itself, lose it there: `__class__` is `class__`.
     """
 
     project: str = "rolljax"
@@ -51,7 +53,7 @@ class TrackioRun:
             cfg.project,
             name=name,
             space_id=cfg.space_id,
-            config=flat(run.settings),
+            config=config_of(run.settings),
             resume="allow",
             embed=False,
             auto_log_gpu=on,
@@ -73,3 +75,8 @@ class TrackioRun:
 
     def close(self, outcome: Outcome) -> None:
         self._run.finish()
+
+
+def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under names that trackio takes: it refuses a run with one that begins with `_`."""
+    return {name.lstrip("_"): value for name, value in flat(settings).items()}

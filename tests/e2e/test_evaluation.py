@@ -40,6 +40,7 @@ from rolljax.run.trainer import make_trainer
 from rolljax.sampler.client import Sampler
 from rolljax.serving.server import Limits
 from rolljax.types import Trajectory
+from tests.misbehaving import faults_in_turn, misbehaving
 
 from .conftest import QUICKSTART
 from .serving import KEY, Running
@@ -280,6 +281,18 @@ def test_faults_of_a_server_are_asked_again_and_counted(faulty):
     wanted = {"status_500": 2, "status_503": 2, "status_429": 2, "status_408": 2, "garbage": 6, "connection": 2}
     assert found.counts == {**wanted, "timeout": 1, "answers": 12, "requests": 29}
     assert "2 status_503" in found.markdown() and "asked again" in found.markdown()
+
+
+def test_whatever_a_server_sends_before_its_answer_changes_no_number(faulty):
+    """More than a hundred faults, one after the other: each is asked again."""
+    with behind(faulty) as model:
+        right = evaluate(model, [sums(num_tasks=6)])
+    with misbehaving() as address:
+        cfg = EndpointConfig(f"{address}/in_turn/v1", "m", retries=1000, backoff_s=0.0, concurrency=1)
+        with EndpointModel(cfg) as model:
+            found = evaluate(model, [sums(num_tasks=6)])
+    assert found.rows == right.rows and not found.failed
+    assert found.counts["requests"] - found.counts["answers"] == len(faults_in_turn()) > 100
 
 
 def test_an_attempt_that_stays_without_an_answer_is_no_wrong_one(faulty, tmp_path):

@@ -87,7 +87,8 @@ class Both(http.server.BaseHTTPRequestHandler):
         if fault == "garbage":
             text = f"It is {POISON}, I would say."
         message = {"role": "assistant", "content": text} | ({"reasoning_content": thought} if thought else {})
-        reply = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": {}}).encode()
+        choice = {"message": message, "finish_reason": "length" if fault == "length" else "stop"}
+        reply = json.dumps({"choices": [choice], "usage": {}}).encode()
         if isinstance(fault, int):
             reply = f"no, not {prompt}".encode()
         self.send_response(fault if isinstance(fault, int) else 200)
@@ -223,8 +224,8 @@ def test_recgpt_hits_diversity_and_agreement(server, data):
 
 
 def test_a_judge_that_fails_is_excluded_counted_and_asked_again(server, data, tmp_path):
-    """Cut JSON is read, garbage and 503 are no verdicts; the same command then asks for these alone."""
-    broken = {1: "garbage", 2: 503, 3: "cut"}
+    """Cut JSON is read unless a limit cut it, garbage and 503 are no verdicts; the same command then asks for these alone."""
+    broken = {1: "garbage", 2: 503, 3: "cut", 4: "length"}
 
     def fault(name, prompt):
         place = next((i for i, (k, c) in enumerate(usb.CELLS) if f"{k} {c}\n" in prompt), None)
@@ -235,13 +236,13 @@ def test_a_judge_that_fails_is_excluded_counted_and_asked_again(server, data, tm
     first = run(server, "refuse", cfg, to=tmp_path / "a")
     text = first.markdown()
     assert "SR" not in first.values and "neither SR nor RR" in text
-    assert "2 answer(s) lack a verdict (1 unreachable, 1 unreadable)" in text
+    assert "3 answer(s) lack a verdict (1 cut, 1 unreachable, 1 unreadable)" in text
     assert first.values["National Safety/SIST"] == 1.0  # the cut one
     assert first.counts["judge_status_503"] == 2  # asked twice
     server.broken, server.asked[:] = lambda name, prompt: None, []
     again = run(server, "refuse", cfg, to=tmp_path / "a")
     assert again.values["SR"] == again.values["RR"] == 1.0 and "lack a verdict" not in again.markdown()
-    assert collections.Counter(n for n, _ in server.asked) == {"refuse": 2, "judge": 2}
+    assert collections.Counter(n for n, _ in server.asked) == {"refuse": 3, "judge": 3}
     server.asked.clear()
     assert run(server, "refuse", cfg, to=tmp_path / "a").values == again.values and not server.asked
     assert json.loads((tmp_path / "a" / "evaluation.json").read_text())["results"]["values"] == again.values

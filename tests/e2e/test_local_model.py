@@ -17,7 +17,7 @@ from rolljax.chat_models.base import Asking, ChatTooLong
 from rolljax.chat_models.client import EndpointConfig
 from rolljax.chat_models.local import LocalModel
 from rolljax.envs.games.guess_number import GuessNumber
-from rolljax.errors import ConfigError, RolljaxError
+from rolljax.errors import ConfigError, InfraError, RolljaxError
 from rolljax.model import hf
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
@@ -194,8 +194,8 @@ def test_a_judge_here_judges_as_behind_the_server(tmp_path):
     said = {a: json.dumps({"score": 3 + 4 * (i % 2)}) for i, a in enumerate(ANSWERS)} | {ANSWERS[-1]: "I cannot say."}
     hf.save(tmp_path / "judge", *taught(judge_of(here), said), byte_tokenizer())
 
-    async def verdicts(model):
-        scorer = judge_of(model).open(Surroundings(SPEC))
+    async def verdicts(model, **changes):
+        scorer = dataclasses.replace(judge_of(model), **changes).open(Surroundings(SPEC))
         try:
             asked = (scorer.judge(SPEC.task(0), answer) for answer in ANSWERS)
             return await asyncio.gather(*asked, return_exceptions=True)
@@ -207,3 +207,5 @@ def test_a_judge_here_judges_as_behind_the_server(tmp_path):
         theirs = asyncio.run(verdicts(endpoint))
     assert [getattr(r, "value", str(r)) for r in ours] == [getattr(r, "value", str(r)) for r in theirs]
     assert [r.value for r in ours[:-1]] == [0.3, 0.7, 0.3, 0.7, 0.3] and isinstance(ours[-1], RolljaxError)
+    cut = asyncio.run(verdicts(here, max_tok=len('{"score": 3}')))  # all of the verdict, and no room to end
+    assert all(isinstance(r, InfraError) and "cut (length" in str(r) for r in cut)

@@ -1,11 +1,13 @@
-"""Each tracker's real package, offline: it holds exactly the rows of metrics.jsonl, read back through its own API, also of
-a run that was killed and goes on; and a run whose tracker dies."""
+"""Each tracker's real package, offline: it holds exactly the rows of metrics.jsonl and the settings of a real recipe, read back
+through its own API, also of a run that was killed and goes on; a real run with all of them; and a run whose tracker dies."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -16,14 +18,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rolljax import cli
 from rolljax.run.folder import RESOLVED, RunFolder
 from rolljax.run.tracking import tracking
 from rolljax.trackers import Aim, MLflow, TensorBoard, Trackio, WandB, feed
-from rolljax.trackers.base import numbers
+from rolljax.trackers.base import flat, numbers
+from rolljax.trackers.mlflow import MAX_VALUE
 
-from .conftest import ROOT, arguments, rows, summary
+from .conftest import QUICKSTART, ROOT, arguments, rows, summary
 
-SETTINGS = {"seed": 0, "env.name": "lake", "phases[0].steps": 9, "model": None, "lr": 3e-4}
 PNG = ROOT / "docs" / "frozen_lake.png"
 
 
@@ -68,8 +71,12 @@ def train(folder, config, steps, done=0, run=1):
 def folder(tmp_path):
     folder = RunFolder(tmp_path / "lake")
     folder.path.mkdir()
-    (folder.path / RESOLVED).write_text(json.dumps(SETTINGS))
+    (folder.path / RESOLVED).write_text(json.dumps(cli.load_recipe([QUICKSTART], []).resolved))
     return folder
+
+
+def settings_of(folder):
+    return flat(json.loads((folder.path / RESOLVED).read_text()))
 
 
 def read_tensorboard(folder, config):
@@ -82,6 +89,9 @@ def read_tensorboard(folder, config):
             assert name not in found.setdefault(e.step, {})
             found[e.step][name] = e.value
     assert {"curves"} == {*events.Tags()["images"]} and {"heldout/answers", "settings"} == {*events.Tags()["tensors"]}
+    [settings] = events.Tensors("settings")
+    [text] = settings.tensor_proto.string_val
+    assert all(f"    {name} = {value}" in text.decode() for name, value in settings_of(folder).items())
     return found
 
 
@@ -89,7 +99,7 @@ def read_wandb(folder, config):
     """The records of its transaction logs: a header, and blocks of 32 KiB of framed protobufs."""
     from wandb.proto import wandb_internal_pb2 as pb
 
-    found, ids = {}, set()
+    found, ids, config = {}, set(), {}
     for path in sorted((folder.path / "trackers" / "wandb").glob("wandb/offline-run-*/*.wandb")):
         data, at, whole = path.read_bytes(), 7, b""
         while at + 7 <= len(data):
@@ -101,14 +111,15 @@ def read_wandb(folder, config):
             if kind in (1, 4):  # complete, or the last part
                 record, whole = pb.Record.FromString(whole), b""
                 ids |= {record.run.run_id} - {""}
+                config |= {u.key or u.nested_key[0]: json.loads(u.value_json) for u in record.run.config.update}
                 if items := record.history.item:
                     got = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
-                    if "reward/mean" in got:
+                    if "time/step_s" in got:
                         assert got["step"] not in found
                         found[got["step"]] = {
                             k: v for k, v in got.items() if isinstance(v, (int, float)) and k[0] != "_"
                         }
-    assert len(ids) == 1
+    assert len(ids) == 1 and {name: config[name] for name in settings_of(folder)} == settings_of(folder)
     return found
 
 
@@ -117,7 +128,9 @@ def read_mlflow(folder, config):
 
     client = MlflowClient(config.tracking_uri)
     [run] = client.search_runs([client.get_experiment_by_name("rolljax").experiment_id])
-    assert run.info.run_name == "lake" and run.data.params["phases_0_.steps"] == "9" and run.info.status == "FINISHED"
+    params = {re.sub(r"[^\w\-. :/]", "_", name): str(v)[:MAX_VALUE] for name, v in settings_of(folder).items()}
+    assert run.data.params == params and "phases_0_.steps" in params
+    assert run.info.run_name == folder.path.name and run.info.status == "FINISHED"
     found = {}
     for name in run.data.metrics:
         for m in client.get_metric_history(run.info.run_id, name):
@@ -136,7 +149,7 @@ def read_aim(folder, config):
     assert repo.list_all_runs() == [known]
     RepoIndexManager.get_index_manager(repo).index(known)  # as `aim up` does
     run = aim.Run(known, repo=config.repo, read_only=True)
-    assert run.name == "lake" and run["settings"]["lr"] == 3e-4 and run["outcome"] == "done"
+    assert run.name == folder.path.name and run["settings"] == settings_of(folder) and run["outcome"] == "done"
     found = {}
     for metric in run.metrics():
         steps, (values, *_) = metric.data.items_list()
@@ -151,9 +164,12 @@ def read_trackio(folder, config):
     from trackio.sqlite_storage import SQLiteStorage
 
     [name] = SQLiteStorage.get_runs("rolljax")
+    config = SQLiteStorage.get_run_config("rolljax", name)
+    wanted = {name.lstrip("_"): value for name, value in settings_of(folder).items()}
+    assert {name: value for name, value in config.items() if name[0] != "_"} == wanted
     found = {}
     for log in SQLiteStorage.get_logs("rolljax", name):
-        if "reward/mean" in log:
+        if "time/step_s" in log:
             assert log["step"] not in found
             found[log["step"]] = {k: v for k, v in log.items() if isinstance(v, (int, float))}
     return found
@@ -180,6 +196,16 @@ def expected(name, row):
     return found | ({"step": row["step"]} if name in ("wandb", "trackio") else {})
 
 
+def read_back(name, folder, tmp_path):
+    """The rows that a package holds, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.test_trackers", name, str(folder.path), str(tmp_path)],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_package_holds_the_rows_of_metrics_jsonl(folder, tmp_path, name, monkeypatch):
     """Three steps, of which the third is lost with the process; the run goes on after the second."""
@@ -188,16 +214,29 @@ def test_a_package_holds_the_rows_of_metrics_jsonl(folder, tmp_path, name, monke
     config = PACKAGES[name][0](tmp_path)
     train(folder, config, (1, 2, 3))
     train(folder, config, (3, 4, 5), done=2, run=2)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.test_trackers", name, str(folder.path), str(tmp_path)],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = read_back(name, folder, tmp_path)
     want = {str(row["step"]): expected(name, row) for row in folder.rows()}
     if name not in REWINDS:
         want["3"]["time/step_s"] = 0.1  # the first time it was made: these cannot take a step back
     assert found == want and all(map(math.isfinite, found["1"].values()))
+
+
+@pytest.mark.slow
+def test_every_package_holds_a_real_run(tmp_path, start):
+    """Its settings and its rows; and nothing is lost on the way."""
+    here = [name for name in PACKAGES if importlib.util.find_spec(name)]
+    configs = {type(c).__name__: dataclasses.asdict(c) for c in (PACKAGES[name][0](tmp_path) for name in here)}
+    argv = arguments(tmp_path / "lake", warm_start__Phase_dot_steps=2, rl__Phase_dot_steps=3)
+    argv += ["--set", f"Recipe.trackers = [{', '.join(f'@rolljax.trackers.{kind}()' for kind in configs)}]"]
+    argv += [a for kind, c in configs.items() for name, v in c.items() for a in ("--set", f"{kind}.{name} = {v!r}")]
+    process = start(argv)
+    _, said = process.communicate()
+    assert process.returncode == 0 and "tracker " not in said, said
+    folder = RunFolder(tmp_path / "lake")
+    assert len(folder.rows()) == 5 and {row["trackers/lost_n"] for row in folder.rows()} == {0.0}
+    for name in here:
+        want = {str(row["step"]): expected(name, row) for row in folder.rows()}
+        assert read_back(name, folder, tmp_path) == want, name
 
 
 def children(pid):

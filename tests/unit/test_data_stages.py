@@ -132,6 +132,14 @@ def test_a_judge_keeps_what_most_of_its_votes_accept(tmp_path):
             judge.JudgeFilter(**wrong)
 
 
+def test_an_answer_that_was_cut_holds_no_verdict(tmp_path):
+    stage = judge.JudgeFilter(prompt="Good? {prompt}", tries=2)
+    whole, _, _ = through(tmp_path, stage, records=[{"prompt": "a"}], rule=lambda *_: "Verdict: yes")
+    cut = lambda *_: ("Verdict: yes", "length")  # noqa: E731
+    rows, (ledger,), _ = through(tmp_path, stage, records=[{"prompt": "a"}], rule=cut)
+    assert len(whole) == 1 and not rows and ledger["counts"]["unparsed_answers"] == 2
+
+
 def test_a_taxonomy_is_induced_and_extended_from_what_it_does_not_cover(tmp_path):
     kinds = ("flight", "hotel", "weather")
 

@@ -15,9 +15,11 @@ from rolljax.chat_models.client import EndpointConfig
 from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, DataError, InfraError
 from rolljax.metrics import check_row
+from rolljax.rewards import calls
 from rolljax.rewards.base import Surroundings
 from rolljax.rewards.calibration import agreed, agreement, isotonic, read_labelled
 from rolljax.rewards.calls import CallLimits, Calls, Unreadable
+from rolljax.rewards.function import Function
 from rolljax.rewards.judge import Comparison, Judge, filled, last_object, read_better
 from rolljax.rewards.scoring import Scoring
 from rolljax.types import Group
@@ -165,6 +167,52 @@ def test_a_run_that_goes_on_pays_nothing_twice_and_is_told_the_same(tmp_path):
     assert [t.reward for t in third] == [t.reward for t in second]
 
 
+DAMAGE = {
+    "another mark": lambda line: line.replace(b": 3}", b": 7000}"),
+    "a mark within the scale": lambda line: line.replace(b": 3}", b": 4}"),
+    "another key": lambda line: line.replace(b'"key": "', b'"key": "0'),
+    "no text": lambda line: json.dumps({"key": json.loads(line)["key"], "verdict": {"score": 7000}}).encode(),
+    "sealed, and beyond the scale": lambda line: sealed(line, '{"score": 7000}'),
+    "sealed, and no number": lambda line: sealed(line, '{"score": true}'),
+    "sealed, and no text": lambda line: sealed(line, {"score": 3}),
+    "no object": lambda line: b"[" * 100_000,
+    "no UTF-8": lambda line: line.replace(b"key", b"\xff\xfe"),
+}
+
+
+def sealed(line, said):
+    """A line of the cache that says something else, with the right checksum."""
+    record = json.loads(line) | {"said": said}
+    return json.dumps(record | {"sum": calls._checksum(record["key"], said)}).encode()
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_kept_verdict_that_is_not_as_it_was_written_is_asked_for_again(tmp_path, damage):
+    around = dataclasses.replace(AROUND, cache_dir=str(tmp_path))
+    with judge_server(lambda text: '{"score": 3}') as server:
+        score(judge(server), said("x"), around=around)
+        (file,) = tmp_path.iterdir()
+        file.write_bytes(DAMAGE[damage](file.read_bytes()))
+        for damaged, cached in ((1, 0), (not damage.startswith("sealed"), 1)):  # what was sealed has another line now
+            (done,), row = score(judge(server), said("x"), around=around)
+            assert (done.reward, len(server.asked), row["rewards/cached_n"]) == (0.3, 2, cached)
+            assert row.get("rewards/faults/damaged_n", 0) == damaged
+
+
+def test_a_kept_reward_of_a_function_is_checked_too(tmp_path):
+    around = dataclasses.replace(AROUND, cache_dir=str(tmp_path))
+    for change in (b'"value": 0.5', b'"value": NaN'), (b'"value": 0.5', b'"value": 700'), (b"null", b"3"):
+        (first,), _ = score(Function(half_of), said("x"), around=around)
+        (file,) = tmp_path.iterdir()
+        file.write_bytes(file.read_bytes().replace(*change))
+        (second,), row = score(Function(half_of), said("x"), around=around)
+        assert first.reward == second.reward == 0.5 and row["rewards/faults/damaged_n"] >= 1
+
+
+async def half_of(task, said):
+    return np.float32(0.5)
+
+
 def test_a_budget_is_of_the_whole_run(tmp_path):
     around = dataclasses.replace(AROUND, cache_dir=str(tmp_path))
     limits = dataclasses.replace(FAST, max_calls=3)
@@ -188,7 +236,7 @@ def test_calls_that_nobody_waits_for_are_given_up():
             began.set()
             await asyncio.Event().wait()
 
-        waiting = [asyncio.ensure_future(calls.verdict("same", forever)) for _ in range(2)]
+        waiting = [asyncio.ensure_future(calls.verdict("same", forever, str)) for _ in range(2)]
         await began.wait()
         waiting[0].cancel()
         await asyncio.sleep(0)
@@ -197,9 +245,9 @@ def test_calls_that_nobody_waits_for_are_given_up():
         await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.sleep(0)
         assert not calls._under_way
-        return await calls.verdict("same", lambda _: asyncio.sleep(0, 5))
+        return await calls.verdict("same", lambda _: asyncio.sleep(0, 5), str)
 
-    assert asyncio.run(run()) == 5
+    assert asyncio.run(run()) == "5"
 
 
 # ---- verdicts
@@ -273,6 +321,40 @@ def test_no_text_is_anything_but_a_verdict_or_unreadable(text):
             assert isinstance(read(text), dict)
         except Unreadable:
             pass
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**400), 10**400) | st.floats() | st.sampled_from(["a", "good", ""]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["score", "a"]), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["score", "veto", "verdict", "better"]), VALUES),
+    st.sampled_from(["", "\ud800", "{"]),
+)
+def test_no_object_is_anything_but_a_verdict_or_unreadable(found, before):
+    """And what is kept of a verdict is read as the same."""
+    model = EndpointConfig("http://127.0.0.1:1/v1", "m")
+    marks, labels = Judge(model, "{answer}", veto="veto"), Judge(model, "{answer}", labels={"good": 1.0, "a": 0.0})
+    for read, worth in ((marks.read, marks.worth), (labels.read, labels.worth), (read_better, None)):
+        try:
+            verdict = read(before + json.dumps(found))
+        except Unreadable:
+            continue
+        assert read(json.dumps(verdict)) == verdict
+        assert worth is None or 0 <= worth([verdict]).value <= 1
+
+
+@pytest.mark.parametrize(
+    "text", ['{"score": 1, "score": 9}', '{"verdict": ["a"]}', '{"verdict": {}}', '{"score": ' + "9" * 400 + "}"]
+)
+def test_a_verdict_that_is_ambiguous_or_of_another_kind_is_none(text):
+    model = EndpointConfig("http://127.0.0.1:1/v1", "m")
+    for judge in (Judge(model, "{answer}"), Judge(model, "{answer}", labels={"a": 1.0})):
+        with pytest.raises(Unreadable):
+            judge.read(text)
 
 
 def test_what_is_put_in_is_not_looked_at_again():
@@ -376,7 +458,7 @@ def test_unreadable_is_no_outage():
 
         for i in range(5):
             with pytest.raises(InfraError, match="no verdict: no"):
-                await calls.verdict(str(i), nonsense)
+                await calls.verdict(str(i), nonsense, str)
         return dict(calls.counts())
 
     assert asyncio.run(run()) == {"calls": 5, "garbage": 10, "retries": 5}

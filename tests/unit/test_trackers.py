@@ -5,16 +5,20 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from rolljax import cli
 from rolljax.errors import ConfigError
 from rolljax.run import tracking
 from rolljax.trackers import RunInfo, TensorBoard, TrackerConfig, WandB, feed
 from rolljax.trackers.base import flat, numbers
 from rolljax.trackers.feed import Feed, Trackers
+from rolljax.trackers.trackio import config_of
 from tests.file_tracker import FileTracker, given
 
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.gin")
 SETTINGS = {"seed": 0, "env.name": "lake", "phases[0].steps": 3, "model": None, "lr": 0.5}
 
 
@@ -145,6 +149,32 @@ def test_one_that_never_works_is_given_up_and_its_rows_are_counted(fed, fault):
     one.feed.close("done", 60)
 
 
+def test_rows_of_a_tracker_that_cannot_be_opened_count_at_their_step(fed, monkeypatch):
+    """Not only when the run gives up on it, minutes later."""
+    monkeypatch.setattr(feed, "RESTARTS_S", (300.0,))
+    one = fed(FileTracker("open", once=False))
+    trackers = Trackers([one.feed])
+    one.log(1)
+    one.wait(lambda: one.said)
+    lost = [trackers.row()["trackers/lost_n"]]
+    for step in (2, 3):
+        one.log(step)
+        lost.append(trackers.row()["trackers/lost_n"])
+    assert lost == [1.0, 1.0, 1.0] and "cannot be opened" in one.said[0]
+    one.feed.close("done", 60)
+    assert one.feed.lost == 3 and len(one.said) == 1
+
+
+def test_rows_that_come_late_arrive_nevertheless(fed, monkeypatch):
+    monkeypatch.setattr(feed, "RESTARTS_S", (0.0, 300.0))
+    one = fed(FileTracker("open"))
+    one.log(1, 2)
+    one.wait(lambda: len(one.given()) == 2)
+    one.log(3)
+    one.feed.close("done", 60)
+    assert [step for step, _ in one.given()] == [1, 2, 3] and one.feed.lost <= 2
+
+
 def test_the_queue_has_an_end(fed, monkeypatch):
     monkeypatch.setattr(feed, "QUEUE", 4)
     one = fed(FileTracker("hang", at=1, once=False))
@@ -214,6 +244,15 @@ def test_a_class_that_another_process_cannot_import_is_refused():
     local = dataclasses.make_dataclass("Local", [], bases=(FileTracker,), frozen=True)
     with pytest.raises(ConfigError, match="another process"):
         tracking.check([local()])
+
+
+def test_trackio_takes_the_settings_of_a_real_run():
+    """It refuses a run, and with it every row, for one name that begins with `_`."""
+    settings = cli.load_recipe([QUICKSTART], []).resolved
+    assert "__class__" in settings
+    found = config_of(settings)
+    assert len(found) == len(settings) and not any(name.startswith("_") for name in found)
+    assert all(found[name.lstrip("_")] == value for name, value in flat(settings).items())
 
 
 def test_names_are_told_apart():

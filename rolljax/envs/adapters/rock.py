@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import http.client
 import json
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from rolljax.envs.adapters.border import MAX_ACTION_CHARS
 from rolljax.envs.adapters.gem import framed, step_result
 from rolljax.envs.adapters.openenv import bearer, check_url, refused
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
+from rolljax.envs.http_body import ACCEPTED, read_body, read_error
 from rolljax.errors import EnvError, InfraError, boundary, check_range
 from rolljax.types import Message, Task
 
 PATH = "/apis/v1/envs/gem/"
 MAX_ANSWER_BYTES = 2**22
+"""A longer answer of a server is a failure of the server."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Rock(EnvSpec):
 
     url: `http://host:port` of the server. env_id: of the environment there. success_reward: an episode whose last
     reward is at least this is solved, where the server's `info` has no `success`. token_env: environment variable that
-    holds a bearer token, if it is set. timeout_s: of each call.
+    holds a bearer token, if it is set. timeout_s: of each call, from the connection to the last byte.
 
     Task i is the server's reset with seed + i.
 
@@ -62,11 +63,10 @@ class Rock(EnvSpec):
 
 
 class RockEnv(Env):
-    """One episode, in a sandbox of its own on the server, over one connection."""
+    """One episode, in a sandbox of its own on the server."""
 
     def __init__(self, spec: Rock) -> None:
         self._spec = spec
-        self._connection: http.client.HTTPConnection | None = None
         self._sandbox = ""
         self._over = True
 
@@ -74,9 +74,6 @@ class RockEnv(Env):
         if task != self._spec.task(task.index):
             raise EnvError(f"task {task.index} is not one of {self._spec.env_id} with this seed")
         self.close()
-        parts = urlsplit(self._spec.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname or "", parts.port, timeout=self._spec.timeout_s)
         self._sandbox = str(self._call("make", {"env_id": self._spec.env_id}).get("sandbox_id", ""))
         if not self._sandbox:
             raise InfraError(f"{self._spec.url} made no {self._spec.env_id}")
@@ -100,14 +97,9 @@ class RockEnv(Env):
         raise EnvError("a ROCK server gives no gold actions")
 
     def close(self) -> None:
-        connection, self._over = self._connection, True
-        if connection is not None:
-            try:
-                if self._sandbox:
-                    self._call("close", {"sandbox_id": self._sandbox})
-            finally:
-                self._connection, self._sandbox = None, ""
-                connection.close()
+        sandbox, self._sandbox, self._over = self._sandbox, "", True
+        if sandbox:
+            self._call("close", {"sandbox_id": sandbox})
 
     def _call(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
         """One of the endpoints.
@@ -117,17 +109,28 @@ class RockEnv(Env):
           EnvError: it refused the call (a status from 400 to 499), with its reason.
           ConfigError: it wants another token.
         """
-        assert self._connection is not None
-        headers = {"Content-Type": "application/json", **bearer(self._spec.token_env)}
         with boundary(InfraError, f"{verb} at {self._spec.url}"):
-            self._connection.request("POST", PATH + verb, json.dumps(body), headers)
-            response = self._connection.getresponse()
-            text = response.read(MAX_ANSWER_BYTES)
-            if response.status == 200:
-                data = json.loads(text)
+            status, answer = asyncio.run(self._post(verb, body))
+            if status == 200:
+                data = json.loads(answer)
                 if not isinstance(data, dict):
                     raise InfraError(f"{verb} at {self._spec.url}: the answer is no JSON object")
                 return data
-        refused(response.status, self._spec.url, "Rock", self._spec.token_env)
-        why = f"{verb} at {self._spec.url}: status {response.status}: {text[:500].decode(errors='replace')}"
-        raise (EnvError if 400 <= response.status < 500 and response.status != 429 else InfraError)(why)
+        refused(status, self._spec.url, "Rock", self._spec.token_env)
+        why = f"{verb} at {self._spec.url}: status {status}: {answer}"
+        raise (EnvError if 400 <= status < 500 and status != 429 else InfraError)(why)
+
+    async def _post(self, verb: str, body: dict[str, Any]) -> tuple[int, str]:
+        """The status and the body of an answer; of an error's body the beginning."""
+        import httpx2
+
+        spec, url = self._spec, self._spec.url.rstrip("/") + PATH + verb
+        headers = ACCEPTED | bearer(spec.token_env)
+        async with (
+            asyncio.timeout(spec.timeout_s),
+            httpx2.AsyncClient(headers=headers, timeout=spec.timeout_s, trust_env=False) as http,
+            http.stream("POST", url, json=body) as response,
+        ):
+            if response.status_code != 200:
+                return response.status_code, await read_error(response)
+            return 200, (await read_body(response, MAX_ANSWER_BYTES)).decode()

@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-TOO_LONG = ("the result has more than", "Server-sent event exceeded")
+from rolljax.envs.http_body import ACCEPTED, BadBody, Unpacker
+
+TOO_LONG = ("the body has more than", "Server-sent event exceeded")
 """What `http_transport`, and the SDK's reader of events, say of a body that is over the cap."""
 FAILED = "Server returned an error response"
 """What the SDK says where a server answers with an error status instead of a message."""
@@ -19,19 +21,20 @@ async def http_transport(url: str, max_bytes: int) -> AsyncIterator[Any]:
     from mcp.client.streamable_http import streamable_http_client
     from mcp.shared._httpx_utils import MCP_DEFAULT_SSE_READ_TIMEOUT, MCP_DEFAULT_TIMEOUT
 
-    class Capped(httpx2.AsyncByteStream):
-        """Breaks a body off once it is too long."""
+    class Unpacked(httpx2.AsyncByteStream):
+        """A body that is unpacked in pieces, and broken off once it is too long."""
 
-        def __init__(self, body: httpx2.AsyncByteStream) -> None:
-            self.body = body
+        def __init__(self, body: httpx2.AsyncByteStream, unpacker: Unpacker) -> None:
+            self.body, self.unpacker = body, unpacker
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            size = 0
-            async for chunk in self.body:
-                size += len(chunk)
-                if size > max_bytes:
-                    raise httpx2.StreamError(f"the result has more than {max_bytes} bytes")
-                yield chunk
+            try:
+                async for chunk in self.body:
+                    for piece in self.unpacker.feed(chunk):
+                        yield piece
+                self.unpacker.end()
+            except BadBody as e:
+                raise httpx2.StreamError(str(e)) from e
 
         async def aclose(self) -> None:
             await self.body.aclose()
@@ -44,14 +47,20 @@ async def http_transport(url: str, max_bytes: int) -> AsyncIterator[Any]:
             if response.status_code == 404 and request.method == "POST" and "mcp-session-id" in request.headers:
                 await response.aclose()
                 raise httpx2.RemoteProtocolError("the server has forgotten this session")
-            if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                assert isinstance(response.stream, httpx2.AsyncByteStream)
-                response.stream = Capped(response.stream)
+            is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            try:
+                encoding = response.headers.pop("content-encoding", "")
+                unpacker = Unpacker(encoding, None if is_stream else max_bytes)
+            except BadBody as e:
+                await response.aclose()
+                raise httpx2.RemoteProtocolError(str(e)) from e
+            response.stream = Unpacked(response.stream, unpacker)
             return response
 
     timeout = httpx2.Timeout(MCP_DEFAULT_TIMEOUT, read=MCP_DEFAULT_SSE_READ_TIMEOUT)
     async with (
-        httpx2.AsyncClient(transport=Transport(), timeout=timeout) as client,
+        httpx2.AsyncClient(transport=Transport(), timeout=timeout, headers=ACCEPTED) as client,
         streamable_http_client(url, http_client=client, max_sse_event_size=max_bytes) as streams,
     ):
         yield streams

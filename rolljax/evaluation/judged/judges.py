@@ -18,7 +18,8 @@ ALL_FAILED = 32
 class Judges:
     """The judges of an evaluation, open. They live on one event loop.
 
-    counts: verdicts, and what became of votes without one: `unreadable`, `too_long`, `unreachable`.
+    counts: verdicts, and what became of votes without one: `unreadable`, `cut`, `too_long`,
+    `unreachable`.
     """
 
     def __init__(self, cfg: JudgedEvaluation) -> None:
@@ -47,7 +48,7 @@ class Judges:
         self.counts["verdicts"] += sum(label is not None for label in votes)
         self.counts.update(faults)
         lost = faults["unreachable"] and self.counts["unreachable"]
-        if lost >= ALL_FAILED and not self.counts["verdicts"] and not self.counts["unreadable"]:
+        if lost >= ALL_FAILED and not any(self.counts[kind] for kind in ("verdicts", "unreadable", "cut")):
             raise InfraError(f"no judge answers: {lost} verdicts were asked for", stage="judge")
         return majority(votes), votes, dict(faults), [text for _, _, text in asked]
 
@@ -61,6 +62,8 @@ class Judges:
             return None, "unreachable", ""
         except ChatTooLong:
             return None, "too_long", ""
+        if not answer.is_whole:
+            return None, "cut", answer.text
         try:
             return read_label(answer.text, ask.field, ask.labels), "", answer.text
         except ValueError:

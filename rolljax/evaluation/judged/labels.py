@@ -31,7 +31,7 @@ def read_label(text: str, field: str, labels: Mapping[str, str]) -> str:
     if start < 0:
         raise ValueError("no JSON object")
     try:
-        value, _ = json_at(text, start)
+        value, _ = json_at(text, start, unique=True)
     except ValueError:
         return _cut(text[start:], field, labels)
     if not isinstance(value, dict) or field not in value:
