@@ -43,7 +43,7 @@ class ChatAnswer:
     @property
     def is_whole(self) -> bool:
         """True if the model ended the answer itself. No verdict is read from an answer that was cut: the model might
-        have taken back what stands there."""
+        have gone on to change it."""
         return self.finish_reason == "stop"
 
 

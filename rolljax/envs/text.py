@@ -124,7 +124,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{twice[:40]!r} stands in it twice")
+        raise ValueError(f"the key {twice[:40]!r} is given twice")
     return found
 
 

@@ -4,7 +4,7 @@
 
 Each tracker has a thread and a process of its own. One that raises, hangs or dies costs rows of that tracker, which are
 counted (`trackers/lost_n`) and said once. What was lost with a process is given again when it has been started anew, or
-when the run goes on: rows come from metrics.jsonl, and a tracker knows the newest that it holds. What is handed over
+when the run continues: rows come from metrics.jsonl, and a tracker knows the newest that it holds. What is handed over
 while a tracker cannot be opened counts as lost at once, and reaches it late if it can be opened later.
 """
 
@@ -188,7 +188,7 @@ class Feed:
     def _run_thread(self) -> None:
         try:
             self._serve_again()
-        finally:  # nobody takes what still waits
+        finally:  # what still waits is lost
             self._opens(False)
 
     def _serve_again(self) -> None:

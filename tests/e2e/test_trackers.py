@@ -1,5 +1,5 @@
 """Each tracker's real package, offline: it holds exactly the rows of metrics.jsonl and the settings of a real recipe, read back
-through its own API, also of a run that was killed and goes on; a real run with all of them; and a run whose tracker dies."""
+through its own API, also of a run that was killed and continues; a real run with all of them; and a run whose tracker dies."""
 
 import contextlib
 import dataclasses

@@ -128,6 +128,6 @@ def test_a_body_of_too_many_values_is_not_read():
 def test_a_key_that_stands_in_an_object_twice_is_found_in_one_pass(read):
     """Of 200,000 keys: looking for each among all others would take hours."""
     text = "{" + "".join(f'"k{i}": 0, ' for i in range(200_000)) + '"k199999": 1}'
-    with pytest.raises(ValueError, match="'k199999' stands in it twice"):
+    with pytest.raises(ValueError, match="'k199999' (is given|stands in it) twice"):
         read(text)
     assert read_json('{"a": 1, "a": 2}') == {"a": 2}
