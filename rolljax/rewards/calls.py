@@ -1,10 +1,9 @@
 """Calls that rewards make of judges, servers and functions that wait: each has a deadline, is made again, is kept.
 
 A verdict is asked for under a key, a hash of all that it depends on. The same key is asked once, also by calls that
-come while it is under way, and what it was answered stands in the folder of a run, so that a run that continues pays for
-nothing twice and gets the same verdicts. What is kept has a checksum, and is read as strictly as a new answer. While
-whoever is asked is down, calls wait at a breaker; only when that takes too long they fail, as the infrastructure's
-fault.
+come while it is under way. The answer is kept in the folder of a run, so that a run that continues pays for nothing
+twice and gets the same verdicts. What is kept has a checksum, and is read as strictly as a new answer. While whoever is
+asked is down, calls wait at a breaker; only when that takes too long they fail, as the infrastructure's fault.
 """
 
 from __future__ import annotations
@@ -197,8 +196,8 @@ class Calls:
         """The verdict on `what`; from an earlier call if there was one.
 
         Args:
-          what: all that the answer depends on, in addition to the identity. ask: asks, and returns what is kept, as JSON; it is
-            given the number of the attempt. read: makes the verdict of what is kept, or raises `Unreadable`.
+          what: all that the answer depends on, in addition to the identity. ask: asks, and returns what is kept, as
+            JSON; it is given the number of the attempt. read: makes the verdict of what is kept, or raises `Unreadable`.
 
         Raises:
           InfraError: there is no answer. EnvError: whatever is asked is broken; `ask` or `read` raised it.
