@@ -5,7 +5,8 @@ trained while the trainer is at most `async_ratio` versions further; its age cou
 that a long answer is as old as it is. One rule serves synchronous and asynchronous training, dynamic sampling,
 redundancy and tail batching (ROLL Flash, arXiv 2510.11345; RollPacker, arXiv 2509.21009):
 
-- *capacity*: at most `(1 + async_ratio) x prompts_per_step` groups are in flight and ready together, beside spares;
+- *capacity*: at most `(1 + async_ratio) x prompts_per_step` groups, and `spare_prompts` more, are in flight and ready
+  together;
 - *oldest start first*: of the groups that are ready a step takes those that began first, so that short answers are not
   preferred;
 - *in time*: after a step at version `n`, of the groups that it did not take at most `(async_ratio - j) x
@@ -13,7 +14,9 @@ redundancy and tail batching (ROLL Flash, arXiv 2510.11345; RollPacker, arXiv 25
   young enough, and a step waits only for groups that would otherwise be too old: nothing that was begun is lost;
 - *by domain*: where there are domains, `shares.StepPlan` says how many groups of each a step trains. All of the above
   then holds within each domain: a group begins for the first place of the plan that has none, so what was dropped is
-  replaced by one of its own domain.
+  replaced by one of its own domain;
+- *every prompt*: unless `late` is `drop`, a prompt is drawn only when the plan has a place for it beside all prompts of
+  its domain that are not trained yet. Spares then are prompts of later steps, and the phase's last step has none.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class Admission:
     prompts_per_step: groups of a step. num_steps: of the phase.
     async_ratio: most versions between the start of a group and its training; 0 is synchronous. A fraction `f` beyond a
       whole number lets `f x prompts_per_step` groups of a step be one version older.
-    spare_prompts: so many more groups are kept in flight than are needed.
+    spare_prompts: so many more groups are kept in flight than are needed; with `redraw`, prompts of later steps.
     late: what becomes of a group that is not ready when the policy has moved on. wait: there is none, steps wait for
       it. redraw: it begins again, with the newest policy and the same randomness, and is then waited for. drop: it is
       let go, and its prompt is not trained.
@@ -212,57 +215,78 @@ class GroupBuffer:
     def _next(self, version: int) -> tuple[int, bool, str] | None:
         """Draw of the next group, whether it is kept, and its domain."""
         rules = self.admission
-        if rules.in_rounds and self._some_finished and self.num_ready < len(self):
-            return None
         if self._restart:
+            if version <= self._taken_at and len(self) >= rules.allowed(0):
+                return None
             entry = self._restart.pop(0)
             return entry.draw, entry.kept, entry.domain
+        if rules.in_rounds and self._some_finished and self.num_ready < len(self):
+            return None
         if rules.tail:
             return self._next_of_round(version, rules.tail)
         places, spares = self._places(version)
-        domain = self._first_open(places + spares)
-        if domain is None:
+        if len(self) >= len(places) + len(spares):
             return None
-        again = next((draw for draw, of in self._again.items() if of == domain), None)
-        if again is not None and sum(e.kept and e.domain == domain for e in self) < places.count(domain):
-            return again, True, domain
-        if rules.late != "drop" and not self._num_new and not self.plan.is_mixed:
-            return None
-        return self.num_drawn, rules.late == "wait", domain
+        for domain in self._open([*places, *spares]):
+            again = next((draw for draw, of in self._again.items() if of == domain), None)
+            if again is not None and sum(e.kept and e.domain == domain for e in self) < places.count(domain):
+                return again, True, domain
+            if rules.late == "drop" or self._has_new(domain, len(places) + len(spares)):
+                return self.num_drawn, rules.late == "wait", domain
+        return None
 
     @property
     def _step(self) -> int:
         """Index of the step that trains next."""
         return self.num_trained // self.admission.prompts_per_step
 
+    @property
+    def _left(self) -> int:
+        """Groups that the phase still trains."""
+        return self.admission.prompts_per_step * self.admission.num_steps - self.num_trained
+
     def _places(self, version: int) -> tuple[list[str], list[str]]:
-        """Domains of the groups that may be in flight and ready together, in the order of the plan; those of spares."""
+        """Domains of the groups that may be in flight and ready together, in the order of the plan; those of spares:
+        the places behind them, or where late groups are dropped, those of the next step once more."""
         rules = self.admission
         capacity, spares = rules.allowed(0), 0
         if version > self._taken_at:
             capacity, spares = capacity + rules.prompts_per_step, rules.spare_prompts
-        if not capacity:
+        if not capacity or not self._left:
             return [], []
-        left = rules.prompts_per_step * rules.num_steps - self.num_trained
-        places = list(self.plan.first(self._step, min(capacity, left)))
-        return places, list(itertools.islice(itertools.cycle(self.plan.places(self._step)), spares)) if spares else []
+        capacity = min(capacity, self._left)
+        if rules.late == "drop":
+            again = itertools.cycle(self.plan.places(self._step))
+            return list(self.plan.first(self._step, capacity)), list(itertools.islice(again, spares))
+        places = list(self.plan.first(self._step, min(capacity + spares, self._left)))
+        return places[:capacity], places[capacity:]
 
-    def _first_open(self, places: list[str]) -> str | None:
-        """Domain of the first place that no group stands at."""
-        standing = Counter(e.domain for e in self)
+    def _open(self, places: list[str]) -> list[str]:
+        """Domains of the places that no group stands at."""
+        standing, found = Counter(e.domain for e in self), []
         for domain in places:
-            if not standing[domain]:
-                return domain
-            standing[domain] -= 1
-        return None
+            if standing[domain]:
+                standing[domain] -= 1
+            else:
+                found.append(domain)
+        return found
+
+    def _has_new(self, domain: str, num_places: int) -> bool:
+        """Whether the phase trains one more prompt of a domain than were drawn and not trained yet.
+
+        Args:
+          num_places: as many places of the plan may have a group now.
+        """
+        drawn = sum(e.domain == domain for e in self) + sum(of == domain for of in self._again.values())
+        known = self.plan.first(self._step, min(num_places + len(self._again), self._left))
+        return drawn < sum(of == domain for of in known)
+
+    # ---- tail batching
 
     @property
     def _num_new(self) -> int:
         """Prompts of the phase that were not drawn yet, if each is to be trained once."""
-        replaced = self.dropped["no_signal"] + self.dropped["failed"]
-        return self.admission.prompts_per_step * self.admission.num_steps + replaced - self.num_drawn
-
-    # ---- tail batching
+        return self._left - len(self) - len(self._again)
 
     def _next_of_round(self, version: int, tail: TailBatching) -> tuple[int, bool, str] | None:
         if version <= self._taken_at:
@@ -380,8 +404,11 @@ class GroupBuffer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs, as JSON; the groups that are ready are saved beside it."""
-        planned = {"plan": self.plan.state()} if self.plan.is_mixed else {}
-        return planned | {
+        parts: dict[str, Any] = {"plan": self.plan.state()} if self.plan.is_mixed else {}
+        if self._replaced or self._some_finished or self._round_size:  # in the middle of a step
+            parts["replaced"], parts["some_finished"] = self._replaced, self._some_finished
+            parts["round"] = {"next": list(self._round), "size": self._round_size, "is_short": self._is_short}
+        return parts | {
             "num_started": self.num_started + len(self._restart),
             "num_trained": self.num_trained,
             "num_drawn": self.num_drawn,
@@ -401,11 +428,13 @@ class GroupBuffer:
         self.num_trained, self.num_drawn = state["num_trained"], state["num_drawn"]
         self.dropped, self._taken_at = Counter(state["dropped"]), state["taken_at"]
         self._again = {draw: of.get(draw, "") for draw in state["again"]}
+        if "round" in state:
+            self._replaced, self._some_finished = state["replaced"], state["some_finished"]
+            self._round = [(draw, kept) for draw, kept in state["round"]["next"]]
+            self._round_size, self._is_short = state["round"]["size"], state["round"]["is_short"]
         entries = [Entry(**e | {"domain": of.get(e["draw"], "")}) for e in state["entries"]]
         if "plan" in state:
             self.plan.restore(state["plan"])
         self._entries = {e.draw: e for e in entries if e.ready}
         self._restart = [e for e in entries if not e.ready]
         self.num_started = state["num_started"] - len(self._restart)
-        if self.admission.tail and entries:  # in the middle of a round
-            self._round_size, self._is_short = len(entries), not entries[0].kept

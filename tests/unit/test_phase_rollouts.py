@@ -681,6 +681,8 @@ def test_every_step_trains_the_shares_of_its_domains(chat, tmp_path, name):
     for each in (run, again):
         each.check_conserved()
         assert len(set(each.draws)) == len(each.draws) == 8 * PROMPTS
+        if settings.get("late") != "drop" and "rounds" not in settings:
+            assert sorted(each.draws) == list(range(8 * PROMPTS))  # spares too
         for step, row in zip(run.steps, run.rows, strict=True):
             number = sum(g.task.env == "x" for g in step.trained)
             assert abs(number - PROMPTS * row["domain/x/share_frac"]) < 1
