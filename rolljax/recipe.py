@@ -410,6 +410,17 @@ class Recipe:
 
         return dataclasses.replace(self, phases=tuple(map(of, self.phases)))
 
+    def check_rates(self) -> None:
+        """Raise `ConfigError` if the weights of a folder have no learning rate that was set."""
+        if not isinstance(self.model, str):
+            return
+        for phase in self.phases:
+            if phase.algorithm.trains_policy:
+                phase.optimizer.check_rate(self.model)
+            critic = phase.algorithm.needs().critics
+            if critic is not None and not isinstance(critic.model, DecoderConfig):
+                critic.optimizer.check_rate(self.model)
+
     def check_mesh(self, mesh: Mesh) -> None:
         """What only shows on a mesh: rows must divide over the batch shards, and their tokens over `context`."""
         shards, parts = num_batch_shards(mesh), mesh.shape["context"]

@@ -35,6 +35,7 @@ from rolljax.config.classes import (
     shipped_beside,
 )
 from rolljax.config.files import include_path, read
+from rolljax.config.foreign import foreign
 from rolljax.config.values import Macro, Ref, leaves, map_leaves, setting_value, statements
 from rolljax.errors import ConfigError
 
@@ -129,6 +130,8 @@ class Source:
         selector, _, field = selector.rpartition(".")
         if (None, "", name) in self.live:
             scope, selector, field = "", name, ""
+        elif error := self._foreign(name, selector, field, where):
+            raise error
         elif not selector:
             macros = [b.field for b in self.live.values() if not b.cls]
             holders = [f"{c.__name__}.{name}" for c in self.nameable() if name in fields(c)]
@@ -140,6 +143,14 @@ class Source:
                 or "write Class.field",
             )
         self._bind(context, scope, selector, field, value())
+
+    def _foreign(self, name: str, selector: str, field: str, where: str) -> ConfigError | None:
+        """The error for a setting that has another framework's name, and no field of this config."""
+        error = foreign(name, {f for cls in self.nameable() for f in fields(cls)}, where)
+        with contextlib.suppress(ConfigError):
+            if error and selector and field in fields(self._find(selector, where)):
+                return None
+        return error
 
     def check_macros(self) -> None:
         """Every %name is defined, and every %gin.REQUIRED was set."""

@@ -15,8 +15,8 @@ redundancy and tail batching (ROLL Flash, arXiv 2510.11345; RollPacker, arXiv 25
 - *by domain*: where there are domains, `shares.StepPlan` says how many groups of each a step trains. All of the above
   then holds within each domain: a group begins for the first place of the plan that has none, so what was dropped is
   replaced by one of its own domain;
-- *every prompt*: unless `late` is `drop`, a prompt is drawn only when the plan has a place for it beside all prompts of
-  its domain that are not trained yet. Spares then are prompts of later steps, and the phase's last step has none.
+- *every prompt*: unless `late` is `drop`, a prompt is drawn only when the plan has a place for it in addition to all
+  prompts of its domain that are not trained yet. Spares are prompts of later steps then, and the last step has none.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Admission:
     prompts_per_step: groups of a step. num_steps: of the phase.
     async_ratio: most versions between the start of a group and its training; 0 is synchronous. A fraction `f` beyond a
       whole number lets `f x prompts_per_step` groups of a step be one version older.
-    spare_prompts: so many more groups are kept in flight than are needed; with `redraw`, prompts of later steps.
+    spare_prompts: groups in flight in excess of those needed; with `redraw`, prompts of later steps.
     late: what becomes of a group that is not ready when the policy has moved on. wait: there is none, steps wait for
       it. redraw: it begins again, with the newest policy and the same randomness, and is then waited for. drop: it is
       let go, and its prompt is not trained.
@@ -262,7 +262,7 @@ class GroupBuffer:
         return places[:capacity], places[capacity:]
 
     def _open(self, places: list[str]) -> list[str]:
-        """Domains of the places that no group stands at."""
+        """Domains of the places without a group."""
         standing, found = Counter(e.domain for e in self), []
         for domain in places:
             if standing[domain]:

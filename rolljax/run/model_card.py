@@ -120,7 +120,7 @@ def _phases(resolved: Mapping[str, Any]) -> list[list[str]]:
                 str(resolved[f"{of}.steps"]),
                 f"{resolved[f'{of}.prompts_per_step']} x {resolved[f'{of}.group_size']}",
                 _class(resolved, f"{of}.optimizer"),
-                f"{resolved.get(f'{of}.optimizer.lr', '')}",
+                f"{resolved.get(f'{of}.optimizer.lr') or 'default'}",
             ]
         )
         i += 1

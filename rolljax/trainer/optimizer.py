@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +42,20 @@ class Optimizer(abc.ABC):
 
     offload: keep the optimizer's state in host memory. An update then brings it to the device one parameter at a time,
       after the backward pass, so that the device never holds all of it.
-    lr: highest learning rate. weight_decay: share of a parameter that is taken off at an update, times the rate.
-      clip_norm: largest global norm of a gradient; larger ones are scaled down to it. warmup_updates: updates in
-      which the rate rises from 0 in equal steps. schedule: what follows the warm-up: `constant`; `linear` or
+    lr: highest learning rate. None: `random_lr`, which suits small models with random weights; a run that starts from
+      a folder's weights must set it. weight_decay: share of a parameter that is taken off at an update, times the
+      rate. clip_norm: largest global norm of a gradient; larger ones are scaled down to it. warmup_updates: updates
+      in which the rate rises from 0 in equal steps. schedule: what follows the warm-up: `constant`; `linear` or
       `cosine`, a fall to `final_lr_frac` of `lr` until the phase ends; `wsd`, constant and then a fall.
       final_lr_frac: rate at the end, as a share of `lr`. decay_frac: last share of a phase's updates in which `wsd`
       falls. mu_dtype: of momentum in memory.
     """
 
-    lr: float = 1e-3
-    """Highest learning rate."""
+    random_lr: ClassVar[float] = 1e-3
+    """The learning rate where none is set: far more than pre-trained weights bear."""
+
+    lr: float | None = None
+    """Highest learning rate; None: `random_lr`."""
     weight_decay: float = 0.0
     """Decoupled: each update takes `rate * weight_decay` of every parameter away."""
     clip_norm: float = 1.0
@@ -77,12 +81,28 @@ class Optimizer(abc.ABC):
             if getattr(self, name) not in get_args(kind):
                 raise self._error(name, f"must be one of {get_args(kind)}")
 
-    def _error(self, name: str, message: str) -> ConfigError:
-        return ConfigError(message, setting=f"{type(self).__name__}.{name}", value=getattr(self, name))
+    def _error(self, name: str, message: str, remedy: str = "") -> ConfigError:
+        setting = f"{type(self).__name__}.{name}"
+        return ConfigError(message, setting=setting, value=getattr(self, name), remedy=remedy)
+
+    @property
+    def highest_lr(self) -> float:
+        """The learning rate that is set, or that of random weights."""
+        return self.random_lr if self.lr is None else self.lr
+
+    def check_rate(self, folder: str) -> None:
+        """Raise `ConfigError` if no learning rate is set for the weights of a folder."""
+        if self.lr is None:
+            raise self._error(
+                "lr",
+                f"is not set. The default, {self.random_lr:g}, suits small models with random weights and would "
+                f"destroy what the model of {folder} has learned",
+                f"--set '{type(self).__name__}.lr = 1e-6'; 1e-4 for adapters (Recipe.lora)",
+            )
 
     def rate(self, num_updates: int) -> optax.Schedule:
         """Learning rate by update index, 0 to `num_updates` - 1. A falling one reaches its end after the last."""
-        return self._schedule(self.lr, num_updates)
+        return self._schedule(self.highest_lr, num_updates)
 
     def _schedule(self, lr: float, num_updates: int) -> optax.Schedule:
         after = max(num_updates - self.warmup_updates, 1)
@@ -191,7 +211,7 @@ class Muon(Optimizer):
         check_range(self, "beta", "adam_b1", "adam_b2", low=0, below=1)
 
     def rule(self, num_updates: int) -> optax.GradientTransformation:
-        adam_rate = self._schedule(self.adam_lr or self.lr, num_updates)
+        adam_rate = self._schedule(self.adam_lr or self.highest_lr, num_updates)
         muon = optax.contrib.muon(
             self.rate(num_updates),
             ns_steps=self.ns_steps,
@@ -267,7 +287,8 @@ class Lion(Optimizer):
     b1: share of the momentum in the direction of a step. b2: share of it that stays.
     """
 
-    lr: float = 1e-4
+    random_lr: ClassVar[float] = 1e-4
+
     b1: float = 0.9
     b2: float = 0.99
 

@@ -333,13 +333,13 @@ def in_order(state):
 
 
 class Play:
-    """A phase in virtual time. Behind every call of the buffer, capacity and account are checked, and the run may end
-    and go on.
+    """A phase in virtual time. After every call of the buffer, capacity and account are checked, and the run may end
+    and resume.
 
     seconds: from a draw and the number of the start to the duration of a group, whether it has a signal, and whether it
-      failed. restores: numbers of the calls behind which the run ends. plan: makes the plan of domains.
+      failed. restores: numbers of the calls after which the run ends. plan: makes the plan of domains.
     Afterwards `steps` has for every step the draws it trained, with their ages; `replaced` the draws without a signal
-    and those that failed; `domains` the domain of every draw.
+    and the failed ones; `domains` the domain of every draw.
     """
 
     def __init__(self, admission, seconds, restores=(), plan=None):
@@ -384,7 +384,7 @@ class Play:
     def finish(self):
         """The group that takes the shortest time ends."""
         self.now, _, draw, signal, failed = heapq.heappop(self.running)
-        assert any(e.draw == draw and not e.ready for e in self.buffer), "a group that was let go is done"
+        assert any(e.draw == draw and not e.ready for e in self.buffer), "a dropped group is done"
         self.in_flight.remove(draw)
         if not self.buffer.finished(draw, has_signal=signal, failed=failed):
             self.replaced.add(draw)
@@ -438,7 +438,7 @@ CALLS = 60
 RESTORES = st.one_of(st.just(set()), st.sets(st.integers(1, CALLS), max_size=4), st.just(set(range(1, CALLS))))
 WEIGHTS = st.lists(st.floats(0, 1), min_size=1, max_size=5).filter(lambda w: sum(w) > 0.1)
 FAULTS = st.sampled_from([(0.0, 0.0), (0.3, 0.05), (0.6, 0.3)])
-"""Shares of groups without a signal, and of those that fail."""
+"""Shares of groups without a signal, and of failed groups."""
 TRACES = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 a_trace = given(admissions(), st.integers(0, 2**32 - 1), RESTORES, FAULTS)
 a_trace_of_domains = given(
@@ -460,7 +460,7 @@ def test_ten_thousand_random_traces(admission, seed, restores, faults):
 
 
 def check_trace(admission, seed, restores, faults, plan=None):
-    """The bound holds, nothing is lost, nothing is trained twice, every prompt is trained that need not be let go:
+    """The bound holds, nothing is lost, nothing is trained twice, every prompt is trained unless it may be dropped:
     whatever the latencies, failures and restarts."""
     rng = np.random.default_rng(seed)
 

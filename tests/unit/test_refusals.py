@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from rolljax import cli
+from rolljax.config.foreign import NAMES, foreign
+from rolljax.config.source import Source
+from rolljax.config.values import Ref, leaves
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.records import Records
 from rolljax.errors import ConfigError
@@ -47,6 +50,7 @@ from rolljax.trainer.credit.mismatch import Correction
 from rolljax.trainer.credit.shaping import GroupFilter, RewardShaping
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.kl import AdaptiveKl, KlLoss, KlReward
+from rolljax.trainer.optimizer import Adafactor, AdamW, Lion, Muon
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.gin")
@@ -677,3 +681,98 @@ def test_refused_from_a_file(name, tmp_path, monkeypatch, capsys):
     assert "Traceback" not in captured.err and captured.out == ""
     for part in says:
         assert part in captured.err, captured.err
+
+
+# ---- names of other frameworks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quickstart():
+    """The source of the quickstart's settings, which takes more of them."""
+    source = Source(Recipe)
+    source.read_file(QUICKSTART, (0,))
+    return source
+
+
+def answer(source, name):
+    with pytest.raises(ConfigError) as caught:
+        source.read_setting(f"{name} = 1")
+    return str(caught.value)
+
+
+def test_every_name_of_another_framework_has_an_answer():
+    for framework, table in NAMES.items():
+        for theirs, ours in table.items():
+            for name in (theirs, f"{'actor_rollout_ref' if framework == 'verl' else 'a/GRPOConfig'}.{theirs}"):
+                error = foreign(name, ("steps", "lr", "beta"), "here")
+                assert framework in error.message and error.setting == name and error.where == "here"
+                assert all(each in error.remedy for each in ours.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("num_generations", "is a setting of TRL and Tunix"),
+        ("GRPOConfig.num_generations", "ours: Phase.group_size;"),
+        ("rl/Phase.num_generations", "ours: Phase.group_size;"),
+        ("Grpo.epsilon_high", "ours: Grpo.clip_high;"),
+        ("RolloutConfig.kv_cache_size", "ours: SamplerConfig.pages;"),
+        ("ppo_mini_batch_size", "is a setting of verl"),
+        ("optim.lr", "ours: Critic.optimizer, AdamW.lr;"),
+        ("actor_rollout_ref.rollout.temperature", "is a setting of verl"),
+        ("GRPOConfig.temperature", "ours: Phase.temperature;"),
+        ("beta", "ours: Grpo.kl, KlLoss.coef, KlLoss.estimator;"),
+        ("seed", "Recipe.seed"),
+        ("Recpie.seed", "did you mean 'Recipe'"),
+        ("Phasee.temperature", "did you mean 'Phase'"),
+        ("steps", "did you mean 'Phase.steps'"),
+        ("lr", "AdamW.lr"),
+        ("Grpo.clip_hihg", "did you mean 'clip_high'"),
+        ("Phase.n_generations", "is not a field of Phase"),
+    ],
+)
+def test_how_a_name_is_answered(quickstart, name, says):
+    assert says in answer(quickstart, name)
+
+
+def test_settings_of_ours_that_others_have_too_are_set():
+    for name in ("Phase.temperature", "rl/Phase.temperature", "recipe.Phase.temperature"):
+        recipe = cli.load_recipe([QUICKSTART], [f"{name} = 0.5"]).value
+        assert recipe.phases[-1].temperature == 0.5
+
+
+# ---- learning rates --------------------------------------------------------------------------------------------------
+
+
+def of_folder(model, optimizer, algorithm=None):
+    phase = Phase("rl", algorithm or Reinforce(), 1, optimizer=optimizer)
+    return Recipe(env=FrozenLake(), phases=(phase,), model=model)
+
+
+@pytest.mark.parametrize("cls", [AdamW, Muon, Adafactor, Lion])
+def test_the_weights_of_a_folder_are_trained_at_a_rate_that_was_set(cls):
+    with pytest.raises(ConfigError, match=rf"(?s){cls.__name__}.lr is not set.*model of my_model.*1e-6"):
+        of_folder("my_model", cls()).check_rates()
+    of_folder("my_model", cls(lr=1e-3)).check_rates()  # whatever it is
+    of_folder(Qwen3Config(), cls()).check_rates()
+    assert cls().highest_lr == cls(lr=cls.random_lr).highest_lr == (1e-4 if cls is Lion else 1e-3)
+
+
+def test_critics_that_start_from_a_folder_too():
+    rated = AdamW(lr=1e-6)
+    of_folder("my_model", rated, Ppo()).check_rates()
+    with pytest.raises(ConfigError, match="AdamW.lr is not set"):
+        of_folder("my_model", rated, Ppo(critic=Critic(optimizer=AdamW()))).check_rates()
+    of_folder("my_model", rated, Ppo(critic=Critic(model=Qwen3Config(), optimizer=AdamW()))).check_rates()
+
+
+def test_every_config_of_a_folder_has_its_rates():
+    """Whether or not the files are there that it names."""
+    paths = [p for p in CONFIGS.rglob("*.gin") if "recipe.Recipe.model = '" in p.read_text()]
+    assert len(paths) > 4
+    for path in paths:
+        source = Source(Recipe)
+        source.read_file(str(path), (0,))
+        for phase in leaves(source.live[Recipe, "", "phases"].value, Ref):
+            (optimizer,) = leaves(source.live[Phase, phase.scope, "optimizer"].value, Ref)
+            assert any((optimizer.obj, scope, "lr") in source.live for scope in (optimizer.scope, "")), path

@@ -237,6 +237,12 @@ def test_a_folder(folder_of_weights, tmp_path, capsys, breaks, says):
         assert part in said.err, said.err
 
 
+def test_a_folder_without_a_learning_rate(folder_of_weights, capsys):
+    """However the optimizer came to its settings: here one replaces another."""
+    code, said = dry_run(capsys, f"Recipe.model = '{folder_of_weights}'", "rl/Phase.optimizer = @optimizer.Lion()")
+    assert code == 2 and "Lion.lr is not set" in said.err and "--set 'Lion.lr = 1e-6'" in said.err
+
+
 # ---- held-out tasks -------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import rolljax
+from rolljax.config.foreign import NAMES
 
 ROOT = Path(rolljax.__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -104,6 +105,20 @@ def test_settings_that_others_are_led_to_are_there():
             )
             wrong += [] if known else [name]
     assert wrong == []
+
+
+def test_a_setting_of_theirs_is_answered_as_the_page_says():
+    told = {}
+    for section in (DOCS / "coming_from.md").read_text().split("\n## ")[1:]:
+        table = told.setdefault(section.partition("\n")[0], {})
+        for row in table_rows(section)[2:]:
+            theirs, ours = [], re.findall(r"`([^`]+)`", row[1])
+            for name in re.findall(r"`([\w.]+)(?: = [^`]*)?`", row[0]):
+                theirs.append(theirs[-1].rpartition(".")[0] + name if name.startswith(".") else name)
+            for i, name in enumerate(theirs):  # as many of each: one for one
+                pair = ours[i : i + 1] if len(theirs) == len(ours) else ours
+                table[name] = " ".join([*table.get(name, "").split(), *pair])
+    assert told == NAMES
 
 
 def test_trls_settings_are_trls():
