@@ -215,11 +215,13 @@ def check(recipe: Recipe) -> Preflight:
     """Check everything that can be checked without allocating anything.
 
     Raises:
-      ConfigError: a vocabulary smaller than the tokenizer's, prompts that do not fit, a mesh that does not divide.
-      DataError: too few held-out tasks. CheckpointError: an unreadable model folder.
+      ConfigError: a vocabulary smaller than the tokenizer's, prompts that do not fit, a mesh that does not divide, a
+        folder's weights without a learning rate. DataError: too few held-out tasks. CheckpointError: an unreadable
+        model folder.
     """
     found = resolve(recipe)
     recipe, model = found.recipe, found.model
+    recipe.check_rates()
     chat = load_chat(found)
     if recipe.agent:
         check_machine(recipe.agent)
@@ -315,12 +317,10 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> tuple[list[tuple[Message, 
     Raises:
       EnvError: none of them starts. ConfigError: pairs are asked of an environment that has none.
     """
-    pool = open_pool(recipe.pool, recipe.env)
+    pool, scoring = open_pool(recipe.pool, recipe.env), None
     firsts = {task.env: task for task in reversed(tasks)}
     pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
     replies: list[tuple[Message, ...]] = []
-    around = Surroundings(recipe.env, recipe.seed)
-    scoring = domain_rewards.open_rewards(recipe.reward, recipe.domains, around, recipe.wait_s, only_free=True)
 
     async def opening(task: Task) -> tuple[Message, ...] | EnvError:
         try:
@@ -336,6 +336,8 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> tuple[list[tuple[Message, 
         return episode.opening
 
     try:
+        around = Surroundings(recipe.env, recipe.seed)
+        scoring = domain_rewards.open_rewards(recipe.reward, recipe.domains, around, recipe.wait_s, only_free=True)
         found: list[tuple[Message, ...] | EnvError] = []
         for first in range(0, len(tasks), PROBED_AT_ONCE):
             found += await asyncio.gather(*map(opening, tasks[first : first + PROBED_AT_ONCE]))

@@ -68,6 +68,7 @@ class Runtime:
         trained: TrainedModels | None = None,
     ) -> None:
         self.preflight, self.recipe = preflight, preflight.recipe
+        self.pool = open_pool(preflight.recipe.pool, preflight.recipe.env)  # first: its settings name a Ray cluster
         around = Surroundings(self.recipe.env, self.recipe.seed, verdicts, preflight.chat, trained)
         self.scoring = open_rewards(self.recipe.reward, self.recipe.domains, around, self.recipe.wait_s)
         self.watchdog, self._tally, self._should_stop = watchdog or Watchdog(), Tally(), should_stop
@@ -84,7 +85,6 @@ class Runtime:
         )
         self._may_train = asyncio.Event()
         self._may_train.set()
-        self.pool = open_pool(preflight.recipe.pool, preflight.recipe.env)
         self.event_loop = EventLoop(should_stop, self.watchdog)
         self.agents = None
         if preflight.recipe.agent:

@@ -122,9 +122,21 @@ def ray_cluster():
         actors = ray._private.state.actors().values()
         return {actor["Address"]["NodeID"] for actor in actors if actor["State"] == "ALIVE"}
 
+    nodes_of_actors.address = cluster.address
     yield nodes_of_actors
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture
+def ray_address(ray_cluster):
+    """The address of the cluster, with this process not connected to it while the test runs."""
+    import ray
+
+    ray.shutdown()
+    yield ray_cluster.address
+    ray.shutdown()
+    ray.init(address=ray_cluster.address, log_to_driver=False, logging_level="warning")
 
 
 class StopAt(Console):

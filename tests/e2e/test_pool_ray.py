@@ -2,9 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from rolljax.envs.catalog import make_spec
-from rolljax.envs.pool import EnvPool, PoolConfig
-from rolljax.errors import EnvError
+from rolljax.envs.mixture import Domain, Mixture
+from rolljax.envs.pool import EnvPool, PoolConfig, open_pool
+from rolljax.errors import ConfigError, EnvError
+from rolljax.rewards.base import Surroundings
 from rolljax.rewards.function import Function
 from tests.faulty import FaultyProcess, play_again
 from tests.synthetic_rewards import ends, half, hangs, said, scored
@@ -95,3 +99,60 @@ def test_rewards_in_actors_are_those_of_threads_and_lose_only_what_hangs_or_dies
         lost, *done = scored(Function(fn, where="ray", workers=2, timeout_s=5.0), said(text), *others)
         assert lost.status == "failed" and lost.fault.stage != "reset"
         assert [(t.status, t.reward) for t in done] == [("ok", 1.0)] * 4
+
+
+def held(pool):
+    """The CPUs that every actor of a pool asked for."""
+    return sorted(peer.cpus for peer in pool._backend._link._peers.values())
+
+
+async def played(pool, index):
+    """Play an episode of FrozenLake."""
+    episode = await pool.open(pool.spec.task(index))
+    result = await episode.step(await episode.gold())
+    await episode.close()
+    return result
+
+
+def test_environments_and_rewards_share_a_cluster_until_the_last_is_closed(ray_address):
+    """On a connection of their own: who closes first leaves it to the other, who closes last ends it."""
+    import ray
+
+    spec = make_spec("frozen_lake(seed=4)")
+    pool = EnvPool(PoolConfig(where="ray", ray_address=ray_address), spec)
+    with pytest.raises(ConfigError, match="not the cluster that another pool uses"):
+        EnvPool(PoolConfig(where="ray", ray_address="127.0.0.1:1"), spec)
+    with pytest.raises(ConfigError, match="leaves nothing of the cluster's 4 CPUs"):
+        EnvPool(PoolConfig(where="ray", workers=4), spec)
+    scorer = Function(half, where="ray").open(Surroundings(spec))
+    texts = [said(text) for text in ("four", "two", "", "x" * 100)] * 4
+
+    async def both():
+        alone = await asyncio.gather(*(played(pool, i) for i in range(TASKS)))
+        mixed = await asyncio.gather(
+            *(played(pool, i) for i in range(TASKS)), *(scorer.score(t.task, t) for t in texts)
+        )
+        assert mixed[:TASKS] == alone and held(pool) == held(scorer._pool) == [1.0] * 2
+        pool.close()
+        assert ray.is_initialized()
+        after = await asyncio.gather(*(scorer.score(t.task, t) for t in texts))
+        assert held(scorer._pool) == [1.0] * 4
+        assert [r.value for r in after] == [r.value for r in mixed[TASKS:]] == [1.5, 0.5, 0.5, 1.5] * 4
+        await scorer.close()
+
+    asyncio.run(asyncio.wait_for(both(), 240))
+    assert not ray.is_initialized()
+
+
+def test_domains_on_a_cluster_have_a_share_each(ray_cluster):
+    """Five domains on four CPUs: an actor each, which reserves none."""
+    domains = {name: Domain(make_spec(f"frozen_lake(seed={i})"), 0.2) for i, name in enumerate("abcde")}
+    pool = open_pool(PoolConfig(where="ray"), Mixture(domains))
+    first = {pool.spec.task(i).env: i for i in reversed(range(40))}
+
+    async def every():
+        await asyncio.gather(*(played(pool, i) for i in first.values()))
+
+    asyncio.run(asyncio.wait_for(every(), 240))
+    assert len(first) == 5 and [held(each) for each in pool._pools.values()] == [[0.0]] * 5
+    pool.close()

@@ -54,7 +54,7 @@ class Dispatcher:
         self._backlog: collections.deque[Call] = collections.deque()
         self._apart: collections.deque[Call] = collections.deque()
         """Resets of suspects, who wait for a worker each."""
-        self._worker_slots = [WorkerSlot() for _ in range(link.num_workers)]
+        self._worker_slots: list[WorkerSlot] = []
         self._workers: dict[int, Worker] = {}
         self._awake = False
         self._closing = threading.Event()
@@ -188,12 +188,34 @@ class Dispatcher:
     def _start_workers(self) -> None:
         """As many as there are episodes, as far as there are slots: alone, an episode is nobody's neighbour."""
         now = time.monotonic()
-        episodes = self._num_wanted()
-        for worker_slot in self._worker_slots[: max(self._link.num_warm, episodes)]:
+        self._fit_slots()
+        most = min(self._link.num_workers, max(self._link.num_warm, self._num_wanted()))
+        for worker_slot in self._worker_slots[:most]:
             if worker_slot.worker is None and now >= worker_slot.start_at_s and not self._closing.is_set():
                 worker = worker_slot.worker = Worker(next(self._generations), worker_slot, now)
                 self._workers[worker.generation] = worker
                 self._link.start(worker.generation)
+
+    def _fit_slots(self) -> None:
+        """Have a slot for every worker that there may be, and end idle workers that there may be no more."""
+        number = self._link.num_workers
+        self._worker_slots += [WorkerSlot() for _ in range(number - len(self._worker_slots))]
+        for worker in self._leaving():
+            if not worker.episodes:
+                self._end(worker)
+        self._worker_slots = [s for i, s in enumerate(self._worker_slots) if i < number or s.worker is not None]
+
+    def _leaving(self) -> list[Worker]:
+        """Workers that go with their last episode: there may be fewer now, or smaller ones."""
+        surplus = [s.worker for s in self._worker_slots[self._link.num_workers :] if s.worker is not None]
+        oversized = [w for w in self._workers.values() if self._link.is_oversized(w.generation) and w not in surplus]
+        return surplus + oversized
+
+    def _end(self, worker: Worker) -> None:
+        """Let a worker go whose slot is free from now on."""
+        self._link.kill(worker.generation)
+        del self._workers[worker.generation]
+        worker.worker_slot.worker = None
 
     def _accept(self, call: Call) -> None:
         """Take in a call of an event loop."""
@@ -236,7 +258,9 @@ class Dispatcher:
                 self._put(call, empty)
 
     def _open_workers(self) -> list[Worker]:
-        return [w for w in self._workers.values() if w.ready and w.hosted < self.cfg.worker_lifetime]
+        leaving = self._leaving()
+        stays = [w for w in self._workers.values() if w.ready and w not in leaving]
+        return [w for w in stays if w.hosted < self.cfg.worker_lifetime]
 
     def _emptied(self) -> list[Worker]:
         """Workers that get no more episodes until suspects had them: those with the fewest, at most every second."""
@@ -301,10 +325,8 @@ class Dispatcher:
 
     def _lose(self, worker: Worker, why: str, cause: Cause, output: str = "") -> None:
         """Settle the calls of a worker that ended, or that must end, and have it replaced."""
-        self._link.kill(worker.generation)
-        del self._workers[worker.generation]
+        self._end(worker)
         worker.lost, worker.cause, worker_slot = why, cause, worker.worker_slot
-        worker_slot.worker = None
         self.restarts += 1
         self._lay_blame(worker)
         if not worker.ready or not (worker.answered or worker.calls):  # of no use, and nobody's doing

@@ -28,9 +28,15 @@ class LinkEvents(Protocol):
 class Link(Protocol):
     """Starts, feeds and kills workers, each named by a generation. All but `wake` is for the dispatcher's thread."""
 
-    num_workers: int
     num_warm: int
     """Workers that are started before any episode needs them."""
+
+    @property
+    def num_workers(self) -> int:
+        """Most workers that there may be now; it may change."""
+
+    def is_oversized(self, generation: int) -> bool:
+        """Whether a worker holds more of the machine than one that would be started now."""
 
     def start(self, generation: int) -> None:
         """Begin to start a worker; `LinkEvents.ready` or `ended` follows."""

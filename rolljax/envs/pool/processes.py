@@ -86,7 +86,6 @@ class ProcessLink:
 
     def __init__(self, cfg: PoolConfig, spec: EnvSpec) -> None:
         self._cfg = cfg
-        self.num_workers = cfg.workers or NUM_PROCESSES
         self.num_warm = 1
         memory_bytes = int(cfg.memory_gib * 2**30)
         self._first = pickle.dumps((spec_bytes(spec), cfg.max_observation_bytes, memory_bytes))
@@ -101,6 +100,13 @@ class ProcessLink:
         self._control: socket.socket | None = None
         self._news = wire.Frames(0)
         self._output = b""
+
+    @property
+    def num_workers(self) -> int:
+        return self._cfg.workers or NUM_PROCESSES
+
+    def is_oversized(self, generation: int) -> bool:
+        return False
 
     def start(self, generation: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The link to workers that are Ray actors, on this and other hosts. Ray is imported here alone.
+"""The link to workers that are Ray actors, on this and other hosts.
 
 An actor holds the same `WorkerEpisodes` as a worker process and gets the same requests, one Ray call each; Ray carries
 them out in their order. How an actor died is not known as well as for a process: whatever it was counts as
@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import logging
 import os
 import pickle
 import queue
@@ -23,8 +22,8 @@ from rolljax.envs.pool.checks import describe
 from rolljax.envs.pool.episode_runner import WorkerEpisodes
 from rolljax.envs.pool.link import LinkEvents
 from rolljax.envs.pool.processes import spec_bytes, worker_environ
+from rolljax.envs.pool.ray_cluster import CLUSTER
 from rolljax.envs.pool.settings import PoolConfig
-from rolljax.errors import ConfigError
 from rolljax.threads.inbox import Inbox
 
 PASSED = ("JAX_PLATFORMS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -54,41 +53,42 @@ class _Pending:
 
 @dataclasses.dataclass(eq=False)
 class _Peer:
+    """An actor, and the CPUs that it holds."""
+
     actor: Any
+    cpus: float
     pending: collections.deque[_Pending] = dataclasses.field(default_factory=collections.deque)
     ready: bool = False
 
 
 class RayLink:
-    """Actors spread over a cluster: the one this process is connected to, `PoolConfig.ray_address`, or a new one."""
+    """Actors spread over a cluster: the one this process is connected to, `PoolConfig.ray_address`, or a new one. Other
+    pools of this process may use it too; each has its share of the CPUs."""
 
     def __init__(self, cfg: PoolConfig, spec: EnvSpec) -> None:
-        try:
-            import ray
-        except ImportError as e:
-            raise ConfigError(
-                "needs Ray", setting="PoolConfig.where", value=cfg.where, remedy="pip install 'ray>=2.60'"
-            ) from e
-        self._ray, self._cfg, self._spec = ray, cfg, spec_bytes(spec)
-        self._owns = not ray.is_initialized()
-        if self._owns:
-            ray.init(address=cfg.ray_address or None, log_to_driver=False, logging_level=logging.WARNING)
-        processors = ray.cluster_resources().get("CPU", 1.0)
-        self.num_workers = cfg.workers or max(1, int(processors / max(cfg.ray_cpus_per_worker, 0.1)))
-        self.num_warm = self.num_workers
+        self._cfg, self._spec, self.num_warm = cfg, spec_bytes(spec), 1
         environ = worker_environ(os.environ, cfg.pass_env)
-        self._actors = ray.remote(Actor).options(
-            num_cpus=cfg.ray_cpus_per_worker,
-            scheduling_strategy="SPREAD",
-            max_restarts=0,
-            runtime_env={"env_vars": {name: environ[name] for name in (*PASSED, *_passed(cfg, environ))}},
-        )
+        passed = {name: environ[name] for name in (*PASSED, *_passed(cfg, environ))}
+        self._options = {"scheduling_strategy": "SPREAD", "max_restarts": 0, "runtime_env": {"env_vars": passed}}
+        self._share = CLUSTER.join(cfg)
+        import ray
+
+        self._ray = ray
         self._peers: dict[int, _Peer] = {}
         self._news: Inbox[_Pending | None] = Inbox("the dispatcher of the environments")
 
+    @property
+    def num_workers(self) -> int:
+        return self._share.workers
+
+    def is_oversized(self, generation: int) -> bool:
+        return self._peers[generation].cpus > self._share.cpus
+
     def start(self, generation: int) -> None:
-        actor = self._actors.remote(self._spec, self._cfg.max_observation_bytes)
-        peer = self._peers[generation] = _Peer(actor)
+        cpus = self._share.cpus
+        cls = self._ray.remote(Actor).options(num_cpus=cpus, **self._options)
+        actor = cls.remote(self._spec, self._cfg.max_observation_bytes)
+        peer = self._peers[generation] = _Peer(actor, cpus)
         self._await(generation, peer, peer.actor.ready.remote())
 
     def send(self, generation: int, requests: Sequence[wire.Request]) -> None:
@@ -114,8 +114,7 @@ class RayLink:
     def close(self) -> None:
         for generation in list(self._peers):
             self.kill(generation)
-        if self._owns:
-            self._ray.shutdown()
+        CLUSTER.leave(self._share)
 
     def _await(self, generation: int, peer: _Peer, ref: Any) -> None:
         pending = _Pending(generation)

@@ -17,7 +17,7 @@ class PoolConfig:
     where: auto: as the environment says (`EnvSpec.runs`). thread: in this process, whatever it says; a hang then costs
       a thread for good and a crash the run. process: in worker processes. ray: in Ray actors, on this and other hosts.
     workers: threads for environments that compute in this process; worker processes; Ray actors. 0: 2 threads, two
-      processes for each processor (8 to 64), or as many actors as the cluster has processors for.
+      processes for each processor (8 to 64), or as many actors as the pool's share of the cluster has processors for.
     io_threads: most threads for environments that wait for something outside (`runs = "thread"`). They are started as
       calls hold up those that there are.
     episodes_per_worker: most open episodes of a worker process or actor; further ones wait until one is closed. They
