@@ -126,6 +126,7 @@ def run_verb(main: Callable[[], int], loaded: Callable[[], Loaded[Any] | None] =
       loaded: the config, once there is one: it knows the file and line of a setting.
     """
     from rolljax.errors import ConfigError
+    from rolljax.run.terminal import visible
 
     try:
         return main()
@@ -137,5 +138,5 @@ def run_verb(main: Callable[[], int], loaded: Callable[[], Loaded[Any] | None] =
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    print(f"{error.owner} error: {error}", file=sys.stderr)
+    print(visible(f"{error.owner} error: {error}"), file=sys.stderr)
     return error.exit_code

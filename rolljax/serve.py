@@ -244,9 +244,7 @@ def read_sizes(args: argparse.Namespace, sizes: SamplerConfig, cfg: DecoderConfi
 
 def run_server(service: Service, listener: socket.socket, drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Requests for tokens are taken when everything is compiled."""
-    from rolljax.serving.http_server import make_server
-
-    server = make_server(service, keep_alive_s=KEEP_ALIVE_S, closing_s=CLOSING_S)
+    server = service.make_server(keep_alive_s=KEEP_ALIVE_S, closing_s=CLOSING_S)
 
     async def run() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()

@@ -272,6 +272,8 @@ class Trajectory:
     sample_s: float = 0.0
     trained: Mapping[str, TokenColumn] | None = None
     """What training made of its sampled tokens, by column; None: it was not handed to the trainer."""
+    reference: str | None = None
+    """The answer that is recorded for its task (`EnvSpec.reference`); for people to look at."""
 
     @property
     def lost(self) -> bool:

@@ -14,6 +14,7 @@ import secrets
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlencode
 
 from rolljax import cli
 from rolljax.errors import ConfigError
@@ -67,6 +68,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("must be 0 to 65535", setting="--port", value=args.port)
     if args.token == "":
         raise ConfigError("is empty", setting="--token", remedy="leave it out, or give a token")
+    if not given_token(args).isprintable():
+        raise ConfigError(
+            "holds characters that no address can hold", setting=f"--token or ${TOKEN}", remedy="letters and digits"
+        )
     for name in ("step", "trajectory"):
         if getattr(args, name) is not None and not args.export:
             raise ConfigError("is of no use here", setting=f"--{name}", remedy="add --export FILE.html")
@@ -74,14 +79,14 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def write_page(runs: Runs, args: argparse.Namespace) -> None:
     """Write the page of a step or a trajectory."""
-    from rolljax.run import layout
+    from rolljax.run.terminal import visible
     from rolljax.viewer.export import page_of
     from rolljax.viewer.runs import NotThere
 
     found = runs.all()
     if len(found) != 1:
         raise ConfigError("is made of one run", setting="--export", value=len(found), remedy="name one run folder")
-    steps = list(layout.rollout_files(found[0].path))
+    steps = found[0].steps()
     if not steps:
         raise ConfigError("has no rollouts", setting="RUN", value=str(found[0].path))
     step = steps[-1] if args.step is None else args.step
@@ -94,19 +99,28 @@ def write_page(runs: Runs, args: argparse.Namespace) -> None:
         Path(args.export).write_bytes(page)
     except OSError as e:
         raise ConfigError(f"cannot be written: {e.strerror}", setting="--export", value=args.export) from e
-    print(f"{args.export}: {len(page) / 1e6:.1f} MB, needs no server and no internet", flush=True)
+    print(f"{visible(args.export, lines=False)}: {len(page) / 1e6:.1f} MB, needs no server and no internet", flush=True)
 
 
 def serve(runs: Runs, args: argparse.Namespace) -> None:
     """Show the runs until Ctrl-C or SIGTERM."""
+    from rolljax.run.terminal import visible
     from rolljax.serve import listen, url
     from rolljax.viewer.app import make_server
 
     with listen(args.host, args.port) as listener, contextlib.suppress(KeyboardInterrupt):
-        token = args.token or os.environ.get(TOKEN) or (None if is_loopback(listener) else secrets.token_urlsafe(24))
-        names = ", ".join(run.name for run in runs.all())
-        print(f"{names} at {url(listener)}/{f'?token={token}' if token else ''}", flush=True)
-        make_server(runs, token).run(sockets=[listener])
+        token = given_token(args) or (None if is_loopback(listener) else secrets.token_urlsafe(24))
+        names = ", ".join(visible(run.name, lines=False) for run in runs.all())
+        query = f"?{urlencode({'token': token})}" if token else ""
+        server = make_server(runs, token)
+        listener.listen(server.config.backlog)  # whoever reads the address may open it at once
+        print(f"{names} at {url(listener)}/{query}", flush=True)
+        server.run(sockets=[listener])
+
+
+def given_token(args: argparse.Namespace) -> str:
+    """Return the token of the command line, else that of the environment; empty if there is none."""
+    return args.token or os.environ.get(TOKEN, "")
 
 
 def is_loopback(listener: socket.socket) -> bool:

@@ -166,14 +166,15 @@ def long_trajectory(tokens=100_000):
 class Viewing:
     """A viewer in a thread of this process."""
 
-    def __init__(self, *paths, token=None):
+    def __init__(self, *paths, token=None, head_s=30.0):
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = url(listener)
-        self.server = make_server(Runs(paths), token)
+        self.server = make_server(Runs(paths), token, head_s)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
         self._thread.start()
         while not self.server.started:
+            assert self._thread.is_alive(), "the viewer did not start"
             time.sleep(0.005)
 
     def __enter__(self):

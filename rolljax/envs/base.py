@@ -175,6 +175,15 @@ class EnvSpec(abc.ABC):
         kinds (the default)."""
         return ""
 
+    def reference(self, task: Task) -> str | None:
+        """Return the answer that is recorded for a task, for people to look at next to a policy's answer. Rollouts call
+        this once per episode, in the trainer's process: look into a table, or compute something cheap.
+
+        Returns:
+          None: no answer is recorded, or the task takes several (the default).
+        """
+        return None
+
     def variants(self, task: Task) -> Sequence[Task]:
         """The task in every form in which an evaluation asks it, the same content each: by default the task alone. A
         judge is asked about two answers in both orders."""

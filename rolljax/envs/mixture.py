@@ -158,6 +158,9 @@ class Mixture(EnvSpec):
         inner = self.inner(task)
         return self.of[task.env].env.final_answer(inner, text)
 
+    def reference(self, task: Task) -> str | None:
+        return self.of[task.env].env.reference(self.inner(task))
+
     def category(self, task: Task) -> str:
         inner = self.inner(task)
         return self.of[task.env].env.category(inner)

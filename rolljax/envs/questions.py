@@ -155,6 +155,9 @@ class Questions(EnvSpec):
         found_answer = answers.find(text, self.answer_in, number=number)
         return None if found_answer is None else answers.canonical(found_answer)
 
+    def reference(self, task: Task) -> str | None:
+        return self.question(task.index).answer or None
+
     def category(self, task: Task) -> str:
         if not self.category_key:
             return ""

@@ -117,6 +117,10 @@ class Records(EnvSpec):
     def task(self, index: int) -> Task:
         return Task(self.name, index, self.record(index).content)
 
+    def reference(self, task: Task) -> str | None:
+        answers = self.record(task.index).answers
+        return answers[0].text if len(answers) == 1 else None
+
     def warm(self) -> None:
         self._table()
 

@@ -48,6 +48,7 @@ class TrajectoryBuilder:
     repeats: int = 0
     last: tuple[str, tuple[Message, ...]] | None = None
     last_turn: int = -1
+    reference: str | None = None
 
     @contextlib.contextmanager
     def waiting_for_env(self) -> Iterator[None]:
@@ -112,6 +113,7 @@ class TrajectoryBuilder:
             self.expert,
             self.env_s,
             self.sample_s,
+            reference=self.reference,
         )
 
 

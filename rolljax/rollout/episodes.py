@@ -18,7 +18,7 @@ from rolljax.envs.base import StepResult
 from rolljax.envs.pool import Episode, Pool
 from rolljax.envs.run_limits import RunLimits
 from rolljax.envs.text import clean, linear_pattern
-from rolljax.errors import ConfigError, EnvError, NeighbourError, RolljaxError, check_range
+from rolljax.errors import ConfigError, EnvError, NeighbourError, RolljaxError, boundary, check_range
 from rolljax.model.tokenizer import Chat
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.barrier import Barrier, Tally
@@ -163,6 +163,8 @@ class EpisodeRollouts(abc.ABC):
         try:
             episode = await self._open(builder.task, builder, barrier)
             try:
+                with boundary(EnvError, f"reference answer of task {builder.task.index}"):
+                    builder.reference = self.pool.spec.reference(builder.task)
                 await self.run_episode(episode, builder, start)
             finally:
                 await episode.close()

@@ -1,22 +1,21 @@
 """Connections and the requests on them: uvicorn's HTTP/1.1 with deadlines and bounds for what arrives in parts.
 
 A client that opens connections and leaves them, or sends its request byte by byte, takes one of the connections for
-`Limits.head_s` and `Limits.body_s` seconds, and the oldest of these give way when connections run out. The body's
-deadline and its size are kept in `server.Service`, where it is read.
+`Bounds.head_s` seconds, and the oldest of these give way when connections run out. A body has a deadline where it is
+read (`server.Service`). Nothing here knows what is served.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
-
-from rolljax.serving.responses import dump
-from rolljax.serving.schema import ApiError
-from rolljax.serving.server import Service
 
 HEAD_BYTES = 32 * 1024
 """Of a request line and headers together, and of trailers."""
@@ -28,15 +27,31 @@ LINGER_S = 2.0
 """How long the rest of a body is thrown away after its request was answered; then the connection ends."""
 
 
-def make_server(service: Service, *, keep_alive_s: float, closing_s: int) -> uvicorn.Server:
-    """An HTTP server that logs errors only.
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What connections may hold.
+
+    connections: at the same time; beyond that, those that wait for a request give way. head_s: seconds for a request
+    line and headers to arrive. body_bytes: of one request.
+    """
+
+    connections: int
+    head_s: float
+    body_bytes: int
+
+
+def make_server(
+    app: ASGIApp, bounds: Bounds, refusal: Callable[[int, str], bytes], *, keep_alive_s: float, closing_s: int
+) -> uvicorn.Server:
+    """Return an HTTP server that has no socket yet; it logs errors only.
 
     Args:
+      refusal: the JSON body of an answer to what is no request, from its status and a message.
       keep_alive_s: seconds that a connection stays open without a request. closing_s: that connections get at the end.
     """
     config = uvicorn.Config(
-        service.app,
-        http=cast(Any, functools.partial(Protocol, ConnectionLimiter(service))),
+        app,
+        http=cast(Any, functools.partial(Protocol, ConnectionLimiter(bounds), refusal)),
         ws="none",
         lifespan="off",
         log_level="error",
@@ -49,17 +64,25 @@ def make_server(service: Service, *, keep_alive_s: float, closing_s: int) -> uvi
     return uvicorn.Server(config)
 
 
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why something is no request, and the status that it is answered with."""
+
+    status: int
+    message: str
+
+
 class ConnectionLimiter:
     """The connections of a server that have no complete request, the longest waiting first."""
 
-    def __init__(self, service: Service) -> None:
-        self.limits = service.limits
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
         self.waiting: dict[Protocol, None] = {}
 
     def enter(self, connection: Protocol) -> None:
         """Take in a connection; where there are too many, the one that has waited longest goes."""
         self.waiting[connection] = None
-        if len(connection.connections) > self.limits.connections:
+        if len(connection.connections) > self.bounds.connections:
             next(iter(self.waiting)).transport.abort()
 
     def wait(self, connection: Protocol) -> None:
@@ -75,14 +98,16 @@ class ConnectionLimiter:
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, limiter: ConnectionLimiter, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, limiter: ConnectionLimiter, body_of: Callable[[int, str], bytes], *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._limiter = limiter
+        self._limiter, self._body_of = limiter, body_of
         self._part: Literal["none", "head", "body"] = "none"
         """Of the request that is being received."""
         self._part_bytes = self._fields = self._field_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._refusal: ApiError | None = None
+        self._refusal: Refusal | None = None
 
     # ---- the connection
 
@@ -105,11 +130,11 @@ class Protocol(HttpToolsProtocol):
             return
         if self._part == "head" and self._part_bytes > HEAD_BYTES:
             self._refuse(_head_too_large())
-        elif self._part == "body" and self._part_bytes > 2 * self._limiter.limits.body_bytes + HEAD_BYTES:
+        elif self._part == "body" and self._part_bytes > 2 * self._limiter.bounds.body_bytes + HEAD_BYTES:
             self.transport.abort()  # the most that chunks of a sensible size add was refused before
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or ApiError(400, "this is not HTTP/1.1"))
+        self._refuse(self._refusal or Refusal(400, "this is not HTTP/1.1"))
 
     # ---- the parts of a request, as the parser finds them
 
@@ -122,7 +147,7 @@ class Protocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > URL_BYTES:
-            self._stop_parsing(ApiError(414, f"the URL is longer than {URL_BYTES} bytes"))
+            self._stop_parsing(Refusal(414, f"the URL is longer than {URL_BYTES} bytes"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += 1
@@ -133,7 +158,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= PIPELINED:
-            self._stop_parsing(ApiError(429, f"more than {PIPELINED} requests wait on this connection"))
+            self._stop_parsing(Refusal(429, f"more than {PIPELINED} requests wait on this connection"))
         self._part, self._part_bytes = "body", 0
         self._stop_timer()
         super().on_headers_complete()
@@ -156,14 +181,14 @@ class Protocol(HttpToolsProtocol):
 
     def _begin_head(self) -> None:
         self._part, self._part_bytes = "head", 0
-        self._start_timer(self._limiter.limits.head_s, self._late)
+        self._start_timer(self._limiter.bounds.head_s, self._late)
 
     def _late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:  # it may be that nothing is read meanwhile
-            self._start_timer(self._limiter.limits.head_s, self._late)
+            self._start_timer(self._limiter.bounds.head_s, self._late)
             return
         if self._part_bytes:
-            self._refuse(ApiError(408, f"no whole request within {self._limiter.limits.head_s:g} s"))
+            self._refuse(Refusal(408, f"no whole request within {self._limiter.bounds.head_s:g} s"))
         else:
             self.transport.close()
 
@@ -176,19 +201,19 @@ class Protocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _stop_parsing(self, error: ApiError) -> None:
+    def _stop_parsing(self, error: Refusal) -> None:
         """Leave the parser, which passes it on as an invalid request."""
         self._refusal = error
         raise ValueError(error.message)
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse(self, error: Refusal) -> None:
         """Answer what is no request, and end the connection; in the middle of another answer only end it."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = dump(error.json())
+            body = self._body_of(error.status, error.message)
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
         self.transport.close()
 
 
-def _head_too_large() -> ApiError:
-    return ApiError(431, f"the headers are more than {HEAD_FIELDS}, or larger than {HEAD_BYTES} bytes")
+def _head_too_large() -> Refusal:
+    return Refusal(431, f"the headers are more than {HEAD_FIELDS}, or larger than {HEAD_BYTES} bytes")

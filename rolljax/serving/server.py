@@ -15,6 +15,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
 from rolljax.sampler.client import Sampler
+from rolljax.serving.http_server import Bounds, make_server
 from rolljax.serving.metrics import ServerMetrics
 from rolljax.serving.middleware import EXCEPTION_HANDLERS, AccessMiddleware, EventStream, json_response, until_hangup
 from rolljax.serving.requests import read_chat, read_completion
@@ -52,9 +54,9 @@ class Limits:
     head_s: float = 10.0
 
     @property
-    def connections(self) -> int:
-        """Connections at the same time; those that wait for a request give way to others."""
-        return 2 * self.concurrency
+    def bounds(self) -> Bounds:
+        """What connections may hold: those that wait for a request give way to others."""
+        return Bounds(2 * self.concurrency, self.head_s, self.body_bytes)
 
     @property
     def held_bytes(self) -> int:
@@ -99,6 +101,14 @@ class Service:
             ),
             self,
         )
+
+    def make_server(self, *, keep_alive_s: float, closing_s: int) -> uvicorn.Server:
+        """Return an HTTP server of it that has no socket yet; see `http_server.make_server`."""
+
+        def refusal(status: int, message: str) -> bytes:
+            return dump(ApiError(status, message).json())
+
+        return make_server(self.app, self.limits.bounds, refusal, keep_alive_s=keep_alive_s, closing_s=closing_s)
 
     # ---- endpoints
 

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rolljax import metrics
+from rolljax.viewer.fields import Damaged, Json
 from rolljax.viewer.filters import Filter
-from rolljax.viewer.records import Json, groups, heldout_pairs, read, summary, versions
-from rolljax.viewer.runs import Run, Runs
+from rolljax.viewer.records import groups, heldout_pairs, read, summary, versions
+from rolljax.viewer.runs import NotThere, Run, Runs
 
 if TYPE_CHECKING:
+    from rolljax.viewer.records import Records
     from rolljax.viewer.tokens import TokenTexts
 
 SEARCH_S = 0.4
 """How long one search goes through steps; the page asks for the rest."""
 SEARCH_HITS = 100
-COLUMNS = ("advantages", "trainer_logp", "entropy")
-"""What training says of single tokens, where a run records it (`Trajectory.trained`)."""
 
 
 def run_list(runs: Runs) -> Json:
@@ -41,8 +41,15 @@ def rows(run: Run, after: int, generation: str) -> Json:
 def step(run: Run, number: int, wanted: Filter) -> Json:
     """A step's groups, with those of their trajectories that are wanted."""
     records = run.records(number)
-    found = [summary(i, r) for i, r in enumerate(records) if wanted.holds(i, r)]
-    return {"step": number, "total": len(records), "found": len(found), "groups": groups(found)}
+    found = [summary(r) for r in records.found.values() if wanted.holds(r)]
+    total, damaged = len(records.found), damage(records)
+    return {"step": number, "total": total, "found": len(found), "groups": groups(found), "damaged": damaged}
+
+
+def damage(records: Records) -> Json | None:
+    """Return how many lines of a file cannot be read, and what is wrong with the first; None if all can."""
+    line = next(iter(records.damaged), None)
+    return None if line is None else {"n": len(records.damaged), "line": line, "why": records.damaged[line]}
 
 
 def search(run: Run, wanted: Filter, newest: int | None) -> Json:
@@ -65,24 +72,35 @@ def search(run: Run, wanted: Filter, newest: int | None) -> Json:
 def heldout(run: Run) -> Json:
     """The held-out answers of every evaluation, by task."""
     evaluations = run.heldout()
-    return {"evaluations": [name for name, _ in evaluations], "tasks": heldout_pairs(evaluations)}
+    pairs = heldout_pairs([(name, list(records.found.values())) for name, records in evaluations])
+    damaged = {name: of for name, records in evaluations if (of := damage(records))}
+    return {"evaluations": [name for name, _ in evaluations], "tasks": pairs, "damaged": damaged}
 
 
 def trajectory(run: Run, where: int | str, line: int) -> Json:
-    """All of one trajectory: its turns with the text of every token."""
+    """Return all of one trajectory: its turns with the text of every token.
+
+    Raises:
+      NotThere: it is not there, or it is damaged.
+    """
     path, record = run.trajectory(where, line)
-    full = read(path, record)
-    trained = full.get("trained") or {}
+    try:
+        full = read(path, record)
+    except OSError as e:
+        raise NotThere(f"step {where} of {run.name} is gone") from e
+    except Damaged as e:
+        raise NotThere(f"line {line} of step {where} of {run.name} is damaged: {e}") from e
     turns, at = [], 0
     for t in full["turns"]:
         own = slice(at, at := at + len(t["tokens"]))
-        columns = {name: _part(trained[name], own) for name in COLUMNS if name in trained}
+        columns = {name: _part(column, own) for name, column in full["trained"].items()}
         turns.append(_turn(t, run.tokens, columns))
     return {
-        **summary(line, record),
+        **summary(record),
         "where": where,
         "task": full["task"]["content"],
         "task_index": full["task"]["index"],
+        "reference": record.outline["reference"],
         "metrics": full["metrics"],
         "attempts": full["attempts"],
         "loops": full["loops"],
@@ -107,19 +125,18 @@ def _turn(turn: Mapping[str, Any], tokens: TokenTexts, columns: Json) -> Json:
         "logp": turn["sampler_logp"],
         "versions": _constant(turn["versions"]),
         **columns,
-        **_alternatives(turn.get("alternatives"), tokens),
+        **_alternatives(turn["alternatives"], tokens),
         "reward": turn["reward"],
         "finish_reason": turn["finish_reason"],
         "weight": turn["weight"],
     }
 
 
-def _alternatives(recorded: Mapping[str, Any] | None, tokens: TokenTexts) -> Json:
+def _alternatives(recorded: Sequence[Sequence[tuple[int, float]]] | None, tokens: TokenTexts) -> Json:
     """Of each token the likeliest ones in its place, as texts with log-probs."""
     if not recorded:
         return {}
-    rows = zip(recorded["ids"], recorded["logp"], strict=True)
-    return {"alternatives": [[(tokens.alone(i), x) for i, x in zip(*row, strict=True)] for row in rows]}
+    return {"alternatives": [[(tokens.alone(i), x) for i, x in row] for row in recorded]}
 
 
 def _part(column: float | Sequence[float], own: slice) -> Any:

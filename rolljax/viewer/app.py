@@ -9,16 +9,18 @@ import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import parse_qs, quote, urlencode
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rolljax.serving.http_server import Bounds
+from rolljax.serving.http_server import make_server as make_http_server
 from rolljax.viewer import answers
 from rolljax.viewer.export import page_of
 from rolljax.viewer.filters import BadFilter, Filter
@@ -58,25 +60,22 @@ LOOK_S = 0.5
 ALIVE_S = 15.0
 CLOSING_S = 3
 """Seconds that open connections get at the end; whoever watches has one."""
+HEAD_S, KEEP_ALIVE_S = 10.0, 5.0
+"""Seconds for the head of a request to arrive, and that a connection stays open without a request."""
+CONNECTIONS, BODY_BYTES = 256, 4096
+"""Connections at the same time, beyond which those without a whole request are closed; bytes of a request's body."""
 
 
-def make_server(runs: Runs, token: str | None) -> uvicorn.Server:
+def make_server(runs: Runs, token: str | None, head_s: float = HEAD_S) -> uvicorn.Server:
     """The viewer as a server that has no socket yet; it logs errors only.
 
     Args:
       token: what a browser must bring along, once, as `?token=`; None: whoever reaches a loopback address may look.
+      head_s: seconds for the request line and headers of a request to arrive.
     """
-    config = uvicorn.Config(
-        make_app(runs, token, lambda: server.should_exit),
-        ws="none",
-        lifespan="off",
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=CLOSING_S,
-    )
-    server = uvicorn.Server(config)
+    app = make_app(runs, token, lambda: server.should_exit)
+    bounds = Bounds(connections=CONNECTIONS, head_s=head_s, body_bytes=BODY_BYTES)
+    server = make_http_server(app, bounds, _refused, keep_alive_s=KEEP_ALIVE_S, closing_s=CLOSING_S)
     return server
 
 
@@ -93,18 +92,20 @@ def make_app(runs: Runs, token: str | None, closing: Callable[[], bool]) -> ASGI
         Route("/api/runs/{run}/config", served.answer(lambda r: served.run(r).config)),
         Route("/api/runs/{run}/heldout", served.answer(lambda r: answers.heldout(served.run(r)))),
         Route("/api/runs/{run}/search", served.answer(served.search)),
-        Route("/api/runs/{run}/steps/{step:int}", served.answer(served.step)),
-        Route("/api/runs/{run}/steps/{where}/{line:int}", served.answer(served.trajectory)),
+        Route("/api/runs/{run}/steps/{step}", served.answer(served.step)),
+        Route("/api/runs/{run}/steps/{where}/{line}", served.answer(served.trajectory)),
     ]
     others = [
         Route("/", asset("index.html")),
         Route("/assets/{name}", asset()),
         Route("/api/events", served.events),
         Route("/export/{run}/{where}", served.export),
-        Route("/export/{run}/{where}/{line:int}", served.export),
+        Route("/export/{run}/{where}/{line}", served.export),
     ]
     handlers: Any = {NotThere: _refusal(404), BadFilter: _refusal(400)}
-    return Guard(Starlette(routes=[*api, *others], exception_handlers=handlers), token)
+    site = Starlette(routes=[*api, *others], exception_handlers=handlers)
+    site.router.redirect_slashes = False  # no address is made of what a request says
+    return Guard(site, token)
 
 
 class Served:
@@ -135,16 +136,16 @@ class Served:
 
     def step(self, request: Request) -> Any:
         wanted = Filter.parse(request.query_params.get("q", ""))
-        return answers.step(self.run(request), request.path_params["step"], wanted)
+        return answers.step(self.run(request), _whole(request.path_params["step"]), wanted)
 
     def trajectory(self, request: Request) -> Any:
         place = request.path_params
-        return answers.trajectory(self.run(request), where(place["where"]), place["line"])
+        return answers.trajectory(self.run(request), where(place["where"]), _whole(place["line"]))
 
     async def export(self, request: Request) -> Response:
         """One page with a step or a trajectory in it, as a download."""
         place = request.path_params
-        step, line = where(place["where"]), place.get("line")
+        step, line = where(place["where"]), _whole(place["line"]) if "line" in place else None
         page = await run_in_threadpool(lambda: page_of(self.run(request), step, line))
         name = "-".join(str(part) for part in (place["run"], step, line) if part is not None)
         safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in name)
@@ -177,8 +178,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app, self._token = app, token
-        # of this token: cookies do not tell ports apart, and there may be another viewer
-        self._cookie = f"{COOKIE}_{hashlib.sha256((token or '').encode()).hexdigest()[:8]}"
+        # of this token: cookies do not tell ports apart, and there may be another viewer. A token may hold any
+        # character, a cookie may not
+        self._cookie, self._key = f"{COOKIE}_{_digest('name', token)[:8]}", _digest("key", token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -208,15 +210,21 @@ class Guard:
         """Let in whoever brings the token: by a cookie, as a bearer, or once in the address, which then sets the cookie
         and is left for one without it."""
         assert self._token is not None
-        query = parse_qs(request.url.query, keep_blank_values=True)
+        # not of `request.url`, which is made of the header Host and may be no URL
+        query = parse_qs(request.scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if _same(query.get("token", [""])[-1], self._token):
             rest = urlencode({k: v for k, v in query.items() if k != "token"}, doseq=True)
-            answer = RedirectResponse(request.url.path + (f"?{rest}" if rest else ""), 303)
-            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            # a path that begins with two slashes would name another host
+            here = "/" + quote(request.scope["path"].lstrip("/"), safe="/:")
+            answer = Response(status_code=303, headers={"Location": here + (f"?{rest}" if rest else "")})
+            answer.set_cookie(self._cookie, self._key, httponly=True, samesite="strict")
             return answer
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
-        brought = bearer.strip() if kind.lower() == "bearer" else request.cookies.get(self._cookie, "")
-        if _same(brought, self._token):
+        if kind.lower() == "bearer":
+            is_known = _same(bearer.strip(), self._token)
+        else:
+            is_known = _same(request.cookies.get(self._cookie, ""), self._key)
+        if is_known:
             return None
         return PlainTextResponse("open the address that the viewer printed, with its ?token=", 401)
 
@@ -229,8 +237,8 @@ def asset(name: str = "") -> Callable[[Request], Any]:
     """
 
     async def endpoint(request: Request) -> Response:
-        path = ASSETS / (name or request.path_params["name"])
-        if path.parent != ASSETS or path.suffix not in TYPES or not path.is_file():
+        path = {file.name: file for file in ASSETS.iterdir()}.get(name or request.path_params["name"])
+        if path is None or path.suffix not in TYPES:
             return PlainTextResponse("no such file", 404)
         return Response(path.read_bytes(), media_type=f"{TYPES[path.suffix]}; charset=utf-8")
 
@@ -260,6 +268,14 @@ def _whole(text: str) -> int:
 
 def _refusal(status: int) -> Callable[[Request, Exception], Response]:
     return lambda request, error: Response(dump({"error": str(error)}), status, media_type="application/json")
+
+
+def _refused(status: int, message: str) -> bytes:
+    return dump({"error": message})
+
+
+def _digest(of: str, token: str | None) -> str:
+    return hashlib.sha256(f"{of} {token or ''}".encode()).hexdigest()
 
 
 def _same(given: str, token: str) -> bool:

@@ -7,6 +7,7 @@ styles. What the run holds is a JSON block, which browsers do not run, and in it
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rolljax.viewer import answers
+from rolljax.viewer.fields import Json
 from rolljax.viewer.filters import Filter
-from rolljax.viewer.records import Json
-from rolljax.viewer.runs import Run
+from rolljax.viewer.runs import NotThere, Run
 
 ASSETS = Path(__file__).parent / "assets"
 ENTRY = "main.js"
@@ -55,16 +56,22 @@ def _frozen(run: Run, step: int | str, line: int | None) -> Json:
     overview = run.overview()
     private = ("path", "environment")  # of the machine, not of what is shown
     here = f"api/runs/{run.name}/steps/{_address(step)}"
-    shown = {k: v for k, v in overview.items() if k not in private} | {"evaluations": [], "rollout_steps": []}
+    shown = {k: v for k, v in overview.items() if k not in private} | {
+        "evaluations": [],
+        "rollout_steps": [],
+        "damaged": [],
+    }
     found: dict[str, Any] = {"api/runs": {"runs": [shown], "metrics": answers.metric_table()}}
-    lines = [line] if line is not None else []
+    if line is not None:
+        found[f"{here}/{line}"] = answers.trajectory(run, step, line)
+    elif not isinstance(step, int):
+        raise NotThere(f"an export of {step} is of one of its trajectories: its line is missing")
     if isinstance(step, int):
-        records = run.records(step)
-        lines = lines or list(range(len(records)))
         whole = answers.step(run, step, Filter())
         found[here] = whole if line is None else _group_of(whole, line)
-    for one in lines:
-        found[f"{here}/{one}"] = answers.trajectory(run, step, one)
+        for one in run.records(step).found if line is None else ():
+            with contextlib.suppress(NotThere):  # damaged: the list has what can be read of it
+                found[f"{here}/{one}"] = answers.trajectory(run, step, one)
     return found
 
 

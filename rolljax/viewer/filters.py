@@ -11,7 +11,8 @@ import operator
 import re
 from collections.abc import Callable
 
-from rolljax.viewer.records import Json, Record, summary
+from rolljax.viewer.fields import Json
+from rolljax.viewer.records import Record, summary
 
 _RELATIONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -89,11 +90,11 @@ class Filter:
         """
         return Filter(tuple(_term(m) for m in _TERM.finditer(text.strip())))
 
-    def holds(self, line: int, record: Record) -> bool:
+    def holds(self, record: Record) -> bool:
         """Whether all terms hold of a trajectory."""
         if not self.terms:
             return True
-        of = summary(line, record)
+        of = summary(record)
         return all(term.holds(record, of) for term in self.terms)
 
 

@@ -7,30 +7,40 @@ trajectories is known in a few hundredths of a second, and one trajectory is rea
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Json = dict[str, Any]
+from rolljax import reading
+from rolljax.viewer.fields import Damaged, Fields, Json, as_number, parse
 
-_ARRAY = re.compile(rb'"(prompt_ids|tokens|sampler_logp|versions|advantages|trainer_logp|entropy)":\[')
+_ARRAY = re.compile(rb'"(prompt_ids|tokens|sampler_logp|versions|advantages|trainer_logp|entropy)":\s*\[')
 """Where an array of a turn begins. A text cannot hold this: its quotes are escaped."""
-_COUNTED = (b"prompt_ids", b"tokens", b"versions")
+_SUMMED = ("prompt_ids", "tokens", "versions")
+_COUNTED = tuple(name.encode() for name in _SUMMED)
+COLUMNS = ("advantages", "trainer_logp", "entropy")
+"""What training says of single tokens, where a run records it (`Trajectory.trained`)."""
 SHOWN_CHARS = 280
 """Of a task, and of an answer, in a list."""
+
+
+TOKEN = 2**31 - 1
+"""The largest id of a token, and the largest policy version."""
+STATUSES = ("ok", "truncated", "failed")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
     """One trajectory of a file.
 
-    start, end: its bytes. outline: its JSON with every array of tokens replaced by `[length]`, that of versions by
-    `[tokens that no policy sampled]`.
+    line: its place among the lines of the file, from 0. start, end: its bytes. outline: the fields that lists show. In
+    place of arrays of tokens it has their length, in place of `versions` the number of tokens that no policy sampled.
     """
 
+    line: int
     start: int
     end: int
     outline: Json
@@ -44,44 +54,151 @@ class Record:
             yield fault["detail"]
 
 
-def scan(data: bytes) -> list[Record]:
-    """The trajectories of a file, in its order; lines that are not whole are left out."""
-    found, start = [], 0
+@dataclasses.dataclass(frozen=True, slots=True)
+class Records:
+    """The trajectories of a file, by line, and what is wrong with its other lines, by line.
+
+    A last line without its end is being written, and is in neither.
+    """
+
+    found: dict[int, Record]
+    damaged: dict[int, str]
+
+
+def scan(data: bytes) -> Records:
+    """Read the trajectories of a file without their tokens."""
+    found, damaged, start, line = dict[int, Record](), dict[int, str](), 0, 0
     while start < len(data):
         end = data.find(b"\n", start)
-        end = len(data) if end < 0 else end
-        if outline := _outline(data, start, end):
-            found.append(Record(start, end, outline))
-        start = end + 1
-    return found
+        whole, end = end >= 0, len(data) if end < 0 else end
+        try:
+            found[line] = Record(line, start, end, _outline(data, start, end))
+        except Damaged as e:
+            if whole and data[start:end].strip():
+                damaged[line] = str(e)
+        start, line = end + 1, line + 1
+    return Records(found, damaged)
 
 
 def read(path: Path, record: Record) -> Json:
-    """All of one trajectory, as `Trajectory.to_json` wrote it."""
-    with open(path, "rb") as f:
+    """Return all of one trajectory, as `Trajectory.to_json` wrote it.
+
+    Raises:
+      Damaged: a field is missing, or is not what it should be. OSError: the file is gone.
+    """
+    with reading.open_file(path) as f:
         f.seek(record.start)
-        return dict(json.loads(f.read(record.end - record.start)))
+        of = Fields(parse(f.read(record.end - record.start)))
+    turns = [_turn(t) for t in of.all_inside("turns")]
+    expert = of.maybe_inside("expert")
+    return {
+        "task": _task(of),
+        "turns": turns,
+        "metrics": of.by_name("metrics"),
+        "attempts": of.whole("attempts", 1),
+        "loops": of.whole("loops", 0),
+        "expert": expert and {"id": expert.text("id"), "turns": expert.whole("turns")},
+        "env_s": of.number("env_s", 0.0),
+        "sample_s": of.number("sample_s", 0.0),
+        "trained": _trained(of.maybe_inside("trained"), sum(len(t["tokens"]) for t in turns)),
+    }
 
 
-def _outline(data: bytes, start: int, end: int) -> Json | None:
+def _turn(of: Fields) -> Json:
+    tokens = of.wholes("tokens", low=0, high=TOKEN)
+    return {
+        "prompt_ids": of.wholes("prompt_ids", low=0, high=TOKEN),
+        "tokens": tokens,
+        "sampler_logp": of.numbers("sampler_logp", size=len(tokens)),
+        "versions": _sized(of, of.wholes("versions", low=-1, high=TOKEN), len(tokens)),
+        "alternatives": _alternatives(of.maybe_inside("alternatives"), len(tokens)),
+        "text": of.text("text"),
+        "reward": of.number("reward"),
+        "finish_reason": of.text("finish_reason"),
+        "weight": of.number("weight", 1.0),
+        "restart": of.flag("restart", False),
+    }
+
+
+def _sized(of: Fields, values: list[int], size: int) -> list[int]:
+    if len(values) != size:
+        raise of.wrong("versions", f"a list of {size}")
+    return values
+
+
+def _alternatives(of: Fields | None, size: int) -> list[list[tuple[int, float]]] | None:
+    """Return the likeliest tokens in place of each one, as pairs of id and log-prob."""
+    if of is None:
+        return None
+    ids, logp = of.items("ids"), of.items("logp")
+    rows = [_pairs(i, x) for i, x in zip(ids, logp, strict=False)]
+    if len(ids) != size or len(logp) != size or None in rows:
+        raise of.wrong("ids", f"{size} lists of tokens, each with its log-probs")
+    return [row for row in rows if row is not None]
+
+
+def _pairs(ids: Any, logp: Any) -> list[tuple[int, float]] | None:
+    if not isinstance(ids, list) or not isinstance(logp, list) or len(ids) != len(logp):
+        return None
+    fit = all(type(i) is int and 0 <= i <= TOKEN and as_number(x) is not None for i, x in zip(ids, logp, strict=True))
+    return list(zip(ids, logp, strict=True)) if fit else None
+
+
+def _trained(of: Fields | None, size: int) -> Json:
+    """Return the columns of what training made of sampled tokens: a number for all of them, or `size` values."""
+    if of is None:
+        return {}
+    found = {}
+    for name in COLUMNS:
+        if of.is_list(name):
+            column = of.items(name)
+            if len(column) != size or not all(x is None or as_number(x) is not None for x in column):
+                raise of.wrong(name, f"a list of {size} numbers")
+            found[name] = column
+        elif name in of:
+            found[name] = of.number(name, None) if of.has(name) else None
+    return found
+
+
+def _outline(data: bytes, start: int, end: int) -> Json:
     parts, at = [], start
     while found := _ARRAY.search(data, at, end):
         stop = data.find(b"]", found.end(), end)
         if stop < 0:
-            return None
+            raise Damaged("not JSON: a list without its end")
         parts += [data[at : found.end()], _told(found[1], data, found.end(), stop)]
         at = stop
     parts.append(data[at:end])
-    try:
-        outline = json.loads(b"".join(parts))
-        return outline if outline["task"]["content"] is not None and outline["turns"] is not None else None
-    except (ValueError, LookupError, TypeError):
-        return None
+    of = Fields(parse(b"".join(parts)))
+    key, fault = of.inside("key"), of.maybe_inside("fault")
+    status = of.text("status")
+    if status not in STATUSES:
+        raise of.wrong("status", f"one of {', '.join(STATUSES)}")
+    return {
+        "key": {name: key.whole(name) for name in ("stream", "draw", "sibling")},
+        "task": _task(of),
+        "reference": of.text("reference", None),
+        "turns": [_outline_turn(t) for t in of.all_inside("turns")],
+        "reward": of.number("reward"),
+        "reward_parts": of.by_name("reward_parts"),
+        "success": of.flag("success"),
+        "status": status,
+        "fault": fault and {name: fault.text(name) for name in ("kind", "stage", "detail")},
+    }
+
+
+def _task(of: Fields) -> Json:
+    task = of.inside("task")
+    return {"env": task.text("env"), "index": task.whole("index"), "content": task.text("content")}
+
+
+def _outline_turn(of: Fields) -> Json:
+    return {"text": of.text("text")} | {name: sum(of.wholes(name, low=0, high=TOKEN)) for name in _SUMMED}
 
 
 def _told(name: bytes, data: bytes, start: int, stop: int) -> bytes:
     """What stands for an array in an outline."""
-    if start == stop or name not in _COUNTED:
+    if name not in _COUNTED or not data[start:stop].strip():
         return b""
     return b"%d" % (data.count(b"-", start, stop) if name == b"versions" else data.count(b",", start, stop) + 1)
 
@@ -89,30 +206,27 @@ def _told(name: bytes, data: bytes, start: int, stop: int) -> bytes:
 # ---- what lists show
 
 
-def summary(line: int, record: Record) -> Json:
-    """One trajectory in a list: everything but tokens and the rest of long texts.
-
-    Args:
-      line: its place in the file, its address.
-    """
+def summary(record: Record) -> Json:
+    """Return one trajectory in a list: everything but tokens and the rest of long texts."""
     of = record.outline
     turns = of["turns"]
-    answer, sampled_tok = turns[-1]["text"] if turns else "", sum(sum(t["tokens"]) for t in turns)
+    answer, sampled_tok = turns[-1]["text"] if turns else "", sum(t["tokens"] for t in turns)
     return {
-        "line": line,
+        "line": record.line,
         **of["key"],
         "env": of["task"]["env"],
         "task": _short(of["task"]["content"]),
         "answer": _short(answer),
+        "reference": of["reference"] and _short(of["reference"]),
         "reward": of["reward"],
         "parts": of["reward_parts"],
         "success": of["success"],
         "status": of["status"],
         "fault": of["fault"],
         "turns": len(turns),
-        "prompt_tok": sum(sum(t["prompt_ids"]) for t in turns),
+        "prompt_tok": sum(t["prompt_ids"] for t in turns),
         "sampled_tok": sampled_tok,
-        "replayed": 0 < sampled_tok == sum(sum(t["versions"]) for t in turns),
+        "replayed": 0 < sampled_tok == sum(t["versions"] for t in turns),
     }
 
 
@@ -130,12 +244,13 @@ def groups(summaries: Sequence[Json]) -> list[Json]:
 
 
 def _group(key: tuple[int, int], members: Sequence[Json]) -> Json:
-    rewards = [s["reward"] for s in members if s["status"] != "failed"]
+    rewards = [s["reward"] for s in members if s["status"] != "failed" and math.isfinite(s["reward"])]
     return {
         "stream": key[0],
         "draw": key[1],
         "task": members[0]["task"],
         "env": members[0]["env"],
+        "reference": members[0]["reference"],
         "mean": statistics.fmean(rewards) if rewards else None,
         "spread": statistics.pstdev(rewards) if rewards else 0.0,
         "trajectories": members,
@@ -150,12 +265,13 @@ def heldout_pairs(evaluations: Sequence[tuple[str, Sequence[Record]]]) -> list[J
     """
     by_task: dict[tuple[str, int], dict[str, Json]] = {}
     for name, found in evaluations:
-        for line, record in enumerate(found):
+        for record in found:
             task = record.outline["task"]
-            by_task.setdefault((task["env"], task["index"]), {})[name] = summary(line, record)
+            by_task.setdefault((task["env"], task["index"]), {})[name] = summary(record)
     return [
-        {"env": env, "index": index, "task": next(iter(of.values()))["task"], "answers": of}
+        {"env": env, "index": index, "task": first["task"], "reference": first["reference"], "answers": of}
         for (env, index), of in by_task.items()
+        for first in (next(iter(of.values())),)
     ]
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import math
+import os
 import statistics
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rolljax import reading
 from rolljax.errors import ConfigError
 from rolljax.run import layout
+from rolljax.viewer.fields import Damaged, Json, as_number, as_text, as_whole, is_there, parse, read_object
 from rolljax.viewer.filters import Filter
-from rolljax.viewer.records import Json, Record, scan, summary
+from rolljax.viewer.records import Record, Records, scan, summary
 
 if TYPE_CHECKING:
     from rolljax.viewer.tokens import TokenTexts
@@ -37,41 +42,60 @@ class Run:
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
         self._rows = _Rows(path / layout.METRICS)
-        self._files: OrderedDict[Path, tuple[tuple[int, int], list[Record]]] = OrderedDict()
+        self._files: OrderedDict[Path, tuple[tuple[int, int], Records]] = OrderedDict()
         self._lock = threading.Lock()
 
     # ---- what the run says of itself
 
     @property
     def config(self) -> Json:
-        """Every setting with its value, by its path."""
-        return _read(self.path / layout.RESOLVED)
+        """Every setting with its value, by its path; empty where the file is damaged."""
+        return self._object(layout.RESOLVED, [])
 
     def overview(self) -> Json:
-        """Where the run stands, and what it has come to."""
-        rows, ended = self.rows(0)[1], _read(self.path / layout.SUMMARY)
-        last = rows[-1] if rows else {}
-        is_over = bool(ended) and ended.get("steps", 0) >= last.get("step", 0)
-        config = self.config
+        """Return where the run stands, and what it has come to. What is damaged is left out and named."""
+        damaged: list[str] = []
+        config, ended, made_by = (
+            self._object(name, damaged) for name in (layout.RESOLVED, layout.SUMMARY, layout.ENVIRONMENT)
+        )
+        rows = self.rows(0)[1]
+        if self._rows.damaged:
+            damaged.append(f"{layout.METRICS}: {self._rows.damaged} lines")
+        last = rows[-1] if rows else {"step": 0, "phase": ""}
+        is_over = bool(ended) and (as_whole(ended.get("steps")) or 0) >= last["step"]
         return {
             "name": self.name,
-            "path": str(self.path),
-            "step": last.get("step", 0),
-            "steps_planned": sum(v for k, v in config.items() if _is_phase_steps(k) and isinstance(v, int)),
-            "phase": last.get("phase", ""),
-            "stop_reason": ended.get("stop_reason") if is_over else None,
-            "wall_s": ended.get("wall_s") if is_over else sum(r.get("time/step_s", 0) for r in rows),
-            "heldout": ended.get("heldout_reward", []) if is_over else self._evaluated(),
+            "path": shown_path(self.path),
+            "recipe": _recipe_of(config),
+            "step": last["step"],
+            "steps_planned": sum(as_whole(v) or 0 for k, v in config.items() if _is_phase_steps(k)),
+            "phase": last["phase"],
+            "stop_reason": as_text(ended.get("stop_reason")) or None if is_over else None,
+            "wall_s": as_number(ended.get("wall_s")) if is_over else sum(r.get("time/step_s", 0) for r in rows),
+            "heldout": _evaluations(ended.get("heldout_reward")) if is_over else self._evaluated(),
             "updated": self._rows.modified,
-            "environment": _read(self.path / layout.ENVIRONMENT),
-            "rollout_steps": list(layout.rollout_files(self.path)),
+            "environment": _environment(made_by),
+            "rollout_steps": self.steps(),
             "evaluations": [name for name, _ in self._heldout_files()],
+            "damaged": damaged,
         }
+
+    def _object(self, name: str, damaged: list[str]) -> Json:
+        """Return the JSON object of a file; what is wrong with the file is added to `damaged`."""
+        try:
+            return read_object(self.path / name)
+        except Damaged as e:
+            damaged.append(str(e))
+            return {}
 
     def _evaluated(self) -> list[Json]:
         """Held-out rewards as `summary.json` has them at the end, from the answers."""
-        found = [(name, [r.outline["reward"] for r in records]) for name, records in self.heldout() if records]
-        return [{"phase": name, "mean": statistics.fmean(rewards), "n": len(rewards)} for name, rewards in found]
+        found = []
+        for name, records in self.heldout():
+            rewards = [r.outline["reward"] for r in records.found.values()]
+            if rewards := [r for r in rewards if math.isfinite(r)]:
+                found.append({"phase": name, "mean": statistics.fmean(rewards), "n": len(rewards)})
+        return found
 
     def rows(self, after: int, generation: str = "") -> tuple[str, list[Json]]:
         """Rows of metrics.jsonl behind the first `after`, and the generation of the file: a file that was written
@@ -86,7 +110,14 @@ class Run:
 
     # ---- trajectories
 
-    def records(self, step: int) -> list[Record]:
+    def steps(self) -> list[int]:
+        """Return the steps whose trajectories are on record, in order."""
+        try:
+            return list(layout.rollout_files(self.path))
+        except OSError:  # a folder that may not be read
+            return []
+
+    def records(self, step: int) -> Records:
         """The trajectories of a step.
 
         Raises:
@@ -94,37 +125,46 @@ class Run:
         """
         return self._of_file(layout.rollouts_file(self.path, step), f"step {step} of {self.name}")
 
-    def heldout(self) -> list[tuple[str, list[Record]]]:
+    def heldout(self) -> list[tuple[str, Records]]:
         """Name and trajectories of every held-out evaluation on record, in the order in which they were made."""
-        return [(name, self._of_file(path, name)) for name, path in self._heldout_files()]
+        found = []
+        for name, path in self._heldout_files():
+            try:
+                found.append((name, self._of_file(path, name)))
+            except NotThere:  # it was taken away meanwhile, or cannot be read
+                continue
+        return found
 
     def trajectory(self, step: int | str, line: int) -> tuple[Path, Record]:
-        """File and record of one trajectory.
+        """Return file and record of one trajectory.
 
         Args:
           step: or the name of an evaluation.
 
         Raises:
-          NotThere: there is no such trajectory.
+          NotThere: there is no such trajectory, or its line is damaged.
         """
         if isinstance(step, int):
             path = layout.rollouts_file(self.path, step)
         elif not (path := dict(self._heldout_files()).get(step, Path())).name:
             raise NotThere(f"{self.name} has no held-out answers of {step!r}")
-        records = self._of_file(path, f"step {step} of {self.name}")
-        if not 0 <= line < len(records):
-            raise NotThere(f"step {step} of {self.name} has {len(records)} trajectories, none at {line}")
-        return path, records[line]
+        what = f"step {step} of {self.name}"
+        records = self._of_file(path, what)
+        if line in records.damaged:
+            raise NotThere(f"line {line} of {what} is damaged: {records.damaged[line]}")
+        if line not in records.found:
+            raise NotThere(f"{what} has {len(records.found)} trajectories, none at {line}")
+        return path, records.found[line]
 
     def search(self, wanted: Filter, newest: int | None) -> Iterator[tuple[int, list[Json]]]:
         """Steps from `newest` (None: the last) down to the first, each with its trajectories that are wanted."""
-        for step in reversed(layout.rollout_files(self.path)):
+        for step in reversed(self.steps()):
             if newest is None or step <= newest:
                 try:
                     records = self.records(step)
-                except NotThere:  # it was taken away meanwhile
+                except NotThere:  # it was taken away meanwhile, or cannot be read
                     continue
-                yield step, [summary(i, r) for i, r in enumerate(records) if wanted.holds(i, r)]
+                yield step, [summary(r) for r in records.found.values() if wanted.holds(r)]
 
     @functools.cached_property
     def tokens(self) -> TokenTexts:
@@ -135,13 +175,16 @@ class Run:
         return token_texts(self.path, model if isinstance(model, str) else None)
 
     def _heldout_files(self) -> list[tuple[str, Path]]:
-        """Those of phases in their order, behind that of the start."""
+        """Those of phases in their order, behind that of the start; behind them what no phase is called."""
         config = self.config
-        phases = [str(config[key]) for key in config if key.startswith("phases[") and key.endswith("].name")]
-        files = [(name, layout.heldout_file(self.path, name)) for name in ("start", *phases)]
-        return [(name, path) for name, path in files if path.is_file()]
+        phases = [config[key] for key in config if key.startswith("phases[") and key.endswith("].name")]
+        order = {name: i for i, name in enumerate(["start", *map(str, phases)])}
+        folder, ends = self.path / layout.ROLLOUTS, layout.heldout_file(self.path, "\0").name.split("\0")
+        files = {f.name.removeprefix(ends[0]).removesuffix(ends[1]): f for f in folder.glob("*".join(ends))}
+        found = sorted(files, key=lambda name: (order.get(name, len(order)), name))
+        return [(encodable(name), files[name]) for name in found if is_there(files[name])]
 
-    def _of_file(self, path: Path, what: str) -> list[Record]:
+    def _of_file(self, path: Path, what: str) -> Records:
         stamp = _stamp(path)
         with self._lock:
             kept = self._files.get(path)
@@ -149,8 +192,8 @@ class Run:
                 self._files.move_to_end(path)
                 return kept[1]
         try:
-            found = scan(path.read_bytes())
-        except OSError as e:
+            found = scan(reading.read_bytes(path))
+        except (OSError, MemoryError) as e:
             raise NotThere(f"no trajectories of {what} are on record") from e
         with self._lock:
             self._files[path] = stamp, found
@@ -160,13 +203,14 @@ class Run:
 
 
 class _Rows:
-    """A file of JSON lines that grows at its end, and now and then is written anew."""
+    """A file of JSON lines that grows at its end, and now and then is written anew. damaged: lines that are no rows."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
         self._rows: list[Json] = []
         self._at, self._file = 0, 0
         self._written_anew = 0
+        self.damaged = 0
         self.modified = 0.0
 
     def read(self, after: int, generation: str) -> tuple[str, list[Json]]:
@@ -177,18 +221,21 @@ class _Rows:
 
     def _catch_up(self) -> None:
         try:
-            status = self._path.stat()
-        except OSError:
+            with reading.open_file(self._path) as f:
+                status = os.fstat(f.fileno())
+                if status.st_ino != self._file or status.st_size < self._at:
+                    self._rows, self._at, self._file, self.damaged = [], 0, status.st_ino, 0
+                    self._written_anew += 1
+                self.modified = status.st_mtime
+                f.seek(self._at)
+                whole, _, _ = f.read().rpartition(b"\n")
+        except (OSError, MemoryError):
             return
-        if status.st_ino != self._file or status.st_size < self._at:
-            self._rows, self._at, self._file = [], 0, status.st_ino
-            self._written_anew += 1
-        self.modified = status.st_mtime
-        with open(self._path, "rb") as f:
-            f.seek(self._at)
-            whole, _, _ = f.read().rpartition(b"\n")
         self._at += len(whole) + bool(whole)
-        self._rows += [row for line in whole.splitlines() if (row := _row(line))]
+        lines = [line for line in whole.splitlines() if line.strip()]
+        rows = [row for line in lines if (row := _row(line))]
+        self._rows += rows
+        self.damaged += len(lines) - len(rows)
 
 
 class Runs:
@@ -199,7 +246,7 @@ class Runs:
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        self._paths = [Path(p).absolute() for p in paths]
+        self._paths = [Path(os.path.abspath(p)) for p in paths]
         self._runs: dict[Path, Run] = {}
         self._lock = threading.Lock()
         for path in self._paths:
@@ -217,7 +264,7 @@ class Runs:
             for path in (folder for p in self._paths for folder in _run_folders(p)):
                 if path not in self._runs:
                     self._runs[path] = Run(self._name(path), path)
-            return [run for run in self._runs.values() if (run.path / layout.RESOLVED).is_file()]
+            return [run for run in self._runs.values() if is_there(run.path / layout.RESOLVED)]
 
     def find(self, name: str) -> Run:
         """A run by its name.
@@ -231,15 +278,26 @@ class Runs:
         raise NotThere(f"no run is called {name!r}")
 
     def _name(self, path: Path) -> str:
-        taken, name, number = {run.name for run in self._runs.values()}, path.name, 1
+        own = encodable(path.name) or "run"
+        taken, name, number = {run.name for run in self._runs.values()}, own, 1
         while name in taken:
             number += 1
-            name = f"{path.name}-{number}"
+            name = f"{own}-{number}"
         return name
 
 
+def encodable(name: str) -> str:
+    """Return the name of a file as a text that addresses can hold: bytes that are not UTF-8 are written out."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as a text."""
+    return encodable(str(path))
+
+
 def _run_folders(path: Path) -> list[Path]:
-    if (path / layout.RESOLVED).is_file():
+    if is_there(path / layout.RESOLVED):
         return [path]
     return sorted(file.parent for file in path.glob(f"*/{layout.RESOLVED}"))
 
@@ -248,21 +306,52 @@ def _is_phase_steps(key: str) -> bool:
     return key.startswith("phases[") and key.endswith("].steps")
 
 
-def _read(path: Path) -> Json:
-    """A JSON object; empty if there is none, or only a part of it."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+def _recipe_of(config: Json) -> str:
+    """Return what is the same for runs whose settings differ in nothing but their seed; empty without settings."""
+    others = {name: value for name, value in config.items() if name != "seed"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:16] if others else ""
+
+
+def _evaluations(found: object) -> list[Json]:
+    """Return the held-out rewards of a summary, those of them that have a phase and a mean."""
+    every = [e for e in found if isinstance(e, dict)] if isinstance(found, list) else []
+    return [
+        {
+            "phase": as_text(e.get("phase")),
+            "step": as_whole(e.get("step")),
+            "mean": mean,
+            "n": as_whole(e.get("n")) or 0,
+        }
+        for e in every
+        if (mean := as_number(e.get("mean"))) is not None
+    ]
+
+
+def _environment(found: Json) -> Json:
+    """Return what a run was made by; empty unless all of it is there."""
+    command, packages, devices = found.get("command"), found.get("packages"), as_whole(found.get("devices"))
+    if not isinstance(command, list) or not isinstance(packages, dict) or devices is None:
         return {}
-    return found if isinstance(found, dict) else {}
+    return {
+        "command": list(map(str, command)),
+        "packages": {name: str(version) for name, version in packages.items()},
+        "devices": devices,
+        "platform": as_text(found.get("platform")),
+        "python": as_text(found.get("python")),
+    }
 
 
 def _row(line: bytes) -> Json | None:
+    """Return a step's row: its number, its phase and its metrics; None if the line has none."""
     try:
-        row: Any = json.loads(line)
-    except ValueError:
+        row = parse(line)
+    except Damaged:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    step = as_whole(row.get("step")) if isinstance(row, dict) else None
+    if step is None:
+        return None
+    numbers = {name: x for name, value in row.items() if (x := as_number(value)) is not None}
+    return {**numbers, "step": step, "phase": as_text(row.get("phase"))}
 
 
 def _stamp(path: Path) -> tuple[int, int]:

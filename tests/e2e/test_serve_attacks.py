@@ -110,7 +110,7 @@ def test_connections_that_wait_give_way(start):
     running = start(concurrency=4)
     waiting = [connect(running, data) for data in (b"", b"GET /hea", head("Content-Length: 9"))]
     waiting += [connect(running) for _ in range(40)]
-    until(lambda: connections(running) <= running.service.limits.connections)
+    until(lambda: connections(running) <= running.service.limits.bounds.connections)
     assert works(running)
     assert everything(waiting[0]) == everything(waiting[2]) == b""
     for connection in waiting[3:]:

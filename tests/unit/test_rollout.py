@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.envs.catalog import task_of
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import ConfigError, InfraError, SamplerError
@@ -555,3 +556,36 @@ def test_the_first_complete_of_a_group_and_its_spares_make_it(chat):
     group = roll(chat, Echo(), Slow(), Echo().task(0), stream=0, draw=0, group_size=3, spare=2)
     assert [t.key.sibling for t in group.trajectories] == [1, 3, 4] and group.cancelled == 2
     assert all(t.status == "ok" for t in group.trajectories)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "rolljax.envs.tools.calculator.Arithmetic#3", "calculator#3", "rg:spell_backward#3", "questions(records=[{'question': 'Two?', 'answer': 'so #### 2'}])#0",
+        "mixture(domains={'one': 'calculator', 'two': 'rg:chain_sum'})#5",
+    ],
+)  # fmt: skip
+def test_a_recorded_answer_is_that_of_the_gold_action(reference):
+    spec, task = task_of(reference)
+    env = spec.make()
+    env.reset(task)
+    found = spec.reference(task)
+    assert found and (found in env.gold() or "calc(" in env.gold())
+    assert FrozenLake().reference(LAKE) is None
+
+
+def test_a_trajectory_has_the_recorded_answer_of_its_task(chat):
+    spec, task = task_of("rolljax.envs.tools.calculator.Arithmetic#3")
+    got, _ = play(chat, ["17"], spec, task)
+    assert got.reference == str(eval(task.content)) and got.status == "ok"
+    assert play(chat, ["down"], reason="length")[0].reference is None
+
+
+def test_an_environment_that_fails_at_its_recorded_answer_has_failed(chat):
+    @dataclasses.dataclass(frozen=True)
+    class Forgetful(FrozenLake):
+        def reference(self, task):
+            return {}[task.index]
+
+    got, _ = play(chat, [], Forgetful(size=3, max_turns=5))
+    assert got.fault == Fault("env", "", "reference answer of task 0: KeyError: 0") and got.status == "failed"

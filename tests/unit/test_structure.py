@@ -84,7 +84,7 @@ LEFT = {
     "recipe": {"errors", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout", "trackers"},
     "run": {"errors", "reading", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
             "rewards", "rollout", "cluster", "recipe", "config", "trackers"},
-    "viewer": {"errors", "reading", "types", "metrics", "model", "run"},
+    "viewer": {"errors", "reading", "types", "metrics", "model", "serving", "run"},
     "evaluation": {"errors", "reading", "types", "threads", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout",
                    "cluster", "recipe", "run"},
     "data": {"errors", "types", "threads", "model", "envs", "sampler", "chat_models", "run"},

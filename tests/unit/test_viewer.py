@@ -55,20 +55,28 @@ def test_outlines_say_what_the_files_say(run_dir):
     data = (run_dir / "rollouts" / "step_2.jsonl").read_bytes()
     full = [json.loads(line) for line in data.splitlines()]
     found = records.scan(data)
-    assert len(found) == len(full) == 18
-    for i, (record, whole) in enumerate(zip(found, full, strict=True)):
-        of = records.summary(i, record)
-        assert records.read(run_dir / "rollouts" / "step_2.jsonl", record) == whole
+    assert list(found.found) == list(range(len(full))) == list(range(18)) and not found.damaged
+    for record, whole in zip(found.found.values(), full, strict=True):
+        of = records.summary(record)
+        read = records.read(run_dir / "rollouts" / "step_2.jsonl", record)
+        for turn, written in zip(read.pop("turns"), whole["turns"], strict=True):
+            likely = written.pop("alternatives")
+            pairs = [list(zip(*row, strict=True)) for row in zip(likely["ids"], likely["logp"], strict=True)]
+            assert turn == written | {"alternatives": pairs}
+            written["alternatives"] = likely
+        assert read == {name: whole[name] for name in read}
         assert of["sampled_tok"] == sum(len(t["tokens"]) for t in whole["turns"])
         assert of["prompt_tok"] == sum(len(t["prompt_ids"]) for t in whole["turns"])
         assert list(record.texts)[1 : 1 + len(whole["turns"])] == [t["text"] for t in whole["turns"]]
         assert Trajectory.from_json(whole).to_json() == whole
 
 
-def test_lines_that_are_not_whole_are_left_out(run_dir):
+def test_lines_that_are_not_whole_keep_their_places(run_dir):
     first, second = (run_dir / "rollouts" / "step_1.jsonl").read_bytes().splitlines()[:2]
-    broken = [first, b"{", b"null", first[: len(first) // 2], b'{"task":{"content":"x"}}', b"", second]
-    assert [r.outline["key"]["sibling"] for r in records.scan(b"\n".join(broken))] == [0, 1]
+    broken = [first, b"{", b"null", first[: len(first) // 2], b'{"task":{"content":"x"}}', b"", second, first[:40]]
+    found = records.scan(b"\n".join(broken))
+    assert {line: r.outline["key"]["sibling"] for line, r in found.found.items()} == {0: 0, 6: 1}
+    assert list(found.damaged) == [1, 2, 3, 4] and found.damaged[4] == "key is missing"  # the last is being written
 
 
 def test_groups_whose_rewards_differ_most_come_first(run_dir):
@@ -178,9 +186,9 @@ def test_a_run_that_goes_on_after_its_end_is_not_over(tmp_path):
 def test_rollouts_written_anew_are_read_anew(tmp_path):
     path = viewing.write_run(tmp_path / "run", steps=1)
     run = Run("run", path)
-    before = len(run.records(1))
+    before = len(run.records(1).found)
     RunFolder(path).write_rollouts(1, viewing.step_of(1, groups=1))
-    assert len(run.records(1)) < before
+    assert len(run.records(1).found) < before
 
 
 def test_runs_are_found_as_they_appear(tmp_path):

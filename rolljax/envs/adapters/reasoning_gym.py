@@ -92,6 +92,10 @@ class ReasoningGym(EnvSpec):
     def final_answer(self, task: Task, text: str) -> str | None:
         return " ".join(text.split()) or None
 
+    def reference(self, task: Task) -> str | None:
+        answer = self.item(task.index)["answer"]
+        return None if answer is None else str(answer)
+
     def warm(self) -> None:
         self.task(0)
 

@@ -126,6 +126,10 @@ class Judging(EnvSpec):
         verdict = self.read(text)
         return None if verdict is None else verdict.better
 
+    def reference(self, task: Task) -> str | None:
+        question = self.question(task.index)
+        return self.answer(question, question.better)
+
     def reward(self, verdict: Verdict | None, question: Question) -> float:
         """What a verdict is worth. A critic's is measured by what it was told, whose strength is nobody's to say where
         that is wrong."""

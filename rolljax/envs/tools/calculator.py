@@ -102,6 +102,9 @@ class Arithmetic(EnvSpec):
             question += (rng.choice(self.operators) if i else "") + str(rng.randrange(10 ** (digits - 1), 10**digits))
         return Task(self.name, index, question)
 
+    def reference(self, task: Task) -> str | None:
+        return calc(task.content)
+
     def make(self) -> Env:
         return ArithmeticEnv()
 
@@ -178,6 +181,9 @@ class CalculatorTask(EnvSpec):
 
     def task(self, index: int) -> Task:
         return dataclasses.replace(self._env.task(index), env=self.name)
+
+    def reference(self, task: Task) -> str | None:
+        return self._env.reference(task)
 
     def make(self) -> Env:
         return self._env.make()

@@ -80,6 +80,9 @@ class ToolEnv(EnvSpec):
     def task(self, index: int) -> Task:
         return self.inner.task(index)
 
+    def reference(self, task: Task) -> str | None:
+        return self.inner.reference(task)
+
     def warm(self) -> None:
         self.inner.warm()
 

@@ -29,7 +29,6 @@ from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import SamplerPolicy
 from rolljax.rollout.starts import Start
 from rolljax.sampler.client import Sampler
-from rolljax.serving.http_server import make_server
 from rolljax.serving.schema import ServedModel
 from rolljax.serving.server import Limits, Service
 from rolljax.serving.session import Call, Session, SessionRules, Sessions
@@ -76,7 +75,7 @@ class AgentHost:
             listener = socket.socket()
             listener.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            self._server = make_server(self.service, keep_alive_s=KEEP_ALIVE_S, closing_s=1)
+            self._server = self.service.make_server(keep_alive_s=KEEP_ALIVE_S, closing_s=1)
             self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
             while not self._server.started:
                 if self._serving.done():

@@ -1,6 +1,6 @@
 // Small signs that stand on several pages: rewards, how an episode ended, whose fault it was.
 import {h} from './dom.js';
-import {number} from './format.js';
+import {count, number} from './format.js';
 
 const KINDS = ['infra', 'env', 'agent', 'limit'];
 
@@ -37,6 +37,16 @@ export function faultNote(fault) {
 export function faultText(fault) {
   const owner = {infra: 'machine, worker, server or sampler', env: 'the environment itself', agent: 'what the policy did', limit: 'a limit of tokens, turns or time'}[fault.kind] || fault.kind;
   return `${owner}${fault.stage ? `, at ${fault.stage}` : ''}: ${fault.detail}`;
+}
+
+/** The answer that is recorded for a task; null if there is none. */
+export function referenceNote(text) {
+  return text === null || text === undefined ? null : h('div', {class: 'reference'}, h('span', {class: 'what'}, 'reference answer'), h('div', {class: 'text said'}, text));
+}
+
+/** What is said of lines that cannot be read: `{n, line, why}`; null if all can. */
+export function damageNote(of, where) {
+  return of ? h('p', {class: 'fault'}, `${where}: ${count(of.n, 'line')} cannot be read. Line ${of.line}: ${of.why}.`) : null;
 }
 
 /** A reward with its named parts. */

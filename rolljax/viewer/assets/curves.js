@@ -3,6 +3,7 @@ import {rows as rowsOf, runs as allRuns} from './api.js';
 import {chart} from './chart.js';
 import {fill, h, settled} from './dom.js';
 import {go, here, link, remember} from './route.js';
+import {ACROSS, bySeeds, meanOf, placed} from './series.js';
 
 const FIRST = ['reward/mean', 'reward/success_frac', 'rollout/len_tok', 'policy/entropy_nat', 'mismatch/k3_nat', 'optim/grad_norm', 'loss/total', 'time/step_s'];
 const ROOMS = {
@@ -19,18 +20,18 @@ export function colourOf(index) {
 
 function borders(rows) {
   return rows.filter((row, i) => i > 0 && rows[i - 1].phase !== row.phase || (i === 0 && rows.at(-1).phase !== row.phase))
-    .map((row) => ({step: row.step, phase: row.phase}));
+    .map((row) => ({at: row.at, phase: row.phase}));
 }
 
 function line(of, name) {
   // the reward of a supervised phase is that of its gold answers: no result
   const counts = (row) => !name.startsWith('reward/') || row['tput/sample_tok_s'] !== undefined || !of.samples;
-  return of.rows.filter((row) => Number.isFinite(row[name]) && counts(row)).map((row) => [row.step, row[name]]);
+  return of.rows.filter((row) => Number.isFinite(row[name]) && counts(row)).map((row) => [row.at, row[name], row.step]);
 }
 
 function stars(of) {
   return of.heldout.filter((e) => Number.isFinite(e.mean)).map((e) => ({
-    x: e.step ?? lastStepOf(of.rows, e.phase), y: e.mean, colour: of.colour,
+    x: placeOf(of.rows, e.step ?? lastStepOf(of.rows, e.phase)), y: e.mean, colour: of.colour,
     text: `held out, ${e.phase === 'start' ? 'at the start' : `after ${e.phase}`}: ${e.mean.toFixed(3)} of ${e.n} tasks`,
   }));
 }
@@ -39,8 +40,24 @@ function lastStepOf(rows, phase) {
   return rows.filter((row) => row.phase === phase).at(-1)?.step ?? 0;
 }
 
-function oneChart(name, runs, table, options) {
-  const lines = runs.map((of) => ({run: of.name, colour: of.colour, points: line(of, name)})).filter((l) => l.points.length);
+function placeOf(rows, step) {
+  return rows.filter((row) => row.step <= step).at(-1)?.at ?? 0;
+}
+
+// With `mean` one line for all runs of a recipe, and those of its seeds thin behind it.
+function linesOf(runs, name, mean) {
+  const each = runs.map((of) => ({run: of.name, recipe: of.recipe, name: of.name, colour: of.colour, points: line(of, name)})).filter((l) => l.points.length);
+  if (!mean) return each;
+  return bySeeds(each).flatMap((seeds) => {
+    const points = seeds.length > 1 ? meanOf(seeds.map((l) => l.points)) : [];
+    if (!points.length) return seeds;
+    const colour = seeds[0].colour;
+    return [...seeds.map((l) => ({...l, colour, faint: true})), {run: `mean of ${seeds.length} seeds`, opens: seeds[0].run, colour, points}];
+  });
+}
+
+function oneChart(name, runs, table, {mean, ...options}) {
+  const lines = linesOf(runs, name, mean);
   if (!lines.length) return null;
   const known = table[name] || table[name.replace(/^domain\/[^/]+\//, 'domain/NAME/')] || {unit: '', meaning: 'a number of the environment'};
   const marks = name === 'reward/mean' ? runs.flatMap(stars) : [];
@@ -57,7 +74,7 @@ function sections(runs, table, state) {
   const order = Object.keys(table);
   names.sort((a, b) => (order.indexOf(a) + 1 || 999) - (order.indexOf(b) + 1 || 999) || a.localeCompare(b));
   const wanted = names.filter((n) => n.toLowerCase().includes(state.metric.toLowerCase()) || (table[n]?.meaning || '').includes(state.metric));
-  const options = {log: state.log, weight: state.smooth, onPick: (run, step) => go(link([run, String(step)]))};
+  const options = {log: state.log, weight: state.smooth, across: ACROSS[state.x], mean: state.mean, onPick: (run, step) => go(link([run, String(step)]))};
   const dull = wanted.filter((n) => isDull(n, runs));
   const lively = wanted.filter((n) => !dull.includes(n));
   const found = [];
@@ -76,31 +93,44 @@ function section(title, charts, kind) {
   return h('section', {}, title ? h('h3', {}, title) : null, h('div', {class: kind}, charts));
 }
 
+function legendOf(runs, mean) {
+  if (runs.length < 2) return null;
+  return bySeeds(runs).flatMap((seeds) => (mean && seeds.length > 1
+    ? [h('span', {class: `key ${seeds[0].colour}`, title: seeds.map((r) => r.name).join(', ')}, `mean of ${seeds.length} seeds: ${seeds[0].name}…`)]
+    : seeds.map((r) => h('a', {class: `key ${r.colour}`, href: link([r.name])}, r.name))));
+}
+
 /** The curves of runs by name. Returns the element, and how to bring it up to date. */
 export async function curves(names) {
   const query = here().query;
-  const state = {metric: query.metric || '', smooth: Number(query.smooth || 0), log: query.log === '1'};
+  const state = {metric: query.metric || '', smooth: Math.min(0.98, Math.max(0, Number(query.smooth) || 0)), log: query.log === '1', x: query.x in ACROSS ? query.x : 'step', mean: query.mean === '1'};
+  const legend = h('span', {class: 'legend'});
+  const mean = h('label', {hidden: true}, h('input', {type: 'checkbox', checked: state.mean, on: {change: (e) => set({mean: e.target.checked})}}), 'mean over seeds');
   const body = h('div', {class: 'curves'});
   const load = async () => {
     const {runs, metrics} = await allRuns(true);
     const loaded = await Promise.all(names.map(async (name, i) => {
-      const rows = await rowsOf(name);
+      const rows = placed(await rowsOf(name), state.x);
       const samples = rows.some((row) => row['tput/sample_tok_s'] !== undefined);
-      return {name, colour: colourOf(i), rows, samples, heldout: runs.find((r) => r.name === name)?.heldout || []};
+      const own = runs.find((r) => r.name === name);
+      return {name, recipe: own?.recipe, colour: colourOf(i), rows, samples, heldout: own?.heldout || []};
     }));
+    mean.hidden = bySeeds(loaded).every((seeds) => seeds.length === 1);
     fill(body, sections(loaded, metrics, state));
+    fill(legend, legendOf(loaded, state.mean));
   };
   const again = settled(load, 60);
   const set = (changes) => {
     Object.assign(state, changes);
-    remember({metric: state.metric, smooth: state.smooth || '', log: state.log ? 1 : ''});
+    remember({metric: state.metric, smooth: state.smooth || '', log: state.log ? 1 : '', x: state.x === 'step' ? '' : state.x, mean: state.mean ? 1 : ''});
     again();
   };
   const controls = h('div', {class: 'controls'},
     h('input', {type: 'search', placeholder: 'metric…', value: state.metric, 'aria-label': 'metrics to show', data: {search: ''}, on: {input: (e) => set({metric: e.target.value})}}),
     h('label', {}, 'smoothing', h('input', {type: 'range', min: 0, max: 0.98, step: 0.02, value: state.smooth, on: {input: (e) => set({smooth: Number(e.target.value)})}})),
     h('label', {}, h('input', {type: 'checkbox', checked: state.log, on: {change: (e) => set({log: e.target.checked})}}), 'log scale'),
-    names.length > 1 ? h('span', {class: 'legend'}, names.map((n, i) => h('a', {class: `key ${colourOf(i)}`, href: link([n])}, n))) : null);
+    h('label', {}, 'across', h('select', {on: {change: (e) => set({x: e.target.value})}}, Object.entries(ACROSS).map(([key, {title}]) => h('option', {value: key, selected: key === state.x}, title)))),
+    mean, legend);
   await load();
   return {element: h('div', {}, controls, body), update: load};
 }

@@ -1,6 +1,6 @@
 // A group: its siblings side by side. What all of them begin with is dimmed, so that one sees where they part.
 import {get} from './api.js';
-import {ending, faultNote, rangeOf, rewardClass, rewardParts} from './badge.js';
+import {ending, faultNote, rangeOf, referenceNote, rewardClass, rewardParts} from './badge.js';
 import {h} from './dom.js';
 import {count, number} from './format.js';
 import {go, link} from './route.js';
@@ -46,7 +46,8 @@ export async function groupPage(name, step, which) {
   if (at < 0) throw new Error(`Step ${step} has no group ${which}.`);
   const g = whole.groups[at];
   const range = rangeOf(whole.groups.flatMap((o) => o.trajectories));
-  const fulls = await Promise.all(g.trajectories.map((t, i) => (i < AT_ONCE ? get(['runs', name, 'steps', step, String(t.line)]) : null)));
+  // one that is damaged is shown as the list has it
+  const fulls = await Promise.all(g.trajectories.map((t, i) => (i < AT_ONCE ? get(['runs', name, 'steps', step, String(t.line)]).catch(() => null) : null)));
   const first = fulls.filter((f) => f && f.turns.length).map((f) => f.turns[0].text);
   const same = commonPrefix(first);
   const task = fulls[0] ? fulls[0].task : g.task;
@@ -57,6 +58,7 @@ export async function groupPage(name, step, which) {
       h('span', {class: 'fact'}, h('span', {class: 'what'}, 'mean'), number(g.mean)), h('span', {class: 'fact'}, h('span', {class: 'what'}, 'spread'), number(g.spread)),
       same > 0 ? h('span', {class: 'fact'}, h('span', {class: 'what'}, 'begin alike'), count(same, 'character')) : null),
     h('div', {class: 'text question'}, task),
+    referenceNote(fulls[0] ? fulls[0].reference : g.reference),
     h('div', {class: 'siblings'}, g.trajectories.map((t, i) => column(name, step, t, fulls[i], range, same))));
   return {title: `${name}: step ${step}, group ${g.draw}`, element, keys: {'[': before ? () => go(before) : undefined, ']': after ? () => go(after) : undefined, u: () => go(link([name, step]))}};
 }

@@ -15,5 +15,6 @@ export function head(run, tab) {
     h('div', {class: 'facts'}, h('h1', {}, run.name), standing(run),
       run.heldout.length ? h('span', {class: 'fact'}, h('span', {class: 'what'}, 'held-out reward'), heldout(run)) : null,
       h('span', {class: 'fact'}, h('span', {class: 'what'}, 'time'), seconds(run.wall_s))),
+    run.damaged.length ? h('p', {class: 'fault'}, `damaged, and left out here: ${run.damaged.join('; ')}`) : null,
     tabs);
 }

@@ -24,7 +24,7 @@ function row(run, i, picked, toggle) {
   const place = picked.indexOf(run.name);
   return h('tr', {data: {item: ''}},
     h('td', {}, box),
-    h('td', {}, h('span', {class: `swatch ${place >= 0 ? colourOf(place) : ''}`}), h('a', {href: link([run.name])}, run.name)),
+    h('td', {}, h('span', {class: `swatch ${place >= 0 ? colourOf(place) : ''}`}), h('a', {href: link([run.name])}, run.name), run.damaged.length ? h('span', {class: 'sign bad', title: run.damaged.join('; ')}, 'damaged') : null),
     h('td', {}, standing(run)),
     h('td', {class: 'n'}, heldout(run)),
     h('td', {class: 'n'}, String(run.step)),

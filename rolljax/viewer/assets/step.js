@@ -1,6 +1,6 @@
 // A step: its groups, those whose rewards differ most first.
 import {frozen, get, rows as rowsOf, run as runOf} from './api.js';
-import {ending, rangeOf, rewardClass} from './badge.js';
+import {damageNote, ending, rangeOf, rewardClass} from './badge.js';
 import {fill, h} from './dom.js';
 import {filterBar} from './filterbar.js';
 import {count, number} from './format.js';
@@ -21,7 +21,7 @@ function group(run, step, g, range) {
     h('a', {class: 'text task', href: single ? link([run, step, String(single.line)]) : address}, g.task.trim() || `${g.env} ${g.draw}`),
     single ? h('span', {class: 'text answer'}, single.answer) : null,
     h('span', {class: 'tiles'}, g.trajectories.map((t) => sibling(run, step, t, range))),
-    h('span', {class: 'stats'}, h('span', {}, g.env), h('span', {}, `draw ${g.draw}`),
+    h('span', {class: 'stats'}, h('span', {}, g.env), h('span', {}, `draw ${g.draw}`), g.reference === null ? null : h('span', {class: 'text reference-short', title: 'reference answer'}, `reference ${g.reference}`),
       single ? ending(single) : [h('span', {title: 'mean reward of the group'}, `mean ${number(g.mean)}`), h('span', {title: 'standard deviation of its rewards'}, `spread ${number(g.spread)}`)]));
 }
 
@@ -73,6 +73,7 @@ export async function stepPage(name, step) {
   const element = h('div', {class: 'step-page'},
     h('div', {class: 'facts'}, h('h1', {}, `Step ${step}`), steps.length ? [move(before, '‹', 'step before'), move(after, '›', 'next step')] : null, facts(row, whole),
       frozen ? null : h('a', {class: 'button', href: `/export/${encodeURIComponent(name)}/${step}`, title: 'one page of this step, to send to somebody'}, 'export')),
+    damageNote(whole.damaged, `step_${step}.jsonl`),
     histogram(whole.groups.flatMap((g) => g.trajectories), range),
     frozen ? null : filterBar(query, show, found), list);
   return {title: `${name}: step ${step}`, element, keys: {'[': before ? () => go(before) : undefined, ']': after ? () => go(after) : undefined, u: open(frozen ? '' : link([name, 'steps']))}};

@@ -1,6 +1,6 @@
 // One trajectory: what the policy saw, what it said, token by token, and what came of it.
 import {frozen, get} from './api.js';
-import {ending, faultNote, rangeOf, rewardClass, rewardParts} from './badge.js';
+import {ending, faultNote, rangeOf, referenceNote, rewardClass, rewardParts} from './badge.js';
 import {fill, h} from './dom.js';
 import {count, number, seconds} from './format.js';
 import {go, here, link, remember} from './route.js';
@@ -106,6 +106,7 @@ export async function trajectoryPage(name, where, place) {
     t.turns.length ? paint.element : h('p', {class: 'empty'}, 'Nothing was said: the episode ended before its first turn.'),
     t.turns.length ? null : h('div', {class: 'text question'}, t.task),
     h('ol', {class: 'turns-list'}, turns),
+    referenceNote(t.reference),
     frozen ? null : h('a', {class: 'button', href: `/export/${encodeURIComponent(name)}/${where}/${line}`, title: 'one page of this trajectory, to send to somebody'}, 'export'));
   const pin = tips(element, tokens);
   const to = (list, by) => {
