@@ -1,11 +1,16 @@
 """The viewer's page in a real browser: from a run to one token of it, and back."""
 
+import dataclasses
+import json
 import os
 import re
 import shutil
 import time
 
 import pytest
+
+from rolljax.run.folder import RunFolder
+from rolljax.run.layout import METRICS, RESOLVED, SUMMARY
 
 from .. import viewing
 
@@ -225,6 +230,103 @@ def test_curves_listen(page, site):
     says(page.locator(".readout"), re.compile(r"step \d+"))
     page.mouse.click(box["x"] + box["width"] - 12, box["y"] + 40)
     at(page, "#/run/12")
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    """Three runs that differ in their seed, one of another recipe, and one that is damaged."""
+    root = tmp_path_factory.mktemp("seeds")
+    for number in range(4):
+        path = viewing.write_run(root / f"run{number}", steps=4)
+        settings = json.loads((path / RESOLVED).read_text()) | {"seed": number}
+        (path / RESOLVED).write_text(json.dumps(settings | ({"max_answer_tok": 9} if number == 3 else {})))
+        rows = [
+            viewing.row(s, "warm_start" if s == 1 else "a phase of reinforcement" if s < 4 else "the last phase")
+            | {"reward/mean": number + s / 8, "time/step_s": 60.0 * (number + 1), "train/trained_tok_n": 2e6, "loss/total": -1.234e-5 * s}
+            for s in range(1, 5)
+        ]  # fmt: skip
+        (path / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    damaged = viewing.write_run(root / "damaged", steps=1)
+    (damaged / SUMMARY).write_text("[]")
+    (damaged / METRICS).write_text('{"step": "one"}\n')
+    (damaged / "rollouts" / "step_1.jsonl").write_text("{}\n")
+    return root
+
+
+def test_curves_by_wall_time_and_tokens_and_means_over_seeds(page, seeds):
+    with viewing.Viewing(*sorted(seeds.glob("run*"))) as site:
+        page.goto(f"{site.url}/#/?runs=run0,run1,run2,run3")
+        chart = page.locator("figure.chart").first
+        chart.locator("path.line").first.wait_for()
+        assert chart.locator("path.line").count() == 4 and chart.locator("path.seed").count() == 0
+        page.get_by_label("mean over seeds").check()
+        until(page, "document.querySelector('figure.chart').querySelectorAll('path.seed').length === 3")
+        assert chart.locator("path.line").count() == 2
+        assert texts(page, "figure.chart:first-child .value")[:2] == ["1.5", "3.5"]  # of seeds 0 to 2, and of seed 3
+        assert texts(page, ".legend .key") == ["mean of 3 seeds: run0…", "run3"]
+        page.get_by_label("across").select_option("wall time")
+        until(page, "location.hash.includes('x=wall')")
+        until(page, "[...document.querySelectorAll('figure.chart .tick')].some(t => t.textContent.endsWith('min'))")
+        page.reload()
+        page.get_by_label("across").select_option("trained tokens")
+        until(page, "[...document.querySelectorAll('figure.chart .tick')].some(t => t.textContent === '4M')")
+        box = chart.locator("svg").bounding_box()
+        page.mouse.move(box["x"] + box["width"] - 14, box["y"] + 40)
+        says(chart.locator(".readout"), "8M tokens")
+        page.mouse.click(box["x"] + box["width"] - 14, box["y"] + 40)
+        at(page, "#/run0/4")
+
+
+CUT = """[...document.querySelectorAll('figure.chart svg')].flatMap((svg) => {
+  const [all, labels] = [svg.getBoundingClientRect(), [...svg.querySelectorAll('text')].map((t) => [t.textContent, t.getBoundingClientRect()])];
+  const beyond = labels.filter(([, r]) => r.left < all.left - 1 || r.right > all.right + 1 || r.top < all.top - 1 || r.bottom > all.bottom + 1);
+  const over = labels.filter(([, a], i) => labels.some(([, b], k) => k < i && a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom));
+  return [...beyond, ...over].map(([text]) => text);
+})"""
+
+
+@pytest.mark.parametrize("x", ["step", "wall", "tokens"])
+def test_no_label_of_a_chart_is_cut_or_written_over(page, phone, seeds, x):
+    with viewing.Viewing(seeds / "run0") as site:
+        for wide in (page, phone):
+            wide.goto(f"{site.url}/#/run0?x={x}")
+            wide.locator("figure.chart path.line").first.wait_for()
+            until(wide, "document.querySelectorAll('figure.chart svg').length > 5")
+            assert wide.evaluate(CUT) == []
+        wide.goto("about:blank")
+        page.goto("about:blank")
+
+
+def test_a_damaged_run_is_shown_beside_the_others(page, seeds):
+    with viewing.Viewing(seeds) as site:
+        page.goto(site.url)
+        page.locator("figure.chart").first.wait_for()
+        assert page.locator("table.runs tbody tr").count() == 5
+        assert texts(page, "table.runs .sign.bad") == ["damaged"]
+        for address, words in (
+            ("#/damaged", "summary.json holds no JSON object"),
+            ("#/damaged/1", "Line 0: key is missing"),
+        ):
+            page.goto(f"{site.url}/{address}")
+            at(page, address)
+            says(page.locator("main .fault").first, words)
+
+
+def test_the_reference_answer_stands_next_to_the_policys(page, tmp_path):
+    path = viewing.write_run(tmp_path / "run", steps=1)
+    folder, answer = RunFolder(path), "north, <b>then</b> the door"
+    folder.write_rollouts(1, [dataclasses.replace(t, reference=answer) for t in viewing.step_of(1)])
+    folder.write_heldout("rl", [dataclasses.replace(viewing.step_of(2)[0], reference=answer)])
+    with viewing.Viewing(path) as site:
+        for address in ("#/run/1/1", "#/run/1/g/0-6"):
+            page.goto(f"{site.url}/{address}")
+            at(page, address)
+            says(page.locator(".reference"), "reference answer", answer)
+        for address in ("#/run/1", "#/run/heldout"):
+            page.goto(f"{site.url}/{address}")
+            at(page, address)
+            says(page.locator("main"), answer)
+        page.goto("about:blank")
 
 
 def test_held_out_answers_before_and_after(page, site):

@@ -7,12 +7,12 @@ import re
 import socket
 import subprocess
 import sys
+from urllib.parse import quote
 
 import httpx2
 import pytest
 
 from rolljax import view
-from rolljax.reading import MAX_DEPTH
 from rolljax.run.layout import METRICS, RESOLVED, SUMMARY
 from rolljax.viewer.runs import Run, Runs
 from tests import damage, viewing
@@ -109,13 +109,6 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(healthy, tmp_path):
         and [e["phase"] for e in two["heldout"]] == ["start", "rl", "warm_start"]
     )
     assert set(Run("damaged", damaged).rows(3)[1][3]) == {"step", "phase"}
-
-
-def test_settings_are_not_nested_without_end(healthy, tmp_path):
-    run = viewing.write_run(tmp_path / "run", steps=1)
-    for depth, found in ((MAX_DEPTH - 1, 1), (MAX_DEPTH, 0)):
-        (run / RESOLVED).write_text(f'{{"a": {"[" * depth}{"]" * depth}}}')
-        assert len(Run("run", run).config) == found
 
 
 @pytest.mark.parametrize(
@@ -244,9 +237,7 @@ def test_names_of_runs_cannot_speak_to_the_terminal(healthy, tmp_path, monkeypat
         found = [run["name"] for run in httpx2.get(f"{site.url}/api/runs", timeout=30).json()["runs"]]
         assert found == [*names[:2], "c\\xff", names[3]]
         for name in found:
-            assert httpx2.get(httpx2.URL(site.url).copy_with(path=f"/api/runs/{name}/steps/1"), timeout=30).json()[
-                "total"
-            ]
+            assert httpx2.get(f"{site.url}/api/runs/{quote(name)}/steps/1", timeout=30).json()["total"]
 
 
 def test_a_run_is_called_by_its_own_folder(healthy, monkeypatch):

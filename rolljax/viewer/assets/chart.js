@@ -31,15 +31,17 @@ function thinned(points) {
   return kept;
 }
 
-function niceStep(span, parts) {
+function niceStep(span, parts, distances = []) {
   const raw = span / parts;
+  const sensible = distances.find((step) => step >= raw * 0.999);
+  if (sensible && raw >= distances[0]) return sensible;
   const power = 10 ** Math.floor(Math.log10(raw));
   return [1, 2, 5, 10].map((m) => m * power).find((step) => step >= raw * 0.999);
 }
 
-function ticks(low, high, parts) {
+function ticks(low, high, parts, distances) {
   if (!(high > low)) return [low];
-  const step = niceStep(high - low, parts);
+  const step = niceStep(high - low, parts, distances);
   const found = [];
   for (let t = Math.ceil(low / step - 1e-9) * step; t <= high + step * 1e-6; t += step) found.push(Math.abs(t) < step * 1e-9 ? 0 : t);
   return found;
@@ -58,6 +60,11 @@ function ends(values) {
   return values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
 }
 
+// Whether two numbers are one but for rounding: no ticks fit between them.
+function alike(a, b) {
+  return Math.abs(b - a) <= 1e-9 * Math.max(Math.abs(a), Math.abs(b));
+}
+
 // About how wide a label is.
 function wide(text) {
   return text.length * LETTER;
@@ -68,15 +75,15 @@ function scales(lines, marks, log, width, height, across) {
   let [x0, x1] = ends(every.map((p) => p[0]));
   let [y0, y1] = ends(every.map((p) => p[1]).filter((y) => !log || y > 0));
   if (y0 > y1) [y0, y1] = [1, 10]; // nothing that a logarithm has
-  if (x0 === x1) [x0, x1] = [x0 - 1, x1 + 1];
-  if (y0 === y1) [y0, y1] = log ? [y0 / 2, y1 * 2] : [y0 - (Math.abs(y0) * 0.1 || 0.5), y1 + (Math.abs(y1) * 0.1 || 0.5)];
+  if (alike(x0, x1)) [x0, x1] = [x0 - 1, x1 + 1];
+  if (alike(y0, y1)) [y0, y1] = log ? [y0 / 2, y1 * 2] : [y0 - (Math.abs(y0) * 0.1 || 0.5), y1 + (Math.abs(y1) * 0.1 || 0.5)];
   const put = log ? Math.log10 : (v) => v;
   const pad = log ? 0 : (y1 - y0) * 0.05;
   const [low, high] = [put(y0) - pad, put(y1) + pad];
   const yTicks = log ? logTicks(y0, y1) : ticks(low, high, 4);
   const left = MARGIN.left + Math.max(...yTicks.map((t) => wide(number(t))));
   const inner = {w: width - left - MARGIN.right, h: height - MARGIN.top - MARGIN.bottom};
-  const xTicks = ticks(x0, x1, Math.max(2, width / 110)).filter((t) => across.adds || Number.isInteger(t));
+  const xTicks = ticks(x0, x1, Math.max(2, width / 110), across.distances).filter((t) => across.adds || Number.isInteger(t));
   return {
     left,
     x: (v) => left + ((v - x0) / (x1 - x0)) * inner.w,

@@ -60,7 +60,8 @@ function oneChart(name, runs, table, {mean, ...options}) {
   const lines = linesOf(runs, name, mean);
   if (!lines.length) return null;
   const known = table[name] || table[name.replace(/^domain\/[^/]+\//, 'domain/NAME/')] || {unit: '', meaning: 'a number of the environment'};
-  const marks = name === 'reward/mean' ? runs.flatMap(stars) : [];
+  const coloured = mean ? bySeeds(runs).flatMap((seeds) => seeds.map((of) => ({...of, colour: seeds[0].colour}))) : runs;
+  const marks = name === 'reward/mean' ? coloured.flatMap(stars) : [];
   const meaning = marks.length ? `${known.meaning}; ◆ held-out tasks` : known.meaning;
   return chart({title: name, ...known, meaning, lines, marks, borders: runs.length === 1 ? borders(runs[0].rows) : [], ...options});
 }

@@ -16,6 +16,12 @@ function trim(text) {
   return (figure.includes('.') ? figure.replace(/\.?0+$/, '') : figure) + unit;
 }
 
+/** A large number by thousands, millions or billions. */
+export function large(value) {
+  const [size, unit] = [[1e9, 'B'], [1e6, 'M'], [1e3, 'k']].find(([least]) => value >= least) || [1, ''];
+  return `${number(value / size)}${unit}`;
+}
+
 /** A count of something. */
 export function count(value, one, many = `${one}s`) {
   return `${value.toLocaleString('en')} ${value === 1 ? one : many}`;
@@ -24,11 +30,12 @@ export function count(value, one, many = `${one}s`) {
 /** Seconds as the two largest units. */
 export function seconds(value) {
   if (value === null || value === undefined) return '–';
-  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  if (value > 0 && value < 1) return `${Math.round(value * 1000)} ms`;
   if (value < 60) return `${number(value)} s`;
   const minutes = Math.round(value / 60);
-  if (minutes < 60) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  return minutes < 2880 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${Math.round(minutes / 1440)} days`;
+  const rest = Math.round(value) % 60;
+  if (minutes < 60) return `${Math.floor(Math.round(value) / 60)} min${rest ? ` ${rest} s` : ''}`;
+  return minutes < 2880 ? `${Math.floor(minutes / 60)} h${minutes % 60 ? ` ${minutes % 60} min` : ''}` : `${Math.round(minutes / 1440)} days`;
 }
 
 /** How long ago a time is, in seconds since 1970. */

@@ -1,11 +1,13 @@
 // Numbers of runs as lines: what lies across, and means over runs that differ in their seed only.
-import {number, seconds} from './format.js';
+import {large, number, seconds} from './format.js';
 
-/** What can lie across: title, and what a row adds to it; `step` is the number of the step itself. */
+const CLOCK = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+
+/** What can lie across: title, what a row adds to it (else it is the number of the step), and sensible distances of ticks. */
 export const ACROSS = {
   step: {title: 'step', shown: (x) => `step ${x}`, tick: number},
-  wall: {title: 'wall time', shown: seconds, tick: seconds, adds: (row) => row['time/step_s']},
-  tokens: {title: 'trained tokens', shown: (x) => `${number(x)} tokens`, tick: number, adds: (row) => row['train/trained_tok_n']},
+  wall: {title: 'wall time', shown: seconds, tick: seconds, distances: CLOCK, adds: (row) => row['time/step_s']},
+  tokens: {title: 'trained tokens', shown: (x) => `${large(x)} tokens`, tick: large, adds: (row) => row['train/trained_tok_n']},
 };
 
 /** The rows of a run, each with where it lies across (`at`). */
