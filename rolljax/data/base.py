@@ -168,7 +168,7 @@ def text_of(record: Mapping[str, Any], key: str) -> str:
     try:
         if isinstance(found, list):
             return "\n".join(m.content for m in messages.messages(found, key))
-        return messages.text(messages.written(found), key, empty=True)
+        return messages.text(messages.written(found, key), key, empty=True)
     except BadRow as e:
         raise DataError(f"a record cannot be used: {e}") from None
 

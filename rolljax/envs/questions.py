@@ -321,7 +321,7 @@ def _recorded(value: Any, key: str) -> str:
         value = value[0]
     if isinstance(value, list):
         raise BadRow(f"{key} holds {len(value)} answers, not one")
-    return messages.text(messages.written(value), key)
+    return messages.text(messages.written(value, key), key)
 
 
 def _without(tiers: Sequence[Sequence[str]], taken: str) -> Sequence[Sequence[str]]:

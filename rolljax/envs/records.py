@@ -291,7 +291,7 @@ def _pair(row: Row, prompt: str | None, chosen: str, rejected: str) -> RecordedE
 def _said(value: Any, key: str, *, empty: bool = False) -> tuple[tuple[Message, ...], str]:
     """What an answer's column says: the answer, and what stands before it where that is a list of messages."""
     if not messages.is_list(value):
-        return (), messages.text(messages.written(value), key, empty=empty)
+        return (), messages.text(messages.written(value, key), key, empty=empty)
     found = messages.messages(value, key)
     if found[-1].role != "assistant":
         raise BadRow(f"{key} does not end with a message of the assistant")

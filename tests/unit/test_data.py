@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import random
+import shutil
 import sys
 
 import datasets
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolljax.envs.data import rows
 from rolljax.envs.data.columns import Columns, Role, find, need, value
 from rolljax.envs.data.rows import BadRow, find_files, open_rows
 from rolljax.envs.questions import Questions
@@ -127,6 +130,118 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     assert "rolljax[data]" in e.value.remedy
 
 
+# ---- files that unpack to more than they should ---------------------------------------------------------------------
+
+MIB = 2**20
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    """The limits on sizes, small enough to be passed at once."""
+    for name, value in (("SMALL_BYTES", MIB), ("MAX_RATIO", 2), ("MAX_ROW_BYTES", 4096), ("MAX_ROWS", 100_000)):
+        monkeypatch.setattr(rows, name, value)
+
+
+def constant_columns(path, num, text="x"):
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * num, pyarrow.int32()), pyarrow.array([text]))
+    pyarrow.parquet.write_table(pyarrow.table({"question": column, "answer": pyarrow.array([7] * num)}), path)
+
+
+def test_a_packed_file_that_unpacks_to_too_much_is_refused(tmp_path, small_limits):
+    line = json.dumps({"question": "x" * 1000, "answer": "7"}) + "\n"
+    for name, content in (("lines.jsonl.gz", line * 2000), ("array.json.gz", "[" + ",".join([line] * 2000) + "]")):
+        (tmp_path / name).write_bytes(gzip.compress(content.encode()))
+        with pytest.raises(DataError, match=f"{name} unpacks to more than 1,048,576 bytes") as e:
+            open_rows([tmp_path / name])
+        assert "unpack it yourself" in str(e.value)
+    numbers = random.Random(0)
+    rest = "".join(json.dumps({"question": numbers.randbytes(1000).hex(), "answer": "7"}) + "\n" for _ in range(1000))
+    (tmp_path / "honest.jsonl.gz").write_bytes(gzip.compress(rest.encode()))
+    assert len(open_rows([tmp_path / "honest.jsonl.gz"])) == 1000
+
+
+def test_a_packed_file_does_not_fill_the_disk(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"question": "?", "answer": "7"}\n' * 10_000))
+    monkeypatch.setattr(rows.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 9 * 10**5, 10**5))
+    with pytest.raises(DataError, match="more than half of the 100,000 bytes that are free") as e:
+        open_rows([tmp_path / "a.jsonl.gz"])
+    assert "TMPDIR" in str(e.value)
+
+
+def test_constant_columns_of_parquet_take_the_memory_of_one_value(tmp_path):
+    """Two gibibytes of text when every row is written out."""
+    constant_columns(tmp_path / "a.parquet", 20_000, "x" * 100_000)
+    before = pyarrow.total_allocated_bytes()
+    found = open_rows([tmp_path / "a.parquet"])
+    assert pyarrow.total_allocated_bytes() - before < 8 * MIB
+    assert len(found) == 20_000 and found.row(19_999) == {"question": "x" * 100_000, "answer": 7}
+
+
+def test_texts_inside_of_lists_that_parquet_stores_in_two_ways(tmp_path):
+    """A writer's dictionary of texts has an end: what comes behind it is stored as it is."""
+    numbers = random.Random(0)
+    given = [{"messages": [{"role": "user", "content": numbers.randbytes(50).hex()}], "i": i} for i in range(500)]
+    table = pyarrow.Table.from_pylist(given)
+    pyarrow.parquet.write_table(table, tmp_path / "a", row_group_size=200, dictionary_pagesize_limit=4096)
+    found = open_rows([tmp_path / "a"])
+    assert [found.row(i) for i in range(len(found))] == given
+
+
+def test_parquet_and_arrow_that_unpack_to_too_much_are_refused(tmp_path, small_limits):
+    constant_columns(tmp_path / "rows.parquet", 100_001)
+    with pytest.raises(DataError, match=r"rows\.parquet has more than 100,000 rows"):
+        open_rows([tmp_path / "rows.parquet"])
+    many = pyarrow.table({"question": ["?"], "answer": pyarrow.array([[0] * 500_000], pyarrow.list_(pyarrow.int64()))})
+    pyarrow.parquet.write_table(many, tmp_path / "values.parquet")
+    options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    with pyarrow.ipc.new_file(tmp_path / "packed.arrow", many.schema, options=options) as file:
+        file.write_table(many)
+    for name in ("values.parquet", "packed.arrow"):
+        with pytest.raises(DataError, match=f"{name} unpacks to .* bytes, more than 1,048,576"):
+            open_rows([tmp_path / name])
+
+
+@pytest.mark.parametrize("name", ["lines.jsonl", "long.parquet", "list.parquet"])
+def test_a_row_that_is_too_long_is_a_bad_row(tmp_path, small_limits, name):
+    path, answer = tmp_path / name, ["7"] if name.startswith("list") else "7"
+    rows = [{"question": "1+1?", "answer": answer}, {"question": "x" * 5000, "answer": answer}]
+    if name.startswith("list"):
+        rows[1] = {"question": "?", "answer": ["7"] * 5000}
+    if name.endswith("jsonl"):
+        as_lines(path, rows)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(DataError, match="has [0-9,]+ bytes; a row has at most 4,096"):
+        Questions(str(path)).task(0)
+    assert Questions(str(path), bad_rows="skip").num_questions == 1
+
+
+def test_an_array_is_read_row_by_row(tmp_path, monkeypatch):
+    """In windows of a few bytes, whose ends fall everywhere: inside of numbers, escapes and characters."""
+    monkeypatch.setattr(rows, "_BLOCK", 7)
+    path = tmp_path / "a.json"
+    given = [{"a": '\u00e9\U0001f600\\" ]', "b": [1, {"c": 12345678901}]}, {"a": "x" * 100}, {}, {"a": None}]
+    for text in (json.dumps(given), json.dumps(given, ensure_ascii=False, indent=3), "[]", " [ ] \n"):
+        path.write_text(text)
+        if "{" not in text:
+            with pytest.raises(DataError, match="holds no rows"):
+                open_rows([path])
+            continue
+        found = open_rows([path])
+        assert [found.row(i) for i in range(len(found))] == given and found.location(2) == f"{path}, row 2"
+    for text, why in {
+        '[{"a": 1} {"a": 2}]': r"row 1: '\]' expected, not '\{'", '[{"a": 1},]': "row 1: Expecting value", '[{"a": 1}': "ends without",
+        '[{"a": 1}] x': "text follows its end", '[{"a": "\\x"}]': "row 0: Invalid .escape", "[123": "ends without", "[nul": "row 0",
+    }.items():  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(DataError, match=why):
+            open_rows([path])
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 50)
+    path.write_text(json.dumps(given[1:2] + given))
+    with pytest.raises(DataError, match="row 0: it is not JSON, or has more than 50 bytes"):
+        open_rows([path])
+
+
 # ---- columns --------------------------------------------------------------------------------------------------------
 
 ASKED = Role("Questions.prompt_key", "", (("prompt", "question"), ("messages",)))
@@ -197,6 +312,59 @@ def test_bad_rows_are_named_or_left_out_aloud(tmp_path):
         Questions(str(path), bad_rows="skip", answer_key="").task(0)
     with pytest.raises(ConfigError, match="neither error nor skip"):
         Questions(str(path), bad_rows="drop")
+
+
+@pytest.mark.parametrize(
+    "bad, why",
+    [
+        ('{"question": "?", "answer": NaN}', "NaN is not a number in JSON"),
+        ('{"question": "?", "answer": "7", "score": -Infinity}', "-Infinity is not a number in JSON"),
+        ('{"question": "?", "answer": 1e999}', "answer is inf, not a finite number"),
+        ('{"question": "?", "answer": "7", "answer": "8"}', "key 'answer' stands twice in one object"),
+        ('{"question": "?", "answer": {"value": 1, "value": 2}}', "key 'value' stands twice"),
+        ('{"question": "?", "answer": "7", "id": "\\ud800"}', "id holds half of a surrogate pair"),
+        ('{"question": "?", "answer": "7", "\\udfff": 1}', "holds half of a surrogate pair"),
+        ('{"question": "?", "answer": "7", "id": "%s"}' % "\udabc", "id holds half of a surrogate pair"),
+    ],
+)
+@pytest.mark.parametrize("name", ["lines.jsonl", "array.json"])
+def test_rows_that_say_two_things_or_no_number_are_bad(tmp_path, name, bad, why):
+    path, good = tmp_path / name, '{"question": "1+1?", "answer": "2", "smile": "\\ud83d\\ude00"}'
+    text = f"[{good},{bad}]" if name == "array.json" else f"{good}\n{bad}\n"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(DataError, match=why):
+        Questions(str(path)).task(0)
+    skipping = Questions(str(path), bad_rows="skip")
+    assert skipping.num_questions == 1 and skipping.record(0)["smile"] == "\U0001f600"
+
+
+def test_bad_rows_of_programs_parquet_and_json_text(tmp_path):
+    with pytest.raises(DataError, match="record 1 of .*: is not JSON: NaN"):
+        Questions(records=[{"question": "?", "answer": 1}, {"question": "?", "answer": float("nan")}]).task(0)
+    with pytest.raises(DataError, match="record 0 of .*: question holds half of a surrogate pair"):
+        Questions(records=[{"question": "\ud800", "answer": 1}]).task(0)
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["?", "?"], "answer": [1.0, float("nan")]}), tmp_path / "a")
+    with pytest.raises(DataError, match="row 1: answer is nan, not a finite number"):
+        Questions(str(tmp_path / "a")).task(0)
+    broken = pyarrow.array([b"1+1?", b"\xff?"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"question": broken, "answer": [1, 2]}), tmp_path / "b")
+    with pytest.raises(DataError, match="row 1: holds bytes that are no text"):
+        Questions(str(tmp_path / "b")).task(0)
+    verl = {"prompt": "?", "reward_model": '{"ground_truth": "1", "ground_truth": "2"}'}
+    with pytest.raises(
+        DataError, match=r"reward_model\.ground_truth .* as JSON text, but key 'ground_truth' stands twice"
+    ):
+        Questions(records=[verl]).task(0)
+    talk = '[{"role": "user", "role": "system", "content": "?"}]'
+    with pytest.raises(DataError, match="holds messages as JSON text, but key 'role' stands twice"):
+        Questions(records=[{"messages": talk, "answer": 1}]).task(0)
+
+
+def test_a_row_of_many_columns_is_not_listed_in_full(tmp_path):
+    as_lines(tmp_path / "a.jsonl", [{f"column{i}": i for i in range(5000)}])
+    with pytest.raises(ConfigError) as e:
+        Questions(str(tmp_path / "a.jsonl")).task(0)
+    assert "column29, and " in str(e.value) and "column31" not in str(e.value)
 
 
 # ---- data as others write it ----------------------------------------------------------------------------------------

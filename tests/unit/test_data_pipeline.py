@@ -327,8 +327,10 @@ def test_embeddings_of_a_column_and_of_words(tmp_path):
     texts = ["the cat sat on the mat", "The cat sat on the mat!", "stocks fell sharply on monday", "a b c d e f"]
     rows, _ = through(tmp_path, vectors.EmbeddingDedup(), records=[{"prompt": t} for t in texts])
     assert [r["prompt"] for r in rows] == [texts[0], *texts[2:]]
+    source = tmp_path / "infinite.jsonl"
+    source.write_text('{"v": [1, 1e999]}\n{"v": "x"}\n')
     with pytest.raises(DataError, match="no list of finite numbers"):
-        through(tmp_path, vectors.KCenter(own), records=[{"v": [1, float("1e999")]}, {"v": "x"}])
+        pipeline.run(Pipeline((vectors.KCenter(own),)), str(source), tmp_path / "out", fresh=True)
 
 
 def test_records_that_share_words_with_evaluations_are_left_out(tmp_path):

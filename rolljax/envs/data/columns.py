@@ -8,16 +8,20 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rolljax.envs.data.rows import BadRow, Row, Rows
+from rolljax.envs.data.rows import BadRow, NotStrict, Row, Rows, read_json
+from rolljax.envs.text import clean
 from rolljax.errors import ConfigError, DataError
 
 NUM_LOOKED_AT = 100
 """Rows at the start that are looked at for columns."""
 MAX_SHOWN = 30
+MAX_NAMES = 1000
+"""Names of a row that are looked at."""
 _DEPTH = 3
 
 
@@ -51,7 +55,7 @@ class Columns:
         complaints, num_read = [], 0
         for i in range(min(len(rows), NUM_LOOKED_AT)):
             try:
-                counts.update(_names(rows.row(i), "", _DEPTH))
+                counts.update(itertools.islice(_names(rows.row(i), "", _DEPTH), MAX_NAMES))
                 num_read += 1
             except BadRow as e:
                 complaints.append(f"{rows.location(i)}: {e}")
@@ -60,8 +64,7 @@ class Columns:
         return cls(tuple(counts), tuple(name for name, n in counts.items() if n >= num_read / 2))
 
     def __str__(self) -> str:
-        more = f", and {len(self.every) - MAX_SHOWN} more" if len(self.every) > MAX_SHOWN else ""
-        return ", ".join(self.every[:MAX_SHOWN]) + more if self.every else "none"
+        return _listed(self.every) or "none"
 
     def has_usual(self, role: Role) -> bool:
         """Whether a column is set for a role, or has one of its usual names."""
@@ -117,28 +120,37 @@ def value(row: Row, key: str) -> Any:
         return row[key]
     found: Any = row
     for part in key.split("."):
-        found = _as_object(found)
+        try:
+            found = _as_object(found, read_json)
+        except NotStrict as e:
+            raise BadRow(f"{key} is in an object that is written as JSON text, but {e}") from None
         if not isinstance(found, Mapping) or part not in found:
-            raise BadRow(f"lacks {key!r}; it has {', '.join(map(str, row)) or 'nothing'}")
+            raise BadRow(f"lacks {key!r}; it has {_listed([*row]) or 'nothing'}")
         found = found[part]
     return found
 
 
-def _names(row: Mapping[str, Any], before: str, depth: int) -> list[str]:
-    names = []
+def _listed(names: Sequence[str]) -> str:
+    more = f", and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return clean(", ".join(names[:MAX_SHOWN]) + more)
+
+
+def _names(row: Mapping[str, Any], before: str, depth: int) -> Iterator[str]:
     for key, inner in row.items():
         if inner is not None:
-            names.append(f"{before}{key}")
-        found = _as_object(inner)
+            yield f"{before}{key}"
+        found = _as_object(inner, json.loads)
         if depth > 1 and isinstance(found, Mapping):
-            names += _names(found, f"{before}{key}.", depth - 1)
-    return names
+            yield from _names(found, f"{before}{key}.", depth - 1)
 
 
-def _as_object(found: Any) -> Any:
+def _as_object(found: Any, read: Callable[[str], Any]) -> Any:
+    """The object that a text spells as JSON; anything else as it is. read: reads JSON."""
     if isinstance(found, str) and found.lstrip()[:1] == "{":
         try:
-            return json.loads(found)
+            return read(found)
+        except NotStrict:
+            raise
         except (ValueError, RecursionError):
             return found
     return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolljax.envs.data.rows import BadRow
+from rolljax.envs.data.rows import BadRow, read_json
 from rolljax.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -19,14 +20,21 @@ def is_list(value: Any) -> bool:
 
 
 def unpacked(value: Any) -> Any:
-    """A list of objects that was stored as JSON text, as a list; anything else as it is."""
+    """Return the list of objects that a text spells as JSON; return anything else as it is.
+
+    Raises:
+      BadRow: an object of the list has a key twice, or a number that is none.
+    """
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         try:
             found = json.loads(value)
         except (ValueError, RecursionError):
             return value
         if isinstance(found, list) and found and all(isinstance(item, dict) for item in found):
-            return found
+            try:
+                return read_json(value)
+            except ValueError as e:
+                raise BadRow(f"holds messages as JSON text, but {e}") from None
     return value
 
 
@@ -69,10 +77,13 @@ def text(value: Any, location: str, *, empty: bool = False) -> str:
     return value
 
 
-def written(value: Any) -> Any:
-    """A number as text; anything else as it is."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return repr(value).removesuffix(".0") if is_number else value
+def written(value: Any, location: str) -> Any:
+    """Return a number as text, and anything else as it is. Raises `BadRow`: the number is not finite."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return value
+    if not math.isfinite(value):
+        raise BadRow(f"{location} is {value}, not a finite number")
+    return repr(value).removesuffix(".0")
 
 
 def kind(value: Any) -> str:

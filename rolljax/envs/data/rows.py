@@ -2,13 +2,18 @@
 and rows that a program gives, without a file.
 
 What a file is shows in its first bytes, not in its name. Rows stay on disk where their format lets them: of JSON Lines
-8 bytes a row are kept, Arrow files are mapped; a packed file is unpacked into a temporary one without a name; a JSON
-array and Parquet are read into memory.
+and of a JSON array 16 bytes a row are kept, Arrow files are mapped; a packed file is unpacked into a temporary one
+without a name; Parquet is read into memory, each different text of a column once.
+
+A small file can unpack to any size. So every size is bounded before memory or disk is used: the bytes of a row
+(`MAX_ROW_BYTES`), the number of rows (`MAX_ROWS`), and what a file may unpack to (`most_unpacked`).
 """
 
 from __future__ import annotations
 
 import bisect
+import codecs
+import collections
 import difflib
 import glob
 import gzip
@@ -32,6 +37,19 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".n
 """Names of files in a folder that are taken for data."""
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 _BESIDE = {"dataset_info.json", "state.json", "dataset_dict.json"}
+
+MAX_ROW_BYTES = 16 * 2**20
+"""Most bytes of a row. A longer one is a bad row, whose text is never in memory as a whole."""
+MAX_ROWS = 2**26
+"""Most rows of a file."""
+SMALL_BYTES = 2**30
+"""Every file may unpack to so many bytes."""
+MAX_RATIO = 100
+"""Most bytes that one byte of a larger packed file may unpack to; gzip makes about 4 of JSON, 1000 of a repeated byte."""
+_BLOCK = 2**20
+_HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""How halves of surrogate pairs are written, pairs among them."""
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class BadRow(Exception):
@@ -69,14 +87,14 @@ class InMemoryRows:
             raise ConfigError(
                 f"holds what is no JSON object: {e}", setting="records", remedy="give dicts of text, numbers and lists"
             ) from None
-        self.sha256 = hashlib.sha256("\n".join(self._lines).encode()).hexdigest()
+        self.sha256 = hashlib.sha256("\n".join(self._lines).encode(errors="surrogatepass")).hexdigest()
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def row(self, i: int) -> Row:
         """Row `i`, a dict of its own."""
-        return _object(self._lines[i].encode())
+        return _object(self._lines[i])
 
     def location(self, i: int) -> str:
         """What row `i` is called in messages."""
@@ -95,6 +113,11 @@ class InMemoryRows:
 def in_memory(rows: InMemoryRows | Iterable[Mapping[str, Any]] | None) -> InMemoryRows | None:
     """Rows as an environment keeps them in its settings."""
     return rows if rows is None or isinstance(rows, InMemoryRows) else InMemoryRows(rows)
+
+
+def most_unpacked(path: Path) -> int:
+    """Most bytes that a packed file may have when it is unpacked."""
+    return max(SMALL_BYTES, MAX_RATIO * os.stat(path).st_size)
 
 
 def find_files(path: str, setting: str) -> list[Path]:
@@ -175,7 +198,7 @@ def _open(path: Path) -> Rows:
         head = file.read(8)
         file.seek(0)
         if head[:2] == b"\x1f\x8b":
-            file = _unpacked(file)
+            file = _unpacked(path, file)
             head = file.read(8)
             file.seek(0)
         if head[:4] == b"PAR1" or head[:6] == b"ARROW1" or head[:4] == b"\xff\xff\xff\xff":
@@ -186,10 +209,25 @@ def _open(path: Path) -> Rows:
         raise DataError(f"{path} cannot be read: {e}") from e
 
 
-def _unpacked(packed: BinaryIO) -> BinaryIO:
+def _unpacked(path: Path, packed: BinaryIO) -> BinaryIO:
+    """A gzip file as a temporary one. Raises `DataError`: it is larger than `most_unpacked`, or the disk is full."""
     unpacked_file = tempfile.TemporaryFile()  # noqa: SIM115  # its reader keeps it open
+    limit, free = most_unpacked(path), shutil.disk_usage(tempfile.gettempdir()).free
+    num = 0
     with packed, gzip.open(packed) as unpacking:
-        shutil.copyfileobj(unpacking, unpacked_file, 1 << 20)
+        while block := unpacking.read(_BLOCK):
+            num += len(block)
+            if num > limit:
+                raise DataError(
+                    f"{path} unpacks to more than {limit:,} bytes: a file of its size may not\n"
+                    "  fix:   if you trust it, unpack it yourself"
+                )
+            if num > free // 2:
+                raise DataError(
+                    f"{path} unpacks to more than half of the {free:,} bytes that are free in {tempfile.gettempdir()}"
+                    "\n  fix:   unpack it yourself, or name a larger folder: TMPDIR=FOLDER"
+                )
+            unpacked_file.write(block)
     unpacked_file.seek(0)
     return unpacked_file
 
@@ -205,52 +243,125 @@ def _starts_array(file: BinaryIO) -> bool:
 # ---- formats --------------------------------------------------------------------------------------------------------
 
 
-class _JsonLines:
-    """An object on each line that is not blank; read by `pread`, so that threads do not get into each other's way."""
+class _JsonRows:
+    """JSON objects in a file, each read by `pread`, so that threads do not get into each other's way.
+
+    Subclasses tell `_add` where each row begins and ends.
+    """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
-        self._starts = array("q")
-        offset = 0
-        for line in file:
-            if line.strip():
-                self._starts.append(offset)
-            offset += len(line)
-        self._starts.append(offset)
+        self._starts, self._ends = array("q"), array("q")
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._starts)
 
     def row(self, i: int) -> Row:
-        start, end = self._starts[i], self._starts[i + 1]
-        return _object(os.pread(self._file.fileno(), end - start, start))
+        start, num = self._starts[i], self._ends[i] - self._starts[i]
+        _check_size(num)
+        return _object(os.pread(self._file.fileno(), num, start))
+
+    def _add(self, start: int, end: int) -> None:
+        _check_number(self._path, len(self._starts) + 1)
+        self._starts.append(start)
+        self._ends.append(end)
+
+
+class _JsonLines(_JsonRows):
+    """An object on each line that is not blank."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        super().__init__(path, file)
+        offset, start, is_blank = 0, 0, True
+        while part := file.readline(_BLOCK):
+            offset += len(part)
+            is_blank = is_blank and not part.strip()
+            if part.endswith(b"\n"):
+                if not is_blank:
+                    self._add(start, offset)
+                start, is_blank = offset, True
+        if not is_blank:
+            self._add(start, offset)
 
     def location(self, i: int) -> str:
         lines, left, offset = 1, self._starts[i], 0
-        while block := os.pread(self._file.fileno(), min(left - offset, 1 << 20), offset):
+        while block := os.pread(self._file.fileno(), min(left - offset, _BLOCK), offset):
             lines, offset = lines + block.count(b"\n"), offset + len(block)
         return f"{self._path}, line {lines}"
 
 
-class _JsonArray:
-    """One array of objects."""
+class _JsonArray(_JsonRows):
+    """One array of objects. It is read through once, in a window of the text that holds one row at least."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path = path
-        with file:
-            try:
-                self._items = json.load(file)
-            except (ValueError, RecursionError) as e:
-                raise DataError(f"{path} starts as a JSON array, but is not JSON: {e}") from None
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def row(self, i: int) -> Row:
-        return _checked(self._items[i])
+        super().__init__(path, file)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
+        self._window, self._at, self._offset = "", 0, 0
+        self._next("[")
+        has_more = self._peek() != "]"
+        while has_more:
+            self._read_item()
+            has_more = self._peek() == ","
+            if has_more:
+                self._next(",")
+        self._next("]")
+        if self._peek():
+            raise self._fault("text follows its end")
+        self._window = ""
 
     def location(self, i: int) -> str:
         return f"{self._path}, row {i}"
+
+    def _read_item(self) -> None:
+        """Note where the item that begins here ends, and go there."""
+        self._peek()
+        scan = json.JSONDecoder().raw_decode
+        while True:
+            try:
+                _, end = scan(self._window, self._at)
+            except (ValueError, RecursionError) as e:  # or it is cut by the window's end
+                if not self._more():
+                    raise self._fault(str(e)) from None
+            else:
+                if end < len(self._window) or not self._more():  # a number may go on
+                    break
+        start = self._offset
+        self._go_to(end)
+        self._add(start, self._offset)
+
+    def _peek(self) -> str:
+        """The next character that is not white space; empty at the file's end."""
+        while True:
+            self._go_to(_SPACE.match(self._window, self._at).end())
+            if (char := self._window[self._at : self._at + 1]) or not self._more():
+                return char
+
+    def _next(self, char: str) -> None:
+        if (found := self._peek()) != char:
+            raise self._fault(f"{char!r} expected, not {found!r}" if found else f"it ends without {char!r}")
+        self._go_to(self._at + 1)
+
+    def _go_to(self, end: int) -> None:
+        self._offset += len(self._window[self._at : end].encode("utf-8", "surrogatepass"))
+        self._at = end
+
+    def _more(self) -> bool:
+        """Widen the window, at its least by a block; False at the file's end."""
+        self._window, self._at = self._window[self._at :], 0
+        if len(self._window) > MAX_ROW_BYTES:
+            raise self._fault(f"it is not JSON, or has more than {MAX_ROW_BYTES:,} bytes")
+        while block := self._file.read(max(_BLOCK, len(self._window))):
+            try:
+                text = self._decoder.decode(block)
+            except UnicodeDecodeError as e:
+                raise self._fault(str(e)) from None
+            self._window += text
+            if text:
+                return True
+        return False
+
+    def _fault(self, why: str) -> DataError:
+        return DataError(f"{self._path} starts as a JSON array, but is not JSON at row {len(self)}: {why}")
 
 
 class _ArrowRows:
@@ -259,7 +370,6 @@ class _ArrowRows:
     def __init__(self, path: Path, head: bytes) -> None:
         try:
             import pyarrow
-            import pyarrow.parquet
         except ModuleNotFoundError as e:
             raise ConfigError(
                 "is Parquet or Arrow, and reading it needs the package pyarrow",
@@ -268,27 +378,116 @@ class _ArrowRows:
             ) from e
         self._path = path
         try:
-            if head[:4] == b"PAR1":  # no threads: workers are forked from this process
-                self._table = pyarrow.parquet.ParquetFile(path).read(use_threads=False)
-            else:
-                file = pyarrow.memory_map(str(path))
-                reader = pyarrow.ipc.open_file if head[:6] == b"ARROW1" else pyarrow.ipc.open_stream
-                self._table = reader(file).read_all()
+            self._batches = _parquet(path) if head[:4] == b"PAR1" else _arrow(path, is_file=head[:6] == b"ARROW1")
         except (pyarrow.ArrowException, OSError) as e:
             raise DataError(f"{path} cannot be read: {e}") from e
-        self._batches = self._table.to_batches()
         self._ends = [*_running_sums(b.num_rows for b in self._batches)]
+        _check_number(path, len(self))
+        self._is_small = [sum(map(_most_bytes, b.columns)) <= MAX_ROW_BYTES for b in self._batches]
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return self._ends[-1] if self._ends else 0
 
     def row(self, i: int) -> Row:
         n = bisect.bisect_right(self._ends, i)
         batch = self._batches[n]
-        return batch.slice(i - self._ends[n] + batch.num_rows, 1).to_pylist()[0]
+        row = batch.slice(i - self._ends[n] + batch.num_rows, 1)
+        if not self._is_small[n]:
+            _check_size(sum(map(_num_bytes, row.columns)))
+        try:
+            return row.to_pylist()[0]
+        except UnicodeDecodeError as e:
+            raise BadRow(f"holds bytes that are no text: {e}") from None
 
     def location(self, i: int) -> str:
         return f"{self._path}, row {i}"
+
+
+def _parquet(path: Path) -> list[Any]:
+    """Read the batches of a Parquet file. Texts are kept as it stores them, each different one once: a column that
+    repeats one text a million times stays small.
+
+    Raises:
+      DataError: it is larger than `most_unpacked`; mostly the file says so itself, before it is read.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        about, columns = file.metadata, [file.schema.column(i) for i in range(len(file.schema))]
+    _check_number(path, about.num_rows)
+    num = 0
+    for i, column in enumerate(columns):
+        chunks = [about.row_group(g).column(i) for g in range(about.num_row_groups)]
+        width = 4 if column.physical_type == "BYTE_ARRAY" else max(8, column.length or 0)
+        num += sum(max(c.total_uncompressed_size, c.num_values * width) for c in chunks)
+    _check_unpacked(path, num)
+    texts = [column for column in columns if column.physical_type == "BYTE_ARRAY"]
+    flat = [column.path for column in texts if not column.max_repetition_level and "." not in column.path]
+    batches, before = [], pyarrow.total_allocated_bytes()
+    with (
+        parquet.ParquetFile(path, read_dictionary=[column.path for column in texts]) as file,
+        parquet.ParquetFile(path, read_dictionary=flat) as plainer,
+    ):
+        for g in range(about.num_row_groups):
+            try:  # no threads: workers are forked from this process
+                group = file.read_row_group(g, use_threads=False)
+            except pyarrow.ArrowNotImplementedError:  # texts inside of lists, stored in two ways
+                group = plainer.read_row_group(g, use_threads=False)
+            batches += group.to_batches()
+            _check_unpacked(path, pyarrow.total_allocated_bytes() - before)
+    return batches
+
+
+def _arrow(path: Path, *, is_file: bool) -> list[Any]:
+    """Read the batches of an Arrow file or stream, mapped where its buffers are not packed.
+
+    Raises:
+      DataError: its buffers are packed, and larger than `most_unpacked`.
+    """
+    import pyarrow
+
+    file, batches, before = pyarrow.memory_map(str(path)), [], pyarrow.total_allocated_bytes()
+    reader = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file)
+    for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+        batches.append(batch)
+        _check_unpacked(path, pyarrow.total_allocated_bytes() - before)
+    return batches
+
+
+def _most_bytes(column: Any) -> int:
+    """Bytes that no value of an Arrow array exceeds when it is written out."""
+    from pyarrow import compute, types
+
+    kind = column.type
+    if not len(column):
+        return 0
+    if types.is_dictionary(kind):
+        return _most_bytes(column.dictionary)
+    if types.is_struct(kind):
+        return sum(map(_most_bytes, column.flatten()))
+    if types.is_list(kind) or types.is_large_list(kind):
+        return (compute.max(compute.list_value_length(column)).as_py() or 0) * _most_bytes(column.flatten())
+    if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
+        return compute.max(compute.binary_length(column)).as_py() or 0
+    return 16 if types.is_primitive(kind) else column.nbytes
+
+
+def _num_bytes(column: Any) -> int:
+    """Bytes of an Arrow array when every value is written out; of many values at least as many as a row may have."""
+    from pyarrow import types
+
+    kind, least = column.type, 8 * len(column)
+    if least > MAX_ROW_BYTES:
+        return least
+    if types.is_dictionary(kind):
+        used = collections.Counter(column.indices.to_pylist())
+        return sum(num * _most_bytes(column.dictionary[i : i + 1]) for i, num in used.items() if i is not None)
+    if types.is_struct(kind):
+        return sum(map(_num_bytes, column.flatten()))
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _num_bytes(column.flatten())
+    return max(least, column.nbytes)
 
 
 class _Several:
@@ -321,14 +520,67 @@ def _running_sums(sizes: Any) -> Any:
         yield total
 
 
-def _object(line: bytes) -> Row:
+def read_json(text: str | bytes) -> Any:
+    """A JSON value in which no key of an object stands twice and every number is one.
+
+    Raises:
+      ValueError: it is not JSON, or one of these.
+    """
     try:
-        return _checked(json.loads(line))
-    except (ValueError, RecursionError) as e:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_refused)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> Row:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = collections.Counter(key for key, _ in pairs)
+        raise NotStrict(f"key {next(key for key, num in names.items() if num > 1)!r} stands twice in one object")
+    return found
+
+
+def _refused(constant: str) -> Any:
+    raise NotStrict(f"{constant} is not a number in JSON")
+
+
+class NotStrict(ValueError):
+    """Text that Python reads as JSON although it is none, or says two things."""
+
+
+def _object(line: str | bytes) -> Row:
+    try:
+        found = read_json(line)
+    except ValueError as e:
         raise BadRow(f"is not JSON: {e}") from None
-
-
-def _checked(value: Any) -> Row:
-    if not isinstance(value, dict):
+    if not isinstance(found, dict):
         raise BadRow("is not a JSON object")
-    return value
+    if _HALVES.search(line.encode(errors="surrogatepass") if isinstance(line, str) else line):
+        _check_characters(found)
+    return found
+
+
+def _check_characters(row: Row) -> None:
+    for name, value in row.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise BadRow(f"{ascii(name)[1:-1]} holds half of a surrogate pair, which is no character") from None
+
+
+def _check_size(num: int) -> None:
+    if num > MAX_ROW_BYTES:
+        raise BadRow(f"has {num:,} bytes; a row has at most {MAX_ROW_BYTES:,}")
+
+
+def _check_number(path: Path, num: int) -> None:
+    if num > MAX_ROWS:
+        raise DataError(f"{path} has more than {MAX_ROWS:,} rows\n  fix:   split the file")
+
+
+def _check_unpacked(path: Path, num: int) -> None:
+    if num > (limit := most_unpacked(path)):
+        raise DataError(
+            f"{path} unpacks to {num:,} bytes, more than {limit:,}: a file of its size may not\n"
+            "  fix:   if you trust it, write it as JSON Lines, or in several files"
+        )

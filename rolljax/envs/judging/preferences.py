@@ -135,7 +135,7 @@ def _labelled(
 ) -> PreferencePair:
     said = _number(row, strength)
     if label is not None:
-        name = str(messages.written(columns.value(row, label))).strip().lower()
+        name = str(messages.written(columns.value(row, label), label)).strip().lower()
         if name not in _LABELS:
             raise BadRow(f"{label} is {name[:40]!r}, which names neither response: 1, 2, a or b do")
         first_wins = _LABELS[name]
@@ -178,7 +178,7 @@ def _instruction(value: Any, key: str) -> str:
 def _response(value: Any, key: str) -> str:
     """A text, or the last message of a list."""
     if not messages.is_list(value):
-        return messages.text(messages.written(value), key)
+        return messages.text(messages.written(value, key), key)
     found = messages.messages(value, key)
     if found[-1].role != "assistant":
         raise BadRow(f"{key} does not end with a message of the assistant")
