@@ -216,7 +216,7 @@ def open_trainer(
         trainer.restore(saved)
     else:
         trainer.open_phase(progress)
-    for text in preflight.recipe.warnings():
+    for text in (*preflight.recipe.warnings(), *preflight.warnings):
         console.say(f"warning: {text}")
     folder.forget_after(progress.total_steps, console.say, progress.recorded, preflight.recipe.keep_rollouts)
     return progress, on_disk

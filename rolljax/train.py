@@ -309,6 +309,7 @@ def describe(checked: Preflight, lines_of_checks: Sequence[str] = ()) -> str:
         f"{r.sampler.num_pages} pages of {r.sampler.page_size} tokens",
         f"tasks     {r.env.name}, up to {r.env.max_turns} turn(s), prompts up to {checked.longest_prompt_tok} tokens, "
         f"{len(checked.heldout)} held out",
+        *([f"columns   {taken}"] if (taken := r.env.columns_taken()) else []),
     ]
     for p in r.phases:
         shape = r.pack_shape(p)
@@ -318,7 +319,7 @@ def describe(checked: Preflight, lines_of_checks: Sequence[str] = ()) -> str:
             f"{shape.micro_rows} rows of {shape.row_len} tokens"
         )
     lines += [f"checked   {text}" for text in lines_of_checks]
-    lines += [f"warning   {text}" for text in r.warnings()]
+    lines += [f"warning   {text}" for text in (*r.warnings(), *checked.warnings)]
     text = checked.chat.tokenizer.decode(checked.chat.prompt_ids(checked.first_prompt))
     return "\n".join([*lines, "first task as the model sees it:", *(f"  | {line}" for line in text.split("\n"))])
 

@@ -109,6 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         failed = 0
         budget = Budget(args.seconds, len(CHECKS) + 4)
         with console.status("checking") if console.is_terminal else console:
+            if taken := spec.columns_taken():
+                table.add_row("columns", "", taken)
             for name, verdict, seen in [
                 *check(spec, args.tasks, budget),
                 *findings("constant answers", thoughtless(spec, args.tasks, budget)),

@@ -33,9 +33,9 @@ class Attempts(AskingStage):
     r"""Ask a model to answer each record k times, and score the answers against the recorded one, as `Questions` does.
 
     model: who answers. k: attempts at a record. temperature, max_tok: of an answer.
-    key: the column of the question, a text or messages. prompt: how a question that is a text is put; `{question}` is
-      replaced. answer_key: the column of the recorded answer. answer_in: where an answer is read, as
-      `Questions.answer_in`. score: a function of one's own (record, answer) instead, from 0 to 1.
+    key: the column of the question, a text or messages; empty: `Pipeline.key`. prompt: how a question that is a text is
+      put; `{question}` is replaced. answer_key: the column of the recorded answer. answer_in: where an answer is read,
+      as `Questions.answer_in`. score: a function of one's own (record, answer) instead, from 0 to 1.
     until_success: stop at the first attempt that is worth 1, as adaptive synthesis does; k is then the most.
     """
 
@@ -43,7 +43,7 @@ class Attempts(AskingStage):
     k: int = 8
     temperature: float = 1.0
     max_tok: int = 1024
-    key: str = "prompt"
+    key: str = ""
     prompt: str = BOXED
     answer_key: str = "answer"
     answer_in: str = "any"
@@ -115,12 +115,13 @@ class FromRollouts(Stage):
     those at tasks whose content is the record's question. Records that nobody played are left out. Attempts wait in a
     file: 8 bytes of memory are taken for each.
 
-    paths: files, or folders of them. key: the column of the question: what `Questions` makes the task's content.
+    paths: files, or folders of them. key: the column of the question, what `Questions` makes the task's content;
+      empty: `Pipeline.key`.
     solved: whether an attempt is worth 1 where it solved the task, and else 0; if not, its reward.
     """
 
     paths: tuple[str, ...] = ()
-    key: str = "prompt"
+    key: str = ""
     solved: bool = True
 
     def __post_init__(self) -> None:

@@ -24,6 +24,8 @@ Record = dict[str, Any]
 """Column -> value, as JSON knows values. Stages make new ones and change none."""
 NUM_SAMPLES = 3
 """Records of every kind of drop that the report shows."""
+KEYS = ("key", "question_key")
+"""Fields of stages that name the column of the questions."""
 NUM_OBSERVED = 2000
 """Values of one name that are kept for the report's histogram: a sample, drawn by the seed."""
 
@@ -105,7 +107,8 @@ class Place:
 
 
 class Stage(abc.ABC):
-    """Settings of one stage. Subclasses are frozen dataclasses; those with a field `model` may ask a model."""
+    """Settings of one stage. Subclasses are frozen dataclasses; those with a field `model` may ask a model. A field
+    `key` that is empty is the pipeline's column (`Pipeline.key`)."""
 
     @property
     def asks(self) -> bool:
@@ -139,6 +142,20 @@ class AskingStage(Stage):
         return True
 
 
+def with_key(settings: Any, key: str) -> Any:
+    """Return a stage's settings with the pipeline's column where they name none, those inside of them included."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name in KEYS and value == "":
+            changes[field.name] = key
+        elif (
+            dataclasses.is_dataclass(value) and not isinstance(value, type) and (inner := with_key(value, key)) != value
+        ):
+            changes[field.name] = inner
+    return dataclasses.replace(settings, **changes) if changes else settings
+
+
 def each(source: Iterable[Record], change: Callable[[Record], Record | None]) -> Iterator[Record]:
     """The records that `change` makes of others; None leaves one out."""
     for record in source:
@@ -155,7 +172,10 @@ def value_of(record: Mapping[str, Any], key: str) -> Any:
     try:
         return columns.value(dict(record), key)
     except BadRow as e:
-        raise DataError(f"a record {e}; name the column in the stage's settings") from None
+        raise DataError(
+            f"a record {e}\n  fix:   name the column of the questions for all stages (Pipeline.key), or in the "
+            "settings of the stage"
+        ) from None
 
 
 def text_of(record: Mapping[str, Any], key: str) -> str:

@@ -21,10 +21,10 @@ BLOCK = 4096
 class Exact(Stage):
     """Leave out records with a text that came before. 16 bytes and their place in a set are kept of each.
 
-    key: the column. normalise: compare without case, punctuation and white space.
+    key: the column; empty: `Pipeline.key`. normalise: compare without case, punctuation and white space.
     """
 
-    key: str = "prompt"
+    key: str = ""
     normalise: bool = True
 
     def run(self, source: Source, place: Place) -> Iterator[Record]:
@@ -46,11 +46,12 @@ class MinHash(Stage):
     of them to find candidates (LSH), and the Jaccard similarity of the texts' shingles itself to decide. Kept of each
     record is 8 bytes a band; signatures are made in blocks.
 
-    key: the column. threshold: a higher similarity makes a duplicate. unit, n: shingles are runs of n characters or
-      words of the normalised text. num_perm: length of a signature; longer ones miss fewer duplicates.
+    key: the column; empty: `Pipeline.key`. threshold: a higher similarity makes a duplicate. unit, n: shingles are runs
+      of n characters or words of the normalised text. num_perm: length of a signature; longer ones miss fewer
+      duplicates.
     """
 
-    key: str = "prompt"
+    key: str = ""
     threshold: float = 0.8
     unit: Unit = "char"
     n: int = 5

@@ -75,12 +75,12 @@ class Deconstruct(AskingStage):
     question that failed.
 
     model: who is asked (the authors: one of 72B, and a stronger one for clusters). question_key,
-      answer_key, trace_key: columns. least: Jaccard similarity of a proposal.
+      answer_key, trace_key: columns; an empty `question_key`: `Pipeline.key`. least: Jaccard similarity of a proposal.
     tries: for an answer that can be used. temperature, max_tok: of an answer.
     """
 
     model: ChatModelConfig | None = None
-    question_key: str = "prompt"
+    question_key: str = ""
     answer_key: str = "answer"
     trace_key: str = "trace"
     least: float = 0.95

@@ -35,10 +35,11 @@ _SCRIPTS: dict[str, Script] = {
 class Length(Stage):
     """Keep records whose text has so many characters and words.
 
-    key: the column. min_chars, max_chars, min_words, max_words: the range, ends included; None: no end.
+    key: the column; empty: `Pipeline.key`. min_chars, max_chars, min_words, max_words: the range, ends included; None:
+      no end.
     """
 
-    key: str = "prompt"
+    key: str = ""
     min_chars: int | None = 1
     max_chars: int | None = None
     min_words: int | None = None
@@ -61,11 +62,11 @@ class Length(Stage):
 class Language(Stage):
     """Keep records whose letters are of some scripts. A script is no language, but tells most apart, without a model.
 
-    key: the column. scripts: those that count, such as `('latin',)` or `('han', 'kana')`. min_frac: least share of the
-      text's letters that are theirs. Texts without letters stay.
+    key: the column; empty: `Pipeline.key`. scripts: those that count, such as `('latin',)` or `('han', 'kana')`.
+      min_frac: least share of the text's letters that are theirs. Texts without letters stay.
     """
 
-    key: str = "prompt"
+    key: str = ""
     scripts: tuple[Script, ...] = ("latin",)
     min_frac: float = 0.8
 
@@ -100,12 +101,13 @@ def scripts(text: str) -> collections.Counter[str]:
 class Quality(Stage):
     """Leave out texts that are broken or repeat themselves, by rules as Gopher's.
 
-    key: the column. max_symbol_frac: most characters that are neither letters, digits nor white space, of all.
+    key: the column; empty: `Pipeline.key`. max_symbol_frac: most characters that are neither letters, digits nor white
+      space, of all.
     max_line_repeats: most lines that stood before in the text, of all its lines.
     max_gram_repeats: most runs of `gram` words that stood before, of all runs. gram: words of a run.
     """
 
-    key: str = "prompt"
+    key: str = ""
     max_symbol_frac: float = 0.4
     max_line_repeats: float = 0.3
     max_gram_repeats: float = 0.3
@@ -169,13 +171,14 @@ class Between(Stage):
 class Decontaminate(Stage):
     """Leave out records that share a run of words with the tasks of evaluations.
 
-    key: the column. against: files of these tasks. against_key: their column. n: words of a run (13, as GPT-3's); tasks
-      that are shorter are looked for as a whole, if they have `min_words`. min_words: of a task that is looked for.
+    key: the column; empty: `Pipeline.key`. against: files of these tasks. against_key: their column; empty: the same as
+      `key`. n: words of a run (13, as GPT-3's); tasks that are shorter are looked for as a whole, if they have
+      `min_words`. min_words: of a task that is looked for.
     """
 
     against: tuple[str, ...] = ()
-    key: str = "prompt"
-    against_key: str = "prompt"
+    key: str = ""
+    against_key: str = ""
     n: int = 13
     min_words: int = 5
 
@@ -185,13 +188,14 @@ class Decontaminate(Stage):
             raise ConfigError("names no file", setting="Decontaminate.against", remedy="files of evaluation tasks")
 
     def run(self, source: Source, place: Place) -> Iterator[Record]:
+        against_key = self.against_key or self.key
         known: dict[int, set[bytes]] = collections.defaultdict(set)  # words of a run -> runs
         for path in self.against:
             for task in FileSource(path, "Decontaminate.against"):
-                words = len(normalised(text_of(task, self.against_key)).split())
+                words = len(normalised(text_of(task, against_key)).split())
                 if words >= self.min_words:
                     size = min(self.n, words)
-                    known[size] |= {_short(g) for g in word_grams(text_of(task, self.against_key), size)}
+                    known[size] |= {_short(g) for g in word_grams(text_of(task, against_key), size)}
         place.number("runs_of_words", sum(map(len, known.values())))
         for record in source:
             text = text_of(record, self.key)

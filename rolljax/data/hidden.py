@@ -20,12 +20,12 @@ class HiddenStates(Stage):
     """Write a vector for each record into a column, for `vectors.Embedding.vectors`: the mean of a decoder's last
     hidden states over the text's tokens, scaled to length 1. Computed in float32 on the first device.
 
-    folder: a local Hugging Face folder. key: the column of the text. column: of the vectors. max_tok: tokens of a text
-      that are read, from its beginning. batch: texts at a time.
+    folder: a local Hugging Face folder. key: the column of the text; empty: `Pipeline.key`. column: of the vectors.
+      max_tok: tokens of a text that are read, from its beginning. batch: texts at a time.
     """
 
     folder: str = ""
-    key: str = "prompt"
+    key: str = ""
     column: str = "vector"
     max_tok: int = 512
     batch: int = 16

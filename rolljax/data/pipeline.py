@@ -37,6 +37,7 @@ from rolljax.data.base import (
     fingerprint,
     seed_of,
     value_of,
+    with_key,
 )
 from rolljax.data.files import FileSource, Format, Spill, Writer, write_spill
 from rolljax.data.journal import Journal
@@ -55,7 +56,8 @@ FORMATS = ("jsonl", "jsonl.gz", "parquet")
 class Pipeline:
     """A data pipeline: stages, one after the other.
 
-    stages: in their order. model: that stages ask which name none themselves.
+    stages: in their order. model: that stages ask which name none themselves. key: the column of the questions, for all
+      stages that name none themselves; dots reach into objects.
     seed: of all that is drawn. concurrency: most questions to a model at a time.
     output: format of what comes out. split_by: a column whose values (texts) name the files that records go to; empty:
       all go into one, `data`. bad_rows: what becomes of rows of the input that are no records: an error that names the
@@ -64,6 +66,7 @@ class Pipeline:
 
     stages: tuple[Stage, ...] = ()
     model: ChatModelConfig | None = None
+    key: str = "prompt"
     seed: int = 0
     concurrency: int = 32
     output: Format = "jsonl"
@@ -190,7 +193,7 @@ def _run_stage(
             asker = Asker(model, journal, label, pipeline.concurrency)
         place = Place(label, seed_of(pipeline.seed, label), scratch, asker)
         counted = _Counted(records, place.ledger, progress, label)
-        num = write_spill(work / f"{label}.jsonl", stage.run(counted, place))
+        num = write_spill(work / f"{label}.jsonl", with_key(stage, pipeline.key).run(counted, place))
     place.ledger.num_in, place.ledger.num_out = len(records), num
     shutil.rmtree(scratch, ignore_errors=True)
     asked = dict(asker.counts) if asker is not None else {}
@@ -268,12 +271,24 @@ def _opened(folder: Path, made_of: Mapping[str, Any], fresh: bool) -> Iterator[P
                     durable.remove(entry)
         durable.sweep(folder)
         work = folder / WORK
-        if (folder / SETUP).is_file():
+        if (folder / SETUP).is_file() and _holds_results(folder):
             _check_same(folder, json.loads((folder / SETUP).read_text()), made_of)
-        else:
-            durable.write(folder / SETUP, json.dumps(made_of, indent=1) + "\n")
+        durable.write(folder / SETUP, json.dumps(made_of, indent=1) + "\n")
         work.mkdir(exist_ok=True)
-        yield work
+        try:
+            yield work
+        except BaseException:  # a start that failed leaves the folder free for other settings
+            if not _holds_results(folder):
+                durable.remove(work)
+                durable.remove(folder / SETUP)
+            raise
+
+
+def _holds_results(folder: Path) -> bool:
+    """Whether a stage is over, or a model has answered: what another pipeline must not write over."""
+    work = folder / WORK
+    answered = any(path.stat().st_size for path in work.glob("*.answers.jsonl"))
+    return answered or (folder / report.REPORT).is_file() or any(work.glob("*.json"))
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

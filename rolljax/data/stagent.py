@@ -49,15 +49,15 @@ class Taxonomy(AskingStage):
     Other, it is shown some of those, names further intents, and tags them again.
 
     model: who names and tags. intents: known beforehand; empty: they are induced. most: intents in all.
-    key: the column of the text. samples: texts that are shown for naming. other_frac: share of Other from which on the
-      taxonomy is extended. rounds: how often at most. tries: for an answer that can be read; records without a tag are
-      left out. temperature, max_tok: of an answer.
+    key: the column of the text; empty: `Pipeline.key`. samples: texts that are shown for naming. other_frac: share of
+      Other from which on the taxonomy is extended. rounds: how often at most. tries: for an answer that can be read;
+      records without a tag are left out. temperature, max_tok: of an answer.
     """
 
     model: ChatModelConfig | None = None
     intents: tuple[str, ...] = ()
     most: int = 30
-    key: str = "prompt"
+    key: str = ""
     samples: int = 40
     other_frac: float = 0.1
     rounds: int = 2
@@ -144,12 +144,12 @@ class Grade(AskingStage):
     """Have a model grade how difficult each request is: a column `difficulty`, from 1 to 5; -1: irrelevant, 0: needs no
     tool. Both are kept on purpose, to learn to decline and to answer directly; `filters.Between` chooses.
 
-    model: who grades. key: the column of the text. prompt: `{text}` is replaced; the answer holds a JSON object with
-      `difficulty`. tries: for an answer that can be read. temperature, max_tok: of an answer.
+    model: who grades. key: the column of the text; empty: `Pipeline.key`. prompt: `{text}` is replaced; the answer
+      holds a JSON object with `difficulty`. tries: for an answer that can be read. temperature, max_tok: of an answer.
     """
 
     model: ChatModelConfig | None = None
-    key: str = "prompt"
+    key: str = ""
     prompt: str = GRADE
     tries: int = 3
     temperature: float = 0.7

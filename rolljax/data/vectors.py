@@ -21,10 +21,11 @@ MAX_BYTES = 512 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Embedding:
-    """What vectors are made of. key: the column of the text. vectors: a column of lists of numbers instead, such as an
+    """What vectors are made of. key: the column of the text; empty: `Pipeline.key`. vectors: a column of lists of
+      numbers instead, such as an
     encoder wrote. dim: bins of hashed TF-IDF."""
 
-    key: str = "prompt"
+    key: str = ""
     vectors: str = ""
     dim: int = 512
 

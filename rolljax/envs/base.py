@@ -161,6 +161,14 @@ class EnvSpec(abc.ABC):
         """What a user should know before a run, as sentences: what of their data is left out, for one."""
         return ()
 
+    def columns_taken(self) -> str:
+        """Say which column of the data each part of a task is taken from, as one sentence; empty: it has no columns."""
+        return ""
+
+    def location(self, index: int) -> str:
+        """Return the file and line that a task is read from; empty: it is made up."""
+        return ""
+
     def final_answer(self, task: Task, text: str) -> str | None:
         """What a policy's last message answers, written so that equal answers are equal texts: what attempts vote for
         in an evaluation (maj@k). Reads the text in linear time.

@@ -154,6 +154,9 @@ class Mixture(EnvSpec):
     def warnings(self) -> Sequence[str]:
         return [f"{name}: {text}" for name, spec in self.specs.items() for text in spec.warnings()]
 
+    def columns_taken(self) -> str:
+        return "; ".join(f"{name}: {text}" for name, spec in self.specs.items() if (text := spec.columns_taken()))
+
     def final_answer(self, task: Task, text: str) -> str | None:
         inner = self.inner(task)
         return self.of[task.env].env.final_answer(inner, text)

@@ -18,7 +18,7 @@ from rolljax.envs.bounded import TooMuch
 from rolljax.envs.data import answers, columns, messages, verifier
 from rolljax.envs.data.columns import Columns, Role
 from rolljax.envs.data.rows import BadRow, InMemoryRows, Row, Rows, in_memory
-from rolljax.envs.data.table import BadRows, Table, check_source, source_name, table
+from rolljax.envs.data.table import BadRows, Table, Taken, check_source, source_name, table
 from rolljax.errors import ConfigError, EnvError, boundary
 from rolljax.types import Message, Task
 
@@ -27,13 +27,14 @@ Reward = Callable[[str, str, Row], float | Mapping[str, float]]
 with all its columns. Returns the reward, or its parts by name, which are added up."""
 
 USUAL_PROMPTS = (("prompt", "question", "problem"), ("messages", "conversations", "instruction", "query", "input"))
+RIVALS = {"prompt": "messages"}
 USUAL_SOLUTIONS = (("solution",),)
 USUAL_ANSWERS = (
     ("reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer", "reference_answer", "gold_answer"),
     ("answer",),
     ("solution", "target", "label", "output", "completion", "response"),
 )
-"""Usual names of columns, in tiers (`columns.Role`)."""
+"""Usual names of columns, in tiers, and pairs of names of which neither is preferred (`columns.Role`)."""
 BOXED = "{question}\nThink step by step, then write the final answer in \\boxed{}."
 
 
@@ -60,7 +61,8 @@ class Questions(EnvSpec):
       `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`; `any`: the first that is there of a box, a
       line behind `####`, a line behind `Answer:`, the last number.
     reward: a function of one's own (`Reward`), instead of checking the answer; rows then need no answer. What it
-      raises, and what is no finite number, is a fault of the environment, not a reward.
+      raises, and what is no finite number, is a fault of the environment, not a reward. The recorded answer is then the
+      full text of its column, and `gold` gives it as it stands, after the solution if there is one.
     solved_at: reward from which on a task counts as solved.
     bad_rows: what becomes of rows that are no question with an answer: an error that names them, or left out with a
       warning. domain: name of these tasks in metrics. category_key: a column that says what kind of question it is,
@@ -134,8 +136,10 @@ class Questions(EnvSpec):
         return self._table().row(index)
 
     def location(self, index: int) -> str:
-        """The file and line of a question."""
         return self._table().location(index)
+
+    def columns_taken(self) -> str:
+        return self._table().columns_taken
 
     def task(self, index: int) -> Task:
         return Task(self.name, index, self.question(index).content)
@@ -172,14 +176,15 @@ class Questions(EnvSpec):
     def _table(self) -> Table[Question]:
         return table(self, "Questions", self._reader)
 
-    def _reader(self, rows: Rows, path: str) -> Callable[[Row], Question]:
+    def _reader(self, rows: Rows, path: str) -> tuple[Callable[[Row], Question], Taken]:
         names = Columns.of(rows)
-        asked = columns.need(Role("Questions.prompt_key", self.prompt_key, USUAL_PROMPTS), names, path)
+        asked = columns.need(Role("Questions.prompt_key", self.prompt_key, USUAL_PROMPTS, RIVALS), names, path)
         role = Role("Questions.answer_key", self.answer_key, _without(USUAL_ANSWERS, asked))
         answered = (columns.need if self.reward is None else columns.find)(role, names, path)
         role = Role("Questions.solution_key", self.solution_key, _without(USUAL_SOLUTIONS, answered or ""))
         solved = columns.find(role, names, path)
-        return lambda row: self._read(row, asked, answered, solved)
+        taken = {"prompt": asked, "answer": answered, "solution": solved, "category": self.category_key}
+        return (lambda row: self._read(row, asked, answered, solved)), taken
 
     def _read(self, row: Row, asked: str, answered: str | None, solved: str | None) -> Question:
         opening, content = _opening(columns.value(row, asked), asked, self.prompt)
@@ -187,7 +192,11 @@ class Questions(EnvSpec):
             opening = (Message("system", self.system), *opening[opening[0].role == "system" :])
         if answered is None:
             return Question(opening, content, "", "")
-        solution, answer = answers.split_recorded(_recorded(columns.value(row, answered), answered))
+        recorded = _recorded(columns.value(row, answered), answered)
+        if self.reward is not None:  # what a function of the user's takes for an answer, only it knows
+            solution, answer = "", recorded
+        else:
+            solution, answer = answers.split_recorded(recorded)
         if not answer or len(answer) > answers.MAX_ANSWER_CHARS and self.reward is None:
             raise BadRow(f"{answered} holds no final answer of at most {answers.MAX_ANSWER_CHARS} characters")
         if self.answer_in == "last" and self.reward is None and not answers.is_number(answer):
@@ -248,6 +257,9 @@ class QuestionsEnv(PureEnv):
             raise EnvError(f"{source_name(self._spec)} has no recorded answers: they can be rewarded, not imitated")
         if where == "full":
             return question.answer
+        if self._spec.reward is not None:
+            worked, answer = question.solution, question.answer
+            return worked if answer in worked else f"{worked}\n{answer}".lstrip("\n")
         if answers.find(question.solution, "boxed" if where == "any" else where) == question.answer:
             return question.solution
         if answers.SLOT in where:
@@ -280,7 +292,15 @@ def is_same(gold: str, answer: str) -> bool | TooMuch:
     """Whether two final answers are the same, however they are written: by plain rules where these can say, else by
     math-verify in a forked child. `TooMuch`: the answer passed the bounds on time or memory, which makes it wrong."""
     plainly = answers.compare(gold, answer)
-    return verifier.equal(gold, answer) if plainly is None else plainly
+    if plainly is not None:
+        return plainly
+    for want, got in answers.to_verify(gold, answer):
+        verdict = answers.compare(want, got)
+        if verdict is None:
+            verdict = verifier.equal(want, got)
+        if verdict is not True:
+            return verdict
+    return True
 
 
 def is_right(text: str, gold: str, where: str = "any") -> bool:

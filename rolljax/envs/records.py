@@ -14,7 +14,7 @@ from rolljax.envs.base import Env, EnvSpec, StepResult
 from rolljax.envs.data import columns, messages
 from rolljax.envs.data.columns import Columns, Role
 from rolljax.envs.data.rows import BadRow, InMemoryRows, Row, Rows, in_memory
-from rolljax.envs.data.table import BadRows, Table, check_source, source_name, table
+from rolljax.envs.data.table import BadRows, Table, Taken, check_source, source_name, table
 from rolljax.errors import ConfigError, EnvError
 from rolljax.types import Message, Task
 
@@ -114,6 +114,12 @@ class Records(EnvSpec):
         """
         return self._table().record(index)
 
+    def location(self, index: int) -> str:
+        return self._table().location(index)
+
+    def columns_taken(self) -> str:
+        return self._table().columns_taken
+
     def task(self, index: int) -> Task:
         return Task(self.name, index, self.record(index).content)
 
@@ -130,9 +136,9 @@ class Records(EnvSpec):
     def _table(self) -> Table[RecordedExample]:
         return table(self, "Records", self._reader)
 
-    def _reader(self, rows: Rows, path: str) -> Callable[[Row], RecordedExample]:
+    def _reader(self, rows: Rows, path: str) -> tuple[Callable[[Row], RecordedExample], Taken]:
         """What makes records of rows with these columns; notes the most turns of one."""
-        read = _reader_of(self, Columns.of(rows), path)
+        read, taken = _reader_of(self, Columns.of(rows), path)
         _most_turns[self] = 1
 
         def noting(row: Row) -> RecordedExample:
@@ -140,7 +146,7 @@ class Records(EnvSpec):
             _most_turns[self] = max(_most_turns[self], len(record.answers))
             return record
 
-        return noting
+        return noting, taken
 
 
 _most_turns: dict[Records, int] = {}
@@ -222,19 +228,20 @@ class RecordsEnv(Env):
 # ---- columns --------------------------------------------------------------------------------------------------------
 
 
-def _reader_of(spec: Records, names: Columns, path: str) -> Callable[[Row], RecordedExample]:
+def _reader_of(spec: Records, names: Columns, path: str) -> tuple[Callable[[Row], RecordedExample], Taken]:
     roles = {r: Role(f"Records.{r}_key", getattr(spec, f"{r}_key"), usual) for r, usual in USUAL.items()}
     kind = _kind(spec, roles, names, path)
     need = lambda role: columns.need(roles[role], names, path)  # noqa: E731
     if kind == "conversations":
         key = need("messages")
-        return lambda row: _conversation(columns.value(row, key), key)
+        return (lambda row: _conversation(columns.value(row, key), key)), {"messages": key}
     if kind == "answers":
         asked, answered = need("prompt"), need("answer")
-        return lambda row: _answered(row, asked, answered)
+        return (lambda row: _answered(row, asked, answered)), {"prompt": asked, "answer": answered}
     chosen, rejected = need("chosen"), need("rejected")
     prompt = columns.find(roles["prompt"], names, path)
-    return lambda row: _pair(row, prompt, chosen, rejected)
+    taken = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    return (lambda row: _pair(row, prompt, chosen, rejected)), taken
 
 
 def _kind(spec: Records, roles: Mapping[str, Role], names: Columns, path: str) -> Kind:

@@ -46,8 +46,13 @@ def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
     raise DataError(
         f"{spec.name} has only {len(found)} different held-out tasks among the {seen} different ones of its first "
         f"{index} indices, {num_tasks} were asked for: set {most}Evaluation.held_out_frac (now {frac:g}) higher, or "
-        "widen the family's settings"
+        f"{_more_tasks(spec)}"
     )
+
+
+def _more_tasks(spec: EnvSpec) -> str:
+    """How a user gets more tasks: of files by more rows, of a generator by its settings."""
+    return "widen the family's settings" if spec.num_tasks is None else "name files with more rows"
 
 
 def first_tasks(spec: EnvSpec, num_tasks: int, frac: float = 1.0) -> list[Task]:
@@ -143,7 +148,10 @@ class TaskStream:
             data = data.shuffle(seed=self.seed % 2**31).repeat()
         else:
             if all(is_held_out(spec.task(i), frac) for i in range(1000)):
-                raise DataError(f"{spec.name} has no task left to train on: all of its first 1000 are held out")
+                raise DataError(
+                    f"{spec.name} has no task left to train on: all of its first 1000 are held out. Set "
+                    f"Evaluation.held_out_frac (now {frac:g}) lower, or {_more_tasks(spec)}"
+                )
             data = (
                 grain.MapDataset.range(NUM_INDICES)
                 .shuffle(seed=self.seed % 2**31)
@@ -166,7 +174,10 @@ class TaskStream:
         else:
             return None
         if not found:
-            raise DataError(f"{self.spec.name} has no task left to train on: all are held out")
+            raise DataError(
+                f"{self.spec.name} has no task left to train on: all are held out. Set Evaluation.held_out_frac (now "
+                f"{self.frac:g}) lower, or {_more_tasks(self.spec)}"
+            )
         return found
 
     def __iter__(self) -> Iterator[Task]:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from rolljax.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 * 2**20
 """Most bytes of a file of JSON; the index of a model of 10^6 tensors has a third of that."""
+_HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""How halves of surrogate pairs are written, pairs among them."""
 HEAD_BYTES = 1 << 20
 """Of every file of weights, that tell one model from another."""
 
@@ -68,13 +71,19 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object of finite numbers in which no key stands twice. Raises `ValueError` for anything else."""
+    """A JSON object of finite numbers and whole characters in which no key stands twice. Raises `ValueError` for
+    anything else."""
     try:
         found = json.loads(text, object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(found, dict):
         raise ValueError("it is not a JSON object")
+    if _HALVES.search(text):
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("it holds half of a surrogate pair, which is no character") from None
     return found
 
 

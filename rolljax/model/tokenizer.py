@@ -23,6 +23,7 @@ import numpy as np
 from rolljax.errors import CheckpointError, ConfigError, boundary
 from rolljax.model import templates, training_templates
 from rolljax.model.files import copied, inside, read_json
+from rolljax.model.growth import check_growth
 from rolljax.model.vocabulary import Ids, Vocabulary
 from rolljax.types import Message
 
@@ -88,7 +89,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local Hugging Face folder. Code that the folder brings along is not run.
 
     Raises:
-      CheckpointError: the folder holds none, or one that needs code of its own.
+      CheckpointError: the folder holds none, one that needs code of its own, or one that can make a text a thousand
+        times as long (`check_growth`).
     """
     from transformers import AutoTokenizer
 
@@ -97,13 +99,21 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"{folder} holds no tokenizer: none of {', '.join(VOCABULARIES)}")
     for name in ("config.json", *FILES):
         if inside(folder, name).is_file() and name.endswith(".json"):
-            read_json(folder / name, "a file of a tokenizer" if name in FILES else "JSON that describes a model")
+            found = read_json(
+                folder / name, "a file of a tokenizer" if name in FILES else "JSON that describes a model"
+            )
+            if name == "tokenizer.json":
+                check_growth(found, folder / name)
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # border: a foreign file; the library in Rust panics with what is no Exception
         raise CheckpointError(f"no tokenizer could be read from {folder}: {type(e).__name__}: {e}") from e
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is not None and core.normalizer is not None:  # of a file in another format, made while it was read
+        check_growth({"normalizer": json.loads(core.normalizer.__getstate__())}, folder)
+    return tokenizer
 
 
 def save_tokenizer(folder: Path, tokenizer: Any, source: str | Path | None = None) -> None:

@@ -30,7 +30,9 @@ from rolljax.rewards.base import Surroundings
 from rolljax.rewards.scoring import STAGE, Scoring
 from rolljax.rollout import domain_rewards
 from rolljax.rollout.agents.worker import check_machine
+from rolljax.run import reference_answers
 from rolljax.run.layout import RESOLVED, TEMPLATE
+from rolljax.run.reference_answers import ReferenceAnswer
 from rolljax.threads.event_loop import EventLoop
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import Colocated, available_devices, num_batch_shards, num_slot_shards, param_shardings
@@ -69,6 +71,7 @@ class Preflight(ResolvedRecipe):
     heldout: list[Task]
     first_prompt: tuple[Message, ...]
     longest_prompt_tok: int
+    warnings: Sequence[str] = ()
 
     @property
     def recomputes(self) -> bool:
@@ -231,8 +234,9 @@ def check(recipe: Recipe) -> Preflight:
     domain_rewards.check_rewards(recipe.reward, recipe.domains, around)
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
     with contextlib.closing(EventLoop(lambda: False)) as beside:  # this thread may be in an event loop of its own
-        openings, replies = beside.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
-    for reply in replies if recipe.env.max_turns > 1 else ():
+        probed = beside.run(probe(recipe, [*map(recipe.env.task, range(PROBED_TASKS)), *heldout]))
+    openings = probed.openings
+    for reply in probed.replies if recipe.env.max_turns > 1 else ():
         _check_reply(chat, reply)
     prompts = [chat.prompt_ids(messages) for messages in openings]
     longest, highest = max(map(len, prompts)), max(int(ids.max(initial=0)) for ids in prompts)
@@ -248,7 +252,8 @@ def check(recipe: Recipe) -> Preflight:
             value=recipe.sampler.max_context,
             remedy=f"set it to {longest + recipe.max_answer_tok} or more",
         )
-    return Preflight(recipe, found.mesh, found.sampler_mesh, model, chat, heldout, openings[0], longest)
+    warnings = reference_answers.check(recipe.env, probed.references, chat, recipe.max_answer_tok)
+    return Preflight(recipe, found.mesh, found.sampler_mesh, model, chat, heldout, openings[0], longest, warnings)
 
 
 def _check_reply(chat: Chat, reply: Sequence[Message]) -> None:
@@ -308,8 +313,21 @@ def load_chat(resolved: ResolvedRecipe, run: str | Path | None = None) -> Chat:
     return chat
 
 
-async def probe(recipe: Recipe, tasks: list[Task]) -> tuple[list[tuple[Message, ...]], list[tuple[Message, ...]]]:
-    """Return the opening messages of those `tasks` that start, and what some of them answer to a first action.
+@dataclasses.dataclass(frozen=True)
+class Probed:
+    """What tasks were found to be.
+
+    openings: the messages that each begins with. replies: what some of them answer to a first action. references: the
+    answers that a phase would imitate, where one does.
+    """
+
+    openings: list[tuple[Message, ...]]
+    replies: list[tuple[Message, ...]]
+    references: list[ReferenceAnswer]
+
+
+async def probe(recipe: Recipe, tasks: list[Task]) -> Probed:
+    """Start `tasks` and return what they are found to be; those that do not start are left out.
 
     They are played through a pool of the recipe's own kind: whatever an environment does when it starts, it does not
     do it to this process.
@@ -321,6 +339,9 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> tuple[list[tuple[Message, 
     firsts = {task.env: task for task in reversed(tasks)}
     pairs = any(p.algorithm.source == "pairs" for p in recipe.phases)
     replies: list[tuple[Message, ...]] = []
+    learns_gold = any(p.algorithm.source != "sampler" for p in recipe.phases)
+    played = set(map(id, tasks[1 : 1 + reference_answers.PLAYED]))
+    references: list[ReferenceAnswer] = []
 
     async def opening(task: Task) -> tuple[Message, ...] | EnvError:
         try:
@@ -330,8 +351,11 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> tuple[list[tuple[Message, 
         if task is firsts[task.env]:
             if pairs:
                 await check_pairs(episode, task.env)
-            learns_gold = any(p.algorithm.source != "sampler" for p in recipe.phases)
             replies.extend(await check_rewards(pool, episode, task, gold=learns_gold, scoring=scoring))
+        elif learns_gold:
+            turns = recipe.env.turns_of(task)
+            if reference := await reference_answers.read(episode, task, turns, play=id(task) in played):
+                references.append(reference)
         await episode.close()
         return episode.opening
 
@@ -349,7 +373,7 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> tuple[list[tuple[Message, 
     if not openings:
         assert isinstance(found[-1], EnvError)
         raise found[-1]
-    return openings, replies
+    return Probed(openings, replies, references)
 
 
 async def check_rewards(

@@ -138,8 +138,8 @@ MIB = 2**20
 @pytest.fixture
 def small_limits(monkeypatch):
     """The limits on sizes, small enough to be passed at once."""
-    for name, value in (("SMALL_BYTES", MIB), ("MAX_RATIO", 2), ("MAX_ROW_BYTES", 4096), ("MAX_ROWS", 100_000)):
-        monkeypatch.setattr(rows, name, value)
+    for name, limit in (("SMALL_BYTES", MIB), ("MAX_RATIO", 2), ("MAX_ROW_BYTES", 4096), ("MAX_ROWS", 100_000)):
+        monkeypatch.setattr(rows, name, limit)
 
 
 def constant_columns(path, num, text="x"):
@@ -324,7 +324,7 @@ def test_bad_rows_are_named_or_left_out_aloud(tmp_path):
         ('{"question": "?", "answer": {"value": 1, "value": 2}}', "key 'value' stands twice"),
         ('{"question": "?", "answer": "7", "id": "\\ud800"}', "id holds half of a surrogate pair"),
         ('{"question": "?", "answer": "7", "\\udfff": 1}', "holds half of a surrogate pair"),
-        ('{"question": "?", "answer": "7", "id": "%s"}' % "\udabc", "id holds half of a surrogate pair"),
+        ('{"question": "?", "answer": "7", "id": "\udabc"}', "id holds half of a surrogate pair"),
     ],
 )
 @pytest.mark.parametrize("name", ["lines.jsonl", "array.json"])

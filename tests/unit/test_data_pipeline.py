@@ -15,11 +15,13 @@ import pytest
 from rolljax.chat_models.client import EndpointConfig
 from rolljax.config import loader
 from rolljax.data import attempts, dedup, filters, pipeline, turn_mask, vectors
+from rolljax.data.base import with_key
 from rolljax.data.journal import Journal
 from rolljax.data.pipeline import Pipeline
 from rolljax.data.texts import jaccard, shingles
 from rolljax.envs.records import Records
 from rolljax.errors import CheckpointError, ConfigError, DataError, InfraError
+from rolljax.run.layout import LOCK
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -414,3 +416,41 @@ def test_turns_with_errors_and_those_that_did_not_matter_are_context(tmp_path):
                {"role": "assistant", "content": "again"}]  # fmt: skip
     rows, _ = through(tmp_path, turn_mask.TurnMask(error_pattern="^Traceback"), records=[{"messages": failing}])
     assert [m.get("weight") for m in rows[0]["messages"]] == [None, 0, None, 1]
+
+
+# ---- the column, and starts that fail -------------------------------------------------------------------------------
+
+
+def test_one_key_names_the_column_for_all_stages(tmp_path):
+    asked = [{"question": f"What is {i} of this?", "prompt": "the same"} for i in (1, 2, 1)]
+    stages = (dedup.Exact(), filters.Length(max_chars=100), dedup.MinHash(threshold=0.99))
+    rows, _ = through(tmp_path, *stages, records=asked, key="question")
+    assert [r["question"] for r in rows] == [asked[0]["question"], asked[1]["question"]]
+    rows, _ = through(tmp_path, dedup.Exact(key="prompt"), records=asked, key="question")
+    assert len(rows) == 1
+    inner = with_key(vectors.EmbeddingDedup(), "question").embedding
+    assert inner == vectors.Embedding(key="question")
+    tasks = write(tmp_path / "eval.jsonl", [{"question": "What is 2 of this?"}])
+    rows, _ = through(tmp_path, filters.Decontaminate((tasks,)), records=asked, key="question")
+    assert [r["question"] for r in rows] == [asked[0]["question"]] * 2
+
+
+def test_a_failed_start_leaves_the_folder_free(tmp_path):
+    out, source = tmp_path / "out", write(tmp_path / "in.jsonl", [{"question": "1+1?"}, {"question": "1+2?"}])
+    with pytest.raises(DataError, match=r"lacks 'prompt'; it has question\n  fix: .*Pipeline\.key"):
+        pipeline.run(Pipeline((dedup.Exact(),)), source, out)
+    assert [p.name for p in out.iterdir()] == [LOCK]
+    found = pipeline.run(Pipeline((dedup.Exact(),), key="question"), source, out)
+    assert found.files == {"data.jsonl": 2}
+    with pytest.raises(ConfigError, match="holds another pipeline"):
+        pipeline.run(Pipeline((dedup.Exact(), filters.Length()), key="question"), source, out)
+
+
+def test_answers_of_a_model_are_kept_when_a_start_fails_after_them(tmp_path):
+    source = write(tmp_path / "in.jsonl", [*sums(2), {"prompt": "What is 3 + 4?"}])
+    with RuleServer(adder) as server:
+        stages, model = (attempts.Attempts(k=1),), EndpointConfig(server.url, "rule")
+        with pytest.raises(DataError, match="lacks 'answer'"):
+            pipeline.run(Pipeline(stages, model, concurrency=1), source, tmp_path / "out")
+        with pytest.raises(ConfigError, match="holds another pipeline"):
+            pipeline.run(Pipeline(stages, model, concurrency=1, seed=1), source, tmp_path / "out")

@@ -82,7 +82,7 @@ def test_the_function_that_is_tested_is_the_solutions_and_no_helper(tmp_path, ch
             "uses add, close of code",
         ),
         ({**MBPP, "test_list": ["assert sum([1]) == 1"]}, "no function that code defines"),
-        ("text", "line 3: is not an object"),
+        ("text", "line 3: is not a JSON object"),
         ({**HUMANEVAL, "test": ""}, "has no 'test'"),
         ({**HUMANEVAL, "canonical_solution": "  return )"}, "is not Python"),
         ({k: v for k, v in HUMANEVAL.items() if k != "entry_point"}, "has no 'entry_point'"),
@@ -100,7 +100,7 @@ def test_bad_lines_are_named(tmp_path, record, part):
 def test_bad_files(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.gz").write_bytes(b"\x1f\x8bnot gzip")
-    for name, part in (("empty.jsonl", "holds no problems"), ("broken.gz", "cannot be read")):
+    for name, part in (("empty.jsonl", "holds no rows"), ("broken.gz", "cannot be read")):
         with pytest.raises(DataError, match=part):
             CodeProblems(str(tmp_path / name)).task(0)
     with pytest.raises(ConfigError, match="is not a file"):

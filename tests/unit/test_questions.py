@@ -16,10 +16,13 @@ import pytest
 
 from rolljax.envs import checks
 from rolljax.envs.catalog import make_spec, ref_of
+from rolljax.envs.mixture import Domain, Mixture
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.questions import BOXED, Questions
+from rolljax.envs.records import Records
 from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.types import Message
+from rolljax.validate import main as validate
 
 SAMPLE = Path(__file__).parents[1] / "data" / "word_problems.jsonl"
 SPEC = Questions(str(SAMPLE))
@@ -257,6 +260,51 @@ def test_a_reward_may_be_anything_that_can_be_called():
     assert ask(spec, "four", 0).reward == 4
     spec = Questions(records=rows, reward=functools.partial(lambda n, *_: n, 0.5))
     assert ask(spec, "x", 0).reward_parts == {"partial": 0.5}
+
+
+def test_with_an_own_reward_the_recorded_answer_is_the_full_text():
+    """It may be in a form that only the function knows: nothing is cut out of it, and `gold` gives it as it stands."""
+    for answer in ("a\n#### b #### c", "so \\boxed{7} eggs", "<<1+1=2>>", "x" * 1000):
+        spec = Questions(records=[{"question": "?", "answer": answer}], reward=short)
+        env = spec.make()
+        env.reset(spec.task(0))
+        assert env.gold() == spec.question(0).answer == answer and spec.question(0).solution == ""
+    spec = Questions(records=[OPENR1], reward=short)
+    env = spec.make()
+    env.reset(spec.task(0))
+    assert env.gold() == OPENR1["solution"]
+    spec = Questions(records=[OPENR1 | {"answer": "seven"}], reward=short)
+    env = spec.make()
+    env.reset(spec.task(0))
+    assert env.gold() == OPENR1["solution"] + "\nseven"
+
+
+def test_a_row_with_prompt_and_messages_is_a_choice(tmp_path):
+    row = {"prompt": "1+1?", "messages": [{"role": "user", "content": "What is 1+1?"}], "answer": "2"}
+    path = write(tmp_path / "a.jsonl", row)
+    with pytest.raises(ConfigError, match="more than one column it could be: 'prompt' and 'messages'") as e:
+        Questions(path).task(0)
+    assert "Questions.prompt_key = 'messages'" in e.value.remedy
+    spec = Questions(path, prompt_key="messages")
+    assert spec.question(0).opening[-1].content == "What is 1+1?"
+    assert spec.columns_taken() == "prompt from `messages`, answer from `answer`"
+
+
+def test_which_columns_are_taken_is_said(tmp_path, capsys):
+    assert Questions(records=[DAPO]).columns_taken() == "prompt from `prompt`, answer from `reward_model.ground_truth`"
+    taken = "prompt from `problem`, answer from `answer`, solution from `solution`"
+    assert Questions(records=[OPENR1]).columns_taken() == taken
+    assert Records(records=[{"prompt": "?", "chosen": "a", "rejected": "b"}]).columns_taken() == (
+        "prompt from `prompt`, chosen from `chosen`, rejected from `rejected`"
+    )
+    mixed = Mixture(
+        {"sums": Domain(Questions(records=[DAPO], domain="sums")), "lake": Domain(make_spec("frozen_lake"))}
+    )
+    assert mixed.columns_taken() == "sums: prompt from `prompt`, answer from `reward_model.ground_truth`"
+    path = write(tmp_path / "a.jsonl", {"question": "1+1?", "final_answer": "2"})
+    validate([f"questions(path={path!r})", "--tasks", "1", "--seconds", "1"])
+    said = capsys.readouterr().out
+    assert "prompt from `question`" in said and "`final_answer`" in said
 
 
 def test_what_a_reward_raises_names_it_and_the_record():

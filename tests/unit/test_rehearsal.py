@@ -1,5 +1,6 @@
 """What a dry run finds before anything is allocated: in algorithms, rewards, folders and data."""
 
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -11,14 +12,19 @@ import jax
 import pytest
 
 from rolljax.envs import tasks
+from rolljax.envs.catalog import make_spec
+from rolljax.envs.mixture import Domain, Mixture
+from rolljax.envs.pool import EnvPool, PoolConfig
+from rolljax.envs.questions import Questions
 from rolljax.envs.records import Records
-from rolljax.errors import DataError
+from rolljax.errors import ConfigError, DataError
 from rolljax.model import hf
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Phase
-from rolljax.run import rehearsal
+from rolljax.run import reference_answers, rehearsal
+from rolljax.run.reference_answers import ReferenceAnswer
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.train import main as train
 from rolljax.trainer.algorithms.dapo import Dapo
@@ -272,3 +278,108 @@ def test_a_teacher_that_is_not_there_is_told_of_where_it_is_named(capsys):
     said = capsys.readouterr().err
     assert said.startswith("config error: --set 'spell/Teacher.policy = 'nowhere'', ")
     assert "Teacher.policy names a frozen policy that is not there" in said
+
+
+def test_the_remedy_fits_what_tasks_come_from(tmp_path):
+    rows = [{"prompt": f"{i}?", "answer": "x"} for i in range(60)]
+    with pytest.raises(DataError, match="or name files with more rows$"):
+        tasks.held_out(Records(records=rows), 256, 0.1)
+    with pytest.raises(DataError, match=r"held_out_frac \(now 1\) lower, or name files with more rows$"):
+        tasks.TaskStream(Records(records=rows), 0, 1.0)
+    with pytest.raises(DataError, match="or widen the family's settings$"):
+        tasks.held_out(make_spec("frozen_lake(size=2)"), 256, 0.1)
+
+
+# ---- reference answers ----------------------------------------------------------------------------------------------
+
+
+def some(spec, num, texts=None):
+    """What the first tasks' reference answers are, and are worth, as `reference_answers.read` finds it."""
+    found = []
+    for i in range(num):
+        task, env = spec.task(i), spec.make()
+        env.reset(task)
+        text = texts[i] if texts else env.gold()
+        result = env.step(text)
+        found.append(ReferenceAnswer(task, (text,), result.reward, result.success))
+    return found
+
+
+def never(prompt, answer, record):
+    return 0.0
+
+
+def costs(prompt, answer, record):
+    return -0.01 * len(answer)
+
+
+def test_a_reference_answer_that_is_worth_nothing_shows_its_text(chat, tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": f"it is {i + 1}"}) + "\n" for i in range(9)))
+    spec = Questions(str(path), reward=never)
+    with pytest.raises(DataError) as e:
+        reference_answers.check(spec, some(spec, 3), chat, 32)
+    assert "sums.jsonl, line 1: the reference answer is worth 0" in str(e.value) and "'it is 1'" in str(e.value)
+    mixed = Mixture({"sums": Domain(spec), "other": Domain(Questions(str(path), domain="other"))})
+    with pytest.raises(DataError, match=r"sums.jsonl, line 1: the reference answer is worth 0"):
+        reference_answers.check(mixed, [dataclasses.replace(a, task=mixed.task(0)) for a in some(spec, 1)], chat, 32)
+    best = Questions(str(path), reward=costs, solved_at=-1.0)
+    assert reference_answers.check(best, some(best, 3), chat, 32) == ()
+
+
+def test_reference_answers_that_are_longer_than_answers_may_be(chat):
+    spec = Records(records=[{"prompt": f"{i}?", "answer": "x" * (10 + 10 * (i > 1))} for i in range(4)])
+    answers = some(spec, 4)
+    assert reference_answers.check(spec, answers, chat, 32) == ()
+    (said,) = reference_answers.check(spec, answers, chat, 15)
+    assert "2 of the 4 reference answers" in said and "up to 21 tokens" in said
+    with pytest.raises(
+        ConfigError, match=r"4 of the 4 reference answers .* up to 21 tokens; record \d of .*: 'xxx"
+    ) as e:
+        reference_answers.check(spec, answers, chat, 10)
+    assert e.value.setting == "Recipe.max_answer_tok" and "set it to 21" in e.value.remedy
+
+
+def test_a_conversation_is_worth_what_all_its_answers_are():
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "weight": 0}]
+    said += [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "Gone"}]
+    rows = [{"messages": [{**said[0], "content": f"Hi {i}"}, *said[1:]]} for i in range(20)]
+    spec = Records(records=rows)
+
+    async def read():
+        pool = EnvPool(PoolConfig(where="thread"), spec)
+        try:
+            episode = await pool.open(spec.task(0))
+            return await reference_answers.read(episode, spec.task(0), spec.max_turns, play=True)
+        finally:
+            pool.close()
+
+    found = asyncio.run(read())
+    assert (found.texts, found.reward, found.success) == (("Ho", "Gone"), 1.0, True)
+
+
+MINE = """
+    def right(prompt, answer, record):
+        return float(answer == record["truth"])
+"""
+
+
+def test_a_dry_run_checks_reference_answers_and_says_which_columns_it_took(module, capsys, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i}?"}], "truth": f"#### {i}", "answer": "x"} for i in range(300)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    module(MINE)
+    settings = [f"Questions.path = '{path}'", "Questions.reward = @mine.right"]
+
+    def run(*more):
+        argv = ["--gin", "questions", "--dry_run"]
+        for setting in (*settings, *more):
+            argv += ["--set", setting]
+        return train(argv), capsys.readouterr()
+
+    code, said = run()
+    assert code == 3 and "the reference answer is worth 0" in said.err and "answer: 'x'" in said.err
+    code, said = run("Questions.answer_key = 'truth'")
+    assert code == 0 and "columns   prompt from `messages`, answer from `truth`\n" in said.out

@@ -1,5 +1,8 @@
 """Token streams: what a template writes, what was sampled, and what stands between two turns."""
 
+import base64
+import json
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -167,4 +170,67 @@ def test_saved_tokenizers_come_back_the_same(any_chat, tmp_path):
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=str(tmp_path)):
+        load_tokenizer(tmp_path)
+
+
+# ---- folders that make texts grow -----------------------------------------------------------------------------------
+
+
+def replaces(before, after):
+    return {"type": "Replace", "pattern": before, "content": after}
+
+
+DOUBLES = replaces({"String": "a"}, "aa")
+GROWING = {
+    "literals": {"type": "Sequence", "normalizers": [DOUBLES] * 30},
+    "patterns": {"type": "Sequence", "normalizers": [replaces({"Regex": "a|b"}, "ab")] * 30},
+    "sequences": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [DOUBLES] * 6}] * 5},
+    "bytes": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 30},
+    "one": replaces({"String": "a"}, "a" * 10_000),
+    "empty": replaces({"Regex": ""}, "b" * 2000),
+    "before": {"type": "Prepend", "prepend": "c" * 10_000},
+    "table": {
+        "type": "Precompiled",
+        "precompiled_charsmap": base64.b64encode((4).to_bytes(4, "little") + b"----" + b"x" * 5000 + b"\0").decode(),
+    },
+    "steps": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}] * 100},
+}
+
+
+def changed(folder, **parts):
+    """A folder of the byte tokenizer with other parts of its `tokenizer.json`."""
+    byte_tokenizer().save_pretrained(str(folder))
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    return folder
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_steps_that_make_a_text_grow_without_end_are_refused_before_any_text(name, tmp_path):
+    says = "more than 64 steps" if name == "steps" else "more than 1024 times as long"
+    with pytest.raises(CheckpointError, match=f"tokenizer.json: its normalizer (can make a text|has) {says}"):
+        load_tokenizer(changed(tmp_path, normalizer=GROWING[name]))
+
+
+def test_a_decoder_that_makes_a_text_grow_is_refused(tmp_path):
+    stacked = {"type": "Sequence", "decoders": [*[DOUBLES] * 30, {"type": "ByteLevel"}]}
+    with pytest.raises(CheckpointError, match="its decoder can make a text more than 1024 times as long"):
+        load_tokenizer(changed(tmp_path, decoder=stacked))
+
+
+def test_steps_of_published_tokenizers_pass(tmp_path):
+    steps = [
+        {"type": "NFKC"}, {"type": "Lowercase"}, {"type": "StripAccents"}, {"type": "Prepend", "prepend": "\u2581"},
+        replaces({"String": " "}, "\u2581"), replaces({"Regex": " {2,}"}, " "),
+    ]  # fmt: skip
+    loaded = load_tokenizer(changed(tmp_path, normalizer={"type": "Sequence", "normalizers": steps}))
+    assert loaded.backend_tokenizer.normalizer.normalize_str("A  b") == "\u2581a\u2581\u2581b"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_half_a_character_in_a_folder_is_named(name, tmp_path):
+    changed(tmp_path)
+    found = json.loads((tmp_path / name).read_text())
+    (tmp_path / name).write_text(json.dumps(found | {"pad_token": "\ud800"}))
+    with pytest.raises(CheckpointError, match=f"{name} .* half of a surrogate pair"):
         load_tokenizer(tmp_path)

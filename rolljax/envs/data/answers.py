@@ -1,12 +1,22 @@
 r"""Final answers: where they stand in a text, and when two of them are the same.
 
 What can be said by plain rules is said here, exactly and in time linear in the text: numbers however they are written,
-letters of a choice, words. What is left over, such as `2\sqrt{2}` and `\sqrt{8}`, is for `verifier.py`.
+letters of a choice, words, lists. What is left over, such as `2\sqrt{2}` and `\sqrt{8}`, is for `verifier.py`.
+
+An answer states one thing. Where it states several, all of them must be right, so that no second guess is rewarded:
+
+- `a = b = c`: a first side that is a name or holds a variable is let pass; every other side must be right;
+- `a \approx b`: `a` is the answer, and `b` is not looked at; a name before it is let pass;
+- `a, b`, `a; b`, `a and b`, `a or b`: a list of values in any order; it is right if the recorded answer lists the same;
+- `a < b`, `a \to b`, `a \cup b` of what are neither sets nor intervals: not an answer to a question for a value.
+
+docs/data.md has the rules for users; tests/data/answer_pairs.py has a table of pairs with their verdicts.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 MAX_CHARS = 8192
@@ -94,12 +104,90 @@ def compare(gold: str, answer: str) -> bool | None:
         return False
     if _tight(gold) == _tight(answer):
         return True
+    verdicts = [_compare_one(*pair) for pair in to_verify(gold, answer)]
+    if not verdicts or False in verdicts:
+        return False
+    return None if None in verdicts else True
+
+
+def to_verify(gold: str, answer: str) -> Sequence[tuple[str, str]]:
+    """Return what must be equal for the answer to be right, as pairs of gold and answer; no pair: it is wrong."""
+    gold, answer = _tidy(gold), _tidy(answer)
+    if _is_words(_plain(gold)) or _CHOICE.fullmatch(_plain(gold)):
+        return [(gold, answer)]
+    want, got = _items(gold), _items(answer)
+    if len(want) > 1 or len(got) > 1:
+        return _listed(want, got)
+    gold, answer = _before_approx(gold), _before_approx(answer)
+    left, right = _split(gold, _EQUAL), _split(answer, _EQUAL)
+    if len(left) > 1 and (not _is_name(left[0]) or _has_variable(left[-1])):
+        return _equation(left, right)
+    return [(left[-1], side) for side in _values(right, left[-1])]
+
+
+def _equation(left: Sequence[str], right: Sequence[str]) -> Sequence[tuple[str, str]]:
+    """The recorded answer is an equation: the answer is one too, or the value of the same name."""
+    is_named = _is_name(left[0])
+    if len(right) == 1:
+        return [(left[-1], right[0])] if is_named else []
+    if is_named and _tight(left[0]) == _tight(right[0]):
+        return [(left[-1], side) for side in right[1:]]
+    return [("=".join(left), "=".join(right))] if len(right) == 2 and all(right) else []
+
+
+def _values(sides: Sequence[str], gold: str) -> Sequence[str]:
+    """The sides of an answer's equation that must be right; none if one is missing."""
+    if len(sides) > 1 and (not sides[0] or _is_name(sides[0]) or (_has_variable(sides[0]) and not _has_variable(gold))):
+        sides = sides[1:]
+    return sides if len(sides) <= MAX_SIDES and all(sides) else ()
+
+
+def _listed(want: Sequence[str], got: Sequence[str]) -> Sequence[tuple[str, str]]:
+    """Two lists of values, or of values by name: equal in any order."""
+    parts = []
+    for items in (want, got):
+        sides = [_split(_before_approx(item), _EQUAL) for item in items]
+        if any(len(s) > 2 or not all(s) for s in sides) or len(items) > MAX_ITEMS:
+            return ()
+        parts.append([(s[0] if len(s) == 2 and _has_variable(s[0]) else "", s) for s in sides])
+    named = [{_tight(name): value[-1] for name, value in found} for found in parts]
+    if all(len(names) == len(found) > 1 and "" not in names for names, found in zip(named, parts, strict=True)):
+        return [(named[0][n], named[1][n]) for n in named[0]] if named[0].keys() == named[1].keys() else ()
+    left, right = ({canonical(side): side for name, sides in found for side in sides[bool(name) :]} for found in parts)
+    if len(left) != len(right):
+        return ()
+    only_left, only_right = ([side for c, side in a.items() if c not in b] for a, b in ((left, right), (right, left)))
+    if not only_left:
+        return [(side, side) for side in left.values()]
+    if len(only_left) == 1:
+        return [(only_left[0], only_right[0])]
+    return [(", ".join(only_left), ", ".join(only_right))]
+
+
+def _compare_one(gold: str, answer: str) -> bool | None:
+    """Compare two texts that each state one thing."""
+    if _tight(gold) == _tight(answer):
+        return True
+    if _BASE.search(gold) or _BASE.search(answer):
+        return False
+    hides = _hides_a_value(answer) and not _hides_a_value(gold)
     gold, answer = _plain(gold), _plain(answer)
     if choice := _CHOICE.fullmatch(gold):
         found = _CHOICE_ANSWER.match(answer)
-        return found is not None and found[1] == choice[1]
+        return found is not None and found[1] == choice[1] and not _CHOICE_TOO.match(answer, found.end(1))
     if _is_words(gold):
         return _words(gold) == _words(answer)
+    is_set = _SET.match(gold) is not None or _RELATION.search(gold) is not None
+    if (
+        hides
+        or not answer
+        or (not is_set and _RELATION.search(answer))
+        or (_OR.search(answer) and not _OR.search(gold))
+    ):
+        return False
+    joined = _split(answer[found.end() :] if (found := _MEMBER.match(answer)) else answer, _JOINED)
+    if len(joined) > 1 and not all(map(_SET.match, joined)):
+        return False
     want = _number(gold)
     if want is None:
         return None
@@ -113,17 +201,135 @@ def canonical(answer: str) -> str:
     """One text for all ways of writing a final answer, so that equal ones can be counted: a number exactly, a choice by
     its letter, words in small letters, formulas without their white space. Formulas that only a verifier finds equal
     stay apart."""
-    plain = _plain(answer)
+    plain = _plain(_before_approx(_tidy(answer)))
     number = _number(plain)
     if number is not None:
         return str(number[0])
     choice = _CHOICE.fullmatch(plain)
-    return choice[1] if choice else _tight(answer)
+    return choice[1] if choice else _tight(plain)
 
 
 def is_number(text: str) -> bool:
     """Whether a text is one number, units aside."""
     return _number(_plain(text)) is not None
+
+
+# ---- what an answer states ------------------------------------------------------------------------------------------
+
+MAX_SIDES, MAX_ITEMS = 6, 64
+"""Sides of an equation and values of a list that are looked at; an answer with more is wrong."""
+_SIGNS = str.maketrans(
+    dict.fromkeys("\u00a0\u2009\u202f\u2003", " ")
+    | {"\u2212": "-", "\u2013": "-", "\u2044": "/", "\u00b2": "^2", "\u00b3": "^3", "\u221a": "\\sqrt "}
+    | {"\u00bd": " 1/2", "\u00bc": " 1/4", "\u00be": " 3/4", "\u00d7": "\\times ", "\u00f7": "\\div "}
+    | {"\u2248": "\\approx ", "\u2243": "\\simeq ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne "}
+    | {"\u00b7": "\\cdot ", "\u22c5": "\\cdot ", "\u2192": "\\to ", "\u21d2": "\\to ", "\u00b1": "\\pm "}
+    | {"\u221e": "\\infty ", "\u03c0": "\\pi ", "\u222a": "\\cup ", "\u2229": "\\cap ", "\u2208": "\\in "}
+    | {"\u2205": "\\emptyset "}
+)
+"""Signs of mathematics as LaTeX writes them."""
+_BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*\n]{1,200})\*\*(?![\w(\[{*])")
+_BRACE = re.compile(r"(?<!\\)[{}]")
+_TEXT_GROUP = re.compile(r"\\(?:text|mbox|textrm|textbf|textit|textnormal) ?\{([^{}]*)\}")
+_TEXT_VALUE = re.compile(r"\\(?:text|mbox|textrm|textbf|textit|textnormal) ?\{[^{}0-9\\]{0,200}[0-9{\\]")
+_POWER = re.compile(r"^ ?\^ ?\{? ?-?[0-9] ?\}?")
+_BASE = re.compile(r"[0-9]\}? ?_")
+"""The base of a numeral, which is compared as it stands."""
+_NO_SPACE = re.compile(r"(?<!\\)\\! ?")
+_SPACED_OUT = re.compile(r"(?<!\\)\\(?:[,;: ]|q?quad(?![A-Za-z]))")
+_NEGATIVE = re.compile(r"\^ ?(-[0-9]{1,9})")
+_AND = re.compile(r"\\(?:text|mathrm|mbox|textrm) ?\{ ?,? ?(and|or) ?\}")
+_EQUAL = re.compile(
+    r"(?<![<>!:=])={1,2}(?!=)|\\(?:to|rightarrow|Rightarrow|implies|iff|Leftrightarrow|longrightarrow)\b|=>|->"
+)
+_APPROX = re.compile(r"\\(?:approx|approxeq|thickapprox|simeq|sim|cong|doteq)\b|~=")
+_JOINED = re.compile(r"\\(?:cup|cap|setminus|vee|wedge|lor|land|uplus|sqcup|oplus|bigcup|bigcap|triangle)\b")
+_ITEM = re.compile(r",|;|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+_OR = re.compile(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+_BRACES = re.compile(r"\\\{([^{}]*)\\\}")
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
+_MEMBER = re.compile(r"[A-Za-z](?:_\{?[0-9A-Za-z]\}?)? ?\\in(?![A-Za-z])")
+_RELATION = re.compile(
+    r"[<>]|!=|\\(?:le|ge|leq|geq|leqslant|geqslant|lt|gt|ne|neq|not|in|notin|ni|subset|subseteq|supset|supseteq|equiv|mid|nmid|"
+    r"parallel|perp|propto|prec|succ|ll|gg|asymp|leftrightarrow|mapsto|vdash|models)\b"
+)
+_SET = re.compile(r"\s*(?:[\[({]|\\\{|\\(?:emptyset|varnothing|mathbb|mathbf|mathcal|left|R|N|Z|Q|C)\b|[RNZQC]\b)")
+_NAME = re.compile(
+    r"\s*(?:[|\\]{0,2}[A-Za-z][A-Za-z0-9_{}\\'|: ]{0,60}(?:\([^()]{0,60}\))?\|?|"
+    r"\\frac ?\{[A-Za-z]{1,9}\} ?\{[A-Za-z]{1,9}\}|"
+    r"\( ?[A-Za-z](?:_\{?[0-9]\}?)?(?: ?, ?[A-Za-z](?:_\{?[0-9]\}?)?){0,9} ?\))\s*"
+)
+"""A name that is given a value: `x`, `f(2)`, `AB`, `a_{37}`, `\angle ABC`, `(p, q)`, `V_1:V_2`."""
+_LETTERS = re.compile(
+    r"\\(?:[dt]?frac|sqrt|pi|cdot|times|div|pm|mp|circ|infty|left|right|degree|displaystyle|%|\$)(?![A-Za-z])"
+)
+
+
+def _hides_a_value(text: str) -> bool:
+    """Whether a reader of LaTeX would leave out a part of a text that may be a value: what stands behind a bracket that
+    closes nothing, text with digits in it, values behind text."""
+    depth = 0
+    for brace in _BRACE.finditer(text):
+        depth += 1 if brace[0] == "{" else -1
+        if depth < 0:
+            return True
+    behind = text[found.end() :] if (found := _TEXT_GROUP.search(text)) else ""
+    return bool(depth or _TEXT_VALUE.search(text) or re.search(r"[0-9\\]", _POWER.sub("", behind)))
+
+
+def _tidy(text: str) -> str:
+    """A text with LaTeX's signs, `^` for Python's `**`, and without marks of bold type."""
+    text = _AND.sub(r" \1 ", _BOLD.sub(r"\1", text.translate(_SIGNS)).strip().strip("$"))
+    text = text.replace("\\boxed", "").replace("\\fbox", "")
+    text = _SPACED_OUT.sub(" ", _THOUSANDS.sub("", _NO_SPACE.sub("", text)))
+    while text.startswith("**"):
+        text = text[2:].lstrip()
+    while text.endswith("**"):
+        text = text[:-2].rstrip()
+    return _NEGATIVE.sub(r"^{\1}", text.replace("**", "^")).strip()
+
+
+def _split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """The parts of a text between separators that stand in no brackets."""
+    if separator.search(text) is None:
+        return [text.strip()]
+    depth, done, start, parts = 0, 0, 0, []
+    for found in separator.finditer(text):
+        between = text[done : found.start()]
+        depth = max(0, depth + sum(map(between.count, "([{")) - sum(map(between.count, ")]}")))
+        done = found.end()
+        if depth == 0:
+            parts.append(text[start : found.start()].strip())
+            start = done
+    return [*parts, text[start:].strip()]
+
+
+def _items(text: str) -> Sequence[str]:
+    """The values that a list or a set names. A comma between groups of three digits is part of a number; `\\pm` is two
+    values."""
+    if found := _BRACES.fullmatch(text):
+        text = found[1]
+    text = _GROUPED.sub(lambda m: m[0].replace(",", ""), text)
+    items = [item for item in _split(text, _ITEM) if item] or [text]
+    return [each for item in items for each in (_PLUS_MINUS.sub(sign, item) for sign in "+-"[: 1 + ("\\pm" in item)])]
+
+
+def _before_approx(text: str) -> str:
+    """What stands before a sign of rounding; what stands behind it if that is a name or nothing."""
+    parts = _split(text, _APPROX)
+    while len(parts) > 1 and (not parts[0] or _is_name(parts[0])):
+        parts = parts[1:]
+    return parts[0]
+
+
+def _is_name(side: str) -> bool:
+    return _NAME.fullmatch(side) is not None and _has_variable(side)
+
+
+def _has_variable(side: str) -> bool:
+    """Whether a side of an equation holds letters that are no unit of a number."""
+    plain = _plain(side)
+    return _number(plain) is None and re.search(r"[A-Za-z]", _LETTERS.sub("", side)) is not None
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -135,9 +341,15 @@ _NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)\]}}])-)?(?:{_DIGITS} (?=[0-9]{{1,9}}/
 _WHOLE = re.compile(
     rf"(?:[A-Za-z]{{1,15}} ?= ?)?(?P<sign>[-+]?) ?(?:(?P<integer>{_DIGITS}) (?=[0-9]{{1,9}} ?/ ?[0-9]))?"
     rf"(?P<top>{_DECIMAL})(?:e(?P<power>[-+]?[0-9]{{1,2}})|(?: ?/ ?(?P<bottom>{_DECIMAL}))?)"
-    r"(?P<percent> ?%| ?percent\b)?(?P<unit> [A-Za-z][A-Za-z/ ]*)?\.?"
+    r"(?P<percent> ?%| ?(?:percent|percentage|pct)\b)?(?P<unit> [A-Za-z][A-Za-z/ ]*)?\.?"
 )
 """A text that is one number: an assignment before it and a unit behind it are let pass."""
+_GROUPED = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+_SPACED = re.compile(r"[-+]? ?[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/)")
+"""A number at the beginning of a text whose digits are in groups of three, with commas or with spaces between."""
+_SCIENTIFIC = re.compile(
+    r"(?<![0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?) ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?(-?[0-9]{1,2})(?![0-9]) ?\}?"
+)
 _NO_UNITS = frozenset(
     "a an and approximately billion but by choose cos dozen e exp factorial half halves hundred i inf infinity is ln "
     "log million minus mod nan no not of oo or over pi plus power quarter quarters quintillion root sin sqrt squared "
@@ -155,7 +367,7 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|operatorname|textit|mat
 
 def _plain(text: str) -> str:
     """A text without what changes nothing: signs of currency and degrees, sizes of brackets, kinds of space."""
-    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\u00a0", " ").replace("**", "")
+    text = _tidy(text).replace("{,}", ",")
     text = _UNSEEN.sub("", _THOUSANDS.sub("", text))
     text = _TEXT.sub(r" \1", _FRAC.sub(_slashed, text)) if "\\" in text else text
     text = _SPACES.sub(" ", text.replace("\\!", "")).strip()
@@ -171,6 +383,9 @@ def _slashed(found: re.Match[str]) -> str:
 
 def _number(text: str) -> tuple[Fraction, bool] | None:
     """The number that a plain text is, and whether it is in per cent."""
+    text = _SCIENTIFIC.sub(r"\1e\2", text)
+    if spaced := _SPACED.match(text):
+        text = spaced[0].replace(" ", "") + text[spaced.end() :]
     found = _WHOLE.fullmatch(text) if len(text) <= MAX_ANSWER_CHARS else None
     if found is None or len(found["top"]) > MAX_DIGITS or not _is_unit(found["unit"] or ""):
         return None
@@ -200,6 +415,10 @@ def _same(want: tuple[Fraction, bool], got: tuple[Fraction, bool]) -> bool:
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOICE_ANSWER = re.compile(r"\(?([A-J])(?:\)|[.:]|$)")
 _WORD = re.compile(r"[^\W\d_]+")
+_CHOICE_TOO = re.compile(r"[).:]?\s*(?:,|;|/|&|or\b|and\b)\s*\(?[A-J](?![A-Za-z])")
+"""A second letter behind the first."""
+_SINGLE = re.compile(r"([_^]) ?\{([0-9A-Za-z])\}")
+"""Brackets around one character, which need not be there."""
 _LOOSE = re.compile(r" (?![0-9A-Za-z])|(?<![0-9A-Za-z]) ")
 """A space that separates nothing: `1 1/2` keeps its own."""
 
@@ -207,7 +426,9 @@ _LOOSE = re.compile(r" (?![0-9A-Za-z])|(?<![0-9A-Za-z]) ")
 def _tight(text: str) -> str:
     """A text without white space and signs of its setting; words in small letters."""
     plain = _plain(text)
-    return _words(plain) if _is_words(plain) else _LOOSE.sub("", plain).replace("\\dfrac", "\\frac")
+    if _is_words(plain):
+        return _words(plain)
+    return _LOOSE.sub("", _SINGLE.sub(r"\1\2", plain)).replace("\\dfrac", "\\frac")
 
 
 def _is_words(text: str) -> bool:

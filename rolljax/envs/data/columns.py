@@ -31,11 +31,13 @@ class Role:
 
     setting: `Class.field` that names it. key: what the user set it to; empty: look for the usual names.
     usual: names in tiers; a name of an earlier tier is preferred, two of the same tier are a choice for the user.
+    rivals: usual name -> one of a later tier that may hold the same; where both are there, the user chooses as well.
     """
 
     setting: str
     key: str
     usual: Sequence[Sequence[str]]
+    rivals: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,9 @@ def find(role: Role, columns: Columns, path: str) -> str | None:
         return role.key
     lower = {name.lower(): name for name in reversed(columns.common)}
     for tier in role.usual:
-        here = [lower[name] for name in tier if name in lower]
+        names = [name for name in tier if name in lower]
+        names += [rival for name in names if (rival := role.rivals.get(name)) in lower and rival is not None]
+        here = [lower[name] for name in names]
         if len(here) > 1:
             raise ConfigError(
                 f"is not set, and {path} has more than one column it could be: {' and '.join(map(repr, here))}",

@@ -45,7 +45,7 @@ MAX_ROWS = 2**26
 SMALL_BYTES = 2**30
 """Every file may unpack to so many bytes."""
 MAX_RATIO = 100
-"""Most bytes that one byte of a larger packed file may unpack to; gzip makes about 4 of JSON, 1000 of a repeated byte."""
+"""Most bytes that a byte of a larger packed file may unpack to; gzip packs JSON to a quarter, one letter to 1/1000."""
 _BLOCK = 2**20
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """How halves of surrogate pairs are written, pairs among them."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from rolljax.envs.data.rows import BadRow, Row, Rows, find_files, open_rows, signature
+from rolljax.envs.text import clean
 from rolljax.errors import ConfigError, DataError
 
 T = TypeVar("T")
@@ -19,16 +20,20 @@ NUM_NAMED = 5
 
 Reader = Callable[[Row], T]
 """Makes a record of a row, or raises `BadRow`."""
+Taken = Mapping[str, str | None]
+"""Part of a record -> the column that it is taken from; None: there is none."""
 
 
 class Table(Generic[T]):
     """The records of files, addressed by number.
 
     num_bad: rows that are left out. complaint: which and why, as one sentence; empty where there are none.
+    columns_taken: which column each part is taken from, as one sentence.
     """
 
-    def __init__(self, rows: Rows, read: Reader[T], bad_rows: BadRows, setting: str) -> None:
+    def __init__(self, rows: Rows, read: Reader[T], taken: Taken, bad_rows: BadRows, setting: str) -> None:
         self._rows, self._read = rows, read
+        self.columns_taken = ", ".join(f"{part} from `{clean(column)}`" for part, column in taken.items() if column)
         self._good = array("q")
         named: list[str] = []
         for i in range(len(rows)):
@@ -116,11 +121,11 @@ def check_source(source: Source, owner: str) -> None:
         )
 
 
-def table(source: Source, owner: str, reader: Callable[[Rows, str], Reader[T]]) -> Table[T]:
+def table(source: Source, owner: str, reader: Callable[[Rows, str], tuple[Reader[T], Taken]]) -> Table[T]:
     """The table of an environment's rows, looked through again when one of their files has changed.
 
     source: the environment's settings. owner: their class. reader: makes the reader of rows when their columns are
-      known.
+      known, and says which it takes.
 
     Raises:
       DataError: a row is no record. ConfigError: a column is not found.
@@ -131,6 +136,6 @@ def table(source: Source, owner: str, reader: Callable[[Rows, str], Reader[T]]) 
         known, made = _tables.get(source, (None, None))
         if made is None or known != state:
             rows = open_rows(files) if source.records is None else source.records
-            made = Table(rows, reader(rows, source_name(source)), source.bad_rows, f"{owner}.bad_rows")
+            made = Table(rows, *reader(rows, source_name(source)), source.bad_rows, f"{owner}.bad_rows")
             _tables[source] = state, made
         return made

@@ -23,7 +23,7 @@ _USUAL = (
 
 
 def equal(gold: str, answer: str) -> bool | TooMuch:
-    """Whether `given` is equal to `gold`, both in LaTeX without a box; `TooMuch`: it could not be told within bounds.
+    """Whether `answer` is equal to `gold`, both in LaTeX without a box; `TooMuch`: it could not be told within bounds.
 
     Raises:
       EnvError: `gold` itself passes the bounds. InfraError: the child was lost.
@@ -48,11 +48,17 @@ def _library() -> Any:
 
 
 def _equal(gold: str, answer: str) -> bool:
-    verify = lambda: bool(_library().verify(_parsed(gold), _parsed(answer), timeout_seconds=None))  # noqa: E731
+    def verify() -> bool:
+        found = _library().verify(_parsed(gold), _parsed(answer), timeout_seconds=None, allow_set_relation_comp=True)
+        return bool(found)
+
     return or_default(verify, False, raises=(MemoryError,))
 
 
 def _parsed(text: str) -> list[Any]:
     how = [_library().LatexExtractionConfig(boxed_match_priority=0)]
     boxed = "\\boxed{" + text.replace("\n", " ") + "}"
-    return _library().parse(boxed, how, fallback_mode="no_fallback", parsing_timeout=None)
+    # its other mode looks for a fraction anywhere in a text that it cannot read
+    return _library().parse(
+        boxed, how, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None
+    )

@@ -15,7 +15,7 @@ from typing import Any
 from rolljax.envs.data import columns, messages
 from rolljax.envs.data.columns import Columns, Role
 from rolljax.envs.data.rows import BadRow, InMemoryRows, Row, Rows, in_memory
-from rolljax.envs.data.table import BadRows, Table, check_source, table
+from rolljax.envs.data.table import BadRows, Table, Taken, check_source, table
 from rolljax.envs.judging import verdicts
 from rolljax.envs.judging.base import Judging, PreferencePair
 from rolljax.envs.judging.verdicts import Form
@@ -101,16 +101,24 @@ class Preferences(Judging):
     def _table(self) -> Table[PreferencePair]:
         return table(self, "Preferences", self._reader)
 
-    def _reader(self, rows: Rows, path: str) -> Callable[[Row], PreferencePair]:
+    def location(self, index: int) -> str:
+        return self._table().location(index // 2)
+
+    def columns_taken(self) -> str:
+        return self._table().columns_taken
+
+    def _reader(self, rows: Rows, path: str) -> tuple[Callable[[Row], PreferencePair], Taken]:
         names = Columns.of(rows)
         role = lambda name, usual: Role(f"Preferences.{name}_key", getattr(self, f"{name}_key"), usual)  # noqa: E731
         prompt = columns.need(role("prompt", USUAL_PROMPTS), names, path)
         subset = columns.find(role("subset", USUAL_SUBSETS), names, path)
         strength = columns.find(role("strength", USUAL_STRENGTHS), names, path)
         chosen, rejected = role("chosen", (("chosen",),)), role("rejected", (("rejected",),))
+        taken = {"prompt": prompt, "subset": subset, "strength": strength}
         if names.has_usual(chosen) and names.has_usual(rejected):
             good, bad = columns.need(chosen, names, path), columns.need(rejected, names, path)
-            return lambda row: _chosen(row, prompt, good, bad, strength, subset)
+            read = lambda row: _chosen(row, prompt, good, bad, strength, subset)  # noqa: E731
+            return read, {**taken, "chosen": good, "rejected": bad}
         first = columns.need(role("first", USUAL_FIRST), names, path)
         second = columns.need(role("second", USUAL_SECOND), names, path)
         label = columns.find(role("label", USUAL_LABELS), names, path)
@@ -120,7 +128,8 @@ class Preferences(Judging):
                 setting="Preferences.label_key",
                 remedy=f"name it, or Preferences.strength_key; columns: {names}",
             )
-        return lambda row: _labelled(row, prompt, (first, second), label, strength, subset)
+        read = lambda row: _labelled(row, prompt, (first, second), label, strength, subset)  # noqa: E731
+        return read, {**taken, "first": first, "second": second, "label": label}
 
 
 def _chosen(

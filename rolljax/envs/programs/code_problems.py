@@ -13,15 +13,13 @@ import ast
 import builtins
 import dataclasses
 import functools
-import gzip
-import json
 import re
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rolljax.envs.base import Env, EnvSpec, StepResult
-from rolljax.envs.data.rows import find_files
+from rolljax.envs.data.rows import BadRow, Row, find_files, open_rows
 from rolljax.envs.run_limits import RUN_S, AdaptiveTimeout, RunLimits
 from rolljax.envs.text import after_thinking, code_blocks
 from rolljax.errors import ConfigError, DataError, EnvError, check_range
@@ -241,26 +239,16 @@ def _is_text(text: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _problems(path: str, kind: str, tests_shown: int, *_changed: int) -> tuple[Problem, ...]:
-    raw = Path(path).read_bytes()
-    try:
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as e:
-        raise DataError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
-    problems = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                problems.append(_problem(json.loads(line), kind, tests_shown))
-            except (ValueError, RecursionError) as e:
-                raise DataError(f"{path}, line {number}: {e}") from None
-    if not problems:
-        raise DataError(f"{path} holds no problems")
+    rows, problems = open_rows([Path(path)]), []
+    for i in range(len(rows)):
+        try:
+            problems.append(_problem(rows.row(i), kind, tests_shown))
+        except (BadRow, ValueError, RecursionError) as e:
+            raise DataError(f"{rows.location(i)}: {e}") from None
     return tuple(problems)
 
 
-def _problem(record: Any, kind: str, tests_shown: int) -> Problem:
-    if not isinstance(record, dict):
-        raise ValueError("is not an object")
+def _problem(record: Row, kind: str, tests_shown: int) -> Problem:
     if kind == "auto":
         kind = "mbpp" if "test_list" in record else "humaneval"
     return _humaneval(record) if kind == "humaneval" else _mbpp(record, tests_shown)
