@@ -59,7 +59,7 @@ class Questions(EnvSpec):
     system: a system message, instead of the recorded one.
     answer_in: where the policy's answer is read: `boxed`; `last`: the last number; `full`: the text; a text with
       `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`; `any`: the first that is there of a box, a
-      line behind `####`, a line behind `Answer:`, the last number.
+      line behind `####`, a line behind `Answer:`, the text if it is one line without words, the last number.
     reward: a function of one's own (`Reward`), instead of checking the answer; rows then need no answer. What it
       raises, and what is no finite number, is a fault of the environment, not a reward. The recorded answer is then the
       full text of its column, and `gold` gives it as it stands, after the solution if there is one.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rolljax.envs.bounded import TooMuch
 from rolljax.envs.data import verifier
 from rolljax.envs.data.answers import ANSWER_FORMATS, canonical, compare, find, is_number, split_recorded, to_verify
-from rolljax.envs.questions import is_same
+from rolljax.envs.questions import is_right, is_same
 from tests.data.answer_pairs import OURS, THEIRS
 
 FORMATS_AND_TAGS = (*ANSWER_FORMATS, "Answer: {answer}", "<answer>{answer}</answer>")
@@ -132,6 +132,19 @@ RULES = [
 @pytest.mark.parametrize("gold, answer, right", RULES)
 def test_rules_of_answers(gold, answer, right):
     assert is_same(gold, answer) is right
+
+
+@pytest.mark.parametrize(
+    "text, gold, right",
+    [
+        ("2**3", "8", True), ("2**3", "23", False), ("2**3", "3", False), ("9**9**9", "999", False), ("9**9**9", "9", False),
+        ("1 000", "1000", True), ("1,2", "2,1", True), ("34 \\approx 33", "34", True), ("34 \\approx 33", "33", False),
+        ("33 = 34", "34", False), ("7 9", "9", False), ("3 + 4 = 7", "7", True), ("So 3 + 4 = 7", "7", True),
+        ("The answer is \\boxed{1 000}.", "1000", True),
+    ],
+)  # fmt: skip
+def test_texts_that_are_right(text, gold, right):
+    assert is_right(text, gold) is right
 
 
 def test_the_table_of_rules_in_the_docs_is_true():
@@ -303,6 +316,10 @@ def test_no_text_is_too_strange(text, gold):
         ("12 - 3 = 9 eggs.", "9", None, "9", None, None),
         ("\\boxed{7", "7", None, "7", None, None),
         ("no number", None, None, None, None, None),
+        ("2**3", "2**3", None, "3", None, None),
+        (" 1 000 ", "1 000", None, "000", None, None),
+        ("12 - 3 = 9", "12 - 3 = 9", None, "9", None, None),
+        ("12 - 3\n= 9", "9", None, "9", None, None),
         ("\\boxed{}5", "", "", "5", None, None),
         ("**Answer:** $x+1$", "$x+1$", None, "1", "$x+1$", None),
         ("Answer: 3\nAnswer: 4\nnot 5", "4", None, "5", "4", None),
@@ -374,7 +391,10 @@ def test_huge_answers_are_read_to_their_end_only(unit):
 def test_equal_answers_are_counted_as_one():
     for answers in (
         ("18", "18.0", "$18", "18 dollars", "x = 18", "36/2", "\\frac{36}{2}"), ("B", "(B)"), ("Paris", " paris. "),
-        ("2\\sqrt{2}", "2 \\sqrt {2}"), ("1,200", "1200", "1.2e3"),
+        ("2\\sqrt{2}", "2 \\sqrt {2}"), ("1,200", "1200", "1.2e3", "x = 1 200", "600 + 600 = 1200", "1200 \\approx 1000"),
     ):  # fmt: skip
         assert len({canonical(answer) for answer in answers}) == 1, answers
-    assert len({canonical(answer) for answer in ("18", "-18", "1.8", "B", "A", "Paris", "London", "x+1", "")}) == 9
+    assert (
+        len({canonical(answer) for answer in ("18", "-18", "1.8", "B", "A", "Paris", "London", "x+1", "x+y=3", "")})
+        == 10
+    )

@@ -332,7 +332,7 @@ def test_reference_answers_that_are_longer_than_answers_may_be(chat):
     answers = some(spec, 4)
     assert reference_answers.check(spec, answers, chat, 32) == ()
     (said,) = reference_answers.check(spec, answers, chat, 15)
-    assert "2 of the 4 reference answers" in said and "up to 21 tokens" in said
+    assert "2 of the 4 reference answers" in said and "the longest has 21" in said
     with pytest.raises(
         ConfigError, match=r"4 of the 4 reference answers .* up to 21 tokens; record \d of .*: 'xxx"
     ) as e:

@@ -28,6 +28,7 @@ MAX_DIGITS = 60
 ANSWER_FORMATS = ("any", "boxed", "last", "full")
 SLOT = "{answer}"
 
+_SEVERAL_LETTERS = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2}")
 _MARKS = (re.compile("####"), re.compile("answer:", re.IGNORECASE))
 
 
@@ -37,7 +38,7 @@ def find(text: str, where: str = "any", *, number: bool = True) -> str | None:
     where: boxed: in the last `\boxed{...}`. last: the last number. full: the text. A text with `{answer}`: between
       what stands before and behind it there, such as `<answer>{answer}</answer>`; up to the end of the line where
       nothing stands behind. any: the first that is there of a box, a line behind the last `####`, a line behind the
-      last `Answer:`, and the last number.
+      last `Answer:`, a text that is one line without words, and the last number.
     number: whether a number is expected; else the last line takes the last number's place.
     """
     text = text[-MAX_CHARS:]
@@ -55,6 +56,8 @@ def find(text: str, where: str = "any", *, number: bool = True) -> str | None:
                 return _line(text[ends[-1] :])
         if not number:
             return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), None)
+        if _is_formula(text.strip()):
+            return text.strip()
     found_numbers = _NUMBER.findall(_plain(text))
     return found_numbers[-1] if found_numbers else None
 
@@ -70,6 +73,12 @@ def boxed(text: str) -> str | None:
         if depth == 0:
             return text[start + len("\\boxed{") : i].strip()
     return None
+
+
+def _is_formula(text: str) -> bool:
+    """Whether a text is one line with digits and without words: all of it is the answer, `2**3` and `1 000` are."""
+    has_words = "\n" in text or "\\boxed" in text or _SEVERAL_LETTERS.search(text)
+    return not has_words and len(text) <= MAX_ANSWER_CHARS and re.search("[0-9]", text) is not None
 
 
 def _line(text: str) -> str | None:
@@ -199,9 +208,13 @@ def _compare_one(gold: str, answer: str) -> bool | None:
 
 def canonical(answer: str) -> str:
     """One text for all ways of writing a final answer, so that equal ones can be counted: a number exactly, a choice by
-    its letter, words in small letters, formulas without their white space. Formulas that only a verifier finds equal
-    stay apart."""
-    plain = _plain(_before_approx(_tidy(answer)))
+    its letter, words in small letters, formulas without their white space; of `x = 3` and `1 + 2 = 3` the last side.
+    Formulas that only a verifier finds equal stay apart."""
+    text = _before_approx(_tidy(answer))
+    sides = _split(text, _EQUAL)
+    if len(sides) > 1 and (_is_name(sides[0]) or not any(map(_has_variable, sides))):
+        text = sides[-1]
+    plain = _plain(text)
     number = _number(plain)
     if number is not None:
         return str(number[0])
