@@ -295,10 +295,7 @@ def is_same(gold: str, answer: str) -> bool | TooMuch:
     if plainly is not None:
         return plainly
     for want, got in answers.to_verify(gold, answer):
-        verdict = answers.compare(want, got)
-        if verdict is None:
-            verdict = verifier.equal(want, got)
-        if verdict is not True:
+        if answers.compare(want, got) is None and (verdict := verifier.equal(want, got)) is not True:
             return verdict
     return True
 

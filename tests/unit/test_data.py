@@ -196,9 +196,27 @@ def test_parquet_and_arrow_that_unpack_to_too_much_are_refused(tmp_path, small_l
     options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
     with pyarrow.ipc.new_file(tmp_path / "packed.arrow", many.schema, options=options) as file:
         file.write_table(many)
-    for name in ("values.parquet", "packed.arrow"):
+    with pyarrow.ipc.new_stream(tmp_path / "stream.arrow", many.schema, options=options) as file:
+        file.write_table(many)
+    before = pyarrow.total_allocated_bytes()
+    for name in ("values.parquet", "packed.arrow", "stream.arrow"):
         with pytest.raises(DataError, match=f"{name} unpacks to .* bytes, more than 1,048,576"):
             open_rows([tmp_path / name])
+    assert pyarrow.total_allocated_bytes() - before < MIB
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd", None])
+def test_packed_arrow_that_is_honest_is_read(tmp_path, codec):
+    """With and without a dictionary, which is a message of its own."""
+    table = pyarrow.Table.from_pylist(ROWS)
+    encoded = table.set_column(0, "question", table["question"].dictionary_encode())
+    for i, rows_of in enumerate((table, encoded)):
+        for new in (pyarrow.ipc.new_file, pyarrow.ipc.new_stream):
+            path = tmp_path / f"{i}{new.__name__}.arrow"
+            with new(path, rows_of.schema, options=pyarrow.ipc.IpcWriteOptions(compression=codec)) as file:
+                file.write_table(rows_of, max_chunksize=3)
+            found = open_rows([path])
+            assert [found.row(i) for i in range(len(found))] == ROWS
 
 
 @pytest.mark.parametrize("name", ["lines.jsonl", "long.parquet", "list.parquet"])

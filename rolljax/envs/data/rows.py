@@ -332,7 +332,8 @@ class _JsonArray(_JsonRows):
     def _peek(self) -> str:
         """The next character that is not white space; empty at the file's end."""
         while True:
-            self._go_to(_SPACE.match(self._window, self._at).end())
+            if blank := _SPACE.match(self._window, self._at):
+                self._go_to(blank.end())
             if (char := self._window[self._at : self._at + 1]) or not self._more():
                 return char
 
@@ -447,12 +448,47 @@ def _arrow(path: Path, *, is_file: bool) -> list[Any]:
     """
     import pyarrow
 
-    file, batches, before = pyarrow.memory_map(str(path)), [], pyarrow.total_allocated_bytes()
-    reader = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file)
-    for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
-        batches.append(batch)
-        _check_unpacked(path, pyarrow.total_allocated_bytes() - before)
-    return batches
+    content = pyarrow.memory_map(str(path)).read_buffer()
+    stream = content.slice(8) if is_file else content  # a file is a stream between marks
+    num = 0
+    for message in pyarrow.ipc.MessageReader.open_stream(pyarrow.BufferReader(stream)):
+        num += _packed_bytes(message)
+        _check_unpacked(path, num)
+    reader = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(pyarrow.BufferReader(content))
+    return [*map(reader.get_batch, range(reader.num_record_batches))] if is_file else [*reader]
+
+
+def _packed_bytes(message: Any) -> int:
+    """Bytes that the packed buffers of a message of Arrow say they unpack to; 0 if they are not packed.
+
+    A message is described by a flatbuffer: a table's fields are found by a list of offsets before it. Of a `Message`
+    field 2 is a `RecordBatch`, whose field 2 lists buffers and field 3 says that they are packed, or a
+    `DictionaryBatch`, whose field 1 is such a batch. Every packed buffer begins with its size.
+    """
+    described, body = memoryview(message.metadata), memoryview(message.body or b"")
+
+    def number(at: int, size: int, data: memoryview = described) -> int:
+        return int.from_bytes(data[at : at + size], "little", signed=True)
+
+    def field(table: int, index: int) -> int:
+        offsets = table - number(table, 4)
+        has_field = 4 + 2 * index < number(offsets, 2)
+        offset = number(offsets + 4 + 2 * index, 2) if has_field else 0
+        return table + offset if offset else 0
+
+    def inner(at: int) -> int:
+        return at + number(at, 4)
+
+    if message.type not in ("record batch", "dictionary") or not (header := field(inner(0), 2)):
+        return 0
+    batch = inner(header)
+    if message.type == "dictionary":
+        batch = inner(field(batch, 1))
+    if not field(batch, 3) or not (buffers := field(batch, 2)):
+        return 0
+    first = inner(buffers)
+    places = [number(first + 4 + 16 * i, 8) for i in range(number(first, 4))]
+    return sum(max(0, number(place, 8, body)) for place in places)
 
 
 def _most_bytes(column: Any) -> int:
