@@ -295,7 +295,9 @@ def is_same(gold: str, answer: str) -> bool | TooMuch:
     if plainly is not None:
         return plainly
     for want, got in answers.to_verify(gold, answer):
-        if answers.compare(want, got) is None and (verdict := verifier.equal(want, got)) is not True:
+        plainly = answers.compare(want, got)
+        verdict = verifier.equal(want, got) if plainly is None else plainly
+        if verdict is not True:
             return verdict
     return True
 

@@ -90,8 +90,8 @@ def judged_here(gold, answer):
     plainly = compare(gold, answer)
     if plainly is not None:
         return plainly
-    pairs = [(want, got) for want, got in to_verify(gold, answer) if compare(want, got) is None]
-    return all(verifier._equal(want, got) for want, got in pairs)
+    verdicts = [(compare(want, got), want, got) for want, got in to_verify(gold, answer)]
+    return all(verifier._equal(want, got) if plainly is None else plainly for plainly, want, got in verdicts)
 
 
 # ---- pairs from the test suites of others ---------------------------------------------------------------------------
