@@ -277,11 +277,10 @@ def _opened(folder: Path, made_of: Mapping[str, Any], fresh: bool) -> Iterator[P
         work.mkdir(exist_ok=True)
         try:
             yield work
-        except BaseException:  # a start that failed leaves the folder free for other settings
-            if not _holds_results(folder):
+        finally:
+            if not _holds_results(folder):  # a start that failed leaves the folder free for other settings
                 durable.remove(work)
                 durable.remove(folder / SETUP)
-            raise
 
 
 def _holds_results(folder: Path) -> bool:
