@@ -17,7 +17,7 @@ from .docs_blocks import KINDS, ROOT, Runner, blocks, commands, reason_not_to_ru
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DATA = ROOT / "tests" / "data"
 # names under which the docs speak of folders of a user's own
-MODELS = ("models/Qwen3-0.6B", "Qwen3-0.6B", "Qwen3-8B", "some/hf/folder")
+MODELS = ("models/Qwen3-0.6B", "models/Qwen3-0.6B-Base", "Qwen3-0.6B", "Qwen3-8B", "some/hf/folder")
 RUNS = ("quickstart", "a", "lora", "think_j_init")
 
 
