@@ -148,7 +148,7 @@ def _trained(of: Fields | None, size: int) -> Json:
     """Return the columns of what training made of sampled tokens: a number for all of them, or `size` values."""
     if of is None:
         return {}
-    found = {}
+    found: Json = {}
     for name in COLUMNS:
         if of.is_list(name):
             column = of.items(name)

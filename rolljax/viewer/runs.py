@@ -61,7 +61,7 @@ class Run:
         rows = self.rows(0)[1]
         if self._rows.damaged:
             damaged.append(f"{layout.METRICS}: {self._rows.damaged} lines")
-        last = rows[-1] if rows else {"step": 0, "phase": ""}
+        last: Json = rows[-1] if rows else {"step": 0, "phase": ""}
         is_over = bool(ended) and (as_whole(ended.get("steps")) or 0) >= last["step"]
         return {
             "name": self.name,

@@ -17,7 +17,7 @@ from rolljax.envs.adapters.gem import Gem, step_result
 from rolljax.envs.adapters.gymnasium import Gymnasium
 from rolljax.envs.adapters.taubench import TauBench
 from rolljax.envs.adapters.textarena import GAMES, NEEDS, TextArena
-from rolljax.envs.catalog import make_spec, ref_of
+from rolljax.envs.catalog import make_spec, ref_of, task_of
 from rolljax.errors import ConfigError, EnvError
 
 ROOT = Path(rolljax.__file__).parents[1]
@@ -54,6 +54,42 @@ def test_gold_walks_solve_the_toy_worlds(spec, total):
         _, results = play(spec, index, lambda env: env.gold())
         assert results[-1].success and results[-1].terminated
         assert sum(r.reward for r in results) == total
+
+
+CORRIDOR = """
+import gymnasium
+
+class Corridor(gymnasium.Env):
+    observation_space, action_space = gymnasium.spaces.Discrete(3), gymnasium.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.at = 0
+        return self.at, {}
+
+    def step(self, action):
+        self.at += action
+        return self.at, float(self.at == 2), self.at == 2, False, {}
+
+gymnasium.register("own/Corridor-v0", entry_point=Corridor, max_episode_steps=9, reward_threshold=1.0)
+gymnasium.register("FrozenLakeOfMine-v0", entry_point="gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv", kwargs={"is_slippery": False})
+"""
+
+
+def test_the_module_before_a_colon_registers_the_id(tmp_path, monkeypatch):
+    """As `gymnasium.make("module:Id-v0")` does."""
+    (tmp_path / "corridors_of_a_test.py").write_text(CORRIDOR)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec, task = task_of("gymnasium:corridors_of_a_test:own/Corridor-v0#0")
+    assert (spec.name, task.env, spec.actions) == ("own/Corridor-v0", "own/Corridor-v0", ("0", "1"))
+    env = spec.make()
+    env.reset(task)
+    assert not env.step("1").success and env.step("1").success
+    lake = task_of("gymnasium:corridors_of_a_test:FrozenLakeOfMine-v0#0")[0]
+    assert lake.actions[0] == "left" and lake.make().reset(lake.task(0))[0].content.startswith("Walk from S to G")
+    with pytest.raises(ConfigError, match="names a module that cannot be imported: No module named 'no_such'"):
+        task_of("gymnasium:no_such.module:Corridor-v0#0")
+    with pytest.raises(ConfigError, match="gymnasium does not make corridors_of_a_test:Nothing-v0"):
+        task_of("gymnasium:corridors_of_a_test:Nothing-v0#0")
 
 
 def test_a_taxi_ride_pays_what_gymnasium_pays():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import importlib
 import re
 import threading
 from collections.abc import Mapping
@@ -44,7 +45,8 @@ class Gymnasium(EnvSpec):
     """One environment of gymnasium (https://gymnasium.farama.org) whose actions are numbered and whose state is text
     or a few numbers: FrozenLake-v1, Taxi-v4, CliffWalking-v1, Blackjack-v1, and others of that kind.
 
-    id: its id there. settings: keyword arguments of `gymnasium.make` (`{'is_slippery': False}`). reward: `env` is the
+    id: its id there; `module:Id-v0` imports the module first, which registers the id (as `gymnasium.make` reads it).
+    settings: keyword arguments of `gymnasium.make` (`{'is_slippery': False}`). reward: `env` is the
     environment's own, step by step; `success` is 1 for a solved task and 0 for all else. seed: of the tasks.
 
     An answer that is no action changes nothing and costs a turn. Solved: the goal of FrozenLake, CliffWalking and Taxi,
@@ -70,7 +72,7 @@ class Gymnasium(EnvSpec):
 
     @property
     def name(self) -> str:
-        return self.id
+        return _bare(self.id)
 
     @property
     def actions(self) -> tuple[str, ...]:
@@ -116,11 +118,12 @@ class _Shape:
 
 @functools.cache
 def _shape(id: str, settings: str) -> _Shape:
-    if id.startswith(("phys2d/", "tabular/")):
+    if _bare(id).startswith(("phys2d/", "tabular/")):
         raise ConfigError("computes with JAX, which belongs to the trainer", setting="Gymnasium.id", value=id)
     gymnasium = library("gymnasium", "gymnasium>=1.4")
     spaces = gymnasium.spaces
     with boundary(ConfigError, f"gymnasium does not make {id}"):
+        spec = _registered(id)
         env = _make(id, settings)
     if not isinstance(env.action_space, spaces.Discrete) or env.action_space.start != 0:
         raise ConfigError(
@@ -133,10 +136,11 @@ def _shape(id: str, settings: str) -> _Shape:
             value=id,
         )
     count = int(env.action_space.n)
-    named = next((names for start, names in ACTIONS.items() if id.startswith(start) and len(names) == count), None)
+    named = next(
+        (names for start, names in ACTIONS.items() if _bare(id).startswith(start) and len(names) == count), None
+    )
     table = getattr(env.unwrapped, "P", None)
     certain = table is not None and all(len(ways) == 1 for moves in table.values() for ways in moves.values())
-    spec = gymnasium.spec(id)
     names = named or tuple(map(str, range(count)))
     return _Shape(env, names, certain, spec.max_episode_steps, spec.reward_threshold, threading.Lock())
 
@@ -149,11 +153,34 @@ def _make(id: str, settings: str) -> Any:
     import gymnasium
 
     options = {**dict(ast.literal_eval(settings)), "disable_env_checker": True, "max_episode_steps": -1}
-    creator = gymnasium.spec(id).entry_point
+    creator = _registered(id).entry_point
     cls = gymnasium.envs.registration.load_env_creator(creator) if isinstance(creator, str) else creator
     if "ansi" in getattr(cls, "metadata", {}).get("render_modes", ()):
         options.setdefault("render_mode", "ansi")
-    return gymnasium.make(id, **options)
+    return gymnasium.make(_bare(id), **options)
+
+
+def _bare(id: str) -> str:
+    """Return an id without the module that registers it."""
+    return id.rpartition(":")[2]
+
+
+def _registered(id: str) -> Any:
+    """Return what gymnasium knows of an id, after importing the module that stands before its colon."""
+    import gymnasium
+
+    module, _, bare = id.rpartition(":")
+    if module:
+        try:
+            importlib.import_module(module)
+        except ImportError as e:
+            raise ConfigError(
+                f"names a module that cannot be imported: {e}",
+                setting="Gymnasium.id",
+                value=id,
+                remedy=f"install {module}, or put its folder into PYTHONPATH (python -c 'import {module}' shows where)",
+            ) from e
+    return gymnasium.spec(bare)
 
 
 def _numbers(spaces: Any, space: Any) -> int:
@@ -172,9 +199,9 @@ def _numbers(spaces: Any, space: Any) -> int:
 
 def _show(id: str, env: Any, state: Any) -> str:
     """The state in text. What the library marks by a colour stands in brackets."""
-    if id.startswith("Taxi"):
+    if _bare(id).startswith("Taxi"):
         return _taxi(env, int(state))
-    if id.startswith("Blackjack"):
+    if _bare(id).startswith("Blackjack"):
         mine, dealer, ace = (int(n) for n in state)
         return f"Your cards sum to {mine}{' with a usable ace' if ace else ''}. The dealer shows {dealer}."
     if env.render_mode == "ansi":
@@ -252,8 +279,8 @@ class GymnasiumEnv(Env):
         )
 
     def _solved(self, reward: float, terminated: bool) -> bool:
-        if self._spec.id.startswith(tuple(RULES)):
-            return terminated and (reward > 0 or self._spec.id.startswith("CliffWalking"))
+        if self._spec.name.startswith(tuple(RULES)):
+            return terminated and (reward > 0 or self._spec.name.startswith("CliffWalking"))
         shape = _shape(self._spec.id, self._spec._key)
         complete = terminated or shape.num_steps is not None and self._turns >= shape.num_steps
         return complete and shape.threshold is not None and self._total >= shape.threshold
@@ -274,7 +301,7 @@ class GymnasiumEnv(Env):
     def _observe(self) -> Message:
         text = _show(self._spec.id, self._env, self._state)
         if self._turns == 0:
-            rules = next((text for start, text in RULES.items() if self._spec.id.startswith(start)), "")
+            rules = next((text for start, text in RULES.items() if self._spec.name.startswith(start)), "")
             text = f"{rules} Each turn, answer with one of: {', '.join(self._spec.actions)}.\n{text}".lstrip()
         return Message("user", text)
 
