@@ -214,7 +214,32 @@ def to_json(found: Plan) -> dict[str, Any]:
         "steps": steps,
         "step_s": {phase: found.step_s(phase, times) for phase, times in steps.items()},
         "next": {r.program: next_settings(resolved, r) for r in reports if not r.fits},
+        "timings": timings(found, steps),
     }
+
+
+def timings(found: Plan, steps: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
+    """Return what `simulate --timings` takes, of the last phase that samples; None if a program of it was not compiled.
+
+    steps: of `step_times`.
+    """
+    from rolljax.simulation.planned import planned
+    from rolljax.simulation.timings import to_json as timings_json
+
+    if not steps:
+        return None
+    by_name = {r.program: r for r in found.reports if r.time}
+    seconds = {name: r.time.step_s for name, r in by_name.items() if r.time}
+    prefill = by_name.get("prefill")
+    return timings_json(
+        planned(
+            found.resolved.recipe,
+            list(steps.values())[-1],
+            seconds["decode"],
+            prefill_tok_s=seconds["prefill"] / prefill.tokens if prefill and prefill.tokens else 0.0,
+            swap_s=seconds["publish"] if found.transfer else None,
+        )
+    )
 
 
 def step_times(

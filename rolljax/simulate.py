@@ -36,6 +36,13 @@ PLACES = {
 """Where the settings of each class of timings stand in their file."""
 
 
+UNKNOWN = (
+    "no timings are given, so lengths and seconds are defaults, not those of this recipe, its model or its chips; give "
+    "--run RUN (measured), --timings FILE (of `rolljax.plan --json FILE`, or your own), or --set EngineTimings.step_s=S"
+)
+"""What is said of a simulation whose timings nobody gave."""
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The arguments of the command line; `--help` says what each is. None: those of this process."""
     parser = argparse.ArgumentParser(
@@ -43,7 +50,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     cli.add_config_arguments(parser, required=True)
     given = parser.add_mutually_exclusive_group()
-    given.add_argument("--timings", metavar="FILE", help="lengths and seconds, as JSON; or the name of a shipped one")
+    given.add_argument(
+        "--timings", metavar="FILE", help="lengths and seconds, as JSON; what plan --json wrote; or a shipped name"
+    )
     given.add_argument("--run", type=Path, metavar="RUN", help="a run folder whose lengths and seconds are taken")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each phase, at most (default: 20)")
     parser.add_argument(
@@ -69,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         for setting in own:
             name, _, value = setting.partition("=")
             record = with_timing(record, name.strip(), literal(value))
+        if not args.timings and not args.run:
+            warn(UNKNOWN)
         if args.sweep:
             sweep(recipe, record, args)
         else:
@@ -149,7 +160,10 @@ def timings_record(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
 
 
 def read_timings(name: str) -> dict[str, Any]:
-    """A JSON file by its path, or by its name if it comes with rolljax (`timings/NAME`)."""
+    """Return the timings of a JSON file by its path, or by its name if it comes with rolljax (`timings/NAME`).
+
+    A file of `rolljax.plan --json`, or the `simulation.json` of another simulation, has them under `timings`.
+    """
     from rolljax.config.files import CONFIGS
 
     inside = Path(name.removeprefix("configs/").removesuffix(".json") + ".json")
@@ -166,7 +180,16 @@ def read_timings(name: str) -> dict[str, Any]:
         raise ConfigError(f"is not JSON: {e}", setting="--timings", value=str(path)) from None
     if not isinstance(record, dict):
         raise ConfigError("holds no JSON object", setting="--timings", value=str(path))
-    return record
+    if "timings" not in record:
+        return record
+    if not isinstance(record["timings"], dict):
+        raise ConfigError(
+            "is a plan without the programs of a step",
+            setting="--timings",
+            value=str(path),
+            remedy="run rolljax.plan without --only, with programs that fit",
+        )
+    return record["timings"]
 
 
 def literal(text: str) -> Any:
@@ -268,7 +291,14 @@ def say(table: Any, warnings: Sequence[str]) -> None:
         console = Console(highlight=False, width=160)
     console.print(table)
     for text in warnings:
-        Console(stderr=True, highlight=False).print(f"warning: {text}", markup=False, soft_wrap=True)
+        warn(text)
+
+
+def warn(text: str) -> None:
+    """Print a warning on stderr."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(f"warning: {text}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

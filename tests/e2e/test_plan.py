@@ -155,6 +155,44 @@ def test_a_step_is_its_programs_in_turn():
     assert step_times(found, reports[:2]) == {}
 
 
+@pytest.mark.parametrize("parts", ["whole", "without a publish"])
+def test_a_plan_feeds_a_simulation(tmp_path, capsys, parts):
+    """The step of the simulation is that of the plan: the same programs, every answer of full length."""
+    from rolljax import plan, simulate
+    from rolljax.aot.chips import CHIPS
+    from rolljax.aot.report import Memory, Report, Time
+    from rolljax.run.preflight import resolve
+
+    own = ["rl/Phase.prompts_per_step = 4", "rl/Phase.steps = 6"]
+    recipe = loader.load(["quickstart"], own, root=Recipe).value
+    memory = Memory({}, 0.0, {}, 0.0, 0.0, 1.0)
+    seconds = {
+        "rl/update": 3.0,
+        "rl/logprobs": 0.5,
+        "decode": 0.5,
+        "prefill": 0.0,
+        "publish": 0.25,
+        "warm_start/update": 1.0,
+    }
+    reports = [
+        Report(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0), tokens=10)
+        for name, s in seconds.items()
+        if parts == "whole" or name != "publish"
+    ]
+    found = plan.Plan(resolve(recipe, jax.devices()[:1]), CHIPS["v5e"], "v5e:1x1", None, reports)
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json(found)))
+    more = [word for setting in own for word in ("--set", setting)]
+    code = simulate.main(
+        ["--gin", "quickstart", *more, "--timings", str(tmp_path / "plan.json"), "--out", str(tmp_path)]
+    )
+    if parts != "whole":
+        assert code == 2 and "without the programs of a step" in capsys.readouterr().err
+        return
+    assert code == 0
+    simulated = json.loads((tmp_path / "simulation.json").read_text())
+    assert simulated["step_s"] == pytest.approx(plan.to_json(found)["step_s"]["rl"], rel=0.01)
+
+
 @pytest.fixture
 def two_slices(monkeypatch):
     """Devices of this machine in place of two slices of TPUs: 6 and 2."""

@@ -338,11 +338,29 @@ def test_a_run_without_rollouts_is_refused(tmp_path):
 def test_the_verb(tmp_path, capsys):
     settings = ["--set", "rl/Phase.prompts_per_step=4", "--set", "EngineTimings.step_s = 0.5", "--steps", "4"]
     assert verb.main(["--gin", "quickstart", *settings, "--out", str(tmp_path)]) == 0
-    assert "seconds of a step" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "seconds of a step" in said.out and "defaults, not those of this recipe" in said.err
     found = json.loads((tmp_path / "simulation.json").read_text())
     assert found["steps"] == 4 and found["timings"] == {"engine": {"step_s": 0.5}}
     assert found["step_s"] == pytest.approx(4.0)  # one dispatch of eight decode steps
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_given_timings_are_not_called_defaults(tmp_path, capsys):
+    """Those of a file, of another simulation's, of a sweep: whatever is given."""
+    small = ["--gin", "quickstart", "--set", "rl/Phase.prompts_per_step=4", "--steps", "2"]
+    timings = {"engine": {"step_s": 0.25}}
+    (tmp_path / "own.json").write_text(json.dumps(timings))
+    (tmp_path / "report.json").write_text(json.dumps({"steps": 4, "timings": timings}))
+    for name in ("own.json", "report.json"):
+        assert verb.main([*small, "--timings", str(tmp_path / name), "--out", str(tmp_path)]) == 0
+        assert "defaults" not in capsys.readouterr().err
+        assert json.loads((tmp_path / "simulation.json").read_text())["timings"] == timings
+    (tmp_path / "part.json").write_text(json.dumps({"programs": [], "timings": None}))
+    assert verb.main([*small, "--timings", str(tmp_path / "part.json")]) == 2
+    assert "is a plan without the programs of a step" in capsys.readouterr().err
+    assert verb.main([*small, "--sweep", "async_ratio=0,1"]) == 0
+    assert "defaults, not those of this recipe" in capsys.readouterr().err
 
 
 def test_a_sweep(tmp_path, capsys):
