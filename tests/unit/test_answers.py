@@ -111,6 +111,7 @@ def test_pairs_from_outside():
 RULES = [
     # (recorded, answer, verdict): docs/data.md
     ("8", "2**3", True), ("23", "2**3", False), ("1024", "2**10", True), 
+    ("999", "9**9**9", False), ("512", "2^{3^2}", True), ("512", "2^3^2", True), ("1", "1^{9^9}", True), ("0", "9**9**9", False),
     ("5", "**5**", True), ("5", "**x** = 5", True), ("30", "3**0**", False), ("10^{-2}", "10^-2", True),
     ("34", "34 \\approx 33", True), ("33", "34 \\approx 33", False), ("33", "x \\approx 33", True), ("34", "≈ 34", True),
     ("\\frac{1}{3}", "x = \\frac{1}{3} \\approx 0.333", True), ("0.333", "\\frac{1}{3} \\approx 0.333", False),

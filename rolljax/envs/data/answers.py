@@ -203,6 +203,8 @@ def _compare_one(gold: str, answer: str) -> bool | None:
     got = _number(answer)
     if got is not None:
         return _same(want, got)
+    if _POWERS.fullmatch(answer):
+        return want[0] == _power(answer)
     return None if re.search(r"[0-9\\]", answer) else False
 
 
@@ -363,6 +365,9 @@ _SPACED = re.compile(r"[-+]? ?[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/)")
 _SCIENTIFIC = re.compile(
     r"(?<![0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?) ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?(-?[0-9]{1,2})(?![0-9]) ?\}?"
 )
+MAX_POWER = 1000
+"""2 to a higher power has more than `MAX_DIGITS` digits."""
+_POWERS = re.compile(r"[0-9]{1,20}(?: ?\^ ?\{? ?[0-9]{1,20} ?\}?){1,20}")
 _NO_UNITS = frozenset(
     "a an and approximately billion but by choose cos dozen e exp factorial half halves hundred i inf infinity is ln "
     "log million minus mod nan no not of oo or over pi plus power quarter quarters quintillion root sin sqrt squared "
@@ -408,6 +413,16 @@ def _number(text: str) -> tuple[Fraction, bool] | None:
     value = Fraction(top) / Fraction(bottom or 1) + Fraction(integer or 0)
     value *= Fraction(10) ** int(found["power"] or 0)
     return (-value if found["sign"] == "-" else value), bool(found["percent"])
+
+
+def _power(text: str) -> int | None:
+    """The value of a power of whole numbers, or of a tower of them; None: it has more digits than any number here."""
+    *bases, value = map(int, re.findall("[0-9]+", text))
+    for base in reversed(bases):
+        if base > 1 and value > MAX_POWER:
+            return None
+        value = base**value
+    return value
 
 
 def _is_unit(text: str) -> bool:
