@@ -122,13 +122,15 @@ def isolated(
     private: Mapping[str, bytes],
     profile: Profile,
     base: str,
+    ptys: str,
     own_uid: bool,
     own_net: bool,
 ) -> SandboxCommand:
     """The bubblewrap command of a sandbox. `files` are writable copies in it; `private` ones lie read-only in `INSIDE`.
 
     base: where the supervisor mounts the writable file system (bytes and number of files limited together); empty:
-    bubblewrap makes one per directory, limited in bytes only. own_uid: the sandbox has a user id of its own. own_net:
+    bubblewrap makes one per directory, limited in bytes only. ptys: where the supervisor mounts pseudo-terminals of a
+    limited number; empty: there are none. own_uid: the sandbox has a user id of its own. own_net:
     the supervisor makes the network name space.
     """
     if len(files) + len(private) > MAX_FILES:
@@ -144,6 +146,8 @@ def isolated(
     line += _system(profile, base)
     line += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]  # what is written there is only settings
     line += ["--dev-bind", "/dev/full", "/dev/zero"]  # reads the same; mapping the real one makes memory nobody counts
+    no_ptys = ["--size", "4096", "--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]
+    line += ["--dev-bind", ptys, "/dev/pts"] if ptys else no_ptys
     line += _writable(profile, base)
     line += ["--remount-ro", "/dev"]
 

@@ -222,7 +222,7 @@ class SandboxHost:
                 command = command_line.trusted(argv, files, folder, profile)
             else:
                 command = command_line.isolated(
-                    argv, files, private, profile, launcher.base, launcher.as_root, launcher.own_net
+                    argv, files, private, profile, launcher.base, launcher.ptys, launcher.as_root, launcher.own_net
                 )
             handle = launcher.spawn(command, stdio, profile, wall_s, functools.partial(self._ended, folder, freed))
             on_failure.pop_all()
@@ -252,6 +252,7 @@ class SandboxHost:
             "file_limits": "bytes and inodes" if launcher.base else "bytes",
             "memory": f"control group {launcher.cgroup}" if launcher.cgroup else "watchdog",
             "own_net": launcher.own_net,
+            "ptys": bool(launcher.ptys),
             "swept": launcher.swept,
         }
 

@@ -93,6 +93,7 @@ class Launcher:
         )
         self.base = os.path.join(self.folder, "mnt") if said["mounts"] else ""
         self.own_net = bool(said["nets"])
+        self.ptys = str(said["ptys"])
         self.swept = int(said["swept"])
 
     def spawn(
@@ -115,6 +116,7 @@ class Launcher:
             "chdir": command.chdir,
             "wall_s": wall_s,
             "memory_bytes": profile.memory_bytes,
+            "total_cpu_s": profile.total_cpu_s,
             "nproc": profile.nproc,
         }
         data = [_in_memory(content) for content in command.data]

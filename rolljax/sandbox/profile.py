@@ -17,7 +17,8 @@ class Profile:
     memory_bytes: proportional set size of all processes together with what the kernel holds for them (page tables,
       sockets, descriptors), measured every quarter second (or the limit of a control group, where one was delegated).
     address_bytes: address space of one process.
-    cpu_s: processor seconds of one process. wall_s: life of a one-shot sandbox; session_s: of a live one.
+    cpu_s: processor seconds of one process. total_cpu_s: those of all processes together.
+    wall_s: life of a one-shot sandbox; session_s: of a live one.
     nproc: processes and threads. nofile: open files of one process. tmpfs_bytes, inodes: everything written, all
       directories together. output_bytes: kept of each output stream, half from its start and half from its end.
     flood_bytes: output after which a one-shot sandbox is killed.
@@ -28,6 +29,7 @@ class Profile:
     memory_bytes: int = 1 * GIB
     address_bytes: int = 2 * GIB
     cpu_s: int = 15
+    total_cpu_s: float = 60.0
     wall_s: float = 15.0
     session_s: float = 3600.0
     nproc: int = 64
@@ -40,7 +42,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         check_range(self, "memory_bytes", "address_bytes", "tmpfs_bytes", "output_bytes", "flood_bytes", above=0)
-        check_range(self, "cpu_s", "wall_s", "session_s", low=1e-3)
+        check_range(self, "cpu_s", "total_cpu_s", "wall_s", "session_s", low=1e-3)
         check_range(self, "nofile", "inodes", above=0)
         check_range(self, "nproc", low=8, remedy="fewer are too few to start a sandbox")
 
@@ -50,6 +52,7 @@ SCORE = Profile(
     memory_bytes=512 * MIB,
     address_bytes=1 * GIB,
     cpu_s=5,
+    total_cpu_s=20.0,
     wall_s=10.0,
     nproc=32,
     nofile=64,
@@ -63,6 +66,7 @@ TERMINAL = Profile(
     memory_bytes=2 * GIB,
     address_bytes=32 * GIB,
     cpu_s=600,
+    total_cpu_s=3600.0,
     wall_s=600.0,
     nproc=256,
     nofile=1024,
@@ -71,7 +75,7 @@ TERMINAL = Profile(
     writable_root=True,
 )
 """A machine of one's own for minutes: live shells and a root directory that can be written."""
-MCP = Profile("mcp", address_bytes=32 * GIB, cpu_s=600, wall_s=3600.0, nproc=128, nofile=1024)
+MCP = Profile("mcp", address_bytes=32 * GIB, cpu_s=600, total_cpu_s=3600.0, wall_s=3600.0, nproc=128, nofile=1024)
 """A tool server that speaks over its standard input and output."""
 PROFILES = {p.name: p for p in (SCORE, CODE, TERMINAL, MCP)}
 

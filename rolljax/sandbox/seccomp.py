@@ -1,10 +1,14 @@
 """The system call filter as a classic BPF program, written out in pure Python for x86-64 and aarch64.
 
-Default is allow. Refused with EPERM: everything that mounts, traces, loads, changes time or namespaces, reaches other
-processes' memory, or allocates memory that no limit of a sandbox counts (memfd, System V shared memory, shared memory
-without a file, pages given to pipes, larger pipes). Who asks for larger socket buffers is told yes and gets none, as
-the kernel does it past its own limit. Sockets are UNIX, INET or INET6. `clone3` does not exist (libraries fall back to
-`clone`, whose flags a filter can read). A foreign instruction set kills the process.
+Default is allow, up to the last system call that was looked at; newer ones do not exist here (ENOSYS). Refused with
+EPERM: everything that mounts, traces, loads, changes time or namespaces, reaches other processes' memory, or allocates
+memory that no limit of a sandbox counts (memfd, System V shared memory, shared memory without a file, pages given to
+pipes, larger pipes, rules of Landlock). Where programs know what to do without a call, they are told that the kernel
+does not have it: access lists of files, filters of system calls, larger tables for locks. Who asks for larger socket
+buffers is told yes and gets none, as the kernel does it past its own limit. Sockets are UNIX, INET or INET6, and of the
+protocols TCP, UDP and ICMP; they join no multicast groups. Threads share their descriptors, and a child is the child of
+the process that made it. `clone3` does not exist (libraries fall back to `clone`, whose flags a filter can read). A
+foreign instruction set kills the process.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import errno
 import platform
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rolljax.errors import ConfigError
 
@@ -22,10 +26,21 @@ NR, ARCH, ARG0, ARG1, ARG2, ARG3 = 0, 4, 16, 24, 32, 40
 """Offsets in `struct seccomp_data` (arguments: low halves, little endian)."""
 
 NAMESPACE_FLAGS = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+CLONE_PARENT, CLONE_THREAD, CLONE_FILES = 0x8000, 0x10000, 0x400
 FAMILIES = (1, 2, 10)  # UNIX, INET, INET6
+PROTOCOLS = (
+    0,
+    1,
+    6,
+    17,
+    58,
+)  # any, ICMP (and UNIX), TCP, UDP, ICMPv6; the kernel's own sockets of others are uncounted
 IOCTLS = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
 BUFFERS = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and their FORCE twins
+MULTICAST_LEVELS, MULTICAST = (0, 41), (20, 27, 35, 39, 41, 42, 46, 48)  # joins of groups and lists of their sources
 SOL_SOCKET, F_SETPIPE_SZ, MAP_SHARED, MAP_ANONYMOUS = 1, 1031, 0x01, 0x20
+CLOSE_RANGE_UNSHARE = 2
+PRCTLS = (22, 78)  # PR_SET_SECCOMP, PR_FUTEX_HASH
 X32 = 0x40000000
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -39,6 +54,8 @@ SPECIAL = {
         "fcntl": 72,
         "mmap": 9,
         "setsockopt": 54,
+        "prctl": 157,
+        "close_range": 436,
     },
     "aarch64": {
         "clone": 220,
@@ -49,6 +66,8 @@ SPECIAL = {
         "fcntl": 25,
         "mmap": 222,
         "setsockopt": 208,
+        "prctl": 167,
+        "close_range": 436,
     },
 }
 DENIED: dict[str, tuple[int, int]] = {
@@ -65,6 +84,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "fsmount": (432, 432),
     "fspick": (433, 433),
     "open_tree": (428, 428),
+    "open_tree_attr": (467, 467),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -105,6 +125,10 @@ DENIED: dict[str, tuple[int, int]] = {
     "inotify_init1": (294, 26),
     "io_setup": (206, 0),
     "memfd_secret": (447, 447),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
+    "lsm_set_self_attr": (460, 460),
     "acct": (163, 89),
     "swapon": (167, 224),
     "swapoff": (168, 225),
@@ -133,6 +157,16 @@ DENIED: dict[str, tuple[int, int]] = {
     "_sysctl": (156, -1),
 }
 """System call -> its number on x86-64 and on aarch64 (-1: not there)."""
+UNSUPPORTED: dict[str, tuple[int, int, int]] = {
+    "setxattr": (188, 5, errno.EOPNOTSUPP),
+    "lsetxattr": (189, 6, errno.EOPNOTSUPP),
+    "fsetxattr": (190, 7, errno.EOPNOTSUPP),
+    "setxattrat": (463, 463, errno.EOPNOTSUPP),
+    "seccomp": (317, 277, errno.EINVAL),
+}
+"""The same with the error by which programs know that they must do without."""
+LAST = 469
+"""The newest system call that was looked at for what it allocates (Linux 6.17)."""
 
 
 def program(machine: str = "") -> bytes:
@@ -150,20 +184,21 @@ def program(machine: str = "") -> bytes:
     code = [_op(LD, ARCH), _op(JEQ, AUDIT_ARCH[machine], 1, 0), _op(RET, KILL_PROCESS), _op(LD, NR)]
     if machine == "x86_64":
         code += [_op(JGE, X32, 0, 1), _op(RET, KILL_PROCESS)]
+    code += [_op(JGE, LAST + 1, 0, 1), _op(RET, ERRNO | errno.ENOSYS)]
     code += _refuse(special["clone3"], errno.ENOSYS)
-    code += [_op(JEQ, special["clone"], 0, 4), _op(LD, ARG0), _op(JSET, NAMESPACE_FLAGS, 0, 1)]
-    code += [_op(RET, ERRNO | errno.EPERM), _op(RET, ALLOW)]
+    code += [_op(JEQ, special["clone"], 0, 6), _op(LD, ARG0), _op(JSET, NAMESPACE_FLAGS | CLONE_PARENT, 3, 0)]
+    code += [_op(JSET, CLONE_THREAD, 0, 1), _op(JSET, CLONE_FILES, 0, 1), _op(RET, ALLOW)]
+    code += [_op(RET, ERRNO | errno.EPERM)]
     for call in ("socket", "socketpair"):
-        code += [_op(JEQ, special[call], 0, 3 + len(FAMILIES)), _op(LD, ARG0)]
-        code += [_op(JEQ, family, len(FAMILIES) - i, 0) for i, family in enumerate(FAMILIES)]
-        code += [_op(RET, ERRNO | errno.EAFNOSUPPORT), _op(RET, ALLOW)]
-    code += [_op(JEQ, special["ioctl"], 0, 3 + len(IOCTLS)), _op(LD, ARG1)]
-    code += [_op(JEQ, request, len(IOCTLS) - i, 0) for i, request in enumerate(IOCTLS)]
-    code += [_op(RET, ALLOW), _op(RET, ERRNO | errno.EPERM)]
+        code += _only(special[call], ((ARG0, FAMILIES, errno.EAFNOSUPPORT), (ARG2, PROTOCOLS, errno.EPROTONOSUPPORT)))
+    code += _none_of(special["ioctl"], ARG1, IOCTLS, errno.EPERM)
+    code += _none_of(special["prctl"], ARG0, PRCTLS, errno.EINVAL)
     code += _memory(special)
     for numbers in DENIED.values():
         if numbers[column] >= 0:
             code += _refuse(numbers[column], errno.EPERM)
+    for *pair, error in UNSUPPORTED.values():
+        code += _refuse(pair[column], error)
     return b"".join([*code, _op(RET, ALLOW)])
 
 
@@ -178,13 +213,36 @@ def _memory(special: Mapping[str, int]) -> list[bytes]:
         _op(JSET, MAP_SHARED, 0, 1),
     ]
     code += [_op(RET, ERRNO | errno.EPERM), _op(RET, ALLOW)]
-    code += [
-        _op(JEQ, special["setsockopt"], 0, 5 + len(BUFFERS)),
-        _op(LD, ARG1),
-        _op(JEQ, SOL_SOCKET, 0, 1 + len(BUFFERS)),
-    ]
-    code += [_op(LD, ARG2), *(_op(JEQ, option, len(BUFFERS) - i, 0) for i, option in enumerate(BUFFERS))]
-    return [*code, _op(RET, ALLOW), _op(RET, ERRNO | 0)]
+    code += [_op(JEQ, special["close_range"], 0, 4), _op(LD, ARG2), _op(JSET, CLOSE_RANGE_UNSHARE, 0, 1)]
+    code += [_op(RET, ERRNO | errno.EINVAL), _op(RET, ALLOW)]
+    options = _one_of(ARG2, BUFFERS, ERRNO | 0)
+    groups = _one_of(ARG2, MULTICAST, ERRNO | errno.ENODEV)
+    body = [_op(LD, ARG1), _op(JEQ, SOL_SOCKET, 0, len(options)), *options]
+    body += [_op(JEQ, level, len(MULTICAST_LEVELS) - i, 0) for i, level in enumerate(MULTICAST_LEVELS)]
+    body += [_op(RET, ALLOW), *groups]
+    return [*code, _op(JEQ, special["setsockopt"], 0, len(body)), *body]
+
+
+def _one_of(argument: int, values: Sequence[int], then: int) -> list[bytes]:
+    """`then` where an argument is one of `values`, else the call is allowed."""
+    code = [_op(LD, argument), *(_op(JEQ, value, len(values) - i, 0) for i, value in enumerate(values))]
+    return [*code, _op(RET, ALLOW), _op(RET, then)]
+
+
+def _none_of(number: int, argument: int, values: Sequence[int], error: int) -> list[bytes]:
+    """The call fails where an argument is one of `values`."""
+    body = _one_of(argument, values, ERRNO | error)
+    return [_op(JEQ, number, 0, len(body)), *body]
+
+
+def _only(number: int, rules: Sequence[tuple[int, Sequence[int], int]]) -> list[bytes]:
+    """The call is allowed where each of some arguments is one of its values, and fails with the first one's error."""
+    body = []
+    for argument, values, error in rules:
+        body += [_op(LD, argument), *(_op(JEQ, value, len(values) - i, 0) for i, value in enumerate(values))]
+        body += [_op(RET, ERRNO | error)]
+    body += [_op(RET, ALLOW)]
+    return [_op(JEQ, number, 0, len(body)), *body]
 
 
 def _op(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -33,7 +33,7 @@ from rolljax.sandbox import (
     shared_host,
 )
 from rolljax.sandbox.profile import MIB
-from tests.e2e.sandbox_support import eventually, needs_root, needs_sandbox, running
+from tests.e2e.sandbox_support import as_ordinary_user, eventually, needs_root, needs_sandbox, running
 
 pytestmark = needs_sandbox
 INSIDE = Path(session.__file__).parent / "inside"
@@ -624,17 +624,7 @@ def test_an_ordinary_user_gets_the_same_with_less():
                 root = box.run("mkdir /new && echo made; touch /usr/x").output
             print(json.dumps([modes["own_uid"], int(forks.text), root.splitlines()[0], host.run(["cat", "/etc/shadow"]).returncode]))
     """)
-    me = {"user": 54_321, "group": 54_321, "extra_groups": []}
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
-
-    def python(code):
-        return subprocess.run(["/usr/bin/python3", "-c", code], env=env, cwd="/", capture_output=True, text=True, **me)
-
-    if python("import rolljax.sandbox").returncode:
-        pytest.skip("another user cannot read this checkout, or has another Python")
-    if python("import rolljax.sandbox as s; assert not s.available(), s.available()").returncode:
-        pytest.skip("user name spaces are for root only here")
-    done = python(script)
+    done = as_ordinary_user(script)
     assert done.returncode == 0, done.stderr
     own_uid, forks, made, shadow = json.loads(done.stdout)
     assert (own_uid, made, shadow) == (False, "made", 1) and 1 <= forks <= 16
@@ -650,4 +640,6 @@ def test_a_delegated_control_group_gets_one_group_per_sandbox(tmp_path):
         (group,) = [folder for folder in tmp_path.iterdir() if folder.is_dir()]
         files = {f.name: f.read_text() for f in group.iterdir()}
         assert files.pop("cgroup.procs").isdigit()
+        (group / "cpu.stat").write_text(f"usage_usec {int(SMALL.total_cpu_s * 1e6) + 1}\nuser_usec 0\n")
+        assert host.run(["sleep", "30"], profile=SMALL).killed_by == "cpu"
         assert files == {"memory.max": str(SMALL.memory_bytes), "memory.oom.group": "1", "pids.max": str(SMALL.nproc)}

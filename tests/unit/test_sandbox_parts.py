@@ -52,13 +52,19 @@ def test_filter_decisions(machine):
     special = seccomp.SPECIAL[machine]
     assert decide(machine, 0, arch=0x40000003) == KILL
     assert decide(machine, special["clone3"]) == "ENOSYS"
-    assert decide(machine, special["clone"], (17, 0)) == ALLOW
+    for flags in (17, 0x100 | 17, 0x4000 | 0x100 | 17, 0x3D0F00):  # fork, memory shared, vfork, a thread
+        assert decide(machine, special["clone"], (flags, 0)) == ALLOW
+    for flags in (0x8000 | 17, 0x3D0F00 & ~0x400):  # another one's child, a thread with descriptors of its own
+        assert decide(machine, special["clone"], (flags, 0)) == "EPERM"
     for bit in (17, 25, 26, 27, 28, 29, 30):
         assert decide(machine, special["clone"], (17 | 1 << bit, 0)) == "EPERM"
     for call in ("socket", "socketpair"):
         allowed = [family for family in range(64) if decide(machine, special[call], (family, 1)) == ALLOW]
         assert allowed == [1, 2, 10]
         assert decide(machine, special[call], (40, 1)) == "EAFNOSUPPORT"
+        protocols = [n for n in range(300) if decide(machine, special[call], (2, 1, n)) == ALLOW]
+        assert protocols == [0, 1, 6, 17, 58]
+        assert decide(machine, special[call], (2, 1, 262)) == "EPROTONOSUPPORT"
     assert decide(machine, special["ioctl"], (0, 0x5401)) == ALLOW
     for args, said in (((0, 1031), "EPERM"), ((0, 1032), ALLOW), ((0, 6), ALLOW)):
         assert decide(machine, special["fcntl"], args) == said
@@ -78,6 +84,12 @@ def test_filter_decisions(machine):
         if decide(machine, special["setsockopt"], (3, level, option)) == 0
     }
     assert ignored == {(1, option) for option in (7, 8, 32, 33)}
+    for level, option, said in ((41, 20, "ENODEV"), (0, 35, "ENODEV"), (6, 20, ALLOW), (1, 20, ALLOW), (41, 26, ALLOW)):
+        assert decide(machine, special["setsockopt"], (3, level, option)) == said
+    for option, said in ((22, "EINVAL"), (78, "EINVAL"), (15, ALLOW), (4, ALLOW)):
+        assert decide(machine, special["prctl"], (option, 0)) == said
+    for flags, said in ((0, ALLOW), (4, ALLOW), (2, "EINVAL"), (6, "EINVAL")):
+        assert decide(machine, special["close_range"], (3, 9, flags)) == said
     assert decide(machine, special["ioctl"], (0, 0x5412)) == "EPERM"
     assert decide(machine, special["ioctl"], (0, 1 << 32 | 0x5412)) == "EPERM"
 
@@ -87,9 +99,11 @@ def test_every_number_is_refused_exactly_when_it_is_listed(machine):
     column = MACHINES.index(machine)
     listed = {pair[column] for pair in seccomp.DENIED.values() if pair[column] >= 0}
     special = set(seccomp.SPECIAL[machine].values())
-    assert not listed & special
+    unsupported = {row[column]: errno.errorcode[row[2]] for row in seccomp.UNSUPPORTED.values()}
+    assert not listed & special and not listed & unsupported.keys() and not special & unsupported.keys()
     for number in set(range(500)) - special:
-        assert decide(machine, number) == ("EPERM" if number in listed else ALLOW), number
+        said = "EPERM" if number in listed else "ENOSYS" if number > seccomp.LAST else unsupported.get(number, ALLOW)
+        assert decide(machine, number) == said, number
     assert machine != "x86_64" or decide(machine, seccomp.X32 | 39) == KILL
 
 
@@ -99,7 +113,9 @@ def test_numbers_are_those_of_the_kernel_headers(machine):
     if not header.exists():
         pytest.skip(f"no {header}")
     real = dict(re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", header.read_text()))
-    ours = {name: pair[MACHINES.index(machine)] for name, pair in seccomp.DENIED.items()} | seccomp.SPECIAL[machine]
+    ours = {
+        name: pair[MACHINES.index(machine)] for name, pair in (seccomp.DENIED | seccomp.UNSUPPORTED).items()
+    } | seccomp.SPECIAL[machine]
     checked = {name: number for name, number in ours.items() if name in real}
     assert len(checked) > 50
     assert checked == {name: int(real[name]) for name in checked}
@@ -307,3 +323,23 @@ def test_a_lost_sandbox_can_be_pickled():
     import pickle
 
     assert pickle.loads(pickle.dumps(SandboxGone("memory"))).killed_by == "memory"
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
+
+
+def test_the_page_lists_every_system_call_that_is_refused():
+    section = PAGE.split("### System calls", 1)[1].split("\n| refused with some arguments", 1)[0]
+    told = set(re.findall(r"`(\w+)`", section.split("|---|---|", 1)[1]))
+    assert told == seccomp.DENIED.keys() | seccomp.UNSUPPORTED.keys()
+    assert f"up to number {seccomp.LAST} " in PAGE
+
+
+def test_every_limit_on_the_page_names_its_test():
+    table = PAGE.split("| resource | limit |", 1)[1].split("\n\n", 1)[0]
+    rows = re.findall(r"`(test_\w+\.py)`: \*(.+?)\* \|$", table, re.M)
+    assert len(rows) == table.count("\n") - 1 > 20
+    folder = Path(__file__).parents[1] / "e2e"
+    probes = "".join((folder / f"sandbox_{name}.py").read_text() for name in ("probes", "memory_probes"))
+    for file, name in rows:
+        assert name in (folder / file).read_text() + probes, name

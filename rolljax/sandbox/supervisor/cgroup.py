@@ -21,6 +21,15 @@ def enter(group: str, memory_bytes: int, nproc: int) -> None:
         write(os.path.join(group, name), str(value))
 
 
+def cpu_s(group: str) -> float:
+    """Processor seconds of all processes that are or were in the group."""
+    try:
+        with open(os.path.join(group, "cpu.stat")) as f:
+            return int(dict(line.split() for line in f)["usage_usec"]) / 1e6
+    except (OSError, KeyError):
+        return 0.0
+
+
 def leave(group: str) -> bool:
     """Remove the group, which is empty by now; whether its memory had run out."""
     try:

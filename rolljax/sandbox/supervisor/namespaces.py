@@ -8,11 +8,13 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-CLONE_NEWNET = 0x40000000
-CLONE_NEWNS, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x20000, 0x4000, 1 << 18, 2, 4
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+CLONE_NEWNS, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x20000, 0x4000, 1 << 18, 2, 4, 8
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 NET_LIMITS = {"ipv4/tcp_rmem": "4096 65536 131072", "ipv4/tcp_wmem": "4096 65536 131072"}
 """Least, first and largest buffer of a TCP socket in a sandbox."""
+PTS, MAX_PTYS = "pts", 64
+"""Folder of the pseudo-terminals of one sandbox, and how many it has; a machine has some thousands for all."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -26,6 +28,12 @@ def unshare(flags: int) -> None:
     """Leave the name spaces that `flags` name for new ones."""
     if libc.unshare(flags):
         raise OSError(ctypes.get_errno(), "unshare: " + os.strerror(ctypes.get_errno()))
+
+
+def enter_namespace(fd: int, kind: int) -> None:
+    """Move into the name space that `fd` is open on; into a PID name space only future children go."""
+    if libc.setns(fd, kind):
+        raise OSError(ctypes.get_errno(), "setns: " + os.strerror(ctypes.get_errno()))
 
 
 def mount_tree(base: str, tree: dict[str, Any], uid: int) -> None:
@@ -44,8 +52,25 @@ def mount_tree(base: str, tree: dict[str, Any], uid: int) -> None:
         os.mkdir(path)
         os.chmod(path, mode)
         os.chown(path, uid, uid)
+    os.mkdir(os.path.join(base, PTS))
+    mount_ptys(os.path.join(base, PTS))
     for lower, name in tree["overlays"]:
         mount_overlay(base, lower, name, uid)
+
+
+def mount_ptys(folder: str) -> None:
+    """Mount pseudo-terminals of one's own, so many and no more, on `folder`."""
+    mount("devpts", folder, "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=620,max={MAX_PTYS}")
+
+
+def mount_users_ptys(folder: str) -> None:
+    """The same for an ordinary user, in a user name space that keeps the user's id."""
+    uid, gid = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER | CLONE_NEWNS)
+    write("/proc/self/setgroups", "deny")
+    write("/proc/self/uid_map", f"{uid} {uid} 1")
+    write("/proc/self/gid_map", f"{gid} {gid} 1")
+    mount_ptys(folder)
 
 
 def mount_overlay(base: str, lower: str, name: str, uid: int) -> None:

@@ -3,10 +3,16 @@
 import os
 import resource
 import signal
+from collections.abc import Iterator
+from typing import NamedTuple
 
 PAGE = resource.getpagesize()
-SOCKET_BYTES, FILE_BYTES, MAPPING_BYTES = 256 << 10, 4 << 10, 256
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+SOCKET_BYTES, FILE_BYTES, MAPPING_BYTES = 256 << 10, 8 << 10, 256
 """What the kernel may hold for a socket, for a descriptor, and for a mapping, a file lock or a watched descriptor."""
+COPY_BYTES, TEXT_BYTES = 64, 8 << 20
+"""What it may hold more: for a mapping, for each process that it came through by forks; for an open file of /proc,
+whose text it keeps."""
 
 
 def kill(pid: int) -> None:
@@ -30,8 +36,8 @@ def real_uid(pid: int) -> int:
         return -1
 
 
-def process_table() -> dict[int, tuple[int, int, int]]:
-    """Process -> parent, session, resident bytes."""
+def process_table() -> dict[int, tuple[int, int]]:
+    """Process -> parent, session."""
     table = {}
     for pid in pids():
         try:
@@ -39,14 +45,14 @@ def process_table() -> dict[int, tuple[int, int, int]]:
                 fields = f.read().rpartition(b")")[2].split()
         except OSError:
             continue
-        table[pid] = (int(fields[1]), int(fields[3]), int(fields[21]) * PAGE)
+        table[pid] = (int(fields[1]), int(fields[3]))
     return table
 
 
-def tree_of(root: int, table: dict[int, tuple[int, int, int]]) -> list[int]:
-    """`root` and its descendants. Orphans inside a process name space hang under its process 1, so none is missed."""
+def tree_of(root: int, table: dict[int, tuple[int, int]]) -> list[int]:
+    """`root` and its descendants that are not orphans."""
     children: dict[int, list[int]] = {}
-    for pid, (parent, _, _) in table.items():
+    for pid, (parent, _) in table.items():
         children.setdefault(parent, []).append(pid)
     todo, found = [root] if root in table else [], []
     while todo:
@@ -55,73 +61,139 @@ def tree_of(root: int, table: dict[int, tuple[int, int, int]]) -> list[int]:
     return found
 
 
-def pss_bytes(tree: list[int], table: dict[int, tuple[int, int, int]]) -> int:
-    """Proportional set size in bytes: shared pages count once; resident size where that cannot be read."""
-    total = 0
-    for pid in tree:
+class ProcFolder:
+    """A mounted /proc, held by a descriptor: of the host, or of a sandbox, where processes have the numbers that they
+    have inside and no others are to be seen."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def numbers(self, path: str = ".") -> list[int]:
+        """Entries of a folder that are numbers: processes, threads, descriptors; none where it is gone."""
         try:
-            with open(f"/proc/{pid}/smaps_rollup", "rb") as f:
-                total += int(f.read().split(b"\nPss:", 1)[1].split(None, 1)[0]) * 1024
-        except (OSError, IndexError, ValueError):
-            total += table[pid][2] if os.path.exists(f"/proc/{pid}") else 0
-    return total
-
-
-def page_table_bytes(tree: list[int]) -> int:
-    """Bytes of the page tables of processes: memory that is in no resident size."""
-    total = 0
-    for pid in tree:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        except OSError:
+            return []
         try:
-            with open(f"/proc/{pid}/status", "rb") as f:
-                total += int(f.read().split(b"\nVmPTE:", 1)[1].split(None, 1)[0]) * 1024
-        except (OSError, IndexError, ValueError):
-            continue
-    return total
+            return [int(name) for name in os.listdir(fd) if name.isdigit()]
+        except OSError:
+            return []
+        finally:
+            os.close(fd)
+
+    def parts(self, path: str) -> Iterator[bytes]:
+        """The text of a file in pieces; it ends early where the process goes."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
+        except OSError:
+            return
+        try:
+            while part := os.read(fd, 1 << 16):
+                yield part
+        except OSError:
+            return
+        finally:
+            os.close(fd)
+
+    def read(self, path: str) -> bytes:
+        """The text of a file, empty where it cannot be read."""
+        return b"".join(self.parts(path))
+
+    def kib(self, path: str, name: bytes) -> int | None:
+        """A line `name: N kB` of a file, in bytes."""
+        try:
+            return int(self.read(path).split(b"\n" + name + b":", 1)[1].split(None, 1)[0]) * 1024
+        except (IndexError, ValueError):
+            return None
+
+    def link(self, path: str) -> str:
+        """Where a link leads, empty where it cannot be read."""
+        try:
+            return os.readlink(path, dir_fd=self._fd)
+        except OSError:
+            return ""
+
+    def num_files(self, path: str) -> int:
+        """Open files of a process. Linux 6.2 and later."""
+        try:
+            return os.stat(f"{path}/fd", dir_fd=self._fd).st_size
+        except OSError:
+            return 0
 
 
-def socket_bytes(tree: list[int]) -> int:
+class Stat(NamedTuple):
+    """The line of a process in /proc. ticks: of the processor, in units of `TICKS_PER_S`; waited_ticks: of its children
+    that it waited for."""
+
+    state: str
+    parent: int
+    ticks: int
+    waited_ticks: int
+    threads: int
+    size: int
+    resident: int
+
+
+def stat_of(proc: ProcFolder, path: str) -> Stat | None:
+    """None when the process is gone."""
+    fields = proc.read(f"{path}/stat").rpartition(b")")[2].split()
+    if len(fields) < 22:
+        return None
+    parent, own, system, waited, waited_system = (int(fields[i]) for i in (1, 11, 12, 13, 14))
+    threads, size, resident = (int(fields[i]) for i in (17, 20, 21))
+    return Stat(fields[0].decode(), parent, own + system, waited + waited_system, threads, size, resident * PAGE)
+
+
+def page_table_bytes(proc: ProcFolder, path: str) -> int:
+    """Bytes of the page tables of a process: memory that is in no resident size."""
+    return proc.kib(f"{path}/status", b"VmPTE") or 0
+
+
+def pss_bytes(proc: ProcFolder, path: str) -> int | None:
+    """Proportional set size of a process: pages that n processes share count as an nth. None where that cannot be
+    read."""
+    return proc.kib(f"{path}/smaps_rollup", b"Pss")
+
+
+def socket_bytes(proc: ProcFolder) -> int:
     """Bytes that the sockets of a sandbox may hold, also those that are closed and not yet read, and those nobody
-    accepted. `tree`: with bubblewrap's own process first, which may be in another network."""
+    accepted."""
     try:
-        with open(f"/proc/{tree[1]}/net/sockstat", "rb") as f:
-            return int(f.readline().split()[2]) * SOCKET_BYTES
-    except (OSError, IndexError, ValueError):
+        return int(proc.read("1/net/sockstat").split(b"\n", 1)[0].split()[2]) * SOCKET_BYTES
+    except (IndexError, ValueError):
         return 0
 
 
-def file_bytes(tree: list[int]) -> int:
-    """Bytes that open files (pipes, event counters, and so on) may hold. Their number: Linux 6.2 and later."""
-    total = 0
-    for pid in tree:
-        try:
-            total += os.stat(f"/proc/{pid}/fd").st_size * FILE_BYTES
-        except OSError:
-            continue
-    return total
+def file_bytes(proc: ProcFolder, path: str) -> int:
+    """Bytes that the open files (pipes, event counters, and so on) of a process may hold."""
+    return proc.num_files(path) * FILE_BYTES
 
 
-def mapping_bytes(tree: list[int], most: int) -> int:
-    """Bytes that the kernel may hold for mappings, file locks, watched descriptors; counts no further than `most`."""
+def mapping_bytes(proc: ProcFolder, path: str, family: int, most: int) -> int:
+    """Bytes that the kernel may hold for mappings, file locks, watched descriptors and texts of /proc; counts no
+    further than `most`. family: processes that mappings may have come through."""
     total = 0
-    for pid in tree:
-        try:
-            paths = [f"/proc/{pid}/maps", *(f"/proc/{pid}/fdinfo/{fd}" for fd in os.listdir(f"/proc/{pid}/fdinfo"))]
-        except OSError:
-            continue
-        for path in paths:
-            try:
-                with open(path, "rb", 1 << 16) as f:
-                    while total <= most and (part := f.read(1 << 16)):
-                        total += part.count(b"\n") * MAPPING_BYTES
-            except OSError:
-                continue
-    return total
+    fds = proc.numbers(f"{path}/fd")
+    for name in ["maps", *(f"fdinfo/{fd}" for fd in fds)]:
+        each = MAPPING_BYTES + (COPY_BYTES * family if name == "maps" else 0)
+        for part in proc.parts(f"{path}/{name}"):
+            total += part.count(b"\n") * each
+            if total > most:
+                return most
+    texts = sum(proc.link(f"{path}/fd/{fd}").startswith("/proc/") for fd in fds)
+    return min(total + texts * TEXT_BYTES, most)
 
 
 def kernel_bytes() -> int:
     """Memory of the whole machine that the kernel holds and cannot give back."""
     with open("/proc/meminfo", "rb") as f:
-        return int(f.read().split(b"\nSUnreclaim:", 1)[1].split(None, 1)[0]) * 1024
+        text = f.read()
+    return (
+        sum(int(text.split(b"\n" + name, 1)[1].split(None, 1)[0]) for name in (b"SUnreclaim:", b"VmallocUsed:")) * 1024
+    )
 
 
 def oom_kills() -> int:

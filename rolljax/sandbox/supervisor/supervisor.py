@@ -10,6 +10,7 @@ per `hello` and `stat`, `slot` when a sandbox is started, and `exit` when nothin
 """
 
 import array
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -27,6 +28,7 @@ from rolljax.sandbox.supervisor.namespaces import in_child, private_net
 from rolljax.sandbox.supervisor.procfs import kill
 from rolljax.sandbox.supervisor.protocol import MAX_MESSAGE, STATUS_FD
 from rolljax.sandbox.supervisor.slots import SandboxSlots
+from rolljax.sandbox.supervisor.watch import SandboxWatch
 
 PR_SET_CHILD_SUBREAPER = 36
 MAX_FDS = 253
@@ -35,7 +37,7 @@ WATCH_S, WATCH_CLOSELY_S = 0.25, 0.1
 SIGKILL = int(signal.SIGKILL)
 SUPERVISOR_NICE = -10
 SUSPICIOUS_BYTES = 128 << 20
-"""Growth of the kernel's memory after which mappings and locks are counted: that is too slow to do always."""
+"""Growth of the kernel's memory after which what is slow to count is counted: mappings, locks, texts of /proc."""
 
 
 class SupervisedSandbox:
@@ -45,7 +47,8 @@ class SupervisedSandbox:
         self.id, self.pid, self.leader, self.status_fd = order["id"], pid, pid, status_fd
         self.number, self.generation = slot
         self.ends = time.monotonic() + order["wall_s"]
-        self.memory = order["memory_bytes"]
+        self.memory, self.cpu_s = order["memory_bytes"], order["total_cpu_s"]
+        self.watch: SandboxWatch | None = None
         self.oom_kills = procfs.oom_kills()
         self.cgroup = ""
         self.inner = 0
@@ -107,9 +110,11 @@ class Supervisor:
         self.cgroup = order["cgroup"]
         self.mounts = self.as_root and self.try_mounts()
         self.nets = self.as_root and in_child(private_net)
-        self.kernel_floor = procfs.kernel_bytes()
+        self.ptys = self.isolate and not self.as_root and self.try_ptys()
+        self.kernel_floor = self.kernel_least = procfs.kernel_bytes()
         self.slots = SandboxSlots(self.folder, order["first_uid"], self.as_root)
-        self.say(id=order["id"], mounts=self.mounts, nets=self.nets, swept=self.slots.sweep())
+        ptys = os.path.join(self.base, namespaces.PTS) if self.mounts else self.base if self.ptys else ""
+        self.say(id=order["id"], mounts=self.mounts, nets=self.nets, ptys=ptys, swept=self.slots.sweep())
 
     def run(self) -> None:
         poll = select.poll()
@@ -133,7 +138,7 @@ class Supervisor:
                     sandbox.kill("wall")
                     sandbox.ends = now + 3600.0
             if self.sandboxes and now >= watch_at:
-                watch_at = now + self.watch_memory()
+                watch_at = now + self.watch()
 
     def take_message(self) -> bool:
         """Handle one message; False when the host is gone."""
@@ -161,6 +166,8 @@ class Supervisor:
             pass
 
     def spawn(self, order: dict[str, Any], fds: list[int]) -> None:
+        if not self.sandboxes:
+            self.kernel_floor = self.kernel_least = procfs.kernel_bytes()
         slot = self.slots.take()
         status_r, status_w = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(status_r, False)
@@ -201,6 +208,8 @@ class Supervisor:
             uid = self.slots.first_uid + slot
             if order["tree"] and self.mounts:
                 namespaces.mount_tree(self.base, order["tree"], uid)
+            if self.ptys:
+                namespaces.mount_users_ptys(self.base)
             for target, fd in enumerate(high[1:]):
                 os.dup2(fd, target, inheritable=self.isolate or target < STATUS_FD)
             os.closerange(len(high) - 1, HIGH_FD)
@@ -226,6 +235,11 @@ class Supervisor:
         os.makedirs(lower, exist_ok=True)
         tree = {"bytes": 1 << 20, "inodes": 100, "dirs": [], "overlays": [[lower, "probe"]]}
         return in_child(lambda: namespaces.mount_tree(self.base, tree, 0))
+
+    def try_ptys(self) -> bool:
+        """Whether a child of an ordinary user may mount pseudo-terminals of its own."""
+        os.makedirs(self.base, mode=0o711, exist_ok=True)
+        return in_child(lambda: namespaces.mount_users_ptys(self.base))
 
     def reap(self) -> None:
         """Collect whatever died. A sandbox is over when both its outer process and process 1 inside are gone: the
@@ -265,6 +279,8 @@ class Supervisor:
     def finish(self, sandbox: SupervisedSandbox) -> None:
         if sandbox.status_fd >= 0:
             os.close(sandbox.status_fd)
+        if sandbox.watch:
+            sandbox.watch.close()
         if sandbox.cgroup and cgroup.leave(sandbox.cgroup):
             sandbox.killed_by = sandbox.killed_by or "memory"
         started = bool(sandbox.code is not None or sandbox.killed_by) if self.isolate else not sandbox.error
@@ -285,37 +301,44 @@ class Supervisor:
     def session(self, pid: int) -> list[int]:
         """Processes of the session that `pid` leads, and their descendants."""
         table = procfs.process_table()
-        found = {p for p, (_, session, _) in table.items() if session == pid}
+        found = {p for p, (_, session) in table.items() if session == pid}
         return [p for root in found for p in procfs.tree_of(root, table)]
 
-    def watch_memory(self) -> float:
-        """Kill sandboxes over their memory; returns seconds until the next look."""
-        watched = [s for s in self.sandboxes.values() if not s.cgroup and s.pid and not s.killed_by]
-        table = procfs.process_table() if watched else {}
+    def watch(self) -> float:
+        """Kill sandboxes over their memory or processor time; returns seconds until the next look."""
         kernel = procfs.kernel_bytes()
+        self.kernel_least = min(kernel, self.kernel_least)
         suspicious = kernel > self.kernel_floor + SUSPICIOUS_BYTES
+        grown = kernel - self.kernel_least if suspicious else 0
         close = False
-        for sandbox in watched:
-            tree = procfs.tree_of(sandbox.pid, table)
-            held = (
-                procfs.page_table_bytes(tree)
-                + procfs.file_bytes(tree)
-                + procfs.socket_bytes(tree)
-                + (procfs.mapping_bytes(tree, sandbox.memory) if suspicious else 0)
-            )
-            resident = sum(table[pid][2] for pid in tree)
-            close |= 2 * (resident + held) > sandbox.memory
-            if resident + held > sandbox.memory and procfs.pss_bytes(tree, table) + held > sandbox.memory:
-                sandbox.kill("memory")
+        for sandbox in list(self.sandboxes.values()):
+            if not sandbox.pid or sandbox.killed_by:
+                continue
+            if sandbox.cgroup:
+                over = "cpu" if cgroup.cpu_s(sandbox.cgroup) > sandbox.cpu_s else ""
+            elif watch := self.watch_of(sandbox):
+                over = watch.over(grown)
+                close |= watch.close_to_limit
+            else:
+                continue
+            if over:
+                sandbox.kill(over)
         self.kernel_floor = kernel if suspicious else min(kernel, self.kernel_floor)
         return WATCH_CLOSELY_S if close or suspicious else WATCH_S
 
+    def watch_of(self, sandbox: SupervisedSandbox) -> SandboxWatch | None:
+        """Who counts for a sandbox, made when it is first asked for; None before bubblewrap has set it up."""
+        if self.isolate and not sandbox.inner:
+            sandbox.read_status()
+        if not sandbox.watch and (sandbox.inner or not self.isolate):
+            with contextlib.suppress(OSError):
+                inner = sandbox.inner if self.isolate else 0
+                sandbox.watch = SandboxWatch(inner, sandbox.pid, sandbox.memory, sandbox.cpu_s)
+        return sandbox.watch
+
     def usage(self, sandbox: SupervisedSandbox) -> dict[str, int]:
-        table = procfs.process_table()
-        tree = procfs.tree_of(sandbox.pid, table)
-        kernel = procfs.page_table_bytes(tree) + procfs.file_bytes(tree) + procfs.socket_bytes(tree)
-        used = {"pss_bytes": procfs.pss_bytes(tree, table), "kernel_bytes": kernel, "processes": len(tree)}
-        return {**used, "slot": sandbox.number, "generation": sandbox.generation}
+        watch = self.watch_of(sandbox)
+        return {**(watch.used() if watch else {}), "slot": sandbox.number, "generation": sandbox.generation}
 
     def close(self) -> None:
         """Kill all sandboxes and wait until nothing is left of them."""

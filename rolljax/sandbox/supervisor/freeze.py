@@ -1,0 +1,103 @@
+"""All processes of a sandbox stopped at once, so that they can be counted."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+from collections.abc import Collection
+from typing import NoReturn
+
+from rolljax.sandbox.supervisor.namespaces import CLONE_NEWPID, CLONE_NEWUSER, enter_namespace
+from rolljax.sandbox.supervisor.procfs import kill
+
+NS_GET_USERNS = 0xB701
+PR_SET_PDEATHSIG = 1
+ANSWER_S = 2.0
+
+
+class Frozen:
+    """The processes of a PID name space, all but its process 1, which stop when `stop` is called.
+
+    A process of ours enters the name space and signals all others there with one system call, which the kernel does not
+    interleave with forks: none can slip through by handing over to a child. What wakes itself up is stopped again by
+    the next `stop`. Where the name space cannot be entered, `stop` does nothing.
+
+    Args:
+      inner: a process of the name space.
+    """
+
+    def __init__(self, inner: int) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.settimeout(ANSWER_S)
+        with theirs:
+            self._helper = os.fork()
+            if self._helper == 0:
+                _serve(theirs, inner)
+        self.pid = int(self._answer() or -1)
+        """Number of our process in the name space; -1: there is none."""
+
+    def stop(self) -> None:
+        """Stop every process."""
+        self._order("stop")
+
+    def resume(self, pids: Collection[int]) -> None:
+        """Let processes go on, children before their parents, so that no shell finds a child of its own stopped."""
+        self._order(" ".join(map(str, sorted(pids, reverse=True))))
+
+    def close(self) -> None:
+        """Take our process out of the name space."""
+        kill(self._helper)
+        os.waitpid(self._helper, 0)
+        self._ours.close()
+
+    def _order(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._ours.send(text.encode())
+        self._answer()
+
+    def _answer(self) -> bytes:
+        try:
+            return self._ours.recv(64)
+        except OSError:
+            return b""
+
+
+def _serve(orders: socket.socket, inner: int) -> NoReturn:
+    """In a forked child: put a child of one's own into the name space of `inner`, which does as it is told. It goes
+    when this process is killed."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        here = os.stat("/proc/self/ns/pid").st_ino
+        space = os.open(f"/proc/{inner}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        there = os.fstat(space).st_ino
+        if os.geteuid():
+            owner = fcntl.ioctl(space, NS_GET_USERNS)
+            enter_namespace(owner, CLONE_NEWUSER)
+        enter_namespace(space, CLONE_NEWPID)
+        keep = orders.fileno()
+        os.closerange(0, keep)
+        os.closerange(keep + 1, 1 << 16)
+        if os.fork():
+            signal.pause()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if there == here or os.stat("/proc/self/ns/pid").st_ino != there:  # never signal anybody else's processes
+            os._exit(1)
+        _obey(orders)
+    finally:
+        os._exit(1)
+
+
+def _obey(orders: socket.socket) -> None:
+    orders.send(str(os.getpid()).encode())
+    while order := orders.recv(1 << 16).decode():
+        with contextlib.suppress(ProcessLookupError):
+            if order == "stop":
+                os.kill(-1, signal.SIGSTOP)
+            else:
+                for pid in order.split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGCONT)
+        orders.send(b".")

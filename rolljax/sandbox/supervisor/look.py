@@ -1,0 +1,105 @@
+"""What the processes of a sandbox use up: all of them at once, however fast they hand over to each other."""
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from rolljax.sandbox.supervisor import procfs
+from rolljax.sandbox.supervisor.procfs import ProcFolder
+
+ROUNDS = 3
+"""How often a look asks for processes that it has not seen yet."""
+
+
+class Used(NamedTuple):
+    """Bytes and clock ticks that one process holds or used. size: of its address space. kernel: what the kernel holds
+    for it. guessed: what more it may hold at most. ticks: of its own; waited_ticks: of those of its children that it
+    waited for."""
+
+    path: str
+    state: str
+    parent: int
+    size: int
+    resident: int
+    kernel: int
+    guessed: int
+    ticks: int
+    waited_ticks: int
+
+
+class Look(NamedTuple):
+    """Processes by number. whole: none can be missing, because the same ones were there before and after, and each of
+    them was read."""
+
+    processes: dict[int, Used]
+    whole: bool
+
+    @property
+    def resident(self) -> int:
+        return sum(used.resident for used in self.processes.values())
+
+    @property
+    def kernel(self) -> int:
+        return sum(used.kernel for used in self.processes.values())
+
+    @property
+    def guessed(self) -> int:
+        return sum(used.guessed for used in self.processes.values())
+
+
+def look(proc: ProcFolder, pids: Callable[[], Collection[int]], guess: int = 0) -> Look:
+    """Read every process of a sandbox.
+
+    Args:
+      pids: who is there now.
+      guess: count what is slow to count and can only be guessed, too, up to so many bytes.
+    """
+    found: dict[int, Used] = {}
+    for _ in range(ROUNDS):
+        before = set(pids())
+        for pid in list(found.keys() - before):
+            del found[pid]
+        for pid in before - found.keys():
+            left = guess - sum(used.guessed for used in found.values()) if guess else 0
+            if used := used_by(proc, pid, len(before), left):
+                found[pid] = used
+        if found.keys() == before == set(pids()):
+            return Look(found, True)
+    return Look(found, False)
+
+
+def used_by(proc: ProcFolder, pid: int, family: int, guess: int) -> Used | None:
+    """What one process of a `family` of so many uses up; None when it is gone. A process whose first thread has ended
+    lives on in the others, and is read through one of those: under its own number it would seem to hold nothing."""
+    path = str(pid)
+    stat = procfs.stat_of(proc, path)
+    if stat and stat.state == "Z" and stat.threads > 1:
+        threads = (
+            (f"{pid}/task/{tid}", procfs.stat_of(proc, f"{pid}/task/{tid}")) for tid in proc.numbers(f"{pid}/task")
+        )
+        path, living = next(((path, thread) for path, thread in threads if thread and thread.size), (path, None))
+        stat = living and stat._replace(state=living.state, size=living.size, resident=living.resident)
+    if not stat:
+        return None
+    kernel = procfs.page_table_bytes(proc, path) + procfs.file_bytes(proc, path)
+    guessed = procfs.mapping_bytes(proc, path, family, guess) if guess > 0 else 0
+    return Used(path, stat.state, stat.parent, stat.size, stat.resident, kernel, guessed, stat.ticks, stat.waited_ticks)
+
+
+def proportional(proc: ProcFolder, seen: Look) -> tuple[int, bool]:
+    """Proportional set size in bytes of all processes together: pages that several of them share count once; and
+    whether all could be read. A child that borrows the memory of a parent, which waits for it (`vfork`), adds
+    nothing."""
+    total, whole, lent = 0, True, set()
+    for pid in sorted(seen.processes):
+        used = seen.processes[pid]
+        parent = seen.processes.get(used.parent)
+        borrows = parent and parent.state == "D" and (parent.size, parent.resident) == (used.size, used.resident)
+        if borrows and used.parent not in lent:
+            lent.add(used.parent)
+            continue
+        bytes_ = procfs.pss_bytes(proc, used.path)
+        if bytes_ is None:
+            gone = used.resident and not procfs.stat_of(proc, used.path)
+            whole = whole and not gone
+        total += used.resident if bytes_ is None else bytes_
+    return total, whole

@@ -1,0 +1,113 @@
+"""Whether a sandbox is over its memory or its processor time, where no control group says so."""
+
+import os
+from collections.abc import Collection
+
+from rolljax.sandbox.supervisor import procfs
+from rolljax.sandbox.supervisor.freeze import Frozen
+from rolljax.sandbox.supervisor.look import Look, look, proportional
+from rolljax.sandbox.supervisor.procfs import ProcFolder
+
+FROZEN_LOOKS = 20
+"""After so many looks at stopped processes of which none saw all of them, they are hiding."""
+
+
+class SandboxWatch:
+    """Counts what the processes of one sandbox use up.
+
+    A look that may have missed a process, because others came or went meanwhile, is taken again with all processes
+    stopped. Processes that cannot even be counted then (they wake themselves up and hand over to each other) count as
+    over their memory. Without isolation nothing is stopped, and what was seen counts.
+
+    Args:
+      inner: process 1 of the sandbox as the host numbers it; 0 without isolation.
+      root: without isolation, the process that all others descend from.
+    """
+
+    def __init__(self, inner: int, root: int, memory_bytes: int, cpu_s: float) -> None:
+        self.inner, self.root, self.memory, self.cpu_s = inner, root, memory_bytes, cpu_s
+        self.proc = ProcFolder(folder_of(inner) if inner else "/proc")
+        self.before = Look({}, True)
+        self.ticks = 0
+        self.close_to_limit = False
+
+    def close(self) -> None:
+        self.proc.close()
+
+    def over(self, grown: int) -> str:
+        """What it is over: memory, cpu, or nothing (empty). grown: by how much the kernel's memory grew, if that is
+        worth asking for; more than that a sandbox is not said to hold by what can only be guessed."""
+        guess = min(grown, self.memory + 1)
+        seen = look(self.proc, self.pids, guess)
+        held = self.held(seen)
+        if held < 0:
+            seen, held = self.frozen(seen, guess)
+        self.add_ticks(seen)
+        self.close_to_limit = 2 * held > self.memory
+        if not 0 <= held <= self.memory:
+            return "memory"
+        return "cpu" if self.ticks > self.cpu_s * procfs.TICKS_PER_S else ""
+
+    def used(self) -> dict[str, int]:
+        """pss_bytes, kernel_bytes, processes."""
+        seen = look(self.proc, self.pids)
+        pss, _ = proportional(self.proc, seen)
+        return {"pss_bytes": pss, "kernel_bytes": seen.kernel + self.sockets(), "processes": len(seen.processes)}
+
+    def pids(self) -> Collection[int]:
+        return self.proc.numbers() if self.inner else procfs.tree_of(self.root, procfs.process_table())
+
+    def sockets(self) -> int:
+        return procfs.socket_bytes(self.proc) if self.inner else 0
+
+    def held(self, seen: Look) -> int:
+        """Bytes of memory, -1 when a process may be missing."""
+        whole = seen.whole or not self.inner
+        kernel = seen.kernel + self.sockets() + seen.guessed
+        if not whole:
+            return -1
+        if kernel > self.memory or seen.resident + kernel <= self.memory:
+            return seen.resident + kernel
+        pss, whole = proportional(self.proc, seen)
+        return pss + kernel if whole or not self.inner else -1
+
+    def frozen(self, before: Look, guess: int) -> tuple[Look, int]:
+        """A look at stopped processes, and the bytes that they hold; -1: they hide. They go on when they may."""
+        stopped = {pid for pid, used in before.processes.items() if used.state == "T"}
+        freezer = Frozen(self.inner)
+        try:
+            for _ in range(FROZEN_LOOKS):
+                freezer.stop()
+                seen = look(self.proc, lambda: set(self.pids()) - {freezer.pid}, guess)
+                held = self.held(seen)
+                if 0 <= held <= self.memory:
+                    freezer.resume(seen.processes.keys() - stopped)
+                if held >= 0:
+                    return seen, held
+            return seen, -1
+        finally:
+            freezer.close()
+
+    def add_ticks(self, seen: Look) -> None:
+        """Add processor time since the look before: that of processes, and that which parents report of children which
+        have ended, as far as it was not seen while those lived."""
+        old = self.before.processes
+        own = sum(used.ticks - (old[pid].ticks if pid in old else 0) for pid, used in seen.processes.items())
+        waited = sum(
+            used.waited_ticks - (old[pid].waited_ticks if pid in old else 0) for pid, used in seen.processes.items()
+        )
+        ended = sum(used.ticks + used.waited_ticks for pid, used in old.items() if pid not in seen.processes)
+        self.ticks += max(0, own) + max(0, waited - ended)
+        self.before = seen
+
+
+def folder_of(inner: int) -> str:
+    """The /proc of a sandbox, seen from outside.
+
+    Raises:
+      OSError: bubblewrap has not got that far.
+    """
+    folder = f"/proc/{inner}/root/proc"
+    if os.stat(folder).st_dev == os.stat("/proc").st_dev:
+        raise FileNotFoundError(folder)
+    return folder
