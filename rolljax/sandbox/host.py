@@ -29,7 +29,8 @@ SIGKILL_CODE, SIGXCPU_CODE = 128 + 9, 128 + 24
 
 
 class SandboxGone(EnvError):
-    """The sandbox ended because of what ran in it. killed_by: memory, wall (its time was up), or agent."""
+    """The sandbox ended because of what ran in it. killed_by: memory, cpu, wall (its time was up), or
+    agent."""
 
     def __init__(self, killed_by: str) -> None:
         self.killed_by = killed_by

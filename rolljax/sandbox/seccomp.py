@@ -3,12 +3,12 @@
 Default is allow, up to the last system call that was looked at; newer ones do not exist here (ENOSYS). Refused with
 EPERM: everything that mounts, traces, loads, changes time or namespaces, reaches other processes' memory, or allocates
 memory that no limit of a sandbox counts (memfd, System V shared memory, shared memory without a file, pages given to
-pipes, larger pipes, rules of Landlock). Where programs know what to do without a call, they are told that the kernel
-does not have it: access lists of files, filters of system calls, larger tables for locks. Who asks for larger socket
-buffers is told yes and gets none, as the kernel does it past its own limit. Sockets are UNIX, INET or INET6, and of the
-protocols TCP, UDP and ICMP; they join no multicast groups. Threads share their descriptors, and a child is the child of
-the process that made it. `clone3` does not exist (libraries fall back to `clone`, whose flags a filter can read). A
-foreign instruction set kills the process.
+pipes, larger pipes, rules of Landlock). Where programs know what to do without a call, it fails as in a kernel
+that does not have it: access lists of files, filters of system calls, larger tables for locks. A request for larger
+socket buffers succeeds and changes nothing, as in the kernel past its own limit. Sockets are UNIX, INET or INET6, and
+of the protocols TCP, UDP and ICMP; they join no multicast groups. Threads share their descriptors, and a child is the
+child of the process that made it. `clone3` does not exist (libraries fall back to `clone`, whose flags a filter can
+read). A foreign instruction set kills the process.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class CommandResult:
     """How a command of a shell ended. output: both streams as a terminal shows them; `truncated`: cut in the middle.
 
     timed_out: it was interrupted (130) or killed. restarted: its shell is gone and a fresh one stands in the same
-    directory. killed_by: not empty when the whole sandbox is gone: memory, wall, or agent (it killed its own sandbox).
+    directory. killed_by: not empty when the whole sandbox is gone: memory, cpu, wall, or agent (it killed its own
+    sandbox).
     """
 
     returncode: int

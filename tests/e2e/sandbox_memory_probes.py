@@ -1,5 +1,5 @@
-"""Ways to hold memory outside of what a sandbox is given: memory of the kernel with next to none of one's own, and memory
-of processes that are never there when somebody looks. Each probe runs in a sandbox of its own, stops at
+"""Ways to hold memory outside of what a sandbox is given: memory of the kernel by a process that hardly has any, and
+memory of processes that are gone whenever the supervisor looks. Each probe runs in a sandbox of its own, stops at
 so many bytes (argument 1), says what it holds by its own count, and keeps it if that is more than it should get
 (argument 2); the sandbox may refuse it, bound it, or end it."""
 
@@ -12,7 +12,7 @@ MEMORY = dataclasses.replace(TERMINAL, memory_bytes=96 * MIB, inodes=20_000, tmp
 CROWDED = dataclasses.replace(MEMORY, memory_bytes=256 * MIB)
 """For probes whose bystanders alone need memory."""
 PIPES = 64 * MIB
-"""What a probe may keep beyond the limit by its own count: no sandbox of a user goes beyond so much in pipes."""
+"""What a probe may keep beyond the limit by its own count: the sandboxes of one user together hold no more in pipes."""
 LATE = ("mappings", "file locks")
 """Counted only when the kernel's memory has grown by so much that something holds it."""
 
@@ -98,7 +98,7 @@ def crowd(n=150):
             time.sleep(60)
             os._exit(0)
 
-def beside(act, *args, **kw):
+def apart(act, *args, **kw):
     "do something in a child, which is counted as holding everything"
     global held
     if not os.fork():
@@ -327,7 +327,7 @@ for call in ((248, b'user', b'x', b'y' * 100, 100, -3), (29, 0, 1 << 20, 0o1600)
     if libc.syscall(*call) >= 0:
         held += WANTED
         seen += f'system call {call[0]} '""",
-    "a process that hands its memory over": "crowd(); beside(hop, VM | CHILD)",
+    "a process that hands its memory over": "crowd(); apart(hop, VM | CHILD)",
     "siblings that hand their memory over": """
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 pid = libc.syscall(56 if os.uname().machine == "x86_64" else 220, PARENT | CHILD, 0, 0, 0, 0)
@@ -335,30 +335,30 @@ if pid < 0:
     raise OSError(ctypes.get_errno(), "clone")
 if pid:
     crowd()
-    beside(hop, VM | PARENT)
+    apart(hop, VM | PARENT)
 time.sleep(60)""",
-    "forks that hand their memory over": "crowd(20); beside(hop, CHILD, each=4 << 20)",
-    "threads that hand over without a first thread": "crowd(); beside(hop, THREAD)",
+    "forks that hand their memory over": "crowd(20); apart(hop, CHILD, each=4 << 20)",
+    "threads that hand over without a first thread": "crowd(); apart(hop, THREAD)",
     "page tables of processes that hand over": """
 crowd()
 space = min(WANTED << 9, (resource.getrlimit(resource.RLIMIT_AS)[0] & (1 << 40) - 1) * 3 // 4)
 for _ in range(16):
-    beside(hop, VM | CHILD, size=space, each=64 << 21, step=1 << 21, read=True)""",
+    apart(hop, VM | CHILD, size=space, each=64 << 21, step=1 << 21, read=True)""",
     "descriptors of processes that hand over": """
 def pipes():
     for _ in range(200):
         kept.append(os.pipe())
     hop(VM | CHILD)
 for _ in range(40):
-    beside(pipes)""",
+    apart(pipes)""",
     "many that hand their memory over": """
 for _ in range(20):
-    beside(hop, VM | CHILD, size=WANTED // 16)""",
+    apart(hop, VM | CHILD, size=WANTED // 16)""",
     "a process that hands over and cannot be stopped": """
 crowd()
 for _ in range(4):
-    beside(awake)
-beside(hop, VM | CHILD)""",
+    apart(awake)
+apart(hop, VM | CHILD)""",
     "threads without their first one": """
 def in_thread():
     while open("/proc/self/stat").read().rpartition(")")[2].split()[0] != "Z":
@@ -368,7 +368,7 @@ def in_thread():
 def fill_memory():
     threading.Thread(target=in_thread).start()
     libc.syscall(60 if os.uname().machine == "x86_64" else 93, 0)
-beside(fill_memory)""",
+apart(fill_memory)""",
     "threads with descriptors of their own": """
 def pipes():
     ctypes.set_errno(0)

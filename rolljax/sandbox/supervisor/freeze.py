@@ -43,7 +43,7 @@ class Frozen:
         self._order("stop")
 
     def resume(self, pids: Collection[int]) -> None:
-        """Let processes go on, children before their parents, so that no shell finds a child of its own stopped."""
+        """Continue processes, children before their parents, so that no shell finds a child stopped."""
         self._order(" ".join(map(str, sorted(pids, reverse=True))))
 
     def close(self) -> None:
@@ -65,8 +65,8 @@ class Frozen:
 
 
 def _serve(orders: socket.socket, inner: int) -> NoReturn:
-    """In a forked child: put a child of one's own into the name space of `inner`, which does as it is told. It goes
-    when this process is killed."""
+    """In a forked child: start another child inside the name space of `inner`, which obeys the orders. It dies with
+    this process."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -51,7 +51,7 @@ def look(proc: ProcFolder, pids: Callable[[], Collection[int]], guess: int = 0) 
 
     Args:
       pids: who is there now.
-      guess: count what is slow to count and can only be guessed, too, up to so many bytes.
+      guess: count what is slow to count and can only be guessed, too, up to this many bytes.
     """
     found: dict[int, Used] = {}
     for _ in range(ROUNDS):
@@ -68,8 +68,9 @@ def look(proc: ProcFolder, pids: Callable[[], Collection[int]], guess: int = 0) 
 
 
 def used_by(proc: ProcFolder, pid: int, family: int, guess: int) -> Used | None:
-    """What one process of a `family` of so many uses up; None when it is gone. A process whose first thread has ended
-    lives on in the others, and is read through one of those: under its own number it would seem to hold nothing."""
+    """What one process uses up; None when it is gone. A process whose first thread has ended still runs in the others,
+    and is read through one of those: under its own number it would seem to hold nothing. family: how many processes
+    the sandbox has."""
     path = str(pid)
     stat = procfs.stat_of(proc, path)
     if stat and stat.state == "Z" and stat.threads > 1:

@@ -59,7 +59,7 @@ def mount_tree(base: str, tree: dict[str, Any], uid: int) -> None:
 
 
 def mount_ptys(folder: str) -> None:
-    """Mount pseudo-terminals of one's own, so many and no more, on `folder`."""
+    """Mount a separate set of pseudo-terminals, at most `MAX_PTYS`, on `folder`."""
     mount("devpts", folder, "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=620,max={MAX_PTYS}")
 
 

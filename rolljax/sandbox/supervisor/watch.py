@@ -9,7 +9,7 @@ from rolljax.sandbox.supervisor.look import Look, look, proportional
 from rolljax.sandbox.supervisor.procfs import ProcFolder
 
 FROZEN_LOOKS = 20
-"""After so many looks at stopped processes of which none saw all of them, they are hiding."""
+"""Most looks at stopped processes. When none of them sees all processes, the processes hide."""
 
 
 class SandboxWatch:
@@ -72,7 +72,8 @@ class SandboxWatch:
         return pss + kernel if whole or not self.inner else -1
 
     def frozen(self, before: Look, guess: int) -> tuple[Look, int]:
-        """A look at stopped processes, and the bytes that they hold; -1: they hide. They go on when they may."""
+        """A look at stopped processes, and the bytes that they hold; -1: they hide. They continue where that is within
+        the limit."""
         stopped = {pid for pid, used in before.processes.items() if used.state == "T"}
         freezer = Frozen(self.inner)
         try:
