@@ -31,7 +31,8 @@ class Frozen:
     def __init__(self, inner: int) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.settimeout(ANSWER_S)
-        with theirs:
+        self._helper = -1
+        with theirs, contextlib.suppress(OSError):  # without a child of ours nothing is stopped
             self._helper = os.fork()
             if self._helper == 0:
                 _serve(theirs, inner)
@@ -42,14 +43,16 @@ class Frozen:
         """Stop every process."""
         self._order("stop")
 
-    def resume(self, pids: Collection[int]) -> None:
-        """Continue processes, children before their parents, so that no shell finds a child stopped."""
-        self._order(" ".join(map(str, sorted(pids, reverse=True))))
+    def resume(self, pids: Collection[int] = ()) -> None:
+        """Continue processes, children before their parents, so that no shell finds a child stopped; without any, all
+        processes."""
+        self._order(" ".join(map(str, sorted(pids, reverse=True))) or "-1")
 
     def close(self) -> None:
         """Take our process out of the name space."""
-        kill(self._helper)
-        os.waitpid(self._helper, 0)
+        if self._helper > 0:
+            kill(self._helper)
+            os.waitpid(self._helper, 0)
         self._ours.close()
 
     def _order(self, text: str) -> None:
@@ -60,7 +63,8 @@ class Frozen:
     def _answer(self) -> bytes:
         try:
             return self._ours.recv(64)
-        except OSError:
+        except OSError:  # it was stopped or killed, by the sandbox of an ordinary user: it is not asked again
+            self._ours.close()
             return b""
 
 

@@ -353,6 +353,8 @@ class Supervisor:
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(int(sys.argv[1]), False)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some descriptors for each sandbox
     supervisor = Supervisor(socket.socket(fileno=int(sys.argv[1])))
     try:
         supervisor.run()

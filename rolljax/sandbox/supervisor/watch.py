@@ -8,8 +8,8 @@ from rolljax.sandbox.supervisor.freeze import Frozen
 from rolljax.sandbox.supervisor.look import Look, look, proportional
 from rolljax.sandbox.supervisor.procfs import ProcFolder
 
-FROZEN_LOOKS = 20
-"""Most looks at stopped processes. When none of them sees all processes, the processes hide."""
+FROZEN_LOOKS, HIDDEN = 20, 3
+"""Looks at stopped processes; and how often in a row none of those may see all processes. Then the processes hide."""
 
 
 class SandboxWatch:
@@ -29,6 +29,7 @@ class SandboxWatch:
         self.proc = ProcFolder(folder_of(inner) if inner else "/proc")
         self.before = Look({}, True)
         self.ticks = 0
+        self.hidden = 0
         self.close_to_limit = False
 
     def close(self) -> None:
@@ -43,8 +44,9 @@ class SandboxWatch:
         if held < 0:
             seen, held = self.frozen(seen, guess)
         self.add_ticks(seen)
-        self.close_to_limit = 2 * held > self.memory
-        if not 0 <= held <= self.memory:
+        self.hidden = self.hidden + 1 if held < 0 else 0
+        self.close_to_limit = self.hidden > 0 or 2 * held > self.memory
+        if held > self.memory or self.hidden == HIDDEN:
             return "memory"
         return "cpu" if self.ticks > self.cpu_s * procfs.TICKS_PER_S else ""
 
@@ -85,6 +87,7 @@ class SandboxWatch:
                     freezer.resume(seen.processes.keys() - stopped)
                 if held >= 0:
                     return seen, held
+            freezer.resume()
             return seen, -1
         finally:
             freezer.close()
