@@ -8,7 +8,7 @@ from rolljax.sandbox.supervisor.freeze import Frozen
 from rolljax.sandbox.supervisor.look import Look, look, proportional
 from rolljax.sandbox.supervisor.procfs import ProcFolder
 
-FROZEN_LOOKS, HIDDEN = 20, 3
+FROZEN_LOOKS, HIDDEN = 6, 3
 """Looks at stopped processes; and how often in a row none of those may see all processes. Then the processes hide."""
 
 
