@@ -184,6 +184,14 @@ def _notes(host: SandboxHost) -> list[Finding]:
             "" if modes["own_net"] else "run the host as root, with a writable /proc/sys",
         )
     )
+    rows.append(
+        Finding(
+            "pseudo-terminals are limited",
+            True if modes["ptys"] else None,
+            "" if modes["ptys"] else "there are none",
+            "" if modes["ptys"] else "run the host as root, or allow user name spaces to Python",
+        )
+    )
     writable = host.run(["sh", "-c", "mkdir /probe && echo yes"], profile=TERMINAL).text == "yes\n"
     rows.append(Finding("writable root (terminal profile)", True if writable else None, "yes" if writable else "no"))
     return rows

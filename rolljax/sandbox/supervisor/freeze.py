@@ -41,12 +41,14 @@ class Frozen:
 
     def stop(self) -> None:
         """Stop every process."""
-        self._order("stop")
+        self._signal(signal.SIGSTOP, [-1])
 
-    def resume(self, pids: Collection[int] = ()) -> None:
-        """Continue processes, children before their parents, so that no shell finds a child stopped; without any, all
-        processes."""
-        self._order(" ".join(map(str, sorted(pids, reverse=True))) or "-1")
+    def resume(self, pids: Collection[int], stopped: Collection[int]) -> bool:
+        """Continue processes, children before their parents, so that no shell finds a child stopped, and then all: a
+        fork that was under way has a child by now, which was born stopped. `stopped`: those that stay as they were.
+        Returns whether that was done."""
+        self._signal(signal.SIGCONT, [*sorted(pids, reverse=True), -1])
+        return self._signal(signal.SIGSTOP, stopped)
 
     def close(self) -> None:
         """Take our process out of the name space."""
@@ -55,10 +57,10 @@ class Frozen:
             os.waitpid(self._helper, 0)
         self._ours.close()
 
-    def _order(self, text: str) -> None:
+    def _signal(self, number: signal.Signals, pids: Collection[int]) -> bool:
         with contextlib.suppress(OSError):
-            self._ours.send(text.encode())
-        self._answer()
+            self._ours.send(" ".join(map(str, [int(number), *pids])).encode())
+        return bool(self._answer())
 
     def _answer(self) -> bytes:
         try:
@@ -96,12 +98,9 @@ def _serve(orders: socket.socket, inner: int) -> NoReturn:
 
 def _obey(orders: socket.socket) -> None:
     orders.send(str(os.getpid()).encode())
-    while order := orders.recv(1 << 16).decode():
-        with contextlib.suppress(ProcessLookupError):
-            if order == "stop":
-                os.kill(-1, signal.SIGSTOP)
-            else:
-                for pid in order.split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGCONT)
+    while order := orders.recv(1 << 16):
+        number, *pids = map(int, order.split())
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
         orders.send(b".")

@@ -30,6 +30,8 @@ class SandboxWatch:
         self.before = Look({}, True)
         self.ticks = 0
         self.hidden = 0
+        self.stopped: set[int] | None = None
+        """Processes that were stopped by their own, while the others wait to be continued."""
         self.close_to_limit = False
 
     def close(self) -> None:
@@ -41,7 +43,7 @@ class SandboxWatch:
         guess = min(grown, self.memory + 1)
         seen = look(self.proc, self.pids, guess)
         held = self.held(seen)
-        if held < 0:
+        if held < 0 or self.stopped is not None:
             seen, held = self.frozen(seen, guess)
         self.add_ticks(seen)
         self.hidden = self.hidden + 1 if held < 0 else 0
@@ -76,19 +78,19 @@ class SandboxWatch:
     def frozen(self, before: Look, guess: int) -> tuple[Look, int]:
         """A look at stopped processes, and the bytes that they hold; -1: they hide. They continue where that is within
         the limit."""
-        stopped = {pid for pid, used in before.processes.items() if used.state == "T"}
+        if self.stopped is None:
+            self.stopped = {pid for pid, used in before.processes.items() if used.state == "T"}
         freezer = Frozen(self.inner)
         try:
             for _ in range(FROZEN_LOOKS):
                 freezer.stop()
                 seen = look(self.proc, lambda: set(self.pids()) - {freezer.pid}, guess)
                 held = self.held(seen)
-                if 0 <= held <= self.memory:
-                    freezer.resume(seen.processes.keys() - stopped)
                 if held >= 0:
-                    return seen, held
-            freezer.resume()
-            return seen, -1
+                    break
+            if held <= self.memory and freezer.resume(seen.processes.keys() - self.stopped, self.stopped):
+                self.stopped = None
+            return seen, held
         finally:
             freezer.close()
 
