@@ -197,7 +197,7 @@ class Calls:
 
         Args:
           what: all that the answer depends on, in addition to the identity. ask: asks, and returns what is kept, as
-            JSON; it is given the number of the attempt. read: makes the verdict of what is kept, or raises `Unreadable`.
+            JSON; it is given the number of the attempt. read: makes the verdict of it, or raises `Unreadable`.
 
         Raises:
           InfraError: there is no answer. EnvError: whatever is asked is broken; `ask` or `read` raised it.
