@@ -10,8 +10,11 @@ from rolljax.envs.pool import EnvPool, PoolConfig, open_pool
 from rolljax.errors import ConfigError, EnvError
 from rolljax.rewards.base import Surroundings
 from rolljax.rewards.function import Function
+from rolljax.train import main as train
 from tests.faulty import FaultyProcess, play_again
 from tests.synthetic_rewards import ends, half, hangs, said, scored
+
+from .conftest import arguments, rows
 
 TASKS = 12
 
@@ -156,3 +159,22 @@ def test_domains_on_a_cluster_have_a_share_each(ray_cluster):
     asyncio.run(asyncio.wait_for(every(), 240))
     assert len(first) == 5 and [held(each) for each in pool._pools.values()] == [[0.0]] * 5
     pool.close()
+
+
+@pytest.mark.slow
+def test_a_run_with_environments_and_rewards_on_ray(ray_address, tmp_path):
+    """A recipe, from the first check to its end: both pools of the check and of the run, on a connection of their own."""
+    import ray
+
+    settings = {
+        "PoolConfig.where": "'ray'",
+        "PoolConfig.ray_address": f"'{ray_address}'",
+        "Recipe.reward": "@rolljax.rewards.function.Function()",
+        "Function.fn": "@tests.synthetic_rewards.half",
+        "Function.where": "'ray'",
+    }
+    argv = arguments(tmp_path / "run", warm_start__Phase_dot_steps=1, rl__Phase_dot_steps=2)
+    assert train([*argv, *(a for name, value in settings.items() for a in ("--set", f"{name} = {value}"))]) == 0
+    row = rows(tmp_path / "run")[-1]
+    assert row["rewards/part/half"] == 0.5
+    assert row["rewards/lost_n"] == row["faults/infra_n"] == 0 and not ray.is_initialized()
