@@ -222,8 +222,9 @@ def test_a_package_holds_the_rows_of_metrics_jsonl(folder, tmp_path, name, monke
 
 
 @pytest.mark.slow
-def test_every_package_holds_a_real_run(tmp_path, start):
+def test_every_package_holds_a_real_run(tmp_path, start, monkeypatch):
     """Its settings and its rows; and nothing is lost on the way."""
+    monkeypatch.chdir(tmp_path)  # MLflow and Aim write to the working directory
     here = [name for name in PACKAGES if importlib.util.find_spec(name)]
     configs = {type(c).__name__: dataclasses.asdict(c) for c in (PACKAGES[name][0](tmp_path) for name in here)}
     argv = arguments(tmp_path / "lake", warm_start__Phase_dot_steps=2, rl__Phase_dot_steps=3)
