@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import logging
 import os
 import platform
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
+from rolljax.run import streams
 
 if TYPE_CHECKING:
     from rolljax.config.loader import Loaded
@@ -119,24 +123,65 @@ def load_recipe(files: list[str], settings: list[str]) -> Loaded[Recipe]:
     return loader.load(files, settings, root=Recipe)
 
 
-def run_verb(main: Callable[[], int], loaded: Callable[[], Loaded[Any] | None] = lambda: None) -> int:
+class Terminated(BaseException):
+    """SIGTERM arrived where nothing else handles it."""
+
+
+@contextlib.contextmanager
+def _raising_on_sigterm() -> Iterator[None]:
+    """While inside: the first SIGTERM raises `Terminated` in the main thread, so that what is open is closed; the next
+    one ends the process."""
+
+    def handle(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def run_verb(
+    main: Callable[[], int],
+    loaded: Callable[[], Loaded[Any] | None] = lambda: None,
+    *,
+    at_sigterm: tuple[int, str] | None = None,
+) -> int:
     """Run a verb and turn deliberate errors into their exit code and a message without traceback.
+
+    A console that cannot be written is ignored. Results that cannot be written are an error, but for a pipe whose
+    reader has ended: that is code 1 without a message.
 
     Args:
       loaded: the config, once there is one: it knows the file and line of a setting.
+      at_sigterm: exit code and message after a SIGTERM that `main` does not handle itself; None: the process ends as by
+        default.
     """
     from rolljax.errors import ConfigError
     from rolljax.run.terminal import visible
 
-    try:
-        return main()
-    except ConfigError as e:
-        config = loaded()
-        error: RolljaxError = config.locate(e) if config is not None else e
-    except RolljaxError as e:
-        error = e
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    print(visible(f"{error.owner} error: {error}"), file=sys.stderr)
-    return error.exit_code
+    is_main = threading.current_thread() is threading.main_thread()
+    with streams.safe():
+        try:
+            with _raising_on_sigterm() if at_sigterm and is_main else contextlib.nullcontext():
+                code = main()
+            sys.stdout.flush()
+            return code
+        except ConfigError as e:
+            config = loaded()
+            error: RolljaxError = config.locate(e) if config is not None else e
+        except RolljaxError as e:
+            error = e
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        except Terminated:
+            assert at_sigterm is not None
+            print(at_sigterm[1], file=sys.stderr)
+            return at_sigterm[0]
+        except streams.ReaderGone:
+            return 1
+        print(visible(f"{error.owner} error: {error}"), file=sys.stderr)
+        return error.exit_code

@@ -70,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
 
     code = 1
     try:
-        code = cli.run_verb(run, lambda: config[0] if config else None)
+        told = "stopped by SIGTERM; the same command goes on from the last checkpoint, or begins the run"
+        code = cli.run_verb(run, lambda: config[0] if config else None, at_sigterm=(EXIT_PREEMPTED, told))
     finally:
         for team in joined:
             team.end(code)

@@ -1,21 +1,28 @@
-"""A console whose reader may go, and on it how far something is: a bar on a terminal, else a line now and then."""
+"""Progress output that never ends the work it tells of: a progress bar on a terminal, occasional lines otherwise."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 from rich.console import Console
+
+from rolljax.run.streams import Unfailing
 
 LINE_EVERY_S = 5.0
 
 
 class Lines(Console):
-    """A console that falls silent when nobody reads its pipe any more (rich's own would end the process)."""
+    """A console that drops what it cannot write (rich's own would end the process)."""
 
-    def on_broken_pipe(self) -> None:
-        """Say nothing from here on."""
-        self.quiet = True
+    @property
+    def file(self) -> IO[str]:
+        """Where it writes: standard error as it is now, unless a file was given."""
+        return cast("IO[str]", Unfailing(super().file))
+
+    @file.setter
+    def file(self, new: IO[str]) -> None:
+        self._file = new
 
 
 class ProgressLines:
