@@ -8,6 +8,7 @@ caller would expect (`ValueError`, `RuntimeError`), so plain `except ValueError`
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 
 
@@ -16,6 +17,15 @@ class RolljaxError(Exception):
 
     owner = "rolljax"
     exit_code = 1
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook (IPython) shows of the error: the line that called rolljax, and the message."""
+        calls, where = traceback.extract_tb(self.__traceback__), []
+        for (frame, _), call in zip(traceback.walk_tb(self.__traceback__), calls, strict=True):
+            if str(frame.f_globals.get("__name__", "")).startswith("rolljax."):
+                break
+            where = [f"line {call.lineno}: {call.line}"]
+        return [*where, f"{type(self).__name__}: {self}"]
 
 
 class ConfigError(RolljaxError, ValueError):

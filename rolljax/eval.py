@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from rolljax.run.checkpoint import Step
 
 KEY = "OPENAI_API_KEY"
+SHOWN = 3
+"""Settings that one notice names."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -121,8 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         recipe = None
         if args.run or args.gin:
-            config.append(read_config(args))
-            recipe = config[0].value
+            recipe = read_recipe(args, config)
         found = evaluate(
             run=args.run,
             model=args.model,
@@ -186,13 +187,65 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ConfigError("can have no effect here", setting=name, remedy="leave it out")
 
 
-def read_config(args: argparse.Namespace) -> Loaded[Recipe]:
-    """The recipe of a run, or the one given with `--gin`, around a model folder if there is one."""
+def read_recipe(args: argparse.Namespace, config: list[Loaded[Recipe]]) -> Recipe:
+    """The recipe of a run, or the one given with `--gin`, around a model folder if there is one. Where `--env` says the
+    tasks, what a run's policy needs is enough.
+
+    Args:
+      config: takes what was loaded, which knows the file and line of a setting.
+    """
     from rolljax.run.folder import stored_config
 
+    if args.run and not (args.gin or args.set):
+        return recipe_of_run(args.run, config, others=bool(args.env))
     if args.run:
-        return cli.load_recipe([stored_config(args.run), *args.gin], args.set)
-    return cli.load_recipe(args.gin, [*args.set, *([f"Recipe.model = {args.model!r}"] if args.model else [])])
+        config.append(cli.load_recipe([stored_config(args.run), *args.gin], args.set))
+    else:
+        around = [f"Recipe.model = {args.model!r}"] if args.model else []
+        config.append(cli.load_recipe(args.gin, [*args.set, *around]))
+    return config[0].value
+
+
+def recipe_of_run(run: str | Path, config: list[Loaded[Recipe]] | None = None, *, others: bool = False) -> Recipe:
+    """The recipe of a run, from its folder.
+
+    Args:
+      config: see `read_recipe`. others: tasks of other environments are asked: where the run's own is not here, its
+        policy's settings will do.
+    """
+    from rolljax.run.folder import stored_config
+    from rolljax.run.policy import policy_recipe
+
+    try:
+        loaded = cli.load_recipe([stored_config(run)], [])
+    except ConfigError as e:
+        if others:
+            return policy_recipe(run)
+        e.remedy = "; ".join(filter(None, (e.remedy, "or ask tasks that are here: --env NAME (envs=[...])")))
+        raise
+    if config is not None:
+        config.append(loaded)
+    return loaded.value
+
+
+def own_settings(run: str | Path, spec: EnvSpec) -> str:
+    """A notice that an environment named for an evaluation has other settings than the run's of the same class; empty
+    if that is not so."""
+    from rolljax.config import check
+    from rolljax.run.folder import RunFolder
+
+    resolved, cls = RunFolder(run).resolved(), check.full_name(type(spec))
+    places = [p.removesuffix(".__class__") for p, name in resolved.items() if p.startswith("env") and name == cls]
+    here = {path.removeprefix("env."): value for path, value in check.flatten(spec, "env").items()}
+    told = []
+    for place in places:
+        there = {p.removeprefix(f"{place}."): v for p, v in resolved.items() if p.startswith(f"{place}.")}
+        differ = [n for n in here if n in there and there[n] != json.loads(json.dumps(here[n]))]
+        if not differ:
+            return ""
+        told.append(", ".join(f"{n} is {here[n]!r:.60} here, {there[n]!r:.60} in the run" for n in differ[:SHOWN]))
+    what = f"notice: --env {spec.name} has settings of its own, not the run's"
+    return f"{what}: {told[0]}. Without --env the run's own held-out tasks are asked" if told else ""
 
 
 def evaluate(
@@ -237,12 +290,11 @@ def evaluate(
     from rolljax.evaluation import run as evaluation
     from rolljax.evaluation.progress import Progress
     from rolljax.evaluation.settings import Attempts
-    from rolljax.run.folder import stored_config
 
     if sum(x is not None for x in (run, model, endpoint)) != 1:
         raise ConfigError("is needed, and only one", setting="run, model or endpoint")
     if recipe is None and run is not None:
-        recipe = cli.load_recipe([stored_config(run)], []).value
+        recipe = recipe_of_run(run, others=bool(envs))
     said = {"num_tasks": tasks, "held_out_frac": held_out_frac, "max_answer_tok": max_answer_tok}
     benchmarks = benchmarks_of(recipe, envs, {name: value for name, value in said.items() if value is not None})
     if attempts is None:
@@ -255,6 +307,9 @@ def evaluate(
         stack.enter_context(opened)
         progress = None if quiet else stack.enter_context(Progress(opened.name))
         show, warn = (progress.show, progress.say) if progress else (lambda _: None, lambda _: None)
+        for env in (b.env for b in benchmarks if run is not None and envs):
+            if notice := own_settings(str(run), env):
+                warn(notice)
         return evaluation.evaluate(
             opened, benchmarks, attempts, to=to, fresh=fresh, show=show, warn=warn, should_stop=should_stop
         )
@@ -268,7 +323,7 @@ def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
     from rolljax.evaluation.judged.run import benchmark_of
     from rolljax.evaluation.judged.run import evaluate_judged as run_judged
     from rolljax.evaluation.progress import Progress
-    from rolljax.run.folder import stored_config
+    from rolljax.run.policy import policy_recipe
 
     name = args.benchmark if args.benchmark.endswith(".gin") else f"judged/{args.benchmark}"
     items = [] if args.items is None else [f"items = {args.items!r}"]
@@ -280,7 +335,7 @@ def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
     if args.endpoint:
         opened = open_endpoint(read_endpoint(args) or args.endpoint, os.environ.get(args.api_key_env, ""))
     else:
-        recipe = None if args.run is None else cli.load_recipe([stored_config(args.run)], []).value
+        recipe = None if args.run is None else policy_recipe(args.run)
         tasks = [benchmark_of(cfg, cfg.benchmark.items())]
         step = cli.read_step(args.step)
         limits = (args.max_context, args.dtype, args.chat_template)

@@ -99,7 +99,8 @@ def export(
       step: of a kept checkpoint, or `best`; None: the newest. average: steps whose weights are averaged instead: the
         mean is taken in float64 and rounded to float32 once.
       adapter: write a run's adapters alone, for PEFT. dtype: of the weights that are written (None: float32).
-      max_shard_gb: 10^9 bytes of a file of weights, at most. recipe: of the run; None: as its folder has it.
+      max_shard_gb: 10^9 bytes of a file of weights, at most. recipe: of the run; None: what its folder says of the
+        policy, which needs neither its environment nor its reward.
 
     Raises:
       ConfigError: arguments that do not go together, a step that is not kept. CheckpointError: a source that cannot be
@@ -167,12 +168,12 @@ def export_run(
 ) -> None:
     """Write the policy of a run, with its card."""
     from rolljax.model import hf
-    from rolljax.run.folder import stored_config
     from rolljax.run.initial_weights import plain_params
+    from rolljax.run.policy import policy_recipe
     from rolljax.run.preflight import load_chat, resolve
     from rolljax.run.trained import averaged_params, trained_checkpoint
 
-    resolved = resolve(recipe or cli.load_recipe([stored_config(run)], []).value)
+    resolved = resolve(recipe or policy_recipe(run))
     base = resolved.recipe.model
     if adapter:
         write_adapter(to, run, resolved, step, average)

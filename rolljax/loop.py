@@ -47,6 +47,7 @@ from rolljax.run.runtime import Runtime
 from rolljax.run.step_metrics import (
     StepTimer,
     domains_row,
+    env_row,
     groups_row,
     heldout_row,
     sampler_row,
@@ -176,6 +177,8 @@ async def train_step(
     ended, logged = rollouts.end_step(groups)
     row |= domains_row(groups.trained, groups.all, recipe.env)
     row |= ended | groups_row(len(groups.trained), len(kept), trained.num_trained)
+    if groups.logged is None:
+        row |= env_row(groups.all)
     is_sampled = phase.samples and groups.logged is None
     if is_sampled:
         row |= runtime.reward_row(groups.all)

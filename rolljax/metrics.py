@@ -220,6 +220,9 @@ NAMES: Mapping[str, Metric] = {
     "time/prefill_s": Metric("s", "sum", 0, INF, "of the rollout: prefills"),
     "time/decode_s": Metric("s", "sum", 0, INF, "of the rollout: decode steps"),
     "time/schedule_s": Metric("s", "sum", 0, INF, "of the rollout: the scheduler on the host"),
+    "time/env_s": Metric(
+        "s", "max", 0, INF, "in calls of the environment (an agent program), of the episode that had most of it"
+    ),
     "trackers/lost_n": Metric(
         "rows", "sum", 0, INF, "rows, texts and figures that a tracker refused, or that did not reach it in time"
     ),

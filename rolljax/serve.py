@@ -176,13 +176,14 @@ def allow_open_files(wanted: int) -> None:
 def load(args: argparse.Namespace, recipe: Recipe | None = None) -> tuple[Engine, Params, int, ServedModel]:
     """The engine, its weights and their policy version, and what requests are checked against.
 
-    recipe: of the run (default: as its folder has it).
+    recipe: of the run (default: what its folder says of the policy).
     """
     import jax
 
     from rolljax.model import hf
     from rolljax.model.decoder import DecoderConfig, Dtype, Model
     from rolljax.model.tokenizer import Chat, load_tokenizer
+    from rolljax.run.policy import policy_recipe
     from rolljax.run.preflight import ResolvedRecipe, micro_tok, recipe_chat
     from rolljax.run.trained import trained_params
     from rolljax.sampler.engine import Engine
@@ -195,7 +196,7 @@ def load(args: argparse.Namespace, recipe: Recipe | None = None) -> tuple[Engine
     sizes, lora = SamplerConfig(), None
     dtype: Dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if args.run:
-        recipe = recipe or cli.load_recipe([str(Path(args.run) / "config.gin")], []).value
+        recipe = recipe or policy_recipe(args.run)
         source, sizes, dtype = recipe.model, recipe.sampler, args.dtype or recipe.dtype
         lora = recipe.lora
     cfg = source if isinstance(source, DecoderConfig) else hf.read_config(source)

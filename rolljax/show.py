@@ -34,6 +34,8 @@ CURVES = (
 WIDTH, SPARK = 120, 40
 """Of the page where there is no terminal, and of a curve."""
 TASK_CHARS = 60
+LIMIT = 3
+"""Trajectories that are shown unless `--limit` says otherwise."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -45,7 +47,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     which.add_argument("--best", action="store_true", help="trajectories of the step with the highest reward")
     which.add_argument("--worst", action="store_true", help="with the lowest")
     which.add_argument("--failed", action="store_true", help="lost to a failure, with whose it was")
-    parser.add_argument("--limit", type=int, default=3, metavar="N", help="so many of them (default: %(default)s)")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help=f"so many of them (default: {LIMIT}), or of the groups of --step (all)"
+    )
     parser.add_argument("--compare", metavar="RUN2", help="another run, beside this one")
     parser.add_argument("--metric", action="append", metavar="NAME", help="a curve to show; repeatable")
     parser.add_argument("--no_color", action="store_true", help="no colours (also: the variable NO_COLOR)")
@@ -62,18 +66,30 @@ def main(argv: list[str] | None = None) -> int:
         page = Console(markup=False, highlight=False, emoji=False, no_color=True if args.no_color else None)
         if not page.is_terminal:
             page = Console(markup=False, highlight=False, emoji=False, width=WIDTH)
+        check_arguments(args)
         folder = open_run(args.run)
         if args.compare:
             compare(page, folder, open_run(args.compare), args.metric or CURVES)
         elif args.best or args.worst or args.failed:
             show_trajectories(page, folder, args)
         elif args.step is not None:
-            show_step(page, folder, args.step)
+            show_step(page, folder, args.step, args.limit)
         else:
             show_run(page, folder, args.metric or CURVES)
         return 0
 
     return cli.run_verb(run)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for a limit that cannot be used, or that limits nothing."""
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError("must be at least 1", setting="--limit", value=args.limit)
+    if args.limit is not None and (
+        args.compare or not (args.best or args.worst or args.failed or args.step is not None)
+    ):
+        remedy = "add --best, --worst, --failed or --step N"
+        raise ConfigError("limits nothing here", setting="--limit", value=args.limit, remedy=remedy)
 
 
 def open_run(path: str) -> RunFolder:
@@ -163,8 +179,8 @@ def curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[
 # ---- a step
 
 
-def show_step(page: Console, folder: RunFolder, step: int) -> None:
-    """The groups of a step, those whose rewards differ most first."""
+def show_step(page: Console, folder: RunFolder, step: int, limit: int | None = None) -> None:
+    """The groups of a step, those whose rewards differ most first. limit: so many of them; None: all."""
     from rolljax.run.console import step_line
 
     trajectories = read_step(folder, step)
@@ -177,7 +193,8 @@ def show_step(page: Console, folder: RunFolder, step: int) -> None:
     for t in trajectories:
         groups.setdefault((t.key.stream, t.key.draw), []).append(t)
     table = make_table("draw", "task", "rewards", "mean", "spread", "tokens", "not ok")
-    for (_, draw), group in sorted(groups.items(), key=lambda item: -spread(item[1])):
+    ordered = sorted(groups.items(), key=lambda item: -spread(item[1]))[:limit]
+    for (_, draw), group in ordered:
         rewards = [t.reward for t in group]
         told = " ".join(f"{r:.3g}" for r in rewards)
         tokens = sum(t.num_sampled_tok for t in group) / len(group)
@@ -185,9 +202,8 @@ def show_step(page: Console, folder: RunFolder, step: int) -> None:
         table.add_row(*cells(str(draw), short(group[0].task.content), told, f"{mean:.3f}", f"{spread(group):.3f}",
                              f"{tokens:.1f}", str(wrong or "")))  # fmt: skip
     page.print(table)
-    page.print(
-        f"{len(groups)} groups, {len(trajectories)} trajectories; --best, --worst and --failed show some in full"
-    )
+    shown = f"{len(ordered)} of {len(groups)}" if len(ordered) < len(groups) else f"{len(groups)}"
+    page.print(f"{shown} groups, {len(trajectories)} trajectories; --best, --worst and --failed show some in full")
 
 
 def spread(group: Sequence[Trajectory]) -> float:
@@ -223,9 +239,10 @@ def show_trajectories(page: Console, folder: RunFolder, args: argparse.Namespace
     failed = [t for t in every if t.status == "failed"]
     alive = sorted((t for t in every if t.status != "failed"), key=lambda t: t.reward, reverse=args.best)
     found = failed if args.failed else alive
-    page.print(f"step {step}: {len(found[: args.limit])} of {len(found)} {'failed' if args.failed else 'trajectories'}")
+    shown = found[: args.limit or LIMIT]
+    page.print(f"step {step}: {len(shown)} of {len(found)} {'failed' if args.failed else 'trajectories'}")
     decode = decoder(folder)
-    for t in found[: args.limit]:
+    for t in shown:
         show_trajectory(page, t, decode)
 
 

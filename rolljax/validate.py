@@ -150,10 +150,27 @@ def findings(name: str, rows: Iterable[CheckRow]) -> Iterator[CheckRow]:
 
 def check(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
     """Every check, whatever becomes of the others."""
-    from rolljax.envs.checks import CHECKS
+    from rolljax.envs.checks import CHECKS, NEED_GOLD
 
+    lacks = without_gold(spec)
     for name, run in CHECKS.items():
-        yield from findings(name, checked(name, functools.partial(run, spec), num_tasks, budget))
+        if lacks and name in NEED_GOLD:
+            yield name, "", lacks
+        else:
+            yield from findings(name, checked(name, functools.partial(run, spec), num_tasks, budget))
+
+
+def without_gold(spec: EnvSpec) -> str:
+    """What stands for the result of a check that needs reference answers; empty if there are any. An environment that
+    fails here is left to the checks."""
+    from rolljax.envs import checks
+    from rolljax.errors import EnvError, RolljaxError, boundary
+
+    try:
+        with boundary(EnvError, "raised"):
+            return f"not tried: {why}" if (why := checks.lacks_gold(spec)) else ""
+    except RolljaxError:
+        return ""
 
 
 def checked(name: str, run: Callable[[int], str], num_tasks: int, budget: Budget) -> Iterator[CheckRow]:
@@ -187,8 +204,14 @@ def measure(spec: EnvSpec, num_tasks: int, budget: Budget) -> Iterator[CheckRow]
     """Players that know nothing, and speed."""
     from rolljax.envs import checks
 
-    player, how = checks.random_player(spec)
-    for name, act in ((how, player), ("empty answers", checks.always(""))):
+    players = {"empty answers": checks.always("")}
+    if (lacks := without_gold(spec)) and not isinstance(spec.make(), checks.HasRandomAction):
+        player = checks.always(checks.NONSENSE)
+        yield "gold answers of other tasks", "", lacks
+    else:
+        player, how = checks.random_player(spec)
+        players = {how: player} | players
+    for name, act in players.items():
         solved, note = budget.spend(functools.partial(solved_frac, spec, act), num_tasks)
         yield name, "warn" if solved > MUCH else "", f"solve {solved:.1%} of the tasks{note}"
     speed, note = budget.spend(functools.partial(steps_per_s, spec, player), num_tasks)

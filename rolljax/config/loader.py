@@ -29,7 +29,7 @@ from rolljax.config.classes import default, fields, is_config
 from rolljax.config.files import find_config
 from rolljax.config.source import Binding, Source
 from rolljax.config.values import Macro, Ref, leaves, map_leaves
-from rolljax.errors import ConfigError, boundary
+from rolljax.errors import ConfigError, RolljaxError, boundary
 
 T = TypeVar("T")
 ABSENT = "(absent)"
@@ -148,7 +148,7 @@ class _Build:
         self.used: set[Binding] = set()  # those it took,
         self.shadows: dict[Binding, list[Binding]] = {}  # and the narrower ones it took instead
         self.scopes: dict[type, set[str]] = {}  # class -> scopes it was built in
-        self.error: ConfigError | None = None
+        self.error: RolljaxError | None = None  # what `make` raised first
 
     def run(self) -> Any:
         """Build the root. gin is empty before and after."""
@@ -168,7 +168,7 @@ class _Build:
         except RecursionError:
             circle = "macros or @references refer to one another in a circle"
             raise ConfigError(circle, where=self.last_file, remedy="break the circle") from None
-        except ConfigError:  # gin raises a decorated copy of what `make` raised
+        except RolljaxError:  # gin raises a copy of what `make` raised, with lines of its own behind the message
             if self.error is None:
                 raise
             raise self.error from self.error.__cause__
@@ -188,6 +188,9 @@ class _Build:
         except ConfigError as e:
             origin = self.where(e.setting, scopes) or self.where(f"{cls.__name__}.{e.setting}", scopes)
             self.error = self.error or e.located_at(origin or self._asked_for(cls, "/".join(scopes)))
+            raise
+        except RolljaxError as e:  # what the class says of its data
+            self.error = self.error or e
             raise
 
     def _value(self, cls: type, name: str, bound: dict[str, Any], base: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 
 from rolljax.envs import constants
 from rolljax.envs.base import NUM_INDICES, Env, EnvSpec, StepResult
-from rolljax.errors import EnvError
+from rolljax.errors import EnvError, InfraError
 from rolljax.types import Message, Task
 
 MAX_STEPS = 1000
@@ -61,6 +61,25 @@ class Transcript:
 def gold(env: Env, turn: int) -> str:
     """The scripted player."""
     return env.gold()
+
+
+def lacks_gold(spec: EnvSpec) -> str:
+    """Return why an environment has no reference answers, in its own words; empty if it has.
+
+    Raises:
+      InfraError: the machine fails, not the environment.
+    """
+    env = spec.make()
+    try:
+        env.reset(spec.task(0))
+        env.gold()
+        return ""
+    except InfraError:
+        raise
+    except EnvError as e:
+        return str(e)
+    finally:
+        env.close()
 
 
 def always(action: str) -> Act:
@@ -379,6 +398,8 @@ CHECKS: Mapping[str, Callable[[EnvSpec, int], str]] = {
     "snapshots": snapshots_continue,
 }
 """The checks by name; each takes an environment and how many of its tasks to play."""
+NEED_GOLD = frozenset(CHECKS) - {"tasks are their index"}
+"""Checks whose player gives the reference answers."""
 
 
 def _in_time(spec: EnvSpec, e: Transcript) -> None:

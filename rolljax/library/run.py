@@ -74,6 +74,11 @@ class Run:
         return loader.load([stored_config(self.path)], settings, root=Recipe)
 
     @property
+    def given_recipe(self) -> Recipe | None:
+        """The recipe that this process trained the run by; None of a run that was only found in its folder."""
+        return self._config.value if self._config is not None else None
+
+    @property
     def summary(self) -> dict[str, Any]:
         """What summary.json says: held-out rewards, steps, seconds, why it stopped; empty until it has stopped."""
         from rolljax.run import records

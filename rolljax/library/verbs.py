@@ -136,17 +136,21 @@ def evaluate(
             raise ConfigError("says which tasks to evaluate on", setting="recipe", remedy='recipe="quickstart"')
         if run is not None and recipe is not None:
             raise ConfigError("is for model folders; a run has its own", setting="recipe", remedy="leave it out")
-        config = run.config_with(set) if run else config_of(recipe, set) if recipe is not None else None
+        config, own = None, None
+        if run is not None and envs and not set:
+            own = run.given_recipe or verb.recipe_of_run(run.path, others=True)
+        elif run is not None or recipe is not None:
+            config = run.config_with(set) if run else config_of(recipe, set)  # type: ignore[arg-type]
+            own = config.value
         how = attempts
         if isinstance(how, int):
-            own = config.value if config else None
             how = Attempts(how, temperature=own.evaluation.temperature, seed=own.seed) if own else Attempts(how)
         with contextlib.nullcontext() if config is None else _located(config):
             return verb.evaluate(
                 run=run.path if run else None,
                 model=None if run else os.fspath(source),  # type: ignore[arg-type]
                 step=step,
-                recipe=config.value if config else None,
+                recipe=own,
                 envs=envs,
                 tasks=tasks,
                 attempts=how,
@@ -197,7 +201,7 @@ def export(
             adapter=adapter,
             dtype=dtype,
             max_shard_gb=max_shard_gb,
-            recipe=run.config.value if run else None,
+            recipe=run.given_recipe if run else None,
         )
     )
 
@@ -246,7 +250,7 @@ def load(
 
     def work(_: Any) -> LoadedModel:
         serve.check_arguments(args)
-        return LoadedModel(*serve.load(args, run.config.value if run and kind == "ckpt" else None))
+        return LoadedModel(*serve.load(args, run.given_recipe if run and kind == "ckpt" else None))
 
     return run_apart(work)
 

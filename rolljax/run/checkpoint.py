@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ import jax
 
 from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError, boundary
+from rolljax.model.decoder import Params
 from rolljax.run import durable
 from rolljax.run.progress import RunProgress
 from rolljax.trainer.state import TrainState
@@ -111,6 +112,10 @@ class Checkpoints:
     def state(self, name: str, abstract: TrainState, shardings: TrainState) -> TrainState:
         """The train state, placed as `shardings` say, on whatever mesh they are of."""
         return read(self.folder / name, abstract, shardings)
+
+    def params(self, name: str, abstract: Params, shardings: Params) -> Params:
+        """The policy's parameters alone, placed as `shardings` say; whatever else the state is made of is not read."""
+        return read_part(self.folder / name, ("policy", "params"), abstract, shardings)
 
     def find(self, step: Step) -> Saved:
         """The newest whole checkpoint of a step, or the one of the highest held-out reward.
@@ -210,6 +215,28 @@ def read(path: Path, abstract: Any, shardings: Any) -> Any:
         contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler())) as checkpointer,
     ):
         return checkpointer.restore(path / ARRAYS, args=ocp.args.StandardRestore(like))
+
+
+def read_part(path: Path, keys: Sequence[str], abstract: Any, shardings: Any) -> Any:
+    """The arrays below `keys` in a folder that `write` made, placed as `shardings` say."""
+    import orbax.checkpoint as ocp
+
+    like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+    for key in reversed(keys):
+        like = {key: like}
+    how = ocp.args.PyTreeRestore(
+        item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
+    )
+    with (
+        boundary(CheckpointError, f"reading {path}"),
+        contextlib.closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as checkpointer,
+    ):
+        found = checkpointer.restore(path / ARRAYS, args=how)
+        for key in keys:
+            found = found[key]
+        if missing := [x for x in jax.tree.leaves(found) if not isinstance(x, jax.Array)]:
+            raise CheckpointError(f"{path} has no array of shape {missing[0].shape}: it is of another model")
+    return found
 
 
 def damage(path: Path) -> str:

@@ -26,15 +26,19 @@ SHOWN_FRAC = 0.05
 
 
 def waits(row: Mapping[str, float]) -> dict[str, float]:
-    """Shares of a step by what it waited for, largest first: sampler, env, trainer, evaluation, weights, disk.
+    """Shares of a step by what it waited for, largest first: sampler, env, host, trainer, evaluation, weights, disk.
 
-    A rollout in which the sampler was busy for less than half of the time waited for environments (or agent programs),
-    and so did one in which nothing was sampled, as in supervised phases.
+    The rollout is the sampler's if the sampler was busy for half of it or more. Else it is `env` if its slowest episode
+    spent half of the rest or more in calls of its environment (or in an agent program), and `host` if not: queues,
+    worker processes, tokenizing, rewards.
     """
     rollout = row.get("time/rollout_s", 0.0)
     busy = sum(row.get(name, 0.0) for name in OF_SAMPLER)
-    idle = "tput/sample_tok_s" not in row or "time/decode_s" in row and busy < rollout / 2
-    found = {"env" if idle else "sampler": rollout}
+    if "tput/sample_tok_s" in row and ("time/decode_s" not in row or busy >= rollout / 2):
+        word = "sampler"
+    else:
+        word = "env" if row.get("time/env_s", 0.0) >= max(rollout - busy, 1e-9) / 2 else "host"
+    found = {word: rollout}
     found |= {word: row.get(f"time/{part}_s", 0.0) for part, word in PARTS.items()}
     whole = max(row.get("time/step_s", 0.0), 1e-9)
     return {word: s / whole for word, s in sorted(found.items(), key=lambda item: -item[1])}

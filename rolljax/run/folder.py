@@ -31,7 +31,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,19 @@ class RunFolder:
           CheckpointError: the file is missing or damaged.
         """
         return reading.read_object(self.path / RESOLVED, "--fresh starts over")
+
+    def stored_fields(self, cls: type, *, leave_out: Collection[str]) -> dict[str, Any]:
+        """Return fields of the root of the stored settings, built without the file that names them.
+
+        Args:
+          cls: of the root. leave_out: names of fields that are not needed.
+
+        Raises:
+          CheckpointError: see `resolved`. ConfigError: a class of a field cannot be found here.
+        """
+        from rolljax.config import stored
+
+        return stored.build_fields(self.resolved(), cls, leave_out)
 
     def changes(self, config: Any) -> list[tuple[str, object, object]]:
         """Settings that differ from those of the run that is here and change numbers: path, value there, value now.
@@ -464,13 +477,6 @@ def stored_config(run: str | Path) -> str:
     if not path.is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no {CONFIG}")
     return str(path)
-
-
-def stored_recipe(run: str | Path) -> Recipe:
-    """The settings of a run that is there."""
-    from rolljax.config import loader
-
-    return loader.load([stored_config(run)], [], root=Recipe).value
 
 
 def setting_of_phase(path: str) -> tuple[int, str]:

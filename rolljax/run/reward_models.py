@@ -21,8 +21,9 @@ from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.recipe import Phase, Recipe
 from rolljax.rewards.row_scores import TrainedValue
 from rolljax.run import checkpoint
-from rolljax.run.folder import RunFolder, stored_recipe
+from rolljax.run.folder import RunFolder
 from rolljax.run.initial_weights import base_weights
+from rolljax.run.policy import policy_recipe, stored_phases
 from rolljax.run.preflight import ResolvedRecipe, micro_tok
 from rolljax.trainer.algorithms.reward_model import RewardModel, score_spread
 from rolljax.trainer.mesh import param_shardings
@@ -57,11 +58,11 @@ class TrainedRewardModels:
 
     def check(self, phase: str, run: str) -> int:
         if run:
-            other, name = self._of_run(run)
+            other, of = self._of_run(run)
             theirs, ours = _config(other).vocab_size, self.resolved.model.cfg.vocab_size
             if theirs != ours:
                 raise ConfigError(
-                    f"reads {theirs} tokens ({name}); the policy's vocabulary has {ours}",
+                    f"reads {theirs} tokens ({of.name}); the policy's vocabulary has {ours}",
                     setting="RewardModelScore.path",
                     value=run,
                     remedy="both must share one tokenizer",
@@ -88,40 +89,42 @@ class TrainedRewardModels:
 
     def load(self, mesh: Mesh, phase: str, run: str) -> TrainedValue:
         if run:
-            recipe, phase = self._of_run(run)
-            return _load(recipe, mesh, phase, RunFolder(run))
+            recipe, theirs = self._of_run(run)
+            return _load(recipe, mesh, theirs, RunFolder(run))
         assert self.folder is not None, "the run has no folder"
-        return _load(self.resolved.recipe, mesh, phase, self.folder)
+        own = next(p for p in self.resolved.recipe.phases if p.name == phase)
+        return _load(self.resolved.recipe, mesh, own, self.folder)
 
-    def _of_run(self, run: str) -> tuple[Recipe, str]:
-        """The recipe of a finished run, and its last phase with a reward model."""
-        recipe = stored_recipe(run)
-        names = [p.name for p in recipe.phases if trains_one(p) and RunFolder(run).reward_model(p.name).is_dir()]
-        if not names:
+    def _of_run(self, run: str) -> tuple[Recipe, Phase]:
+        """The settings of a finished run's model, and its last phase with a reward model."""
+        folder = RunFolder(run)
+        found = [p for p in stored_phases(run) if trains_one(p) and folder.reward_model(p.name).is_dir()]
+        if not found:
             raise ConfigError(
                 "holds no reward model: no phase of that run that trains one has ended",
                 setting="RewardModelScore.path",
                 value=run,
                 remedy="name a run with a phase of RewardModel or PairRewardModel that is done",
             )
-        return recipe, names[-1]
+        return policy_recipe(run), found[-1]
 
 
 def _config(recipe: Recipe) -> DecoderConfig:
     return recipe.model if isinstance(recipe.model, DecoderConfig) else hf.read_config(recipe.model)
 
 
-def _load(recipe: Recipe, mesh: Mesh, name: str, folder: RunFolder) -> TrainedValue:
-    """The reward model that phase `name` of a run left behind, on a mesh; matrices in the compute dtype."""
+def _load(recipe: Recipe, mesh: Mesh, phase: Phase, folder: RunFolder) -> TrainedValue:
+    """The reward model that a phase of a run left behind, on a mesh; matrices in the compute dtype."""
     model = Model(_config(recipe), recipe.dtype, recipe.remat, recipe.attention, recipe.lora)
     resolved = ResolvedRecipe(recipe.sized(mesh, micro_tok(mesh, model)), mesh, mesh, model)
-    index = next(i for i, p in enumerate(recipe.phases) if p.name == name)
-    path = folder.reward_model(name).absolute()
-    critic = recipe.phases[index].algorithm.needs().critics
+    path = folder.reward_model(phase.name).absolute()
+    critic = phase.algorithm.needs().critics
     assert critic is not None
     value = critic.value_model(model)
     if problem := checkpoint.damage(path):
-        raise CheckpointError(f"{path}, the reward model of phase {name}, is damaged: {problem}; --fresh starts over")
+        raise CheckpointError(
+            f"{path}, the reward model of phase {phase.name}, is damaged: {problem}; --fresh starts over"
+        )
     shapes = stacked(value.abstract(), critic.num)
     axes = jax.tree.map(lambda a: ("critics", *a), value.axes(), is_leaf=lambda a: isinstance(a, tuple))
     params = checkpoint.read(path, shapes, param_shardings(mesh, axes, shapes, owner="RewardModelScore.mesh"))

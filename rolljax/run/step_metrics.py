@@ -75,6 +75,11 @@ def trajectories_row(groups: Sequence[Group], version: int) -> dict[str, float]:
     }
 
 
+def env_row(groups: Sequence[Group]) -> dict[str, float]:
+    """Seconds that the episodes of a step, which were played for it, spent in their environments."""
+    return {"time/env_s": max((t.env_s for g in groups for t in g.trajectories), default=0.0)}
+
+
 def domains_row(trained: Sequence[Group], every: Sequence[Group], env: EnvSpec) -> dict[str, float]:
     """The same by domain, of a mixture; else nothing. A domain without a trajectory in the step has no means.
 

@@ -17,7 +17,6 @@ from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.initial_weights import base_weights, plain_params, start_params
 from rolljax.run.preflight import ResolvedRecipe
-from rolljax.run.trainer import make_trainer
 from rolljax.trainer.mesh import param_shardings
 
 
@@ -37,6 +36,8 @@ def trained_params(resolved: ResolvedRecipe, run: str | Path, step: Step | None 
 def trained_checkpoint(resolved: ResolvedRecipe, run: str | Path, step: Step | None = None) -> tuple[Params, Saved]:
     """The weights of a run's checkpoint, as `Model.bind` takes them, and what was saved beside them.
 
+    Nothing but the model must be known of the run (`run.policy`).
+
     Args:
       step: after which it was saved, or `best`: the one of the highest held-out reward; None: the newest.
 
@@ -47,9 +48,10 @@ def trained_checkpoint(resolved: ResolvedRecipe, run: str | Path, step: Step | N
     saved = folder.latest(Console().say) if step is None else folder.checkpoints.find(step)
     if saved is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
-    trainer = make_trainer(resolved, saved.progress.phase, {}, base_weights(resolved))
-    state = folder.checkpoints.state(saved.name, trainer.abstract(), trainer.shardings)
-    return trainer.full_params(state.params), saved
+    model = resolved.model
+    shardings = param_shardings(resolved.mesh, model.axes(), model.abstract())
+    params = folder.checkpoints.params(saved.name, model.abstract(), shardings)
+    return model.full_params(params, base_weights(resolved)), saved
 
 
 def averaged_params(resolved: ResolvedRecipe, run: str | Path, steps: Sequence[int]) -> tuple[Params, Saved]:

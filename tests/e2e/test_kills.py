@@ -227,6 +227,44 @@ def test_a_folder_that_cannot_be_written_is_a_message(tmp_path, capsys, place):
     assert "storage error: " in said and str(run_dir.parent) in said and "fix:" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
+def test_a_run_whose_console_is_full_ends_as_any_other(watched, tmp_path):
+    """Also one whose files may not grow: it ends with the message's exit code, and goes on where they may."""
+    run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")
+    command = [sys.executable, "-m", "rolljax.train", *arguments(run_dir, **TINY)]
+    small = subprocess.run(
+        ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], env=_environment(), capture_output=True
+    )
+    assert small.returncode == 74, small.stderr
+    said = small.stderr.decode()
+    assert "ulimit -f" in said and "Traceback" not in said
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, env=_environment(), stdout=full, stderr=full).returncode == 0
+    assert end(run_dir) == watched.end
+
+
+STOPPED_EARLY = """
+import os, signal, sys
+from rolljax.run import preflight
+from rolljax.train import main
+check = preflight.check
+def stopped(recipe):
+    found = check(recipe)
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+preflight.check = stopped
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_while_a_run_is_checked_ends_it_in_order(tmp_path):
+    command = [sys.executable, "-c", STOPPED_EARLY, *arguments(tmp_path / "run", **TINY)]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+    assert done.returncode == 75 and "stopped by SIGTERM" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_ctrl_c_ends_at_once():
     """Also where the interruption would be swallowed; without a traceback."""
     code = """

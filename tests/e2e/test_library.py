@@ -119,6 +119,36 @@ def test_a_run_is_evaluated_exported_and_loaded(run, tmp_path):
         model.generate("Sing")
 
 
+OTHER_PROCESS = """
+import sys
+import rolljax
+from rolljax import eval, export, serve
+run, to = sys.argv[1:]
+assert export.main(["--run", run, "--to", f"{to}/a"]) == 0
+assert export.main(["--run", run, "--step", "3", "--to", f"{to}/b"]) == 0
+rolljax.export(run, f"{to}/c")
+with rolljax.load(run, step=3) as model:
+    print("said", repr(model.generate("Sing 1: ", max_tokens=4, temperature=0)[0].text))
+engine, params, version, served = serve.load(serve.parse(["--run", run, "--slots", "8"]))
+assert version == 3
+sys.exit(eval.main(["--run", run, "--env", "countdown", "--tasks", "4", "--max_context", "200", "--json"]))
+"""
+
+
+@pytest.mark.slow
+def test_another_process_needs_no_object_of_the_run(run, tmp_path):
+    """Neither its rows nor its reward: exported to the same bytes, served, loaded, evaluated on other tasks."""
+    env = plain_environment()
+    command = [sys.executable, "-c", OTHER_PROCESS, str(run.path), str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    weights = {(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"}
+    assert weights == {(run.path / "hf" / "model.safetensors").read_bytes()}
+    with rolljax.load(run) as model:
+        assert f"said {model.generate('Sing 1: ', max_tokens=4, temperature=0)[0].text!r}" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_is_saved_and_returned(tmp_path):
     """And goes on to the same bits as the run that never was; the process trains three times."""

@@ -39,6 +39,22 @@ class SlowEnv(Env):
     def gold(self): return f"yes {self.content}"
 
 @dataclasses.dataclass(frozen=True)
+class Open(EnvSpec):
+    '''Rewards what cannot be looked up: it has no reference answers.'''
+    name = "open"
+    def task(self, index): return Task("open", index, f"a poem of {index} words")
+    def make(self): return OpenEnv()
+
+class OpenEnv(Env):
+    def reset(self, task):
+        self.wanted = task.index
+        return (Message("user", task.content),)
+    def step(self, action):
+        solved = len(action.split()) == self.wanted + 3
+        return StepResult((), float(solved), terminated=True, success=solved)
+    def gold(self): raise EnvError("open has no recorded answers")
+
+@dataclasses.dataclass(frozen=True)
 class Broken(EnvSpec):
     '''Anything solves it, twice; the second task cannot be reset.'''
     name = "broken"
@@ -168,6 +184,14 @@ def test_a_slow_environment_is_checked_within_its_time(broken):
 def test_an_easy_environment_is_valid_with_a_warning():
     done = run("validate", "mastermind(length=1, digits=2)", "--tasks", "10")
     assert done.returncode == 0 and "warn" in done.stdout
+
+
+def test_an_environment_without_reference_answers_is_not_failed_for_it(broken):
+    done = run("validate", "own.Open", "--tasks", "3")
+    lines = [line for line in done.stdout.splitlines() if "not tried: open has no recorded answers" in line]
+    assert done.returncode == 0 and len(lines) == 8, done.stdout + done.stderr
+    assert "3 of 3 different" in done.stdout
+    assert "empty answers" in done.stdout and "steps/s" in done.stdout
 
 
 def test_a_broken_environment_is_not(broken):

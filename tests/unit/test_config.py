@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import config_fixture as fx
 
 from rolljax.config import loader
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
 HEAD = "from __gin__ import dynamic_registration\nimport config_fixture as fx\n"  # two lines: bindings start at 3
@@ -405,3 +405,14 @@ def test_missing_field_of_the_root(load):
 def test_root_must_be_a_frozen_dataclass():
     with pytest.raises(ConfigError, match="not a frozen dataclass"):
         loader.load([], root=fx.NotAConfig)
+
+
+def test_what_a_class_says_of_its_data_is_its_own_sentence(load, tmp_path):
+    (tmp_path / "noisy.py").write_text(
+        "import dataclasses, config_fixture\nfrom rolljax.errors import DataError\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Rows(config_fixture.Gspo):\n"
+        "    def __post_init__(self):\n        raise DataError('rows.jsonl has no column answer')\n"
+    )
+    with pytest.raises(DataError) as e:
+        load("import noisy\nfx.Recipe.algo = @noisy.Rows()")
+    assert str(e.value) == "rows.jsonl has no column answer" and type(e.value) is DataError

@@ -15,7 +15,7 @@ import rolljax
 from rolljax.config import given, loader, objects
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.questions import Questions
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, RolljaxError
 from rolljax.library.apart import run_apart
 from rolljax.library.notebook import NotebookConsole, curve_svg
 from rolljax.library.run import Trajectories
@@ -216,6 +216,27 @@ def test_progress_in_a_notebook_is_one_output(monkeypatch):
     assert "rl 2/10" in shown and "<polyline" in shown and "<circle" in shown and "reward 0.500" in shown
     assert "<script" not in shown and "<b>answers were cut</b>" in shown
     assert "reward 0.500" in repr(console) and len(shown) < 4000
+
+
+CELL = """
+import rolljax
+rolljax.evaluate("nothing", envs=["sokoban"], set={"Recipe.seed": 1})
+"""
+
+
+def test_an_error_in_a_notebook_is_the_line_that_called_and_the_message(capsys):
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    result = shell.run_cell(CELL)
+    assert isinstance(result.error_in_exec, RolljaxError)
+    *_, where, said = capsys.readouterr().out.strip().splitlines()
+    assert where.startswith('line 2: rolljax.evaluate("nothing"') and said.startswith("CheckpointError: nothing is not")
+    shell.history_manager.end_session()
+
+
+def test_an_error_that_was_not_raised_has_a_message():
+    assert ConfigError("is wrong", setting="A.b")._render_traceback_() == ["ConfigError: A.b is wrong"]
 
 
 def test_a_curve_has_few_points_however_long_the_run_is():

@@ -84,6 +84,18 @@ def test_the_best_is_shown_turn_by_turn_and_untrusted_text_is_only_text(run, cap
     assert "reward 1 (form 1)" in out and "mean log-prob -0.500" in out and "<|user|>" in out
 
 
+def test_a_limit_holds_for_trajectories_and_for_groups(run, capsys):
+    assert "step 3: 2 of 4" in shown(capsys, run, "--best", "--limit", 2)
+    assert "step 3: 3 of 4" in shown(capsys, run, "--best") and "step 3: 4 of 4" in shown(
+        capsys, run, "--best", "--limit", 9
+    )
+    assert "2 groups, 4 traj" in shown(capsys, run, "--step", 3)
+    lines = shown(capsys, run, "--step", 3, "--limit", 1)
+    assert "1 of 2 groups, 4 trajectories" in lines and "where now 7" not in lines
+    for argv, says in ((["--best", "--limit", "0"], "at least 1"), (["--limit", "2"], "limits nothing here")):
+        assert show.main([str(run), *argv]) == 2 and says in capsys.readouterr().err
+
+
 def test_the_worst_and_the_failed(run, capsys):
     assert "draw 7, sibling 0" in shown(capsys, run, "--worst", "--limit", 1)
     out = shown(capsys, run, "--failed")

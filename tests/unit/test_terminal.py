@@ -50,9 +50,12 @@ def test_durations():
 
 def test_the_bottleneck_is_named():
     assert bottleneck(ROW) == "sampler 70%"
-    assert bottleneck(ROW | {"time/decode_s": 1.0}) == "env 70%"
-    supervised = {name: value for name, value in ROW.items() if name != "tput/sample_tok_s"}
-    assert bottleneck(supervised) == "env 70%"
+    idle = ROW | {"time/decode_s": 1.0}
+    supervised = {name: value for name, value in ROW.items() if name not in ("tput/sample_tok_s", "time/decode_s")}
+    for row in (idle, supervised):
+        assert bottleneck(row | {"time/env_s": 4.0}) == "env 70%"
+        assert bottleneck(row | {"time/env_s": 2.0}) == bottleneck(row) == "host 70%"
+    assert bottleneck(ROW | {"time/env_s": 6.0}) == "sampler 70%"
     assert bottleneck(ROW | {"time/update_s": 8.0}) == "trainer 80%"
     assert list(waits(ROW)) == ["sampler", "trainer", "weights", "evaluation", "disk"]
 

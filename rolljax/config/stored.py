@@ -1,0 +1,86 @@
+"""Objects from a resolved config (`check.flatten`): the settings of a run without the file that named them.
+
+A file of settings names every class and function of a run, also those of the script or notebook that started it. The
+resolved config has the value of each setting, so that some of them can be had where the others cannot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rolljax.config import check
+from rolljax.config.classes import fields, is_config
+from rolljax.errors import ConfigError, boundary
+
+CLASS = "__class__"
+
+
+def build(resolved: Mapping[str, Any], path: str, annotation: Any = Any) -> Any:
+    """Return the value that stands at a path: an object of the class it had, a tuple of such, or a plain value.
+
+    Args:
+      annotation: what the value must fit.
+
+    Raises:
+      ConfigError: nothing stands there, its class cannot be found here, or it does not fit.
+    """
+    try:
+        return check.fit(_value(resolved, path), annotation)
+    except check.Mismatch as e:
+        raise ConfigError(str(e), setting=path, value=resolved.get(path), remedy=e.remedy) from None
+
+
+def build_fields(resolved: Mapping[str, Any], cls: type, leave_out: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a class at the root of a resolved config, but for those to leave out and those it lacks.
+    Raises as `build` does."""
+    names = [name for name in fields(cls) if name not in leave_out and has(resolved, name)]
+    return {name: build(resolved, name, check.hints(cls)[name]) for name in names}
+
+
+def has(resolved: Mapping[str, Any], path: str) -> bool:
+    """Whether something stands at a path."""
+    return path in resolved or f"{path}.{CLASS}" in resolved or _has_items(resolved, path)
+
+
+def _has_items(resolved: Mapping[str, Any], path: str) -> bool:
+    return f"{path}[0]" in resolved or f"{path}[0].{CLASS}" in resolved
+
+
+def _value(resolved: Mapping[str, Any], path: str) -> Any:
+    if name := resolved.get(f"{path}.{CLASS}"):
+        cls = _class(str(name), path)
+        inner = {field: f"{path}.{field}" for field in fields(cls)}
+        given = {f: build(resolved, p, check.hints(cls)[f]) for f, p in inner.items() if has(resolved, p)}
+        with boundary(ConfigError, f"{path} cannot be built again"):
+            return cls(**given)
+    if path in resolved:
+        return resolved[path]
+    found: list[Any] = []
+    while has(resolved, item := f"{path}[{len(found)}]"):
+        found.append(_value(resolved, item))
+    if not found:
+        raise ConfigError("does not stand in the settings", setting=path)
+    return tuple(found)
+
+
+def _class(name: str, path: str) -> Any:
+    """Return the frozen dataclass of a full name, whose module may have any number of parts."""
+    parts = name.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:i]))
+            for part in parts[i:]:
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            continue
+        if is_config(found) and dataclasses.is_dataclass(found):
+            return found
+    raise ConfigError(
+        "is of a class that is not here",
+        setting=path,
+        value=name,
+        remedy="put the class into a module that is installed",
+    )

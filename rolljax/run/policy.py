@@ -1,0 +1,56 @@
+"""The settings of a run that its policy needs: its model, adapters, tokenizer, template and sampler.
+
+They come from `config.resolved.json`. Neither the environment nor the reward of the run, its rows or its algorithm need
+be here: a run that a notebook made with functions of its own is exported, served and evaluated on other tasks from any
+process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from rolljax.envs.base import Env, EnvSpec
+from rolljax.errors import CheckpointError, ConfigError
+from rolljax.recipe import Phase, Recipe
+from rolljax.run.folder import RunFolder
+from rolljax.run.layout import CONFIG
+from rolljax.trainer.algorithms.sft import Sft
+from rolljax.types import Task
+
+_OF_TRAINING = ("env", "phases", "reward", "agent", "filters", "domains", "trackers")
+"""Fields of `Recipe` that no policy needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoTasks(EnvSpec):
+    """Stands for the environment of a run where only its policy is used."""
+
+    @property
+    def name(self) -> str:
+        return "no tasks"
+
+    def task(self, index: int) -> Task:
+        raise ConfigError("is not at hand: only the run's policy was read", setting="Recipe.env")
+
+    def make(self) -> Env:
+        raise ConfigError("is not at hand: only the run's policy was read", setting="Recipe.env")
+
+
+def policy_recipe(run: str | Path) -> Recipe:
+    """Return the settings of the policy in a run folder, with `NoTasks` and a phase that trains nothing.
+
+    Raises:
+      CheckpointError: it is not a run folder, or its settings are damaged. ConfigError: the class of the model is not
+        here.
+    """
+    if not (Path(run) / CONFIG).is_file():
+        raise CheckpointError(f"{run} is not a run folder: it has no {CONFIG}")
+    given = RunFolder(run).stored_fields(Recipe, leave_out=_OF_TRAINING)
+    return Recipe(NoTasks(), (Phase("policy", Sft(), 1, prompts_per_step=1),), **given)
+
+
+def stored_phases(run: str | Path) -> tuple[Phase, ...]:
+    """Return the phases of a run. Raises as `policy_recipe` does, and `ConfigError` if an algorithm is not here."""
+    others = {field.name for field in dataclasses.fields(Recipe)} - {"phases"}
+    return tuple(RunFolder(run).stored_fields(Recipe, leave_out=others)["phases"])
