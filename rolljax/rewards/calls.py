@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rolljax import reading
 from rolljax.errors import EnvError, InfraError, RolljaxError, check_range
 from rolljax.rewards.base import Surroundings
 
@@ -73,13 +74,13 @@ class Verdicts:
         self._found: dict[str, Any] = {}
         self.damaged = 0
         if self._path and self._path.is_file():
-            for line in filter(None, self._path.read_bytes().split(b"\n")):
+            for line in filter(None, reading.read_bytes(self._path).split(b"\n")):
                 try:
-                    record = json.loads(line)
+                    record = reading.parse(line)
                     key, said = record["key"], record["said"]
                     if record["sum"] != _checksum(key, said):
                         raise ValueError("the checksum is of other content")
-                except (ValueError, LookupError, TypeError, RecursionError):  # the last line may be torn
+                except (ValueError, LookupError, TypeError):  # the last line may be torn
                     self.damaged += 1
                 else:
                     self._found[key] = said
@@ -101,7 +102,7 @@ class Verdicts:
         record = {"key": key, "said": said, "sum": _checksum(key, said)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "ab") as f:  # a line of its own also behind one that is torn
+            with reading.open_file(self._path, reading.APPEND) as f:  # a line of its own also behind one that is torn
                 f.write(b"\n" * (f.tell() > 0) + json.dumps(record).encode())
         except OSError:
             return False

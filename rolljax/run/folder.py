@@ -475,7 +475,7 @@ def stored_config(run: str | Path) -> str:
     """
     path = Path(run) / CONFIG
     if not path.is_file():
-        raise CheckpointError(f"{run} is not a run folder: it has no {CONFIG}")
+        raise CheckpointError(f"{run} is not a run folder: it has no config.gin")
     return str(path)
 
 

@@ -11,10 +11,9 @@ import dataclasses
 from pathlib import Path
 
 from rolljax.envs.base import Env, EnvSpec
-from rolljax.errors import CheckpointError, ConfigError
+from rolljax.errors import ConfigError
 from rolljax.recipe import Phase, Recipe
-from rolljax.run.folder import RunFolder
-from rolljax.run.layout import CONFIG
+from rolljax.run.folder import RunFolder, stored_config
 from rolljax.trainer.algorithms.sft import Sft
 from rolljax.types import Task
 
@@ -23,7 +22,7 @@ _OF_TRAINING = ("env", "phases", "reward", "agent", "filters", "domains", "track
 
 
 @dataclasses.dataclass(frozen=True)
-class NoTasks(EnvSpec):
+class _NoTasks(EnvSpec):
     """Stands for the environment of a run where only its policy is used."""
 
     @property
@@ -38,16 +37,15 @@ class NoTasks(EnvSpec):
 
 
 def policy_recipe(run: str | Path) -> Recipe:
-    """Return the settings of the policy in a run folder, with `NoTasks` and a phase that trains nothing.
+    """Return the settings of the policy in a run folder, with an environment without tasks and a phase of no use.
 
     Raises:
       CheckpointError: it is not a run folder, or its settings are damaged. ConfigError: the class of the model is not
         here.
     """
-    if not (Path(run) / CONFIG).is_file():
-        raise CheckpointError(f"{run} is not a run folder: it has no {CONFIG}")
+    stored_config(run)
     given = RunFolder(run).stored_fields(Recipe, leave_out=_OF_TRAINING)
-    return Recipe(NoTasks(), (Phase("policy", Sft(), 1, prompts_per_step=1),), **given)
+    return Recipe(_NoTasks(), (Phase("policy", Sft(), 1, prompts_per_step=1),), **given)
 
 
 def stored_phases(run: str | Path) -> tuple[Phase, ...]:

@@ -36,15 +36,14 @@ sys.exit(cli.run_verb(main))
 """
 
 
-def command(text, *args, redirect="", **options):
+def command(text, *args, redirect="", before=""):
     """Run a program in bash, its streams redirected."""
     return subprocess.run(
-        ["bash", "-c", f'"$0" -c "$1" "${{@:2}}" {redirect}', sys.executable, text, *map(str, args)],
+        ["bash", "-c", f'{before} "$0" -c "$1" "${{@:2}}" {redirect}', sys.executable, text, *map(str, args)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
-        **options,
     )
 
 
@@ -58,14 +57,8 @@ def test_a_console_that_cannot_be_written_ends_nothing(tmp_path, redirect):
 
 
 def test_a_console_on_a_file_of_limited_size_ends_nothing(tmp_path):
-    done = command(VERB, tmp_path / "out", redirect=f"2>{tmp_path}/log", preexec_fn=_small_files)
+    done = command(VERB, tmp_path / "out", redirect=f"2>{tmp_path}/log", before="ulimit -f 4;")
     assert done.returncode == 5 and (tmp_path / "log").stat().st_size <= 4096
-
-
-def _small_files():
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 
 class Failing(io.StringIO):
