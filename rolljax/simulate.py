@@ -40,7 +40,7 @@ UNKNOWN = (
     "no timings are given, so lengths and seconds are defaults, not those of this recipe, its model or its chips; give "
     "--run RUN (measured), --timings FILE (of `rolljax.plan --json FILE`, or your own), or --set EngineTimings.step_s=S"
 )
-"""What is said of a simulation whose timings nobody gave."""
+"""The warning of a simulation without timings."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -13,7 +13,7 @@ VALUES = (
     "null", "true", '""', '"x"', "-1", "1.5", "1e999", "NaN", "-Infinity", "9" * 400, "9" * 4000, "9" * 5000, "[]", "{}", "[null]",
     '{"a": null}', '"\\ud800"', '"\\u0000"', '"../../etc/passwd"', f'"{"a" * 5000}"', DEEP, '[{"phase": 3, "mean": "x"}]', "[[1, 2], [3]]",
 )  # fmt: skip
-"""JSON texts that stand where something else is expected."""
+"""JSON texts in place of an expected value."""
 BYTES = (b"", b"\x00" * 64, b"\xff\xfe{", b"{", b"[]", b"null\n", b'"text"', DEEP.encode(), b"\n\n\n")
 STRAY = (
     "step_x.jsonl", "step_1x.jsonl", "step_.jsonl", "step_-1.jsonl", "step_1e9.jsonl", "step_²3.jsonl", "heldout_.jsonl",
@@ -50,7 +50,7 @@ QUERIES = (
 
 
 def damaged_runs(healthy, into, rng, number):
-    """So many damaged copies of a run folder, each damaged in one to three places; returns their folders."""
+    """Make damaged copies of a run folder, each damaged in one to three places; returns their folders."""
     made = []
     for i in range(number):
         path = into / f"run_{i}"

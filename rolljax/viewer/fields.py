@@ -21,7 +21,7 @@ class Damaged(ValueError):
 
 
 def is_there(path: Path, *, folder: bool = False) -> bool:
-    """Return whether a path leads to a regular file, or to a folder; False where that cannot be told."""
+    """Return whether a path leads to a regular file, or to a folder; False where that is not known."""
     try:
         return path.is_dir() if folder else path.is_file()
     except (OSError, ValueError):

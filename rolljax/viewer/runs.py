@@ -203,7 +203,7 @@ class Run:
 
 
 class _Rows:
-    """A file of JSON lines that grows at its end, and now and then is written anew. damaged: lines that are no rows."""
+    """A file of JSON lines that grows at its end and is occasionally rewritten. damaged: lines that are no rows."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()

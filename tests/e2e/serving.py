@@ -10,7 +10,6 @@ import httpx2
 import openai
 
 from rolljax import serve
-from rolljax.serving.http_server import make_server
 from rolljax.serving.server import Service
 
 KEY = "sesame"
@@ -21,7 +20,7 @@ class Running:
 
     def __init__(self, sampler, served, limits, keep_alive_s=5):
         self.service = Service(sampler, served, limits)
-        self.server = make_server(self.service, keep_alive_s=keep_alive_s, closing_s=5)
+        self.server = self.service.make_server(keep_alive_s=keep_alive_s, closing_s=5)
         listener = serve.listen("127.0.0.1", 0)
         self.address = listener.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"

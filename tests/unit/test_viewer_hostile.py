@@ -188,7 +188,7 @@ def test_a_token_of_any_characters_lets_in(healthy, token):
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nHost: local"])
 def test_a_head_has_a_deadline(healthy, begun):
-    """A client that sends a part of a request, or nothing, is let go without anybody waiting for it."""
+    """A client that sends a part of a request, or nothing, is disconnected after the deadline."""
     with viewing.Viewing(healthy, head_s=0.2) as site, connected(site) as connection:
         connection.sendall(begun)
         answer = b"".join(iter(lambda: connection.recv(2**16), b""))
