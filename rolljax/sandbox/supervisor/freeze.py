@@ -43,12 +43,11 @@ class Frozen:
         """Stop every process."""
         self._signal(signal.SIGSTOP, [-1])
 
-    def resume(self, pids: Collection[int], stopped: Collection[int]) -> bool:
+    def resume(self, pids: Collection[int], stopped: Collection[int]) -> None:
         """Continue processes, children before their parents, so that no shell finds a child stopped, and then all: a
-        fork that was under way has a child by now, which was born stopped. `stopped`: those that stay as they were.
-        Returns whether that was done."""
+        fork that was under way has a child by now, which was born stopped. `stopped`: those that stay as they were."""
         self._signal(signal.SIGCONT, [*sorted(pids, reverse=True), -1])
-        return self._signal(signal.SIGSTOP, stopped)
+        self._signal(signal.SIGSTOP, stopped)
 
     def close(self) -> None:
         """Take our process out of the name space."""
@@ -57,10 +56,10 @@ class Frozen:
             os.waitpid(self._helper, 0)
         self._ours.close()
 
-    def _signal(self, number: signal.Signals, pids: Collection[int]) -> bool:
+    def _signal(self, number: signal.Signals, pids: Collection[int]) -> None:
         with contextlib.suppress(OSError):
             self._ours.send(" ".join(map(str, [int(number), *pids])).encode())
-        return bool(self._answer())
+        self._answer()
 
     def _answer(self) -> bytes:
         try:

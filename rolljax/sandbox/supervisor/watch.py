@@ -31,7 +31,8 @@ class SandboxWatch:
         self.ticks = 0
         self.hidden = 0
         self.stopped: set[int] | None = None
-        """Processes that were stopped by their own, while the others wait to be continued."""
+        """Processes that were stopped by their own, as long as others may still wait to be continued: after a look at
+        stopped processes until a look that finds no others stopped."""
         self.close_to_limit = False
 
     def close(self) -> None:
@@ -43,6 +44,8 @@ class SandboxWatch:
         guess = min(grown, self.memory + 1)
         seen = look(self.proc, self.pids, guess)
         held = self.held(seen)
+        if held >= 0 and self.stopped is not None and stopped(seen) <= self.stopped:
+            self.stopped = None
         if held < 0 or self.stopped is not None:
             seen, held = self.frozen(seen, guess)
         self.add_ticks(seen)
@@ -79,7 +82,7 @@ class SandboxWatch:
         """A look at stopped processes, and the bytes that they hold; -1: they hide. They continue where that is within
         the limit."""
         if self.stopped is None:
-            self.stopped = {pid for pid, used in before.processes.items() if used.state == "T"}
+            self.stopped = stopped(before)
         freezer = Frozen(self.inner)
         try:
             for _ in range(FROZEN_LOOKS):
@@ -88,8 +91,8 @@ class SandboxWatch:
                 held = self.held(seen)
                 if held >= 0:
                     break
-            if held <= self.memory and freezer.resume(seen.processes.keys() - self.stopped, self.stopped):
-                self.stopped = None
+            if held <= self.memory:
+                freezer.resume(seen.processes.keys() - self.stopped, self.stopped)
             return seen, held
         finally:
             freezer.close()
@@ -105,6 +108,11 @@ class SandboxWatch:
         ended = sum(used.ticks + used.waited_ticks for pid, used in old.items() if pid not in seen.processes)
         self.ticks += max(0, own) + max(0, waited - ended)
         self.before = seen
+
+
+def stopped(seen: Look) -> set[int]:
+    """Processes that were stopped when they were looked at."""
+    return {pid for pid, used in seen.processes.items() if used.state == "T"}
 
 
 def folder_of(inner: int) -> str:
