@@ -176,7 +176,7 @@ class Engine:
     def _empty_state(self) -> DecodeState:
         S = self.cfg.slots
         return DecodeState(
-            pool=jnp.zeros(self.path.pool_shape(self.num_shards * self.pages_per_shard), self.model.dtype),
+            pool=jnp.zeros(self.path.pool_shape(self.num_shards * self.pages_per_shard), self.path.pool_dtype),
             token=jnp.zeros(S, jnp.int32),
             position=jnp.zeros(S, jnp.int32),
             remaining=jnp.zeros(S, jnp.int32),

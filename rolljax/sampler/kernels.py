@@ -57,7 +57,7 @@ def paths_for(
         ragged = RaggedPath(cfg, dtype, page_size, num_pages, mesh)
         ragged.check(rows, width)
         return ragged, ragged
-    dense = DensePath(cfg, dtype, page_size, num_pages, False)
+    dense = DensePath(cfg, dtype, page_size, num_pages, False, as_bits=platform == "cpu")
     if attention != "kernel":
         return dense, dataclasses.replace(dense, unroll=unroll)
     if platform != "gpu" or not PagedPath.suits(cfg, page_size):
@@ -94,6 +94,10 @@ class RaggedPath:
     mesh: Mesh
     head_axis = 2
     sized = False
+
+    @property
+    def pool_dtype(self) -> str:
+        return self.dtype
 
     def check(self, rows: int, width: int) -> None:
         """Raise `ConfigError` unless the kernel takes this model's heads, and page tables `[rows, width]`."""

@@ -33,12 +33,14 @@ class Path(Protocol):
     """How keys and values are kept in the pool of pages, and how new tokens attend to them.
 
     head_axis: the dimension of the pool that counts key/value heads. sized: what is computed grows with the width of
-    the tables and the number of rows, so programs for smaller ones are worth compiling.
+    the tables and the number of rows, so programs for smaller ones are worth compiling. pool_dtype: of the pool.
     """
 
     head_axis: int
     sized: bool
 
+    @property
+    def pool_dtype(self) -> str: ...
     def pool_shape(self, num_pages: int) -> tuple[int, ...]: ...
     def copy_pages(self, pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array: ...
 
@@ -64,7 +66,9 @@ class DensePath:
     """Attention by XLA over a copy of the context.
 
     num_pages: pages of one shard. unroll: the decoder's layers are written out, so everything per layer is a tuple;
-    else it is one array with a leading L.
+    else it is one array with a leading L. as_bits: the pool holds the bits of bfloat16 as uint16. XLA's CPU compiler
+    computes in float32 what it is given in bfloat16, also where nothing is computed: a scatter of a few tokens would
+    make a float32 copy of the whole pool.
     """
 
     cfg: DecoderConfig
@@ -72,8 +76,13 @@ class DensePath:
     page_size: int
     num_pages: int
     unroll: bool
+    as_bits: bool = dataclasses.field(default=False, kw_only=True)
     head_axis = 1
     sized = True
+
+    @property
+    def pool_dtype(self) -> str:
+        return "uint16" if self.as_bits and self.dtype == "bfloat16" else self.dtype
 
     def pool_shape(self, num_pages: int) -> tuple[int, ...]:
         """`[L * pages, 2 * K, page, C]`: of each key/value head its keys, then its values."""
@@ -92,7 +101,7 @@ class DensePath:
 
         def context(layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
             """Keys `[B, K, C, S + room]` and values `[B, K, S + room, C]` of one layer; the last `room` are free."""
-            pages = pool[table + layer * self.num_pages].reshape(B, read, K, 2, P, C)
+            pages = _same_bits(pool[table + layer * self.num_pages], self.dtype).reshape(B, read, K, 2, P, C)
             keys = pages[:, :, :, 0].transpose(0, 2, 4, 1, 3).reshape(B, K, C, read * P)
             values = pages[:, :, :, 1].transpose(0, 2, 1, 3, 4).reshape(B, K, read * P, C)
             return _pad(keys, 3, room), _pad(values, 2, room)
@@ -146,7 +155,13 @@ class DensePath:
         holds = jnp.arange(room) < count_B[:, None]
         rows = jnp.where(holds, page + (jnp.arange(L) * self.num_pages)[:, None, None], pool.shape[0])
         offset = jnp.broadcast_to(position_BT % P, rows.shape)
-        return pool.at[rows, :, offset].set(new.transpose(0, 1, 3, 2, 4), mode="drop")
+        new = _same_bits(new.transpose(0, 1, 3, 2, 4), self.pool_dtype)
+        return pool.at[rows, :, offset].set(new, mode="drop")
+
+
+def _same_bits(x: jax.Array, dtype: str) -> jax.Array:
+    """`x` as another dtype of the same size, bit by bit."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def copy_pages(pool: jax.Array, num_layers: int, source: jax.Array, target: jax.Array) -> jax.Array:
