@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from rolljax.model.attention import Attend
-from rolljax.model.axes import COMPUTED_RULES, GATHERED, PARAM_RULES, constrain
+from rolljax.model.axes import COMPUTED_RULES, GATHERED, PARAM_RULES, constrain, is_gathered
 
 LINEAR = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 """The linear maps of layers, where they are not experts', and how many axes of each are inputs."""
@@ -50,34 +50,43 @@ def rope(x_BTHC: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -> 
 
 
 def matmul(x: jax.Array, w: jax.Array, names: tuple[str, str]) -> jax.Array:
-    """`x [..., in]` times `w [in, out]`, cast to x's dtype.
+    """`x [..., in]` times `w`, whose axes are the inputs' and then the outputs', flat and cast to x's dtype.
 
-    On a mesh `w`, whose axes have these names, is gathered from where its parts lie, once forward and once backward;
-    its gradient leaves the matrix unit in w's dtype and is summed over devices in it: float32, because in bfloat16
-    every addition on the way round a ring would round.
+    On a mesh `w`, whose flat axes have these names, is gathered from where its parts lie, once forward and once
+    backward; its gradient leaves the matrix unit in w's dtype and is summed over devices in it: float32, because in
+    bfloat16 every addition on the way round a ring would round.
+
+    Where nothing is gathered, what is kept for the backward pass is `w` as it was given: of a scan over layers that is
+    the parameter itself, where a flat or cast one would be a copy of it.
     """
-    return _matmul(x, w, (names, w.dtype))
+    return _matmul(x, w, (names, w.shape, w.dtype))
+
+
+Weight = tuple[tuple[str, str], tuple[int, ...], Any]
+"""Names of a weight's flat axes, its shape and its dtype."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x: jax.Array, w: jax.Array, kind: tuple[tuple[str, str], Any]) -> jax.Array:
+def _matmul(x: jax.Array, w: jax.Array, kind: Weight) -> jax.Array:
     return _matmul_forward(x, w, kind)[0]
 
 
-def _matmul_forward(
-    x: jax.Array, w: jax.Array, kind: tuple[tuple[str, str], Any]
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    gathered = checkpoint_name(constrain(w.astype(x.dtype), *kind[0], rules=COMPUTED_RULES), GATHERED)
-    return x @ gathered, (x, gathered)
+def _computed(x: jax.Array, w: jax.Array, kind: Weight) -> jax.Array:
+    """`w` as `x` is multiplied by it."""
+    return constrain(w.reshape(x.shape[-1], -1).astype(x.dtype), *kind[0], rules=COMPUTED_RULES)
 
 
-def _matmul_backward(
-    kind: tuple[tuple[str, str], Any], saved: tuple[jax.Array, jax.Array], grad: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    (names, dtype), (x, gathered) = kind, saved
+def _matmul_forward(x: jax.Array, w: jax.Array, kind: Weight) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    gathered = checkpoint_name(_computed(x, w, kind), GATHERED)
+    return x @ gathered, (x, gathered if is_gathered() else w)
+
+
+def _matmul_backward(kind: Weight, saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    (names, shape, dtype), (x, kept) = kind, saved
     tokens = tuple(range(x.ndim - 1))
     of_w = jax.lax.dot_general(x, grad, ((tokens, tokens), ((), ())), preferred_element_type=dtype)
-    return grad @ gathered.T, constrain(of_w, *names, rules=PARAM_RULES)
+    w = kept if is_gathered() else _computed(x, kept, kind)
+    return grad @ w.T, constrain(of_w, *names, rules=PARAM_RULES).reshape(shape)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -174,10 +183,10 @@ class Layers(nnx.Module):
         theirs (`model.lora`).
         """
         p, ins = getattr(self, name), LINEAR.get(name, 1)
-        w, axes = p[...].reshape(x.shape[-1], -1), p.get_metadata()["axes"][1:]
+        w, axes = p[...], p.get_metadata()["axes"][1:]
         if hasattr(self, f"{name}_scale"):
             scale = getattr(self, f"{name}_scale")[...]
-            w = constrain(w, axes[0], axes[ins], rules=COMPUTED_RULES)
+            w = constrain(w.reshape(x.shape[-1], -1), axes[0], axes[ins], rules=COMPUTED_RULES)
             out = (jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32) * scale).astype(x.dtype)
         else:
             out = matmul(x, w, (axes[0], axes[ins]))

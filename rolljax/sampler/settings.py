@@ -28,7 +28,8 @@ class SamplerConfig:
     """Sizes of the sampler, and its choices.
 
     slots: sequences that decode at the same time. max_context: most tokens of a prompt and its answer together.
-    page_size: tokens per KV page. pages: KV pages (default: enough for every slot at full length).
+    page_size: tokens per KV page. pages: KV pages (default: for every slot a sequence of full length, and the last page
+    of its prompt, which its siblings copy).
     prefill_chunk: prompt tokens computed at once; a longer prompt is prefilled in chunks, and decoding never waits for
     more than one. steps_per_dispatch: decode steps between two looks of the host.
 
@@ -98,8 +99,9 @@ class SamplerConfig:
 
     @property
     def num_pages(self) -> int:
-        """Pages there are: `pages`, or enough for every slot at full length."""
-        return self.pages or (self.slots + self.prefill_chunk // MIN_CHUNK) * self.pages_per_sequence
+        """Pages there are: `pages`, or enough for every slot: a prompt that is prefilled holds what its sequences take
+        over, but for its last page, which each of them copies."""
+        return self.pages or self.slots * (self.pages_per_sequence + 1)
 
     def mesh(self, trainer: Mesh, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """The sampler's mesh.
