@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile
+# what takes most of a machine's memory, and therefore runs by itself
+ALONE  := $(BIN)/python -m pytest tests -m alone
 # `make test-newest`: a newer Python (3.13 or 3.12, from pyenv or the PATH), and the tests that run there
 PYENV  := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
 NEWEST ?= $(firstword $(wildcard $(PYENV)/3.13*/bin/python3.13 $(PYENV)/3.12*/bin/python3.12) \
@@ -46,10 +48,12 @@ test: setup-test
 # the rest: programs at full size for TPUs, eight devices, several processes, every family and every setting for itself
 test-slow: setup-test
 	$(PYTEST) -m 'slow and not sweep'
+	$(ALONE)
 
 # suites whose full size takes hours (every kill point, every hack), and all the others
 test-all: setup-test
-	$(PYTEST) -m 'slow or sweep or not slow'
+	$(PYTEST) -m 'not alone'
+	$(ALONE)
 
 # model, sampler, trainer, kernels and a short quickstart with a newer Python and the newest jax, flax and orbax that pip
 # installs there. `make test-newest NEWEST_TESTS="tests/unit tests/contract"` runs more.
@@ -69,7 +73,7 @@ $(VENV)-newest/.installed: pyproject.toml
 # what every test costs, by which they are handed out: run it alone on a machine, and commit tests/durations.json
 durations: setup-test
 	rm -f tests/durations.json
-	$(PYTEST) -m 'slow or not slow' --write_durations
+	$(PYTEST) -m 'not alone' --write_durations
 
 # faults put into a copy of the source, each of which `make test` must catch
 mutants: setup-test

@@ -156,6 +156,13 @@ class CheckpointError(RolljaxError, RuntimeError):
     exit_code = 6
 
 
+class OutOfMemory(RolljaxError, MemoryError):
+    """Memory of a device, or of the host, ran out during a run. What was committed in its folder stays."""
+
+    owner = "memory"
+    exit_code = 8
+
+
 class StorageError(RolljaxError, RuntimeError):
     """The run folder cannot be written: full, read-only, not allowed. What was committed there stays."""
 

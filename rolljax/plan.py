@@ -1,5 +1,5 @@
 """Plan: `python -m rolljax.plan --gin FILE --topology v5p:4x4x4 [--json OUT]` compiles a run's real programs for a TPU
-that is not there, and tells whether they fit and how long they take at best. docs/resolved.md explains the figures.
+that is not there, and tells whether they fit and how long they take at best. docs/plan.md explains the figures.
 
 Exit codes: 0 everything fits, 1 something does not, 2 a wrong setting or no TPU compiler.
 """
@@ -22,13 +22,11 @@ if TYPE_CHECKING:
     import jax
 
     from rolljax.aot.chips import Chip
-    from rolljax.aot.programs import Program
     from rolljax.aot.report import Report
     from rolljax.aot.transfer import Transfer
     from rolljax.config.loader import Loaded
     from rolljax.recipe import Recipe
     from rolljax.run.preflight import ResolvedRecipe
-    from rolljax.trainer.publish import Reshard
 
 EXIT_TOO_LARGE = 1
 WIDTH = 200
@@ -116,6 +114,7 @@ def compile_all(resolved: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path
     from rich.console import Console
 
     from rolljax.errors import ConfigError
+    from rolljax.run.memory import programs
 
     console = Console(stderr=True, highlight=False)
     every = list(programs(resolved))
@@ -129,40 +128,6 @@ def compile_all(resolved: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path
         verdict = "fits" if report.fits else "does not fit"
         console.print(f"{program.name}: compiled in {report.compile_s:.0f} s, {verdict}")
         yield report
-
-
-def programs(resolved: ResolvedRecipe) -> Iterator[Program]:
-    """All programs of a run: of each phase that differs from those before it, of the sampler, and between them."""
-    from rolljax.aot import programs as aot
-    from rolljax.run.initial_weights import base_shapes
-    from rolljax.run.trainer import make_trainer
-
-    mesh, model, recipe = resolved.mesh, resolved.model, resolved.recipe
-    base, way = base_shapes(resolved), reshard(resolved)
-    sampler = aot.SamplerShapes.of(model, recipe.sampler, resolved.sampler_mesh)
-    trainers, seen = [], set()
-    for index, phase in enumerate(recipe.phases):
-        trainer = make_trainer(resolved, index, aot.reference_shapes(mesh, model, phase.algorithm, base), base)
-        trainers.append(aot.Trainer.of(trainer))
-        key = (phase.algorithm, phase.optimizer, trainer.shape)
-        if key not in seen:
-            yield from trainers[-1].programs(phase.name, {} if way else sampler.resident())
-        seen.add(key)
-    largest = max((t.resident() for t in trainers), key=lambda sizes: sum(sizes.values()))
-    arriving = {aot.ARRIVING: way.moved_bytes / way.received.size} if way else {}
-    yield from sampler.programs(arriving or largest)
-    trainer = trainers[0].trainer
-    trained = trainer.full_params(trainers[0].state.policy.params)
-    yield from aot.publish_programs(mesh, model, trained, sampler, largest, way)
-
-
-def reshard(resolved: ResolvedRecipe) -> Reshard | None:
-    """The way of weights between trainer and sampler, where they share no devices."""
-    from rolljax.trainer.publish import Reshard, share_devices
-
-    if share_devices(resolved.mesh, resolved.sampler_mesh):
-        return None
-    return Reshard(resolved.mesh, resolved.model, resolved.sampler_mesh)
 
 
 # ---- what is said ---------------------------------------------------------------------------------------------------
@@ -182,6 +147,7 @@ class Plan:
     def transfer(self) -> Transfer | None:
         """The way of weights from the trainer's devices to the sampler's."""
         from rolljax.aot.transfer import Transfer
+        from rolljax.run.memory import reshard
 
         way = reshard(self.resolved)
         return Transfer.of(way, self.chip, one_slice=self.sampler_topology is None) if way else None
@@ -405,40 +371,11 @@ def _collectives(report: Report, most: int = 12) -> Any:
 
 def next_settings(resolved: ResolvedRecipe, report: Report) -> list[str]:
     """What to change so that a program fits, the likeliest first."""
-    from rolljax.trainer.mesh import num_batch_shards
+    from rolljax.run import memory
 
-    recipe, shape, memory = resolved.recipe, resolved.mesh.shape, report.memory
-    sizes = {**memory.beside, **memory.own, "temporaries": memory.temporaries}
-    tried: dict[str, list[str]] = {}
-    phase = next((p for p in recipe.phases if report.program.startswith(f"{p.name}/")), None)
-    shards = num_batch_shards(resolved.mesh)
-    if phase is not None:
-        work = []
-        if recipe.remat != "full":
-            work.append("Recipe.remat = 'full': the backward pass computes again instead of keeping")
-        if phase.micro_rows > shards:
-            work.append(f"Phase.micro_rows = {max(shards, phase.micro_rows // 2)}: fewer rows at once")
-        else:
-            work.append(f"MeshSpec.context = {2 * shape['context']}: each row over more devices")
-        work.append("a shorter Phase.row_len (and SamplerConfig.max_context)")
-        tried["temporaries"] = work
-        state = []
-        if shape["data"] > 1:
-            state.append(f"MeshSpec.fsdp = {shape['fsdp'] * shape['data']}, MeshSpec.data = 1: split over all devices")
-        if phase.optimizer.mu_dtype == "float32" and hasattr(phase.optimizer, "b1"):
-            state.append(f"{type(phase.optimizer).__name__}.mu_dtype = 'bfloat16': half the momentum")
-        if not phase.optimizer.offload:
-            state.append(f"{type(phase.optimizer).__name__}.offload = True: the optimizer's state in host memory")
-        tried["optimizer"] = state
-        lora = [] if recipe.lora else ["Recipe.lora = @lora.Lora(): train adapters only"]
-        tried["parameters"] = tried["gradients"] = [*state[:1], *lora]
-    tensor = resolved.sampler_mesh.shape["tensor"]
-    tried["sampler weights"] = [f"SamplerConfig.tensor = {2 * tensor}: split them"]
-    pages = recipe.sampler.num_pages
-    tried["KV pool"] = [f"SamplerConfig.pages = {pages // 2}: half the pages", "fewer SamplerConfig.slots"]
-    order = sorted(tried, key=lambda part: -sizes.get(part, 0.0))
-    found = [text for part in order if sizes.get(part, 0.0) > 0.02 * memory.usable for text in tried[part]]
-    return list(dict.fromkeys([*found, "a larger slice"]))
+    found = report.memory
+    sizes = {**found.beside, **found.own, "temporaries": found.temporaries}
+    return memory.next_settings(resolved, report.program, sizes, found.usable, found.total - found.usable)
 
 
 if __name__ == "__main__":

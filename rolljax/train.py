@@ -3,8 +3,8 @@
 
 The same command continues a run that was stopped; on several hosts it is started on each of them (docs/sharding.md).
 Exit codes: 0 done, 2 config, 3 data, environment or a lost process, 4 sampler, 5 trainer (not finite), 6 checkpoint,
-7 a wait past its deadline, 74 the run folder cannot be written, 75 stopped and saved: run it again to go on,
-130 interrupted by a second Ctrl-C.
+7 a wait past its deadline, 8 out of memory, 74 the run folder cannot be written, 75 stopped and saved: run it again to
+go on, 130 interrupted by a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rolljax.recipe import Recipe
     from rolljax.run.console import Console
     from rolljax.run.folder import RunFolder
+    from rolljax.run.memory import Account
     from rolljax.run.preflight import Preflight
     from rolljax.run.progress import RunProgress
     from rolljax.run.trainer import Trainer
@@ -94,7 +95,7 @@ def train(
     """
     from rolljax import loop
     from rolljax.cluster.lockstep import Follower
-    from rolljax.run import preflight, rehearsal, replay
+    from rolljax.run import memory, preflight, rehearsal, replay
     from rolljax.run.console import Console
     from rolljax.run.folder import RunFolder
     from rolljax.threads.event_loop import Stopped
@@ -106,8 +107,12 @@ def train(
     checked = preflight.check(config.value)
     lines = rehearsal.check(checked)
     log = replay.read_log(args.replay, config, folder) if args.replay else None
+    account = memory.account(checked)
     if args.dry_run:
-        print(describe(checked, [*lines, *([log.describe()] if log else [])]))
+        account = account.by_compiler()
+        print(describe(checked, account, [*lines, *([log.describe()] if log else [])]))
+    account.check()
+    if args.dry_run:
         return 0
     with folder.lock():
         for text in folder.prepare(config, fresh=args.fresh):
@@ -118,9 +123,11 @@ def train(
             return 0
         if log:
             console.say(log.check_continues(folder))
+        account = account.by_compiler()
+        account.check()
         with stop_on_signal() as is_told:
             try:
-                with team.guard():
+                with team.guard(), memory.explained(account):
                     should_stop = lambda: is_told() or told_to_stop() or team.asked_to_stop()  # noqa: E731
                     trainer, progress = loop.train(checked, folder, console, should_stop, team, began, log)
             except Stopped:
@@ -292,8 +299,9 @@ def described_template(recipe: Recipe) -> str:
     return "the training template of the folder's own, which keeps earlier turns (docs/models.md, Chat templates)"
 
 
-def describe(checked: Preflight, lines_of_checks: Sequence[str] = ()) -> str:
-    """What would run: mesh, model, batch geometry, what was checked, and the first task as the model will see it."""
+def describe(checked: Preflight, account: Account, lines_of_checks: Sequence[str] = ()) -> str:
+    """What would run: mesh, model, batch geometry, memory, what was checked, and the first task as the model will see
+    it."""
     from rolljax.trainer.mesh import MESH_AXES
 
     r, m = checked.recipe, checked.model
@@ -319,6 +327,7 @@ def describe(checked: Preflight, lines_of_checks: Sequence[str] = ()) -> str:
             f"{p.group_size} trajectories, {p.updates_per_step * p.epochs} update(s) of up to {shape.num_micro} x "
             f"{shape.micro_rows} rows of {shape.row_len} tokens"
         )
+    lines += [f"memory    {text}" for text in account.lines()]
     lines += [f"checked   {text}" for text in lines_of_checks]
     lines += [f"warning   {text}" for text in (*r.warnings(), *checked.warnings)]
     text = checked.chat.tokenizer.decode(checked.chat.prompt_ids(checked.first_prompt))

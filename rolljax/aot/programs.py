@@ -33,7 +33,7 @@ from rolljax.model.lora import Adapted, Base
 from rolljax.model.moe import SLACK
 from rolljax.sampler.arrays import Inserts, PrefillChunks
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.settings import SamplerConfig
+from rolljax.sampler.settings import MIN_CHUNK, SamplerConfig
 from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.trainer.batch import COLUMNS, SCALARS, TokenBatch
 from rolljax.trainer.mesh import SLOT_AXES, param_shardings
@@ -104,6 +104,12 @@ class Program:
             mfu=self.model_flops / full_speed if self.model_flops and full_speed else None,
             kernels=len(work.kernels),
         )
+
+    def needed_bytes(self) -> float:
+        """Bytes of one device for arguments, results and temporaries, as the compiler of these devices counts them."""
+        memory = self.lower().compile().memory_analysis()
+        given = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return float(given + memory.temp_size_in_bytes)
 
     def _memory(self, peak: float, chip: Chip, aliased: float = 0.0) -> Memory:
         own = {k: v / GIB for k, v in self.own.items()}
@@ -320,7 +326,8 @@ class SamplerShapes:
         pieces = like(PrefillChunks.empty(cfg.prefill_rows(piece, engine.num_shards) * engine.num_shards, piece, width))
         table, slots = like(np.zeros((cfg.slots, width), np.int32)), like(np.zeros(cfg.slots, np.int32))
         vocab = NamedSharding(mesh, PartitionSpec(SLOT_AXES, "tensor"))
-        logits = jax.ShapeDtypeStruct((len(pieces.count), model.cfg.vocab_size), jnp.float32, sharding=vocab)
+        prompts = cfg.prefill_rows(MIN_CHUNK, engine.num_shards) * engine.num_shards
+        logits = jax.ShapeDtypeStruct((prompts, model.cfg.vocab_size), jnp.float32, sharding=vocab)
         per_token = 2 * matmul_params(model)
         steps, prompt = cfg.slots * cfg.steps_per_dispatch, pieces.tokens.size
         both, rest = self.resident(), {"sampler weights": self.resident()["sampler weights"]}

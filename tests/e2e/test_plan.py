@@ -223,7 +223,8 @@ def test_a_slice_that_is_not_the_samplers_share_is_refused(two_slices, settings,
 def test_apart_neither_has_the_others_memory(two_slices):
     """On devices of this machine: no weights, nothing compiled. What stands beside a program, and what travels."""
     from rolljax.aot.chips import CHIPS
-    from rolljax.plan import Plan, devices, programs
+    from rolljax.plan import Plan, devices
+    from rolljax.run.memory import programs
     from rolljax.run.preflight import resolve
 
     small = [
@@ -311,7 +312,7 @@ def test_weights_of_32b_reach_a_slice_of_its_own(tmp_path):
 
 def test_of_a_folder_only_its_config_is_read(tmp_path):
     """Memory from shapes alone, on devices of this machine: no weights, no tokenizer, nothing compiled."""
-    from rolljax.plan import programs
+    from rolljax.run.memory import programs
     from rolljax.run.preflight import resolve
 
     shape = {
