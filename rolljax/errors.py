@@ -156,7 +156,7 @@ class CheckpointError(RolljaxError, RuntimeError):
     exit_code = 6
 
 
-class OutOfMemory(RolljaxError, MemoryError):
+class OutOfMemory(RolljaxError, RuntimeError):
     """Memory of a device, or of the host, ran out during a run. What was committed in its folder stays."""
 
     owner = "memory"

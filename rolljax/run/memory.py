@@ -142,7 +142,7 @@ class Use:
         """What the program needs beside its arguments and results, gradients included."""
         if self.compiled is None:
             return None
-        return self.compiled - sum(v for k, v in self.program.own.items() if k != "gradients")
+        return max(0.0, self.compiled - sum(v for k, v in self.program.own.items() if k != "gradients"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ def test_exit_codes_and_owners():
         "trainer": 5,
         "checkpoint": 6,
         "hang": 7,
+        "memory": 8,
         "storage": 74,
     }
     assert errors.EXIT_PREEMPTED not in codes.values() and RolljaxError.exit_code not in codes.values()

@@ -81,7 +81,7 @@ def test_the_account_counts_what_is_there():
     assert update.sizes["parameters"] == update.sizes["gradients"] == params
     assert params * 2 <= update.sizes["optimizer"] < params * 2 + 100  # and its counters
     assert update.sizes["sampler weights"] == params
-    pool = 4 * 9 * 8 * (128 // 16 + 1) * 16 * 2 * 2 * 8  # layers, slots, pages, tokens of each, keys and values, heads
+    pool = 4 * 9 * 8 * (128 // 16 + 1) * 16 * 2 * 2 * 16  # layers, slots, pages, tokens of each, keys and values, heads
     assert pool <= update.sizes["KV pool"] < 1.05 * pool
     assert update.activations > 0 and update.temporaries is None
     assert found.fits and found.by_compiler() is found, "small runs are not compiled"
@@ -94,10 +94,10 @@ def test_the_compiler_is_asked_where_it_can_matter():
     asked = dataclasses.replace(found, room=memory.Room(5 * needed, "of a test")).by_compiler()
     for before, use in zip(found.uses, asked.uses, strict=True):
         assert use.temporaries is not None and use.temporaries >= 0
-        assert use.total >= before.total - before.sizes.get("gradients", 0.0)
+        assert use.total >= 0.95 * (before.total - before.sizes.get("gradients", 0.0))  # unused arguments are left out
     assert all(f"{use.program.name}: " in "\n".join(asked.lines()) for use in asked.uses)
     none = dataclasses.replace(asked, room=memory.Room(asked.largest.total - 1, "of a test"))
-    with pytest.raises(ConfigError, match="there is .* of a test") as refused:
+    with pytest.raises(ConfigError, match="there is .*of a test") as refused:
         none.check()
     assert refused.value.setting and " = " in refused.value.remedy
 

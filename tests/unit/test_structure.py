@@ -83,7 +83,7 @@ LEFT = {
     "trackers": {"errors"},
     "recipe": {"errors", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout", "trackers"},
     "run": {"errors", "reading", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
-            "rewards", "rollout", "cluster", "recipe", "config", "trackers"},
+            "rewards", "rollout", "cluster", "recipe", "config", "trackers", "aot"},
     "viewer": {"errors", "reading", "types", "metrics", "model", "serving", "run"},
     "evaluation": {"errors", "reading", "types", "threads", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout",
                    "cluster", "recipe", "run"},
