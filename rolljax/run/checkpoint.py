@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -199,10 +200,18 @@ def write(path: Path, tree: Any, texts: dict[str, str]) -> None:
     with boundary(CheckpointError, f"saving {path}"), durable.storing(path), place as temporary:
         with contextlib.closing(ocp.Checkpointer(ocp.StandardCheckpointHandler())) as checkpointer:
             checkpointer.save(temporary / ARRAYS, args=ocp.args.StandardSave(tree))
+        _give_back_memory()
         if leads:
             for name, text in texts.items():
                 (temporary / name).write_text(text)
             (temporary / MANIFEST).write_text(_manifest(digests(temporary, _files(temporary))))
+
+
+def _give_back_memory() -> None:
+    """Give the system what Orbax has freed. The C library keeps it for the threads that wrote: 0.8 GiB for each GiB of
+    arrays, which the next update would not find."""
+    with contextlib.suppress(OSError, AttributeError):  # a C library that is not glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def read(path: Path, abstract: Any, shardings: Any) -> Any:

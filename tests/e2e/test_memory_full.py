@@ -1,5 +1,4 @@
-"""A model of real size: Qwen3-0.6B's shape with random weights trains a step with the default number of pages,
-momentum in bfloat16."""
+"""A model of real size: Qwen3-0.6B's shape with random weights trains a step with the default number of pages."""
 
 import os
 import subprocess
@@ -18,7 +17,6 @@ from rolljax import recipe
 from rolljax.envs.games import countdown
 from rolljax.model.families import qwen3
 from rolljax.sampler import settings
-from rolljax.trainer import optimizer
 from rolljax.trainer.algorithms import grpo
 
 recipe.Recipe.env = @countdown.Countdown()
@@ -49,8 +47,6 @@ recipe.Phase.prompts_per_step = 2
 recipe.Phase.group_size = 4
 recipe.Phase.row_len = 1024
 recipe.Phase.micro_rows = 1
-recipe.Phase.optimizer = @optimizer.AdamW()
-optimizer.AdamW.mu_dtype = 'bfloat16'
 """
 
 
