@@ -48,7 +48,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     which.add_argument("--worst", action="store_true", help="with the lowest")
     which.add_argument("--failed", action="store_true", help="lost to a failure, with whose it was")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help=f"so many of them (default: {LIMIT}), or of the groups of --step (all)"
+        "--limit", type=int, metavar="N", help=f"at most N trajectories (default: {LIMIT}) or groups of --step (all)"
     )
     parser.add_argument("--compare", metavar="RUN2", help="another run, beside this one")
     parser.add_argument("--metric", action="append", metavar="NAME", help="a curve to show; repeatable")
@@ -180,7 +180,7 @@ def curves(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[
 
 
 def show_step(page: Console, folder: RunFolder, step: int, limit: int | None = None) -> None:
-    """The groups of a step, those whose rewards differ most first. limit: so many of them; None: all."""
+    """Show the groups of a step, the widest spread of rewards first. limit: at most this many; None: all."""
     from rolljax.run.console import step_line
 
     trajectories = read_step(folder, step)

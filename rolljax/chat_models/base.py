@@ -42,8 +42,8 @@ class ChatAnswer:
 
     @property
     def is_whole(self) -> bool:
-        """True if the model ended the answer itself. No verdict is read from an answer that was cut: the model might
-        have gone on to change it."""
+        """True if the model ended the answer itself. No verdict is read from an answer that was cut: the rest might
+        have changed it."""
         return self.finish_reason == "stop"
 
 

@@ -20,7 +20,7 @@ MAX_BODY_BYTES = 1 << 24
 MAX_PARTS = 1 << 20
 """Commas, colons and opening brackets of a body: what its values cost in memory and time."""
 SMALL = 1 << 15
-"""Bytes of a body that is read on the event loop; a longer one is read in a thread, and the loop goes on."""
+"""Bytes up to which a body is parsed on the event loop; a longer one would stall it and is parsed in a thread."""
 MAX_TOKEN = 2**31
 LOGP = (-1e6, 1e-2)
 """Range of a log-prob; servers round, and write -9999 for a token that is next to impossible."""

@@ -19,13 +19,13 @@ CLASS = "__class__"
 
 
 def build(resolved: Mapping[str, Any], path: str, annotation: Any = Any) -> Any:
-    """Return the value that stands at a path: an object of the class it had, a tuple of such, or a plain value.
+    """Return the value at a path: an object of its recorded class, a tuple of such objects, or a plain value.
 
     Args:
       annotation: what the value must fit.
 
     Raises:
-      ConfigError: nothing stands there, its class cannot be found here, or it does not fit.
+      ConfigError: the path has no value, its class cannot be imported, or the value does not fit the annotation.
     """
     try:
         return check.fit(_value(resolved, path), annotation)
@@ -41,7 +41,7 @@ def build_fields(resolved: Mapping[str, Any], cls: type, leave_out: Collection[s
 
 
 def has(resolved: Mapping[str, Any], path: str) -> bool:
-    """Whether something stands at a path."""
+    """Return whether a path has a value."""
     return path in resolved or f"{path}.{CLASS}" in resolved or _has_items(resolved, path)
 
 

@@ -75,7 +75,7 @@ def _factor(step: Mapping[str, Any]) -> float:
 
 
 def _longest_text(charsmap: str) -> float:
-    """Bytes of the longest text of SentencePiece's table of characters: behind its index, each ended by a zero."""
+    """Return the bytes of the longest text in SentencePiece's table of characters (an index, then the texts)."""
     try:
         table = base64.b64decode(charsmap)
     except (binascii.Error, ValueError):

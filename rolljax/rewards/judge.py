@@ -1,8 +1,8 @@
 """Models as judges: an answer is shown to a chat model with a rubric, and its verdict, read strictly, is the reward.
 
 What a judge says is data of a foreign program: a verdict that is not exactly of the form that was asked for is none,
-and is asked for again. An answer that a limit or a filter cut holds none. What the policy wrote is data too: it stands
-between marks that it cannot know beforehand, and the judge is told that nothing between them is meant for it.
+and is asked for again. An answer that a limit or a filter cut holds none. What the policy wrote is data too: it is
+quoted between random marks, and the prompt tells the judge to follow nothing between them.
 """
 
 from __future__ import annotations

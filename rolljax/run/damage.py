@@ -1,8 +1,8 @@
-"""Name what has changed in the records of a run since it wrote them, when the run goes on.
+"""Find damage in the records of a run when the run continues.
 
 A checkpoint has the length and the SHA-256 of `metrics.jsonl`, of `consumed.jsonl` and of every file of held-out
 answers, as they were when it was saved; `consumed.jsonl` has the SHA-256 of every file of rollouts. No step depends on
-these files, so a run goes on without them.
+these files, so the run continues without them.
 """
 
 from __future__ import annotations

@@ -322,11 +322,11 @@ class RunFolder:
         """Drop metrics rows and rollouts of steps after `step`: they are about to be made again.
 
         Args:
-          warn: is told what is missing or has changed of earlier steps.
+          warn: receives a sentence for each file of earlier steps that is missing or has changed.
           recorded: what these were when the checkpoint was saved (`recorded`). keep_rollouts: see `retain`.
 
         Raises:
-          CheckpointError: something that is not a file stands in the place of one.
+          CheckpointError: a pipe, a folder or a device has the name of one of these files.
         """
         recorded = recorded or {}
         self._heldout = dict(recorded.get(HELDOUT, {}))

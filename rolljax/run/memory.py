@@ -1,9 +1,8 @@
-"""Memory of a run: what each of its programs needs of a device, what a device has, and what to change where that is not
-enough.
+"""The memory account of a run: the bytes that each program needs on a device, the bytes that the device has, and the
+settings to change if they do not fit.
 
-By shapes alone this is known in a second: a program's arguments and results, and what stands beside it. Temporaries are
-what XLA says of the compiled program. It is asked where shapes and activations take more than `ASKED_FRAC` of a device;
-the run finds these programs compiled.
+Shapes alone give the sizes of arguments, results and other live arrays, within a second. Only XLA knows temporaries: it
+compiles the programs if shapes and activations exceed `ASKED_FRAC` of a device. The run then reuses what was compiled.
 """
 
 from __future__ import annotations
@@ -120,9 +119,9 @@ def reshard(resolved: ResolvedRecipe) -> Reshard | None:
 class Use:
     """Bytes of one device while a program runs.
 
-    sizes: of its arguments and results and of what stands beside it, by what they are; gradients are a part of the
-    temporaries. activations: about what a backward pass keeps, by the widths of the layers. compiled: arguments,
-    results and temporaries by XLA's analysis (None: it was not asked).
+    sizes: by name, of arguments, results and all other live arrays; gradients are a part of the temporaries.
+    activations: an estimate of what a backward pass keeps, from the widths of the layers. compiled: arguments, results
+    and temporaries by XLA's analysis (None: not compiled).
     """
 
     program: aot.Program
@@ -132,14 +131,14 @@ class Use:
 
     @property
     def total(self) -> float:
-        """All of it; without XLA's analysis all but temporaries that are no gradients."""
+        """All bytes. Without XLA's analysis, temporaries other than gradients are missing."""
         if self.compiled is None:
             return sum(self.sizes.values())
         return self.compiled + sum(self.program.beside.values())
 
     @property
     def temporaries(self) -> float | None:
-        """What the program needs beside its arguments and results, gradients included."""
+        """Bytes that the program needs in addition to its arguments and results, gradients included."""
         if self.compiled is None:
             return None
         return max(0.0, self.compiled - sum(v for k, v in self.program.own.items() if k != "gradients"))
@@ -175,7 +174,7 @@ class Account:
         return dataclasses.replace(self, uses=tuple(asked))
 
     def lines(self) -> list[str]:
-        """What stands on a device, what each program takes, and what there is."""
+        """Return the account as text: live arrays, the need of each program, and the memory of the device."""
         parts: dict[str, float] = {}
         for use in self.uses:
             for name, size in use.sizes.items():
@@ -272,7 +271,7 @@ def next_settings(
 
 
 def _fewer_pages(resolved: ResolvedRecipe, pool: float, over: float) -> str:
-    """The number of pages that would fit, if it is enough for a sequence, else half of those that there are."""
+    """Return the setting of the largest number of pages that fits, or of half the pages if no sequence would fit."""
     cfg = resolved.recipe.sampler
     left = int(0.95 * cfg.num_pages * (pool - over) / pool) if pool > over else 0
     if left > cfg.pages_per_sequence * num_slot_shards(resolved.sampler_mesh):

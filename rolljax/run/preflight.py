@@ -327,7 +327,7 @@ class Probed:
 
 
 async def probe(recipe: Recipe, tasks: list[Task]) -> Probed:
-    """Start `tasks` and return what they are found to be; those that do not start are left out.
+    """Start `tasks` and return what was found; a task that does not start is left out.
 
     They are played through a pool of the recipe's own kind: whatever an environment does when it starts, it does not
     do it to this process.

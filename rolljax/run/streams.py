@@ -47,14 +47,14 @@ class Unfailing:
 
 
 class ReaderGone(BrokenPipeError):
-    """Nobody reads the results any more, as after `| head`."""
+    """The reader has closed the pipe, as after `| head`."""
 
 
 class Results(Unfailing):
     """A text stream of results: a write that fails is an error.
 
     Raises (in `write` and `flush`):
-      StorageError: the stream cannot be written. ReaderGone: nobody reads it any more.
+      StorageError: the stream cannot be written. ReaderGone: the reader has closed the pipe.
     """
 
     def write(self, text: str) -> int:

@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 
 def summary_lines(folder: RunFolder) -> list[str]:
-    """Lines of plain text about the run in a folder, from its files alone; it may still be going on.
+    """Return lines of plain text about a run, from its files alone. The run may still be in progress.
 
     Raises:
       CheckpointError: one of these files is damaged; the error names it.

@@ -31,7 +31,7 @@ LINGER_S = 2.0
 class Bounds:
     """What connections may hold.
 
-    connections: at the same time; beyond that, those that wait for a request give way. head_s: seconds for a request
+    connections: at the same time; beyond that, idle connections are closed. head_s: seconds for a request
     line and headers to arrive. body_bytes: of one request.
     """
 

@@ -55,7 +55,7 @@ class Limits:
 
     @property
     def bounds(self) -> Bounds:
-        """What connections may hold: those that wait for a request give way to others."""
+        """Limits of connections; idle ones are closed first."""
         return Bounds(2 * self.concurrency, self.head_s, self.body_bytes)
 
     @property

@@ -1,4 +1,4 @@
-"""Memory: what programs take beside their arguments, by the compiler's own account; what a run takes, and what is there."""
+"""The memory account: bytes of programs by the compiler's own analysis, of a whole run, and of the device."""
 
 import contextlib
 import dataclasses

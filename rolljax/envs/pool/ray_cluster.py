@@ -23,7 +23,7 @@ LEAST_CPUS = 0.1
 
 @dataclasses.dataclass(eq=False)
 class Share:
-    """What a pool may have of the cluster, now: so many actors, and CPUs for each."""
+    """The current share of a pool in the cluster: number of actors, and CPUs for each."""
 
     cfg: PoolConfig
     workers: int = 1
@@ -34,7 +34,7 @@ def divide(processors: float, shares: Sequence[Share]) -> None:
     """Set what every pool may have of a cluster's CPUs.
 
     Raises:
-      ConfigError: the workers that are asked for by number leave no CPU for the other pools.
+      ConfigError: pools with an explicit `workers` leave no CPU for the other pools.
     """
     asked = sum(share.cfg.workers * share.cfg.ray_cpus_per_worker for share in shares)
     others = sum(share.cfg.workers == 0 for share in shares)
@@ -61,10 +61,10 @@ class RayCluster:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shares: list[Share] = []
-        self._connected_to: str | None = None  # by a pool; None: by nobody, or by the program itself
+        self._connected_to: str | None = None  # None: not connected, or connected by the user's program
 
     def join(self, cfg: PoolConfig) -> Share:
-        """Connect if nobody has, and take a share, which changes when others join or leave.
+        """Connect unless a connection exists, and return a share, which changes when other pools join or leave.
 
         Raises:
           ConfigError: Ray is not installed, another pool has connected to another cluster, or no CPU is left.

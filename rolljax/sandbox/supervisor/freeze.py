@@ -45,7 +45,7 @@ class Frozen:
 
     def resume(self, pids: Collection[int], stopped: Collection[int]) -> None:
         """Continue processes, children before their parents, so that no shell finds a child stopped, and then all: a
-        fork that was under way has a child by now, which was born stopped. `stopped`: those that stay as they were."""
+        fork that was under way has a child by now, which was born stopped. stopped: processes that stay stopped."""
         self._signal(signal.SIGCONT, [*sorted(pids, reverse=True), -1])
         self._signal(signal.SIGSTOP, stopped)
 
