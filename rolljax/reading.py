@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import io
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from rolljax.errors import CheckpointError
 
@@ -52,6 +54,12 @@ def read_bytes(path: str | Path) -> bytes:
     """Return all bytes of a regular file. Raises `OSError`, as `open_file` does."""
     with open_file(path) as f:
         return f.read()
+
+
+def digest(path: str | Path) -> str:
+    """Return the SHA-256 of a regular file, in hexadecimal digits. Raises `OSError`, as `open_file` does."""
+    with open_file(path) as f:
+        return hashlib.file_digest(cast(io.BufferedReader, f), "sha256").hexdigest()
 
 
 def parse(text: str | bytes) -> Any:

@@ -16,7 +16,6 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -274,12 +273,8 @@ def damage(path: Path) -> str:
 def digests(path: Path, names: list[str]) -> dict[str, str]:
     """SHA-256 of files of a folder, in hexadecimal digits."""
 
-    def one(name: str) -> str:
-        with reading.open_file(path / name) as f:
-            return hashlib.file_digest(f, "sha256").hexdigest()
-
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-        return dict(zip(names, pool.map(one, names), strict=True))
+        return dict(zip(names, pool.map(reading.digest, [path / name for name in names]), strict=True))
 
 
 def _manifest(written: dict[str, str]) -> str:

@@ -107,8 +107,7 @@ def _digests(paths: Iterable[Path]) -> list[str]:
         if path is None:
             return ""
         try:
-            with reading.open_file(path) as f:
-                return hashlib.file_digest(f, "sha256").hexdigest()
+            return reading.digest(path)
         except OSError as e:
             return f"cannot be read: {reading.reason(e)}"
 

@@ -356,7 +356,7 @@ class RunFolder:
             written = [step for step in written if step >= first]
         folder = self.path / ROLLOUTS
         wanted = {heldout_file(self.path, name).name: str(sha256) for name, sha256 in self._heldout.items()}
-        wanted |= {rollouts_file(self.path, step).name: digests[step] for step in reversed(written)}
+        wanted |= {rollouts_file(self.path, step).name: str(digests[step]) for step in reversed(written)}
         return damage.of_files(folder, wanted)
 
     def recorded(self) -> dict[str, Any]:
