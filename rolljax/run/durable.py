@@ -58,9 +58,12 @@ def storing(path: Path) -> Iterator[None]:
         raise
     except Exception as e:  # border: whatever a library makes of an error of the disk
         number = _number(e)
-        if number is None and not isinstance(e, OSError):
+        if number is not None:
+            said = os.strerror(number)
+        elif isinstance(e, OSError):
+            said = reading.reason(e)
+        else:
             raise
-        said = reading.reason(e) if number is None else os.strerror(number)
         raise StorageError(
             f"{path} cannot be written: {said}\n"
             f"  fix:   {REMEDIES.get(number or 0, _OTHER)}; the same command then goes on from the last checkpoint"
