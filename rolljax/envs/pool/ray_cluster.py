@@ -9,10 +9,12 @@ another hold.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import ConfigError
@@ -84,7 +86,8 @@ class RayCluster:
                     remedy="one process uses one cluster: give all pools the same address",
                 )
             if not ray.is_initialized():
-                ray.init(address=cfg.ray_address or None, log_to_driver=False, logging_level=logging.WARNING)
+                with _keep_sigterm_handler():
+                    ray.init(address=cfg.ray_address or None, log_to_driver=False, logging_level=logging.WARNING)
                 self._connected_to = cfg.ray_address
             share = Share(cfg)
             try:
@@ -111,6 +114,17 @@ class RayCluster:
 
             ray.shutdown()
             self._connected_to = None
+
+
+@contextlib.contextmanager
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Put the handler of SIGTERM back afterwards: `ray.init` installs one that exits at once, and a run must save first."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 CLUSTER = RayCluster()
