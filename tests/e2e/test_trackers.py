@@ -117,7 +117,9 @@ def read_wandb(folder, config):
                     if "time/step_s" in got:
                         assert got["step"] not in found
                         found[got["step"]] = {
-                            k: v for k, v in got.items() if isinstance(v, (int, float)) and k[0] != "_"
+                            k: v
+                            for k, v in got.items()
+                            if isinstance(v, (int, float)) and not k.startswith(("_", "curves/", "heldout/answers/"))
                         }
     assert len(ids) == 1 and {name: config[name] for name in settings_of(folder)} == settings_of(folder)
     return found
