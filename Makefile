@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadfile
 # what takes most of a machine's memory, and therefore runs by itself
-ALONE  := $(BIN)/python -m pytest tests -m alone
+ALONE  := $(BIN)/python -m pytest tests/e2e -m alone
 # `make test-newest`: a newer Python (3.13 or 3.12, from pyenv or the PATH), and the tests that run there
 PYENV  := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
 NEWEST ?= $(firstword $(wildcard $(PYENV)/3.13*/bin/python3.13 $(PYENV)/3.12*/bin/python3.12) \
