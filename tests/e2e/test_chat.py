@@ -12,7 +12,7 @@ from rolljax.model import hf
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
-from rolljax.run.folder import RESOLVED
+from rolljax.run.layout import CONFIG, RESOLVED
 from rolljax.types import Completion, Sampled, SamplingParams
 
 
@@ -106,5 +106,6 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(folder, capsys, argv
 
 def test_the_answer_limit_is_the_runs(tmp_path):
     assert chat.run_answer_tok(str(tmp_path)) == 0
+    (tmp_path / CONFIG).write_text("")
     (tmp_path / RESOLVED).write_text('{"max_answer_tok": 6}')
     assert chat.run_answer_tok(str(tmp_path)) == 6
