@@ -214,6 +214,14 @@ def test_two_runs_over_each_other(page, site):
         "seed", "phases[0].steps", "phases[0].optimizer.lr", "phases[1].steps", "phases[1].optimizer.lr"]  # fmt: skip
 
 
+def box_of(page, selector):
+    """Return the place of the first such element. The page replaces charts when it draws them again: wait for one."""
+    where = """selector => {
+        const box = document.querySelector(selector)?.getBoundingClientRect();
+        return box?.width ? {x: box.x, y: box.y, width: box.width} : null; }"""
+    return page.wait_for_function(where, arg=selector).json_value()
+
+
 def test_curves_listen(page, site):
     page.goto(site.url)
     chart = page.locator("figure.chart").first
@@ -224,8 +232,8 @@ def test_curves_listen(page, site):
     page.get_by_label("smoothing").fill("0.8")
     page.locator("figure.chart path.raw").first.wait_for()
     page.locator("[data-search]").fill("entropy")
-    until(page, "document.querySelectorAll('figure.chart').length === 1")
-    box = page.locator("figure.chart svg").bounding_box()
+    until(page, "document.querySelectorAll('figure.chart').length === 1 && location.hash.includes('metric=entropy')")
+    box = box_of(page, "figure.chart svg")
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
     says(page.locator(".readout"), re.compile(r"step \d+"))
     page.mouse.click(box["x"] + box["width"] - 12, box["y"] + 40)
@@ -270,7 +278,7 @@ def test_curves_by_wall_time_and_tokens_and_means_over_seeds(page, seeds):
         page.reload()
         page.get_by_label("across").select_option("trained tokens")
         until(page, "[...document.querySelectorAll('figure.chart .tick')].some(t => t.textContent === '4M')")
-        box = chart.locator("svg").bounding_box()
+        box = box_of(page, "figure.chart svg")
         page.mouse.move(box["x"] + box["width"] - 14, box["y"] + 40)
         says(chart.locator(".readout"), "8M tokens")
         page.mouse.click(box["x"] + box["width"] - 14, box["y"] + 40)
