@@ -10,8 +10,8 @@ ALONE  := $(BIN)/python -m pytest tests/e2e -m alone
 PYENV  := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
 NEWEST ?= $(firstword $(wildcard $(PYENV)/3.13*/bin/python3.13 $(PYENV)/3.12*/bin/python3.12) \
 	$(shell command -v python3.13 || command -v python3.12))
-NEWEST_TESTS ?= tests/e2e/test_sampler.py $(addprefix tests/unit/test_,$(addsuffix .py,attention attention_stats batch \
-	decoder durable engine_worker kernels kl lora masked moe objectives optimizer phase_trainer publish update vocab))
+NEWEST_TESTS ?= tests/e2e/test_sampler.py $(addprefix tests/unit/test_,$(addsuffix .py,attention batch decoder durable \
+	engine_worker kernels kl masked memory moe objectives optimizer publish update))
 # the sandbox; only where this is root's machine and Debian's
 INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \
 	{ apt-get install -qq -y bubblewrap > /dev/null || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }; }; }
