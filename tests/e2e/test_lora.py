@@ -22,6 +22,7 @@ from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.lora import Adapted
+from rolljax.run.layout import RESOLVED
 from rolljax.run.preflight import check as check_run
 from rolljax.run.trained import trained_params
 from rolljax.train import main as train
@@ -195,13 +196,13 @@ def test_adapter_folders_need_adapters_and_a_folder(trained, tmp_path):
         export_run(tmp_path / "a", model=trained / "hf", adapter=True)
     run = tmp_path / "run"
     shutil.copytree(trained, run)
-    lines = (run / "config.gin").read_text().splitlines()
-    random = [line for line in lines if not line.startswith("recipe.Recipe.model")]
-    (run / "config.gin").write_text("\n".join(random))
+    resolved = json.loads((run / RESOLVED).read_text())
+    random = {name: value for name, value in resolved.items() if name.partition(".")[0] != "model"}
+    (run / RESOLVED).write_text(json.dumps(random))
     with pytest.raises(ConfigError, match="random base weights"):
         export_run(tmp_path / "b", run=run, adapter=True)
-    full = [line for line in random if "lora" not in line]
-    (run / "config.gin").write_text("\n".join(full))
+    full = {name: value for name, value in random.items() if name.partition(".")[0] != "lora"}
+    (run / RESOLVED).write_text(json.dumps(full))
     with pytest.raises(ConfigError, match="this run has none"):
         export_run(tmp_path / "b", run=run, adapter=True)
     assert not (tmp_path / "b").exists()

@@ -4,6 +4,7 @@ In a process of their own: libtpu is loaded there and nowhere else.
 """
 
 import importlib.util
+import re
 
 import pytest
 
@@ -53,8 +54,13 @@ def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path):
     settings = SMALL | {"SamplerConfig.pages": 1_000_000}
     done, found = plan("qwen3_8b_grpo_v5e_8", "v5e:2x4", settings, ("decode",), tmp_path)
     assert done.returncode == 1
-    assert "decode does not fit" in done.stdout and "try SamplerConfig.pages = 500000" in done.stdout
+    pages = int(re.search(r"try SamplerConfig.pages = (\d+)", done.stdout)[1])
+    assert "decode does not fit" in done.stdout and 0 < pages < 500_000
     assert found["programs"][0]["refused"] and not found["fits"]
+    done, found = plan(
+        "qwen3_8b_grpo_v5e_8", "v5e:2x4", settings | {"SamplerConfig.pages": pages}, ("decode",), tmp_path
+    )
+    assert done.returncode == 0 and found["fits"], done.stdout
 
 
 def test_a_machine_without_libtpu_is_told_what_to_install(monkeypatch):
