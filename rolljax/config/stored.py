@@ -62,7 +62,7 @@ def _value(resolved: Mapping[str, Any], path: str) -> Any:
     while has(resolved, item := f"{path}[{len(found)}]"):
         found.append(_value(resolved, item))
     if not found:
-        raise ConfigError("does not stand in the settings", setting=path)
+        raise ConfigError("is missing from the settings", setting=path)
     return tuple(found)
 
 

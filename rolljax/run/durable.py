@@ -35,7 +35,7 @@ REMEDIES = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 """What to do, by the error of the operating system."""
-_OTHER = "look at what stands there (a link that leads nowhere, a pipe), and move it away"
+_OTHER = "move away whatever has this name (a dangling link, a pipe)"
 
 
 def reach(point: str, path: Path) -> None:

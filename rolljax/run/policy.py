@@ -30,10 +30,10 @@ class _NoTasks(EnvSpec):
         return "no tasks"
 
     def task(self, index: int) -> Task:
-        raise ConfigError("is not at hand: only the run's policy was read", setting="Recipe.env")
+        raise ConfigError("cannot be used here: only the run's policy was read", setting="Recipe.env")
 
     def make(self) -> Env:
-        raise ConfigError("is not at hand: only the run's policy was read", setting="Recipe.env")
+        raise ConfigError("cannot be used here: only the run's policy was read", setting="Recipe.env")
 
 
 def policy_recipe(run: str | Path) -> Recipe:

@@ -35,7 +35,7 @@ def summary_lines(folder: RunFolder) -> list[str]:
 
 def _environment(folder: RunFolder) -> list[str]:
     """Return a line for the machine and one for the command; none where `env.json` is missing."""
-    path, remedy = folder.path / ENVIRONMENT, "delete it: it is written anew when the run goes on"
+    path, remedy = folder.path / ENVIRONMENT, "delete it: the run writes a new one when it continues"
     env = records.optional(path, remedy)
     with boundary(CheckpointError, f"{path} is not as a run writes it; {remedy}"):
         if not env:

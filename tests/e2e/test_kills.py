@@ -229,7 +229,7 @@ def test_a_folder_that_cannot_be_written_is_a_message(tmp_path, capsys, place):
 
 @pytest.mark.slow
 def test_a_run_whose_console_is_full_ends_as_any_other(watched, tmp_path):
-    """Also one whose files may not grow: it ends with the message's exit code, and goes on where they may."""
+    """Also a run whose files may not grow: it ends with the exit code of the message, and continues once they may grow."""
     run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")
     command = [sys.executable, "-m", "rolljax.train", *arguments(run_dir, **TINY)]
     small = subprocess.run(

@@ -156,7 +156,7 @@ def test_a_checkpoint_with_such_a_file_is_damaged(tmp_path, kind):
             Checkpoints(place).latest(lambda _: None)
 
 
-# ---- what a run that goes on says of its records
+# ---- messages about records when a run continues
 
 
 def consumed(step, rollouts=""):

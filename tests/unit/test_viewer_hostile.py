@@ -186,13 +186,13 @@ def test_a_token_of_any_characters_lets_in(healthy, token):
         assert token not in dict(browser.cookies).values()
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nHost: local"])
-def test_a_head_has_a_deadline(healthy, begun):
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: local"])
+def test_a_head_has_a_deadline(healthy, sent):
     """A client that sends a part of a request, or nothing, is disconnected after the deadline."""
     with viewing.Viewing(healthy, head_s=0.2) as site, connected(site) as connection:
-        connection.sendall(begun)
+        connection.sendall(sent)
         answer = b"".join(iter(lambda: connection.recv(2**16), b""))
-    assert answer.split()[1:2] == ([b"408"] if begun else [])
+    assert answer.split()[1:2] == ([b"408"] if sent else [])
 
 
 def test_a_watcher_is_no_late_head(healthy):
