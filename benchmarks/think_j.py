@@ -123,7 +123,10 @@ def always_a() -> dict[str, list[float]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 256  # the client opens a connection for each request; five may wait by default
+
+    server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     from rolljax.chat_models.client import EndpointConfig
 

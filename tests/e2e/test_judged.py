@@ -100,10 +100,14 @@ class Both(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 256  # the client opens a connection for each request; five may wait by default
+
+
 @pytest.fixture
 def server():
     """Model and judge behind one address."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Both)
+    server = Server(("127.0.0.1", 0), Both)
     server.daemon_threads, server.asked, server.broken = True, [], lambda name, prompt: None
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     thread = threading.Thread(target=server.serve_forever)

@@ -123,7 +123,10 @@ def server(text):
         def log_message(self, *_):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 256  # the client opens a connection for each request; five may wait by default
+
+    with Server(("127.0.0.1", 0), Handler) as http_server:
         threading.Thread(target=http_server.serve_forever, daemon=True).start()
         yield EndpointConfig(f"http://127.0.0.1:{http_server.server_port}/v1", "same", concurrency=8)
         http_server.shutdown()

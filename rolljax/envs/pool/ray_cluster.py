@@ -118,7 +118,7 @@ class RayCluster:
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Put the SIGTERM handler back afterwards: `ray.init` installs one that exits at once, but a run must save first."""
+    """Put the SIGTERM handler back afterwards: that of `ray.init` exits at once, but a run must save first."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
