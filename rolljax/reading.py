@@ -3,6 +3,7 @@ pipe, and whatever is wrong with JSON is one error with the path and the reason.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import hashlib
@@ -10,6 +11,7 @@ import io
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -78,6 +80,19 @@ def parse(text: str | bytes) -> Any:
             raise ValueError("it is nested too deeply")
         level, depth = [inner for value in level for inner in _inside(value)], depth + 1
     return found
+
+
+def unique_keys(refusal: Callable[[str], Exception]) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return an `object_pairs_hook` of `json` that raises `refusal(key)` if an object has a key twice."""
+
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = collections.Counter(key for key, _ in pairs)
+            raise refusal(next(key for key, count in counts.items() if count > 1))
+        return found
+
+    return read
 
 
 def _inside(value: Any) -> list[Any]:

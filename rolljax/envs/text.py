@@ -12,6 +12,7 @@ import math
 import re
 from typing import Any
 
+from rolljax import reading
 from rolljax.errors import ConfigError
 
 MAX_ANSWER_CHARS = 2**20
@@ -119,15 +120,7 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:40]!r} is given twice")
-    return found
-
-
+_unique = reading.unique_keys(lambda key: ValueError(f"the key {key[:40]!r} is given twice"))
 _DECODER = json.JSONDecoder(strict=False, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
 _UNIQUE_DECODER = json.JSONDecoder(
     strict=False, parse_int=_whole, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rolljax import reading
 from rolljax.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 * 2**20
@@ -87,13 +88,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{twice!r} stands in it twice")
-    return found
+_once = reading.unique_keys(lambda key: ValueError(f"{key!r} stands in it twice"))
 
 
 def _finite(text: str) -> float:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from rolljax import reading
 from rolljax.model.tokenizer import Chat
 from rolljax.model.vocabulary import Vocabulary
 from rolljax.types import SamplingParams
@@ -243,13 +244,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        key = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise refuse(key, "is given more than once")
-    return result
+_object = reading.unique_keys(lambda key: refuse(key, "is given more than once"))
 
 
 def _finite(text: str) -> float:

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from rolljax import reading
 from rolljax.errors import ConfigError, DataError
 
 Row = dict[str, Any]
@@ -568,12 +569,7 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> Row:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = collections.Counter(key for key, _ in pairs)
-        raise NotStrict(f"key {next(key for key, num in names.items() if num > 1)!r} stands twice in one object")
-    return found
+_once = reading.unique_keys(lambda key: NotStrict(f"key {key!r} stands twice in one object"))
 
 
 def _refused(constant: str) -> Any:
