@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rolljax import reading
-from rolljax.errors import ConfigError
+from rolljax.errors import CheckpointError, ConfigError
+from rolljax.fields import Damaged, Fields, parse
 from rolljax.recipe import Recipe
 from rolljax.run.layout import METRICS, rollouts_file
 from rolljax.simulation.timings import Distribution, EngineTimings, EnvTimings, Timings, TrainerTimings
@@ -18,6 +19,21 @@ from rolljax.trainer.mesh import Colocated
 
 MAX_VALUES = 2000
 """Recorded numbers that a distribution keeps."""
+AMOUNTS = (
+    "stale/start_max_ver",
+    "sampler/dispatches_n",
+    "sampler/prefills_n",
+    "time/decode_s",
+    "time/schedule_s",
+    "time/rollout_s",
+    "time/prefill_s",
+    "time/update_s",
+    "tput/sample_tok_s",
+    "train/tokens_n",
+)
+"""Metrics that every step which samples has."""
+PAUSES = ("time/publish_s", "time/save_s")
+"""Metrics that are 0 where they are missing."""
 Row = Mapping[str, Any]
 
 
@@ -30,13 +46,14 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
 
     Raises:
       ConfigError: there is nothing to go by.
+      CheckpointError: a record is damaged; the error names the file, the line and the field.
     """
     names = {p.name for p in recipe.phases if p.samples}
-    rows = [r for r in _lines(folder / METRICS) if r["phase"] in names]
-    steps = {int(r["step"]): r for r in rows[1:]}
+    rows = [r for r in _records(folder / METRICS, lambda line: _step(line, names)) if r]
+    steps = {r["step"]: r for r in rows[1:]}
     files = [rollouts_file(folder, step) for step in steps]
-    every = [t for f in files if f.is_file() for t in _lines(f)]
-    trajectories = [t for t in every if t["status"] != "failed" and t["turns"]]
+    every = [t for f in files if f.is_file() for t in _records(f, _trajectory)]
+    trajectories = [t for t in every if t["status"] != "failed" and t["answers"]]
     if not steps or not trajectories:
         raise ConfigError(
             "has no steps with rollouts behind the first one",
@@ -44,17 +61,17 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
             value=str(folder),
             remedy="a run of at least two steps in a phase that samples",
         )
-    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[int, int], list[Row]] = {}
     for t in trajectories:
-        groups.setdefault((t["key"]["stream"], t["key"]["draw"]), []).append(t)
+        groups.setdefault(t["group"], []).append(t)
     at_once = any(r["stale/start_max_ver"] > 0 for r in steps.values())
-    answers = [[len(turn["tokens"]) for t in group for turn in t["turns"]] for group in groups.values()]
-    later = [len(turn["prompt_ids"]) for t in trajectories for turn in t["turns"][1:]]
+    answers = [[tokens for t in group for tokens in t["answers"]] for group in groups.values()]
+    later = [tokens for t in trajectories for tokens in t["prompts"][1:]]
     return Timings(
         answer_tok=_in_groups(answers),
-        prompt_tok=_recorded([len(t["turns"][0]["prompt_ids"]) for t in trajectories]),
+        prompt_tok=_recorded([t["prompts"][0] for t in trajectories]),
         observation_tok=_recorded(later) if later else Distribution(),
-        turns=_in_groups([[len(t["turns"]) for t in group] for group in groups.values()]),
+        turns=_in_groups([[len(t["answers"]) for t in group] for group in groups.values()]),
         engine=_engine(list(steps.values()), recipe),
         env=EnvTimings(step_s=_recorded(_env_step_s(every, trajectories)), alike=True),
         trainer=_trainer(list(steps.values())),
@@ -64,11 +81,44 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
     )
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _records(path: Path, read: Callable[[Fields], Row]) -> list[Row]:
+    """Return what `read` makes of each line of a file of JSON Lines. Raises as `fitted` does."""
+    found = []
     try:
-        return [dict(reading.parse(line)) for line in reading.read_bytes(path).splitlines()]
-    except (OSError, ValueError, TypeError) as e:
-        raise ConfigError(f"cannot be read: {e}", setting="--run", value=str(path), remedy="name another run") from e
+        lines = reading.read_bytes(path).splitlines()
+    except OSError as e:
+        why = reading.reason(e)
+        raise ConfigError(f"cannot be read: {why}", setting="--run", value=str(path), remedy="name another run") from e
+    for i, line in enumerate(lines, 1):
+        try:
+            found.append(read(Fields(parse(line))))
+        except Damaged as e:
+            remedy = "delete the line in a copy of the run, or name another run"
+            raise CheckpointError(f"{path}, line {i} is damaged: {e}; {remedy}") from e
+    return found
+
+
+def _step(line: Fields, phases: Collection[str]) -> Row:
+    """Return what is read of a step's metrics; nothing of a step of another phase."""
+    if line.text("phase") not in phases:
+        return {}
+    amounts = {name: line.finite(name, low=0) for name in AMOUNTS}
+    return amounts | {name: line.finite(name, 0, low=0) for name in PAUSES} | {"step": line.whole("step", low=0)}
+
+
+def _trajectory(line: Fields) -> Row:
+    """Return what is read of a trajectory. group: its key. prompts, answers: tokens of each turn. fault: its kind."""
+    key, turns, status = line.inside("key"), line.all_inside("turns"), line.text("status")
+    return {
+        "group": (key.whole("stream"), key.whole("draw")),
+        "status": status,
+        "prompts": [len(turn.items("prompt_ids")) for turn in turns],
+        "answers": [len(turn.items("tokens")) for turn in turns],
+        "env_s": line.finite("env_s", low=0),
+        "reward": line.finite("reward"),
+        "success": line.flag("success"),
+        "fault": line.inside("fault").text("kind") if status == "failed" else "",
+    }
 
 
 def _recorded(values: Sequence[float] | np.ndarray) -> Distribution:
@@ -108,9 +158,9 @@ def _in_groups(groups: Sequence[Sequence[float]]) -> Distribution:
 def _env_step_s(every: Sequence[Row], trajectories: Sequence[Row]) -> list[float]:
     """Seconds per action of each episode; one whose environment failed took as long, whatever it could do in it, and is
     as many actions long as others are."""
-    turns = float(np.mean([len(t["turns"]) for t in trajectories]))
-    failed = [t["env_s"] / turns for t in every if t["status"] == "failed" and t["fault"]["kind"] == "env"]
-    return [t["env_s"] / len(t["turns"]) for t in trajectories] + failed
+    turns = float(np.mean([len(t["answers"]) for t in trajectories]))
+    failed = [t["env_s"] / turns for t in every if t["status"] == "failed" and t["fault"] == "env"]
+    return [t["env_s"] / len(t["answers"]) for t in trajectories] + failed
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -140,5 +190,5 @@ def _engine(rows: Sequence[Row], recipe: Recipe) -> EngineTimings:
 def _trainer(rows: Sequence[Row]) -> TrainerTimings:
     tokens, seconds = (np.array([r[name] for r in rows]) for name in ("train/tokens_n", "time/update_s"))
     step_s, token_s = _line(tokens, seconds)
-    publish_s, save_s = (float(np.mean([r.get(f"time/{part}_s", 0.0) for r in rows])) for part in ("publish", "save"))
+    publish_s, save_s = (float(np.mean([r[name] for r in rows])) for name in PAUSES)
     return TrainerTimings(step_s, token_s, publish_s, save_s=save_s)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rolljax import metrics
-from rolljax.viewer.fields import Damaged, Json
+from rolljax.fields import Damaged, Json
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.records import groups, heldout_pairs, read, summary, versions
 from rolljax.viewer.runs import NotThere, Run, Runs

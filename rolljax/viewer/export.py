@@ -14,8 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rolljax.fields import Json
 from rolljax.viewer import answers
-from rolljax.viewer.fields import Json
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.runs import NotThere, Run
 

@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable
 
-from rolljax.viewer.fields import Json
+from rolljax.fields import Json
 from rolljax.viewer.records import Record, summary
 
 _RELATIONS: dict[str, Callable[[float, float], bool]] = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rolljax import reading
-from rolljax.viewer.fields import Damaged, Fields, Json, as_number, parse
+from rolljax.fields import Damaged, Fields, Json, as_number, parse
 
 _ARRAY = re.compile(rb'"(prompt_ids|tokens|sampler_logp|versions|advantages|trainer_logp|entropy)":\s*\[')
 """Where an array of a turn begins. A text cannot hold this: its quotes are escaped."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from rolljax import reading
 from rolljax.errors import ConfigError
+from rolljax.fields import Damaged, Json, as_number, as_text, as_whole, is_there, parse, read_object
 from rolljax.run import layout
-from rolljax.viewer.fields import Damaged, Json, as_number, as_text, as_whole, is_there, parse, read_object
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.records import Record, Records, scan, summary
 

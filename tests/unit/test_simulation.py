@@ -2,7 +2,10 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
+import math
+import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from rolljax import simulate as verb
 from rolljax.config import loader
 from rolljax.envs.pool import PoolConfig
-from rolljax.errors import ConfigError, HangError
+from rolljax.errors import CheckpointError, ConfigError, HangError
 from rolljax.metrics import check_row
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.recipe import Recipe
@@ -275,13 +278,7 @@ def test_timings_of_a_run_give_its_step_times(tmp_path, env, turns, steps, limit
     )
     pool = PoolConfig(where="process", step_s=limit_s, max_fault_frac=1.0)
     run = recipe(slots=16, prompts=4, group=8, steps=steps, answer_tok=400, pool=pool)
-    (tmp_path / "rollouts").mkdir()
-    recorder, kept = keeping_groups(run, world)
-    for row, groups in zip(recorder.rows, kept, strict=True):
-        lines = [json.dumps(t.to_json()) for g in groups for t in g.trajectories]
-        (tmp_path / "rollouts" / f"step_{row['step']}.jsonl").write_text("\n".join(lines) + "\n")
-    rows = [{"time/schedule_s": 0.0, **row} for row in recorder.rows]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_run(tmp_path, run, world)
     found = fitting.fitted(tmp_path, run)
     assert found.trainer.publish_s == pytest.approx(0.3)
     assert found.trainer.token_s == pytest.approx(0.001, rel=0.01)
@@ -325,6 +322,98 @@ def keeping_groups(run, world):
         return recorder
 
     return clock.run(play()), kept
+
+
+def write_run(folder, run, world):
+    """Write the records that a run would leave of a simulation."""
+    (folder / "rollouts").mkdir()
+    recorder, kept = keeping_groups(run, world)
+    for row, groups in zip(recorder.rows, kept, strict=True):
+        lines = [json.dumps(t.to_json()) for g in groups for t in g.trajectories]
+        (folder / "rollouts" / f"step_{row['step']}.jsonl").write_text("\n".join(lines) + "\n")
+    rows = [{"time/schedule_s": 0.0, **row} for row in recorder.rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def changed(*path, value=...):
+    """A record with another value at a path of keys, or without the last key."""
+
+    def change(line):
+        record = json.loads(line)
+        *parents, last = path
+        inside = functools.reduce(lambda outer, key: outer[key], parents, record)
+        inside.pop(last) if value is ... else inside.__setitem__(last, value)
+        return json.dumps(record)
+
+    return change
+
+
+METRICS, ROLLOUTS = "metrics.jsonl", "rollouts/step_2.jsonl"
+DAMAGE = [
+    (METRICS, changed("phase"), "phase is missing"),
+    (METRICS, changed("phase", value=3), "phase is 3, not a text"),
+    (METRICS, changed("step"), "step is missing"),
+    (METRICS, changed("step", value="2"), "step is '2', not a whole number"),
+    (METRICS, changed("step", value=2.5), "step is 2.5, not a whole number"),
+    *((METRICS, changed(name), f"{name} is missing") for name in fitting.AMOUNTS),
+    *((METRICS, changed(name, value=math.nan), f"{name} is nan, not a finite number") for name in fitting.AMOUNTS),
+    *((METRICS, changed(name, value=math.inf), f"{name} is inf, not a finite number") for name in fitting.PAUSES),
+    (METRICS, changed("time/update_s", value=-1.0), "time/update_s is -1.0, not a finite number of at least 0"),
+    (METRICS, changed("time/update_s", value=True), "time/update_s is True, not"),
+    (METRICS, changed("time/update_s", value=None), "time/update_s is null, not"),
+    (METRICS, changed("time/update_s", value={"a": [1]}), "time/update_s is an object of 1, not"),
+    (METRICS, changed("time/update_s", value=10**400), "time/update_s is a number out of range, not"),
+    *((ROLLOUTS, changed(name), f"{name} is missing") for name in ("status", "turns", "key", "env_s", "reward", "success")),
+    (ROLLOUTS, changed("key", "draw"), "key.draw is missing"),
+    (ROLLOUTS, changed("key", "stream", value="0"), "key.stream is '0', not a whole number"),
+    (ROLLOUTS, changed("turns", value=7), "turns is 7, not a list"),
+    (ROLLOUTS, changed("turns", 0, value=[1]), "turns[0] is a list of 1, not an object"),
+    (ROLLOUTS, changed("turns", 0, "tokens"), "turns[0].tokens is missing"),
+    (ROLLOUTS, changed("turns", 0, "prompt_ids", value="ab"), "turns[0].prompt_ids is 'ab', not a list"),
+    (ROLLOUTS, changed("env_s", value=math.nan), "env_s is nan, not a finite number"),
+    (ROLLOUTS, changed("reward", value=math.nan), "reward is nan, not a finite number"),
+    (ROLLOUTS, changed("success", value=1), "success is 1, not true or false"),
+    (ROLLOUTS, changed("status", value="failed"), "fault is null, not an object"),
+    *(
+        (name, change, words)
+        for name in (METRICS, ROLLOUTS)
+        for change, words in [
+            (lambda line: line[: len(line) // 2], "not JSON"),
+            (lambda line: "", "not JSON"),
+            (lambda line: "[]", "the line is a list of 0, not an object"),
+            (lambda line: '{"a":' * 900 + "1" + "}" * 900, "nested too deeply"),
+            (lambda line: "[" * 100_000, "nested too deeply"),
+        ]
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder, run = tmp_path_factory.mktemp("recorded"), recipe(slots=4, prompts=2, group=2, steps=3)
+    write_run(folder, run, timings())
+    return folder, run
+
+
+@pytest.mark.parametrize(("name", "change", "words"), DAMAGE)
+def test_a_damaged_record_is_named_with_file_line_and_key(recorded, tmp_path, name, change, words):
+    folder, run = recorded
+    path = shutil.copytree(folder, tmp_path / "run") / name
+    first, second, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([first, change(second), *rest]) + "\n")
+    with pytest.raises(CheckpointError) as error:
+        fitting.fitted(tmp_path / "run", run)
+    said = str(error.value)
+    assert said.startswith(f"{path}, line 2 is damaged: {words}") and "\n" not in said
+    assert said.endswith("; delete the line in a copy of the run, or name another run")
+
+
+@pytest.mark.parametrize(("name", "change", "words"), [DAMAGE[2], DAMAGE[-1]])
+def test_the_verb_says_in_one_line_what_is_damaged(recorded, tmp_path, capsys, name, change, words):
+    path = shutil.copytree(recorded[0], tmp_path / "run") / name
+    path.write_text(change(path.read_text().splitlines()[0]) + "\n")
+    assert verb.main(["--gin", "quickstart", "--run", str(tmp_path / "run")]) == CheckpointError.exit_code
+    assert f"line 1 is damaged: {words}" in capsys.readouterr().err
 
 
 def test_a_run_without_rollouts_is_refused(tmp_path):

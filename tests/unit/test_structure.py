@@ -67,6 +67,7 @@ LEFT = {
     "errors": {"types"},
     "metrics": {"types", "errors"},
     "reading": {"errors"},
+    "fields": {"reading"},
     "threads": {"errors"},
     "sandbox": {"errors", "types"},
     "model": {"errors", "reading", "types"},
@@ -84,16 +85,17 @@ LEFT = {
     "recipe": {"errors", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout", "trackers"},
     "run": {"errors", "reading", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
             "rewards", "rollout", "cluster", "recipe", "config", "trackers", "aot"},
-    "viewer": {"errors", "reading", "types", "metrics", "model", "serving", "run"},
+    "viewer": {"errors", "reading", "fields", "types", "metrics", "model", "serving", "run"},
     "evaluation": {"errors", "reading", "types", "threads", "model", "envs", "sampler", "trainer", "chat_models", "rewards", "rollout",
                    "cluster", "recipe", "run"},
     "data": {"errors", "types", "threads", "model", "envs", "sampler", "chat_models", "run"},
-    "simulation": {"errors", "reading", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run", "aot"},
+    "simulation": {"errors", "reading", "fields", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run",
+                   "aot"},
 }  # fmt: skip
 """What each room, or module at the root, may import beside itself; the loop, the verbs and `library`, which is the verbs as
 functions, may import everything."""
 OUTSIDE = {
-    "types": {"jax", "gin"}, "errors": {"jax", "numpy"}, "reading": {"jax", "numpy"}, "metrics": {"jax"}, "threads": {"jax"},
+    "types": {"jax", "gin"}, "errors": {"jax", "numpy"}, "reading": {"jax", "numpy"}, "fields": {"jax", "numpy"}, "metrics": {"jax"}, "threads": {"jax"},
     "sandbox": {"jax", "flax"}, "envs": {"jax", "flax", "optax"}, "viewer": {"jax", "flax", "optax", "transformers"},
     "trackers": {"jax", "numpy"},
 }  # fmt: skip

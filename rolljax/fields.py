@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,13 @@ class Fields:
         value = as_number(self._take(name, default))
         if value is None:
             raise self.wrong(name, "a number")
+        return value
+
+    def finite(self, name: str, default: Any = _NEEDED, *, low: float = -math.inf) -> float:
+        """Return a finite number that is at least `low`."""
+        value = as_number(self._take(name, default))
+        if value is None or not math.isfinite(value) or value < low:
+            raise self.wrong(name, "a finite number" if low == -math.inf else f"a finite number of at least {low:g}")
         return value
 
     def flag(self, name: str, default: Any = _NEEDED) -> bool:
