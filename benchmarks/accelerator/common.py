@@ -122,11 +122,15 @@ class Piece:
 
     @contextlib.contextmanager
     def attempt(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Record `row` with what the block adds to it. An exception is written into the row as `failed`, and the piece
-        goes on."""
+        """Record `row` with what the block adds to it. An exception is written into the row, and the piece goes on: as
+        `cannot` where rolljax refuses the setting on this device, else as `failed`."""
+        from rolljax.errors import ConfigError
+
         row = dict(row)
         try:
             yield row
+        except ConfigError as error:
+            row["cannot"] = str(error)
         except Exception as error:  # border: whatever a compiler, a driver or a library says
             first = next(iter(str(error).strip().splitlines()), "")
             row["failed"] = f"{type(error).__name__}: {first}"[:300]
@@ -185,8 +189,9 @@ def main(name: str, body: Callable[[Piece], None], estimate: Callable[[bool, Pea
         return
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str((args.out / "compiled").resolve()))
-    if args.tiny:
+    if args.tiny:  # tiny programs take longer to compile than to run
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     piece = Piece(name, args.out, tiny=args.tiny)
     print(f"== {name} on {piece.content['device']}", flush=True)
     try:
@@ -204,8 +209,8 @@ def main(name: str, body: Callable[[Piece], None], estimate: Callable[[bool, Pea
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """first_s: the first call, with what it compiles. seconds: the median of the others. spread: between their quartiles,
-    as a share of the median."""
+    """first_s: the first call, with what it compiles. seconds: the median of the others. spread: between their
+    quartiles, as a share of the median."""
 
     first_s: float
     seconds: float
@@ -255,9 +260,7 @@ def shapes(tiny: bool) -> dict[str, Any]:
     return {
         "0.6B": Qwen3Config(num_layers=28, hidden_size=1024, num_heads=16, ffn_size=3072, **rest),
         "4B": Qwen3Config(num_layers=36, hidden_size=2560, num_heads=32, ffn_size=9728, **rest),
-        "8B": Qwen3Config(
-            num_layers=36, hidden_size=4096, num_heads=32, ffn_size=12288, tie_embeddings=False, **rest
-        ),
+        "8B": Qwen3Config(num_layers=36, hidden_size=4096, num_heads=32, ffn_size=12288, tie_embeddings=False, **rest),
     }
 
 

@@ -5,7 +5,7 @@ Bytes are those that the copy must move at least: the float32 weights are read, 
 
 from __future__ import annotations
 
-import gc
+from typing import Any
 
 from common import Peaks, Piece, main, memory_peak_gib, one_device_mesh, random_weights, shapes, timed
 
@@ -18,41 +18,40 @@ def estimate(tiny: bool, peaks: Peaks) -> float:
 
 
 def body(piece: Piece) -> None:
+    for name, shape in shapes(piece.tiny).items():
+        with piece.attempt({"what": "publish", "shape": name}) as row:
+            row |= publish_figures(shape, piece.peaks)
+
+
+def publish_figures(shape: Any, peaks: Peaks | None) -> dict[str, Any]:
+    """Publish over the sampler's weights, as every step does; and compare what arrives, bit by bit."""
     import jax
 
     from rolljax.model.decoder import Model
     from rolljax.trainer.publish import checksums, differing, make_publish
 
-    mesh = one_device_mesh()
-    for name, shape in shapes(piece.tiny).items():
-        with piece.attempt({"what": "publish", "shape": name}) as row:
-            model = Model(shape, "bfloat16")
-            params = random_weights(model, computed=False)
-            publish = make_publish(mesh, model)
-            weights = publish(params)
-            wanted = jax.jit(model.computed)(params)
-            row["differing"] = differing(checksums(wanted), checksums(weights))
-            del wanted
+    model, mesh = Model(shape, "bfloat16"), one_device_mesh()
+    params, publish = random_weights(model, computed=False), make_publish(mesh, model)
+    weights = publish(params)
+    wrong = differing(checksums(jax.jit(model.computed)(params)), checksums(weights))
 
-            def again() -> object:
-                nonlocal weights
-                weights = publish(params, weights)
-                return weights
+    def again() -> Any:
+        nonlocal weights
+        weights = publish(params, weights)
+        return weights
 
-            time = timed(again, repeats=5, least_s=0.2)
-            moved = sum(x.nbytes for tree in (params, weights) for x in jax.tree.leaves(tree))
-            row |= {
-                "weights_gb": sum(x.nbytes for x in jax.tree.leaves(weights)) / 1e9,
-                "seconds": time.seconds,
-                "spread": time.spread,
-                "gb_s": moved / 1e9 / time.seconds,
-                "first_s": time.first_s,
-                "memory_peak_gib": memory_peak_gib(),
-            }
-            if piece.peaks:
-                row["of_peak"] = moved / time.seconds / piece.peaks.hbm_bytes_s
-        params = weights = None
-        gc.collect()
+    found = timed(again, repeats=5, least_s=0.2)
+    moved = sum(x.nbytes for tree in (params, weights) for x in jax.tree.leaves(tree))
+    figures = {
+        "weights_gb": sum(x.nbytes for x in jax.tree.leaves(weights)) / 1e9,
+        "arrays_differing": len(wrong),
+        "seconds": found.seconds,
+        "spread": found.spread,
+        "gb_s": moved / 1e9 / found.seconds,
+        "first_s": found.first_s,
+        "memory_peak_gib": memory_peak_gib(),
+    }
+    return figures | ({"of_peak": moved / found.seconds / peaks.hbm_bytes_s} if peaks else {})
 
 
 if __name__ == "__main__":

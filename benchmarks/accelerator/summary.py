@@ -1,6 +1,6 @@
 """Tables of the measured pieces, and docs/accelerators.md.
 
-    python benchmarks/accelerator/summary.py --results build/accelerator    # DIR/summary.md, and the goals on the terminal
+    python benchmarks/accelerator/summary.py --results build/accelerator    # DIR/summary.md, goals on the terminal
     python benchmarks/accelerator/summary.py --page                         # docs/accelerators.md
 
 The page is made from the committed files in `benchmarks/accelerator/results/DEVICE/`.
@@ -103,7 +103,10 @@ def report(pieces: Mapping[str, Content], level: str) -> str:
 
 def estimates() -> str:
     """The table of estimated seconds, by piece and card."""
-    lines = [f"| piece | what it measures | {' | '.join(f'{gpu.name}, s' for gpu in GPUS)} |", "|---" * (2 + len(GPUS)) + "|"]
+    lines = [
+        f"| piece | what it measures | {' | '.join(f'{gpu.name}, s' for gpu in GPUS)} |",
+        "|---" * (2 + len(GPUS)) + "|",
+    ]
     for name, text in PIECES.items():
         estimate = importlib.import_module(name).estimate
         lines.append(f"| {name} | {text} | " + " | ".join(f"{estimate(False, gpu):.0f}" for gpu in GPUS) + " |")
@@ -128,7 +131,8 @@ def main() -> None:
         pieces = read(args.results)
         (args.results / "summary.md").write_text(f"# Measured\n\n{report(pieces, '##')}\n")
         for goal, value, reached in goals(pieces):
-            print(f"{'reached    ' if reached else 'not reached'}  {goal}: {'not measured' if value is None else cell(value)}")
+            measured = "not measured" if value is None else cell(value)
+            print(f"{'reached    ' if reached else 'not reached'}  {goal}: {measured}")
     if args.page:
         PAGE.write_text(page())
 

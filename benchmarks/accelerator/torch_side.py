@@ -1,0 +1,183 @@
+"""Decode and a training step of the same shape in torch and in rolljax, on the same device.
+
+torch is what its users run without a serving engine: transformers' Qwen3 with SDPA attention; a static cache, compiled
+where the device is a GPU; float32 weights under bfloat16 autocast and fused AdamW. Each side has its own process, so
+that one does not hold the memory of the other. `ratio`: torch's seconds over rolljax's.
+
+    python benchmarks/accelerator/torch_side.py --child '{"what": "decode", ...}'    # torch's side alone, as JSON
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's process has the device beside this one
+
+from common import Peaks, Piece, main, random_weights, shapes  # noqa: E402
+from decode import decode_figures  # noqa: E402
+from update import fitting, make_trainer, update_figures  # noqa: E402
+
+CHILD_S = 150.0
+"""Longest time of torch's side of a row."""
+
+
+def work(tiny: bool) -> list[dict[str, Any]]:
+    """The rows: what both sides are asked for."""
+    if tiny:
+        return [
+            {"what": "decode", "shape": "tiny", "batch": 2, "context": 32, "steps": 4},
+            {"what": "update", "shape": "tiny", "length": 64, "rows": 2},
+        ]
+    return [
+        {"what": "decode", "shape": "0.6B", "batch": 64, "context": 512, "steps": 32},
+        {"what": "update", "shape": "0.6B", "length": 2048, "rows": 4},
+        {"what": "decode", "shape": "4B", "batch": 64, "context": 512, "steps": 32},
+        {"what": "update", "shape": "4B", "length": 2048, "rows": 4},
+    ]
+
+
+def estimate(tiny: bool, peaks: Peaks) -> float:
+    return 20.0 + 90.0 * len(work(tiny))
+
+
+def body(piece: Piece) -> None:
+    from rolljax.model.decoder import Model
+
+    if importlib.util.find_spec("torch") is None:
+        piece.record({"what": "torch", "cannot": "torch is not installed"})
+        return
+    for one in work(piece.tiny):
+        if not piece.has_time(one, 90.0):
+            continue
+        with piece.attempt(one) as row:
+            shape = shapes(piece.tiny)[one["shape"]]
+            if one["what"] == "update":
+                shape = fitting(shape, piece.peaks)
+            row["layers"] = shape.num_layers
+            theirs = child(one | {"layers": shape.num_layers, "tiny": piece.tiny})
+            row |= {f"torch_{name}": value for name, value in theirs.items()}
+            if one["what"] == "decode":
+                model = Model(shape, "bfloat16")
+                sizes = {name: one[name] for name in ("batch", "context", "steps")}
+                figures = decode_figures(model, random_weights(model), piece.peaks, attention="auto", **sizes)
+            else:
+                trainer = make_trainer(shape, one["length"], one["rows"], "full")
+                policy = trainer.init(random_weights(trainer.model, computed=False)).policy
+                figures = update_figures(trainer, policy, piece.peaks)[1]
+                del policy
+            row |= {"tok_s": figures["tok_s"], "ratio": figures["tok_s"] / theirs["tok_s"]}
+
+
+# ---- torch's side, in a process of its own --------------------------------------------------------------------------
+
+
+def child(asked: dict[str, Any]) -> dict[str, Any]:
+    """Torch's figures for a row.
+
+    Raises:
+      RuntimeError: its process failed; TimeoutExpired: it took too long.
+    """
+    command = [sys.executable, __file__, "--child", json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_S)
+    if done.returncode:
+        raise RuntimeError(f"torch's side failed: {done.stderr.strip().splitlines()[-1:]}")
+    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return figures
+
+
+def torch_model(asked: dict[str, Any], dtype: Any) -> Any:
+    """transformers' model of that shape with random weights."""
+    import torch
+    import transformers
+
+    shape = shapes(asked["tiny"])[asked["shape"]]
+    config = transformers.Qwen3Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=asked["layers"],
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.ffn_size,
+        tie_word_embeddings=shape.tie_embeddings,
+        max_position_embeddings=shape.max_position,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def seconds(call: Any, repeats: int) -> float:
+    """The median time of a call after the first two, on the device."""
+    import statistics
+
+    import torch
+
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    times = []
+    for _ in range(repeats + 2):
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def torch_decode(asked: dict[str, Any]) -> dict[str, Any]:
+    """Tokens per second of decode steps: generations of two lengths, so that prefill and set-up cancel."""
+    import torch
+
+    model = torch_model(asked, torch.bfloat16).eval()
+    model.generation_config.pad_token_id = 0
+    prompt = torch.randint(1, model.config.vocab_size, (asked["batch"], asked["context"]), device=model.device)
+    on_gpu = torch.cuda.is_available()
+    short, long = (asked["steps"], 5 * asked["steps"])
+    cache = {"cache_implementation": "static"} if on_gpu else {}  # generate compiles the step with a static cache
+
+    def generate(n: int) -> float:
+        how = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": True, "top_k": 0, **cache}
+        with torch.inference_mode():
+            return seconds(lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), **how), 3)
+
+    step_s = (generate(long) - generate(short)) / (long - short)
+    return {"tok_s": asked["batch"] / step_s, "step_ms": 1e3 * step_s}
+
+
+def torch_update(asked: dict[str, Any]) -> dict[str, Any]:
+    """Tokens per second of updates: a weighted sum of log-probs, its gradients, AdamW; with gradient checkpointing."""
+    import torch
+
+    model = torch_model(asked, torch.float32).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    on_gpu = torch.cuda.is_available()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), fused=on_gpu)
+    tokens = torch.randint(1, model.config.vocab_size, (asked["rows"], asked["length"]), device=model.device)
+    weights = torch.randn(tokens.shape[0], tokens.shape[1] - 1, device=model.device)
+
+    def step() -> None:
+        for row, weight in zip(tokens.split(1), weights.split(1), strict=True):  # logits of one row at a time
+            with torch.autocast(model.device.type, torch.bfloat16):
+                logits = model(row).logits[:, :-1]
+            loss = torch.nn.functional.cross_entropy(logits[0].float(), row[0, 1:], reduction="none")
+            ((loss * weight[0]).sum() / weights.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step_s = seconds(step, 3)
+    return {"tok_s": tokens.numel() / step_s, "step_s": step_s}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        wanted = json.loads(sys.argv[2])
+        print(json.dumps(torch_decode(wanted) if wanted["what"] == "decode" else torch_update(wanted)))
+    else:
+        main("torch_side", body, estimate)
