@@ -19,7 +19,9 @@ from rolljax.sandbox.host import ended_with
 from rolljax.sandbox.inside.plain import Codec
 from rolljax.sandbox.inside.wire import HeadTail, Lost, receive, send
 from rolljax.sandbox.launcher import delegated_group
-from rolljax.sandbox.supervisor import cgroup
+from rolljax.sandbox.supervisor import cgroup, procfs
+from rolljax.sandbox.supervisor.look import look, proportional
+from rolljax.sandbox.supervisor.watch import MOST_ENTRIES, SandboxWatch
 
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
 KILL, ALLOW = "kill", "allow"
@@ -317,6 +319,57 @@ def test_what_the_machine_killed_for_want_of_memory_is_the_machines_fault():
         ended_with(Over(), b"")
     Over.exit["killed_by"] = "memory"
     assert ended_with(Over(), b"") == 137
+
+
+# ---- what a look reads
+
+
+def proc_folder(path, *, processes, mappings, resident=1):
+    """Files that stand for those of /proc."""
+    stat = "S 1 " + "0 " * 15 + "1 0 0 " + f"{1 << 20} {resident} 0\n"
+    for pid in range(2, 2 + processes):
+        (path / str(pid) / "fd").mkdir(parents=True)
+        (path / str(pid) / "stat").write_text(f"{pid} (x) {stat}")
+        (path / str(pid) / "status").write_text("Name: x\nVmPTE: 4 kB\n")
+        (path / str(pid) / "maps").write_text("0-1 rw-p 0 0:0 0\n" * mappings)
+        (path / str(pid) / "smaps_rollup").write_text("0-1\nPss: 4 kB\n")
+    return procfs.ProcFolder(str(path))
+
+
+def test_a_look_ends_where_too_much_is_to_be_read(tmp_path):
+    """It counts lines, names, files and pages, and no seconds. A file is read no further than a piece of 64 KiB."""
+    proc = proc_folder(tmp_path, processes=40, mappings=20_000)
+    assert look(proc, proc.numbers, 1 << 40).guessed == 40 * 20_000 * (procfs.MAPPING_BYTES + 40 * procfs.COPY_BYTES)
+    proc.left = 100_000
+    with pytest.raises(procfs.TooMuchToRead):
+        look(proc, proc.numbers, 1 << 40)
+    assert -(1 << 16) < proc.left < 0
+    proc.left = 10_000
+    assert look(proc, proc.numbers).whole and 0 < proc.left < 10_000, "mappings are read only if they are asked for"
+
+
+def test_pages_that_many_processes_share_count_for_each_of_them(tmp_path):
+    pages = 1 << 18
+    proc = proc_folder(tmp_path, processes=40, mappings=1, resident=pages)
+    seen = look(proc, proc.numbers)
+    assert seen.resident == 40 * pages * procfs.PAGE
+    proc.left = 41 * pages // procfs.ENTRY_PAGES
+    assert proportional(proc, seen) == (40 * 4096, True)
+    proc.left = 39 * pages // procfs.ENTRY_PAGES
+    with pytest.raises(procfs.TooMuchToRead):
+        proportional(proc, seen)
+
+
+def test_three_looks_in_a_row_that_are_too_long_are_a_violation():
+    """Of a real process, this one, and whoever it started; in between what is used up is not known."""
+    watch = SandboxWatch(0, os.getpid(), memory_bytes=1 << 40, cpu_s=1e9)
+    assert watch.entries > MOST_ENTRIES == SandboxWatch(0, os.getpid(), memory_bytes=1, cpu_s=1e9).entries
+    enough = watch.entries
+    for entries, over in ((enough, ""), (10, ""), (10, ""), (enough, ""), (10, ""), (10, ""), (10, "memory")):
+        watch.entries = entries
+        assert watch.over(1 << 40) == over
+        assert (watch.used() == {}) == (entries == 10)
+    watch.close()
 
 
 def test_a_lost_sandbox_can_be_pickled():

@@ -98,7 +98,7 @@ def proportional(proc: ProcFolder, seen: Look) -> tuple[int, bool]:
         if borrows and used.parent not in lent:
             lent.add(used.parent)
             continue
-        bytes_ = procfs.pss_bytes(proc, used.path)
+        bytes_ = procfs.pss_bytes(proc, used.path, used.resident)
         if bytes_ is None:
             gone = used.resident and not procfs.stat_of(proc, used.path)
             whole = whole and not gone

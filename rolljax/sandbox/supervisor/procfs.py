@@ -1,5 +1,6 @@
 """What processes are there and what they use up, as /proc says."""
 
+import math
 import os
 import resource
 import signal
@@ -13,6 +14,9 @@ SOCKET_BYTES, FILE_BYTES, MAPPING_BYTES = 256 << 10, 8 << 10, 256
 COPY_BYTES, TEXT_BYTES = 64, 8 << 20
 """What it may hold more: for a mapping, for each process that it came through by forks; for an open file of /proc,
 whose text it keeps."""
+OPEN_ENTRIES, ENTRY_PAGES = 20, 8
+"""Entries that opening a file counts as; pages of a proportional set size that count as one entry. Both follow from the
+time that the kernel takes."""
 
 
 def kill(pid: int) -> None:
@@ -61,9 +65,20 @@ def tree_of(root: int, table: dict[int, tuple[int, int]]) -> list[int]:
     return found
 
 
+class TooMuchToRead(Exception):
+    """All entries that may be read (`ProcFolder.left`) were read, and there are more."""
+
+
 class ProcFolder:
     """A mounted /proc, held by a descriptor: of the host, or of a sandbox, where processes have the numbers that they
-    have inside and no others are to be seen."""
+    have inside and no others are to be seen.
+
+    Every method raises `TooMuchToRead` when no entries are left.
+    """
+
+    left = math.inf
+    """Entries that may still be read: lines of files and names in folders; an opened file counts as `OPEN_ENTRIES`.
+    What a sandbox makes the kernel write decides how long reading takes, so the reader limits this count."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -71,27 +86,38 @@ class ProcFolder:
     def close(self) -> None:
         os.close(self._fd)
 
+    def spend(self, entries: int) -> None:
+        """Subtract entries from `left`."""
+        self.left -= entries
+        if self.left < 0:
+            raise TooMuchToRead
+
     def numbers(self, path: str = ".") -> list[int]:
         """Entries of a folder that are numbers: processes, threads, descriptors; none where it is gone."""
+        self.spend(OPEN_ENTRIES)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
         except OSError:
             return []
         try:
-            return [int(name) for name in os.listdir(fd) if name.isdigit()]
+            names = os.listdir(fd)
         except OSError:
             return []
         finally:
             os.close(fd)
+        self.spend(len(names))
+        return [int(name) for name in names if name.isdigit()]
 
     def parts(self, path: str) -> Iterator[bytes]:
         """The text of a file in pieces; it ends early where the process goes."""
+        self.spend(OPEN_ENTRIES)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
         except OSError:
             return
         try:
             while part := os.read(fd, 1 << 16):
+                self.spend(part.count(b"\n"))
                 yield part
         except OSError:
             return
@@ -111,6 +137,7 @@ class ProcFolder:
 
     def link(self, path: str) -> str:
         """Where a link leads, empty where it cannot be read."""
+        self.spend(OPEN_ENTRIES)
         try:
             return os.readlink(path, dir_fd=self._fd)
         except OSError:
@@ -152,9 +179,10 @@ def page_table_bytes(proc: ProcFolder, path: str) -> int:
     return proc.kib(f"{path}/status", b"VmPTE") or 0
 
 
-def pss_bytes(proc: ProcFolder, path: str) -> int | None:
+def pss_bytes(proc: ProcFolder, path: str, resident: int) -> int | None:
     """Proportional set size of a process: pages that n processes share count as an nth. None where that cannot be
-    read."""
+    read. resident: bytes that the kernel goes through for it."""
+    proc.spend(resident // PAGE // ENTRY_PAGES)
     return proc.kib(f"{path}/smaps_rollup", b"Pss")
 
 

@@ -6,10 +6,13 @@ from collections.abc import Collection
 from rolljax.sandbox.supervisor import procfs
 from rolljax.sandbox.supervisor.freeze import Frozen
 from rolljax.sandbox.supervisor.look import Look, look, proportional
-from rolljax.sandbox.supervisor.procfs import ProcFolder
+from rolljax.sandbox.supervisor.procfs import ProcFolder, TooMuchToRead
 
 FROZEN_LOOKS, HIDDEN = 6, 3
 """Looks at stopped processes; and how often in a row none of those may see all processes. Then the processes hide."""
+MOST_ENTRIES, PER_BYTES = 2_000_000, 2 << 30
+"""Most entries of /proc that one call reads, for each `PER_BYTES` of a sandbox's memory limit. Reading them takes a few
+seconds."""
 
 
 class SandboxWatch:
@@ -17,7 +20,8 @@ class SandboxWatch:
 
     A look that may have missed a process, because others came or went meanwhile, is taken again with all processes
     stopped. Processes that cannot even be counted then (they wake themselves up and hand over to each other) count as
-    over their memory. Without isolation nothing is stopped, and what was seen counts.
+    over their memory. So do processes that hold too much to read: a look ends after a number of entries of /proc,
+    which depends on no clock and on no load. Without isolation nothing is stopped, and what was seen counts.
 
     Args:
       inner: process 1 of the sandbox as the host numbers it; 0 without isolation.
@@ -26,6 +30,7 @@ class SandboxWatch:
 
     def __init__(self, inner: int, root: int, memory_bytes: int, cpu_s: float) -> None:
         self.inner, self.root, self.memory, self.cpu_s = inner, root, memory_bytes, cpu_s
+        self.entries = MOST_ENTRIES * max(1.0, memory_bytes / PER_BYTES)
         self.proc = ProcFolder(folder_of(inner) if inner else "/proc")
         self.before = Look({}, True)
         self.ticks = 0
@@ -41,7 +46,19 @@ class SandboxWatch:
     def over(self, grown: int) -> str:
         """What it is over: memory, cpu, or nothing (empty). grown: by how much the kernel's memory grew, if that is
         worth asking for; more than that a sandbox is not said to hold by what can only be guessed."""
-        guess = min(grown, self.memory + 1)
+        self.proc.left = self.entries
+        try:
+            held = self.counted(min(grown, self.memory + 1))
+        except TooMuchToRead:
+            held = -1
+        self.hidden = self.hidden + 1 if held < 0 else 0
+        self.close_to_limit = self.hidden > 0 or 2 * held > self.memory
+        if held > self.memory or self.hidden == HIDDEN:
+            return "memory"
+        return "cpu" if self.ticks > self.cpu_s * procfs.TICKS_PER_S else ""
+
+    def counted(self, guess: int) -> int:
+        """Bytes of memory, after a look or several, -1 when a process may be missing; adds processor time."""
         seen = look(self.proc, self.pids, guess)
         held = self.held(seen)
         if held >= 0 and self.stopped is not None and stopped(seen) <= self.stopped:
@@ -49,16 +66,16 @@ class SandboxWatch:
         if held < 0 or self.stopped is not None:
             seen, held = self.frozen(seen, guess)
         self.add_ticks(seen)
-        self.hidden = self.hidden + 1 if held < 0 else 0
-        self.close_to_limit = self.hidden > 0 or 2 * held > self.memory
-        if held > self.memory or self.hidden == HIDDEN:
-            return "memory"
-        return "cpu" if self.ticks > self.cpu_s * procfs.TICKS_PER_S else ""
+        return held
 
     def used(self) -> dict[str, int]:
-        """pss_bytes, kernel_bytes, processes."""
-        seen = look(self.proc, self.pids)
-        pss, _ = proportional(self.proc, seen)
+        """pss_bytes, kernel_bytes, processes; nothing where that would take too long."""
+        self.proc.left = self.entries
+        try:
+            seen = look(self.proc, self.pids)
+            pss, _ = proportional(self.proc, seen)
+        except TooMuchToRead:
+            return {}
         return {"pss_bytes": pss, "kernel_bytes": seen.kernel + self.sockets(), "processes": len(seen.processes)}
 
     def pids(self) -> Collection[int]:
@@ -80,10 +97,10 @@ class SandboxWatch:
 
     def frozen(self, before: Look, guess: int) -> tuple[Look, int]:
         """A look at stopped processes, and the bytes that they hold; -1: they hide. They continue where that is within
-        the limit."""
+        the limit, or where the look ends early."""
         if self.stopped is None:
             self.stopped = stopped(before)
-        freezer = Frozen(self.inner)
+        freezer, seen, held = Frozen(self.inner), before, -1
         try:
             for _ in range(FROZEN_LOOKS):
                 freezer.stop()
@@ -91,10 +108,10 @@ class SandboxWatch:
                 held = self.held(seen)
                 if held >= 0:
                     break
-            if held <= self.memory:
-                freezer.resume(seen.processes.keys() - self.stopped, self.stopped)
             return seen, held
         finally:
+            if held <= self.memory:
+                freezer.resume(seen.processes.keys() - self.stopped, self.stopped)
             freezer.close()
 
     def add_ticks(self, seen: Look) -> None:
