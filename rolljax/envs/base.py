@@ -25,9 +25,9 @@ NUM_INDICES = 1_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """What follows an action.
+    """The result of an action.
 
-    messages: what the policy is told next (empty when the episode is over).
+    messages: the next messages to the policy (empty when the episode is over).
     reward: of this step. reward_parts: the same by name, for the record. metrics: other numbers, summed over the
       episode (tool calls, illegal moves); a name says its unit (`tool_calls_n`).
     terminated: the episode reached its end. truncated: it was cut by a limit of the environment. Never both.
@@ -47,7 +47,7 @@ class StepResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy says, on its way to an environment. run_limit_s: see `Env.run_limit_s`."""
+    """The policy's text on its way to an environment. run_limit_s: see `Env.run_limit_s`."""
 
     text: str
     run_limit_s: float | None = None
@@ -65,7 +65,7 @@ class Env(abc.ABC):
 
     @abc.abstractmethod
     def reset(self, task: Task) -> tuple[Message, ...]:
-        """Start the task; returns the opening conversation, ending with a message to the policy."""
+        """Start the task; return the opening conversation, which ends with a message to the policy."""
 
     @abc.abstractmethod
     def step(self, action: str) -> StepResult:
@@ -73,14 +73,14 @@ class Env(abc.ABC):
 
     @abc.abstractmethod
     def gold(self) -> str:
-        """An action that a perfect policy would take now."""
+        """Return an action that a perfect policy would take now."""
 
     def rejected(self) -> str:
-        """A worse action than `gold`, for training on pairs."""
+        """Return a worse action than `gold`, for training on pairs."""
         raise EnvError("this environment has no rejected answers: it cannot be a source of pairs")
 
     def snapshot(self) -> bytes:
-        """The episode's state, for `restore` in another environment of the same settings."""
+        """Return the episode's state, for `restore` in another environment of the same settings."""
         raise EnvError("this environment cannot be copied in the middle of an episode; replay its actions instead")
 
     def restore(self, state: bytes) -> None:
@@ -115,7 +115,7 @@ class EnvSpec(abc.ABC):
 
     @property
     def needs_worker(self) -> str:
-        """Why its calls must run in worker processes, whatever a pool is told; empty: threads will do as well."""
+        """Why its calls must run in worker processes, whatever the pool's settings; empty: threads are allowed."""
         return ""
 
     @property

@@ -4,8 +4,8 @@ A scorer that parses, evaluates or searches can be made to run forever, to take 
 it where that ends only a child process; `scored` says whose doing it was: when a known answer to the same task is
 scored within the same limits, the new one is to blame, and it is wrong.
 
-Time is the child's processor time, so a busy machine makes nobody wrong. A fork costs a few milliseconds, in proportion
-to the memory of the process that forks: call this in worker processes, not in the trainer's.
+Limits count the child's processor time, so a busy machine makes no answer wrong. A fork costs a few milliseconds, in
+proportion to the memory of the process that forks: call this in worker processes, not in the trainer's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 CPU_S = 1.0
 MEMORY_GIB = 0.5
 WALL_FACTOR = 100.0
-"""A child that has not spent its processor time after so many times as long on the clock is the machine's failure."""
+"""A child that used less than its processor time within this many times as much wall time: the machine has failed."""
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _MEMORY = b'{"too_much": "memory"}'
@@ -38,13 +38,13 @@ _MAX_FDS = 1 << 20
 
 
 def or_default(score: Callable[[], T], default: T, *, raises: tuple[type[Exception], ...] = ()) -> T:
-    """What a library's scorer gives; `default` where it raises something: such an answer is no answer.
+    """Return the score of a library's scorer; `default` if it raises: such a text is not an answer.
 
     raises: exceptions that are passed on.
     """
     try:
         return score()
-    except Exception as e:  # border: some libraries parse without looking
+    except Exception as e:  # border: some libraries parse unchecked text
         if isinstance(e, raises):
             raise
         return default

@@ -1,6 +1,6 @@
-"""What every environment must do, as checks: the contract tests and `python -m rolljax.validate` run them.
+"""The rules for every environment as checks, run by the contract tests and by `python -m rolljax.validate`.
 
-A check plays episodes and returns a sentence about what it saw; where the environment fails it, it raises `EnvError`.
+A check plays episodes and returns a sentence about the result; it raises `EnvError` where the environment fails.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from rolljax.errors import EnvError, InfraError
 from rolljax.types import Message, Task
 
 MAX_STEPS = 1000
-"""No episode of a check goes on for longer."""
+"""An episode of a check that takes more steps fails."""
 NONSENSE = "nonsense"
 NUM_DIGESTS = 5
 
 Act = Callable[[Env, int], str]
-"""A player: what it says in an episode in turn 0, 1, ..."""
+"""A player: returns its answer in an episode in turn 0, 1, ..."""
 
 
 @runtime_checkable
 class HasRandomAction(Protocol):
-    """An environment that knows what a player says who knows the rules and nothing else."""
+    """An environment with a random player, which knows the rules and nothing else."""
 
     def random_action(self, rng: random.Random) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Transcript:
-    """What was shown before each action, and what followed it."""
+    """The messages before each action, and its result."""
 
     task: Task
     seen: list[tuple[Message, ...]]
@@ -88,12 +88,12 @@ def always(action: str) -> Act:
 
 
 def wrong_first(env: Env, turn: int) -> str:
-    """Nonsense, and then gold."""
+    """Answer nonsense first, then gold."""
     return env.gold() if turn else NONSENSE
 
 
 def play(spec: EnvSpec, task: Task, act: Act) -> Transcript:
-    """A whole episode in an environment of its own."""
+    """Play a whole episode in a new environment."""
     env = spec.make()
     try:
         return follow(env, Transcript(task, [env.reset(task)], []), act)
@@ -102,10 +102,10 @@ def play(spec: EnvSpec, task: Task, act: Act) -> Transcript:
 
 
 def follow(env: Env, so_far: Transcript, act: Act) -> Transcript:
-    """Play an episode on to its end."""
+    """Play the rest of an episode."""
     seen, results = list(so_far.seen), list(so_far.results)
     while not results or not over(results[-1]):
-        _require(len(results) < MAX_STEPS, f"an episode of {so_far.task} goes on after {MAX_STEPS} steps")
+        _require(len(results) < MAX_STEPS, f"an episode of {so_far.task} has not ended after {MAX_STEPS} steps")
         if results:
             seen.append(results[-1].messages)
         results.append(env.step(act(env, len(results))))
@@ -113,7 +113,7 @@ def follow(env: Env, so_far: Transcript, act: Act) -> Transcript:
 
 
 def over(result: StepResult) -> bool:
-    """Whether the episode ended with this step."""
+    """Return whether the episode ended with this step."""
     return result.terminated or result.truncated
 
 
@@ -130,7 +130,7 @@ def gold_solves(spec: EnvSpec, num_tasks: int, reward: float | None = None) -> s
 
 
 def bad_actions_fail(spec: EnvSpec, num_tasks: int) -> str:
-    """What the environment itself calls bad solves nothing, is worth less than gold, and raises nothing."""
+    """Bad actions of the environment solve nothing, are worth less than gold, and raise nothing."""
     actions = spec.bad_actions()
     for i in range(num_tasks):
         best = play(spec, spec.task(i), gold)
@@ -143,13 +143,13 @@ def bad_actions_fail(spec: EnvSpec, num_tasks: int) -> str:
 
 
 def well_formed(spec: EnvSpec, num_tasks: int) -> str:
-    """Messages end with one to the policy, numbers are finite, an end is one kind of end and says nothing more."""
+    """Messages end with one to the policy, numbers are finite, and an episode ends once, without further messages."""
     shown = []
     for i in range(num_tasks):
         for act in (gold, always(NONSENSE)):
             e = play(spec, spec.task(i), act)
             for messages in e.seen:
-                _require(bool(messages) and messages[-1].role != "assistant", f"{e.task}: nobody asks the policy")
+                _require(bool(messages) and messages[-1].role != "assistant", f"{e.task}: no message to the policy")
                 _require(all(isinstance(m.content, str) for m in messages), f"{e.task}: a message that is no text")
             for r in e.results:
                 numbers = {"reward": r.reward, "weight": r.weight, **r.reward_parts, **r.metrics}
@@ -188,7 +188,7 @@ def tasks_are_their_index(spec: EnvSpec, num_tasks: int) -> str:
 
 
 def interleave(spec: EnvSpec, num_tasks: int) -> str:
-    """Episodes that are played turn by turn side by side say what they say alone."""
+    """Episodes whose turns are interleaved give the same messages as alone."""
     pairs = [(spec.task(i), wrong_first if i % 2 else gold) for i in range(max(2, num_tasks))]
     alone = [play(spec, task, act) for task, act in pairs]
     envs = [spec.make() for _ in pairs]
@@ -209,7 +209,7 @@ def interleave(spec: EnvSpec, num_tasks: int) -> str:
 
 
 def snapshots_continue(spec: EnvSpec, num_tasks: int) -> str:
-    """From a snapshot in the middle, another environment goes on as the first one does, and more than once."""
+    """From a snapshot in the middle, another environment continues as the first one does, any number of times."""
     if not can_snapshot(spec):
         return "no snapshots"
     for i in range(num_tasks):
@@ -245,7 +245,7 @@ def _same_from(spec: EnvSpec, full: Transcript, middle: int, act: Act) -> None:
         _require(follow(first, so_far, act) == full, f"taking a snapshot changes {full.task}")
         for env in (second, first):  # a fresh one, and one whose episode is over
             env.restore(state)
-            _require(follow(env, so_far, act) == full, f"{full.task} goes on differently from turn {middle}")
+            _require(follow(env, so_far, act) == full, f"{full.task} continues differently from turn {middle}")
     finally:
         first.close()
         second.close()
@@ -268,7 +268,7 @@ def same_in_another_process(specs: Sequence[EnvSpec], num_tasks: int = NUM_DIGES
 
 
 def digests(spec: EnvSpec, num_tasks: int) -> list[list[str]]:
-    """Of each task its id and a hash of what it says to gold and to nonsense."""
+    """Return each task's id and a hash of the environment's replies to gold and to nonsense."""
     return [[spec.task(i).id, _digest(spec, spec.task(i))] for i in range(num_tasks)]
 
 
@@ -287,13 +287,13 @@ def _digest(spec: EnvSpec, task: Task) -> str:
 
 
 def success_frac(spec: EnvSpec, tasks: Iterable[Task], act: Act) -> float:
-    """Share of tasks that a player solves."""
+    """Return the share of tasks that a player solves."""
     solved = [play(spec, task, act).success for task in tasks]
     return sum(solved) / len(solved)
 
 
 def constant_wins(spec: EnvSpec, num_tasks: int, within_s: float = math.inf) -> constants.Found:
-    """What answers win that take no thought, on so many tasks or, after a while, on fewer: a hundred episodes each."""
+    """Measure the wins of a hundred constant answers on `num_tasks` tasks, or on fewer once `within_s` has passed."""
     tally, end = constants.Tally(), time.monotonic() + within_s
     for i in range(num_tasks):
         if i and time.monotonic() > end:
@@ -305,7 +305,7 @@ def constant_wins(spec: EnvSpec, num_tasks: int, within_s: float = math.inf) -> 
     try:
         player, _ = random_player(spec)
         episodes = [play(spec, spec.task(i), player) for i in range(num_tasks)]
-    except EnvError:  # nobody knows a gold answer
+    except EnvError:  # there is no gold answer
         episodes = []
     wrong = [e.reward for e in episodes if not e.success]
     chance = (len(episodes) - len(wrong)) / num_tasks
@@ -313,14 +313,14 @@ def constant_wins(spec: EnvSpec, num_tasks: int, within_s: float = math.inf) -> 
 
 
 def no_constant_wins(spec: EnvSpec, num_tasks: int) -> str:
-    """No answer that takes no thought wins more than chance, unless it is gold."""
+    """No constant answer wins more often than chance, unless it is gold."""
     found = constant_wins(spec, num_tasks)
     _require(found.hole is None, f"{spec.name}: {found}")
     return str(found)
 
 
 def _openings(spec: EnvSpec, task: Task) -> Callable[[], tuple[Env, tuple[Message, ...]]]:
-    """Makes the task's opening again and again: from a snapshot where there are any."""
+    """Opens a task repeatedly: from a snapshot if the environment has them."""
     first = spec.make()
     opening = first.reset(task)
     try:
@@ -345,7 +345,7 @@ def _prompt(opening: Sequence[Message]) -> str:
 
 
 def _given(fresh: Callable[[], tuple[Env, tuple[Message, ...]]], task: Task, text: str) -> tuple[bool, bool, float]:
-    """An answer given in every turn of an episode: whether it solves it, whether it is gold each time, its reward."""
+    """Give an answer in every turn of an episode; return whether it is right, whether it is always gold, its reward."""
     env, opening = fresh()
     try:
         e = follow(env, Transcript(task, [opening], []), always(text))
@@ -371,8 +371,8 @@ def _given(fresh: Callable[[], tuple[Env, tuple[Message, ...]]], task: Task, tex
 
 
 def random_player(spec: EnvSpec, seed: int = 0) -> tuple[Act, str]:
-    """A player that knows nothing of the task, and what it does: random legal actions where the environment can name
-    them, and otherwise what gold says in other tasks."""
+    """Return a player that knows nothing of the task, and its description: random legal actions if the environment has
+    them, otherwise gold answers of other tasks."""
     rng = random.Random(seed)
     if isinstance(spec.make(), HasRandomAction):
         return lambda env, turn: env.random_action(rng), "random legal actions"

@@ -1,7 +1,7 @@
-"""Answers that take no thought, and how often they win: a task that they solve more often than chance has a hole.
+"""Constant answers, and how often they win: a task that they solve more often than chance has a loophole.
 
-An answer that is the gold one is honest, whoever gives it: `yes` wins half of a yes-or-no family. An answer that wins
-without being gold is compared with what a player wins who knows the form of the answers and nothing of the task.
+An answer that equals the gold one is legitimate: `yes` wins half of a yes-or-no family. A win without
+being gold is compared with the wins of a player who knows the form of the answers and nothing of the task.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ CONSTANTS: Mapping[str, str] = {
     "4000 line ends": "\n" * 4000,
     "1000 brackets": "[" * 500 + "]" * 500,
 }
-"""By name: numbers, what is no number, words that many tasks ask for, empty things of several languages, long ones."""
+"""By name: numbers, non-numbers, words that answer many tasks, empty values of several languages, long texts."""
 
 SURE = 1e-6
-"""Chance at which wins without gold would come about by luck: with a hundred answers and a thousand environments,
+"""Least probability at which wins without gold are taken for luck: with a hundred answers and a thousand environments,
 nothing is reported by accident."""
 
 MUCH_REWARD = 0.2
-"""Reward for wrong answers beyond that of other wrong answers from which on it is worth a warning."""
+"""Excess over the reward of other wrong answers from which on a wrong answer is reported."""
 
 _OPTION = re.compile(
     r"\"([^\"\n]{1,60})\"|'([^'\n]{1,60})'|`([^`\n]{1,60})`|\[([^][\n]{1,60})\]|\*\*([^*\n]{1,60})\*\*"
@@ -60,7 +60,7 @@ _MAX_PICKS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Wins:
-    """What one of these answers won.
+    """The result of one of these answers.
 
     gold: share of tasks whose gold answer it is. hollow: share of tasks that it solves without being gold. reward: mean
     over the tasks that it does not solve.
@@ -73,12 +73,12 @@ class Wins:
 
     @property
     def share(self) -> float:
-        """Of tasks that it solves."""
+        """Share of tasks that it solves."""
         return self.gold + self.hollow
 
 
 def from_prompt(prompt: str) -> dict[str, str]:
-    """The prompt itself, its lines, and what it names: options in quotes or brackets, numbers, first and last words."""
+    """Return the prompt itself, its lines, and its options in quotes or brackets, numbers, first and last words."""
     lines = [line.strip() for line in prompt.splitlines() if line.strip()] or [""]
     found = {"the prompt": prompt, "its first line": lines[0], "its last line": lines[-1]}
     listed = [m[1] for line in lines if (m := re.match(r"(?:[-*]|\.?\d{1,3}[.)])\s+(.*)", line))]
@@ -95,7 +95,7 @@ def from_prompt(prompt: str) -> dict[str, str]:
 
 
 def same(answer: str, gold: str) -> bool:
-    """Whether two answers say the same: equal words, numbers and signs, but for case, space and punctuation."""
+    """Return whether two answers are the same: equal words, numbers and signs, apart from case and punctuation."""
     if answer.strip() == gold.strip():
         return True
     return bool(_tokens(gold)) and len(answer) <= 10 * len(gold) + 100 and _tokens(answer) == _tokens(gold)
@@ -114,7 +114,7 @@ def _read(token: str) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What all of them won on some tasks.
+    """The results of all of them on some tasks.
 
     chance, chance_reward: share of tasks solved, and mean reward for a wrong answer, of a player who knows the form of
     an answer and nothing of the task.
@@ -157,7 +157,7 @@ class Found:
 
 
 class Tally:
-    """Adds up what each answer wins, task by task."""
+    """Adds up each answer's results, task by task."""
 
     def __init__(self) -> None:
         self.num_tasks = 0
@@ -180,11 +180,11 @@ class Tally:
             )
 
     def wins(self) -> tuple[Wins, ...]:
-        """Of every answer."""
+        """Return the result of every answer."""
         n = self.num_tasks
         return tuple(Wins(name, g / n, h / n, total / max(1, m)) for name, (g, h, total, m) in self._won.items())
 
 
 def at_least(wins: int, n: int, p: float) -> float:
-    """Probability of so many wins or more in `n` tries of chance `p`."""
+    """Return the probability of `wins` or more wins in `n` tries of chance `p`."""
     return math.fsum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(wins, n + 1))

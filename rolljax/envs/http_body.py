@@ -1,4 +1,4 @@
-"""Bodies of servers that anybody may run, read as a stream: what arrives and what it unpacks to has a limit.
+"""Bodies of untrusted servers, read as a stream; both the received and the unpacked size are limited.
 
 Every HTTP client of rolljax reads its answers here: chat models, environments and tools behind a server. A body is
 unpacked in small pieces, and the event loop runs between them, so that a deadline of the caller fires while it is read.
@@ -65,7 +65,7 @@ class Unpacker:
             if piece:
                 yield piece
             if self._zip.unused_data:
-                raise BadBody("the body goes on behind the end of its gzip")
+                raise BadBody("the body has data after the end of its gzip")
             data = self._zip.unconsumed_tail
             if not data and len(piece) < MAX_PIECE:
                 return

@@ -21,7 +21,7 @@ from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Message, Task
 
 NAME = re.compile(r"[\w.:-]+")
-"""What a domain may be called: names stand in metrics, between slashes."""
+"""Valid names of domains: metrics contain them between slashes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Domain:
 class Mixture(EnvSpec):
     """A mixture of domains.
 
-    Every step trains each domain's exact share of its groups, with what remains of a group carried over to the steps
-    behind it (docs/domains.md). Held-out tasks are shared out by the weights too. Task `index` is task
+    Every step trains each domain's exact share of its groups; fractions of a group are carried over to the following
+    steps (docs/domains.md). Held-out tasks are shared out by the weights too. Task `index` is task
     `index // number of domains` of domain `index % number of domains`.
 
     domains: by name, a `Domain` each; a reference (`'rg:chain_sum'`, `envs/catalog.py`) stands for one of weight 1.

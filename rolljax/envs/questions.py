@@ -1,4 +1,4 @@
-r"""Questions with answers that can be checked, in files of one's own, and rewards of one's own.
+r"""Questions with checkable answers from custom files, and custom rewards.
 
 {"question": "What is 6 * 7?", "answer": "6 * 7 = 42\n#### 42"}                                     (GSM8K)
 {"problem": "Solve $x^2 = 8$ for $x > 0$.", "solution": "... \\boxed{2\\sqrt{2}}"}                     (MATH)
@@ -43,10 +43,10 @@ class Questions(EnvSpec):
     r"""Questions with answers from local files: JSON Lines (also gzip), a JSON array, Parquet, Arrow, or a folder of
     one of these, such as `datasets.save_to_disk` writes.
 
-    The recorded answer is what stands behind its last `####`, else in its last `\boxed{...}`, else all of it; what
-    comes before is a worked solution, which `gold` gives. The reward is 1 for the same answer, however it is written,
+    The reference answer follows the last `####`, else is in the last `\boxed{...}`, else is all of the text; the part
+    before it is a worked solution, which `gold` gives. The reward is 1 for the same answer in any notation,
     and 0 for any other: numbers are compared exactly (`1,200`, `$1200.00`, `\frac{2400}{2}`), formulas by math-verify.
-    Text of the policy is parsed in worker processes, and what keeps the verifier busy for too long is wrong.
+    Text of the policy is parsed in worker processes, and an answer that keeps the verifier busy for too long is wrong.
 
     Every row is checked when the files are first used. Index i is record i modulo their number.
 
@@ -54,14 +54,14 @@ class Questions(EnvSpec):
     records: the rows themselves, as dicts, instead of a path.
     prompt_key, answer_key, solution_key: columns, with dots into objects; empty: the usual names are looked for
       (`USUAL_PROMPTS`, `USUAL_ANSWERS`, `USUAL_SOLUTIONS`). A prompt is a text, or messages, also as JSON text; a last
-      message of the assistant is let go. Solutions may be missing.
+      message of the assistant is dropped. Solutions may be missing.
     prompt: how a question is put; `{question}` is replaced. None: `BOXED` for prompts that are texts; messages stay.
     system: a system message, instead of the recorded one.
     answer_in: where the policy's answer is read: `boxed`; `last`: the last number; `full`: the text; a text with
-      `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`; `any`: the first that is there of a box, a
-      line behind `####`, a line behind `Answer:`, the text if it is one line without words, the last number.
-    reward: a function of one's own (`Reward`), instead of checking the answer; rows then need no answer. What it
-      raises, and what is no finite number, is a fault of the environment, not a reward. The recorded answer is then the
+      `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`; `any`: the first that exists of a box, a
+      line after `####`, a line after `Answer:`, the text if it is one line without words, the last number.
+    reward: a custom function (`Reward`), instead of checking the answer; rows then need no answer. An exception or a
+      result that is not finite is a fault of the environment, not a reward. The recorded answer is then the
       full text of its column, and `gold` gives it as it stands, after the solution if there is one.
     solved_at: reward from which on a task counts as solved.
     bad_rows: what becomes of rows that are no question with an answer: an error that names them, or left out with a
@@ -98,8 +98,7 @@ class Questions(EnvSpec):
                 "is no way to find an answer",
                 setting="Questions.answer_in",
                 value=where,
-                remedy=f"one of {', '.join(answers.ANSWER_FORMATS)}, or a text that something stands in before "
-                "{answer}",
+                remedy=f"one of {', '.join(answers.ANSWER_FORMATS)}, or a text with a fixed part before {{answer}}",
             )
 
     @property
@@ -208,7 +207,7 @@ class Questions(EnvSpec):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """What the policy is told, what makes two questions the same, the steps to the answer, and the answer; the last two
+    """Return the prompt, the question's identity, the steps to the answer, and the answer; the last two
     are empty where none is recorded."""
 
     opening: tuple[Message, ...]
@@ -315,7 +314,7 @@ def is_right(text: str, gold: str, where: str = "any") -> bool:
 
 
 def _opening(value: Any, key: str, put: str | None) -> tuple[tuple[Message, ...], str]:
-    """What the policy is told, and what makes the question the same as another."""
+    """Return the prompt, and the identity of the question."""
     if messages.is_list(value):
         said = messages.messages(value, key)
         if said[-1].role == "assistant":

@@ -1,6 +1,6 @@
-"""Recorded answers to learn from: questions with answers, preference pairs and conversations, in files of one's own.
+"""Recorded answers to learn from: questions with answers, preference pairs and conversations, from custom files.
 
-For questions whose answers are to be checked instead of imitated: `rolljax.envs.questions`.
+For questions whose answers are checked instead of imitated: `rolljax.envs.questions`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROLES: Mapping[Kind, Sequence[str]] = {
     "pairs": ("prompt", "chosen", "rejected"),
     "conversations": ("messages",),
 }
-"""Kind of record -> what its columns are looked for."""
+"""Kind of record -> the roles of its columns."""
 USUAL: Mapping[str, Sequence[Sequence[str]]] = {
     "prompt": (("prompt", "question", "problem", "instruction", "query", "input"),),
     "answer": (("answer", "completion", "response", "output"), ("solution", "target")),
@@ -42,17 +42,17 @@ class Records(EnvSpec):
 
     - answers: a prompt, and the answer to it;
     - pairs: a prompt, and a chosen and a rejected answer; the gold answer is the chosen one. Without a prompt it is
-      what both begin with;
+      the common beginning of both;
     - conversations: messages of system, user, assistant and tool. They are replayed: the assistant's messages are the
-      gold answers, and what follows each is told, whatever was answered. An assistant's message with `"weight": 0` or
+      gold answers, and the recorded messages follow whatever was answered. An assistant's message with `"weight": 0` or
       `"error": true` is part of the conversation, but not of the loss.
 
     A prompt is a text or a list of messages; so are answers, whose list ends with one of the assistant. Lists may be
     JSON text, and the messages' keys OpenAI's (role, content) or ShareGPT's (from, value).
 
-    Index i is record i modulo their number. Records in which the policy is told the same are the same task, so that a
-    held-out prompt is never trained on with another answer. Reward: the share of answers that equal the recorded ones,
-    white space at the ends aside, of those that are part of the loss; solved: all of them.
+    Index i is record i modulo their number. Records with equal messages to the policy are the same task, so that a
+    held-out prompt is never trained on with another answer. Reward: among the answers that are part of the loss, the
+    share that equals the recorded ones, white space at the ends aside; solved: all of them.
 
     path: a file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax.
     records: the rows themselves, as dicts, instead of a path.
@@ -154,7 +154,7 @@ _most_turns: dict[Records, int] = {}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedAnswer:
-    """What was answered, its weight in a supervised loss (0 or 1), and what was said before the next answer."""
+    """A recorded answer, its weight in a supervised loss (0 or 1), and the messages before the next answer."""
 
     text: str
     weight: float = 1.0
@@ -163,7 +163,7 @@ class RecordedAnswer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedExample:
-    """A row: what comes before the first answer, and the answers."""
+    """A row: the messages before the first answer, and the answers."""
 
     opening: tuple[Message, ...]
     answers: tuple[RecordedAnswer, ...]
@@ -171,7 +171,7 @@ class RecordedExample:
 
     @property
     def content(self) -> str:
-        """All that the policy is told, as JSON: what makes two records the same task."""
+        """All messages to the policy, as JSON: two records with the same ones are the same task."""
         told = [*self.opening, *(m for a in self.answers for m in a.then)]
         return json.dumps([[m.role, m.content] for m in told], ensure_ascii=False)
 
@@ -268,7 +268,7 @@ def _kind(spec: Records, roles: Mapping[str, Role], names: Columns, path: str) -
             remedy=f"{' or '.join(f'Records.kind = {kind!r}' for kind in found)}; columns: {names}",
         )
     raise ConfigError(
-        f"cannot be told: {path} has neither a prompt and an answer, nor chosen and rejected, nor messages",
+        f"cannot be determined: {path} has neither a prompt and an answer, nor chosen and rejected, nor messages",
         setting="Records.kind",
         remedy=f"name its columns with Records.prompt_key and so on; there are {names}",
     )
@@ -346,7 +346,7 @@ def _conversation(value: Any, key: str) -> RecordedExample:
     weights = [_weight(m, said[i].role, f"{key}[{i}]") for i, m in enumerate(value)]
     if not any(weights[i] for i in replies):
         raise BadRow("no message of the assistant counts: each has weight 0 or an error")
-    ends = [*replies[1:], replies[-1] + 1]  # what stands behind the last answer was never answered
+    ends = [*replies[1:], replies[-1] + 1]  # messages after the last answer have no answer
     answers = [
         RecordedAnswer(said[i].content, weights[i], said[i + 1 : end]) for i, end in zip(replies, ends, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""How long a policy's program may run: longer than those that are known to be right, and not much (RollPacker, arXiv
+"""Time limits for a policy's program: a little longer than the longest correct run (RollPacker, arXiv
 2509.21009)."""
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from rolljax.types import Task
 RUN_S = "run_s"
 """Metric of a `StepResult`: seconds that the action's program ran, or was waited for."""
 MAX_TASKS = 100_000
-"""Tasks whose longest correct run is remembered; those that were solved first are forgotten first."""
+"""Tasks whose longest correct run is remembered; the oldest are forgotten first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveTimeout:
-    """A time-out of its own for every task, from the longest run of a correct program so far; as long as none was
-    correct, and at most, the environment's own.
+    """A separate time-out for every task, from the longest run of a correct program so far; the environment's own
+    time-out applies until a run was correct, and is the upper limit.
 
     factor: times that longest run. low_s: the shortest time-out, seconds.
 
@@ -65,5 +65,5 @@ class RunLimits:
         return dict(self._longest_s)
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on from `state()`."""
+        """Restore the state from `state()`."""
         self._longest_s = dict(state)

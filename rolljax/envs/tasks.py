@@ -17,8 +17,8 @@ from rolljax.errors import DataError
 from rolljax.types import Task
 
 REPEATS, MIN_REPEATS = 20, 5000
-"""A family is taken to have no more tasks after so many indices without a new one: `REPEATS` for each that was seen,
-and `MIN_REPEATS`. Of one that has another, all equally likely, that is a chance of e^-20."""
+"""A family is taken to be exhausted after this many indices without a new task: `REPEATS` for each task seen,
+and `MIN_REPEATS`. If another task exists, all being equally likely, the chance of missing it is e^-20."""
 
 
 def is_held_out(task: Task, frac: float) -> bool:
@@ -27,8 +27,8 @@ def is_held_out(task: Task, frac: float) -> bool:
 
 
 def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
-    """The first `num_tasks` different held-out tasks, in index order; of a mixture those of each domain, as many as its
-    weight says, one domain behind the other.
+    """Return the first `num_tasks` different held-out tasks, in index order; of a mixture, each domain's share by its
+    weight, one domain after the other.
 
     Raises:
       DataError: the family does not have that many.
@@ -51,16 +51,16 @@ def held_out(spec: EnvSpec, num_tasks: int, frac: float) -> list[Task]:
 
 
 def _more_tasks(spec: EnvSpec) -> str:
-    """How a user gets more tasks: of files by more rows, of a generator by its settings."""
+    """Return advice for a user on how to get more tasks: by more rows, or by the generator's settings."""
     return "widen the family's settings" if spec.num_tasks is None else "name files with more rows"
 
 
 def first_tasks(spec: EnvSpec, num_tasks: int, frac: float = 1.0) -> list[Task]:
-    """The first different tasks in index order: `num_tasks`, or all where there are fewer. Of a mixture as many of each
-    domain as its weight says.
+    """Return the first different tasks in index order: `num_tasks`, or all if there are fewer. In a mixture
+    each domain has its share by its weight.
 
     Args:
-      frac: of the split that they are taken from: 1 takes them all, less the held-out ones (`is_held_out`).
+      frac: share of all tasks to take them from: 1: all tasks; less: the held-out ones (`is_held_out`).
 
     Raises:
       DataError: there is none.
@@ -162,8 +162,8 @@ class TaskStream:
         self._iterator: Any = iter(data.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
     def _training_set(self) -> list[int] | None:
-        """The indices of the training tasks that have an end; None: of those that have none. Every row of recorded data
-        is one of them (two may ask the same and record different answers); where `num_tasks` are asked for they are all
+        """Return the indices of a finite training set; None: it is infinite. Every row of recorded data
+        is one of them (two may have the same prompt and different answers); with `num_tasks` they are all
         different."""
         most = self.spec.num_tasks
         if self.num_tasks:

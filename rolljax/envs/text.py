@@ -1,7 +1,7 @@
-"""Text of a policy, as far as every reader of it needs the same: how much of it is looked at, code blocks, JSON.
+"""Shared readers of a policy's text: its length limit, code blocks, JSON.
 
-Whatever reads such text takes time linear in it: no pattern in which two repetitions can share a stretch, nothing that
-begins again at every place. `tests/unit/test_hostile_text.py` goes over all of them.
+Every reader of such text takes time linear in it: no pattern has two repetitions that can match the same part, and no
+scan restarts at every position. `tests/unit/test_hostile_text.py` tests all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rolljax import reading
 from rolljax.errors import ConfigError
 
 MAX_ANSWER_CHARS = 2**20
-"""Characters of an answer that an environment gets; what stands behind them is left out."""
+"""Characters of an answer that an environment gets; the rest is cut off."""
 MAX_DEPTH = 32
 """Lists and objects within each other that JSON of a policy may have."""
 END_OF_THINKING = "</think>"
@@ -48,17 +48,17 @@ def linear_pattern(pattern: str, setting: str) -> Any:
 
 
 def bounded(answer: str) -> str:
-    """What an environment gets of an answer."""
+    """Return the part of an answer that an environment gets."""
     return answer[:MAX_ANSWER_CHARS]
 
 
 def after_thinking(text: str) -> str:
-    """What stands behind the last `END_OF_THINKING`, as it stands there; the whole text where there is none."""
+    """Return the text after the last `END_OF_THINKING`, unchanged; the whole text if there is none."""
     return text.rpartition(END_OF_THINKING)[2]
 
 
 def clean(text: str) -> str:
-    """The text with U+FFFD for every half of a surrogate pair that stands alone, so that it has a UTF-8 form."""
+    """Replace every lone surrogate by U+FFFD, so that the text has a UTF-8 form."""
     try:
         text.encode()
         return text
@@ -67,25 +67,25 @@ def clean(text: str) -> str:
 
 
 def code_blocks(text: str) -> list[tuple[str, str]]:
-    """Language and body of every block between three backticks. One that is not closed ends with the text."""
+    """Return language and body of every block between three backticks. An unclosed block ends with the text."""
     return _BLOCK.findall(text)
 
 
 def read_json(text: str, *, unique: bool = False) -> Any:
-    """The JSON value that is the whole text, `json_at` says which.
+    """Parse a whole text as one JSON value by the rules of `json_at`.
 
     Raises:
-      ValueError: it is none; the message says why, in words for the policy.
+      ValueError: it is not one; the message says why, in words for the policy.
     """
     value, end = json_at(text, 0, unique=unique)
     if rest := text[end:].lstrip():
-        raise ValueError(f"it goes on with {rest[:20]!r}")
+        raise ValueError(f"unexpected text after the JSON value: {rest[:20]!r}")
     return value
 
 
 def json_at(text: str, start: int, *, unique: bool = False) -> tuple[Any, int]:
-    """The JSON value at `start`, and where it ends. Its numbers are finite, it has `MAX_DEPTH` levels at most, and line
-    breaks may stand in its texts.
+    """Parse the JSON value at `start`; return it and where it ends. Its numbers are finite, it has `MAX_DEPTH` levels
+    at most, and line breaks are allowed in its texts.
 
     Args:
       unique: refuse an object that has a key twice; otherwise the last one counts.

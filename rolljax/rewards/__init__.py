@@ -1,1 +1,1 @@
-"""What episodes are worth: rewards that are worked out beside the environment's own, when an episode has ended."""
+"""Rewards of finished episodes, computed in addition to the environment's own reward."""

@@ -1,7 +1,7 @@
-"""What a reward is. A `RewardConfig` is a setting, a frozen dataclass; `open` makes the `Scorer` of it.
+"""The interface of rewards. A `RewardConfig` is a frozen dataclass of settings; its `open` makes the `Scorer`.
 
-A run scores every trajectory when its episode has ended, beside all other work, and trains on what comes back. Rewards
-are composed of rewards (`compose.py`); `Recipe.reward` is the outermost.
+A run scores every trajectory when its episode has ended, while other episodes continue, and trains on the result.
+Rewards can be composed of other rewards (`compose.py`); `Recipe.reward` is the outermost.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reward:
-    """What an episode is worth.
+    """The reward of an episode.
 
-    value: what is trained on. parts: numbers by name that it was made of, for the record (they need not add up to it).
-    success: whether the task is solved; None: this reward does not say, and what the environment says stays.
-    by_turn: what of the value belongs to each turn, in their order; the rest belongs to the last one. Empty: all does.
+    value: the number to train on. parts: named numbers it was computed from, for the record (they need not sum to it).
+    success: whether the task is solved; None: this reward does not decide, and the environment's verdict stays.
+    by_turn: the share of the value that belongs to each turn, in order. The last turn gets the rest; empty: everything.
     """
 
     value: float
@@ -37,37 +37,37 @@ class Reward:
 
 
 class Scorer(Protocol):
-    """A reward that is open. Many calls are under way at a time, on one event loop; none may block it."""
+    """An open reward. Many calls run concurrently on one event loop; none may block it."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
-        """The reward of an episode that did not fail (`trajectory.status` is ok or truncated).
+        """Return the reward of an episode that did not fail (`trajectory.status` is ok or truncated).
 
         Raises:
-          InfraError: the machine, a judge or a server gave no verdict, after the retries of the settings: the
-            trajectory has failed then and takes no part in training, which is never a wrong answer.
+          InfraError: the machine, a judge or a server gave no verdict after the configured retries. The
+            trajectory then counts as failed and is not trained on; it never counts as a wrong answer.
           EnvError: the reward itself is broken (its code raised, its value is no finite number).
         """
 
     def counts(self) -> Mapping[str, int]:
-        """`calls`, `requests`, `answers`, `cached` (answers from a cache), and every fault under its kind, since it was
-        opened; 0 may be left out."""
+        """Return the counts since opening: `calls`, `requests`, `answers`, `cached` (answers from a cache), and every
+        fault under its kind. Counts of 0 may be missing."""
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Release all resources."""
 
 
 class TrainedModels(Protocol):
     """Reward models that runs have trained."""
 
     def check(self, phase: str, run: str) -> int:
-        """The index of a phase of this run that trains a reward model; -1 of a finished `run`.
+        """Return the index of a phase of this run that trains a reward model; -1 for a finished `run`.
 
         Raises:
           ConfigError: there is no such phase, or that run has trained none.
         """
 
     def load(self, mesh: Mesh, phase: str, run: str) -> TrainedValue:
-        """The reward model of a phase of this run, as it was when the phase ended, or of a finished `run`.
+        """Return the reward model of a phase of this run, as it was when the phase ended, or that of a finished `run`.
 
         Raises:
           CheckpointError: it is not there, or damaged.
@@ -76,11 +76,11 @@ class TrainedModels(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What a reward may look at when it is opened.
+    """The surroundings a reward can use when it is opened.
 
-    env: whose tasks are scored: it knows the recorded answers. seed: of the run. cache_dir: a folder where verdicts may
-      be kept for a run that goes on; empty: nowhere. chat: the policy's tokenizer. trained: reward models of runs;
-      None: this is no run.
+    env: the environment whose tasks are scored; it has the reference answers. seed: of the run. cache_dir: folder that
+      keeps verdicts for a resumed run; empty: verdicts are not kept. chat: the policy's tokenizer.
+      trained: reward models of runs; None: outside of a run.
     """
 
     env: EnvSpec
@@ -95,25 +95,25 @@ class RewardConfig(abc.ABC):
 
     @abc.abstractmethod
     def open(self, around: Surroundings) -> Scorer:
-        """The reward, ready to score.
+        """Open the reward.
 
         Raises:
-          ConfigError: it cannot work here: the environment records no answers, a folder or server is not there.
+          ConfigError: it cannot work here: the environment has no reference answers, a folder or server is missing.
         """
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """A short word for `reward_parts` and messages."""
+        """Return a short name for `reward_parts` and messages."""
 
     @property
     def is_free(self) -> bool:
-        """Whether scoring takes no more than this machine's processor: such a reward is rehearsed before a run."""
+        """Return whether scoring needs only this machine's CPU. Such a reward is rehearsed before a run."""
         return False
 
     def check(self, around: Surroundings) -> None:  # noqa: B027  # most can be seen when they are opened
-        """Look for what is wrong before anything is allocated, loaded or asked.
+        """Check the settings before anything is allocated, loaded or requested.
 
         Raises:
-          ConfigError: it cannot work here.
+          ConfigError: the reward cannot work here.
         """

@@ -1,7 +1,7 @@
-"""Whether a judge can be trusted, and what its marks are worth: its verdicts on a labelled set.
+"""Measure how far a judge can be trusted, and what its marks are worth, on a labelled set.
 
-A labelled set is a file of JSON Lines: `{"index": 3, "answer": "...", "gold": 1}`, the task, an answer to it, and what
-a person says that it is worth, 0 to 1.
+A labelled set is a JSON Lines file: `{"index": 3, "answer": "...", "gold": 1}`: the task, an answer to it, and the
+worth that a person gave the answer, from 0 to 1.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Labelled:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How a reward and a labelled set agree.
+    """The agreement between a reward and a labelled set.
 
-    num: answers with a verdict. lost: those without one. accuracy, kappa: of both being 0.5 and more, and Cohen's kappa
-    of that (0: no better than chance would be, NaN: it cannot be said). mean_error: mean of |reward - gold|.
+    num: answers with a verdict. lost: answers without one. accuracy, kappa: agreement on whether the worth is at least
+    0.5, and its Cohen's kappa (0: as good as chance, NaN: undefined). mean_error: mean of |reward - gold|.
     scores, golds: of every answer with a verdict.
     """
 
@@ -51,10 +51,10 @@ class Agreement:
 
 
 def read_labelled(path: str | Path) -> list[Labelled]:
-    """The labelled set of a file.
+    """Read a labelled set from a file.
 
     Raises:
-      DataError: a line is none.
+      DataError: a line is not a labelled answer.
     """
     found = []
     with boundary(DataError, f"reading {path}"):
@@ -94,7 +94,7 @@ async def agreement(reward: RewardConfig, around: Surroundings, labelled: Sequen
 
 
 def agreed(scores: Sequence[float], golds: Sequence[float], lost: int = 0) -> Agreement:
-    """How scores and what answers are worth agree."""
+    """Return the agreement between scores and the worth of the answers."""
     a, b = np.array(scores, np.float64), np.array(golds, np.float64)
     if not len(a):
         return Agreement(0, lost, math.nan, math.nan, math.nan, (), ())
@@ -108,8 +108,8 @@ def agreed(scores: Sequence[float], golds: Sequence[float], lost: int = 0) -> Ag
 
 
 def isotonic(scores: Sequence[float], golds: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """The rising curve that fits what answers are worth best, by least squares (pool adjacent violators): points for
-    `Judge.calibration` and `compose.Shaping`.
+    """Fit the rising curve that is closest to the worth of the answers by least squares (pool adjacent violators).
+    Returns points for `Judge.calibration` and `compose.Shaping`.
 
     Args:
       scores: of the judge, `[N]`. golds: what the same answers are worth, `[N]`.

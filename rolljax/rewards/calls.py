@@ -1,9 +1,9 @@
-"""Calls that rewards make of judges, servers and functions that wait: each has a deadline, is made again, is kept.
+"""Calls from rewards to judges, servers and waiting functions, with deadlines, retries and a cache.
 
-A verdict is asked for under a key, a hash of all that it depends on. The same key is asked once, also by calls that
-come while it is under way. The answer is kept in the folder of a run, so that a run that continues pays for nothing
-twice and gets the same verdicts. What is kept has a checksum, and is read as strictly as a new answer. While whoever is
-asked is down, calls wait at a breaker; only when that takes too long they fail, as the infrastructure's fault.
+A verdict is requested under a key, a hash of everything it depends on. Concurrent calls with the same key share one
+request. The answer is kept in the run's folder, so that a resumed run pays for nothing twice and gets the same
+verdicts. A kept answer has a checksum and is parsed as strictly as a new one. While the service is down, calls wait at
+a circuit breaker; if that takes too long they fail, as an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_BACKOFF_S = 60.0
 
 
 class Unreadable(Exception):
-    """An answer that holds no verdict: it is asked for again. kind: as it is counted."""
+    """An answer without a verdict; the request is repeated. kind: the name under which it is counted."""
 
     def __init__(self, message: str, kind: str = "garbage") -> None:
         self.kind = kind
@@ -38,14 +38,14 @@ class Unreadable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CallLimits:
-    """How a reward calls whoever gives its verdicts.
+    """How a reward calls the service that gives its verdicts.
 
-    deadline_s: longest call. retries: how often one is made again. backoff_s: seconds before the first of them, about;
-      then twice as long, ... concurrency: most calls at a time.
-    max_calls: of a run, those before it was continued included; 0: no limit. What is over it has no verdict.
-    down_after: failures in a row, of any calls, after which whoever is called is taken to be down: nobody calls but one
-      that tries again now and then, and the others wait. Failures meanwhile are no retries.
-    probe_s: seconds between these tries. outage_s: longest that a call waits for whoever is down.
+    deadline_s: longest call. retries: how often a call is repeated. backoff_s: approximate seconds before the first
+      retry; doubled for each further one. concurrency: most calls at a time.
+    max_calls: limit for the whole run, resumed ones included; 0: no limit. Calls beyond it give no verdict.
+    down_after: consecutive failures of any calls after which the service counts as down. Then a single call probes the
+      service from time to time and all others wait. Failures during that time do not use up retries.
+    probe_s: seconds between probes. outage_s: longest time that a call waits for a service that is down.
     """
 
     deadline_s: float = 120.0
@@ -64,9 +64,9 @@ class CallLimits:
 
 
 class Verdicts:
-    """What was answered before, by key; on disk if a folder is given, a line of JSON with a checksum for each.
+    """Earlier answers by key; on disk if a folder is given, as lines of JSON with a checksum each.
 
-    damaged: lines that are not as they were written; what stood there is asked for again.
+    damaged: number of lines that differ from what was written; their verdicts are requested again.
     """
 
     def __init__(self, folder: str, name: str) -> None:
@@ -102,14 +102,14 @@ class Verdicts:
         record = {"key": key, "said": said, "sum": _checksum(key, said)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with reading.open_file(self._path, reading.APPEND) as f:  # a line of its own also behind one that is torn
+            with reading.open_file(self._path, reading.APPEND) as f:  # starts a line of its own, also after a torn one
                 f.write(b"\n" * (f.tell() > 0) + json.dumps(record).encode())
         except OSError:
             return False
         return True
 
     def discard(self, key: str) -> None:
-        """Forget an answer that cannot be used."""
+        """Remove an answer that cannot be used."""
         del self._found[key]
         self.damaged += 1
 
@@ -119,7 +119,7 @@ def _checksum(key: str, said: Any) -> str:
 
 
 class Breaker:
-    """Who may call: all, or while whoever is called is down one after the other, now and then."""
+    """A circuit breaker: lets all calls through, or, while the service is down, one probe at a time."""
 
     def __init__(self, limits: CallLimits) -> None:
         self._limits = limits
@@ -130,11 +130,11 @@ class Breaker:
 
     @property
     def is_down(self) -> bool:
-        """Whether nobody may call now."""
+        """Return whether all calls are blocked now."""
         return not self._up.is_set()
 
     async def admit(self, until_s: float) -> bool:
-        """Wait until a call may be made; returns whether it is a probe.
+        """Wait until a call may be made; return whether it is a probe.
 
         Args:
           until_s: on the event loop's clock.
@@ -155,7 +155,7 @@ class Breaker:
         return False
 
     def note(self, *, failed: bool | None, was_probe: bool) -> None:
-        """A call is over. failed: nobody answered; None: nobody knows, it was given up."""
+        """Record the end of a call. failed: the service did not answer; None: unknown, the call was cancelled."""
         if was_probe:
             self._probing = False
         if failed is None:
@@ -175,7 +175,7 @@ class Calls:
     """The calls of one reward. It lives on one event loop.
 
     Args:
-      name: of the reward, for messages. identity: of what is asked, and how; part of every key.
+      name: of the reward, for messages. identity: describes the service and how it is asked; part of every key.
     """
 
     def __init__(self, name: str, identity: str, limits: CallLimits, around: Surroundings) -> None:
@@ -188,20 +188,20 @@ class Calls:
         self._waiting: collections.Counter[str] = collections.Counter()
 
     def counts(self) -> Mapping[str, int]:
-        """`calls`, `cached`, `retries`, and every fault under its kind: timeout, garbage, cut (a limit ended the
-        answer), failed (nobody answered), down (it waited for an answer that never came), budget, unsaved (the disk did
-        not take a verdict), damaged (a kept verdict is not as it was written; it is asked for again)."""
+        """Counts: `calls`, `cached`, `retries`, and every fault under its kind: timeout, garbage, cut (a limit ended
+        the answer), failed (no answer came), down (it waited for an answer that never came), budget, unsaved (the disk
+        did not take a verdict), damaged (a kept verdict differs from what was written; it is requested again)."""
         return self._counts + collections.Counter(damaged=self._verdicts.damaged)
 
     async def verdict(self, what: str, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], T]) -> T:
-        """The verdict on `what`; from an earlier call if there was one.
+        """Return the verdict on `what`, from an earlier call if there was one.
 
         Args:
-          what: all that the answer depends on, in addition to the identity. ask: asks, and returns what is kept, as
-            JSON; it is given the number of the attempt. read: makes the verdict of it, or raises `Unreadable`.
+          what: everything that the answer depends on, in addition to the identity. ask: requests an answer and returns
+            it as JSON to keep; receives the number of the attempt. read: parses the answer, or raises `Unreadable`.
 
         Raises:
-          InfraError: there is no answer. EnvError: whatever is asked is broken; `ask` or `read` raised it.
+          InfraError: there is no answer. EnvError: the service or its code is broken; `ask` or `read` raised it.
         """
         key = digest(f"{self._identity}\0{what}")
         if key in self._verdicts:
@@ -220,7 +220,7 @@ class Calls:
         self._waiting[key] += 1
         try:
             return read(await asyncio.shield(task))
-        finally:  # nobody waits any more
+        finally:  # no caller waits any more
             self._waiting[key] -= 1
             if not self._waiting[key]:
                 del self._waiting[key]
@@ -229,7 +229,7 @@ class Calls:
     def _forget(self, key: str, done: asyncio.Task[Any]) -> None:
         del self._under_way[key]
         if not done.cancelled():
-            done.exception()  # whoever waited was told
+            done.exception()  # the waiting callers have the exception
 
     async def _call(self, key: str, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], object]) -> Any:
         limits = self._limits
@@ -268,11 +268,11 @@ class Calls:
     async def _once(
         self, ask: Callable[[int], Awaitable[Any]], read: Callable[[Any], object], attempt: int, is_probe: bool
     ) -> Any:
-        """One call: what it was answered, which holds a verdict.
+        """Make one call and return an answer that holds a verdict.
 
         Raises:
-          InfraError: it gave no verdict. EnvError: what is asked is broken. _NotNow: it was not made: whoever is asked
-            is down, which was found out while it waited for its turn.
+          InfraError: it gave no verdict. EnvError: the service or its code is broken. _NotNow: the call was not made,
+            because the service was found to be down while the call waited for its turn.
         """
         failed: bool | None = None
         try:
@@ -301,19 +301,19 @@ class Calls:
         except RolljaxError:
             failed = False
             raise
-        except Exception as e:  # border: what is asked may be anybody's code
+        except Exception as e:  # border: `ask` may run the user's code
             failed = False
             raise EnvError(f"{self._name}: {type(e).__name__}: {e}", stage=STAGE) from e
         finally:
             self._breaker.note(failed=failed, was_probe=is_probe)
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel all calls under way."""
         for task in list(self._under_way.values()):
             task.cancel()
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
 
 
 def digest(text: str) -> str:
-    """A hash of a text, in hexadecimal."""
+    """Return a hash of a text, in hexadecimal."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -1,4 +1,4 @@
-"""Programs as answers: run in the sandbox, against the tests of their task."""
+"""Programs as answers: run in the sandbox against the tests of their task."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rolljax.types import Task
 
 @dataclasses.dataclass(frozen=True)
 class Code(Rule):
-    """What share of its task's tests the program in the last answer passes; the task is solved where it passes all.
+    """The share of its task's tests that the program in the last answer passes; passing all of them solves the task.
 
     The program runs in one sandbox and the tests in another (docs/sandbox.md); a program that crashes, hangs or passes
-    a limit fails them. A sandbox that fails is the infrastructure's fault, and no reward.
+    a limit fails them. A sandbox failure is an infrastructure fault and gives no reward.
 
     pay: share: of the tests; all: 1 where every one passed, else 0. timeout_s: longest run of a program.
     tests_key, entry_key, setup_key: columns of the rows with a list of asserts, the name of the function that they

@@ -1,6 +1,6 @@
-"""Rewards made of rewards: sums, gates, bounds, vetoes and curves. They nest.
+"""Rewards made of other rewards: sums, gates, bounds, vetoes and curves. They can be nested.
 
-Parts are on record under the names that the settings give them, what they were made of behind a stroke
+Parts are recorded under the names given in the settings; the parts of a nested reward follow after a slash
 (`{"right": 1.0, "short": 0.4, "short/outside_tok": 24.0}`).
 """
 
@@ -18,21 +18,21 @@ from rolljax.rewards.base import Reward, RewardConfig, Scorer, Surroundings
 from rolljax.types import Task, Trajectory
 
 Combine = Callable[[Trajectory, Sequence[Reward]], Reward]
-"""One reward of several of the same trajectory."""
+"""Computes one reward from several rewards of the same trajectory."""
 
 
 class Composed:
-    """A scorer made of scorers, which are asked side by side."""
+    """A scorer that combines other scorers, which run concurrently."""
 
     def __init__(self, scorers: Sequence[Scorer], combine: Combine) -> None:
         self._scorers, self._combine = scorers, combine
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
-        """The reward of an episode that did not fail."""
+        """Return the reward of an episode that did not fail."""
         asked = [asyncio.ensure_future(scorer.score(task, trajectory)) for scorer in self._scorers]
         try:
             return self._combine(trajectory, await asyncio.gather(*asked))
-        finally:  # one that has no verdict leaves the others nothing to do
+        finally:  # if one has no verdict, the others are not needed
             for future in asked:
                 future.cancel()
 
@@ -44,7 +44,7 @@ class Composed:
         return found
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Release all resources."""
         for scorer in self._scorers:
             await scorer.close()
 
@@ -54,11 +54,11 @@ class Composition(RewardConfig):
 
     @property
     def inner(self) -> Mapping[str, RewardConfig]:
-        """The others, by the names that their parts get."""
+        """Return the inner rewards by the names that their parts get."""
         raise NotImplementedError
 
     def combine(self, trajectory: Trajectory, found: Sequence[Reward]) -> Reward:
-        """The reward that is made of those of `inner`, in their order."""
+        """Combine the rewards of `inner`, given in order, into one."""
         raise NotImplementedError
 
     @property
@@ -73,7 +73,7 @@ class Composition(RewardConfig):
         return Composed([reward.open(around) for reward in self.inner.values()], self.combine)
 
     def named(self, found: Sequence[Reward]) -> dict[str, float]:
-        """The parts of all, under the names of `inner`."""
+        """Return the parts of all rewards, under the names of `inner`."""
         parts: dict[str, float] = {}
         for name, reward in zip(self.inner, found, strict=True):
             parts[name] = reward.value
@@ -83,7 +83,7 @@ class Composition(RewardConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Sum(Composition):
-    """Terms by name, each with a weight, added up. The task is solved if the first term that says so says so.
+    """A weighted sum of named terms. `success` is taken from the first term that defines it.
 
     terms: rewards by the names that they get in `reward_parts`. weights: of the terms, 1 where none is named.
     """
@@ -126,8 +126,8 @@ class Sum(Composition):
 class Gate(Composition):
     """A reward that counts only where another one is high enough, or the episode succeeded.
 
-    reward: what counts. by: what is looked at; None: whether the environment says that the task is solved.
-    at_least: of it. otherwise: the value where it is less.
+    reward: the reward to gate. by: the reward that opens the gate; None: the environment's `success` opens it.
+    at_least: least value of `by` that opens it. otherwise: the value while it is closed.
     """
 
     reward: RewardConfig
@@ -155,7 +155,7 @@ class Gate(Composition):
 class Clip(Composition):
     """A reward within bounds.
 
-    reward: what is bounded. low, high: least and most of it; None: no bound.
+    reward: the reward to bound. low, high: its least and greatest value; None: no bound.
     """
 
     reward: RewardConfig
@@ -186,11 +186,11 @@ class Clip(Composition):
 
 @dataclasses.dataclass(frozen=True)
 class Veto(Composition):
-    """A reward that another one can set aside: an answer with made-up facts is worth nothing, however good the rest is
+    """A reward with a veto by another one: an answer with made-up facts is worth nothing, however good the rest is
     (STAgent). A vetoed episode did not succeed.
 
-    reward: what counts else. by: what is looked at. below, above: the veto holds where `by` is less, or more, than
-      this. to: the value then.
+    reward: the reward without a veto. by: the reward that decides. below, above: the veto holds where `by` is less than
+      `below`, or greater than `above`. to: the value under a veto.
     """
 
     reward: RewardConfig
@@ -224,8 +224,8 @@ class Veto(Composition):
 class Shaping(Composition):
     """A reward through a curve of straight lines: another scale, a bonus near the top, a calibration.
 
-    reward: what is shaped. points: `(before, after)` in rising order of the first; in between on a straight line,
-      beyond the ends the value of the end.
+    reward: the reward to shape. points: `(before, after)` in rising order of the first; linear in between, constant
+      beyond the ends.
     """
 
     reward: RewardConfig
@@ -253,7 +253,7 @@ class Shaping(Composition):
 
 
 def on_curve(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at `x` of the straight lines through `points`; beyond them that of the nearest."""
+    """Interpolate linearly at `x` between `points`; beyond the ends return the value of the nearest point."""
     i = bisect.bisect_left([a for a, _ in points], x)
     if i == 0 or i == len(points):
         return points[min(i, len(points) - 1)][1]

@@ -23,19 +23,19 @@ from rolljax.types import Message, Task, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Critique(Asked):
-    """A judge that thinks, compares the policy's answer with the one that is recorded for the task, and ends with a
-    verdict; the reward is that of a verdict for which the policy's answer is the better one.
+    """A thinking judge that compares the policy's answer with the task's reference answer and ends with a verdict. The
+    reward is that of a verdict which prefers the policy's answer.
 
     By the form of the verdict: plain: 1 where it is for the policy's answer, else 0. strength: where it is, 1 less an
     eighth for each step between its strength and `strength`, else 0. scores: 1 + d/100 where the policy's answer has
     the higher score, else -d/100, d being their distance; 0 for equal ones. A critique without a verdict, with a
-    strength that is none or with scores beyond 100 is asked for again: it is no reward.
+    invalid strength or with scores beyond 100 is requested again: it gives no reward.
 
     model: who judges, for instance one that `think_j.gin` trained. verdict: form of its verdict.
     strength: by how much the policy's answer must be better for the full reward, 1 to 3.
     orders: both: asked twice, the policy's answer first and second, and the mean taken; random: once, in an order that
       the answer's hash decides. A judge that always says the same then gives every answer the same.
-    solved_at: reward from which on the task counts as solved; None: not for the judge to say.
+    solved_at: reward from which on the task counts as solved; None: the judge does not decide.
     part: its name in `reward_parts`. num: how often each order is asked; the mean is taken. temperature, max_tok: of
       the judge's answers. max_chars: of an answer that it is shown. limits: of its calls, beyond those of its model.
     """
@@ -69,7 +69,7 @@ class Critique(Asked):
         return CritiqueScorer(self, around)
 
     def messages(self, task: Task, a: str, b: str, seed: int) -> tuple[Message, ...]:
-        """What the judge is asked about two answers."""
+        """Return the judge's prompt about two answers."""
         mark = mark_of(seed, task, f"{a}\0{b}")
         text = (
             f"Question:\n{quoted(mark, task.content)}\n\nResponse (a):\n{quoted(mark, self.shown(a))}\n\n"
@@ -78,10 +78,10 @@ class Critique(Asked):
         return (Message("system", GUARD.format(mark=mark)), Message("user", text))
 
     def read(self, text: str) -> dict[str, Any]:
-        """The verdict of a critique.
+        """Parse the verdict of a critique.
 
         Raises:
-          Unreadable: it holds none of the form.
+          Unreadable: there is none of the expected form.
         """
         found = verdicts.read(after_thinking(text), self.verdict)
         if found is None:
@@ -91,16 +91,16 @@ class Critique(Asked):
         return {"better": found.better, "strength": found.strength, "scores": found.scores}
 
     def write(self, verdict: Mapping[str, Any]) -> str:
-        """The sentence that `read` reads as this verdict."""
+        """Return the sentence that `read` parses as this verdict."""
         return verdicts.write(verdicts.Verdict(**verdict), self.verdict)
 
     def worth(self, verdict: Mapping[str, Any], side: Side) -> float:
-        """The reward of one verdict. side: which response is the policy's."""
+        """Return the reward of one verdict. side: which response is the policy's."""
         return verdicts.reward(verdicts.Verdict(**verdict), self.verdict, side, self.strength)
 
 
 class CritiqueScorer:
-    """A thinking judge that is open."""
+    """An open thinking judge."""
 
     def __init__(self, cfg: Critique, around: Surroundings) -> None:
         self._cfg, self._around = cfg, around
@@ -108,12 +108,12 @@ class CritiqueScorer:
         self._calls = Calls(cfg.name, identity(cfg, cfg.verdict), cfg.limits, around)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
-        """The reward of an episode that did not fail."""
+        """Return the reward of an episode that did not fail."""
         other = gold_of(self._around, task, "Critique", whole=True)
         return await self.compare(task, trajectory.turns[-1].text, other)
 
     async def compare(self, task: Task, answer: str, other: str) -> Reward:
-        """How an answer does against another one."""
+        """Return the reward of an answer compared with another one."""
         cfg = self._cfg
         drawn: Side = "a" if int(digest(f"{self._around.seed} {task.id} {answer}"), 16) % 2 else "b"
         sides: list[Side] = ["a", "b"] if cfg.orders == "both" else [drawn]
@@ -136,6 +136,6 @@ class CritiqueScorer:
         return counted(self._calls, self._model)
 
     async def close(self) -> None:
-        """Let go of the model and of the cache."""
+        """Release the model and the cache."""
         await self._calls.close()
         await self._model.close()

@@ -1,4 +1,4 @@
-"""The environment's own reward, as a term beside others."""
+"""The environment's own reward, as a term next to others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rolljax.types import Task, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Environment(RewardConfig):
-    """What the environment gave, turn by turn, with its parts."""
+    """The reward that the environment gave, turn by turn, with its parts."""
 
     @property
     def name(self) -> str:
@@ -26,10 +26,10 @@ class Environment(RewardConfig):
 
 
 class EnvironmentScorer:
-    """Reads what stands on the trajectory."""
+    """Reads the reward that the trajectory already has."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
-        """The reward of an episode that did not fail."""
+        """Return the reward of an episode that did not fail."""
         by_turn = tuple(turn.reward for turn in trajectory.turns)
         return Reward(trajectory.reward, trajectory.reward_parts, trajectory.success, by_turn)
 
@@ -38,4 +38,4 @@ class EnvironmentScorer:
         return {}
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Release all resources."""

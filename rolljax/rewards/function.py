@@ -1,4 +1,4 @@
-"""A function of one's own as a reward."""
+"""A custom function as a reward."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from rolljax.types import Task, Trajectory
 
 Value = float | Mapping[str, float] | Reward
 Plain = Callable[[Task, Said], Value]
-"""`reward(task, said)`: its value, its parts by name, which are added up, or a `Reward`."""
+"""`reward(task, said)`: returns a value, named parts that are summed, or a `Reward`."""
 Waiting = Callable[[Task, Said], Awaitable[Value]]
-"""The same as a coroutine, which asks something outside."""
+"""The same as a coroutine, which may wait for something outside of this process."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Function(Rule):
-    """A function of one's own: plain Python, or a coroutine that asks something outside.
+    """A custom function: plain Python, or a coroutine that waits for something outside of this process.
 
-    What it raises and what is no finite number is a fault of the reward, and no reward; `InfraError` says that the
-    machine failed, and it is called again. It must give the same for the same.
+    An exception, or a result that is not finite, is a fault of the function and gives no reward. `InfraError` says that
+    the machine failed; the function is called again. The same arguments must give the same result.
 
     fn: `fn(task, said)`, with `types.Task` and `rewards.workers.Said`. part: its name in `reward_parts`.
     where: threads of this process; process: worker processes, which are killed when they hang or crash, and replaced;
@@ -78,14 +78,14 @@ class Function(Rule):
 
 
 class FunctionScorer:
-    """A coroutine as a reward."""
+    """A scorer that awaits a coroutine."""
 
     def __init__(self, cfg: Function, around: Surroundings) -> None:
         self._cfg = cfg
         self._calls = Calls(cfg.name, f"{name_of(cfg.fn)} {cfg.version}", cfg.limits, around)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
-        """The reward of an episode that did not fail."""
+        """Return the reward of an episode that did not fail."""
         said, name = Said.of(trajectory), name_of(self._cfg.fn)
 
         async def ask(_: int) -> Any:
@@ -101,21 +101,21 @@ class FunctionScorer:
         return self._calls.counts()
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Release all resources."""
         await self._calls.close()
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """A function's module and name."""
+    """Return a function's module and name."""
     fn = fn.func if isinstance(fn, functools.partial) else fn
     return f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
 
 
 def reward_of(value: Any, name: str) -> Reward:
-    """What a function gave, as a reward.
+    """Convert the result of a function to a reward.
 
     Raises:
-      EnvError: it is none.
+      EnvError: it is not a reward.
     """
     if isinstance(value, Reward):
         return value
@@ -128,10 +128,10 @@ def reward_of(value: Any, name: str) -> Reward:
 
 
 def read_reward(kept: Any, name: str) -> Reward:
-    """The reward that is kept as the fields of one.
+    """Convert kept fields back to a reward.
 
     Raises:
-      EnvError: they are no reward, or a number is not finite.
+      EnvError: they are not a reward, or a number is not finite.
     """
     with boundary(EnvError, f"{name}: no reward"):
         parts = {str(part): number(value, f"{name}: {part}") for part, value in kept["parts"].items()}

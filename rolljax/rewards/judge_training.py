@@ -1,4 +1,4 @@
-"""A judge's work as an environment: what makes a judge of a model, by imitation or by RL."""
+"""Judging as an environment: trains a model to judge, by imitation or by RL."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rolljax.types import Message, Task
 
 @dataclasses.dataclass(frozen=True)
 class JudgeTraining(EnvSpec):
-    """The answers of a labelled set, put to the policy as `judge` puts answers to its model.
+    """The answers of a labelled set, presented to the policy as `judge` presents answers to its model.
 
-    One turn: the policy says a verdict. Reward: 1 - |what the verdict says that the answer is worth - what it is
-    worth|; 0 for what cannot be read. The gold verdict is the label, or the marks, nearest to what the answer is worth,
-    without a veto; the task is solved if both verdicts say 0.5 or more, or both less. Tasks about one question have
-    the same content, so that a question is held out with all its answers.
+    One turn: the policy says a verdict. Reward: 1 - |worth by the verdict - labelled worth|; 0 for a verdict that
+    cannot be parsed. The gold verdict is the label, or the marks, nearest to the labelled worth, without a veto; the
+    task is solved if both verdicts say 0.5 or more, or both less. Tasks about one question have the same content, so
+    that a question is held out with all its answers.
 
-    judge: how the policy is asked, and its verdict read; its `model` is not asked, and its `calibration`, which is of a
-      judge that is trained already, not used. env: whose tasks were answered.
+    judge: how the policy is prompted and its verdict parsed. Its `model` is not called. Its `calibration`, made for a
+      trained judge, is not used. env: the environment whose tasks were answered.
     labelled: a labelled set (JSON Lines, `{"index": 3, "answer": "...", "gold": 1}`: the task, an answer, what it is
       worth, 0 to 1), or the name of one that comes with rolljax. domain: name of these tasks in metrics.
     """
@@ -49,10 +49,10 @@ class JudgeTraining(EnvSpec):
         return len(_read(self.labelled))
 
     def answer(self, index: int) -> Labelled:
-        """The labelled answer that task `index` is about.
+        """Return the labelled answer of task `index`.
 
         Raises:
-          ConfigError: there is no such file. DataError: it is no labelled set.
+          ConfigError: there is no such file. DataError: it is not a labelled set.
         """
         answers = _read(self.labelled)
         return answers[index % len(answers)]
@@ -68,7 +68,7 @@ class JudgeTraining(EnvSpec):
         return JudgeTrainingEnv(self)
 
     def prompt(self, index: int) -> tuple[Message, ...]:
-        """What task `index` asks."""
+        """Return the prompt of task `index`."""
         labelled = self.answer(index)
         task, gold = self.env.task(labelled.index), ""
         if "{gold}" in self.judge.rubric:
@@ -76,7 +76,7 @@ class JudgeTraining(EnvSpec):
         return self.judge.messages(task, labelled.answer, gold, index)
 
     def gold(self, worth: float) -> str:
-        """The verdict on an answer of this worth."""
+        """Return the gold verdict on an answer of this worth."""
         judge = self.judge
         if judge.labels:
             return json.dumps({"verdict": min(judge.labels, key=lambda label: abs(judge.labels[label] - worth))})
@@ -86,7 +86,7 @@ class JudgeTraining(EnvSpec):
         return json.dumps(marks | ({judge.veto: False} if judge.veto else {}))
 
     def read(self, text: str) -> float | None:
-        """What a verdict says that the answer is worth; None: it is none."""
+        """Return the worth of the answer by a verdict; None: it cannot be parsed."""
         judge = dataclasses.replace(self.judge, calibration=())
         try:
             return judge.worth([judge.read(text)]).value

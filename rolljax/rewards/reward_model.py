@@ -1,8 +1,8 @@
-"""Rewards by a trained reward model, which reads whole episodes on the devices and says one number of each.
+"""Rewards by a trained reward model, which reads whole episodes on the devices and computes one number for each.
 
 InstructGPT (arXiv 2203.02155): the number is shifted and scaled so that answers like those it was trained with have
-mean 0 and standard deviation 1, and what a policy is trained on stays near to that (`clip`). The environment's own
-reward is not trained on; it is recorded beside it, and shows where the two part.
+mean 0 and standard deviation 1, and the policy's reward stays near that range (`clip`). The environment's own reward is
+not trained on; it is recorded next to the model's and shows where the two diverge.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from rolljax.trainer.mesh import MeshSpec, param_shardings
 from rolljax.types import EVAL_STREAM, Message, Task, Trajectory
 
 PROXY, GOLD = "reward_model", "environment"
-"""Parts of the reward: what the model says, before it is shifted, scaled and clipped; what the environment says."""
+"""Parts of the reward: the model's output before shift, scale and clip; the environment's reward."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardModelScore(RewardConfig):
-    """What a trained reward model says of an episode: a value that is trained on instead of the environment's reward,
+    """The output of a trained reward model for an episode. It replaces the environment's reward in training,
     which is recorded as the part `environment`.
 
     phase: the phase of this run that trains it (`RewardModel`, `PairRewardModel`); episodes of that phase and of those
       before it are worth what the environment says.
     path: instead, the folder of a finished run with such a phase, or a Hugging Face folder of a sequence classifier
-      with one label, whose score is read behind the last token of the conversation.
+      with one label, whose score is read after the last token of the conversation.
     mean, std: what is taken off its score, and what the rest is divided by. None: of its scores for the answers that
       its training ended with; 0 and 1 of a Hugging Face folder, which does not say.
     clip: how far from 0 the result may be (None: any).
-    heldout: whose word held-out evaluations report.
+    heldout: whose reward held-out evaluations report.
     dtype: of computing, of a Hugging Face folder; None: float32 on CPU, else bfloat16.
-    mesh: the devices it is computed on. batch_tok: tokens of a batch: rows are padded to a power of two, and every
-      length has one program for about so many tokens; None: 2048 on CPU, else 16384.
+    mesh: the devices it is computed on. batch_tok: tokens of a batch. Rows are padded to a power of two, and each
+    padded length has one compiled program of about `batch_tok` tokens; None: 2048 on CPU, else 16384.
     """
 
     phase: str = ""
@@ -128,11 +128,11 @@ class RewardModelScore(RewardConfig):
 
 
 class ModelScorer:
-    """A reward model that is open; its weights are loaded when the first episode is to be scored.
+    """An open reward model; its weights are loaded when the first episode is scored.
 
     Args:
-      reads: the row of tokens that it reads of an episode; may block. load: gives it. since: index of the phase behind
-        which it is there.
+      reads: returns the row of tokens that it reads of an episode; may block. load: loads the model. since: index of
+      the phase after which the model exists.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ModelScorer:
         self._counts: collections.Counter[str] = collections.Counter()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
-        """The reward of an episode; see `rewards.base.Scorer`."""
+        """Return the reward of an episode; see `rewards.base.Scorer`."""
         stream, gold = trajectory.key.stream, {GOLD: trajectory.reward}
         if stream == EVAL_STREAM and self._cfg.heldout == "environment" or stream <= self._since:
             by_turn = tuple(turn.reward for turn in trajectory.turns)
@@ -166,7 +166,7 @@ class ModelScorer:
         return Reward(value, {PROXY: raw, **gold})
 
     async def _opened(self) -> RowScores:
-        """The rows of the model, loaded once."""
+        """Load the rows of the model once."""
         if self._rows is None:
             if self._loading is None:
                 self._loading = asyncio.ensure_future(asyncio.to_thread(self._open))
@@ -183,32 +183,32 @@ class ModelScorer:
         self._rows = RowScores(value, self._mesh, cfg.batch_tok)
 
     def counts(self) -> Mapping[str, int]:
-        """Episodes that were scored by the model, and batches that this took."""
+        """Counts of episodes that the model scored, and of the batches this took."""
         return {**self._counts, "batches": self._rows.batches if self._rows else 0}
 
     async def close(self) -> None:
-        """Let go of weights and thread."""
+        """Release weights and thread."""
         if self._loading is not None:
             await asyncio.gather(self._loading, return_exceptions=True)
         if self._rows is not None:
             self._rows.close()
 
 
-# ---- what it reads --------------------------------------------------------------------------------------------------
+# ---- what the model reads -------------------------------------------------------------------------------------------
 
 
 def _sequence(trajectory: Trajectory) -> np.ndarray:
-    """The tokens of an episode `[T]`; where its stream began anew, those since then."""
+    """Return the tokens of an episode `[T]`; where its stream was restarted, only the tokens since then."""
     return trajectory.stream()[0][trajectory.starts[-1] :]
 
 
 def _before_closing(task: Task, trajectory: Trajectory) -> np.ndarray:
-    """What our own reward models are trained to judge: the state before the last token."""
+    """Return the input that our own reward models are trained on: all tokens but the last."""
     return _sequence(trajectory)[:-1]
 
 
 def _template_reader(folder: str, around: Surroundings) -> Callable[[Task, Trajectory], np.ndarray]:
-    """What a sequence classifier reads: the conversation as its chat template closes it.
+    """Return the input of a sequence classifier: the conversation, closed by its chat template.
 
     If it has all tokens of the policy under the same ids, they are read as they were sampled; else the texts are put
     through its own template, which only episodes of one turn allow.
@@ -238,7 +238,7 @@ def _template_reader(folder: str, around: Surroundings) -> Callable[[Task, Traje
 
 
 def _opening(env: EnvSpec, task: Task) -> tuple[Message, ...]:
-    """What the policy was told at first: the same for every episode of a task."""
+    """Return the first prompt of the policy: the same for every episode of a task."""
     with boundary(EnvError, f"{env.name}, task {task.index}"):
         episode = env.make()
         try:

@@ -1,7 +1,7 @@
-"""What a value model says of rows of tokens: in batches of a few fixed shapes, in a thread beside the event loop.
+"""Values of rows of tokens by a value model: batches of a few fixed shapes, in a thread separate from the event loop.
 
-A row is padded to a power of two, and each such length has one program for always the same number of rows: what a row
-is worth does not depend on which others it is computed with, bit by bit, and few programs are compiled.
+A row is padded to a power of two, and each padded length has one program with a fixed number of rows. So the value of a
+row is bitwise independent of the other rows in its batch, and few programs are compiled.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from rolljax.model.value import ValueModel
 from rolljax.trainer.mesh import num_batch_shards, put, replicated, rows
 
 MIN_ROW = 32
-"""Fewest tokens of a row that a program is made for."""
+"""Fewest tokens of a row that has a program of its own."""
 LINGER_S = 0.002
-"""What waits for an idle device waits this long for company."""
+"""Seconds that a row waits for more rows when the device is idle."""
 CPU_BATCH_TOK, DEVICE_BATCH_TOK = 2048, 16_384
-"""Tokens of a batch where nobody says: on CPU few, whose activations stay in its caches."""
+"""Default tokens of a batch; few on CPU, so that the activations stay in its caches."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedValue:
-    """A value model that stays as it is.
+    """A frozen value model.
 
     params: of one model, or stacked ones of `num` whose mean counts (0: one, not stacked). base: the frozen weights of
     a model with adapters. mean, std: of its values for answers that it was trained with.
@@ -51,11 +51,11 @@ class TrainedValue:
 
 
 class RowScores:
-    """Values behind the last token of rows. Made for one event loop; the devices are used from one thread.
+    """Values after the last token of rows. Used from one event loop; the devices are used from one thread.
 
     Args:
-      batch_tok: tokens of a batch, padding included; at least one row for each batch shard of the mesh. None: as the
-        devices do well with.
+      batch_tok: tokens of a batch, padding included; at least one row for each batch shard of the mesh. None: a default
+        for these devices.
     """
 
     def __init__(self, value: TrainedValue, mesh: Mesh, batch_tok: int | None = None) -> None:
@@ -73,7 +73,7 @@ class RowScores:
         return self._value.model.trunk.cfg.max_position
 
     async def score(self, tokens: np.ndarray) -> float:
-        """The value behind the last of `tokens [T]`.
+        """Return the value after the last of `tokens [T]`.
 
         Raises:
           EnvError: there are none, or too many for the model, or the value is no finite number. InfraError: the devices
@@ -89,16 +89,16 @@ class RowScores:
         return await row.value
 
     def padded(self, length: int) -> int:
-        """Tokens that a row of so many is padded to."""
+        """Return the padded length of a row of this many tokens."""
         return max(MIN_ROW, 1 << (length - 1).bit_length())
 
     def num_rows(self, size: int) -> int:
-        """Rows of a batch of rows that are padded to `size`."""
+        """Return the rows of a batch whose rows are padded to `size`."""
         shards = num_batch_shards(self._mesh)
         return shards * max(1, self._batch_tok // (size * shards))
 
     def compute(self, size: int, batch: Sequence[np.ndarray]) -> list[float]:
-        """Values of at most `num_rows(size)` rows of at most `size` tokens."""
+        """Compute values of at most `num_rows(size)` rows of at most `size` tokens."""
         tokens = np.zeros((self.num_rows(size), size), np.int32)
         lengths = np.ones(len(tokens), np.int32)
         for i, row in enumerate(batch):
@@ -113,7 +113,7 @@ class RowScores:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _run_all(self) -> None:
-        """Batch after batch until nothing waits; the row that waits longest says which length is next."""
+        """Run batches until no row waits; the row that waited longest chooses the next length."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(LINGER_S)
         while queues := {size: queue for size, queue in self._waiting.items() if queue}:
@@ -121,7 +121,7 @@ class RowScores:
             taken: list[_Waiting] = []
             while queues[size] and len(taken) < self.num_rows(size):
                 row = queues[size].popleft()
-                taken += [row] * (not row.value.done())  # else it was given up
+                taken += [row] * (not row.value.done())  # else it was cancelled
             if not taken:
                 continue
             work = functools.partial(self.compute, size, [row.tokens for row in taken])
@@ -137,7 +137,7 @@ class RowScores:
 
     @functools.cached_property
     def _program(self) -> jax.stages.Wrapped:
-        """The jitted `(params, base, tokens [B, T], lengths [B]) -> values [B]` float32."""
+        """Return the jitted `(params, base, tokens [B, T], lengths [B]) -> values [B]` float32."""
         model, num = self._value.model, self._value.num
 
         def values(params: Params, base: Base | None, tokens_BT: jax.Array, length_B: jax.Array) -> jax.Array:
@@ -158,7 +158,7 @@ class RowScores:
 
 
 class _Waiting:
-    """A row whose value is awaited."""
+    """A row that waits for its value."""
 
     def __init__(self, tokens: np.ndarray, value: asyncio.Future[float]) -> None:
         self.tokens, self.value, self.since_s = tokens, value, value.get_loop().time()

@@ -1,6 +1,6 @@
-"""Rewards by rule: answers checked against recorded ones, lengths, formats, repetition, languages.
+"""Rewards by rule: answers compared with reference answers, lengths, formats, repetition, languages.
 
-Everything here takes time linear in an answer, or runs where an answer can end no more than its own check.
+Every rule takes time linear in an answer, or runs in a process where a bad answer can only end its own check.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _SCRIPTS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Rule):
-    r"""1 where the last answer gives what is recorded for its task, however it is written, else 0; the task is solved
-    then. Formulas are compared by math-verify, in a process of their own with limits: what keeps it busy is wrong.
+    r"""1 where the last answer gives the task's reference answer, in any notation, else 0; the task is solved then.
+    Formulas are compared by math-verify, in a separate process with limits; an answer that exceeds them is wrong.
 
     where: in which place of the answer its final answer is read, as `Questions.answer_in` has it.
-    pattern: instead of that a regular expression of RE2, whose first group is the final answer (its last match counts).
-    field: instead of that a field of the JSON object that the whole answer is, behind its thinking if there is any.
-    answer_key: the column of the row that is right; empty: the recorded answer. timeout_s: longest check.
+    pattern: instead, a regular expression of RE2, whose first group is the final answer (its last match counts).
+    field: instead, a field of the JSON object that the answer, apart from its thinking, consists of.
+    answer_key: the column with the right answer; empty: the reference answer. timeout_s: longest check.
     """
 
     runs: ClassVar[Runs] = "process"
@@ -56,7 +56,7 @@ class Answer(Rule):
             linear_pattern(self.pattern, "Answer.pattern")
         if self.pattern and self.field:
             raise ConfigError(
-                "has no effect beside pattern", setting="Answer.field", value=self.field, remedy="leave one of them out"
+                "has no effect with pattern", setting="Answer.field", value=self.field, remedy="leave one of them out"
             )
         if self.where not in answers.ANSWER_FORMATS and answers.SLOT not in self.where:
             raise ConfigError(
@@ -105,7 +105,7 @@ class LengthBand(Rule):
 
     Pay it only where the answer is right (`compose.Gate`): else short and wrong is worth something.
 
-    ref_tok: L, the same for all tasks. ref_key: instead of that a column of the rows with L (the length of the answer
+    ref_tok: L, the same for all tasks. ref_key: instead, a column of the rows with L (the length of the answer
       that was imitated).
     low, high: of the band, shares of L. eps_frac: eps, a share of L.
     count: all: every sampled token; thinking: those before the last `</think>`, by their share of the characters.
@@ -159,10 +159,10 @@ class LengthBand(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Format(Rule):
-    """1 where every answer has the form that is asked for, else 0.
+    """1 where every answer has the required form, else 0.
 
     pattern: a regular expression of RE2 that all of an answer must match (`.` is any character).
-    json_fields: instead: an answer is one JSON object with these fields, behind its thinking if there is any.
+    json_fields: instead, an answer is, apart from its thinking, one JSON object with these fields.
     """
 
     pattern: str = ""
@@ -195,7 +195,7 @@ class Format(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Repetition(Rule):
-    """Minus the share of an answer's word n-grams that stood in it before: 0 for one that never repeats itself, near -1
+    """Minus the share of an answer's word n-grams that occurred in it before: 0 without repetition, near -1
     for one that says the same over and over.
 
     ngram: words of each. free: a share up to which nothing is taken off.
@@ -219,7 +219,7 @@ class Repetition(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Language(Rule):
-    """The share of an answer's letters that are of the scripts that are asked for; 1 where it has no letters.
+    """The share of an answer's letters that are of the wanted scripts; 1 where it has no letters.
 
     scripts: one or more of latin, han, cyrillic, arabic, devanagari, greek, hangul, hebrew, kana, thai.
     at_least: where it is not None, 1 for a share of at least this, else 0.
@@ -252,7 +252,7 @@ class Language(Rule):
 
 
 def row(env: EnvSpec, task: Task, setting: str) -> Any:
-    """The row of a task, all its columns.
+    """Return the row of a task, with all its columns.
 
     Raises:
       ConfigError: the environment has no rows.
@@ -267,7 +267,7 @@ def row(env: EnvSpec, task: Task, setting: str) -> Any:
 
 
 def recorded(env: EnvSpec, task: Task, key: str = "") -> str:
-    """The final answer that is recorded for a task: in column `key` of its row, else the environment's own.
+    """Return the task's reference answer: column `key` of its row, else the environment's own.
 
     Raises:
       ConfigError: there is none.
@@ -289,7 +289,7 @@ def recorded(env: EnvSpec, task: Task, key: str = "") -> str:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is, behind its thinking if there is any, alone or in a block of code."""
+    """Return the JSON object that a text, apart from its thinking, consists of; it may be in a code block."""
     text = after_thinking(text).strip()
     if text.startswith("```") and text.endswith("```"):
         text = text[3:-3].removeprefix("json").strip()
@@ -303,13 +303,13 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def json_field(text: str, name: str) -> str | None:
-    """A field of `json_object` that is a text or a number, as a text."""
+    """Return a field of `json_object` that is a text or a number, as a text."""
     value = (json_object(text) or {}).get(name)
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
 
 
 def repeated_share(text: str, n: int) -> float:
-    """Share of the word n-grams of a text that stood in it before; 0 where it has none."""
+    """Return the share of a text's word n-grams that occurred in it before; 0 for a text without n-grams."""
     words = text.split()
     grams = Counter(zip(*(itertools.islice(words, i, None) for i in range(n)), strict=False))
     total = sum(grams.values())
@@ -317,7 +317,7 @@ def repeated_share(text: str, n: int) -> float:
 
 
 def script_share(text: str, scripts: tuple[str, ...]) -> float:
-    """Share of the letters of a text that are of some scripts; 1 where it has no letters."""
+    """Return the share of a text's letters that are of some scripts; 1 where it has no letters."""
     letters = Counter(c for c in text if c.isalpha())
     names = tuple(name for script in scripts for name in _SCRIPTS[script])
     total = sum(letters.values())

@@ -1,4 +1,4 @@
-"""The reward of a run at work: episodes that have ended are given to it, and come back with the reward that counts."""
+"""Score finished episodes of a run with its rewards."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rolljax.rewards.base import Reward, RewardConfig, Scorer, Surroundings
 from rolljax.types import Fault, Group, Task, Trajectory
 
 STAGE = "reward"
-"""Of the faults of episodes that have no reward."""
+"""The stage that faults of episodes without a reward name."""
 COUNTED = ("calls", "requests", "answers", "cached", "retries")
-"""Counts of a scorer that are no faults."""
+"""Counts of a scorer that are not faults."""
 
 
 class Scoring:
-    """Rewards that are open, and where each is asked. It lives on one event loop.
+    """Open rewards, and which of them scores which task. Used from one event loop.
 
     Args:
-      scorer: of all tasks, but those of `by_env`: scorers by `Task.env`. None: their environment's own reward stays.
-      deadline_s: longest that an episode may wait for its reward.
+      scorer: for all tasks except those of `by_env`, which holds scorers by `Task.env`. None: the environment's own
+      reward stays.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class Scoring:
         self._before: collections.Counter[str] = collections.Counter()
 
     def scorer(self, task: Task) -> Scorer | None:
-        """Whoever scores episodes of a task."""
+        """Return the scorer of a task."""
         return self._by_env.get(task.env, self._scorer)
 
     async def score(self, trajectory: Trajectory, last: int = -1) -> Trajectory:
-        """The trajectory of an episode that has ended, with its reward; nothing is raised.
+        """Return the trajectory of a finished episode with its reward; never raises.
 
-        One that failed stays as it is. Without a verdict it has failed, and the fault says whose doing that was.
+        A failed trajectory stays as it is. Without a verdict it becomes a failed one, and its fault names the cause.
 
         Args:
-          last: which turn the reward of the whole episode belongs to, but what the reward gives to others.
+          last: the turn that receives the episode's reward, apart from shares that the reward gives to other turns.
         """
         scorer = self.scorer(trajectory.task)
         if scorer is None or trajectory.status == "failed" or not trajectory.turns:
@@ -58,14 +58,14 @@ class Scoring:
             return _failed(trajectory, InfraError(f"no reward after {self._deadline_s:g} s", stage=STAGE))
         except RolljaxError as e:
             return _failed(trajectory, e)
-        except Exception as e:  # border: a reward may be anybody's code
+        except Exception as e:  # border: a reward may be the user's code
             return _failed(trajectory, EnvError(f"{type(e).__name__}: {e}", stage=STAGE))
         finally:
             self._waited_s, self._scored = self._waited_s + clock() - start_s, self._scored + 1
         return rewarded(trajectory, found, last)
 
     def row(self, groups: Iterable[Group]) -> dict[str, float]:
-        """Metrics of a step: what its episodes' rewards were made of, and what became of the calls since the last."""
+        """Return a step's metrics: the parts of its episodes' rewards, and counts of the calls since the last step."""
         every = [t for g in groups for t in g.trajectories]
         scored = [t for t in every if t.status != "failed"]
         now, waited_s, num = self._counts(), self._waited_s, self._scored
@@ -88,13 +88,13 @@ class Scoring:
         return [*self._by_env.values(), *([self._scorer] if self._scorer else [])]
 
     async def close(self) -> None:
-        """Let go of what the rewards hold."""
+        """Release the rewards' resources."""
         for scorer in self._scorers():
             await scorer.close()
 
 
 def _means_of_parts(scored: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of every part over the trajectories of those environments of which one has it; 0 where it is missing."""
+    """Return each part's mean over the trajectories of the environments that report it; a missing part counts 0."""
     by_env: dict[str, list[Trajectory]] = collections.defaultdict(list)
     for t in scored:
         by_env[t.task.env].append(t)
@@ -106,7 +106,7 @@ def _means_of_parts(scored: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def open_scoring(reward: RewardConfig | None, around: Surroundings, deadline_s: float) -> Scoring | None:
-    """A reward of settings, open; None where the environment's own is all there is.
+    """Open a reward; return None where only the environment's own is used.
 
     Raises:
       ConfigError: see `RewardConfig.open`.
@@ -115,7 +115,7 @@ def open_scoring(reward: RewardConfig | None, around: Surroundings, deadline_s: 
 
 
 def rewarded(trajectory: Trajectory, found: Reward, last: int = -1) -> Trajectory:
-    """The trajectory with this reward in place of the one it has. The rewards of its turns add up to it."""
+    """Return the trajectory with this reward instead of its own. The rewards of its turns add up to it."""
     turns, last = list(trajectory.turns), last % len(trajectory.turns)
     shares = list(found.by_turn) or [0.0] * len(turns)
     given = 0.0
@@ -131,7 +131,7 @@ def rewarded(trajectory: Trajectory, found: Reward, last: int = -1) -> Trajector
 
 
 def _checked(found: Reward, trajectory: Trajectory) -> Reward:
-    """Raise `EnvError` unless it is one."""
+    """Raise `EnvError` unless this is a valid reward."""
     if not isinstance(found, Reward):
         raise EnvError(f"the reward is a {type(found).__name__}, not a Reward", stage=STAGE)
     for name, value in [("the reward", found.value), *found.parts.items(), *(("a turn", x) for x in found.by_turn)]:
@@ -143,6 +143,6 @@ def _checked(found: Reward, trajectory: Trajectory) -> Reward:
 
 
 def _failed(trajectory: Trajectory, error: RolljaxError) -> Trajectory:
-    """The trajectory of an episode without a reward."""
+    """Return the trajectory of an episode without a reward."""
     fault = Fault("infra" if isinstance(error, InfraError) else "env", STAGE, str(error))
     return dataclasses.replace(trajectory, status="failed", fault=fault)

@@ -1,7 +1,7 @@
 """Rewards that are Python functions: in threads, worker processes or Ray actors, by the pool that runs environments.
 
-What holds for an environment holds for a rule: a call has a limit, a worker that hangs or crashes is killed and
-replaced, and whose doing that was is said; the event loop never waits for any of it.
+Rules follow the same terms as environments: a call has a limit; a worker that hangs or crashes is killed and
+replaced; a fault names its cause; the event loop never waits for any of it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rolljax.types import FinishReason, Message, Task, Trajectory
 RuleWhere = Literal["thread", "process", "ray"]
 SAYS = "says_success"
 ROOM = 4096
-"""Characters of what goes along with the texts of an episode."""
+"""Characters for everything in addition to the texts of an episode."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """What a rule sees of an episode.
+    """The view that a rule gets of an episode.
 
-    texts: the policy's answers, turn by turn; of a million characters and more their ends. num_tok: tokens of each.
-    ends: why each ended. reward, reward_parts, success, metrics: what the environment says.
+    texts: the policy's answers, turn by turn; only the end of an answer beyond a million characters. num_tok: tokens of
+    each. ends: why each ended. reward, reward_parts, success, metrics: from the environment.
     """
 
     texts: tuple[str, ...]
@@ -44,17 +44,17 @@ class Said:
 
     @property
     def text(self) -> str:
-        """The last answer."""
+        """Return the last answer."""
         return self.texts[-1]
 
     @property
     def is_cut(self) -> bool:
-        """Whether an answer was cut by a limit."""
+        """Return whether an answer was cut by a limit."""
         return any(end != "stop" for end in self.ends)
 
     @staticmethod
     def of(trajectory: Trajectory) -> Said:
-        """What a trajectory says."""
+        """Extract the view of a trajectory."""
         turns = trajectory.turns
         return Said(
             tuple(clean(turn.text) for turn in turns),
@@ -67,7 +67,7 @@ class Said:
         )
 
     def to_json(self) -> str:
-        """The same as a text that an environment's worker takes whole."""
+        """Encode as a text that an environment's worker accepts."""
         most = MAX_ANSWER_CHARS
         while True:
             text = json.dumps(dataclasses.asdict(self.ending(most)), ensure_ascii=False)
@@ -76,21 +76,21 @@ class Said:
             most //= 2
 
     def ending(self, most: int) -> Said:
-        """The same with the last `most` characters of every text."""
+        """Return a copy with the last `most` characters of every text."""
         return dataclasses.replace(self, texts=tuple(text[-most:] for text in self.texts))
 
     @staticmethod
     def from_json(text: str) -> Said:
-        """What `to_json` was of."""
+        """Decode the output of `to_json`."""
         said = json.loads(text)
         lists = {name: tuple(said[name]) for name in ("texts", "num_tok", "ends")}
         return Said(**{**said, **lists})
 
 
 class Rule(RewardConfig):
-    """A reward that is worked out from an episode by plain Python.
+    """A reward that plain Python computes from an episode.
 
-    `runs` says where: inline: reading it takes time linear in the text; thread: it waits for something outside this
+    `runs` says where: inline: reading it takes time linear in the text; thread: it waits for something outside of this
     process; process: an answer could keep it busy.
     """
 
@@ -102,10 +102,10 @@ class Rule(RewardConfig):
 
     @abc.abstractmethod
     def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
-        """What an episode is worth. It may block, and must give the same for the same.
+        """Compute the reward of an episode. It may block. The same episode must get the same reward.
 
         Raises:
-          InfraError: the machine failed; it is called again. Anything else is the rule's fault.
+          InfraError: the machine failed; the call is repeated. Any other exception is a fault of the rule.
         """
 
     def warm(self, env: EnvSpec) -> None:  # noqa: B027  # most need nothing
@@ -113,7 +113,7 @@ class Rule(RewardConfig):
 
     @property
     def pool(self) -> PoolConfig:
-        """Where it runs, and for how long at most."""
+        """Return where it runs, and its time limit."""
         return PoolConfig()
 
     def open(self, around: Surroundings) -> Scorer:
@@ -121,14 +121,14 @@ class Rule(RewardConfig):
 
 
 class RuleScorer:
-    """A rule, its calls in a pool. retries: how often a call is made again that was lost to the machine."""
+    """A rule and its calls in a pool. retries: how often a call that the machine lost is repeated."""
 
     def __init__(self, pool: EnvPool, retries: int = 2) -> None:
         self._pool, self._retries = pool, retries
         self._counts: collections.Counter[str] = collections.Counter()
 
     async def score(self, task: Task, trajectory: Trajectory) -> Reward:
-        """The reward of an episode that did not fail."""
+        """Return the reward of an episode that did not fail."""
         said = Said.of(trajectory).to_json()
         for attempt in range(self._retries + 1):
             try:
@@ -155,15 +155,15 @@ class RuleScorer:
         return self._counts + collections.Counter(late)
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Release all resources."""
         self._pool.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class _RuleSpec(EnvSpec):
-    """A rule as the pool of environments runs it: the episode is the action, and the reward is its step's.
+    """A rule as the environment pool runs it: the episode is the action, and the step's reward is the rule's.
 
-    env: whose tasks are scored. rule: what scores them. runs: as the rule says.
+    env: the environment whose tasks are scored. rule: scores them. runs: as the rule says.
     """
 
     env: EnvSpec

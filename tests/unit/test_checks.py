@@ -125,7 +125,7 @@ def test_a_bad_action_that_solves_is_found():
 
 
 def test_an_endless_episode_is_found():
-    with pytest.raises(EnvError, match="goes on after"):
+    with pytest.raises(EnvError, match="has not ended after"):
         checks.bad_actions_fail(Twice("endless"), 1)
 
 

@@ -1,4 +1,4 @@
-"""What all adapters need at the border: optional libraries, borrowed global randomness."""
+"""Shared helpers of the adapters: optional libraries, borrowed global randomness."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GLOBAL = threading.Lock()
 
 
 def library(name: str, install: str) -> Any:
-    """The module `name`; where it is missing, an error that says what to install."""
+    """Import the module `name`; if it is missing, raise an error that says what to install."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as e:

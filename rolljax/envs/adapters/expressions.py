@@ -17,20 +17,20 @@ FUNCTIONS = frozenset(
 MAX_CHARS = 2000
 MAX_NUMBER_CHARS = 40
 MAX_POWER = 200
-"""Largest product of exponents that stand above each other."""
+"""Largest product of nested exponents."""
 
 _NAME = re.compile(r"[A-Za-z]|pi")
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 
 
 def is_plain(text: str, functions: Collection[str] = FUNCTIONS, names: bool = True) -> bool:
-    """Whether `text` is such an expression. names: single letters and `pi` may stand in it."""
+    """Return whether `text` is such an expression. names: allow single letters and `pi`."""
     tree = _parse(text)
     return tree is not None and _power(tree, functions, names, depth=0) is not None
 
 
 def exact(text: str) -> tuple[Fraction, list[int]] | None:
-    """The exact value of an expression of whole numbers and `+ - * /`, and the numbers in it in order; None for
+    """Return the exact value of an expression of whole numbers and `+ - * /`, and its numbers in order; None for
     anything else, a division by zero included."""
     tree = _parse(text)
     numbers: list[int] = []
@@ -55,7 +55,7 @@ def _parse(text: str) -> ast.expr | None:
 
 
 def _power(node: ast.expr, functions: Collection[str], names: bool, depth: int) -> int | None:
-    """Largest product of exponents in a branch of the expression; None where it is not plain."""
+    """Return the largest product of exponents in a branch of the expression; None where it is not plain."""
     if depth > 60:
         return None
     if isinstance(node, ast.Constant):
@@ -90,7 +90,7 @@ def _power(node: ast.expr, functions: Collection[str], names: bool, depth: int) 
 
 
 def _exponent(node: ast.expr) -> int | None:
-    """Size of an exponent that is a number or a ratio of two, rounded up; None for other exponents."""
+    """Return the size of an exponent that is a number or a ratio of two, rounded up; None for other exponents."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
         return _exponent(node.operand)
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):

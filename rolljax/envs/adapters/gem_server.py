@@ -140,8 +140,8 @@ def _endpoint(verb: Verb) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _status(error: RolljaxError) -> int:
-    """400: what was asked for is wrong. 409: it does not fit the episode's state, or the environment failed. 429: there
-    is no room. 503: the machine failed; try again."""
+    """Map an error to a status. 400: the request is wrong. 409: it does not fit the episode's state, or the
+    environment failed. 429: no session is free. 503: the machine failed; try again."""
     if isinstance(error, Full):
         return 429
     if isinstance(error, InfraError):

@@ -31,7 +31,7 @@ RULES: Mapping[str, str] = {
     "Taxi": "Fetch the passenger and bring it where it wants to go. Walls are |; a : can be crossed.",
     "Blackjack": "Come closer to 21 than the dealer, but not above it.",
 }
-"""What is said first, by the beginning of the id."""
+"""Introduction in the first message, by the beginning of the id."""
 
 MAX_NUMBERS = 16
 """Observations of at most this many numbers are shown as numbers."""
@@ -198,7 +198,7 @@ def _numbers(spaces: Any, space: Any) -> int:
 
 
 def _show(id: str, env: Any, state: Any) -> str:
-    """The state in text. What the library marks by a colour stands in brackets."""
+    """Return the state as text. Brackets mark what the library marks by a colour."""
     if _bare(id).startswith("Taxi"):
         return _taxi(env, int(state))
     if _bare(id).startswith("Blackjack"):
@@ -212,7 +212,7 @@ def _show(id: str, env: Any, state: Any) -> str:
 
 
 def _bracketed(text: str) -> str:
-    """What stands between a colour and its end, in brackets."""
+    """Put the coloured part of a text in brackets."""
     first, *rest = _COLOUR.split(text)
     said, coloured = [first], False
     for code, part in zip(rest[::2], rest[1::2], strict=True):
@@ -286,7 +286,7 @@ class GymnasiumEnv(Env):
         return complete and shape.threshold is not None and self._total >= shape.threshold
 
     def gold(self) -> str:
-        """The action of greatest value, from the environment's table of what follows what."""
+        """Return the action of greatest value, from the environment's transition table."""
         if self._over:
             raise EnvError("gold before reset, or after the episode's end")
         if getattr(self._env.unwrapped, "P", None) is None:
@@ -308,7 +308,7 @@ class GymnasiumEnv(Env):
 
 @functools.cache
 def _best(id: str, settings: str) -> list[int]:
-    """Best action of every state by value iteration, discount 0.99, to 1e-9 or 10,000 sweeps."""
+    """Return the best action of every state by value iteration, discount 0.99, to 1e-9 or 10,000 sweeps."""
     import numpy as np
 
     table = _make(id, settings).unwrapped.P

@@ -27,7 +27,7 @@ REFUSED: Mapping[str, str] = {
 """Names there that are not offered, and why."""
 
 NUM_TASKS = {"acre": 1000, "word_ladder": 20_000}
-"""Families that make all their tasks at the start, or refuse to make more; indices beyond begin again."""
+"""Families that make all their tasks at the start, or refuse to make more; higher indices repeat the tasks."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""How answers to reasoning-gym's families are scored: by the library, behind a look at the answer, or exactly here.
+"""Score answers to reasoning-gym's families: by the library after a check of the answer, or exactly here.
 
 No text of an answer is executed. What the library would execute is read as a literal (`LITERALS`), computed exactly
-(`ARITHMETIC`) or let through only as a plain expression, and then scored in a child process with limits (`ALGEBRA`).
-Where the library takes what is no answer for right, the answer must have the family's own form (`FORMS`).
+(`ARITHMETIC`) or passed on only if it is a plain expression, and scored in a child process with limits (`ALGEBRA`).
+Where the library accepts texts that are not answers, the answer must have the family's own form (`FORMS`).
 """
 
 from __future__ import annotations

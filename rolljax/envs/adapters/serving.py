@@ -1,4 +1,4 @@
-"""What the environment servers share: sessions over host pools, a gate with a token, and a process to run them in."""
+"""Shared parts of the environment servers: sessions over host pools, token authentication, the server process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NAME = re.compile(r"[\w.]+")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """token: what opens the server (empty: it is open). sessions: most at a time. idle_s: a session nobody calls for so
-    long is closed. pool: of each environment's host pool."""
+    """token: bearer token of the server (empty: no token needed). sessions: most at a time. idle_s: seconds without a
+    request after which a session is closed. pool: of each environment's host pool."""
 
     token: str = ""
     sessions: int = 64
@@ -108,9 +108,9 @@ class Session:
 
 
 class Sessions:
-    """All sessions of a server, and a host pool for each environment that was asked for.
+    """All sessions of a server, and a host pool for each environment that clients requested.
 
-    offered: references, or patterns of them (`rg:*`), that clients may ask for.
+    offered: references, or patterns of them (`rg:*`), that clients may request.
     """
 
     def __init__(self, offered: Sequence[str], limits: Limits) -> None:
@@ -119,7 +119,7 @@ class Sessions:
         self._pools: dict[str, EnvPool] = {}
 
     async def open(self, ref: str) -> Session:
-        """A new session.
+        """Open a session.
 
         Raises:
           Full: there are as many as allowed.
@@ -141,7 +141,7 @@ class Sessions:
             await session.close()
 
     async def reap(self) -> None:
-        """Close what has been idle for too long, for ever."""
+        """Close sessions that have been idle for too long; runs forever."""
         while True:
             await asyncio.sleep(min(self.limits.idle_s / 4, 30.0))
             late = time.monotonic() - self.limits.idle_s
@@ -154,7 +154,7 @@ class Sessions:
             pool.close()
 
     def _offers(self, ref: str) -> bool:
-        """Whether `ref` was named word by word, or fits a pattern that begins with the same short name."""
+        """Return whether `ref` was named exactly, or fits a pattern that begins with the same short name."""
         name = _NAME.match(ref)
         if ref in self.offered or name is None:
             return ref in self.offered
@@ -186,7 +186,7 @@ class Gate:
 
 
 def metadata(session: Session, result: StepResult | None) -> dict[str, Any]:
-    """What a client is told beside the observation."""
+    """Return the information that a client receives in addition to the observation."""
     about: dict[str, Any] = {"env": session.ref, "index": session.index}
     if result is not None:
         about |= {
@@ -199,12 +199,12 @@ def metadata(session: Session, result: StepResult | None) -> dict[str, Any]:
 
 
 def message_list(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as JSON objects with `role` and `content`."""
+    """Encode messages as JSON objects with `role` and `content`."""
     return [{"role": m.role, "content": m.content} for m in messages]
 
 
 def whole_text(messages: Sequence[Message]) -> str:
-    """A conversation as one text, for clients that know no roles."""
+    """Render a conversation as one text, for clients without roles."""
     return "\n\n".join(m.content for m in messages)
 
 

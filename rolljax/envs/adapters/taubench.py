@@ -43,8 +43,8 @@ class TauBench(EnvSpec):
     The policy reads the rules, the tools and what the user wants; it answers with tool calls as JSON, or with what it
     says to the user. There is no language model for the user: the script tells everything in its first message and
     then agrees to everything; the episode ends when the policy says DONE or transfers the user. The reward is
-    tau-bench's: 1 when the data base is as the reference actions leave it and what had to be told was told. Doing
-    nothing is right where they change nothing (7 of retail's 115 test tasks, 19 of airline's 50).
+    tau-bench's: 1 when the data base is as the reference actions leave it and the user got the required information.
+    Doing nothing is right where they change nothing (7 of retail's 115 test tasks, 19 of airline's 50).
 
     domain: which shop. split: which of its tasks. max_turns: messages of the policy before the episode is cut.
     """
@@ -143,7 +143,7 @@ class TauBenchEnv(Env):
         )
 
     def gold(self) -> str:
-        """The next of the reference actions, and at the end what the user had to be told."""
+        """Return the next reference action, or at the end the information that the user must get."""
         if self._over:
             raise EnvError("gold before reset, or after the episode's end")
         references = self._references()
@@ -164,7 +164,7 @@ class TauBenchEnv(Env):
 
 
 def _read(text: str) -> tuple[str, dict[str, Any]]:
-    """The tool that an answer calls and its arguments; what is no call is said to the user."""
+    """Return the tool that an answer calls and its arguments; an answer without a call is a message to the user."""
     text = text.strip() if len(text) <= MAX_ACTION_CHARS else ""
     found = _FENCE.fullmatch(text)
     if found:

@@ -1,1 +1,1 @@
-"""Data of one's own: files of rows, the columns that matter, and what stands in them."""
+"""Custom data: files of rows, the columns that matter, and their contents."""

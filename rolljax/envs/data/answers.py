@@ -1,7 +1,7 @@
-r"""Final answers: where they stand in a text, and when two of them are the same.
+r"""Find final answers in texts, and compare them.
 
-What can be said by plain rules is said here, exactly and in time linear in the text: numbers however they are written,
-letters of a choice, words, lists. What is left over, such as `2\sqrt{2}` and `\sqrt{8}`, is for `verifier.py`.
+Plain rules decide what they can, exactly and in time linear in the text: numbers in any notation,
+letters of a choice, words, lists. The rest, such as `2\sqrt{2}` and `\sqrt{8}`, is for `verifier.py`.
 
 An answer states one thing. Where it states several, all of them must be right, so that no second guess is rewarded:
 
@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 MAX_CHARS = 8192
-"""Characters at the end of a text in which its answer is looked for."""
+"""Characters at the end of a text that are searched for its answer."""
 MAX_ANSWER_CHARS = 500
-"""A longer answer is none."""
+"""Most characters of an answer; a longer text is not an answer."""
 MAX_DIGITS = 60
-"""Digits of a number; one with more is none."""
+"""Most digits of a number; a longer one is not a number."""
 ANSWER_FORMATS = ("any", "boxed", "last", "full")
 SLOT = "{answer}"
 
@@ -33,11 +33,11 @@ _MARKS = (re.compile("####"), re.compile("answer:", re.IGNORECASE))
 
 
 def find(text: str, where: str = "any", *, number: bool = True) -> str | None:
-    r"""The final answer of a text, or None.
+    r"""Return the final answer of a text, or None.
 
     where: boxed: in the last `\boxed{...}`. last: the last number. full: the text. A text with `{answer}`: between
-      what stands before and behind it there, such as `<answer>{answer}</answer>`; up to the end of the line where
-      nothing stands behind. any: the first that is there of a box, a line behind the last `####`, a line behind the
+      the parts before and after it, such as `<answer>{answer}</answer>`; up to the end of the line if nothing follows
+      `{answer}`. any: the first that exists of a box, a line after the last `####`, a line after the
       last `Answer:`, a text that is one line without words, and the last number.
     number: whether a number is expected; else the last line takes the last number's place.
     """
@@ -63,7 +63,7 @@ def find(text: str, where: str = "any", *, number: bool = True) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}`; None where there is none that is closed."""
+    r"""Return the content of the last closed `\boxed{...}`; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -76,7 +76,7 @@ def boxed(text: str) -> str | None:
 
 
 def _is_formula(text: str) -> bool:
-    """Whether a text is one line with digits and without words: all of it is the answer, `2**3` and `1 000` are."""
+    """Return whether a text is one line with digits and without words: all of it is the answer, `2**3` or `1 000`."""
     has_words = "\n" in text or "\\boxed" in text or _SEVERAL_LETTERS.search(text)
     return not has_words and len(text) <= MAX_ANSWER_CHARS and re.search("[0-9]", text) is not None
 
@@ -87,7 +87,7 @@ def _line(text: str) -> str | None:
 
 
 def _between(text: str, before: str, behind: str) -> str | None:
-    """What stands between the last `before` and `behind`, which must be there."""
+    """Return the text between the last `before` and the next `behind`; None if one of them is missing."""
     _, mark, rest = text.rpartition(before)
     if not mark:
         return None
@@ -98,8 +98,8 @@ def _between(text: str, before: str, behind: str) -> str | None:
 
 
 def split_recorded(text: str) -> tuple[str, str]:
-    r"""A recorded answer as its steps and the final answer: behind the last `####`, else in the last `\boxed{...}`,
-    else all of it. The `<<2*3=6>>` annotations of GSM8K are taken out of the steps."""
+    r"""Split a recorded answer into its steps and the final answer: after the last `####`, else in the last
+    `\boxed{...}`, else all of it. The `<<2*3=6>>` annotations of GSM8K are taken out of the steps."""
     steps, mark, final = text.rpartition("####")
     if mark:
         return re.sub(r"<<[^<>\n]*>>", "", steps).strip(), final.strip()
@@ -108,7 +108,7 @@ def split_recorded(text: str) -> tuple[str, str]:
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Whether an answer is the recorded one; None where plain rules cannot say."""
+    """Return whether an answer equals the recorded one; None where plain rules cannot decide."""
     if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(gold)) or not answer.strip():
         return False
     if _tight(gold) == _tight(answer):
@@ -174,7 +174,7 @@ def _listed(want: Sequence[str], got: Sequence[str]) -> Sequence[tuple[str, str]
 
 
 def _compare_one(gold: str, answer: str) -> bool | None:
-    """Compare two texts that each state one thing."""
+    """Compare two texts that each state one value."""
     if _tight(gold) == _tight(answer):
         return True
     if _BASE.search(gold) or _BASE.search(answer):
@@ -209,7 +209,7 @@ def _compare_one(gold: str, answer: str) -> bool | None:
 
 
 def canonical(answer: str) -> str:
-    """One text for all ways of writing a final answer, so that equal ones can be counted: a number exactly, a choice by
+    """Normalize a final answer, so that equal ones can be counted: a number exactly, a choice by
     its letter, words in small letters, formulas without their white space; of `x = 3` and `1 + 2 = 3` the last side.
     Formulas that only a verifier finds equal stay apart."""
     text = _before_approx(_tidy(answer))
@@ -281,8 +281,8 @@ _LETTERS = re.compile(
 
 
 def _hides_a_value(text: str) -> bool:
-    """Whether a reader of LaTeX would leave out a part of a text that may be a value: what stands behind a bracket that
-    closes nothing, text with digits in it, values behind text."""
+    """Return whether a reader of LaTeX would leave out a part of a text that may be a value: text after a bracket that
+    closes nothing, text with digits in it, values after text."""
     depth = 0
     for brace in _BRACE.finditer(text):
         depth += 1 if brace[0] == "{" else -1
@@ -305,7 +305,7 @@ def _tidy(text: str) -> str:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """The parts of a text between separators that stand in no brackets."""
+    """Split a text at separators outside of brackets."""
     if separator.search(text) is None:
         return [text.strip()]
     depth, done, start, parts = 0, 0, 0, []
@@ -330,7 +330,7 @@ def _items(text: str) -> Sequence[str]:
 
 
 def _before_approx(text: str) -> str:
-    """What stands before a sign of rounding; what stands behind it if that is a name or nothing."""
+    """Return the part before a sign of rounding, or the part after it if the first is a name or empty."""
     parts = _split(text, _APPROX)
     while len(parts) > 1 and (not parts[0] or _is_name(parts[0])):
         parts = parts[1:]
@@ -444,7 +444,7 @@ _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOICE_ANSWER = re.compile(r"\(?([A-J])(?:\)|[.:]|$)")
 _WORD = re.compile(r"[^\W\d_]+")
 _CHOICE_TOO = re.compile(r"[).:]?\s*(?:,|;|/|&|or\b|and\b)\s*\(?[A-J](?![A-Za-z])")
-"""A second letter behind the first."""
+"""A second letter after the first."""
 _SINGLE = re.compile(r"([_^]) ?\{([0-9A-Za-z])\}")
 """Brackets around one character, which need not be there."""
 _LOOSE = re.compile(r" (?![0-9A-Za-z])|(?<![0-9A-Za-z]) ")

@@ -1,4 +1,4 @@
-"""Which column holds what: as the user says, or one of the names that are usual, in the order of how much they promise.
+"""Find the column for each role: as the user says, or by usual names, the most specific ones first.
 
 A name with dots reaches into objects (`reward_model.ground_truth`), also into those that are stored as JSON text.
 """
@@ -27,7 +27,7 @@ _DEPTH = 3
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """What a column is looked for.
+    """The role of a column (question, answer, ...).
 
     setting: `Class.field` that names it. key: what the user set it to; empty: look for the usual names.
     usual: names in tiers; a name of an earlier tier is preferred, two of the same tier are a choice for the user.
@@ -44,7 +44,7 @@ class Role:
 class Columns:
     """Columns of the first rows, in order; those inside of objects with dots.
 
-    common: those that hold something in half of these rows at least; only they are found by their names.
+    common: columns that are not empty in at least half of these rows; only those are found by their names.
     """
 
     every: Sequence[str]
@@ -119,7 +119,7 @@ def need(role: Role, columns: Columns, path: str) -> str:
 
 
 def value(row: Row, key: str) -> Any:
-    """What stands in a column. Raises `BadRow`: nothing does."""
+    """Return the value in a column. Raises `BadRow`: it is empty."""
     if key in row:
         return row[key]
     found: Any = row

@@ -1,4 +1,4 @@
-"""What rows say of conversations: texts, lists of messages in OpenAI's or ShareGPT's keys, and either as JSON text."""
+"""Conversations in rows: texts, lists of messages in OpenAI's or ShareGPT's keys, and either as JSON text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Files of rows, whatever their format: JSON Lines (also gzip), a JSON array, Parquet, Arrow, and folders of these;
 and rows that a program gives, without a file.
 
-What a file is shows in its first bytes, not in its name. Rows stay on disk where their format lets them: of JSON Lines
-and of a JSON array 16 bytes a row are kept, Arrow files are mapped; a packed file is unpacked into a temporary one
+The first bytes of a file decide its format, not its name. Rows stay on disk where their format allows it: of JSON Lines
+and of a JSON array 16 bytes a row are kept, Arrow files are mapped; a compressed file is unpacked into a temporary one
 without a name; Parquet is read into memory, each different text of a column once.
 
 A small file can unpack to any size. So every size is bounded before memory or disk is used: the bytes of a row
@@ -44,7 +44,7 @@ MAX_ROW_BYTES = 16 * 2**20
 MAX_ROWS = 2**26
 """Most rows of a file."""
 SMALL_BYTES = 2**30
-"""Every file may unpack to so many bytes."""
+"""Every file may unpack to this many bytes."""
 MAX_RATIO = 100
 """Most bytes that a byte of a larger packed file may unpack to; gzip packs JSON to a quarter, one letter to 1/1000."""
 _BLOCK = 2**20
@@ -58,7 +58,7 @@ class BadRow(Exception):
 
 
 class Rows(Protocol):
-    """Rows in the order in which they stand."""
+    """Rows in file order."""
 
     def __len__(self) -> int: ...
 
@@ -234,7 +234,7 @@ def _unpacked(path: Path, packed: BinaryIO) -> BinaryIO:
 
 
 def _starts_array(file: BinaryIO) -> bool:
-    """Whether what stands first, white space aside, is a bracket."""
+    """Return whether the first character, apart from white space, is a bracket."""
     while (block := file.read(4096)) and not block.strip():
         pass
     file.seek(0)
@@ -324,7 +324,7 @@ class _JsonArray(_JsonRows):
                 if not self._more():
                     raise self._fault(str(e)) from None
             else:
-                if end < len(self._window) or not self._more():  # a number may go on
+                if end < len(self._window) or not self._more():  # a number may continue
                     break
         start = self._offset
         self._go_to(end)
@@ -558,7 +558,7 @@ def _running_sums(sizes: Any) -> Any:
 
 
 def read_json(text: str | bytes) -> Any:
-    """A JSON value in which no key of an object stands twice and every number is one.
+    """Parse JSON in which no object has a duplicate key and every number is finite.
 
     Raises:
       ValueError: it is not JSON, or one of these.

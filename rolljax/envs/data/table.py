@@ -1,5 +1,5 @@
-"""Rows as records: every row is looked at once, when a file is first used; bad ones are an error or left out, as the
-user says, and never in silence."""
+"""Rows as records: every row is checked once, when a file is first used. Bad rows are an error or left out with a
+warning, as the user chose."""
 
 from __future__ import annotations
 

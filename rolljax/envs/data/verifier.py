@@ -23,7 +23,7 @@ _USUAL = (
 
 
 def equal(gold: str, answer: str) -> bool | TooMuch:
-    """Whether `answer` is equal to `gold`, both in LaTeX without a box; `TooMuch`: it could not be told within bounds.
+    """Return whether `answer` is equal to `gold`, both in LaTeX without a box; `TooMuch`: undecided within the bounds.
 
     Raises:
       EnvError: `gold` itself passes the bounds. InfraError: the child was lost.

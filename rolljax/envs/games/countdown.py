@@ -205,7 +205,7 @@ def _joined(x: str, a: int, y: str, b: int) -> Iterator[Term]:
 
 
 def _wrap(text: str, operators: str) -> str:
-    """In parentheses if one of the operators stands in it outside of parentheses."""
+    """Put an expression in parentheses if one of the operators is outside of its parentheses."""
     depth = 0
     for char in text:
         depth += (char == "(") - (char == ")")

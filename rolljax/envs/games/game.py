@@ -1,4 +1,4 @@
-"""What the games share: turns, ends, illegal answers, and how an answer is read."""
+"""The shared base of games: turns, ends, illegal answers, and the parsing of answers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an answer did. text: what the policy is told, if the episode goes on. legal: whether it was an answer at
-    all. parts: of the reward, by name."""
+    """The effect of an answer. text: the reply to the policy, if the episode continues. legal: whether it was a valid
+    answer. parts: of the reward, by name."""
 
     text: str
     reward: float = 0.0
@@ -45,7 +45,7 @@ class Game(PureEnv, Generic[S]):
 
     @abc.abstractmethod
     def _begin(self, task: Task) -> str:
-        """Set the state up; returns the opening text. Content that is no task of these settings: `EnvError`."""
+        """Set the state up; return the opening text. Content that is not a task of these settings: `EnvError`."""
 
     @abc.abstractmethod
     def _play(self, action: str) -> Outcome:
@@ -53,11 +53,11 @@ class Game(PureEnv, Generic[S]):
 
     @abc.abstractmethod
     def _gold(self) -> str:
-        """What a perfect player says now."""
+        """Return a perfect player's answer."""
 
     @abc.abstractmethod
     def _random(self, rng: random.Random) -> str:
-        """A legal answer, chosen blindly."""
+        """Return a random legal answer."""
 
     def reset(self, task: Task) -> tuple[Message, ...]:
         text = self._begin(task)
@@ -85,7 +85,7 @@ class Game(PureEnv, Generic[S]):
         return self._gold()
 
     def random_action(self, rng: random.Random) -> str:
-        """What a player says who knows the rules and nothing else."""
+        """Return the answer of a player who knows the rules and nothing else."""
         self._check()
         return self._random(rng)
 
@@ -99,12 +99,12 @@ class Game(PureEnv, Generic[S]):
 
 
 def word(action: str) -> str:
-    """The answer without case and without space around it."""
+    """Return the answer in lower case, without space around it."""
     return action.strip().lower()
 
 
 def unboxed(action: str, boxed: bool) -> str | None:
-    r"""The answer itself: what stands in the last `\boxed{...}` (None without one), or all of the text."""
+    r"""Return the answer itself: the content of the last `\boxed{...}` (None without one), or all of the text."""
     if not boxed:
         return action.strip()
     found = _BOXED.findall(action)
@@ -112,5 +112,5 @@ def unboxed(action: str, boxed: bool) -> str | None:
 
 
 def number(text: str | None) -> int | None:
-    """A decimal number of at most nine ASCII digits, and nothing else."""
+    """Parse a decimal number of at most nine ASCII digits, and nothing else."""
     return int(text) if text is not None and _NUMBER.fullmatch(text) else None

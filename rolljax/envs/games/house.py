@@ -115,7 +115,7 @@ class HouseEnv(Game[House]):
         return Outcome(said or "no", float(done), done, done, bool(said), {"goal": float(done)})
 
     def _act(self, words: list[str]) -> str:
-        """Do what is said, and what there is to say about it; nothing if it cannot be done."""
+        """Carry out an action and return the reply; empty if it cannot be done."""
         match words:
             case ["look"]:
                 return self._look() + (f"; you {self._held}" if self._held else "")
@@ -160,7 +160,7 @@ class HouseEnv(Game[House]):
         return self._go_and(place, f"put {thing} in {place}")
 
     def _search(self) -> str:
-        """Look into what is shut here, then go on to the next room with places not seen."""
+        """Look into a shut place here, then walk to the next room with unseen places."""
         for place in ROOMS[self._room]:
             if place not in self._seen:
                 return f"open {place}"
@@ -172,7 +172,7 @@ class HouseEnv(Game[House]):
         return f"open {place}" if self._shut(place) else act
 
     def _random(self, rng: random.Random) -> str:
-        """One of all that can be done here."""
+        """Return a random action that can be done here."""
         here = ROOMS[self._room]
         acts = ["look", *(f"go to {room}" for room in ROOMS)]
         acts += [f"close {p}" if p in self._open else f"open {p}" for p in here if p in DOORS]

@@ -20,7 +20,7 @@ class KeyDoorChain(EnvSpec):
     """A corridor of `length` doors; each opens to one of `actions` keys, and a wrong key ends the episode: the kind of
     long chain that IPA (arXiv 2512.24873) learns from its end.
 
-    Observation: chain and room, `c0 r3`. Actions: a letter from a on. Reward: 1 behind the last door. Nothing but
+    Observation: chain and room, `c0 r3`. Actions: a letter from a on. Reward: 1 after the last door. Nothing but
     experience says which key a door takes, so a random policy gets through with probability actions ** -length; the way
     to learn is from the last doors backwards, from states that a `snapshot` or the gold actions lead to.
 

@@ -22,8 +22,8 @@ class Mastermind(EnvSpec):
     r"""A secret code of `length` digits from 1 to `digits`, which may repeat (Mastermind; also a game of GEM, arXiv
     2510.01051, with lengths 2 and 4).
 
-    Observation: at first length and largest digit, `3 of 1-6`; then the pegs, `1b 2w`: so many digits are in their
-    place (black), and so many more are in the code at another place (white). Actions: a code, `1234`. Reward: 1 for the
+    Observation: at first length and largest digit, `3 of 1-6`; then the pegs, `1b 2w`: 1 digit is in its place (black),
+    and 2 more are in the code at another place (white). Actions: a code, `1234`. Reward: 1 for the
     secret. Gold is the first code that agrees with all answers so far; it breaks every
     default code in 8 turns or fewer.
 

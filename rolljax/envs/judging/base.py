@@ -1,4 +1,4 @@
-"""What judging environments share: pairs of answers in an order that the index says, prompts, episodes of one verdict.
+"""Shared base of judging environments: ordered pairs of answers, prompts, episodes of one verdict.
 
 Task 2k and task 2k + 1 ask about pair k, one in each order; which comes first is drawn from the seed and k. Both have
 the same content, so that a pair is held out in both orders or in none.
@@ -25,7 +25,7 @@ SYSTEM = "You are an impartial judge. You compare two responses of assistants to
 class PreferencePair:
     """Two answers to an instruction, of which one is better.
 
-    strength: by how much, 1 to 3; None: nobody says. subset: the part of a benchmark that it belongs to.
+    strength: by how much, 1 to 3; None: unknown. subset: the part of a benchmark that it belongs to.
     """
 
     instruction: str
@@ -36,13 +36,13 @@ class PreferencePair:
 
     @property
     def content(self) -> str:
-        """What makes two pairs the same, whichever answer is called better."""
+        """Return the identity of the pair, whichever answer is called better."""
         return json.dumps([self.instruction, *sorted((self.better, self.worse))], ensure_ascii=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """A pair as a judge is asked about it.
+    """A question to a judge about a pair.
 
     better: which response is. told: the label that a critic is given, right or wrong; None: it is a judge's question.
     """
@@ -63,7 +63,7 @@ class Question:
 
     @property
     def conclusion(self) -> Side:
-        """What the answer should conclude: a judge's the truth, a critic's what it was told."""
+        """The correct conclusion: for a judge the truth, for a critic the label in its prompt."""
         return self.told or self.better
 
 
@@ -85,7 +85,7 @@ class Judging(EnvSpec):
         return "sentences"
 
     def prompt(self, question: Question) -> tuple[Message, ...]:
-        """What the judge, or critic, is asked."""
+        """Return the prompt of the judge or critic."""
         hint = f"It is known that Response ({question.told}) is better. " if question.told else ""
         text = (
             f"[Question]\n{question.pair.instruction}\n[End of the question]\n\n"
@@ -95,16 +95,16 @@ class Judging(EnvSpec):
         return (Message("system", SYSTEM), Message("user", text))
 
     def answer(self, question: Question, better: Side) -> str:
-        """An answer that concludes that one of the two is better: for the truth, or what a critic was told, a good
-        one."""
+        """Return an answer with this conclusion; it is a good answer if that is the truth, or for a critic the label in
+        its prompt."""
         return verdicts.write(self._verdict(question, better), self.verdict, self.wording)
 
     def critic(self, question: Question, told: Side) -> Question:
-        """The question with a label for the critic."""
+        """Return the question with a label for the critic."""
         return dataclasses.replace(question, told=told)
 
     def question(self, index: int) -> Question:
-        """What task `index` asks."""
+        """Return the question of task `index`."""
         flip = random.Random(f"{self.seed} order {index // 2}").random() < 0.5
         return Question(self.pair(index // 2), "a" if flip ^ bool(index % 2) else "b")
 
@@ -119,7 +119,7 @@ class Judging(EnvSpec):
         return JudgingEnv(self)
 
     def read(self, text: str) -> Verdict | None:
-        """The verdict of an answer."""
+        """Parse the verdict of an answer."""
         return verdicts.read(text, self.verdict, self.wording)
 
     def final_answer(self, task: Task, text: str) -> str | None:
@@ -131,8 +131,8 @@ class Judging(EnvSpec):
         return self.answer(question, question.better)
 
     def reward(self, verdict: Verdict | None, question: Question) -> float:
-        """What a verdict is worth. A critic's is measured by what it was told, whose strength is nobody's to say where
-        that is wrong."""
+        """Return the reward of a verdict. A critic's is compared with the label in its prompt; a wrong label has no
+        known strength."""
         strength = question.pair.strength if question.conclusion == question.better else None
         return verdicts.reward(verdict, self.verdict, question.conclusion, strength)
 

@@ -26,7 +26,7 @@ class DigitSums(Judging):
     digits: of each number. verdict: its form, plain, strength or scores. brief: prompts like `38 41` and verdicts like
       `a2`, for models of a few thousand parameters; else the sentences of every judging environment.
     critic_frac: share of tasks that tell which number is better, half of them wrongly (`38 41 b`), and ask for thoughts
-      that lead there: what trains a critic. The thoughts of a gold critic that is told the wrong one exchange the sums.
+      that lead there: this trains a critic. The thoughts of a gold critic with the wrong label exchange the sums.
     num_pairs: pairs in all; 0: no limit. seed: of the pairs and their order.
     """
 

@@ -1,16 +1,16 @@
 """Pairs of thoughts for offline training of a judge (Think-J, arXiv 2505.14268, section 3.2): records to records.
 
-For each question a judge's trace J. Where it is right, a critic that is told the wrong label writes C-, the rejected
-one; where it is wrong, a critic that is told the right label writes C+, the chosen one:
+For each question a judge writes a trace J. If J is right, a critic whose prompt has the wrong label writes C-, the
+rejected trace; if J is wrong, a critic whose prompt has the right label writes C+, the chosen one:
 
     J is right   C- concludes wrong  ->  chosen J, rejected C-          J is right   C- concludes right  ->  none
     J is wrong   C+ concludes right  ->  chosen C+, rejected J          J is wrong   C+ concludes wrong  ->  none
 
-A trace without a verdict is wrong for a judge and useless of a critic. (The authors' code also takes a C- without a
-verdict for a rejected one, which teaches the format and not the judgement.) Critics' traces that give away that they
-were told are let go, and so is a pair whose traces say the same.
+A trace without a verdict counts as wrong for a judge and is useless from a critic. (The authors' code also rejects a C-
+without a verdict, which teaches the format and not the judgement.) Critics' traces that reveal that the label was in
+the prompt are dropped, and so is a pair of equal traces.
 
-These functions ask nobody; `rolljax.library.judge_pairs` has models write the traces.
+These functions call no models; `rolljax.library.judge_pairs` has models write the traces.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rolljax.envs.judging.base import Judging, Question
 from rolljax.envs.judging.verdicts import Side, other
 
 Outcome = Literal["judge_right", "judge_wrong", "critic_failed", "leaked", "same"]
-"""What became of a question: a pair with the judge's trace chosen, or rejected; or none, and why."""
+"""The outcome of a question: a pair with the judge's trace chosen, or rejected; or no pair, and why."""
 MAX_LOOKED_AT = 2**16
-"""Characters of a critic's trace in which a leak is looked for."""
+"""Characters of a critic's trace that are searched for a leak."""
 
 _LEAKS = re.compile(
     r"\b(?:it is|it's|as|we are|i was|i am|were) (?:already )?(?:known|told|given|informed|instructed) (?:that|to be)\b"
@@ -40,9 +40,9 @@ _LEAKS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Traces:
-    """What was written about one question. index: of the task.
+    """The traces of one question. index: of the task.
 
-    judge: J. critic: C- where J is right, else C+; None: nobody was asked yet.
+    judge: J. critic: C- where J is right, else C+; None: not requested yet.
     """
 
     index: int
@@ -55,20 +55,20 @@ class Traces:
 
 
 def label_for_critic(env: Judging, question: Question, judge: str) -> Side:
-    """What the critic is told, after the judge's trace: the wrong label where the judge is right, else the right
-    one."""
+    """The label in the critic's prompt, decided by the judge's trace: the wrong label if the judge is right, else the
+    right one."""
     return other(question.better) if _concludes(env, judge) == question.better else question.better
 
 
 def leaks(trace: str) -> bool:
-    """Whether a critic's trace gives away that it was told which response is better ("it is known that ...", "the label
+    """Return whether a critic's trace reveals that the label was in its prompt ("it is known that ...", "the label
     says ..."). Reads the first and last `MAX_LOOKED_AT` characters, in linear time."""
     words = " ".join(trace[:MAX_LOOKED_AT].split()), " ".join(trace[-MAX_LOOKED_AT:].split())
     return any(_LEAKS.search(text) for text in words)
 
 
 def pair_of(env: Judging, traces: Traces) -> tuple[dict[str, Any] | None, Outcome]:
-    """The pair of a question's traces, and what became of it.
+    """Return the pair of a question's traces, and the outcome.
 
     Returns:
       A record with `prompt` (the judge's question, as messages), `chosen` and `rejected`, as `Records` reads them; None
@@ -90,7 +90,7 @@ def pair_of(env: Judging, traces: Traces) -> tuple[dict[str, Any] | None, Outcom
 
 
 def build(env: Judging, traces: Iterable[Traces]) -> tuple[list[dict[str, Any]], Mapping[Outcome, int]]:
-    """The pairs of many questions, in their order, and how many questions came to each end."""
+    """Return the pairs of many questions, in their order, and the number of questions with each outcome."""
     records: list[dict[str, Any]] = []
     counts: collections.Counter[Outcome] = collections.Counter()
     for each in traces:
@@ -102,8 +102,8 @@ def build(env: Judging, traces: Iterable[Traces]) -> tuple[list[dict[str, Any]],
 
 
 def gold_traces(env: Judging, indices: Sequence[int], *, critic: bool = True) -> list[dict[str, Any]]:
-    """The environment's own answers as records of `prompt` and `answer`: a judge's to each question, and with `critic`
-    one of a critic that is told the wrong label, and one that is told the right one."""
+    """Return the environment's own answers as records of `prompt` and `answer`: a judge's answer to each question, and
+    with `critic` also the answers of two critics, one with the wrong and one with the right label."""
     records = []
     for index in indices:
         plain = dataclasses.replace(env.question(index), told=None)

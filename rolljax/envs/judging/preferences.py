@@ -1,4 +1,4 @@
-"""Preference pairs in files of one's own, as questions to a judge.
+"""Preference pairs from custom files, as questions to a judge.
 
 {"prompt": "...", "chosen": "...", "rejected": "...", "subset": "xstest-should-refuse"}                (RewardBench)
 {"prompt": "...", "response_1": "...", "response_2": "...", "preference_strength": -2}                 (HelpSteer2)

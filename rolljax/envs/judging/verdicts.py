@@ -1,4 +1,4 @@
-r"""Verdicts on two answers: how they are asked for, read, written and rewarded.
+r"""Verdicts on two answers: prompt, parsing, writing and reward.
 
 Three forms, and the reward of each, are those of Think-J (arXiv 2505.14268, checked against the authors' code):
 
@@ -6,9 +6,9 @@ Three forms, and the reward of each, are those of Think-J (arXiv 2505.14268, che
     strength  Therefore, Response (a) is better, and the strength is [[2]].             1 slightly, 2, 3 much
     scores    Therefore, the scores are <Score 1>80</Score 1> and <Score 2>60</Score 2>.   0 to 100
 
-A verdict is the end of the text and nothing else: what stands in the thoughts before it does not count, and a text that
+A verdict is the end of the text and nothing else: a verdict in the thoughts before does not count, and a text that
 ends in anything else has none. (The authors search all of the text, where a thought that names both answers is read as
-one or the other.) Only the last `MAX_VERDICT` characters are looked at.
+one or the other.) Only the last `MAX_VERDICT` characters are searched.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _STARTS = {"plain": "Therefore, Response (", "strength": "Therefore, Response ("
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a judge said. better: None for two equal scores. strength: any number that was written, in the form with
+    """A judge's verdict. better: None for two equal scores. strength: any number that was written, in the form with
     strength. scores: of a and of b, in the form with scores."""
 
     better: Side | None
@@ -66,12 +66,12 @@ def check_form(form: str, setting: str) -> None:
 
 
 def other(side: Side) -> Side:
-    """The other of the two."""
+    """Return the other of the two."""
     return "b" if side == "a" else "a"
 
 
 def read(text: str, form: Form, wording: Wording = "sentences") -> Verdict | None:
-    """The verdict that a text ends with, in time linear in it; None: there is none."""
+    """Parse the verdict at the end of a text, in time linear in it; None: there is none."""
     tail = text[-2 * MAX_VERDICT :].rstrip()[-MAX_VERDICT:]
     start = tail.rfind("\n") + 1 if wording == "brief" else tail.rfind(_STARTS[form])
     found = _PATTERNS[form, wording].fullmatch(tail, max(0, start)) if start >= 0 else None
@@ -92,7 +92,7 @@ def _side(found: str) -> Side:
 
 
 def write(verdict: Verdict, form: Form, wording: Wording = "sentences") -> str:
-    """The text that `read` reads as this verdict.
+    """Return the text that `read` parses as this verdict.
 
     Raises:
       ValueError: it lacks what the form asks for.
@@ -114,7 +114,7 @@ def write(verdict: Verdict, form: Form, wording: Wording = "sentences") -> str:
 
 
 def request(form: Form) -> str:
-    """What a judge is told of the form, in words."""
+    """Return the instructions for a judge on the form of its verdict."""
     if form == "plain":
         ends = "with exactly one of these sentences: {} or {}".format(
             *(repr(write(Verdict(side), "plain")) for side in get_args(Side))
@@ -136,7 +136,7 @@ def request(form: Form) -> str:
 
 
 def strength_reward(verdict: Verdict | None, truth: float) -> float:
-    """Reward of a verdict with strength, 0 to 1.
+    """Return the reward of a verdict with strength, 0 to 1.
 
     A wrong verdict, or none, is worth 0. A right one is worth 1 less an eighth for each step between the strengths, and
     one half where its strength is not 1, 2 or 3.
@@ -152,7 +152,7 @@ def strength_reward(verdict: Verdict | None, truth: float) -> float:
 
 
 def cot_reward(verdict: Verdict | None, better: Side) -> float:
-    """Reward of a plain verdict: 1 for the right one, 0 for the wrong one, `UNREAD` for none.
+    """Return the reward of a plain verdict: 1 for the right one, 0 for the wrong one, `UNREAD` for none.
 
     A policy that is right less than half of the time is better off saying nothing: prefer `strength_reward` there.
     """
@@ -162,8 +162,8 @@ def cot_reward(verdict: Verdict | None, better: Side) -> float:
 
 
 def score_reward(verdict: Verdict | None, better: Side) -> float:
-    """Reward of two scores, -1 to 2, by their distance d from 0 to 100: 1 + d/100 where the better answer has the
-    higher one, else -d/100; equal ones are worth 0, none `UNREAD`."""
+    """Return the reward of two scores, -1 to 2, by their distance d from 0 to 100: 1 + d/100 where the better answer
+    has the higher one, else -d/100; equal ones are worth 0, none `UNREAD`."""
     if verdict is None or verdict.scores is None:
         return UNREAD
     share = min(abs(verdict.scores[0] - verdict.scores[1]) / 100, 1.0)
@@ -171,10 +171,10 @@ def score_reward(verdict: Verdict | None, better: Side) -> float:
 
 
 def reward(verdict: Verdict | None, form: Form, better: Side, strength: float | None = None) -> float:
-    """The form's reward.
+    """Return the reward of a verdict in this form.
 
     Args:
-      better: who is. strength: by how much, 1 to 3; None: nobody knows, and every strength from 1 to 3 is right.
+      better: the better response. strength: by how much, 1 to 3; None: unknown, so any strength from 1 to 3 is right.
     """
     if form == "plain":
         return cot_reward(verdict, better)
@@ -187,7 +187,7 @@ def reward(verdict: Verdict | None, form: Form, better: Side, strength: float | 
 
 
 def best_reward(form: Form) -> float:
-    """The most that a verdict of this form can earn."""
+    """Return the most that a verdict of this form can earn."""
     return 2.0 if form == "scores" else 1.0
 
 

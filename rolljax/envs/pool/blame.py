@@ -1,9 +1,9 @@
-"""Whose doing the end of a worker is, by task.
+"""Decide which task is to blame for the end of a worker.
 
 The first call without an answer is the one that ran. When the code in the worker ended it, its task is to blame for a
-crash. When nobody can tell (it was killed from outside, memory ran out, no call ran) that task is a suspect, or every
-task that had an episode there. The next episode of a suspect has a worker to itself: if that ends too there is nobody
-else to blame, and if the episode comes to its end in order, the suspicion is gone. A task that has crashed too often is
+crash. When the cause is unknown (killed from outside, out of memory, no call ran), that task is a suspect, or every
+task that had an episode there. The next episode of a suspect has a worker to itself: if that worker ends too, the task
+is to blame, and if the episode ends in order, the suspicion is gone. A task that has crashed too often is
 set aside.
 """
 
@@ -19,7 +19,7 @@ SET_ASIDE = "set_aside"
 class Blame:
     """Crashes and suspects, by `Task.id`.
 
-    max_crashes: a task with so many is set aside; 0: never.
+    max_crashes: a task with this many crashes is set aside; 0: never.
     """
 
     def __init__(self, max_crashes: int) -> None:
@@ -29,25 +29,25 @@ class Blame:
         self._last: dict[str, str] = {}
 
     def crashed(self, task: str, why: str) -> None:
-        """An episode of `task` ended its worker."""
+        """Record that an episode of `task` ended its worker."""
         self.crashes[task] += 1
         self._last[task] = why
         self._suspects.add(task)
 
     def suspect(self, tasks: Iterable[str]) -> None:
-        """One of these may have done it."""
+        """Record that one of these tasks may have ended a worker."""
         self._suspects.update(tasks)
 
     def acquit(self, task: str) -> None:
-        """An episode of `task` that had a worker to itself came to its end in order."""
+        """Record that an episode of `task` that had a worker to itself ended in order."""
         self._suspects.discard(task)
 
     def is_suspect(self, task: str) -> bool:
-        """Whether an episode of `task` must have a worker to itself."""
+        """Return whether an episode of `task` must have a worker to itself."""
         return task in self._suspects
 
     def set_aside(self, task: str) -> str:
-        """Why no more episodes of `task` are opened; empty while they are."""
+        """Return why no more episodes of `task` are opened; empty while they are."""
         if not 0 < self._max_crashes <= self.crashes[task]:
             return ""
         return (

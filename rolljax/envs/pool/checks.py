@@ -1,6 +1,6 @@
-"""What an environment says, held to the rules of `rolljax.envs.base`, wherever it ran.
+"""Check the output of environments against the rules of `rolljax.envs.base`, wherever they ran.
 
-A value that obeys is given back as it is. Numbers of other types (NumPy's) become floats, text that has no UTF-8 gets
+A valid value is returned unchanged. Numbers of other types (NumPy's) become floats, text that has no UTF-8 gets
 U+FFFD for what is not a character, overlong observations are cut, and everything else is an `EnvError`.
 """
 

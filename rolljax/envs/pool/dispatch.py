@@ -1,10 +1,10 @@
-"""Episodes in workers that are not this process: who runs what, limits, and whose fault an end is.
+"""Episodes in workers outside of this process: placement, limits, and who is to blame when a worker ends.
 
-One thread owns everything here; event loops put calls into its inbox. A `Link` carries requests to workers and tells
-what comes back. A worker answers its calls one after the other, so the first call without an answer is the one that
+One thread owns all state here; event loops put calls into its inbox. A `Link` carries requests to workers and reports
+their replies. A worker answers its calls one after the other, so the first call without an answer is the one that
 runs: its limit counts from the moment it became the first, and when the worker hangs or dies, it is the one to blame
-(`blame.py`). Neighbours whose reset was not answered are placed anew and notice nothing; the others lose their episodes
-to a `NeighbourError`.
+(`blame.py`). Neighbours whose reset was not answered are placed again and notice nothing; the others lose their
+episodes to a `NeighbourError`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_START_FAILURES = 5
 """Starts in a row that may fail before the episodes that wait for a worker fail too."""
 
 SOON_S = 2.0
-"""Episodes wait this long for a worker that is being started, rather than crowd the others."""
+"""Episodes wait this long for a worker that is being started before they are put into full ones."""
 
 BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 """Pause after a start that failed; it doubles each time."""
@@ -60,14 +60,14 @@ class Dispatcher:
         self._closing = threading.Event()
         self._end_s = math.inf
         self._over = ""
-        """Why nothing is done any more."""
+        """Why nothing more is done; empty while the pool works."""
         self._thread = threading.Thread(target=self._run, name="rolljax-env-dispatch", daemon=True)
         self._thread.start()
 
-    # what event loops call
+    # called by event loops
 
     def slot(self) -> RemoteSlot:
-        """A slot for a new episode."""
+        """Return a slot for a new episode."""
         return RemoteSlot(self, next(self._numbers))
 
     def post(
@@ -93,15 +93,15 @@ class Dispatcher:
         self._link.wake()
         self._thread.join(self.cfg.close_s + 10.0)
 
-    # what the link calls
+    # called by the link
 
     def ready(self, generation: int) -> None:
-        """The worker takes requests."""
+        """Note that the worker takes requests."""
         if (worker := self._workers.get(generation)) is not None:
             worker.ready = True
 
     def replied(self, generation: int, payload: bytes) -> None:
-        """A frame came from the worker."""
+        """Take in a frame from the worker."""
         worker = self._workers.get(generation)
         if worker is None:
             return
@@ -109,7 +109,7 @@ class Dispatcher:
             number, outcome, plain = wire.parse(payload)
             call = worker.calls[0] if worker.calls else None
             if call is None or call.number != number:
-                self._lose(worker, "it answered a call that nobody waits for", "unknown")
+                self._lose(worker, "it answered a call that was not made", "unknown")
                 return
             value = wire.value_of(call.verb, outcome, plain, self.cfg.max_observation_bytes)
         except wire.ProtocolError as e:
@@ -122,7 +122,7 @@ class Dispatcher:
         self._report(call, None if failed else value, value if failed else None)
 
     def ended(self, generation: int, why: str, cause: Cause, output: str = "") -> None:
-        """The worker is gone."""
+        """Note that the worker is gone."""
         if (worker := self._workers.get(generation)) is not None:
             self._lose(worker, why, cause, output)
 
@@ -133,14 +133,14 @@ class Dispatcher:
             self._start_workers()
             while not self._closing.is_set() or (time.monotonic() < self._end_s and self._under_way()):
                 self._run_once()
-        finally:  # also after an error: whoever waits must be told
+        finally:  # also after an error: the waiting callers must get an error
             failure = sys.exc_info()[1]
             self._over = f"the pool's dispatcher failed: {describe(failure)}" if failure else "the pool was closed"
             self._settle()
             self._link.close()
 
     def _run_once(self) -> None:
-        """Whatever is to be done now, or the wait for it."""
+        """Do whatever can be done now, or wait for something to do."""
         self._link.poll(self._pause_s(), self)
         self._awake = False
         while self._inbox:
@@ -154,7 +154,7 @@ class Dispatcher:
                 worker.unsent.clear()
 
     def _settle(self) -> None:
-        """Tell everyone who waits that it is over."""
+        """Fail all waiting calls."""
         calls = [*self._backlog, *self._apart, *(c for w in self._workers.values() for c in w.calls)]
         self._backlog.clear()
         self._apart.clear()
@@ -168,7 +168,7 @@ class Dispatcher:
         return bool(self._inbox) or any(w.calls for w in self._workers.values())
 
     def _pause_s(self) -> float:
-        """Until the next limit or start, at most 1 s."""
+        """Return the time until the next limit or start, at most 1 s."""
         if self._inbox:
             return 0.0
         now = time.monotonic()
@@ -186,7 +186,7 @@ class Dispatcher:
         return worker.calls[0].limit_s if worker.calls else math.inf
 
     def _start_workers(self) -> None:
-        """As many as there are episodes, as far as there are slots: alone, an episode is nobody's neighbour."""
+        """Start a worker for each episode while there are slots: alone in a worker it cannot harm other episodes."""
         now = time.monotonic()
         self._fit_slots()
         most = min(self._link.num_workers, max(self._link.num_warm, self._num_wanted()))
@@ -197,7 +197,7 @@ class Dispatcher:
                 self._link.start(worker.generation)
 
     def _fit_slots(self) -> None:
-        """Have a slot for every worker that there may be, and end idle workers that there may be no more."""
+        """Adjust the worker slots to the allowed number, and end idle workers beyond it."""
         number = self._link.num_workers
         self._worker_slots += [WorkerSlot() for _ in range(number - len(self._worker_slots))]
         for worker in self._leaving():
@@ -206,13 +206,13 @@ class Dispatcher:
         self._worker_slots = [s for i, s in enumerate(self._worker_slots) if i < number or s.worker is not None]
 
     def _leaving(self) -> list[Worker]:
-        """Workers that go with their last episode: there may be fewer now, or smaller ones."""
+        """Mark workers to end with their last episode when fewer, or smaller ones, are allowed."""
         surplus = [s.worker for s in self._worker_slots[self._link.num_workers :] if s.worker is not None]
         oversized = [w for w in self._workers.values() if self._link.is_oversized(w.generation) and w not in surplus]
         return surplus + oversized
 
     def _end(self, worker: Worker) -> None:
-        """Let a worker go whose slot is free from now on."""
+        """End a worker and free its slot."""
         self._link.kill(worker.generation)
         del self._workers[worker.generation]
         worker.worker_slot.worker = None
@@ -263,13 +263,13 @@ class Dispatcher:
         return [w for w in stays if w.hosted < self.cfg.worker_lifetime]
 
     def _emptied(self) -> list[Worker]:
-        """Workers that get no more episodes until suspects had them: those with the fewest, at most every second."""
+        """Return the workers reserved for suspects: those with the fewest episodes; chosen at most every second."""
         shared = [w for w in self._open_workers() if not w.is_apart]
         shared.sort(key=lambda w: (len(w.episodes), w.generation))
         return shared[: min(len(self._apart), max(1, len(self._worker_slots) // 2))]
 
     def _is_wanted(self, call: Call) -> bool:
-        """Whether a reset is to be carried out; whoever waits for it is told if its task is set aside."""
+        """Return whether to carry out a reset; if its task is set aside, its caller gets an error."""
         if call.future is not None and call.future.cancelled():
             return False
         if why := self.blame.set_aside(call.slot.task):
@@ -285,11 +285,11 @@ class Dispatcher:
         self._enqueue(call, worker)
 
     def _num_wanted(self) -> int:
-        """Episodes that are open, or wait to be."""
+        """Return the number of episodes that are open or wait to be."""
         return len(self._backlog) + len(self._apart) + sum(len(w.episodes) for w in self._workers.values())
 
     def _most_per_worker(self) -> int:
-        """Episodes a worker may hold: its share only, while others are about to be ready."""
+        """Return how many episodes a worker may hold: only its share while other workers are starting."""
         soon = time.monotonic() - SOON_S
         if all(w.ready or w.since_s < soon for w in self._workers.values()):
             return self.cfg.episodes_per_worker
@@ -324,12 +324,12 @@ class Dispatcher:
             self._lose(worker, f"no answer within {limit_s:g} s", "hang")
 
     def _lose(self, worker: Worker, why: str, cause: Cause, output: str = "") -> None:
-        """Settle the calls of a worker that ended, or that must end, and have it replaced."""
+        """Settle the calls of a worker that ended or must end, and have it replaced."""
         self._end(worker)
         worker.lost, worker.cause, worker_slot = why, cause, worker.worker_slot
         self.restarts += 1
         self._lay_blame(worker)
-        if not worker.ready or not (worker.answered or worker.calls):  # of no use, and nobody's doing
+        if not worker.ready or not (worker.answered or worker.calls):  # it did no work, and no task is to blame
             worker_slot.failures += 1
             backoff_s = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (worker_slot.failures - 1))
             worker_slot.start_at_s = time.monotonic() + backoff_s
@@ -346,7 +346,7 @@ class Dispatcher:
         self._backlog.extendleft(reversed(again))
 
     def _lay_blame(self, worker: Worker) -> None:
-        """Find whose doing the end of a worker was, or who may have done it."""
+        """Find the task that ended a worker, or the suspects."""
         slots = list(worker.episodes.values())
         if worker.cause == "machine":
             return
@@ -363,7 +363,7 @@ class Dispatcher:
             self.blame.suspect([worker.culprit.task])
 
     def _loss(self, call: Call, worker: Worker, output: str = "") -> EnvError:
-        """What a call gets whose worker is gone."""
+        """Return the error for a call whose worker is gone."""
         doing = f"{call.verb} of {self._name}"
         error: EnvError
         if call.slot is worker.culprit and worker.cause != "unknown":
@@ -377,7 +377,7 @@ class Dispatcher:
         return error
 
     def _give_up(self, why: str, failures: int, output: str) -> None:
-        """Fail what waits for a worker."""
+        """Fail the episodes that wait for a worker."""
         error = f"no worker for {self._name}: {failures} starts in a row failed: {why}{_last_lines(output)}"
         for call in (*self._backlog, *self._apart):
             self._report(call, None, InfraError(error, stage="start"))

@@ -1,4 +1,4 @@
-"""What runs environments for the pool: in a thread, a worker process or a Ray actor."""
+"""Runs environments for the pool: in a thread, a worker process or a Ray actor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rolljax.errors import EnvError, RolljaxError
 
 
 class EpisodeRunner:
-    """Runs one episode's environment, from `reset` to `close`. What it says is checked; what it throws has an owner."""
+    """Runs one episode's environment, from `reset` to `close`. Checks its output and attributes its exceptions."""
 
     def __init__(self, spec: EnvSpec, max_bytes: int) -> None:
         self._spec = spec
@@ -34,7 +34,7 @@ class EpisodeRunner:
             raise
         except RolljaxError:
             raise
-        except BaseException as e:  # border: whatever an environment throws, `sys.exit` too, is that one's failure
+        except BaseException as e:  # border: whatever an environment throws, `sys.exit` too, is its failure
             raise EnvError(f"{verb} of {self._spec.name}: {describe(e)}", stage=verb) from e
 
     def _call(self, verb: Verb, argument: Any) -> Any:
@@ -79,7 +79,7 @@ class WorkerEpisodes:
         self._runners: dict[int, EpisodeRunner] = {}
 
     def answer(self, call: wire.Request) -> bytes:
-        """The reply to one request, whatever happens in it."""
+        """Return the reply to a request; never raises."""
         number, episode, verb, argument = call
         try:
             if verb == "reset":

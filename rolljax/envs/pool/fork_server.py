@@ -31,7 +31,7 @@ ORDER = struct.Struct("!cI")
 and the generation of the worker, which no two workers share."""
 
 OUTPUT_BYTES = 65_536
-"""What is kept of the output of each process."""
+"""Bytes that are kept of the output of each process."""
 
 END_S = 1.0
 """How long workers may take to close their episodes after the pool is gone."""
@@ -47,7 +47,7 @@ class _Child:
         self.tail = b""
 
     def drain(self) -> bool:
-        """Keep the end of what is there to read; False at the end of the output."""
+        """Read the available output and keep its end; False at the end of the output."""
         try:
             data = os.read(self.output, OUTPUT_BYTES)
         except BlockingIOError:
@@ -69,7 +69,7 @@ class ForkServer:
         assert first is not None, "the pool ended before it said what to run"
         spec, self._max_bytes, self._memory_bytes = pickle.loads(first)
         self._spec = pickle.loads(spec)
-        with contextlib.suppress(Exception):  # what cannot be loaded will say so in its resets
+        with contextlib.suppress(Exception):  # what cannot be loaded raises again in resets
             self._spec.warm()
         self._children: dict[int, _Child] = {}  # by process id
         self._selector = selectors.DefaultSelector()

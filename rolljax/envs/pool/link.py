@@ -1,4 +1,4 @@
-"""The link between the dispatcher and its workers: what every kind of worker (process, Ray actor) is behind."""
+"""The interface between the dispatcher and its workers, the same for all kinds (processes, Ray actors)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal, Protocol
 from rolljax.envs.pool import wire
 
 Cause = Literal["crash", "hang", "unknown", "machine"]
-"""What ended a worker: the code in it; a call past its limit; nobody can tell; something that no episode
-has to do with."""
+"""The cause of a worker's end: a crash of its code; a call past its limit; unknown; the machine, unrelated to any
+episode."""
 
 
 class LinkEvents(Protocol):
-    """Told by a link what happens to its workers."""
+    """Receives from a link what happens to its workers."""
 
     def ready(self, generation: int) -> None:
         """The worker takes requests."""
@@ -45,13 +45,13 @@ class Link(Protocol):
         """Pass requests on to a worker, in their order."""
 
     def kill(self, generation: int) -> None:
-        """End it now; nothing more is told of it."""
+        """End it now; no event follows."""
 
     def poll(self, timeout_s: float, events: LinkEvents) -> None:
-        """Wait until something happens or `wake` is called, and tell `events`."""
+        """Wait until something happens or `wake` is called, and report it to `events`."""
 
     def wake(self) -> None:
-        """From any thread."""
+        """End the wait of `poll`. Thread-safe."""
 
     def close(self) -> None:
         """Kill all workers and free everything, in bounded time."""

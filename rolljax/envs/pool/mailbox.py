@@ -1,4 +1,4 @@
-"""Answers on their way from other threads to the event loops that wait for them."""
+"""Delivers answers from other threads to the event loops that wait for them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Delivery = tuple["asyncio.Future[Any]", Any, RolljaxError | None]
 
 
 class Mailbox:
-    """Hands answers to futures. Those that pile up before a loop looks share one wake-up."""
+    """Delivers answers to futures. Answers that arrive before the event loop runs share one wake-up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[asyncio.AbstractEventLoop, collections.deque[Delivery]] = {}
 
     def put(self, future: asyncio.Future[Any], value: Any, error: RolljaxError | None) -> None:
-        """From any thread. What comes too late, or to a loop that is closed, reaches nobody."""
+        """Deliver an answer. Thread-safe. An answer for a cancelled future or a closed loop is dropped."""
         loop = future.get_loop()
         with self._lock:
             waiting = self._waiting.setdefault(loop, collections.deque())
@@ -29,7 +29,7 @@ class Mailbox:
                 return
         try:
             loop.call_soon_threadsafe(self._deliver, loop)
-        except RuntimeError:  # the loop is closed: nobody waits
+        except RuntimeError:  # the loop is closed: no future waits
             with self._lock:
                 self._waiting.pop(loop, None)
 

@@ -1,9 +1,9 @@
-"""The host pool: episodes behind asyncio, wherever they run.
+"""The host pool: an asyncio interface to episodes, wherever they run.
 
 `EnvPool.open` gives an `Episode`; its methods are coroutines that never block the event loop. Below are two backends,
 which give each episode a slot: threads of this process (`threads.py`), and workers elsewhere (`dispatch.py` with
-`processes.py` or `ray_actors.py`). Here are the rules that hold for both: the wall clock of an episode, what a
-cancelled caller leaves behind, the counters, and when too much fails to go on.
+`processes.py` or `ray_actors.py`). This module has the rules for both: the wall clock of an episode, the cleanup
+after cancelled callers, the counters, and when the pool stops because too much fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rolljax.threads.watchdog import Sleeper
 from rolljax.types import Message, Task
 
 NUM_THREADS = 2
-"""For environments that compute: more would only wait for the interpreter's lock."""
+"""Threads for environments that compute: more would only wait for the interpreter's lock."""
 
 
 class EpisodeSlot(Protocol):
@@ -53,10 +53,10 @@ class Backend(Protocol):
 class PoolStats:
     """Counts since the pool was made; `opened == closed + open`.
 
-    opened: episodes whose reset succeeded. failed: those whose reset did not, cancelled ones too. steps: those that
-    succeeded. restarts: workers, actors or threads that were replaced. timeouts: limits that were passed, by
+    opened: episodes whose reset succeeded. failed: episodes whose reset failed or was cancelled. steps: successful
+    steps. restarts: workers, actors or threads that were replaced. timeouts: limits that were exceeded, by
     stage (start, reset, step, gold, rejected, close, episode). faults: episodes by the kind of their first fault (env,
-    infra, limit). crashes: ends of workers that are laid at a task; set_aside: tasks that had too many of them.
+    infra, limit). crashes: ends of workers that a task is blamed for; set_aside: tasks that had too many of them.
     under_way: calls without an answer, by what they do.
     """
 
@@ -83,7 +83,7 @@ class EnvPool:
     def __init__(self, cfg: PoolConfig, spec: EnvSpec, backend: Backend | None = None) -> None:
         self.cfg, self.spec = cfg, spec
         self.broken = ""
-        """Why no more episodes are opened; empty while they are."""
+        """Return why no more episodes are opened; empty while they are."""
         self._backend = backend or _backend_of(cfg, spec)
         self._open: set[Episode] = set()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -162,7 +162,7 @@ class EnvPool:
             self._under_way[verb] -= 1
 
     def _record(self, error: EnvError | None) -> None:
-        """Note how one more episode went; break when too many go wrong through no doing of any episode."""
+        """Record the result of an episode; stop the pool when too many fail through the infrastructure."""
         infra = isinstance(error, InfraError)
         if error is not None:
             kind = "infra" if infra else "limit" if error.stage == "episode" else "env"
@@ -220,16 +220,16 @@ class Episode:
         return result
 
     async def gold(self) -> str:
-        """An action that a perfect policy would take now. Raises like `step`."""
+        """Return an action that a perfect policy would take now. Raises like `step`."""
         return str(await self._do("gold", None))
 
     async def rejected(self) -> str:
-        """A worse action. Raises like `step`."""
+        """Return a worse action. Raises like `step`."""
         return str(await self._do("rejected", None))
 
     async def close(self) -> None:
-        """Free what the episode holds. Never raises, and never waits longer than `close_s`: what hangs is torn down
-        without anyone waiting for it."""
+        """Free what the episode holds. Never raises, and never waits longer than `close_s`: an episode that hangs is
+        torn down in the background."""
         if self._is_closed:
             return
         if self._call is not None or self._fault is not None:
@@ -237,7 +237,7 @@ class Episode:
             return
         self._leave()
         waiting = self._slot.call("close", None, self._pool.cfg.close_s)
-        waiting.add_done_callback(lambda f: f.cancelled() or f.exception())  # a failing close is nobody's failure
+        waiting.add_done_callback(lambda f: f.cancelled() or f.exception())  # a failing close is not reported
         if not waiting.done():
             with self._pool._counted("close"):
                 await asyncio.wait([waiting], timeout=self._pool.cfg.close_s)
@@ -261,7 +261,7 @@ class Episode:
         return value
 
     def _expire(self) -> None:
-        """The wall clock of the episode has run out."""
+        """Return whether the wall clock of the episode has run out."""
         limit_s = self._pool.cfg.episode_s
         text = f"an episode of {self._pool.spec.name} was open for more than PoolConfig.episode_s = {limit_s:g} s"
         self._fault = self._fault or EnvError(text, stage="episode")

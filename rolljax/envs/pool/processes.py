@@ -135,12 +135,12 @@ class ProcessLink:
             return
         self._shut(peer)
         self._order_kill(generation)
-        if not peer.ready and not any(p.ready for p in self._peers.values()):  # nothing starts: begin anew
+        if not peer.ready and not any(p.ready for p in self._peers.values()):  # none ready: replace it
             self._end_fork_server(grace_s=0.0)
             self._failed.extend((g, "the process that starts workers did not answer") for g in self._peers)
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full, or closed: either way nobody needs to be woken
+        with contextlib.suppress(OSError):  # full, or closed: either way no wake-up is needed
             self._waker.send(b"\0")
 
     def poll(self, timeout_s: float, events: LinkEvents) -> None:
@@ -184,7 +184,7 @@ class ProcessLink:
                 del peer.unsent[: peer.sock.send(peer.unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # it is gone; its end is told elsewhere
+        except OSError:  # it is gone; the fork server reports its end
             peer.unsent.clear()
         if bool(peer.unsent) != peer.writing:
             peer.writing = bool(peer.unsent)

@@ -12,14 +12,14 @@ Where = Literal["auto", "thread", "process", "ray"]
 
 @dataclasses.dataclass(frozen=True)
 class PoolConfig:
-    """Where episodes run, how many at a time, how long a call may take, and how much failing is borne.
+    """Where episodes run, how many at a time, how long a call may take, and how many failures are accepted.
 
     where: auto: as the environment says (`EnvSpec.runs`). thread: in this process, whatever it says; a hang then costs
       a thread for good and a crash the run. process: in worker processes. ray: in Ray actors, on this and other hosts.
     workers: threads for environments that compute in this process; worker processes; Ray actors. 0: 2 threads, two
       processes for each processor (8 to 64), or as many actors as the pool's share of the cluster has processors for.
-    io_threads: most threads for environments that wait for something outside (`runs = "thread"`). They are started as
-      calls hold up those that there are.
+    io_threads: most threads for environments that wait for something outside (`runs = "thread"`). Further threads are
+    started when calls occupy all existing ones.
     episodes_per_worker: most open episodes of a worker process or actor; further ones wait until one is closed. They
       share the worker's fate: a hang or crash of one costs the others a restart.
     max_crashes: a task whose episodes ended their worker this often is set aside: its further episodes fail at once,
@@ -29,11 +29,11 @@ class PoolConfig:
     start_s, reset_s, step_s, close_s: longest a worker's start and one call may take, in seconds; time in a queue does
       not count. `gold` and `rejected` are held to step_s.
     episode_s: longest an episode may stay open, from the begin of its reset to its close, the policy's time included.
-    max_observation_bytes: of what is said after one step, as UTF-8; the middle of what is longer is cut out.
+    max_observation_bytes: of an observation after one step, as UTF-8; of a longer one the middle is cut out.
     memory_gib: address space of a worker process, 0: no limit.
 
     max_fault_frac: when more than this share of the last `fault_window` episodes was lost to the infrastructure, no
-      more are opened. Those that another episode took with it do not count. 1: never.
+    more are opened. Episodes lost because of a neighbour in their worker do not count. 1: never.
     pass_env: environment variables that workers get although their names look like secrets.
     ray_address: of a running cluster; empty: the one this process is connected to, else a new one on this host.
     ray_cpus_per_worker: what an actor asks Ray for.

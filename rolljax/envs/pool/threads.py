@@ -26,9 +26,9 @@ from rolljax.threads.inbox import Inbox
 from rolljax.types import Task
 
 AT_ONCE = 16
-"""Threads that calls of microseconds may have: so many can never all be held up by the interpreter's lock."""
+"""Threads for calls of microseconds: with this many, the interpreter's lock never holds up all of them at once."""
 HELD_S = 0.002
-"""A thread that is in one call for so long waits for something outside."""
+"""A thread that is in one call for this long waits for something outside."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -37,7 +37,7 @@ class _Call:
     verb: Verb
     argument: Task | Action | None
     limit_s: float
-    future: asyncio.Future[Any] | None  # None: nobody waits
+    future: asyncio.Future[Any] | None  # None: no caller waits
 
 
 class ThreadSlot:

@@ -1,4 +1,4 @@
-"""What goes between the pool and a worker.
+"""The protocol between the pool and a worker.
 
 A frame is its length in 4 bytes, big-endian, and that many bytes. Towards the worker a frame is a pickled list of
 requests: the worker trusts the pool. Back comes one frame per request, a JSON list `[number, outcome, value]`, which is
@@ -36,7 +36,7 @@ class ProtocolError(Exception):
 
 
 def frame(payload: bytes) -> bytes:
-    """A payload behind its length."""
+    """Return a payload, preceded by its length."""
     return _LENGTH.pack(len(payload)) + payload
 
 

@@ -26,7 +26,7 @@ class Call:
     verb: Verb
     argument: Task | Action | None
     limit_s: float
-    future: asyncio.Future[Any] | None  # None: nobody waits
+    future: asyncio.Future[Any] | None  # None: no caller waits
 
     @property
     def request(self) -> wire.Request:
@@ -43,10 +43,10 @@ class Worker:
     """When its start began, or when the first of its calls became the first."""
     ready: bool = False
     lost: str = ""
-    """Why it is no more."""
+    """Why it has ended; empty while it has not."""
     cause: Cause = "machine"
     culprit: RemoteSlot | None = None
-    """Whose call ended it, as far as that is known."""
+    """Whose call ended it, if known."""
     answered: bool = False
     hosted: int = 0
     is_apart: bool = False

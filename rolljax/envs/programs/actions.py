@@ -1,7 +1,7 @@
-"""What the policy wants to do, from the text it wrote.
+"""Parse the policy's action from its text.
 
 Three ways to say it: the command alone, a code block (```bash), or a tool call in the Hermes form,
-`<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>`. What stands before `</think>` is passed over.
+`<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>`. Text before `</think>` is skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHELLS = {"", "bash", "sh", "shell", "console"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Action:
-    """A command to run, or the wish to finish, or a problem that the policy is told of (one of the three).
+    """A command to run, or the request to finish, or a problem to report to the policy (one of the three).
 
     ignored: further commands in the same answer, which are not run.
     """
@@ -30,7 +30,7 @@ class Action:
 
 
 def parse_action(text: str, max_chars: int) -> Action:
-    """The action in a text of any kind; never raises."""
+    """Return the action in a text of any kind; never raises."""
     if len(text) > max_chars:
         return Action(problem=f"an answer may have {max_chars} characters, this one has {len(text)}")
     text = after_thinking(text).strip()

@@ -35,7 +35,7 @@ MAX_ANSWER_CHARS = 65_536
 class Problem:
     """One problem of either format.
 
-    question: what the policy is told. head: of the function to write (HumanEval), else empty. tests: one program that
+    question: the prompt for the policy. head: of the function to write (HumanEval), else empty. tests: one program that
     defines `check` (HumanEval), or asserts (MBPP). setup: runs before the asserts. gold: a right program.
     """
 
@@ -58,7 +58,7 @@ class CodeProblems(EnvSpec):
     path: the file. format: of its lines; auto tells by their keys. timeout_s: longest run of a program.
     adaptive_timeout: while training, cut programs sooner whose problem has quick right answers. Equal actions are then
       not always equal episodes (None: they are).
-    tests_shown: asserts of an MBPP problem that the policy is shown (the name of the function stands in them).
+    tests_shown: asserts of an MBPP problem that the prompt shows (they contain the name of the function).
     sandbox: `bwrap`, or `none` to run programs without any isolation: only for answers that you trust.
     """
 
@@ -201,7 +201,7 @@ def program_of(answer: str, problem: Problem) -> str | None:
     text = after_thinking(answer)
     if len(text) > MAX_ANSWER_CHARS or "\0" in text or not text.strip() or not _is_text(text):
         return None
-    # behind `^` only what cannot end a line: a run of empty lines is looked at once
+    # after `^` only what cannot end a line: a run of empty lines is scanned once
     head = rf"(?:async[ \t]+)?def[ \t]+{re.escape(problem.entry_point)}\b"
     defines = re.compile(rf"^[ \t]*{head}", re.MULTILINE)
     code = text
@@ -300,7 +300,7 @@ def _tested(tests: list[str], setup: str, gold: str) -> str:
         raise ValueError("test_list uses no function that code defines")
     raise ValueError(
         f"test_list uses {', '.join(sorted(found))} of code: name the function that is asked for as entry_point, and "
-        "put what the tests need beside it into test_setup_code"
+        "put everything else that the tests need into test_setup_code"
     )
 
 

@@ -81,7 +81,7 @@ class File:
 
 
 def read_dockerfile(text: str, context: Mapping[str, File]) -> Recipe:
-    """What a Dockerfile asks for. context: files beside it, by path relative to it."""
+    """Read a Dockerfile. context: files next to it, by path relative to it."""
     reader = _Reader(context)
     for word, rest, heredoc in _instructions(text):
         reader.do(word, rest, heredoc)
@@ -190,7 +190,7 @@ class _Reader:
         for source in sources:
             found = list(self._found(source))
             if not found:
-                self.unsupported.append(f"{word} {source}: there is no such file beside the Dockerfile")
+                self.unsupported.append(f"{word} {source}: there is no such file next to the Dockerfile")
             for name, file, is_tree in found:
                 path = self._absolute(posixpath.join(target, name) if into or is_tree else target)
                 self.steps.append(Put(path, file.data, mode or file.mode))
@@ -226,7 +226,7 @@ class _Reader:
             self.steps.append(Run(command, self.workdir, {**self._args, **self.env}))
 
     def _without_installs(self, command: str) -> str:
-        """A command without the parts that install what is there anyway."""
+        """Return a command without the parts that install what is already installed."""
         parts = [p.strip() for p in command.split("&&")]
         if not any(_INSTALL.match(p) for p in parts):
             return command

@@ -1,5 +1,5 @@
-"""Makes the machine of a task at a terminal, and grades it: what the policy made is carried into a fresh sandbox, and
-the tests run there.
+"""Makes the machine of a terminal task, and grades it: the files that the policy made are copied into a fresh sandbox,
+and the tests run there.
 
 The policy's sandbox never holds the tests or the verdict. Of its files only regular ones below the task's artifacts are
 taken, as bytes; whatever else it left behind (processes, links, settings of its shell) stays where it was.
@@ -70,7 +70,7 @@ def enter(task: HarborTask) -> str:
 
 
 def list_files(box: Sandbox, roots: list[str]) -> list[tuple[str, int, str]]:
-    """Kind (f, d, or another), mode and path of everything below `roots`, as the policy's sandbox says."""
+    """List kind (f, d, or another), mode and path of everything below `roots`, as the policy's sandbox reports them."""
     argv = ["/usr/bin/find", *roots, "-xdev", "-printf", r"%y %m %p\0"]
     result = box.execute(argv, timeout_s=BUILD_S)
     found = []
@@ -163,7 +163,7 @@ def _text(data: bytes) -> str:
 
 
 def _report(stdout: bytes, nonce: object) -> dict[str, Any]:
-    """What the program inside said; empty when it said nothing, or somebody else said it."""
+    """Parse the report of the program inside; empty without a report that has the right nonce."""
     try:
         said = json.loads(stdout)
     except (ValueError, RecursionError):

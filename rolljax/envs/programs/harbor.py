@@ -1,7 +1,7 @@
 """Tasks at a terminal, as folders: the layout of Harbor (version 2) and that of Terminal-Bench before it (version 1).
 
     NAME/task.toml                  settings                             v1: task.yaml
-    NAME/instruction.md             what the policy is told              v1: in task.yaml
+    NAME/instruction.md             the prompt for the policy            v1: in task.yaml
     NAME/environment/Dockerfile     how the machine looks, with files    v1: Dockerfile, with files
     NAME/tests/test_outputs.py      functions `test_*` that assert       (else tests/test.sh, which writes a verdict)
     NAME/solution/solve.sh          a solution                           v1: solution.sh
@@ -30,7 +30,7 @@ MAX_FILE_BYTES = 32 << 20
 MAX_SCRIPT = 128 << 10
 """Longest text of a program that Linux takes as an argument."""
 _NOT_CONTEXT = {"tests", "task.yaml", "solution.sh", "solution.yaml", "run-tests.sh"}
-"""What lies beside the Dockerfile of version 1 and must not get onto the machine."""
+"""Files next to the Dockerfile of version 1 that must not get onto the machine."""
 _PYTEST = {"approx", "fail", "fixture", "mark", "raises", "skip"}
 """What the verifier has of pytest."""
 
@@ -145,7 +145,7 @@ def _seconds(settings: Mapping[str, Any], v1: bool, who: str, default: float) ->
 
 
 def _machine(settings: Mapping[str, Any], context: Mapping[str, File]) -> tuple[str, ...]:
-    """What [environment] and the files beside the Dockerfile ask for that a sandbox is not."""
+    """Return the demands of [environment] and of the Dockerfile's folder that a sandbox cannot meet."""
     asked = settings.get("environment", {})
     found = ["a GPU"] if asked.get("gpus") else []
     found += ["MCP servers"] if asked.get("mcp_servers") else []

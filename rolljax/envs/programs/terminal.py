@@ -38,13 +38,13 @@ class TerminalTasks(EnvSpec):
     into a fresh sandbox and tested there. Reward is 1 if all tests pass; the fraction that passed is a metric only.
 
     only: names of the tasks to use; empty: all. max_turns: commands before the episode is cut.
-    command_timeout_s: longest run of one command; the policy is told, and the episode goes on. test_timeout_s: longest
-      run of the tests, where the task does not set less. Both together, and the second it takes to start a sandbox,
-      must stay below `PoolConfig.step_s`.
+    command_timeout_s: longest run of one command; the policy gets a note, and the episode continues. test_timeout_s:
+    longest run of the tests, where the task does not set less. Both together, and the second it takes to start a
+    sandbox, must stay below `PoolConfig.step_s`.
     max_output_chars: characters of a command's output that are shown, from its start and its end.
     max_answer_chars: longest answer that is taken for a command.
-    max_repeats: the episode is cut when one command gave one result so many times in a row; 0: never.
-    prompt: what the policy is told, with the task's {instruction}, its {workdir} and {max_turns}.
+    max_repeats: the episode is cut when one command gave one result this many times in a row; 0: never.
+    prompt: the first message to the policy, with the task's {instruction}, its {workdir} and {max_turns}.
     """
 
     only: tuple[str, ...] = ()
@@ -231,7 +231,7 @@ class TerminalEnv(Env):
             self._box.close()
 
     def _run(self, command: str, counts: collections.Counter[str]) -> str:
-        """Run a command; returns what the policy sees of it."""
+        """Run a command; return the output for the policy."""
         limit_s = self._spec.command_timeout_s
         try:
             result = self._box.run(command, timeout_s=limit_s)
@@ -253,7 +253,7 @@ class TerminalEnv(Env):
         return f"[{state}]\n{output}".rstrip("\n")
 
     def _end(self, counts: collections.Counter[str], *, terminated: bool) -> StepResult:
-        """Take what was made, grade it elsewhere, and say how it went."""
+        """Take the policy's files, grade them elsewhere, and return the result."""
         self._over = True
         left = self._leave(counts)
         self.close()
@@ -272,7 +272,7 @@ class TerminalEnv(Env):
         )
 
     def _leave(self, counts: collections.Counter[str]) -> Left | None:
-        """What the policy left; None when its sandbox is gone with everything in it."""
+        """Return the policy's files; None if its sandbox has ended."""
         own = [step.path for step in self._task.steps if isinstance(step, Put)]
         try:
             processes = self._box.stats().get("processes", self._processes)  # none when the sandbox has ended
@@ -294,7 +294,7 @@ class TerminalEnv(Env):
 
 
 def _profile(task: HarborTask) -> Profile:
-    """What a task may use up, the same while the policy works and while it is tested."""
+    """Return the resource limits of a task, the same while the policy works and while it is tested."""
     from rolljax.sandbox import TERMINAL
 
     life_s = max(TERMINAL.session_s, task.agent_timeout_s)

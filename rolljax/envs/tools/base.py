@@ -23,7 +23,7 @@ Kind = Literal["ok", "unknown_tool", "bad_arguments", "exception", "timeout", "l
 
 
 class ToolError(Exception):
-    """What a tool raises to answer with an error text of its own."""
+    """An error of a tool, whose text is the tool's answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ToolLimits:
         check_range(self, "call_s", above=0)
         if self.kept_bytes < self.told_bytes:
             raise ConfigError(
-                "is less than what the policy is told",
+                "is less than the limit of a result for the policy",
                 setting="ToolLimits.kept_bytes",
                 value=self.kept_bytes,
                 remedy=f"at least ToolLimits.told_bytes, {self.told_bytes}",
@@ -58,7 +58,7 @@ DEFAULT_LIMITS = ToolLimits()
 
 @dataclasses.dataclass(frozen=True)
 class ToolSpec:
-    """A tool as the policy is told about it.
+    """The description of a tool for the policy.
 
     input_schema: JSON schema of the object of its arguments. annotations: hints of MCP (`readOnlyHint`), not relied on.
     """
@@ -94,7 +94,7 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class ToolResult:
-    """What a call gave.
+    """The result of a tool call.
 
     text: at most `ToolLimits.kept_bytes` of it. structured: the JSON value behind the text, if the tool gave one.
     kind: `ok`, or what went wrong. ms: time it took. bytes: size of the whole text. truncated: whether `text` is less.
@@ -113,7 +113,7 @@ class ToolResult:
         return ToolResult(text, is_error=True, kind=kind)
 
     def told(self, limits: ToolLimits = DEFAULT_LIMITS) -> str:
-        """What the policy is told: its start and its end, where the whole is too long."""
+        """Return the text for the policy: its start and its end, if the whole is too long."""
         return clip(self.text, limits.told_bytes)[0]
 
 
@@ -160,11 +160,11 @@ class ToolSet(abc.ABC):
             raise
         except ToolError as e:
             return ToolResult.error("exception", str(e) or name + " failed")
-        except Exception as e:  # border: what a tool throws is told to the policy
+        except Exception as e:  # border: an exception of a tool is an answer to the policy
             return ToolResult.error("exception", f"{type(e).__name__}: {e}")
 
     def problem(self, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
-        """What is wrong with the arguments, or nothing. Servers that check for themselves are left to it."""
+        """Return what is wrong with the arguments, or nothing. Servers that check for themselves do so instead."""
         return problem_of(spec.input_schema, arguments)
 
     @abc.abstractmethod

@@ -136,9 +136,9 @@ class ArithmeticEnv(PureEnv):
 
 @dataclasses.dataclass(frozen=True)
 class CalculatorTask(EnvSpec):
-    """`Arithmetic` with a calculator: `calc(4817*93)` is a call, its result is told, and the next answer counts.
+    """`Arithmetic` with a calculator: `calc(4817*93)` is a call, its result follows, and the next answer counts.
 
-    A model too small for arithmetic has only to learn to ask, and to copy. The policy is not told about the tool.
+    A model too small for arithmetic has only to learn to call it, and to copy. The prompt does not mention the tool.
 
     via: where the calculator is: a `python` function, an `mcp` server in this process, or one in its own (`mcp-stdio`).
     digits: most of each number; at least 2. terms: numbers in a question. operators: between them. seed: of the

@@ -1,6 +1,6 @@
 """An environment with tools: it wraps another one, runs the calls in the policy's answers and passes the rest on.
 
-The meaning is that of GEM's tool wrapper: an answer with a call is executed and its result is told, and the inner
+The semantics are those of GEM's tool wrapper: an answer with a call is executed and its result returned, and the inner
 environment is not stepped; an answer without one, and every answer after the last allowed use, is the inner one's.
 """
 
@@ -28,7 +28,7 @@ class ToolEnv(EnvSpec):
 
     tools: where they come from; None: the inner environment has its own (a method `tools()` of its `Env`, asked after
       `reset`, that gives a `ToolSet`). parser: how a call is written (`rolljax.envs.tools.parsers`). style: how tools
-      are told in the system prompt: `json` schemas, `lines` of text, or `none`; empty: what goes with the parser.
+      are described in the system prompt: `json` schemas, `lines` of text, or `none`; empty: the parser's default.
     tool_reward, tool_success_reward, tool_error_reward: of each use, each that worked, each that did not. last_note: is
       added to the result of the last allowed use.
     inner: the environment that gets tools. limits: of calls (`ToolLimits`).
@@ -131,7 +131,7 @@ class ToolEpisode(Env):
         return result
 
     def use_tools(self, action: str) -> StepResult | None:
-        """What the tools say to the calls in `action`; None where there is none, or no use is left."""
+        """Return the tools' replies to the calls in `action`; None if there is none, or no use is left."""
         limits = self._spec.limits
         left = limits.calls_per_episode - len(self._uses)
         calls: list[ToolCall] = []
@@ -229,7 +229,7 @@ class ToolEpisode(Env):
 
 
 def tell(specs: Sequence[ToolSpec], parser: Parser, style: str) -> str:
-    """What a system prompt says of the tools, and of how to call them."""
+    """Return the part of a system prompt about the tools and how to call them."""
     if style == "none" or not specs:
         return ""
     if style == "json":

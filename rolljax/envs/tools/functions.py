@@ -18,9 +18,9 @@ from rolljax.errors import ConfigError, InfraError
 
 @dataclasses.dataclass(frozen=True)
 class PythonTools(Tools):
-    """Functions of this process: what they are called, take and do is read from signature, type hints and docstring.
+    """Functions of this process: their names, arguments and purpose are read from signature, type hints and docstring.
 
-    A function returns a text, or a JSON value. What it raises is told to the policy as `Type: text`, and a `ToolError`
+    A function returns a text, or a JSON value. The policy gets its exception as `Type: text`, and a `ToolError`
     as its text alone.
 
     functions: each a function, or its import path (`module.function`). waits: whether they wait on something outside

@@ -27,7 +27,7 @@ from rolljax.envs.tools.mcp_pipe import REFUSED, ServerProcess, pipe_transport
 from rolljax.errors import ConfigError, InfraError, boundary
 
 RETRY_S = 1.0
-"""A server that did not start is not tried again for so long."""
+"""Seconds until a server that did not start is tried again."""
 GRACE_S = 5.0
 """How long past their own limit the calls of this module wait for the event loop."""
 
@@ -42,7 +42,7 @@ class McpTools(Tools):
       path of one in this process (an `MCPServer` or `Server` of the SDK, or a function that makes one).
     shared: whether all episodes of a process use one connection; off: each has its own, and with `command` its own
       server. max_bytes: most that the server may send in one message; a longer result is refused. start_s: longest
-      time until the server has told its tools.
+      time until the server has listed its tools.
     """
 
     command: tuple[str, ...] = ()
@@ -268,7 +268,7 @@ def _loop() -> asyncio.AbstractEventLoop:
             _loop_of.clear()
             _connections.clear()
             _loop_of[pid] = loop = asyncio.new_event_loop()
-            logging.getLogger("mcp").addHandler(logging.NullHandler())  # what goes wrong is told in results
+            logging.getLogger("mcp").addHandler(logging.NullHandler())  # errors are reported in results
             threading.Thread(target=loop.run_forever, name="rolljax-mcp", daemon=True).start()
         return _loop_of[pid]
 

@@ -1,7 +1,7 @@
 """MCP over the standard streams of a process, with a cap on what the server may send.
 
 The protocol writes one JSON-RPC message per line. A line over the cap is thrown away as it comes in, and the call that
-it answers fails with an error that says so; the connection and its other calls go on.
+it answers fails with an error that says so; the connection and its other calls continue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tool calls in the text of a policy, in the four ways that models are taught to write them.
 
-`PARSERS` holds one reader per format. All skip what stands in `<think>...</think>` and take time linear in the text.
-What was meant as a call but cannot be read is a `ToolCall` with a `problem`.
+`PARSERS` holds one reader per format. All skip `<think>...</think>` and take time linear in the text.
+A call that cannot be parsed is a `ToolCall` with a `problem`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEVER = "(?!)"
 class Parser(abc.ABC):
     """Reads the calls of one format, and writes them.
 
-    style: how tools are told by default (`ToolEnv.style`). how: the sentence that says how a call is written.
+    style: how tools are described by default (`ToolEnv.style`). how: the sentence that says how a call is written.
     """
 
     style: ClassVar[str] = "lines"
@@ -39,7 +39,7 @@ class Parser(abc.ABC):
     def parse(self, text: str, specs: Sequence[ToolSpec]) -> Iterator[ToolCall]:
         """The calls in `text`, in order. A text without a call gives nothing.
 
-        Thoughts may have been opened by the chat template: what stands before a first `</think>` that nothing opened
+        Thoughts may have been opened by the chat template: text before a first `</think>` without an opening tag
         is a thought too.
         """
         text = bounded(text)
@@ -215,7 +215,7 @@ class Tags(_Body):
 class Compact(Parser):
     """`calc(17*3)` or `search("Rome", nights=2)` on a line of its own; for models that are too small for JSON.
 
-    A tool with one text argument takes what stands in the parentheses as it is. Names that are no tool's are no call.
+    A tool with one text argument takes the text between the parentheses unchanged. Unknown names are not calls.
     """
 
     how = "To call a tool, write its name and its arguments on a line of its own: name(argument, other=argument)"
@@ -277,7 +277,7 @@ _PIECE = re.compile(r'"(?:[^"\\]|\\.)*+"?|\'(?:[^\'\\]|\\.)*+\'?|[\[{(]|[\])}]|,
 
 
 def _pieces(text: str) -> list[str]:
-    """Split at commas that stand outside of quotes and brackets."""
+    """Split at commas outside of quotes and brackets."""
     pieces, piece, depth = [], "", 0
     for part in _PIECE.findall(text):
         depth += (part in "[{(") - (part in "])}")

@@ -1,4 +1,4 @@
-"""Calls that are made again and again without a new result: a sign that an episode is stuck."""
+"""Detects calls that are repeated without a new result: a sign that an episode is stuck."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ VERBS = ("bash", "python", "read_file", "write_file")
 
 @dataclasses.dataclass(frozen=True)
 class SandboxTools(Tools):
-    """What a policy may do in a sandbox of its own: no network, no files of this machine, limits on everything.
+    """A policy's tools in its own sandbox: no network, no files of this machine, limits on everything.
 
     verbs: which of the four. profile: name of a profile of `rolljax.sandbox` (`CODE`, `TERMINAL`), or the import
-      path of one. files: what stands in the work folder at the start, as (path, text).
+      path of one. files: contents of the work folder at the start, as (path, text).
     """
 
     verbs: tuple[str, ...] = VERBS
@@ -132,7 +132,7 @@ def _write_file(box: Sandbox, limits: ToolLimits, path: str, text: str) -> ToolR
 
 
 def _failed(box: Sandbox, error: EnvError) -> ToolResult:
-    """A file that cannot be read or written is told to the policy; a machine that failed is not."""
+    """Report a file that cannot be read or written to the policy; a failed machine raises."""
     if type(error) is not EnvError:
         raise error
     raise ToolError(str(error)) from error

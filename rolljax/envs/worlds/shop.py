@@ -54,24 +54,24 @@ _RULES = (
 class Shop(EnvSpec):
     """Shopping over `num_products` made goods. Products come in families that share their title but for the brand and
     differ in one attribute, so the first result is seldom the right one. Prices, and the order of equally good results,
-    are drawn anew for every task.
+    are drawn again for every task.
 
     Actions: `search[words]` on the front page and on results, `click[what]` for a product, an option, a sub page,
     `next`, `prev`, `back` and `buy`, and with a dialogue `ask[question]`; the last one in the policy's text counts.
-    What cannot be done where the visitor stands changes nothing, costs a turn, and is counted (`illegal_n`,
+    An action that is impossible on the current page changes nothing, costs a turn, and is counted (`illegal_n`,
     `legal_ratio`).
 
     The episode ends with the purchase. `reward_parts` holds the sub-scores type, attributes, options and price; success
-    is all four being 1. Gold is a buyer who knows what has been said and looks through the results one by one.
+    is all four being 1. Gold is a buyer who knows only what the shopper said and looks through the results one by one.
 
     num_categories, num_types, num_attributes, num_options, num_values: kinds of goods, types of each, attributes and
       options of each, and values of each of those.
-    indexed_attributes: how many attributes stand in the title, which is what search knows. shown: where the others are
+    indexed_attributes: how many attributes are in the title, which the search covers. shown: where the others are
       found, in the rows of the results, on the item's page, or on its attributes page.
     family_size: products that share a title, brand aside. page_size: results on a page.
     dialogue: the shopper says only the type at first and must be asked; answers at most `answers_per_ask` slots of a
       question, and refuses a purchase `refusals` times while something is not settled, naming it.
-    persona: a part of the wish is told as a habit of the shopper's, among habits of no use here.
+    persona: a part of the wish is a habit in the shopper's persona, among habits for other kinds of goods.
     reward: `strict`, the product of the sub-scores; `loose`, type times the share of wishes met.
     style: `short` is for small models (few bytes, everything has a number: `click[2]`), `full` is prose.
     num_products: goods of the shop. answers_per_ask: slots that one question is answered. refusals: purchases that
@@ -212,7 +212,7 @@ class ShopEnv(PureEnv):
         return StepResult((self._observe(note, legal),), 0.0, terminated=False, metrics=metrics)
 
     def gold(self) -> str:
-        """What a patient buyer does next who knows no more than was said and seen."""
+        """Return the next action of a patient buyer who knows no more than was said and seen."""
         wish, view, pages = self._wish, self._view, self._pages
         ask = [slot for slot in wish.open_slots if slot not in self._told]
         if ask:

@@ -1,4 +1,4 @@
-"""Who the shopping is done for: a wish, and a scripted shopper who tells no more of it than is asked."""
+"""The shopper: a wish, and a script that reveals no more of it than is asked."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MEANS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wish:
-    """What is wanted, and how a task's prices are drawn.
+    """A shopper's wish, and how a task's prices are drawn.
 
-    habits: slot -> value that the policy is told of from the start, as the shopper's persona; those of other kinds of
+    habits: slot -> value that the policy sees from the start, as the shopper's persona; habits for other kinds of
     goods are among them.
     """
 
@@ -41,12 +41,12 @@ class Wish:
 
     @property
     def slots(self) -> dict[str, str]:
-        """All that is wanted beside the type: slot -> value, the budget last."""
+        """All wishes except the type: slot -> value, the budget last."""
         return {**self.attributes, **self.options, BUDGET: str(self.budget)}
 
     @property
     def open_slots(self) -> list[str]:
-        """Slots that no habit tells."""
+        """Slots that no habit reveals."""
         return [slot for slot in self.slots if slot not in self.habits]
 
 
@@ -61,7 +61,7 @@ def asked(text: str, known_slots: Iterable[str], most: int) -> list[str]:
 
 
 def opening(wish: Wish, *, vague: bool, short: bool) -> str:
-    """What is said first: only the type, or everything that no habit tells."""
+    """Return the shopper's first message: only the type, or everything that no habit reveals."""
     told = {} if vague else {slot: wish.slots[slot] for slot in wish.open_slots}
     if short:
         return " ".join([wish.type, *(f"<={v}" if k == BUDGET else v for k, v in told.items())])
@@ -81,7 +81,7 @@ def persona(wish: Wish, *, short: bool) -> str:
 
 
 def answer(wish: Wish, slots: Iterable[str], *, short: bool) -> str:
-    """What the shopper says to a question about these slots."""
+    """Return the shopper's answer to a question about these slots."""
     wanted = wish.slots
     told = [f"{s} {'usual' if s in wish.habits else wanted[s]}" if s in wanted else f"{s} any" for s in slots]
     if short:
@@ -93,6 +93,6 @@ def answer(wish: Wish, slots: Iterable[str], *, short: bool) -> str:
 
 
 def refusal(missing: Iterable[str], *, short: bool) -> str:
-    """What the shopper says to a purchase that comes too early; names slots, no values."""
+    """Return the shopper's refusal of a purchase that comes too early; names slots, no values."""
     names = ", ".join(missing)
     return f"no, first {names}" if short else f"The shopper says: do not buy yet, this is not settled: {names}."

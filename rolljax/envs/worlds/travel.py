@@ -155,11 +155,11 @@ class TravelDeskEnv(PureEnv):
 @dataclasses.dataclass(frozen=True)
 class Travel(TravelDesk):
     """A request, ten tools and an itinerary. Calls are written as
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` and their results told; an answer without a call is the
-    itinerary (`rolljax.envs.worlds.itinerary.read`).
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` and their results returned; an answer without a call is
+    the itinerary (`rolljax.envs.worlds.itinerary.read`).
 
     calls: most uses of tools in an episode, which has a turn more than that. calls_per_turn: in one answer.
-    told_bytes: most of a result that the policy is told.
+    told_bytes: most bytes of a result that the policy sees.
     """
 
     calls: int = 19
