@@ -1,1 +1,1 @@
-"""Models that are asked by messages and answer by text: behind a server, or in this process."""
+"""Chat models that answer conversations with text: behind a server, or in this process."""

@@ -1,6 +1,6 @@
-"""What a chat model is to those who ask it: judges, data pipelines, simulated users.
+"""The interface of chat models for their users: judges, data pipelines, simulated users.
 
-A `ChatModelConfig` is a setting, a frozen dataclass; `open` makes the model of it, with its connections or its weights.
+A `ChatModelConfig` is a frozen dataclass of settings; its `open` makes the model, with its connections or its weights.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Asking:
 
 
 def seed_of(address: str) -> int:
-    """The seed of one request, 31 bits, from its address: whatever else is asked changes nothing about it."""
+    """Return the seed of a request, 31 bits, from its address; other requests do not change it."""
     return int.from_bytes(hashlib.sha256(address.encode()).digest()[:4]) >> 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """What a model said. finish_reason: `length` where `max_tok` cut it. num_tok: its tokens, 0 where nobody says."""
+    """A model's answer. finish_reason: `length` where `max_tok` cut it. num_tok: its tokens, 0 if unknown."""
 
     text: str
     finish_reason: FinishReason
@@ -42,27 +42,27 @@ class ChatAnswer:
 
     @property
     def is_whole(self) -> bool:
-        """True if the model ended the answer itself. No verdict is read from an answer that was cut: the rest might
+        """True if the model ended the answer itself. No verdict is read from an answer that was cut: the rest could
         have changed it."""
         return self.finish_reason == "stop"
 
 
 class ChatModel(Protocol):
-    """A model that is open. It may be asked many things at a time, on one event loop."""
+    """An open model. It may answer many requests concurrently, on one event loop."""
 
     async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
-        """The answer to a conversation that ends with a message to the model.
+        """Return the answer to a conversation that ends with a message to the model.
 
         Raises:
-          InfraError: there is none, after the retries of the settings. ChatTooLong: the conversation leaves no room for
+          InfraError: there is none, after the configured retries. ChatTooLong: the conversation leaves no room for
             an answer in the model's context.
         """
 
     def counts(self) -> Mapping[str, int]:
-        """Requests, answers, and every fault under its kind, since it was opened."""
+        """Return the counts since opening: requests, answers, and every fault under its kind."""
 
     async def close(self) -> None:
-        """Let go of connections or weights."""
+        """Release connections or weights."""
 
 
 class ChatTooLong(Exception):
@@ -73,7 +73,7 @@ class ChatModelConfig(abc.ABC):
     """Settings of a chat model. Subclasses are frozen dataclasses."""
 
     def check(self) -> None:  # noqa: B027  # of a server nothing can be said before it is asked
-        """Look for what is wrong before anything is allocated, loaded or asked.
+        """Check the settings before anything is allocated, loaded or requested.
 
         Raises:
           ConfigError: there is no such folder, or the devices do not divide.
@@ -81,7 +81,7 @@ class ChatModelConfig(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> ChatModel:
-        """The model. Weights are loaded here, connections made when they are needed.
+        """Open the model. Weights are loaded here, connections made when they are needed.
 
         Raises:
           ConfigError: there is no such folder or server.
@@ -90,4 +90,4 @@ class ChatModelConfig(abc.ABC):
     @property
     @abc.abstractmethod
     def identity(self) -> str:
-        """Which model answers, for caches and reports: the same text for the same weights, as far as can be told."""
+        """Return the model's identity, for caches and reports: if possible the same text for the same weights."""

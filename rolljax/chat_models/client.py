@@ -1,9 +1,9 @@
-"""A chat model behind an OpenAI-compatible server: a client that tells the model's answers from the server's faults.
+"""A chat model behind an OpenAI-compatible server: a client that separates answers from server faults.
 
-A request that times out, is refused with 408, 429 or 5xx, breaks off, or is answered with what is no chat completion
-is the infrastructure's fault: it is counted under its kind and asked again, `retries` times, and after that it has
-failed (`InfraError`), which is never an answer. 401, 403, 404 and 405 end the work: they would be the answer to every
-request. Whatever a server sends is read within limits on its size and on the time it takes (`envs.http_body`).
+A request that times out, is refused with 408, 429 or 5xx, breaks off, or gets a response that is not a chat completion
+is an infrastructure fault. It is counted under its kind and repeated `retries` times, and after that it has
+failed (`InfraError`), which never counts as an answer. 401, 403, 404 and 405 end the work: they would be the answer to
+every request. All responses are read within limits on size and time (`envs.http_body`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ HOPELESS = {
     405: "there is no such route",
 }
 PASSING = {408, 409, 425, 429}
-"""Refusals, beside 5xx, after which the same request may be asked again."""
+"""Statuses, in addition to 5xx, after which the same request may be repeated."""
 MAX_WAIT_S = 60.0
-"""Longest wait before a request is asked again."""
+"""Longest wait before a request is repeated."""
 MODELS_S = 30.0
 """Longest time for the list of a server's models."""
 _TOO_LONG = re.compile(r"context.?(?:length|window|size)|maximum context|prompt is too long", re.IGNORECASE)
@@ -46,16 +46,16 @@ _TOO_LONG = re.compile(r"context.?(?:length|window|size)|maximum context|prompt 
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig(ChatModelConfig):
-    """A chat model behind an OpenAI-compatible server, and how it is asked.
+    """A chat model behind an OpenAI-compatible server, and how to call it.
 
-    url: up to `/v1`. model: the name that requests use; empty: the only one that `/models` lists.
-    timeout_s: longest time for an answer, from the connection to its last byte. retries: how often a request is asked
-      again. backoff_s: the pause before the first time, about; before the second it is twice as long, and so on.
+    url: up to `/v1`. model: the name in requests; empty: the only one that `/models` lists.
+    timeout_s: longest time for an answer, from the connection to its last byte. retries: how often a request is
+      repeated. backoff_s: approximate pause before the first retry; doubled before each further one.
     concurrency: most requests at a time.
     key_env: the environment variable that holds the bearer token; where it is not set, none is sent.
-    request: fields of every request over those that are sent anyway; None takes one away
+    request: fields to add to every request, which override the usual ones; None removes a field
       (`{"max_tokens": None, "max_completion_tokens": 4096, "return_token_ids": True}`).
-    completions: for base models, of which servers know no chat template: ask `/completions`. The prompt is the texts of
+    completions: for base models, whose servers have no chat template: use `/completions`. The prompt is the texts of
       the messages as they are, with blank lines between them.
     """
 
@@ -103,7 +103,7 @@ _MODEL = "EndpointConfig.model (eval: --model_name, of a judge --judge_model)"
 
 
 class Endpoint:
-    """A client of one server, with a count of what went wrong. It lives on one event loop.
+    """A client of one server, with a count of its faults. Used from one event loop.
 
     Args:
       key: bearer token; empty: none.
@@ -132,10 +132,10 @@ class Endpoint:
         return ChatAnswer(reply.text, reply.finish_reason, reply.tokens)
 
     async def chat(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> Reply:
-        """The model's answer to a conversation.
+        """Return the model's answer to a conversation.
 
         Raises:
-          InfraError: the server gave none, also when asked again. ChatTooLong: the conversation does not fit.
+          InfraError: the server gave none after all retries. ChatTooLong: the conversation does not fit.
         """
         said: dict[str, Any] = {"messages": [{"role": m.role, "content": clean(m.content)} for m in messages]}
         if self.cfg.completions:
@@ -188,14 +188,14 @@ class Endpoint:
 
     def _connections(self) -> tuple[httpx2.AsyncClient, asyncio.Semaphore]:
         if self._open is None:
-            # every request has its own connection: bytes behind one answer never become the answer to the next
+            # every request has its own connection: bytes after one answer never become the answer to the next
             limits = httpx2.Limits(max_connections=self.cfg.concurrency, max_keepalive_connections=0)
             http = httpx2.AsyncClient(headers=self._headers, timeout=self.cfg.timeout_s, limits=limits)
             self._open = http, asyncio.Semaphore(self.cfg.concurrency)
         return self._open
 
     def _refused(self, response: httpx2.Response, text: str) -> NoReturn:
-        """Raise what a status other than 200 stands for. text: how the body begins."""
+        """Raise the error for a status other than 200. text: beginning of the body."""
         status = response.status_code
         if status in PASSING or status >= 500:
             raise _Passing(f"status_{status}", f"status {status}: {text}", _retry_after(response))
@@ -218,8 +218,8 @@ def _headers(key: str) -> dict[str, str]:
 
 
 class _Passing(Exception):
-    """A fault after which the same request may be asked again. kind: as it is counted. wait_s: that the server asks
-    for."""
+    """A fault after which the request may be repeated. kind: name of its count. wait_s: wait that the server
+    requests."""
 
     def __init__(self, kind: str, detail: str, wait_s: float = 0.0) -> None:
         self.kind, self.detail, self.wait_s = kind, detail, wait_s
@@ -234,7 +234,7 @@ def _retry_after(response: httpx2.Response) -> float:
 
 
 def the_only_model(cfg: EndpointConfig, key: str = "") -> EndpointConfig:
-    """The settings with the name of the model that the server lists, if none is given.
+    """Return the settings with the name of the model that the server lists, if none is given.
 
     Raises:
       ConfigError: it cannot be reached, or lists another number of models.
@@ -259,7 +259,7 @@ def the_only_model(cfg: EndpointConfig, key: str = "") -> EndpointConfig:
 
 
 async def _models(cfg: EndpointConfig, key: str) -> list[str]:
-    """The names of the models that a server lists."""
+    """Return the names of the models that a server lists."""
     timeout_s = min(cfg.timeout_s, MODELS_S)
     async with asyncio.timeout(timeout_s), httpx2.AsyncClient(headers=_headers(key), timeout=timeout_s) as http:
         async with http.stream("GET", f"{cfg.base}/models") as response:

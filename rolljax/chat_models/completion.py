@@ -37,9 +37,9 @@ _CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """A completion, of a chat or of a prompt. prompt_ids, token_ids, sampler_logp: empty where the server does not tell
-    them; tokens: how many it says that the answer has, 0 where it does not say; thinking: what it sends as
-    `reasoning_content`, or as `reasoning`. finish_reason: `stop` also where the server does not say."""
+    """A completion, of a chat or of a prompt. prompt_ids, token_ids, sampler_logp: empty if the server does not send
+    them; tokens: number of the answer's tokens, 0 if not sent; thinking: the server's
+    `reasoning_content`, or `reasoning`. finish_reason: `stop` also if it is not sent."""
 
     text: str
     finish_reason: FinishReason

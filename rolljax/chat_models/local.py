@@ -1,6 +1,6 @@
-"""A chat model of this process: a Hugging Face folder behind rolljax's own sampler, without a server in between.
+"""A chat model of this process: a Hugging Face folder with rolljax's own sampler, without a server in between.
 
-Asked the same, it answers what the same folder answers behind `python -m rolljax.serve`: the template, the limits and
+The same request gets the same answer as from `python -m rolljax.serve` with that folder: the template, the limits and
 the randomness of a seed are the same.
 """
 
@@ -43,7 +43,7 @@ class LocalModel(ChatModelConfig):
 
     path: a Hugging Face folder with a chat template, or a run folder: then its result, `hf/`.
     sampler: slots, context and programs of its engine. dtype: of computing; None: float32 on CPU, else bfloat16.
-    devices: which of this process's devices it is on, by number; empty: all of them, beside whatever else is there.
+    devices: numbers of this process's devices to use; empty: all of them, next to anything else on them.
     """
 
     path: str
@@ -53,7 +53,7 @@ class LocalModel(ChatModelConfig):
 
     @property
     def folder(self) -> Path:
-        """Where the weights are.
+        """Return where the weights are.
 
         Raises:
           ConfigError: there are none.
@@ -81,7 +81,7 @@ class LocalModel(ChatModelConfig):
         return LocalChat(self)
 
     def mesh(self) -> Mesh:
-        """The devices, as the engine splits weights and slots over them.
+        """Return the mesh over which the engine splits weights and slots.
 
         Raises:
           ConfigError: there is no such device, or they do not divide.
@@ -111,7 +111,7 @@ class LocalModel(ChatModelConfig):
 
 
 class _Loaded:
-    """Weights, tokenizer and sampler of a folder, and how many hold it."""
+    """Weights, tokenizer and sampler of a folder, and the number of its holders."""
 
     def __init__(self, cfg: LocalModel) -> None:
         mesh, folder = cfg.mesh(), cfg.folder
@@ -138,13 +138,13 @@ _loaded: dict[LocalModel, _Loaded] = {}
 
 
 def request_address(seed: int) -> Address:
-    """The address of what a server draws for a request with this seed (`serving.responses`)."""
+    """Return the address of the random draws that a server uses for a request with this seed (`serving.responses`)."""
     seed %= 2**62
     return (1, seed >> 31, seed & (2**31 - 1), 0)
 
 
 class SamplerChat:
-    """A chat model made of a sampler that is open; who opened it closes it. It may be asked from any event loop.
+    """A chat model on an open sampler, which its opener closes. It may be called from any event loop.
 
     Args:
       chat: its tokenizer and template. max_context: most tokens of prompt and answer. address: of what is drawn, from
@@ -197,12 +197,12 @@ class SamplerChat:
         return self._counts
 
     async def close(self) -> None:
-        """Let go of the sampler."""
+        """Release the sampler."""
         self._sampler = None
 
 
 class LocalChat(SamplerChat):
-    """A chat model of this process that is open: one of those that hold what its settings name."""
+    """An open chat model of this process; models with equal settings share their weights."""
 
     def __init__(self, cfg: LocalModel) -> None:
         self.cfg = cfg
@@ -214,7 +214,7 @@ class LocalChat(SamplerChat):
         super().__init__(self._model.sampler, self._model.chat, cfg.sampler.max_context)
 
     async def close(self) -> None:
-        """Let go of the weights, and free them where nobody else holds them."""
+        """Release the weights; the last holder frees them."""
         await super().close()
         model, self._model = self._model, None
         if model is None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def is_asked_for() -> bool:
-    """Whether the environment speaks of other processes: `JAX_COORDINATOR_ADDRESS`, or a TPU pod of several hosts."""
+    """Return whether the environment names other processes: by `JAX_COORDINATOR_ADDRESS`, or as a TPU pod."""
     hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES") or ""
     return bool(
         os.environ.get("JAX_COORDINATOR_ADDRESS") or os.environ.get("MEGASCALE_COORDINATOR_ADDRESS") or "," in hosts

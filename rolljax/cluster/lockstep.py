@@ -1,4 +1,4 @@
-"""The processes of one run, in lock step: the first leads, the others do with their devices what it does with its own.
+"""The processes of one run, in lock step: the first leads; the others run the same calls on their devices.
 
 A program whose arrays lie on a mesh of several processes runs when all of them start it, and all must start theirs in
 one order. Every process makes the same objects and shares them under the same names. In the leader `share` gives a
@@ -30,23 +30,23 @@ from rolljax.threads.inbox import Inbox
 JOIN_S = 300.0
 """Longest wait for all processes to connect."""
 GRACE_S = 30.0
-"""What a process gets to end in order once that must happen; then it is cut off, wherever it waits."""
+"""Time for a process to end in order once it must; then it is killed, wherever it waits."""
 NOTICE_S = 2.0
-"""A failure that a lost process has caused may be seen before the loss is: so long it is looked for."""
+"""A failure caused by a lost process may be seen before the loss: the loss is awaited for this long."""
 CALL, HANDSHAKE, READY, STOP, FAILED, END = "call", "handshake", "ready", "stop", "failed", "end"
 _KEY_BYTES, _ADDRESS_BYTES = 32, 256
 T = TypeVar("T")
 
 
 class SingleProcess:
-    """The only process of a run: nobody is told anything."""
+    """The only process of a run: there are no others to notify."""
 
     def guard(self) -> contextlib.AbstractContextManager[None]:
-        """Around all work: a failure is known to the others, and one that a lost process has caused says so."""
+        """Wrap all work: the others learn of a failure, and one that a lost process has caused says so."""
         return contextlib.nullcontext()
 
     def share(self, name: str, own: T, calls: Collection[str]) -> T:
-        """What to use in place of this process's `own` object, of which every process has one under this name.
+        """Return the object to use in place of this process's `own`; every process has one under this name.
 
         Methods named in `calls` are called in all processes, in the order in which they are called here, whatever the
         thread; their results are those of this process. Everything else of the object is this process's own affair.
@@ -60,7 +60,7 @@ class SingleProcess:
         """Wait until all others have found `text` in order."""
 
     def asked_to_stop(self) -> bool:
-        """Whether another process was told to stop.
+        """Return whether another process was asked to stop.
 
         Raises:
           InfraError: a process is lost.
@@ -68,7 +68,7 @@ class SingleProcess:
         return False
 
     def end(self, code: int) -> None:
-        """The last thing that is called: the others end with the same exit code."""
+        """End the run; called last. The others end with the same exit code."""
 
 
 SINGLE_PROCESS = SingleProcess()
@@ -120,7 +120,7 @@ class _Member:
             raise
 
     def _failed(self, error: Exception) -> None:
-        """This process has failed by itself."""
+        """Note that this process has failed by itself."""
 
     def _cut_off(self, text: str, code: int) -> None:
         """End this process before long: the main thread may wait for a device that waits for another process."""
@@ -169,7 +169,7 @@ class Leader(_Member):
 
     @contextlib.contextmanager
     def broadcast(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Around this process's own call of a method: the others are told of it, and nothing else is started meanwhile.
+        """Wrap this process's own call of a method: the others learn of it, and no other call starts meanwhile.
 
         Raises:
           InfraError: a process is lost.
@@ -320,7 +320,7 @@ def join(processes: int) -> SingleProcess | Leader | Follower:
 
 
 def accept(listener: Listener, count: int) -> dict[int, Connection]:
-    """The connections of so many others, by their process number; whoever does not know the key is turned away."""
+    """Accept the connections of `count` other processes, by process number; a peer without the key is rejected."""
     found: dict[int, Connection] = {}
     has_all, too_late = threading.Event(), threading.Event()
 
@@ -339,7 +339,7 @@ def accept(listener: Listener, count: int) -> dict[int, Connection]:
 
 
 def connect(address: tuple[str, int], key: bytes, process: int) -> Connection:
-    """The connection of one of the others."""
+    """Connect to one of the others."""
     connection = _without_delay(Client(address, authkey=key))
     connection.send(process)
     return connection
@@ -353,7 +353,7 @@ def _without_delay(connection: Connection) -> Connection:
 
 
 def _own_host() -> str:
-    """A name or address of this machine that the others can reach."""
+    """Return a name or address of this machine that the others can reach."""
     coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
     if coordinator:
         return coordinator.rsplit(":", 1)[0]

@@ -1,7 +1,7 @@
 """Run a data pipeline: `python -m rolljax.data RECIPE.gin --in A --out B`.
 
 A is a file of rows (JSON Lines, also gzip, a JSON array, Parquet, Arrow), a folder of these or a pattern; B the folder
-that records and report go to. The same command goes on where an interrupted one was, without asking a model twice
+that records and report are written to. The same command resumes an interrupted one, without asking a model twice
 (docs/pipelines.md).
 """
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `--help` says what each is. None: those of this process."""
+    """Parse the arguments of the command line; None: those of this process."""
     parser = argparse.ArgumentParser(prog="python -m rolljax.data", description="Run a data pipeline.")
     parser.add_argument("recipe", metavar="RECIPE", help="gin file of a pipeline, or the name of one of rolljax's")
     parser.add_argument("--in", dest="source", required=True, metavar="A", help="rows: a file, a folder, a pattern")
-    parser.add_argument("--out", required=True, metavar="B", help="folder for records, report and what to go on from")
-    parser.add_argument("--fresh", action="store_true", help="begin anew: delete what is in that folder first")
+    parser.add_argument("--out", required=True, metavar="B", help="folder for records, report and state to resume from")
+    parser.add_argument("--fresh", action="store_true", help="start from scratch: empty that folder first")
     cli.add_config_arguments(parser, required=False)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command, with its arguments; returns its exit code (docs/runs.md)."""
+    """Run the command with its arguments; return its exit code (docs/runs.md)."""
     args = parse(argv)
     cli.quiet()
     config: list[Loaded[Pipeline]] = []

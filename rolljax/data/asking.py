@@ -1,4 +1,4 @@
-"""How stages ask models: many records at a time, every answer into the journal before it is used."""
+"""Ask models for a stage: many records concurrently, every answer written to the journal before it is used."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Asker:
         self.counts: collections.Counter[str] = collections.Counter()
 
     async def ask(self, messages: Sequence[Message], how: Asking) -> ChatAnswer:
-        """The answer to a conversation; equal questions are asked once.
+        """Return the answer to a conversation; equal questions are asked once.
 
         Raises:
           InfraError: there is none. ChatTooLong: it does not fit.
@@ -55,7 +55,7 @@ class Asker:
     def _over(self, key: str, done: asyncio.Future[ChatAnswer]) -> None:
         self._under_way.pop(key, None)
         if not done.cancelled():
-            done.exception()  # whoever still waits for it is told; nobody may
+            done.exception()  # waiting callers have the exception; there may be none
 
     async def _asked(self, key: str, messages: Sequence[Message], how: Asking) -> ChatAnswer:
         if self._model is None:
@@ -75,10 +75,10 @@ class Asker:
         return answer
 
     def each(self, source: Iterable[Record], work: Callable[[Record], Awaitable[T]]) -> Iterator[tuple[Record, T]]:
-        """Every record with what `work` makes of it, in the order of the records, many under way at a time.
+        """Yield the result of `work` for every record, in the order of the records, with many under way at a time.
 
         Raises:
-          Whatever `work` raises; answers that came until then are in the journal.
+          Whatever `work` raises; answers received until then are in the journal.
         """
         with SteppedLoop() as loop:
             waiting = iter(source)
@@ -101,11 +101,11 @@ class Asker:
                 loop.run(self._closed([task for _, task in window]))
 
     def one(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What one piece of work makes."""
+        """The result for one record."""
         return next(iter(self.each([{}], lambda _: work())))[1]
 
     async def _closed(self, cancelled: Sequence[asyncio.Task[T]]) -> None:
-        """Let what is still asked be answered: it was paid for. Then close the model's connections."""
+        """Wait for the open requests, which are paid for, then close the model's connections."""
         await asyncio.gather(*cancelled, *self._under_way.values(), return_exceptions=True)
         if self._model is not None:
             self.counts.update({name: n for name, n in self._model.counts().items() if name not in ("requests",)})

@@ -1,7 +1,7 @@
-"""How often a policy gets a task right: its attempts, and what they say about the task's difficulty.
+"""Measure how often a policy gets a task right: its attempts, and the difficulty of the task by them.
 
-Attempts come from a model that is asked (`Attempts`), or from the rollouts that a run wrote (`FromRollouts`). They
-stand in the record's column `attempts`, a list of `{"text": ..., "reward": ...}`; `Difficulty` sums them up.
+Attempts come from a model (`Attempts`), or from the rollouts that a run wrote (`FromRollouts`). They are in the
+record's column `attempts`, a list of `{"text": ..., "reward": ...}`; `Difficulty` sums them up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rolljax.types import Message, Trajectory
 
 ATTEMPTS = "attempts"
 Score = Callable[[Record, str], float]
-"""`score(record, answer)`: the reward of an answer, from 0 to 1."""
+"""`score(record, answer)`: returns the reward of an answer, from 0 to 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Attempts(AskingStage):
     r"""Ask a model to answer each record k times, and score the answers against the recorded one, as `Questions` does.
 
     model: who answers. k: attempts at a record. temperature, max_tok: of an answer.
-    key: the column of the question, a text or messages; empty: `Pipeline.key`. prompt: how a question that is a text is
-      put; `{question}` is replaced. answer_key: the column of the recorded answer. answer_in: where an answer is read,
-      as `Questions.answer_in`. score: a function of one's own (record, answer) instead, from 0 to 1.
+    key: the column of the question, a text or messages; empty: `Pipeline.key`. prompt: template for a question that is
+    a text; `{question}` is replaced. answer_key: the column of the recorded answer. answer_in: where an answer is read,
+    as `Questions.answer_in`. score: instead, a custom function (record, answer) that returns 0 to 1.
     until_success: stop at the first attempt that is worth 1, as adaptive synthesis does; k is then the most.
     """
 
@@ -93,7 +93,7 @@ class Attempts(AskingStage):
         return played
 
     def reward(self, record: Record, answer: str) -> float:
-        """What an answer is worth."""
+        """Return the reward of an answer."""
         if self.score is None:
             gold = answers.split_recorded(text_of(record, self.answer_key))[1]
             return float(is_right(answer, gold, self.answer_in))
@@ -112,7 +112,7 @@ class Attempts(AskingStage):
 @dataclasses.dataclass(frozen=True)
 class FromRollouts(Stage):
     """Take the attempts from the rollouts that runs wrote (`rollouts/step_N.jsonl`), or from an evaluation's answers:
-    those at tasks whose content is the record's question. Records that nobody played are left out. Attempts wait in a
+    those at tasks whose content is the record's question. Records without an attempt are left out. Attempts wait in a
     file: 8 bytes of memory are taken for each.
 
     paths: files, or folders of them. key: the column of the question, what `Questions` makes the task's content;
@@ -143,7 +143,7 @@ class FromRollouts(Stage):
                     yield {**record, ATTEMPTS: [_line_at(file, at) for at in found]}
 
     def _trajectories(self) -> Iterator[Trajectory]:
-        """Those that were not lost."""
+        """Yield the trajectories that were not lost."""
         for path in self.files():
             with open(path, encoding="utf-8") as lines:
                 for line in lines:
@@ -152,7 +152,7 @@ class FromRollouts(Stage):
                         yield t
 
     def files(self) -> list[Path]:
-        """The files, in the order of the steps they are of.
+        """Return the files, in the order of their steps.
 
         Raises:
           ConfigError: there is none.
@@ -180,7 +180,7 @@ def _line_at(file: BinaryIO, place: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What rewards say about a task. mu: their mean. sigma: their standard deviation. score: mu times the variance,
+    """Statistics of a task's rewards. mu: their mean. sigma: their standard deviation. score: mu times the variance,
     which is highest at a pass rate of 2/3."""
 
     k: int
@@ -190,7 +190,7 @@ class Rates:
 
 
 def rates(rewards: Sequence[float]) -> Rates:
-    """Mean, deviation (of the rewards themselves, not an estimate from a sample) and `mean * variance`."""
+    """Return mean, deviation (of the rewards themselves, not an estimate from a sample) and `mean * variance`."""
     k = len(rewards)
     mu = math.fsum(rewards) / k
     variance = math.fsum((r - mu) ** 2 for r in rewards) / k
@@ -215,7 +215,7 @@ class Difficulty(Stage):
 
 
 def attempts_of(record: Record) -> list[dict[str, Any]]:
-    """The attempts at a record.
+    """Return the attempts at a record.
 
     Raises:
       DataError: it has none.
@@ -229,5 +229,5 @@ def attempts_of(record: Record) -> list[dict[str, Any]]:
 
 
 def rewards_of(record: Record) -> list[float]:
-    """The rewards of the attempts at a record."""
+    """Return the rewards of the attempts at a record."""
     return [float(a["reward"]) for a in attempts_of(record)]

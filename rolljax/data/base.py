@@ -1,4 +1,4 @@
-"""What a stage of a pipeline is: settings, and a function from records to records."""
+"""The interface of pipeline stages: settings, and a function from records to records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_OBSERVED = 2000
 
 
 class Source(Protocol):
-    """The records that a stage is given: in their order, as often as it likes, or one by its number. Nothing of them is
+    """The input records of a stage: iterable in order any number of times, or one by its number. None of them is
     held in memory."""
 
     def __len__(self) -> int: ...
@@ -44,7 +44,7 @@ class Source(Protocol):
 
 @dataclasses.dataclass
 class Ledger:
-    """What a stage did, for the report. num_in, num_out: records. dropped: by reason. counts, numbers: what the stage
+    """The report of a stage. num_in, num_out: records. dropped: by reason. counts, numbers: what the stage
     counted and measured itself. samples: a few of the dropped, by reason. observed: values by name, `seen` how many
     there were."""
 
@@ -63,7 +63,7 @@ class Ledger:
 
 
 class Place:
-    """Where a stage runs: what it may use, and where it says what it did.
+    """The context of a running stage: its resources, and its report.
 
     label: of the stage in this pipeline, `02_minhash`. seed: of all that is drawn. scratch: a folder for what does not
     fit into memory; it is empty at first, and taken away afterwards. asker: asks the stage's model; None: it has none.
@@ -82,7 +82,7 @@ class Place:
         return self._asker
 
     def drop(self, record: Record, why: str) -> None:
-        """Say that a record is left out, and why: a word or two, the same for all of a kind."""
+        """Report a dropped record and why: a word or two, the same for all of a kind."""
         self.ledger.dropped[why] += 1
         shown = self.ledger.samples.setdefault(why, [])
         if len(shown) < NUM_SAMPLES:
@@ -112,20 +112,20 @@ class Stage(abc.ABC):
 
     @property
     def asks(self) -> bool:
-        """Whether it needs a model: that of its own field `model`, else the pipeline's."""
+        """Return whether it needs a model: that of its own field `model`, else the pipeline's."""
         return False
 
     @property
     def name(self) -> str:
-        """What it is called in reports: its class, in small letters."""
+        """Return its name in reports: its class, in small letters."""
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(self).__name__).lstrip("_")
 
     @abc.abstractmethod
     def run(self, source: Source, place: Place) -> Iterator[Record]:
-        """The records that it makes of those of `source`. What it leaves out it says to `place`.
+        """Yield the output records for those of `source`; drops are reported to `place`.
 
-        It depends on records, settings, `place.seed` and the model's answers, and on nothing else: an interrupted stage
-        is begun again, with the answers that came.
+        The output depends on records, settings, `place.seed` and the model's answers, and on nothing else: an
+        interrupted stage is run again with the answers received so far.
 
         Raises:
           DataError: a record lacks what the stage needs.
@@ -157,17 +157,17 @@ def with_key(settings: Any, key: str) -> Any:
 
 
 def each(source: Iterable[Record], change: Callable[[Record], Record | None]) -> Iterator[Record]:
-    """The records that `change` makes of others; None leaves one out."""
+    """Yield the results of `change`; None drops a record."""
     for record in source:
         if (made := change(record)) is not None:
             yield made
 
 
 def value_of(record: Mapping[str, Any], key: str) -> Any:
-    """What stands in a column; a name with dots reaches into objects.
+    """Return the value of a column; a name with dots reaches into objects.
 
     Raises:
-      DataError: nothing does.
+      DataError: the column is missing.
     """
     try:
         return columns.value(dict(record), key)
@@ -179,7 +179,7 @@ def value_of(record: Mapping[str, Any], key: str) -> Any:
 
 
 def text_of(record: Mapping[str, Any], key: str) -> str:
-    """The text of a column: a text, a number as text, or the texts of a list of messages, one below the other.
+    """Return the text of a column: a text, a number as text, or the texts of a list of messages, one below the other.
 
     Raises:
       DataError: it is missing, or none of these.
@@ -194,11 +194,11 @@ def text_of(record: Mapping[str, Any], key: str) -> str:
 
 
 def fingerprint(value: Any) -> str:
-    """32 hex digits of the SHA-256 of a JSON value; the order of keys does not matter."""
+    """Return 32 hex digits of the SHA-256 of a JSON value; the order of keys does not matter."""
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 def seed_of(*address: object) -> int:
-    """A seed for an address: 31 bits of a hash, so that it depends on nothing else."""
+    """Return a seed for an address: 31 bits of a hash, so that it depends on nothing else."""
     return int(hashlib.sha256("\0".join(map(str, address)).encode()).hexdigest()[:8], 16) & 0x7FFFFFFF

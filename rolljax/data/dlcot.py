@@ -67,7 +67,7 @@ class Trace:
     conclusion: joined they are the trace.
 
     labels: of the solutions. errors: whether a solution holds errors. spans: the sentences of each that do, quoted.
-    clusters: numbers of solutions and steps that go the same way; what stands in none is alone.
+    clusters: numbers of solutions and steps with the same approach; a number in no cluster is alone.
     """
 
     head: str
@@ -86,11 +86,11 @@ class Trace:
 
     @property
     def first_correct(self) -> int | None:
-        """The number of the first correct solution: the trunk ends with it. None: there is none."""
+        """Return the number of the first correct solution: the trunk ends with it. None: there is none."""
         return next((i for i, label in enumerate(self.labels, 1) if label == "Correct"), None)
 
     def without(self, numbers: Iterable[int], spans: Mapping[int, Sequence[str]] | None = None) -> str:
-        """The trace without some solutions and steps, and without some spans of others."""
+        """Return the trace without some solutions and steps, and without some spans of others."""
         gone, kept = set(numbers), [self.head]
         for i, text in enumerate((*self.solutions, *self.steps), 1):
             if i not in gone:
@@ -105,7 +105,7 @@ class Trace:
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Trace:
-        """The trace that `to_json` was of."""
+        """Parse the output of `to_json`."""
         return Trace(
             found["head"],
             tuple(found["solutions"]),
@@ -119,19 +119,19 @@ class Trace:
 
 
 def redundant(clusters: Sequence[Sequence[int]], last: int | None = None) -> list[int]:
-    """What goes where redundancy is reduced: of each cluster all but the first, in the order of the clusters.
+    """Return what to remove for less redundancy: of each cluster all but the first, in the order of the clusters.
 
-    last: only so many of these, from the end; None: all.
+    last: only this many, from the end; None: all.
     """
     marked = [i for cluster in clusters for i in sorted(cluster)[1:]]
     return marked if last is None else marked[max(0, len(marked) - last) :]
 
 
 def incorrect(trace: Trace) -> set[int] | None:
-    """What goes where incorrectness is reduced; None: no solution is correct, and the trace is of no use.
+    """Return what to remove for less incorrectness; None: no solution is correct, and the trace cannot be used.
 
-    The trunk is everything up to the first correct solution. Of every cluster all but the first go, except correct
-    solutions of the trunk. A solution beyond the trunk that holds errors and is not correct goes as a whole.
+    The trunk is everything up to the first correct solution. Of every cluster all but the first are removed, except
+    correct solutions of the trunk. A solution after the trunk that has errors and is not correct is removed as a whole.
     """
     first = trace.first_correct
     if first is None:
@@ -144,8 +144,8 @@ def incorrect(trace: Trace) -> set[int] | None:
 
 
 def erroneous_spans(trace: Trace, *, trunk: bool) -> dict[int, tuple[str, ...]]:
-    """The spans with errors that go, by solution: of correct ones beyond the trunk, and of those of the trunk if that
-    is asked for (keeping them teaches to find and mend errors)."""
+    """Return the spans with errors to remove, by solution: of correct ones after the trunk, and optionally of
+    those of the trunk (keeping them teaches to find and correct errors)."""
     first = trace.first_correct or 0
     return {
         i: spans
@@ -155,7 +155,7 @@ def erroneous_spans(trace: Trace, *, trunk: bool) -> dict[int, tuple[str, ...]]:
 
 
 def rewrite_fault(trace: str, kept: str, rewritten: str, tolerance: float = 0.05) -> str:
-    r"""What is wrong with a model's rewriting of the kept text, in a word; empty: nothing.
+    r"""Return what is wrong with a model's rewriting of the kept text, in a word; empty: nothing.
 
     It may differ from it by an edit distance of `tolerance` times the longer text, and must end with the trace's own
     `\boxed{...}`.

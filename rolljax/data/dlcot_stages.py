@@ -1,5 +1,5 @@
 """DLCoT as stages: a model takes traces apart, labels and clusters (`Deconstruct`), rules prune (`Prune`), a model
-mends what stands between the parts that are left (`Rewrite`). The formulas are in `dlcot`."""
+repairs the transitions between the remaining parts (`Rewrite`). The formulas are in `dlcot`."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ DLCOT = "dlcot"
 class Deconstruct(AskingStage):
     """Take traces apart: a column `dlcot` with parts, solutions, labels and clusters (`dlcot.Trace`).
 
-    What a model repeats is aligned with the trace, so that the parts joined are the trace; a proposal that is too
-    unlike it, or that cannot be read, is asked for again. A trace for which that does not help is left out, by the
-    question that failed.
+    A model's repetition is aligned with the trace, so that the parts joined are the trace; a proposal that is too
+    unlike it, or that cannot be parsed, is requested again. If that does not help, the trace is left out, and the
+    reason is the question that failed.
 
     model: who is asked (the authors: one of 72B, and a stronger one for clusters). question_key,
       answer_key, trace_key: columns; an empty `question_key`: `Pipeline.key`. least: Jaccard similarity of a proposal.
@@ -106,13 +106,13 @@ class Deconstruct(AskingStage):
 
 
 class _Deconstruction:
-    """The questions about one trace."""
+    """Asks the questions about one trace."""
 
     def __init__(self, stage: Deconstruct, place: Place, record: Record) -> None:
         self._stage, self._place, self._record = stage, place, record
 
     async def trace(self) -> Trace | str:
-        """The trace taken apart, or what could not be had of it."""
+        """Return the trace taken apart, or the name of the question that failed."""
         stage, record = self._stage, self._record
         text = text_of(record, stage.trace_key)
         question, answer = text_of(record, stage.question_key), text_of(record, stage.answer_key)
@@ -146,7 +146,7 @@ class _Deconstruction:
         return Trace(parts[0] + parts[1], solutions, steps, parts[4], named, errors, spans, clusters)
 
     async def _split(self, prompt: str, text: str, names: Sequence[str] | str) -> list[str] | None:
-        """An exact partition of a text as the model proposes it: into named parts, or into numbered ones."""
+        """Split a text exactly as the model proposes: into named parts, or into numbered ones."""
 
         def parse(answer: str) -> list[str] | None:
             headings, bodies = sections(answer)
@@ -163,7 +163,7 @@ class _Deconstruction:
         return await self._ask(prompt, parse)
 
     async def _json(self, template: str, shown: dict[str, str], read: Callable[[Any], Any]) -> Any:
-        """What can be read of an answer's JSON object; None: of no answer anything."""
+        """Parse an answer's JSON object; None: no answer could be parsed."""
         prompt = re.sub(r"\{(\w+)\}", lambda m: shown.get(m[1], m[0]), template)
 
         def parse(answer: str) -> Any:
@@ -182,7 +182,7 @@ How = Literal["redundant", "redundant_1", "redundant_2", "incorrect"]
 
 @dataclasses.dataclass(frozen=True)
 class Prune(Stage):
-    """Cut out of traces what repeats or fails: writes the text that is left into `column`. Reads the column `dlcot`.
+    """Cut redundant or failed parts out of traces; the remaining text is written to `column`. Reads the column `dlcot`.
 
     how: redundant: of every cluster all but the first go; redundant_1, redundant_2: only the last one or two of these;
       incorrect: as `dlcot.incorrect`, which keeps the way to the first correct solution. Traces without a correct
@@ -227,10 +227,10 @@ class Prune(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite(AskingStage):
-    r"""Have a model mend pruned traces, with as few changes as it can; an answer counts that is near the pruned text
+    r"""Have a model repair pruned traces, with as few changes as it can; an answer counts that is near the pruned text
     (edit distance) and ends with the same `\boxed{...}` as the trace.
 
-    model: who mends. column: of the text. tolerance: largest edit distance, as a share of the text.
+    model: the model that repairs. column: of the text. tolerance: largest edit distance, as a share of the text.
     keep_unmended: where no answer counts, keep the pruned text if it ends with the trace's answer; else the record is
       left out. tries: for an answer that counts. temperature, max_tok: of an answer.
     """
@@ -275,7 +275,7 @@ class Rewrite(AskingStage):
 
 
 def trace_of(record: Record) -> Trace:
-    """The trace of a record, taken apart.
+    """Return the trace of a record, taken apart.
 
     Raises:
       DataError: it has none.
@@ -287,8 +287,8 @@ def trace_of(record: Record) -> Trace:
 
 
 def sections(answer: str) -> tuple[list[str], list[str]]:
-    """The headings of an answer, lines like `## Solution 2`, in small letters and without their numbers, and the text
-    under each; what stands before the first is left out."""
+    """Return the headings of an answer, lines like `## Solution 2`, in small letters and without their numbers, and the
+    text under each; text before the first heading is left out."""
     headings: list[str] = []
     bodies: list[str] = []
     for line in answer.splitlines(keepends=True):
@@ -310,7 +310,7 @@ def _whole(value: Any, most: int) -> int | None:
 
 
 def _labels(said: Any, solutions: Sequence[str]) -> list[tuple[str, bool, tuple[str, ...]]] | None:
-    """Label, error and spans (those that are the solution's own words) of every solution."""
+    """Parse label, error and spans of every solution; only spans that quote the solution count."""
     found = said.get("solutions")
     if not isinstance(found, list) or len(found) != len(solutions):
         return None
@@ -325,7 +325,7 @@ def _labels(said: Any, solutions: Sequence[str]) -> list[tuple[str, bool, tuple[
 
 
 def _clusters(said: Any, num: int) -> tuple[tuple[int, ...], ...] | None:
-    """Clusters in which every number stands once."""
+    """Return the clusters; every number is in exactly one."""
     found = said.get("clusters")
     if not isinstance(found, list) or not all(isinstance(c, list) and c for c in found):
         return None

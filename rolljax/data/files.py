@@ -1,4 +1,4 @@
-"""Files that pipelines read and write: rows of whatever format in, JSON Lines or Parquet out, whole or not at all."""
+"""Files that pipelines read and write: rows of any format in, JSON Lines or Parquet out, complete or not at all."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FileSource:
 
 
 class Spill:
-    """Records between two stages: JSON Lines, written once, read as often as is liked."""
+    """Records between two stages: JSON Lines, written once, read any number of times."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,7 +96,7 @@ def line_of(record: Mapping[str, Any]) -> bytes:
 
 
 def write_spill(path: Path, records: Iterable[Record]) -> int:
-    """Write records between two stages; the file is in its place when all are there. Returns how many."""
+    """Write records between two stages; the file appears when it is complete. Returns their number."""
     num = 0
     temporary = durable.beside(path)
     with durable.storing(path):

@@ -1,4 +1,4 @@
-"""Filters of one record at a time: lengths, languages, quality, values of columns, and what evaluations ask."""
+"""Filters of one record at a time: lengths, languages, quality, values of columns, overlap with evaluations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SCRIPTS: dict[str, Script] = {
 
 @dataclasses.dataclass(frozen=True)
 class Length(Stage):
-    """Keep records whose text has so many characters and words.
+    """Keep records whose number of characters and words is in a range.
 
     key: the column; empty: `Pipeline.key`. min_chars, max_chars, min_words, max_words: the range, ends included; None:
       no end.
@@ -60,7 +60,7 @@ class Length(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class Language(Stage):
-    """Keep records whose letters are of some scripts. A script is no language, but tells most apart, without a model.
+    """Keep records whose letters are of some scripts. A script is not a language, but separates most, without a model.
 
     key: the column; empty: `Pipeline.key`. scripts: those that count, such as `('latin',)` or `('han', 'kana')`.
       min_frac: least share of the text's letters that are theirs. Texts without letters stay.
@@ -88,7 +88,7 @@ class Language(Stage):
 
 
 def scripts(text: str) -> collections.Counter[str]:
-    """How many letters of a text are of each script; `other` for those of none that has a name here."""
+    """Count the letters of a text by script; `other` for those of none that has a name here."""
     found: collections.Counter[str] = collections.Counter()
     for letter, num in collections.Counter(text).items():
         if letter.isalpha():
@@ -103,8 +103,8 @@ class Quality(Stage):
 
     key: the column; empty: `Pipeline.key`. max_symbol_frac: most characters that are neither letters, digits nor white
       space, of all.
-    max_line_repeats: most lines that stood before in the text, of all its lines.
-    max_gram_repeats: most runs of `gram` words that stood before, of all runs. gram: words of a run.
+    max_line_repeats: most lines that occurred before in the text, of all its lines.
+    max_gram_repeats: most runs of `gram` words that occurred before, of all runs. gram: words of a run.
     """
 
     key: str = ""
@@ -126,7 +126,7 @@ class Quality(Stage):
                 yield record
 
     def fault(self, text: str) -> str:
-        """What is wrong with a text, in a word; empty: nothing."""
+        """Return what is wrong with a text, in a word; empty: nothing."""
         symbols = sum(not c.isalnum() and not c.isspace() for c in text)
         if "\ufffd" in text:
             return "broken_characters"
@@ -172,8 +172,8 @@ class Decontaminate(Stage):
     """Leave out records that share a run of words with the tasks of evaluations.
 
     key: the column; empty: `Pipeline.key`. against: files of these tasks. against_key: their column; empty: the same as
-      `key`. n: words of a run (13, as GPT-3's); tasks that are shorter are looked for as a whole, if they have
-      `min_words`. min_words: of a task that is looked for.
+      `key`. n: words of a run (13, as GPT-3's); shorter tasks are searched for as a whole, if they have
+      `min_words`. min_words: fewest words of a task that is searched for.
     """
 
     against: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
-"""The journal of a model's answers: what was answered once is never asked again, whatever ended the process.
+"""The journal of a model's answers: an answer is never requested twice, however the process ended.
 
-A line for each answer, under a hash of all that decides it. Lines survive the end of the process as soon as they are
+One line per answer, under a hash of everything that it depends on. Lines survive the end of the process as soon as they
 written, and that of the machine when `sync` has returned. A line that a killed writer left unfinished is cut off.
 """
 
@@ -16,10 +16,10 @@ from rolljax.run import durable
 
 
 class Journal:
-    """Answers on disk, by their keys; in memory there is 8 bytes of place for each, beside its key.
+    """Answers on disk by key; each takes 8 bytes of memory in addition to its key.
 
     Raises:
-      CheckpointError: what stands there is no journal. StorageError: it cannot be written.
+      CheckpointError: the file is not a journal. StorageError: it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class Journal:
         return len(self._places)
 
     def get(self, key: str) -> Any:
-        """The value of a key; None where there is none."""
+        """Return the value of a key; None if there is none."""
         place = self._places.get(bytes.fromhex(key))
         if place is None:
             return None
@@ -76,7 +76,7 @@ class Journal:
         self._file.close()
 
     def _read(self) -> int:
-        """Index what is there, and cut off an unfinished line; returns where it ends."""
+        """Index the existing lines, and cut off an unfinished one; return where the file ends."""
         end = 0
         self._file.seek(0)
         for line in self._file:

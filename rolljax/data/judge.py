@@ -1,4 +1,4 @@
-"""Filters by a model's verdict, and what all stages that ask for a verdict share."""
+"""Filters by a model's verdict, and the shared parts of all stages that request verdicts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _SLOT = re.compile(r"\{([\w.]+)\}")
 
 
 def filled(template: str, record: Record) -> str:
-    """A prompt with the texts of columns in the place of `{column}`. What a column says is put in as it is: it is not
-    looked through for slots."""
+    """Fill in a prompt's `{column}` slots with the texts of columns. The inserted texts are not
+    searched for slots."""
     return _SLOT.sub(lambda m: text_of(record, m[1]), template)
 
 
 async def ask_until(
     place: Place, record: Record, prompt: str, how: Asking, parse: Callable[[str], T | None], tries: int, vote: int = 0
 ) -> T | None:
-    """Ask until an answer can be parsed, each time with another seed; None: none of `tries` could, or the prompt does
-    not fit. An answer that was cut is not parsed.
+    """Ask until an answer can be parsed, each time with another seed; None: none of `tries` could, or the prompt is too
+    long. An answer that was cut is not parsed.
 
     vote: which of several independent answers this is.
     """
@@ -50,7 +50,7 @@ async def ask_until(
 class JudgeFilter(AskingStage):
     """Keep records that a model accepts.
 
-    model: the judge. prompt: what it is asked; `{column}` is replaced by the record's text. verdict: a regular
+    model: the judge. prompt: its prompt; `{column}` is replaced by the record's text. verdict: a regular
       expression with one group; its last match in the answer is the verdict, in small letters. accept: verdicts that
       keep a record. votes: independent answers, of which the majority decides; ties reject. tries: how often it is
       asked again where an answer holds no verdict; a record without one is left out as `no_verdict`.

@@ -1,12 +1,12 @@
-"""A pipeline: its settings, and how it runs, stops and goes on.
+"""A pipeline: its settings, and how it runs, stops and resumes.
 
 A folder of a pipeline holds
-  pipeline.json    what it is made of: settings, input, model; another pipeline is not written over it
+  pipeline.json    its settings, input, model; another pipeline is not written over it
   data.jsonl       the records (or a file for each value of `Pipeline.split_by`), when all stages are over
-  report.json, report.md, report.png   what each stage did
-  work/            records between two stages, and journals of what models answered
+  report.json, report.md, report.png   the report of each stage
+  work/            records between two stages, and journals of the models' answers
 
-A stage that is over is not run again; one that was interrupted begins anew, with the answers of its journal.
+A finished stage is not run again; an interrupted one runs again from the start, with the answers of its journal.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FORMATS = ("jsonl", "jsonl.gz", "parquet")
 class Pipeline:
     """A data pipeline: stages, one after the other.
 
-    stages: in their order. model: that stages ask which name none themselves. key: the column of the questions, for all
+    stages: in their order. model: for stages that name none themselves. key: the column of the questions, for all
       stages that name none themselves; dots reach into objects.
     seed: of all that is drawn. concurrency: most questions to a model at a time.
     output: format of what comes out. split_by: a column whose values (texts) name the files that records go to; empty:
@@ -97,20 +97,20 @@ class Pipeline:
                 )
 
     def model_of(self, stage: Stage) -> ChatModelConfig | None:
-        """The model that a stage asks; None: it asks none."""
+        """Return the model of a stage; None: it asks none."""
         if not isinstance(stage, AskingStage):
             return None
         return (stage.model or self.model) if stage.asks else None
 
     @property
     def labels(self) -> Sequence[str]:
-        """What its stages are called: number and name."""
+        """Return the labels of its stages: number and name."""
         return [f"{i + 1:02d}_{stage.name}" for i, stage in enumerate(self.stages)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a pipeline made. files: name -> records in it. stages: label -> its ledger, as JSON."""
+    """The output of a pipeline. files: name -> records in it. stages: label -> its ledger, as JSON."""
 
     folder: Path
     files: Mapping[str, int]
@@ -118,17 +118,17 @@ class Outcome:
 
 
 def run(pipeline: Pipeline, source: str, folder: str | Path, *, fresh: bool = False, setup: Any = None) -> Outcome:
-    """Run a pipeline, or go on with one that was interrupted; in any thread, and inside of a running event loop too,
-    which waits meanwhile.
+    """Run a pipeline, or resume an interrupted one. May be called in any thread, also inside of a running event loop,
+    which is blocked meanwhile.
 
     Args:
       source: the input: a file, a folder, or a pattern, as `envs.data.rows` reads them.
-      folder: of the pipeline; it is made. fresh: begin anew, answers of models included.
-      setup: what must be the same for it to go on, as JSON; None: what `repr` says of the settings.
+      folder: of the pipeline; it is made. fresh: start from scratch, answers of models included.
+      setup: the settings that must be the same to resume, as JSON; None: the settings' `repr`.
 
     Raises:
       ConfigError: the folder holds something else, or another pipeline. DataError: records that a stage cannot use.
-      InfraError: a model gave no answer; what came until then is kept. StorageError: the disk is full.
+      InfraError: a model gave no answer; earlier answers are kept. StorageError: the disk is full.
     """
     given = FileSource(source, skip_bad=pipeline.bad_rows == "skip")
     made_of = {
@@ -142,7 +142,7 @@ def run(pipeline: Pipeline, source: str, folder: str | Path, *, fresh: bool = Fa
 
 
 def _that_matter(setup: Any) -> Any:
-    """The settings without those that change no record: how models are reached (`models` says which they are)."""
+    """Return the settings that can change a record: all but how models are reached (`models` identifies them)."""
     if not isinstance(setup, Mapping):
         return setup
     aside = re.compile(r"(^|\.)model(\.|$)|^concurrency$")
@@ -151,7 +151,7 @@ def _that_matter(setup: Any) -> Any:
 
 def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progress: Progress) -> Outcome:
     if (folder / report.REPORT).is_file():
-        progress.say(f"{folder} is complete: nothing to do (--fresh begins anew)")
+        progress.say(f"{folder} is complete: nothing to do (--fresh starts from scratch)")
         found = json.loads((folder / report.REPORT).read_text())
         return Outcome(folder, found["files"], found["stages"])
     records: Source = given
@@ -179,7 +179,7 @@ def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progre
 def _run_stage(
     pipeline: Pipeline, stage: Stage, label: str, records: Source, work: Path, progress: Progress
 ) -> dict[str, Any]:
-    """Run one stage; its records are in their place when this returns what it says of itself."""
+    """Run one stage; return its report. Its records are complete by then."""
     scratch = work / f".{label}.tmp"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
@@ -284,7 +284,7 @@ def _opened(folder: Path, made_of: Mapping[str, Any], fresh: bool) -> Iterator[P
 
 
 def _holds_results(folder: Path) -> bool:
-    """Whether a stage is over, or a model has answered: what another pipeline must not write over."""
+    """Return whether a stage is finished, or a model has answered: another pipeline must not overwrite that."""
     work = folder / WORK
     answered = any(path.stat().st_size for path in work.glob("*.answers.jsonl"))
     return answered or (folder / report.REPORT).is_file() or any(work.glob("*.json"))
@@ -303,5 +303,5 @@ def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any])
         f"holds another pipeline: {detail} differ",
         setting="--out",
         value=str(folder),
-        remedy="go back to the old settings and input, name another --out, or begin anew with --fresh",
+        remedy="go back to the old settings and input, name another --out, or start from scratch with --fresh",
     )

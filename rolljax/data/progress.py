@@ -1,4 +1,4 @@
-"""How far a pipeline is, for a person."""
+"""Progress of a pipeline on the terminal."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class Progress(ProgressLines):
-    """Shows how far a pipeline is. Use as a context manager."""
+    """Shows the progress of a pipeline. Use as a context manager."""
 
     def show(self, label: str, done: int, total: int, ledger: Ledger) -> None:
-        """How far a stage is."""
+        """Show the progress of a stage."""
         text = f"{label}, {sum(ledger.dropped.values())} dropped"
         self._show(done, total, text, f"{text}: {done} of {total} records")
 
     def over(self, label: str, ledger: Mapping[str, Any]) -> None:
-        """A stage is over."""
+        """Show that a stage is finished."""
         dropped = ", ".join(f"{why} {n}" for why, n in ledger["dropped"].items())
         asked = f"; {n} answers" if (n := ledger["asked"].get("asked")) else ""
         self.say(f"{label}: {ledger['num_in']} -> {ledger['num_out']}{f' ({dropped})' if dropped else ''}{asked}")

@@ -1,4 +1,4 @@
-"""What RecGPT (arXiv 2507.22879) does with data: behaviour compressed to rows of items, samples from easy to hard,
+"""Data processing of RecGPT (arXiv 2507.22879): behaviour compressed to rows of items, samples from easy to hard,
 hashed ids; and synthetic users whose interest shifts, to try all of it on.
 
 Pure functions from records to records, deterministic given their seed. A user is `{"user": id, "events": [{"item": id,

@@ -1,4 +1,4 @@
-"""Rejection sampling: of the attempts at a task those that are right and differ, as examples to imitate."""
+"""Rejection sampling: keep the right and distinct attempts at a task, as examples to imitate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RejectionSampling(Stage):
     without one are left out.
 
     min_reward: of an attempt that may be kept. cap: most that are kept of a record. similarity: an attempt is left out
-      whose final answer, however it is written, is that of one that is kept, and whose text is more similar to it (edit
+      whose final answer, in any notation, is that of a kept one, and whose text is more similar to it (edit
       distance). answer_key: the column that the text is written to.
     """
 

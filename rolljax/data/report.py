@@ -1,4 +1,4 @@
-"""What a pipeline says of itself when it is over: numbers, a table, a picture."""
+"""The report of a finished pipeline: numbers, a table, a picture."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def write(
     stages: Mapping[str, Mapping[str, Any]],
     samples: Sequence[str] = (),
 ) -> None:
-    """Write report.png, report.md and last report.json, which says that the pipeline is over.
+    """Write report.png, report.md and last report.json, which marks the pipeline as finished.
 
     Args:
-      num_in: rows of the input. files: name -> records. stages: label -> what it said of itself.
-      samples: a few of the records that came out, as text.
+      num_in: rows of the input. files: name -> records. stages: label -> its report.
+      samples: a few of the output records, as text.
     """
     durable.write(folder / PICTURE, _picture(num_in, stages))
     durable.write(folder / TABLE, markdown(num_in, files, stages, samples))

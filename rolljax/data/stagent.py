@@ -101,7 +101,7 @@ class Taxonomy(AskingStage):
     def _named(
         self, source: Source, numbers: Sequence[int], known: Sequence[str], place: Place, round_: int
     ) -> list[str]:
-        """The known intents and those that the model names for a sample of some records."""
+        """Return the known intents and those that the model names for a sample of records."""
         drawn = sorted(random.Random(place.seed + round_).sample(numbers, min(self.samples, len(numbers))))
         texts = [" ".join(text_of(source.record(n), self.key).split())[:300] for n in drawn]
         left = self.most - len(known)
@@ -121,7 +121,7 @@ class Taxonomy(AskingStage):
     def _tagged(
         self, source: Source, numbers: Sequence[int], intents: Sequence[str], place: Place, round_: int
     ) -> dict[int, dict[str, Any]]:
-        """What the model says of some records; those without an answer that can be read are missing."""
+        """Return the model's labels of some records; records whose answer cannot be parsed are missing."""
         listed = "\n".join(f"- {name}" for name in (*intents, OTHER))
         how = Asking(self.temperature, self.max_tok, round_)
 
@@ -219,7 +219,7 @@ class Learnability(Stage):
                 yield {**slim, "rollouts": dataclasses.asdict(found), "route": where}
 
     def route(self, mu: float, sigma: float) -> Route:
-        """Where a task with this mean and deviation goes."""
+        """Return the route of a task with this mean and deviation."""
         if mu >= self.trivial:
             return "trivial"
         if mu <= self.noise:
@@ -231,8 +231,8 @@ class Learnability(Stage):
 class RareTools(Stage):
     """Repeat records whose combination of tools is rare, so that it is seen more often.
 
-    key: a column with the list of tools that a record's conversation uses. target: records that each combination is to
-      have; None: as many as the median combination. most: times that a record stands there at most.
+    key: a column with the list of tools that a record's conversation uses. target: records of each combination in the
+    output; None: as many as the median combination. most: most copies of a record.
     """
 
     key: str = "tools"

@@ -18,7 +18,7 @@ _WORD = re.compile(r"\w+")
 
 
 def normalised(text: str) -> str:
-    """A text without what does not matter: NFKC, small letters, words and numbers with single blanks between them."""
+    """Normalize a text: NFKC, small letters, words and numbers with single blanks between them."""
     return " ".join(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 

@@ -1,5 +1,5 @@
-"""ROME's mask of turns for SFT (arXiv:2512.24873): of a recorded conversation only turns are imitated that ran without
-an error and mattered for the solution; the others stay, as context."""
+"""ROME's turn mask for SFT (arXiv:2512.24873): only those turns of a recorded conversation are imitated that ran
+without an error and mattered for the solution; the others stay, as context."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TurnMask(AskingStage):
             place.drop(record, "no_turn_counts")
 
     def _failed(self, after: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether what follows a turn, up to the next, tells of an error."""
+        """Return whether the messages after a turn, up to the next, report an error."""
         if not self.error_pattern:
             return False
         error = linear_pattern(self.error_pattern, "TurnMask.error_pattern")

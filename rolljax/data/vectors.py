@@ -21,7 +21,7 @@ MAX_BYTES = 512 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Embedding:
-    """What vectors are made of. key: the column of the text; empty: `Pipeline.key`. vectors: a column of lists of
+    """The source of vectors. key: the column of the text; empty: `Pipeline.key`. vectors: a column of lists of
       numbers instead, such as an
     encoder wrote. dim: bins of hashed TF-IDF."""
 
@@ -131,8 +131,8 @@ def first_of_kind(vectors: np.ndarray, threshold: float) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class KCenter(Stage):
-    """Keep records that cover the others: K-center greedy. Again and again the record is taken that is farthest from
-    all that were taken, of each bucket a part, beginning with its first record.
+    """Keep records that cover the others: K-center greedy. In each bucket, it starts with the first record and
+    repeatedly adds the record that is farthest from all chosen ones.
 
     embedding: what vectors are made of. num: how many are kept of a bucket; None: `frac` of it. frac: share of a
       bucket, rounded up. bucket: a column; empty: there is one.

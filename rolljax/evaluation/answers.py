@@ -1,12 +1,12 @@
-"""What an evaluation leaves behind, and goes on from when it was interrupted.
+"""The files of an evaluation, from which an interrupted one resumes.
 
 evaluation.json   model, environments, attempts; at the end the results, by environment and by task
 answers.jsonl     every answer as it came, a trajectory for each line (`Trajectory.to_json`), as a run's rollouts are
 table.md          the results for people
-verdicts.jsonl    of an evaluation by judges: what they said of every answer
+verdicts.jsonl    of an evaluation by judges: their verdicts on every answer
 
 `key.draw` of an answer is its task, `key.sibling` the attempt. Of several lines with one key the last counts: answers
-that failed are asked again when the evaluation goes on.
+that failed are requested again when the evaluation resumes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AnswerLog:
     """The answers of one evaluation, on disk if a folder is given.
 
     Args:
-      setup: what must be the same for the evaluation to go on, as JSON; `attempts.num` may grow.
+      setup: the settings that must be the same to resume, as JSON; `attempts.num` may grow.
       fresh: delete an earlier evaluation of that folder first.
 
     Raises:
@@ -66,7 +66,7 @@ class AnswerLog:
             self._file = files.enter_context(reading.open_file(folder / ANSWERS, reading.APPEND))
 
     def has(self, key: Key) -> bool:
-        """Whether this answer is there and did not fail."""
+        """Return whether this answer exists and did not fail."""
         return key in self.answers and not self.answers[key].lost
 
     def add(self, trajectory: Trajectory) -> None:
@@ -83,19 +83,19 @@ class AnswerLog:
                 self._file.flush()
 
     def finish(self, results: Mapping[str, Any], table: str) -> None:
-        """Write the results beside the answers."""
+        """Write the results next to the answers."""
         if self.folder is not None:
             durable.write(self.folder / TABLE, table)
             record = {"schema": SCHEMA, "setup": self.setup, "results": results}
             durable.write(self.folder / EVALUATION, json.dumps(record, indent=1) + "\n")
 
     def close(self) -> None:
-        """Close the file, and let other processes write here."""
+        """Close the file, and allow other processes to write here."""
         self._files.close()
 
 
 def read(folder: str | Path) -> dict[str, Any]:
-    """evaluation.json of a folder: `setup`, and `results` if the evaluation is complete.
+    """Return evaluation.json of a folder: `setup`, and `results` if the evaluation is complete.
 
     Raises:
       CheckpointError: it is missing or damaged.
@@ -113,10 +113,10 @@ def read(folder: str | Path) -> dict[str, Any]:
 
 
 def read_answers(folder: str | Path, *, mend: bool = False) -> list[Trajectory]:
-    """The answers of an evaluation, in the order in which they came.
+    """Read the answers of an evaluation, in the order in which they came.
 
     Args:
-      mend: take lines that are not whole out of the file, which a writer that was killed may leave.
+      mend: remove incomplete lines from the file, which a killed writer may leave.
     """
     return durable.whole_lines(Path(folder) / ANSWERS, Trajectory.from_json, mend=mend)
 
@@ -129,14 +129,14 @@ def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any])
         if was == wanted or more:
             continue
         raise ConfigError(
-            f"is {wanted!r} now, but the evaluation in {folder} was begun with {was!r}",
+            f"is {wanted!r} now, but the evaluation in {folder} was started with {was!r}",
             setting=name,
             remedy="go back to the old value, name another --to, or start over with --fresh",
         )
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Leaves of nested objects and lists by their paths."""
+    """Return the leaves of nested objects and lists by their paths."""
     if isinstance(value, Mapping):
         parts = [(f"{path}.{name}".lstrip("."), inner) for name, inner in value.items()]
     elif isinstance(value, list):

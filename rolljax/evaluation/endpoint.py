@@ -26,7 +26,7 @@ from rolljax.types import Completion, Message, Sampled
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EndpointRollouts(EpisodeRollouts):
-    """Episodes in which a model behind a server answers. It sees messages, not tokens: the server applies its template.
+    """Episodes that a model behind a server plays. It sees messages, not tokens: the server applies its template.
 
     fields: of every request. seed: of the run; every request gets one of its own, from its address. thinking: see
       `Benchmark`.
@@ -65,14 +65,14 @@ class EndpointRollouts(EpisodeRollouts):
 
 
 class TokenRecord:
-    """The token stream of an episode as a server tells it; empty where it does not."""
+    """Return the token stream of an episode if the server sends it; else empty."""
 
     def __init__(self) -> None:
         self.stream = TokenStream(np.zeros(0, np.int32))
         self._so_far: tuple[int, ...] = ()
 
     def add(self, reply: Reply) -> Completion:
-        """The answer as a completion; `stream` then holds what was new before it."""
+        """Return the answer as a completion; `stream` then holds the new part before it."""
         before, prompt = self._so_far, reply.prompt_ids
         goes_on = prompt[: len(before)] == before
         self.stream.new_ids = np.array(prompt[len(before) :] if goes_on else prompt, np.int32)

@@ -1,4 +1,4 @@
-"""Models that can be evaluated: of this process, here, or behind a server (`endpoint.py`)."""
+"""Models to evaluate: in this process, or behind a server (`endpoint.py`)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from rolljax.trainer.algorithms.sft import Sft
 from rolljax.types import SamplingParams
 
 MAX_CONTEXT = 4096
-"""Context of a model folder that allows more, unless one asks for it."""
+"""Default limit on the context of a model folder."""
 
 
 class EvaluatedModel(Protocol):
-    """Whoever is evaluated. Use as a context manager.
+    """A model under evaluation. Use as a context manager.
 
-    name: for people. identity: what must be the same for an evaluation to go on. version: of the weights.
+    name: for people. identity: must be the same for an evaluation to resume. version: of the weights.
     """
 
     @property
@@ -57,19 +57,19 @@ class EvaluatedModel(Protocol):
         ...
 
     def counts(self) -> Mapping[str, int]:
-        """What happened on the way to it, by kind; empty where there is no way."""
+        """Transport errors by kind; empty for in-process models."""
         ...
 
     def fatal(self) -> RolljaxError | None:
-        """Why no answer can be expected any more, if that is so."""
+        """Return why no further answer can be expected; empty otherwise."""
         ...
 
     def inboxes(self) -> tuple[Sleeper, ...]:
-        """Threads that a watchdog looks after."""
+        """Return the threads that a watchdog watches."""
         ...
 
     async def close(self) -> None:
-        """Give up what belongs to the event loop of the episodes."""
+        """Release resources that belong to the event loop of the episodes."""
 
 
 class LocalModel:

@@ -1,6 +1,6 @@
 """Judges on pairs of answers in both orders: accuracy, pair accuracy, agreement, with intervals.
 
-As Think-J (arXiv 2505.14268) and its code evaluate RewardBench (arXiv 2403.13787), but for one thing: two answers
+As Think-J (arXiv 2505.14268) and its code evaluate RewardBench (arXiv 2403.13787), with one difference: two answers
 without a verdict do not agree here; there they do.
 """
 
@@ -38,7 +38,7 @@ METRICS = ("accuracy", "pair accuracy", "agreement", "says (a)", "no verdict")
 
 @dataclasses.dataclass(frozen=True)
 class PairScores:
-    """What a judge said about one pair, over its attempts in both orders.
+    """A judge's scores on one pair, over its attempts in both orders.
 
     values: by metric (`METRICS`): shares of verdicts that are right; of attempts that are right in both orders; that
       prefer the same answer in both orders; of verdicts for Response (a); of answers without a verdict. Without any
@@ -112,7 +112,7 @@ def score(env: Judging, trajectories: Sequence[Trajectory], keys: Sequence[Key])
 
 
 def _told(env: Judging, both: Sequence[Trajectory]) -> list[tuple[str | None, str]]:
-    """Of each order the verdict, and the right one."""
+    """Return the verdict and the right one for each order."""
     text = lambda t: t.turns[-1].text if t.turns else ""  # noqa: E731
     return [(env.final_answer(t.task, text(t)), env.question(t.task.index).better) for t in both]
 
@@ -133,9 +133,9 @@ def _values(told: Sequence[Sequence[tuple[str | None, str]]]) -> dict[str, float
 
 
 def pair_table(env: Judging, scores: Sequence[PairScores], left_out: int, cfg: Attempts) -> PairTable:
-    """The table of an environment: a row for each subset, where there are several, and one over all pairs.
+    """Return the table of an environment: a row for each subset, where there are several, and one over all pairs.
 
-    Where all subsets are RewardBench's, its sections stand there instead, with `Reasoning`, and its total `RewardBench`
+    If all subsets are RewardBench's, the rows are its sections instead, with `Reasoning`, and its total `RewardBench`
     over sections. Intervals are over pairs: Wilson's where a pair is one trial, else the bootstrap.
     """
     subsets: dict[str, list[PairScores]] = {}
@@ -148,7 +148,7 @@ def pair_table(env: Judging, scores: Sequence[PairScores], left_out: int, cfg: A
 
 
 def _benchmark_rows(subsets: Mapping[str, Sequence[PairScores]], cfg: Attempts) -> list[PairRow] | None:
-    """RewardBench's rows; None where the subsets are not its."""
+    """Return RewardBench's rows; None where the subsets are not its own."""
     section_of = {subset: section for section, of in REWARD_BENCH.items() for subset in of}
     if not subsets or not set(subsets) <= set(section_of):
         return None

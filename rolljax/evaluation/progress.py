@@ -1,4 +1,4 @@
-"""How far an evaluation is, for a person."""
+"""Progress of an evaluation on the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rolljax.run.lines import ProgressLines
 
 
 class Progress(ProgressLines):
-    """Shows how far an evaluation is. Use as a context manager.
+    """Shows the progress of an evaluation. Use as a context manager.
 
     Args:
       title: of the model.
@@ -17,14 +17,14 @@ class Progress(ProgressLines):
         super().__init__(title, at_once=True)
 
     def show(self, standing: Standing) -> None:
-        """Show how far it is."""
+        """Show the progress."""
         over, total, text = standing.answers + standing.failed, standing.total, describe(standing)
         line = f"{self._title}: {over} of {total} attempts, {text}"
         self._show(over, total, f"{self._title}: {text}", line, at_end=over == total)
 
 
 def describe(standing: Standing) -> str:
-    """What the answers are like so far."""
+    """Return a short summary of the answers so far."""
     if not standing.answers and not standing.failed:
         return "compiling, or waiting for the first"
     solved = f"{standing.right / standing.answers:.1%} solved" if standing.answers else "no answer"

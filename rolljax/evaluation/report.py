@@ -1,4 +1,4 @@
-"""Answers as numbers: what each task gave, means with their intervals, the table, and two evaluations compared."""
+"""Compute results from answers: scores of tasks, means with their intervals, tables, comparisons of two evaluations."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from rolljax.evaluation.pairs import PairTable
 
 FinalAnswer = Callable[[Task, str], str | None]
-"""What attempts vote for (`EnvSpec.final_answer`)."""
+"""Attempts vote for their final answers (`EnvSpec.final_answer`)."""
 ALL, MEAN, WEIGHTED = "all tasks", "mean of environments", "weighted mean"
 """Rows over several environments: every task counts the same, every environment does, or each by its weight."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskScores:
-    """What the attempts at one task gave.
+    """The scores of the attempts at one task.
 
-    answers: attempts that did not fail. failed: those that did, by the infrastructure's or the environment's doing;
-      they are in no number. cut: answers that a limit ended. tokens: of all answers together.
+    answers: attempts that did not fail. failed: attempts that failed, by a fault of the infrastructure or the
+      environment; no number includes them. cut: answers that a limit ended. tokens: of all answers together.
     values: by metric; one that needs more answers than there are is missing.
     category: what kind of task it is (`EnvSpec.category`). solved: by attempt; None where it failed.
     """
@@ -91,16 +91,16 @@ class Report:
     pairs: Sequence[PairTable] = ()
 
     def __getitem__(self, name: str) -> Row:
-        """The row of an environment, of a category ("environment: category"), or `ALL`, `MEAN` or `WEIGHTED`."""
+        """Return the row of an environment, of a category ("environment: category"), or `ALL`, `MEAN` or `WEIGHTED`."""
         return next(row for row in (*self.rows, *self.categories) if row.name == name)
 
     @property
     def failed(self) -> int:
-        """Attempts without an answer."""
+        """Return the number of attempts without an answer."""
         return sum(task.failed for task in self.tasks)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able record of all of it."""
+        """Return a JSON-able record of all of it."""
         record = dataclasses.asdict(dataclasses.replace(self, trajectories=()))
         del record["trajectories"]
         return record
@@ -157,10 +157,10 @@ def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 def score_task(
     draw: int, attempts: Sequence[Trajectory], cfg: Attempts, vote: FinalAnswer | None, category: str = ""
 ) -> TaskScores:
-    """The scores of one task.
+    """Compute the scores of one task.
 
     Args:
-      attempts: at it, of which there is one at least. vote: None where answers cannot be counted. category: of the
+      attempts: at it, at least one. vote: None where answers cannot be counted. category: of the
         task.
     """
     task = attempts[0].task
@@ -217,7 +217,7 @@ def report(
         said = ", ".join(f"{n} {kind}" for kind, n in sorted(faults.items()))
         notes.append(f"Of {counts.get('requests', 0)} requests: {said}; asked again.")
     if failed := sum(task.failed for task in tasks):
-        notes.append(f"{failed} attempt(s) failed, by nobody's answer, and are in no number.")
+        notes.append(f"{failed} attempt(s) failed without an answer; no number includes them.")
     if rows[-1].name == WEIGHTED:
         said = ", ".join(f"{name} {cfg.weights[name]:g}" for name in domains)
         notes.append(f"Weights: {said}.")
@@ -328,7 +328,7 @@ def estimate(
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any], cfg: Attempts) -> tuple[list[dict[str, Any]], str]:
-    """Two evaluations on the tasks that both have: paired bootstrap over tasks.
+    """Compare two evaluations on the tasks that both have: paired bootstrap over tasks.
 
     Args:
       first, second: as `answers.read` gives them. cfg: confidence, resamples and seed are taken from it.
@@ -354,19 +354,19 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any], cfg: Attempts) 
 
 
 def _named(record: Mapping[str, Any]) -> str:
-    """Which evaluation it is."""
+    """Return a name for the evaluation."""
     how = record["setup"]["attempts"]
     return f"{record['results']['title']} (attempts {how['num']}, temperature {how['temperature']:g})"
 
 
 def _is_compared(metric: str) -> bool:
-    """avg@n is pass@1, whatever n is; majorities of one or two are no other."""
+    """Return whether to show a metric: avg@n is pass@1, whatever n is; majorities of one or two are no other."""
     return not metric.startswith("avg@") and metric not in ("maj@1", "maj@2")
 
 
 def _by_task(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, float]]:
     if "results" not in record:
-        raise CheckpointError("the evaluation is not complete: the command that began it goes on with it")
+        raise CheckpointError("the evaluation is not complete: the command that started it resumes it")
     if "tasks" not in record["results"]:
         raise CheckpointError("an evaluation by judges has no scores by task that could be compared")
     asked: dict[tuple[str, str], list[Mapping[str, float]]] = {}
@@ -413,7 +413,7 @@ def _comparison(
         for r in records
     ]
     text = table(["environment", "metric", "tasks", "A", "B", "B - A", "p"], rows)
-    alone = f" {num_first - common} task(s) of A and {num_second - common} of B stand alone." * (
+    alone = f" {num_first - common} task(s) of A and {num_second - common} of B have no counterpart." * (
         max(num_first, num_second) > common
     )
     return (

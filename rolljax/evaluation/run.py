@@ -33,13 +33,13 @@ from rolljax.threads.watchdog import Watchdog
 from rolljax.types import EVAL_STREAM, Key, Task, Trajectory
 
 ALL_FAILED = 32
-"""Attempts that fail without one answer, after which an evaluation ends."""
+"""Failed attempts without a single answer, after which an evaluation ends."""
 
 
 @dataclasses.dataclass
 class Standing:
-    """How far an evaluation is. answers: attempts that have one. right: of these. total: attempts in all. scored:
-    whether an answer is right or wrong; what judges say of it comes later."""
+    """The progress of an evaluation. answers: attempts with an answer. right: number of right ones. total: attempts in
+    all. scored: whether answers are right or wrong; judges' verdicts come later."""
 
     total: int
     answers: int = 0
@@ -48,7 +48,7 @@ class Standing:
     scored: bool = True
 
     def count(self, trajectory: Trajectory) -> None:
-        """One more attempt is over."""
+        """Count a finished attempt."""
         self.failed += trajectory.lost
         self.answers += not trajectory.lost
         self.right += trajectory.success and not trajectory.lost
@@ -64,20 +64,20 @@ class Job:
 
 
 class Witness(Protocol):
-    """Looks at every answer before it is kept. It lives on the event loop of the episodes."""
+    """Sees every answer before it is kept. Used from the event loop of the episodes."""
 
     def kept(self, key: Key) -> Trajectory | None:
-        """An answer that is there already, and need not be asked for."""
+        """Return an existing answer, which need not be requested."""
 
     async def look(self, trajectory: Trajectory) -> Trajectory:
-        """The answer as it is to be kept.
+        """Return the answer as it is to be kept.
 
         Raises:
-          RolljaxError: why the evaluation cannot go on.
+          RolljaxError: the evaluation cannot continue.
         """
 
     async def close(self) -> None:
-        """Give up what belongs to the event loop."""
+        """Release resources that belong to the event loop."""
 
 
 def evaluate(
@@ -91,22 +91,22 @@ def evaluate(
     warn: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Have a model try the tasks of one or more environments, and report what came of it.
+    """Have a model attempt the tasks of one or more environments, and report the results.
 
     What an attempt samples depends on its seed, its task and its number, and on nothing else, so that an evaluation
-    that was interrupted goes on to the answers it would have had (behind an endpoint, as far as its server keeps
+    that was interrupted resumes with the answers it would have had (behind an endpoint, as far as its server keeps
     seeds).
 
     Args:
-      model: open already. to: a folder for the answers and the report; an unfinished evaluation there goes on, a
+      model: an open model. to: a folder for the answers and the report; an unfinished evaluation there resumes, a
         finished one is reported again. fresh: delete it first.
-      show: is told how far it is. warn: is told what a person should know.
-      should_stop: asked all the while; True ends it, and what is answered stays in `to`.
+      show: called with the progress. warn: called with messages for the user.
+      should_stop: polled all the time; True ends the evaluation, and existing answers stay in `to`.
 
     Raises:
       Stopped: `should_stop` said so.
       ConfigError: settings that cannot be used, or a folder with another evaluation. DataError: there are no tasks.
-      InfraError: nothing is answered. HangError: nothing moved for `Attempts.stall_s`.
+      InfraError: no attempt has an answer. HangError: nothing moved for `Attempts.stall_s`.
     """
     attempts, tasks, before = attempts or Attempts(), _tasks(benchmarks), collections.Counter(model.counts())
     jobs = jobs_of(tasks, attempts, model.version)
@@ -133,7 +133,7 @@ def _tasks(benchmarks: Sequence[Benchmark]) -> list[list[Task]]:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                "is the name of two environments: their rows could not be told apart",
+                "is the name of two environments: their rows would look the same",
                 setting="--env",
                 value=name,
                 remedy="evaluate them one after the other, or give one another name (Questions.domain)",
@@ -142,7 +142,7 @@ def _tasks(benchmarks: Sequence[Benchmark]) -> list[list[Task]]:
 
 
 def _setup(model: EvaluatedModel, benchmarks: Sequence[Benchmark], attempts: Attempts) -> dict[str, Any]:
-    """What must be the same for an evaluation to go on."""
+    """Return the settings that must be the same to resume."""
     sampling = ("num", "temperature", "top_p", "top_k", "min_p", "seed")
     return {
         "model": dict(model.identity),
@@ -164,7 +164,7 @@ def _setup(model: EvaluatedModel, benchmarks: Sequence[Benchmark], attempts: Att
 
 
 def jobs_of(tasks: Sequence[Sequence[Task]], attempts: Attempts, version: int) -> list[Job]:
-    """Every attempt, those at one task together. Draws are those of a run's own evaluation at this version."""
+    """Yield every attempt, those at one task together. Draws are those of a run's own evaluation at this version."""
     draw, jobs = version * sum(map(len, tasks)), []
     for benchmark, every in enumerate(tasks):
         for task in every:
@@ -195,7 +195,7 @@ def make_attempts(
     should_stop: Callable[[], bool],
     witness: Witness | None = None,
 ) -> None:
-    """Make the attempts `jobs`, and put what came of them into the log; for the rest see `evaluate`."""
+    """Make the attempts `jobs`, and put the results into the log; for the rest see `evaluate`."""
     with contextlib.ExitStack() as stack:
         pools = {i: open_pool(benchmarks[i].pool, benchmarks[i].env) for i in sorted({job.benchmark for job in jobs})}
         for pool in pools.values():
@@ -227,7 +227,7 @@ def make_attempts(
 
 
 async def _attempt(rollouts: EpisodeRollouts, job: Job, witness: Witness | None) -> Trajectory:
-    """One attempt, as it is to be kept."""
+    """Make one attempt; return it as it is to be kept."""
     found = None if witness is None else witness.kept(job.key)
     if found is None:
         found = await rollouts.trajectory(job.task, job.key)
@@ -246,7 +246,7 @@ async def _attempt_all(
     put: Callable[[Trajectory], None],
     witness: Witness | None,
 ) -> None:
-    """Make all attempts, `attempts.concurrency` at a time, and hand each over when it is over."""
+    """Make all attempts, `attempts.concurrency` at a time, and pass each on when it ends."""
     waiting = list(reversed(jobs))
     running: set[asyncio.Future[Trajectory]] = set()
     try:
@@ -257,7 +257,7 @@ async def _attempt_all(
             done, _ = await asyncio.wait(running, timeout=attempts.stall_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise HangError(f"no answer became complete for {attempts.stall_s:.0f} s ({len(running)} under way)")
-            for future in sorted(done, key=lambda f: f.exception() is not None):  # what came of the others is kept
+            for future in sorted(done, key=lambda f: f.exception() is not None):  # the results of the others are kept
                 put(future.result())
                 running.discard(future)
     finally:
@@ -290,7 +290,7 @@ def _report(
 def _pair_tables(
     benchmarks: Sequence[Benchmark], attempts: Attempts, jobs: Sequence[Job], log: AnswerLog
 ) -> list[PairTable]:
-    """A table for each environment in which pairs of answers are judged."""
+    """Return a table for each environment in which pairs of answers are judged."""
     tables = []
     for i, benchmark in enumerate(benchmarks):
         if isinstance(benchmark.env, Judging):
@@ -301,6 +301,6 @@ def _pair_tables(
 
 
 def _vote(env: EnvSpec, tried: Sequence[Trajectory]) -> FinalAnswer | None:
-    """How answers of an environment are counted; None where nothing in any of them can be."""
+    """Return how answers of an environment are counted; None if none of its tasks has countable answers."""
     read = any(env.final_answer(t.task, t.turns[-1].text) is not None for t in tried if t.turns)
     return env.final_answer if read else None

@@ -1,4 +1,4 @@
-"""What is evaluated and how: environments with their tasks and limits, attempts, sampling, statistics."""
+"""Settings of evaluations: environments with their tasks and limits, attempts, sampling, statistics."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rolljax.types import Task
 class Benchmark:
     """Tasks of one environment, and the limits within which they are played.
 
-    num_tasks: the first so many different tasks in index order, or all where there are fewer. A judge's are asked in
+    num_tasks: the first `num_tasks` different tasks in index order, or all if there are fewer. A judge's are asked in
       both orders of the answers (`EnvSpec.variants`).
     held_out_frac: of the split they are taken from: that share of all tasks, by the hash of their content, which
       training with the same `Evaluation.held_out_frac` never sees. 1: all tasks.
     max_answer_tok: most tokens of one answer (one turn). agent: the program that plays the episodes, if one does.
-    reward: what episodes are worth; None: what the environment says. domains: of a mixture, see `Recipe.domains`.
+    reward: the reward of episodes; None: the environment's own. domains: of a mixture, see `Recipe.domains`.
     thinking: have a server's `reasoning_content` before its answer, between <think> and </think>, as models of this
       process write it.
     """

@@ -1,6 +1,6 @@
 """Statistics of evaluations: pass@k, majority votes, confidence intervals, comparisons of two models on the same tasks.
 
-Pure functions of NumPy arrays in float64. Everything here takes a task for the unit that is drawn at random: attempts
+Pure functions of NumPy arrays in float64. The unit that is drawn at random is the task: attempts
 at one task are not independent of each other, so they are averaged before anything is resampled.
 """
 
@@ -29,7 +29,7 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """What the second of two models has over the first on the same tasks.
+    """The difference of the second model to the first on the same tasks.
 
     mean: of the differences by task. p: two-sided, under the hypothesis that there is none. tasks: how many there are.
     """
@@ -63,7 +63,7 @@ def maj_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> fl
     `n` attempts without replacement (self-consistency, Wang et al. 2022, arXiv 2203.11171, without its dependence on
     order).
 
-    An attempt whose answer is None has no vote; where nobody votes the result is wrong. Answers with equally many votes
+    An attempt whose answer is None has no vote; without votes the result is wrong. Answers with equally many votes
     share the result. An answer is right as often as its attempts are, should they disagree.
 
     Args:
@@ -91,7 +91,7 @@ def _chance_to_win(count: int, others: Sequence[int], silent: int, k: int) -> fl
     """Choices of `k` attempts in which an answer that `count` gave wins, each over the number of winners."""
     found = 0.0
     for votes in range(1, min(count, k) + 1):
-        # ways[ties][used]: choices of `used` attempts of others, of whom `ties` have as many votes and nobody more
+        # ways[ties][used]: choices of `used` attempts of others, of whom `ties` have as many votes and none has more
         ways = [[1] + [0] * (k - votes)]
         for other in others:
             ways = _with_another(ways, other, votes, k - votes)

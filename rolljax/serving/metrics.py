@@ -1,4 +1,4 @@
-"""What `/metrics` tells Prometheus: requests as they are answered, and the sampler's own counts read at each scrape."""
+"""Metrics for Prometheus at `/metrics`: requests as they are answered, and the sampler's counts at each scrape."""
 
 from __future__ import annotations
 

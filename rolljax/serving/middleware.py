@@ -116,7 +116,7 @@ class EventStream(Response):
 
 
 async def until_hangup(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client hangs up (`HungUp`). The body must have been read."""
+    """Return the result of `work`; cancel it when the client hangs up (`HungUp`). The body must have been read."""
 
     async def hangup() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -160,7 +160,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # which nobody reads: it is for the metrics
+    return Response(status_code=499)  # which no client reads: it is for the metrics
 
 
 async def _internal_error(_: Request, error: Exception) -> Response:

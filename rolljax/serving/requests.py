@@ -1,4 +1,4 @@
-"""From the checked fields of an OpenAI request to what the sampler is asked: token ids and sampling settings."""
+"""Convert the checked fields of an OpenAI request to a sampler request: token ids and sampling settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TEMPLATE_OWN = {
 
 
 def read_completion(raw: dict[str, Any], served: ServedModel) -> Job:
-    """The job of a `/v1/completions` body."""
+    """Return the job of a `/v1/completions` body."""
     body = check_body(CompletionBody, raw)
     prompts = _prompts(body.prompt, served)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
@@ -50,14 +50,14 @@ def read_completion(raw: dict[str, Any], served: ServedModel) -> Job:
 
 
 def conversation_ids(chat: Chat, conversation: Conversation) -> np.ndarray:
-    """Ids of a conversation as its texts are tokenised."""
+    """Tokenize a conversation's text to ids."""
     return chat.conversation_ids(conversation.messages, conversation.tools, conversation.options)
 
 
 def read_chat(
     raw: dict[str, Any], served: ServedModel, prompt_ids: Callable[[Chat, Conversation], np.ndarray] = conversation_ids
 ) -> Job:
-    """The job of a `/v1/chat/completions` body, whose prompt is what `prompt_ids` makes of the conversation."""
+    """Return the job of a `/v1/chat/completions` body, whose prompt is made by `prompt_ids` from the conversation."""
     body = check_body(ChatBody, raw)
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs", "needs logprobs: true", body.top_logprobs)

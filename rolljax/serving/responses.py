@@ -1,4 +1,4 @@
-"""One HTTP request's answers: what is asked of the sampler for it, and the JSON or the events that tell its answers."""
+"""The answers of one HTTP request: its requests to the sampler, and the JSON or events of the response."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTHING = Sampled.of(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0,
 
 
 class Generation:
-    """What one HTTP request asks of the sampler: an answer for each prompt and sibling.
+    """The sampler requests of one HTTP request: an answer for each prompt and sibling.
 
     Raises:
       ApiError: the sampler refuses the request, or has stopped.
@@ -72,19 +72,19 @@ class Generation:
         self._events.put_nowait((i, sampled))
 
     def _on_done(self, i: int, completion: asyncio.Future[Completion]) -> None:
-        completion.exception()  # marks an error as seen, should nobody ask for this answer any more
+        completion.exception()  # marks an error as seen, in case this answer is not awaited any more
         if self.job.call is not None:
             self.job.call.sampled()
         self._events.put_nowait((i, None))
 
     def abort(self) -> None:
-        """Give up what is still running; what was sampled is delivered."""
+        """Cancel running requests; tokens sampled so far are delivered."""
         for pending in self._pending:
             if not pending.completion.done():
                 pending.abort()
 
     def close(self) -> None:
-        """Must be called at the end, however it came."""
+        """Release everything; must be called at the end, also after an error."""
         self.service.generations.discard(self)
         self.abort()
         if self.job.call is not None:
@@ -93,7 +93,7 @@ class Generation:
     # ---- the two forms of an answer
 
     async def body(self) -> Json:
-        """The answer as one JSON body."""
+        """Return the answer as one JSON body."""
         job = self.job
         prompt_logp = await self._prompt_logp()
         done = [await self._completion(i) for i in range(len(self._choices))]
@@ -114,7 +114,7 @@ class Generation:
         return reply
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events, several at once when they are there."""
+        """Return the answer as server-sent events, several at once when they are ready."""
         job, done = self.job, dict[int, Completion]()
         chunks: list[Json] = []
         try:
@@ -137,7 +137,7 @@ class Generation:
         yield b"".join(map(_event, chunks)) + b"data: [DONE]\n\n"
 
     def _first(self, choice: Choice, prompt_logp: np.ndarray | None) -> Json:
-        """The chunk that opens an answer: its role, the echoed prompt, the prompt's ids."""
+        """Return the chunk that opens an answer: its role, the echoed prompt, the prompt's ids."""
         job = self.job
         entry: Json = {"index": choice.index, "finish_reason": None}
         if job.chat:
@@ -150,7 +150,7 @@ class Generation:
         return chunk
 
     def _chunks(self, i: int, sampled: Sampled | None, done: Completion | None) -> list[Json]:
-        """What to send for new tokens, or for the end of an answer."""
+        """Return the event for new tokens, or for the end of an answer."""
         job, choice = self.job, self._choices[i]
         fields = choice.fields(NOTHING if sampled is None else sampled, last=sampled is None)
         if sampled is not None and not fields["text"] and job.alternatives is None and not job.return_token_ids:
@@ -185,7 +185,7 @@ class Generation:
         return completion
 
     async def _prompt_logp(self) -> list[np.ndarray | None]:
-        """Log-probs of every prompt, where they are echoed."""
+        """Return log-probs of every prompt, where they are echoed."""
         job = self.job
         if not job.echo or job.alternatives is None:
             return [None] * len(job.prompts)
@@ -225,7 +225,7 @@ class Generation:
 
 
 class Choice:
-    """One of OpenAI's choices, told as its tokens come.
+    """One of OpenAI's choices, built as its tokens come.
 
     index: of the choice in its response.
     """

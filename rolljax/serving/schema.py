@@ -2,9 +2,9 @@
 
     bytes -> JSON (strict) -> CompletionBody | ChatBody (pydantic) -> Job (serving.requests)
 
-Every refusal is an `ApiError` that names the field, the value and the remedy. Fields that change nothing about the
-answer are accepted, fields whose meaning is not implemented are refused unless they hold their neutral value, and so
-are fields that nobody knows.
+Every refusal is an `ApiError` that names the field, the value and the remedy. Fields that do not affect the
+answer are accepted; fields whose meaning is not implemented are refused unless they hold their neutral value, and so
+are unknown fields.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def refuse(param: str, message: str, value: Any = ...) -> ApiError:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServedModel:
-    """What a request is checked against. chat: None for a tokenizer without a chat template."""
+    """The context for checking a request. chat: None for a tokenizer without a chat template."""
 
     name: str
     tokenizer: Any
@@ -136,7 +136,7 @@ class Conversation:
 class Job:
     """One HTTP request as the sampler understands it.
 
-    alternatives: likely tokens reported beside each sampled one; None: no log-probs at all. raw_logprobs: those of the
+    alternatives: likely tokens reported next to each sampled one; None: no log-probs at all. raw_logprobs: those of the
     model's own distribution instead of the one sampled from. seed: None draws one. conversation: of a chat.
     In a session: overridden are the fields that have no effect, call is the record, and address that of the randomness
     (else it follows from the seed).

@@ -32,7 +32,7 @@ from rolljax.serving.schema import ApiError, Job, ServedModel, parse_json, short
 from rolljax.serving.session import Session, Sessions
 
 SMALL_BODY, LARGE_BODY = 4 * 1024, 128 * 1024
-"""Bytes up to which a body is parsed and tokenised on the event loop, and from which by a thread for large ones."""
+"""Largest body that is parsed and tokenised on the event loop; larger ones go to a thread."""
 WARM_UP_ROUNDS = 8
 """Rounds of requests of the server's own before it is ready."""
 HELD_BODIES = 8
@@ -41,10 +41,10 @@ HELD_BODIES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a server takes on.
+    """Limits and keys of a server.
 
     keys: bearer tokens that open it (none: it is open). concurrency: requests answered at the same time. body_bytes: of
-    one request. body_s, head_s: seconds for a body, and for what stands before it, to arrive.
+    one request. body_s, head_s: seconds for a body, and for its head, to arrive.
     """
 
     keys: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Service:
     """The server's state, and its endpoints. `app` is the ASGI application.
 
     sessions: with them, the key of an open session lets its program in, and its calls are recorded; without another key
-    in `limits` nobody else is let in.
+    in `limits` all other clients are refused.
     """
 
     def __init__(self, sampler: Sampler, served: ServedModel, limits: Limits, sessions: Sessions | None = None) -> None:
@@ -144,20 +144,20 @@ class Service:
         return json_response({"status": "unready", "reason": reason, "compiled": done, "programs": programs}, 503)
 
     def unavailable(self) -> str:
-        """Why the server is of no use; empty when it is."""
+        """Return why the server cannot be used; empty when it can."""
         if self.draining:
             return "the server is shutting down"
         return f"the sampler has stopped: {self.sampler.error}" if self.sampler.error else ""
 
     def unready(self) -> str:
-        """Why no request can be taken now; empty when one can."""
+        """Return why no request can be taken now; empty when one can."""
         if self.compiled is None:
             return self.unavailable()
         done, programs = self.compiled
         return self.unavailable() or f"the server is compiling: {done} of {programs} programs"
 
     async def warm_up(self, show: Callable[[int, int], None]) -> None:
-        """Compile what requests can need, and take none before; `show` is told how many programs of how many are done.
+        """Compile the programs for all requests first; `show` is called with the numbers of done and of all programs.
 
         Raises:
           SamplerError: the sampler has stopped.
@@ -216,10 +216,10 @@ class Service:
             generation.close()
 
     def _admit(self, scope: Scope) -> None:
-        """Count a request that has arrived completely among those that are answered, until the middleware is left.
+        """Count a complete request as being answered, until the middleware is left.
 
         Raises:
-          ApiError: as many are answered already, or no more are taken.
+          ApiError: the limit of open requests is reached, or no more are accepted.
         """
         if refusal := self.full():
             raise refusal
@@ -227,7 +227,7 @@ class Service:
         scope["rolljax_admitted"] = True
 
     def full(self) -> ApiError | None:
-        """Why no further request can be answered."""
+        """Return why no further request can be answered."""
         if reason := self.unready():
             return ApiError(503, reason, code="unavailable", headers={"Retry-After": "5"})
         if self.open >= self.limits.concurrency:
@@ -249,7 +249,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _received(self, request: Request) -> AsyncIterator[bytes]:
-        """The complete body of a JSON request. While it is in use, what is large about it counts among what is held."""
+        """Read the complete body of a JSON request. While in use, its bytes beyond `LARGE_BODY` count as held."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             message = f"content-type: must be application/json, got {short(kind) if kind else 'none'}"
@@ -273,7 +273,7 @@ class Service:
             self._held_bytes -= large
 
     def _hold(self, size: int, large: int) -> int:
-        """Hold a body that has grown to `size` bytes, `large` of which are counted; returns how many more are."""
+        """Hold a body that has grown to `size` bytes, of which `large` are counted; return how many more are."""
         if size > self.limits.body_bytes:
             message = (
                 f"the body is larger than {self.limits.body_bytes / 2**20:g} MiB; send less, or raise --max_body_mib"
@@ -294,7 +294,7 @@ class Service:
     # ---- the end
 
     def end(self, session: Session) -> None:
-        """Take no more calls of a session, and give up those that are running."""
+        """Accept no more calls of a session, and cancel its running ones."""
         assert self.sessions is not None
         self.sessions.end(session)
         for generation in list(self.generations):
@@ -302,7 +302,7 @@ class Service:
                 generation.abort()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, wait for those that are open, abort what is left after `timeout_s`."""
+        """Refuse new requests, wait for open ones, abort the rest after `timeout_s`."""
         self.draining = True
         deadline_s = time.monotonic() + timeout_s
         while self.open and time.monotonic() < deadline_s:

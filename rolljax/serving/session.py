@@ -25,7 +25,7 @@ from rolljax.serving.schema import ApiError, Conversation, Job, ServedModel, ref
 from rolljax.types import Completion, SamplingParams
 
 ENDED_KEPT = 4096
-"""Sessions that have ended and are still told so; earlier ones are unknown."""
+"""Ended sessions that are remembered, to refuse their calls as ended; earlier ones are unknown."""
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 """Fields of a request that shape the sampling distribution, which is the trainer's."""
 
@@ -36,7 +36,7 @@ class SessionRules:
 
     params: the sampling distribution, the ids that end an answer, and the most tokens of one.
     address: of the session's randomness, up to 4 integers; the number of the call is the next.
-    max_calls: calls that are answered. max_restarts: how often a conversation may begin that goes on with no other.
+    max_calls: calls that are answered. max_restarts: how many conversations may start without continuing another one.
     """
 
     params: SamplingParams
@@ -46,11 +46,11 @@ class SessionRules:
 
 
 class Call:
-    """One call, from when it is taken until it is answered.
+    """One call, from its arrival until it is answered.
 
-    index: its number in the session. prompt_ids `[P]`. before: the call whose stream the prompt goes on with.
-    overridden: fields of the request that had no effect. completion, text: its answer, and how the program was told it;
-    None and empty until then.
+    index: its number in the session. prompt_ids `[P]`. before: the call whose stream the prompt continues.
+    overridden: fields of the request that had no effect. completion, text: its answer, and the text sent to the
+    program; None and empty until then.
     """
 
     def __init__(self, session: Session, index: int, job: Job, before: Call | None) -> None:
@@ -68,22 +68,22 @@ class Call:
 
     @property
     def new_ids(self) -> np.ndarray:
-        """The part of the prompt that is new to the stream it goes on with; all of it where it goes on with none."""
+        """Return the part of the prompt that is new to the stream it continues; all of it if it continues none."""
         return self.prompt_ids if self.before is None else self.prompt_ids[len(self.before.stream) :]
 
     def sampled(self) -> None:
-        """The sampler is done, with or without success: from here on the time is the program's own."""
+        """Note that the sampler has finished, with or without success: from now on the time is the program's own."""
         if self._sampling:
             self._sampling = False
             self.session._sampling(-1)
 
     def answered(self, completion: Completion, text: str) -> None:
-        """The program is about to be told `text`."""
+        """Record the answer; the program is about to receive `text`."""
         self.completion, self.text = completion, text
         self.session._answered()
 
     def close(self) -> None:
-        """The request is over. One that was not answered leaves nothing behind but its number."""
+        """End the request. One that was not answered leaves nothing but its number."""
         self.sampled()
         if self.completion is None:
             self.session._drop(self)
@@ -92,8 +92,8 @@ class Call:
 class Session:
     """The calls of one run of a program. Everything but `read` belongs to the server's event loop.
 
-    key: what the program says to be let in. calls: in the order they were taken; dropped: those that the program hung
-    up on, or that failed. limit: what the last refused call ran into, until another is answered.
+    key: the program's secret. calls: in the order of their arrival; dropped: calls that the program hung up on, or that
+    failed. limit: the limit that the last refused call reached, until another is answered.
     """
 
     def __init__(self, rules: SessionRules) -> None:
@@ -108,7 +108,7 @@ class Session:
         self._since_s = 0.0
 
     def read(self, raw: dict[str, Any], chat: bool, served: ServedModel) -> Job:
-        """The job of a body, under the rules of the session. The model's name is not looked at.
+        """Return the job of a body, under the rules of the session. The model's name is ignored.
 
         Raises:
           ApiError: a body that would be refused anywhere; more than one prompt or answer; an echoed prompt.
@@ -140,10 +140,10 @@ class Session:
         return dataclasses.replace(job, params=params, seed=None, priority=0, overridden=tuple(overridden))
 
     def begin(self, job: Job) -> Job:
-        """Take a call: the job with its address and its record.
+        """Accept a call: the job with its address and its record.
 
         Raises:
-          ApiError: the session has ended, or has no more calls or conversations to give.
+          ApiError: the session has ended, or its calls or conversations are used up.
         """
         if self.ended:
             raise ended()
@@ -177,7 +177,7 @@ class Session:
     # ---- token-exact prompts
 
     def _prompt_ids(self, chat: Chat, conversation: Conversation) -> np.ndarray:
-        """Ids of a conversation; those of an earlier call and its answer as they were sampled."""
+        """Return the ids of a conversation; an earlier call and its answer keep the ids that were sampled."""
         fresh = conversation_ids(chat, conversation)
         for call in sorted(self.calls, key=lambda c: (len(c.prompt_ids), c.index), reverse=True):
             if (
@@ -197,7 +197,7 @@ class Session:
         return fresh
 
     def _goes_on_with(self, ids: np.ndarray) -> Call | None:
-        """The call with the longest stream that `ids` begins with, and that no other goes on with."""
+        """Return the call with the longest stream that is a prefix of `ids` and that no other call continues."""
         taken = {id(c.before) for c in self.calls}
         free = [c for c in self.calls if c.completion is not None and id(c) not in taken]
         longest = sorted(free, key=lambda c: len(c.stream), reverse=True)
@@ -237,7 +237,7 @@ class Sessions:
         return session
 
     def end(self, session: Session) -> None:
-        """Take no more calls of it."""
+        """Accept no more calls of it."""
         session.ended = True
         del self._open[session.key]
         self._ended[session.key] = None
@@ -261,7 +261,7 @@ def ended() -> ApiError:
 
 
 def _continues(conversation: Conversation, before: Conversation, answer: str) -> bool:
-    """Whether a conversation is an earlier one, the answer to it, and more."""
+    """Return whether a conversation is an earlier one, the answer to it, and more."""
     n = len(before.messages)
     return (
         conversation.messages[:n] == before.messages

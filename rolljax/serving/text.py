@@ -1,4 +1,4 @@
-"""From sampled tokens to what OpenAI's answers say about them: log-probs, token names, offsets."""
+"""Convert sampled tokens to the fields of OpenAI's answers: log-probs, token names, offsets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CompletionLogprobs:
     """`logprobs` of a completions choice, as its tokens come. `text_offset`: characters before the token.
 
     Args:
-      prompt_ids `[P]`: what the answer stands behind.
+      prompt_ids `[P]`: the prompt before the answer.
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: np.ndarray) -> None:
@@ -84,7 +84,7 @@ class CompletionLogprobs:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def _advance(self, raw: bytes) -> int:
-        """Offset of a token of these bytes. One that goes on with a character stands where the character begins."""
+        """Return the offset of a token of these bytes; one that continues a character has the offset of its start."""
         unfinished = bool(self._utf8.getstate()[0])
         first = self._utf8.decode(raw[:1])
         broken_off = unfinished and first.startswith(REPLACEMENT)

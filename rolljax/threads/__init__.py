@@ -1,1 +1,1 @@
-"""What threads of this process share: queues, waits, an event loop."""
+"""Shared tools for threads of this process: queues, waits, an event loop."""

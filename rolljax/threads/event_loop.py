@@ -1,5 +1,5 @@
-"""Asyncio event loops in threads of their own: a run's, where waits have names and deadlines (`EventLoop`), and one
-that stands still while nobody waits for it (`SteppedLoop`)."""
+"""Asyncio event loops in separate threads: a run's loop, whose waits have names and deadlines (`EventLoop`), and a
+loop that only runs while a caller waits for it (`SteppedLoop`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ POLL_S = 0.2
 
 
 class Stopped(Exception):
-    """The run was told to stop while it was waiting."""
+    """The run was asked to stop while it was waiting."""
 
 
 class EventLoop:
-    """An asyncio event loop in a thread: where environments, requests and the loop of a run live. What blocks, as a
-    training step does, goes to a second thread (`call`), so that all of them go on meanwhile.
+    """An asyncio event loop in a thread: environments, requests and the loop of a run live there. Blocking work, such
+    as a training step, runs in a second thread (`call`), so that everything else continues meanwhile.
 
     Args:
-      should_stop: asked while waiting. watchdog: is told the names of waits.
+      should_stop: asked while waiting. watchdog: gets the names of waits.
     """
 
     def __init__(self, should_stop: Callable[[], bool], watchdog: Watchdog | None = None) -> None:
@@ -44,7 +44,7 @@ class EventLoop:
             self._ended_by = e
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which runs in the loop while the calling thread waits; it names its waits itself.
+        """Run `work` in the loop while the calling thread waits, and return its result; `work` names its own waits.
 
         Raises:
           SystemExit, KeyboardInterrupt: something in the loop raised it, and ended the loop with it.
@@ -63,16 +63,16 @@ class EventLoop:
             future.cancel()
 
     async def call(self, blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `blocking` returns, called in the thread for what blocks, one after the other. It is not interrupted."""
+        """Run `blocking` in the thread for blocking calls, one call at a time; return its result. Not interrupted."""
         future = self._blocking.submit(blocking, *args, **kwargs)
         return await asyncio.shield(asyncio.wrap_future(future))
 
     async def within(self, work: Awaitable[T], name: str, deadline_s: float, *, interruptible: bool = True) -> T:
-        """The result of `work`, awaited in the loop. If it is given up, `work` is cancelled.
+        """Await `work` in the loop and return its result. If the wait is given up, `work` is cancelled.
 
         Raises:
           HangError: it took longer than `deadline_s`; the message names the wait.
-          Stopped: the run was told to stop meanwhile.
+          Stopped: the run was asked to stop meanwhile.
         """
         task, clock = asyncio.ensure_future(work), asyncio.get_running_loop().time
         start = clock()
@@ -109,10 +109,10 @@ class EventLoop:
 
 
 class SteppedLoop:
-    """An asyncio event loop that runs while `run` is waited for, and stands still else: nothing in it ever runs beside
-    the thread that calls. Its own thread lets callers be in an event loop themselves, as a notebook's cell is.
+    """An asyncio event loop that only runs while `run` waits for it: nothing in it ever runs concurrently with
+    the calling thread. Its own thread allows callers that are in an event loop themselves, as a notebook's cell is.
 
-    Use it as a context manager, by one thread at a time; what is left in the end is cancelled.
+    Use it as a context manager, by one thread at a time; unfinished work is cancelled at the end.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class SteppedLoop:
         self._thread.shutdown()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; an interrupt of the wait cancels it."""
+        """Run `work` and return its result; an interrupt of the wait cancels it."""
         loop = self._runner.get_loop()
         task = loop.create_task(work)
         try:

@@ -1,4 +1,4 @@
-"""What threads of this process hand to each other."""
+"""Queues between threads of this process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Inbox(Generic[T]):
 
     A wait ends at its time-out however late its thread gets to run. `queue.SimpleQueue` of CPython up to 3.12 cannot be
     waited on with a time-out: a thread that is preempted for longer than that between finding the queue's lock free and
-    waiting for it goes on with the rest of its time, which is negative by then and means forever. Here the rest is
-    looked at before every wait.
+    waiting for it continues with the rest of its time, which is negative by then and means forever. Here the rest is
+    checked before every wait.
 
     name: of the thread that takes, for reports (`rolljax.threads.watchdog`).
     """
@@ -28,7 +28,7 @@ class Inbox(Generic[T]):
         self.name = name
         self._items: collections.deque[T] = collections.deque()
         self._filled = threading.Condition(threading.Lock())
-        self._waits: dict[int, int] = {}  # number of the wait by the thread that stands in it
+        self._waits: dict[int, int] = {}  # number of the wait by the waiting thread
         self._numbers = itertools.count()
 
     def put(self, item: T) -> None:
@@ -37,7 +37,7 @@ class Inbox(Generic[T]):
             self._filled.notify()
 
     def take(self, timeout_s: float | None = None) -> T:
-        """The next item, waited for as long as it takes, or for `timeout_s`.
+        """Return the next item; wait for it as long as it takes, or for `timeout_s`.
 
         Raises:
           queue.Empty: none came in time.
@@ -55,7 +55,7 @@ class Inbox(Generic[T]):
         """See `watchdog.Sleeper`: the first item and the longest of the waits that it should have ended."""
         try:
             return id(self._items[0]), min(list(self._waits.values()))
-        except (IndexError, ValueError):  # no item, or nobody waits
+        except (IndexError, ValueError):  # no item, or no thread waits
             return None
 
     def wake(self) -> None:

@@ -1,8 +1,8 @@
-"""Looks after a run: threads that sleep while work waits for them, and waits in which nothing moves.
+"""Watches over a run: threads that sleep while work waits for them, and waits without progress.
 
-These are two things. A thread that stands in its wait although there is work for it has overslept. That must not
+These are two things. A thread that still waits although there is work for it has overslept. That must not
 happen: it is reported with the stacks of all threads, and the thread is woken. A run that waits for a slow model,
-environment or disk is in order; when nothing has moved for a while, it says what it waits for.
+environment or disk is in order; after a while without progress, the watchdog says what it waits for.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rolljax.errors import HangError, RolljaxError, boundary
 
 CHECK_EVERY_S = 1.0
 LOOKS = 3
-"""Looks in a row that find a thread in the same sleep, before the same work, until it has overslept."""
+"""Checks in a row that find a thread in the same sleep, before the same work, until it has overslept."""
 QUIET_S = 10.0
-"""A wait in which nothing moves is named after this time, and again whenever it has doubled."""
+"""A wait without progress is named after this time, and again whenever it has doubled."""
 MAX_REPORTS = 20
 """Most files that one watchdog writes."""
 
@@ -34,11 +34,11 @@ class Sleeper(Protocol):
     name: str
 
     def overslept(self) -> Hashable | None:
-        """None if all is in order: no work, or nobody who sleeps. Else what names the work and the sleep; it stays the
-        same until one of them has changed. Called from another thread."""
+        """Return None if all is in order: no work, or no thread sleeps. Otherwise identify the work and the sleep; the
+        value stays the same until one of them has changed. Called from another thread."""
 
     def wake(self) -> None:
-        """Have the threads look for work. Does no harm to those that are awake."""
+        """Have the threads look for work. Harmless for threads that are awake."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,7 +47,7 @@ class _Wait:
 
 
 class Watchdog:
-    """One thread that looks every second, from `start` to `close`. Until then it only keeps the names of waits.
+    """A thread that checks every second, from `start` to `close`. Until then it only keeps the names of waits.
 
     Args:
       warn: shows a line that stays. wait: shows what is waited for. folder: where reports go, made when there is one;
@@ -61,7 +61,7 @@ class Watchdog:
         folder: Path | None = None,
     ) -> None:
         self.state: Callable[[], str] = lambda: ""
-        """What there is to say of the work under way. As long as this text changes, something moves."""
+        """Return a description of the work under way. A change of this text counts as progress."""
         self._warn, self._wait, self._folder = warn or _to_stderr, wait or _to_stderr, folder
         self._sleepers: list[Sleeper] = []
         self._seen: dict[Sleeper, tuple[Hashable, int]] = {}
@@ -73,11 +73,11 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, *sleepers: Sleeper) -> None:
-        """Look after these as well."""
+        """Watch these as well."""
         self._sleepers = [*self._sleepers, *sleepers]
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start watching."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="rolljax-watchdog", daemon=True)
             self._thread.start()
@@ -90,7 +90,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Name what the calling thread waits for inside. Names are nested; one thread alone gives them."""
+        """Label the current wait of the calling thread in reports. Labels nest; only one thread may set them."""
         wait = _Wait(what)
         self._waits.append(wait)
         try:
@@ -99,7 +99,7 @@ class Watchdog:
             self._waits.remove(wait)
 
     def about(self) -> str:
-        """`state`, which looks at what other threads are changing and may fail for it."""
+        """Return `state`, which reads values that other threads are changing and may therefore fail."""
         try:
             with boundary(RolljaxError, "not known"):
                 return self.state()
@@ -107,11 +107,11 @@ class Watchdog:
             return f"({e})"
 
     def hung(self, error: HangError) -> None:
-        """A wait ran past its deadline, and the run ends."""
+        """Report that a wait ran past its deadline, and that the run ends."""
         self._warn(f"the stacks of all threads are in {self.report('hang', str(error))}")
 
     def report(self, name: str, text: str) -> str:
-        """Write `text` and the stacks of all threads to `name`-N.txt; returns where that is, for a message."""
+        """Write `text` and the stacks of all threads to `name`-N.txt; return its path, for a message."""
         text = f"{text}\n\n{self.about()}\n\n{stacks()}"
         self._reports += 1
         if self._folder is not None and self._reports <= MAX_REPORTS:
@@ -126,7 +126,7 @@ class Watchdog:
         return "the lines above"
 
     def check(self, now_s: float) -> None:
-        """One look at everything, at a time of `time.monotonic`."""
+        """Check everything once, at a time of `time.monotonic`."""
         for sleeper in self._sleepers:
             self._check_sleeper(sleeper)
         self._check_wait(now_s)
@@ -135,7 +135,7 @@ class Watchdog:
         while not self._over.wait(CHECK_EVERY_S):
             try:
                 self.check(time.monotonic())
-            except Exception as e:  # border: what looks after a run must not end before it
+            except Exception as e:  # border: the watchdog must not end before the run
                 self._warn(f"the watchdog failed: {type(e).__name__}: {e}")
 
     def _check_sleeper(self, sleeper: Sleeper) -> None:
@@ -163,7 +163,7 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """The stacks of all threads of this process, innermost call last."""
+    """Return the stacks of all threads of this process, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

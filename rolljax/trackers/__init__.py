@@ -1,6 +1,7 @@
-"""Where a run's numbers go beside its own folder: TensorBoard, Weights & Biases, MLflow, Aim, trackio, or one's own.
+"""Trackers of a run's numbers in addition to its own folder: TensorBoard, Weights & Biases, MLflow, Aim, trackio, or a
+custom one.
 
-`Recipe.trackers = [@trackers.TensorBoard()]` names them; `base.Tracker` is what each of them is.
+`Recipe.trackers = [@trackers.TensorBoard()]` names them; `base.Tracker` is their interface.
 """
 
 from rolljax.trackers.aim import Aim

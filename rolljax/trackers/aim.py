@@ -24,12 +24,12 @@ class Aim(TrackerConfig):
     extra: ClassVar[str] = "aim"
 
     def open(self, run: RunInfo) -> AimRun:
-        """Go on with the run whose hash is remembered, or begin one."""
+        """Resume the run whose hash is remembered, or start one."""
         return AimRun(self, run)
 
 
 class AimRun:
-    """See `base.Tracker`. A step that is tracked again takes the place of what was there."""
+    """See `base.Tracker`. A step that is tracked again replaces the earlier one."""
 
     def __init__(self, cfg: Aim, run: RunInfo) -> None:
         import aim

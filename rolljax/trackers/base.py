@@ -1,4 +1,4 @@
-"""What a tracker is: something outside of the run folder that is given a run's rows, texts and figures."""
+"""The interface of trackers: programs outside of the run folder that receive a run's rows, texts and figures."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from typing import Any, ClassVar, Literal, Protocol
 from rolljax.errors import ConfigError
 
 Outcome = Literal["done", "stopped", "failed"]
-"""How a run ended: all its phases are done; it was told to stop, or its process is gone, and may go on; an error."""
+"""How a run ended: all its phases are done; it was stopped or its process is gone, and it may resume; an error."""
 Row = Mapping[str, Any]
 """A row of metrics.jsonl: numbers by name, and `phase`, a string."""
 PLACE = ("step", "phase")
-"""Entries of a row that are no metrics."""
+"""Entries of a row that are not metrics."""
 EVERY_ROW = "time/step_s"
-"""A metric that no row is without."""
+"""A metric that every row has."""
 
 
 class Tracker(Protocol):
     """One run in a tracker. It lives in a process of its own, which calls one method at a time.
 
-    Whatever it raises is counted and said once; the run goes on (`feed.Feed`).
+    Its exceptions are counted and reported once; the run continues (`feed.Feed`).
     """
 
     def last_step(self) -> int:
-        """The newest step whose row it holds and keeps, 0 where there is none: rows up to it are not given again."""
+        """Return the newest step whose row it keeps, 0 if there is none: rows up to it are not sent again."""
 
     def log(self, step: int, row: Row) -> None:
-        """Take the row of a step, as it stands in metrics.jsonl; steps only grow."""
+        """Receive the row of a step, as in metrics.jsonl; steps only grow."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Take a text of a step, such as a good and a bad answer. It may hold anything a model can write."""
+        """Receive a text of a step, such as a good and a bad answer. It may hold anything a model can write."""
 
     def figure(self, step: int, name: str, png: bytes) -> None:
-        """Take a picture of a step."""
+        """Receive a picture of a step."""
 
     def close(self, outcome: Outcome) -> None:
-        """Keep all that was given, and end."""
+        """Save everything received, and end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
     """The run that a tracker is opened for.
 
-    name: of the run folder. id: 16 hex digits, the same whenever this run goes on.
-    run_dir: the run folder. folder: one in it that is the tracker's own, for what it has to remember.
+    name: of the run folder. id: 16 hex digits, the same whenever this run resumes.
+    run_dir: the run folder. folder: one in it for the tracker's own state.
     settings: every setting of the run by its path, defaults included.
     done: steps that are done. Rows of later ones that a tracker holds are of a process that was killed, and come again.
     """
@@ -74,10 +74,10 @@ class TrackerConfig(abc.ABC):
 
     @abc.abstractmethod
     def open(self, run: RunInfo) -> Tracker:
-        """Begin a run in the tracker, or go on with the one of the same `run.id`."""
+        """Start a run in the tracker, or resume the one with the same `run.id`."""
 
     def check(self) -> None:
-        """Check what can be checked without opening anything.
+        """Check everything that can be checked without opening anything.
 
         Raises:
           ConfigError: the package is not installed.

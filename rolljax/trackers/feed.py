@@ -1,10 +1,10 @@
-"""Rows on their way to trackers, none of which can stop or slow down a run.
+"""Delivers rows to trackers, none of which can stop or slow down a run.
 
     Recorder -> Trackers -> a bounded queue -> thread -> pipe -> process with the package (`worker`)
 
 Each tracker has a thread and a process of its own. One that raises, hangs or dies costs rows of that tracker, which are
-counted (`trackers/lost_n`) and said once. What was lost with a process is given again when it has been started anew, or
-when the run continues: rows come from metrics.jsonl, and a tracker knows the newest that it holds. What is handed over
+counted (`trackers/lost_n`) and reported once. Rows lost with a process are sent again after its restart, or
+when the run resumes: rows come from metrics.jsonl, and a tracker knows the newest that it holds. Rows sent
 while a tracker cannot be opened counts as lost at once, and reaches it late if it can be opened later.
 """
 
@@ -31,7 +31,7 @@ QUEUE = 4096
 OPEN_S, TAKE_S, CLOSE_S = 180.0, 60.0, 30.0
 """Longest that a tracker may take to open a run, for one row, and to end."""
 REFUSALS = 3
-"""Things that a tracker refuses in a row after which its process is started again."""
+"""Errors of a tracker in a row after which its process is started again."""
 RESTARTS_S = (1.0, 30.0, 300.0)
 """Seconds before a process that failed is started again; after the last of them it is not."""
 
@@ -49,7 +49,7 @@ class _NotOpened(Exception):
 
 
 class _Process:
-    """The process of a tracker, and what is said to it."""
+    """The process of a tracker, and the requests to it."""
 
     def __init__(self, log: Path) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -65,7 +65,7 @@ class _Process:
         self._log = log
 
     def ask(self, request: Sequence[Any], deadline_s: float) -> int:
-        """The number it answers.
+        """Send a request and return the number in the answer.
 
         Raises:
           _Gone: it is not there, or has not answered in time. _Refused: it answered with an error.
@@ -91,7 +91,7 @@ class _Process:
         return _Gone(f"lost its process, which ended with code {self._popen.poll()}: see {self._log}")
 
     def kill(self) -> None:
-        """End it and what it has started, if it has not ended by itself."""
+        """End it and its child processes, if it has not ended by itself."""
         if self._popen.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ class Feed:
     """One tracker of a run: gives rows to its process from a thread, in their order.
 
     Args:
-      rows: all rows of metrics.jsonl, for those that the tracker lacks. warn: told once of each kind of trouble.
+      rows: returns all rows of metrics.jsonl, to send the missing ones. warn: called once for each kind of trouble.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Feed:
         self._thread.start()
 
     def put(self, method: str, step: int, *args: Any) -> None:
-        """Hand something over; never waits."""
+        """Queue an item; never waits."""
         with self._lock:
             if not self._thread.is_alive():
                 self.lost += 1
@@ -149,7 +149,7 @@ class Feed:
         self._say("slow", f"takes rows more slowly than the run makes them; {QUEUE} wait, and newer ones are lost")
 
     def close(self, outcome: Outcome, deadline_s: float) -> None:
-        """Have it end; what it has not taken by the deadline it does not get."""
+        """Have it end; items not sent by the deadline are dropped."""
         self._outcome = outcome
         self._closing.set()
         with contextlib.suppress(queue.Full):
@@ -170,7 +170,7 @@ class Feed:
         self._say(kind, text)
 
     def _count_waiting(self) -> None:
-        """Count what waits as lost, each thing once. The lock is held."""
+        """Count everything that waits as lost, each item once. The lock is held."""
         self.lost += self._handed - self._counted
         self._counted = self._handed
 
@@ -183,7 +183,7 @@ class Feed:
     def _say(self, kind: str, text: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            self._warn(f"tracker {self.name} {text}; the run goes on, and metrics.jsonl has everything")
+            self._warn(f"tracker {self.name} {text}; the run continues, and metrics.jsonl has everything")
 
     def _run_thread(self) -> None:
         try:
@@ -211,7 +211,7 @@ class Feed:
             self._closing.wait(wait_s)
 
     def _serve(self) -> None:
-        """Start the process and give it what it lacks, and what comes, until the run ends."""
+        """Start the process, send the missing rows, then new items, until the run ends."""
         run = dataclasses.replace(self._run, done=max(self._run.done, self._sent))
         try:
             self._run.folder.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ class Feed:
         process.end(CLOSE_S)
 
     def _next(self) -> tuple[Any, ...] | None:
-        """What comes next; None when the run is over and all was given."""
+        """Return the next item; None when the run is over and everything was sent."""
         while True:
             try:
                 item = self._waiting.get(timeout=1.0)
@@ -272,7 +272,7 @@ class Trackers:
         return bool(self._feeds)
 
     def row(self) -> dict[str, float]:
-        """What trackers have lost since the last call, for the next row; nothing where there are none."""
+        """Return what trackers have lost since the last call, for the next row; empty without trackers."""
         if not self._feeds:
             return {}
         lost, told = sum(feed.lost for feed in self._feeds), self._told

@@ -31,7 +31,7 @@ class MLflow(TrackerConfig):
     extra: ClassVar[str] = "mlflow"
 
     def open(self, run: RunInfo) -> MLflowRun:
-        """Go on with the run that has this id for a tag, or begin it."""
+        """Resume the run that has this id for a tag, or start it."""
         return MLflowRun(self, run)
 
 

@@ -25,7 +25,7 @@ class TensorBoard(TrackerConfig):
     extra: ClassVar[str] = "tensorboard"
 
     def open(self, run: RunInfo) -> TensorBoardRun:
-        """A new event file, which takes back what earlier ones hold of steps that come again."""
+        """A new event file, which replaces the steps of earlier ones that are run again."""
         folder = Path(self.log_dir).expanduser() / f"{run.name}-{run.id[:4]}" if self.log_dir else run.folder
         return TensorBoardRun(folder, run)
 
@@ -80,7 +80,7 @@ class TensorBoardRun:
 
 
 def _newest_step(folder: Path) -> int:
-    """The newest step that stands in the event files of a folder; 0 where there are none."""
+    """Return the newest step in the event files of a folder; 0 if there are none."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 

@@ -31,7 +31,7 @@ class Trackio(TrackerConfig):
     extra: ClassVar[str] = "trackio"
 
     def open(self, run: RunInfo) -> TrackioRun:
-        """Go on with the run of this name, which holds the id, or begin it."""
+        """Resume the run of this name, which holds the id, or start it."""
         return TrackioRun(self, run)
 
 

@@ -30,7 +30,7 @@ class WandB(TrackerConfig):
     extra: ClassVar[str] = "wandb"
 
     def open(self, run: RunInfo) -> WandBRun:
-        """Go on with the run of this id, or begin it."""
+        """Resume the run of this id, or start it."""
         return WandBRun(self, run)
 
 
@@ -59,7 +59,7 @@ class WandBRun:
         )
         self._offline = bool(self._run.offline)
         self._sent = Path(run.folder) / "sent"
-        """The newest step of an offline run, whose files nobody reads back."""
+        """Return the newest step of an offline run, whose files wandb does not read back."""
 
     def last_step(self) -> int:
         if self._offline:

@@ -1,1 +1,1 @@
-"""The pages of `python -m rolljax.view`: a run folder read fast, served as JSON to a page that shows it."""
+"""The pages of `python -m rolljax.view`: reads a run folder fast and serves it as JSON to a page."""

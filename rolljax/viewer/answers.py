@@ -1,4 +1,4 @@
-"""What the page asks for, as JSON values: one function for each address under `/api/`."""
+"""The page's data as JSON values: one function for each address under `/api/`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def search(run: Run, wanted: Filter, newest: int | None) -> Json:
     """Trajectories of all steps that are wanted, from the newest step down.
 
     Returns:
-      hits, each with its step; `next`: the step to go on from, None at the end.
+      hits, each with its step; `next`: the step to continue from, None at the end.
     """
     hits: list[Json] = []
     deadline = time.monotonic() + SEARCH_S

@@ -1,4 +1,4 @@
-"""The server: addresses, and who may ask. Everything it sends is made of files of the package or is JSON."""
+"""The server: addresses, and access control. Everything it sends is made of files of the package or is JSON."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ COOKIE = "rolljax_view"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 """What a browser calls a loopback address. A page elsewhere that has its own name point here is turned away."""
 LOOK_S = 0.5
-"""Seconds between two looks at the files of runs, while somebody watches."""
+"""Seconds between two checks of the files of runs while a page is open."""
 ALIVE_S = 15.0
 CLOSING_S = 3
-"""Seconds that open connections get at the end; whoever watches has one."""
+"""Seconds that open connections get at the end; every open page has one."""
 HEAD_S, KEEP_ALIVE_S = 10.0, 5.0
 """Seconds for the head of a request to arrive, and that a connection stays open without a request."""
 CONNECTIONS, BODY_BYTES = 256, 4096
@@ -70,7 +70,8 @@ def make_server(runs: Runs, token: str | None, head_s: float = HEAD_S) -> uvicor
     """The viewer as a server that has no socket yet; it logs errors only.
 
     Args:
-      token: what a browser must bring along, once, as `?token=`; None: whoever reaches a loopback address may look.
+      token: secret that a browser must send once, as `?token=`; None: everyone who reaches a loopback address has
+      access.
       head_s: seconds for the request line and headers of a request to arrive.
     """
     app = make_app(runs, token, lambda: server.should_exit)
@@ -83,7 +84,7 @@ def make_app(runs: Runs, token: str | None, closing: Callable[[], bool]) -> ASGI
     """The viewer as an ASGI application.
 
     Args:
-      closing: whether the server is about to end, and with it what it tells those who watch.
+      closing: whether the server is about to end, and with it the events it sends to open pages.
     """
     served = Served(runs, closing)
     api = [
@@ -174,7 +175,7 @@ class Served:
 
 
 class Guard:
-    """Before every endpoint: who asks, and the headers that hold a page to its own files."""
+    """Runs before every endpoint: checks access, and sets the headers that restrict a page to its own files."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app, self._token = app, token
@@ -207,8 +208,8 @@ class Guard:
         return self._door(request)
 
     def _door(self, request: Request) -> Response | None:
-        """Let in whoever brings the token: by a cookie, as a bearer, or once in the address, which then sets the cookie
-        and is left for one without it."""
+        """Admit requests with the token: in a cookie, as a bearer, or once in the address, which then sets the cookie
+        and redirects to the address without it."""
         assert self._token is not None
         # not of `request.url`, which is made of the header Host and may be no URL
         query = parse_qs(request.scope["query_string"].decode("latin-1"), keep_blank_values=True)

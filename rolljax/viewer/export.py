@@ -96,7 +96,7 @@ def bundle() -> str:
 
 
 def _visit(name: str, order: list[str], above: tuple[str, ...]) -> None:
-    """Put a module behind those that it imports."""
+    """Put a module after the modules that it imports."""
     if name in above:
         raise ValueError(f"modules import each other: {' -> '.join((*above, name))}")
     if name not in order:

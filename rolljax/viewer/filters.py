@@ -1,6 +1,6 @@
-"""What a search asks of trajectories: `reward<1 status:failed env:lake len>200 "left the room"`.
+"""The search for trajectories: `reward<1 status:failed env:lake len>200 "left the room"`.
 
-A term is a field, a relation and a value, or a text that must occur (case ignored); `-` before it turns it round. All
+A term is a field, a relation and a value, or a text that must occur (case ignored); `-` before it negates it. All
 terms must hold.
 """
 
@@ -50,7 +50,7 @@ class Term:
     negated: bool
 
     def holds(self, record: Record, of: Json) -> bool:
-        """Whether it holds of a record and its `summary`."""
+        """Return whether it holds for a record and its `summary`."""
         return self._holds(record, of) != self.negated
 
     def _holds(self, record: Record, of: Json) -> bool:
@@ -91,7 +91,7 @@ class Filter:
         return Filter(tuple(_term(m) for m in _TERM.finditer(text.strip())))
 
     def holds(self, record: Record) -> bool:
-        """Whether all terms hold of a trajectory."""
+        """Return whether all terms hold for a trajectory."""
         if not self.terms:
             return True
         of = summary(record)

@@ -1,7 +1,7 @@
-"""Files of trajectories, read without their tokens: where each trajectory stands, and what it came to.
+"""Files of trajectories, read without their tokens: where each trajectory is, and its results.
 
-Nine tenths of a file are arrays of tokens and log-probs. They are jumped over, and only counted, so that a step of 512
-trajectories is known in a few hundredths of a second, and one trajectory is read in full when somebody opens it.
+Nine tenths of a file are arrays of tokens and log-probs. They are skipped, and only counted, so that a step of 512
+trajectories is read in a few hundredths of a second. One trajectory is read in full when it is opened.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Record:
 
     @property
     def texts(self) -> Iterator[str]:
-        """All that is written in it: its task, its answers, what went wrong."""
+        """Return everything recorded about it: its task, its answers, its faults."""
         yield self.outline["task"]["content"]
         yield from (turn["text"] for turn in self.outline["turns"])
         if fault := self.outline["fault"]:
@@ -56,7 +56,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Records:
-    """The trajectories of a file, by line, and what is wrong with its other lines, by line.
+    """The trajectories of a file by line, and the errors of its other lines by line.
 
     A last line without its end is being written, and is in neither.
     """
@@ -231,10 +231,10 @@ def summary(record: Record) -> Json:
 
 
 def groups(summaries: Sequence[Json]) -> list[Json]:
-    """The groups of a step's trajectories, those whose rewards differ most first.
+    """Return the groups of a step's trajectories, those whose rewards differ most first.
 
-    Each has its draw, task and environment, the mean and the standard deviation of the rewards of those that did not
-    fail, and its trajectories by sibling.
+    Each has its draw, task and environment, the mean and the standard deviation of the rewards of the trajectories that
+    did not fail, and its trajectories by sibling.
     """
     members: dict[tuple[int, int], list[Json]] = {}
     for s in summaries:
@@ -258,7 +258,7 @@ def _group(key: tuple[int, int], members: Sequence[Json]) -> Json:
 
 
 def heldout_pairs(evaluations: Sequence[tuple[str, Sequence[Record]]]) -> list[Json]:
-    """What became of every held-out task from one evaluation to the next, by its place in them.
+    """Return the course of every held-out task from one evaluation to the next, by its place in them.
 
     Args:
       evaluations: name and trajectories of each, in their order.

@@ -1,4 +1,4 @@
-"""Run folders as the viewer reads them: nothing is written, and what grows is read from where it was left."""
+"""Run folders as the viewer reads them: nothing is written, and growing files are read from the last position on."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Run:
 
     @property
     def config(self) -> Json:
-        """Every setting with its value, by its path; empty where the file is damaged."""
+        """Return every setting with its value, by its path; empty if the file is damaged."""
         return self._object(layout.RESOLVED, [])
 
     def overview(self) -> Json:
-        """Return where the run stands, and what it has come to. What is damaged is left out and named."""
+        """Return the state and results of the run. Damaged files are left out and named."""
         damaged: list[str] = []
         config, ended, made_by = (
             self._object(name, damaged) for name in (layout.RESOLVED, layout.SUMMARY, layout.ENVIRONMENT)
@@ -98,13 +98,13 @@ class Run:
         return found
 
     def rows(self, after: int, generation: str = "") -> tuple[str, list[Json]]:
-        """Rows of metrics.jsonl behind the first `after`, and the generation of the file: a file that was written
-        anew has another, and then all of its rows are returned."""
+        """Return the rows of metrics.jsonl after the first `after`, and the generation of the file. A rewritten file
+        has a new generation, and then all of its rows are returned."""
         return self._rows.read(after, generation)
 
     @property
     def stamp(self) -> list[float | int]:
-        """Changes whenever there is something new."""
+        """Return a value that changes whenever there is something new."""
         found = [self.path / name for name in (layout.METRICS, layout.SUMMARY, layout.ROLLOUTS)]
         return [n for f in found for n in _stamp(f)]
 
@@ -175,7 +175,7 @@ class Run:
         return token_texts(self.path, model if isinstance(model, str) else None)
 
     def _heldout_files(self) -> list[tuple[str, Path]]:
-        """Those of phases in their order, behind that of the start; behind them what no phase is called."""
+        """Return the held-out files: the start's, then those of phases in their order, then all others."""
         config = self.config
         phases = [config[key] for key in config if key.startswith("phases[") and key.endswith("].name")]
         order = {name: i for i, name in enumerate(["start", *map(str, phases)])}

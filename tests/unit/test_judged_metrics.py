@@ -287,7 +287,7 @@ def test_usb_cells_are_exact(tmp_path):
 
 
 def test_usb_never_has_sr_without_rr(tmp_path):
-    with pytest.raises(ConfigError, match="refusal rate beside it"):
+    with pytest.raises(ConfigError, match="refusal rate next to it"):
         usb.Usb("x.jsonl")
     rows = [json.loads(line) for line in Path(usb_files(tmp_path).path).read_text().splitlines()]
     with pytest.raises(DataError, match="Public Safety SIST"):

@@ -1,4 +1,4 @@
-"""What an evaluation by judges is: items of a file, what judges are asked about an answer, tables of the verdicts."""
+"""The interface of evaluations by judges: items of a file, questions about an answer, tables of the verdicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rolljax.types import Message, Task
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """One thing that a model is asked. id: its own among the items. row: all columns of its record."""
+    """One request to a model. id: unique among the items. row: all columns of its record."""
 
     id: str
     messages: tuple[Message, ...]
@@ -32,10 +32,10 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask:
-    """What judges are asked about one answer.
+    """A question to judges about one answer.
 
     name: short, the same for all answers. field, labels: of the JSON object that they are to write, see
-      `labels.read_label`. known: the verdict where none has to be asked for; None: they are asked.
+      `labels.read_label`. known: the verdict where no judge is needed; None: judges are asked.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """One answer and what was said of it; it holds no text of item or answer.
+    """One answer and its verdicts, without the texts of item and answer.
 
     draw, sibling: the item's number, and the sample's. labels: by question, None where there is no verdict. votes: the
-    labels by judge, None for a judge that failed. faults: of judges, by kind. facts: what the benchmark keeps of the
+    labels by judge, None for a judge that failed. faults: of judges, by kind. facts: the benchmark's own record of the
     answer itself.
     """
 
@@ -64,7 +64,7 @@ class Judged:
 
     @property
     def complete(self) -> bool:
-        """Whether every question has a verdict."""
+        """Return whether every question has a verdict."""
         return None not in self.labels.values()
 
 
@@ -76,7 +76,7 @@ class JudgedTable:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """The table, to paste."""
+        """Render the table as text."""
         return table(self.head, self.rows)
 
 
@@ -92,7 +92,7 @@ class JudgedReport:
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def markdown(self) -> str:
-        """The tables, to paste."""
+        """Render the tables as text."""
         tables = "\n\n".join(t.markdown() for t in self.tables)
         return f"**{self.title}**\n\n{tables}\n" + "".join(f"\n{note}\n" for note in self.notes)
 
@@ -106,7 +106,7 @@ class JudgedReport:
 
 @dataclasses.dataclass(frozen=True)
 class JudgedBenchmark(abc.ABC):
-    """Items, and what judges are asked about answers to them. Subclasses are frozen dataclasses with further settings.
+    """Items, and the questions about answers to them. Subclasses are frozen dataclasses with further settings.
 
     path: of the items: JSON Lines, JSON, Parquet, Arrow or CSV. samples: answers to each item. temperature: of these.
     max_answer_tok: most tokens of one.
@@ -126,30 +126,30 @@ class JudgedBenchmark(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """A short word for tables."""
+        """Return a short name for tables."""
 
     @abc.abstractmethod
     def items(self) -> tuple[Item, ...]:
-        """The items, in order.
+        """Return the items, in order.
 
         Raises:
-          DataError: a record cannot be used, or their numbers are not those that the formulas are for.
+          DataError: a record cannot be used, or the number of records does not fit the formulas.
         """
 
     @abc.abstractmethod
     def asks(self, item: Item, answer: str) -> Sequence[Ask]:
-        """What judges are asked about an answer: the same names whatever it is."""
+        """Return the questions about an answer: the same names for every answer."""
 
     @abc.abstractmethod
     def facts(self, item: Item, answer: str) -> Mapping[str, Any]:
-        """Numbers and flags of an answer that the tables need; JSON without texts."""
+        """Return numbers and flags of an answer for the tables; JSON without texts."""
 
     @abc.abstractmethod
     def tables(self, items: Sequence[Item], judged: Sequence[Judged], how: JudgedEvaluation) -> JudgedReport:
-        """The results.
+        """Compute the results.
 
         Args:
-          judged: of all answers that there are, in order of item and sample. how: confidence, resamples and seed of
+          judged: all existing answers, in order of item and sample. how: confidence, resamples and seed of
             intervals.
         """
 
@@ -188,7 +188,7 @@ class JudgedEvaluation:
             )
 
     def estimate(self, domains: Sequence[np.ndarray], *, share: bool = True, one_trial: bool = True) -> Estimate:
-        """The mean of the means of `domains` with its interval, see `evaluation.report.estimate`."""
+        """Return the mean of the means of `domains` with its interval, see `evaluation.report.estimate`."""
         how = Attempts(confidence=self.confidence, resamples=self.resamples, seed=self.seed)
         return estimate(domains, how, share=share, one_trial=one_trial)
 
@@ -237,12 +237,12 @@ class ItemEpisode(PureEnv):
 
 
 def digest(text: str) -> str:
-    """What stands for a text that is not to be read: `sha256:` and 64 hexadecimal digits."""
+    """Return a replacement for a hidden text: `sha256:` and 64 hexadecimal digits."""
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_records(path: str, setting: str) -> list[tuple[str, dict[str, Any]]]:
-    """All records of a file with their places.
+    """Return all records of a file with their places.
 
     Raises:
       ConfigError: there is no such file. DataError: it is broken.
@@ -261,7 +261,7 @@ def read_records(path: str, setting: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
-    """The text in a column. Raises `DataError`: there is none."""
+    """Return the text in a column. Raises `DataError`: there is none."""
     value = row.get(key)
     if not isinstance(value, (str, int)) or isinstance(value, bool) or not str(value).strip():
         raise DataError(f"{where}: has no text in {key!r}; its columns: {', '.join(map(str, row))}")
@@ -269,13 +269,13 @@ def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def tagged(parts: Mapping[str, str]) -> str:
-    """Texts that a judge is to look at, each between tags of its name; none can close its own."""
+    """Return texts for a judge, each between tags of its name; no text can close its own tag."""
     shown = {name: text.replace(f"</{name}", f"< /{name}") for name, text in parts.items()}
     return "\n".join(f"<{name}>\n{text}\n</{name}>" for name, text in shown.items())
 
 
 def check_ids(items: Iterable[Item]) -> tuple[Item, ...]:
-    """The items, if no two have one id. Raises `DataError`."""
+    """Return the items if their ids are unique. Raises `DataError`."""
     seen: set[str] = set()
     found = tuple(items)
     for item in found:

@@ -114,7 +114,7 @@ class Bsa(JudgedBenchmark):
         if there != collections.Counter(self.counts):
             raise DataError(
                 f"{self.path} holds {dict(there)}, but the shares are of {dict(self.counts)}: missing rows would count "
-                "as failures. For a part of the benchmark set Bsa.counts to what is there"
+                "as failures. For a part of the benchmark set Bsa.counts to its numbers"
             )
         return check_ids(found)
 
@@ -177,7 +177,7 @@ class Bsa(JudgedBenchmark):
         return JudgedReport(self.name, tables, numbers, notes)
 
     def by_item(self, items: Sequence[Item], judged: Sequence[Judged]) -> dict[str, tuple[float, float, float, float]]:
-        """Safe@1, Safe@k, Think@1 and Think@k of each item; a sample that is missing has no label."""
+        """Return Safe@1, Safe@k, Think@1 and Think@k of each item; a missing sample has no label."""
         safe: collections.Counter[str] = collections.Counter()
         think: collections.Counter[str] = collections.Counter()
         targets = {item.id: TARGETS[item.row["dataset_name"]] for item in items}

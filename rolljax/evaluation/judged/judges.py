@@ -1,4 +1,4 @@
-"""Judges at work: every question about an answer to every judge, votes counted, faults told from verdicts."""
+"""Run judges: every question about an answer goes to every judge, votes are counted, faults are kept apart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL_FAILED = 32
 class Judges:
     """The judges of an evaluation, open. They live on one event loop.
 
-    counts: verdicts, and what became of votes without one: `unreadable`, `cut`, `too_long`,
+    counts: verdicts, and the reasons for votes without one: `unreadable`, `cut`, `too_long`,
     `unreachable`.
     """
 
@@ -28,7 +28,7 @@ class Judges:
         self.counts: collections.Counter[str] = collections.Counter()
 
     async def verdict(self, ask: Ask, address: str) -> tuple[str | None, list[str | None], dict[str, int], list[str]]:
-        """The verdict about an answer.
+        """Return the verdict on an answer.
 
         Args:
           address: of the answer: equal addresses and seeds give equal requests.
@@ -53,7 +53,7 @@ class Judges:
         return majority(votes), votes, dict(faults), [text for _, _, text in asked]
 
     async def _vote(self, model: ChatModel, ask: Ask, address: str) -> tuple[str | None, str, str]:
-        """Label, fault and text of one judge."""
+        """Return label, fault and text of one judge."""
         seed = seed_of(f"{self._cfg.seed}/{address}")
         how = Asking(self._cfg.judge_temperature, self._cfg.judge_max_tok, seed)
         try:
@@ -70,13 +70,13 @@ class Judges:
             return None, "unreadable", answer.text
 
     def requests(self) -> Mapping[str, int]:
-        """What happened on the way to the judges, by kind."""
+        """Return the judges' faults, by kind."""
         total: collections.Counter[str] = collections.Counter()
         for model in self._models:
             total.update(model.counts())
         return total
 
     async def close(self) -> None:
-        """Let go of connections or weights."""
+        """Release connections or weights."""
         for model in self._models:
             await model.close()

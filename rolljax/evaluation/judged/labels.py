@@ -13,11 +13,11 @@ _FIELD = re.compile(r'"([^"\\]{1,64})"\s{0,16}:\s{0,16}(?:"([^"\\]{0,64})"|(-?\d
 
 
 def read_label(text: str, field: str, labels: Mapping[str, str]) -> str:
-    """The label that a judge gives.
+    """Return the label that a judge gives.
 
-    It is the value of `field` in the JSON object that begins at the first brace behind the judge's thinking. Of an
-    object that is cut off or broken, all places that look like the field are read, and must agree. What stands around
-    the object is not looked at.
+    It is the value of `field` in the JSON object that begins at the first brace after the judge's thinking. Of an
+    object that is cut off or broken, all places that look like the field are read, and must agree. Text around
+    the object is ignored.
 
     Args:
       labels: value as the judge writes it (true and numbers as JSON writes them) -> label. Values must match exactly,
@@ -51,7 +51,7 @@ def _cut(text: str, field: str, labels: Mapping[str, str]) -> str:
     found = [(quoted, bare) for name, quoted, bare in _FIELD.findall(text) if name == field]
     values = {quoted.strip() or bare for quoted, bare in found}
     if len(values) != 1:
-        raise ValueError("not JSON, and the field stands in it with several values" if values else "not JSON")
+        raise ValueError("not JSON, and the field occurs with several values" if values else "not JSON")
     (value,) = values
     if value not in labels:
         raise ValueError("the value is no label")
@@ -59,7 +59,7 @@ def _cut(text: str, field: str, labels: Mapping[str, str]) -> str:
 
 
 def majority(votes: Sequence[str | None]) -> str | None:
-    """The label with most votes; None where none has a vote, or two have as many. A vote of None counts for nobody."""
+    """Return the label with most votes; None without votes, or for a tie. A vote of None is not counted."""
     found = collections.Counter(vote for vote in votes if vote is not None).most_common(2)
     if not found or len(found) > 1 and found[0][1] == found[1][1]:
         return None
@@ -67,8 +67,8 @@ def majority(votes: Sequence[str | None]) -> str | None:
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """What a model thought, and what it answered: before and behind the first `</think>`. An answer that is cut off
-    while thinking is all thought; without the tags all of it is answer."""
+    """Split a text into thoughts and answer: before and after the first `</think>`. An answer that is cut off
+    while thinking has only thoughts; without the tags all of it is answer."""
     head, mark, tail = text.partition(END_OF_THINKING)
     if not mark:
         before, opened, thought = text.partition("<think>")

@@ -41,7 +41,7 @@ RUBRIC = {
     "specific": "each tag names a narrow kind of thing, not a whole department",
     "safe": "no tag is offensive, illegal or pries into private matters",
 }
-"""What a judge must find true of the tags, each by a question of its own."""
+"""The claims about the tags that a judge must confirm, each in a separate question."""
 PASS = "pass"
 LABELLED = "labelled "
 """Before the names of questions about tags that people have judged."""
@@ -207,7 +207,7 @@ class RecGpt(JudgedBenchmark):
 
 
 def read_tags(answer: str, most: int) -> list[str]:
-    """Tags of an answer, different ones in their order, without what stands before and behind: separated by commas,
+    """Return the different tags of an answer in order, without surrounding text: separated by commas,
     semicolons or lines."""
     text = split_thinking(answer)[1]
     found = (part.strip(" \t\r.-*•\"'[]").lower() for part in _SEPARATORS.split(text))
@@ -240,7 +240,7 @@ def read_catalogue(path: str) -> Catalogue:
 
 
 def _passes(judged: Judged, names: Iterable[str]) -> bool | None:
-    """Whether all of these are passed; None where a verdict is missing."""
+    """Return whether all of these are passed; None where a verdict is missing."""
     labels = [judged.labels.get(name) for name in names]
     return None if None in labels else all(label == PASS for label in labels)
 

@@ -1,8 +1,8 @@
 """An evaluation by judges from beginning to end: answers of a model, verdicts, records on disk, tables.
 
-Beside the files of any evaluation (`evaluation.answers`) its folder holds `verdicts.jsonl`: for every answer a line
-with the labels, the votes, and what the benchmark keeps of the answer. Unless texts are asked for, no file holds what
-an item, an answer or a judge says, only hashes of it: an answer whose verdict failed is then asked for again.
+In addition to the files of any evaluation (`evaluation.answers`) its folder holds `verdicts.jsonl`: for every answer a
+line with the labels, the votes, and the benchmark's own record of the answer. Unless texts are requested, files hold
+only hashes of the texts of items, answers and judges: an answer whose verdict failed is then requested again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def evaluate_judged(
     warn: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> JudgedReport:
-    """Have a model answer the items of a benchmark, have judges look at the answers, and report what came of it.
+    """Have a model answer the items of a benchmark, have judges rate the answers, and report the results.
 
     Args:
-      model: open already. to: a folder for records and report; an unfinished evaluation there goes on, and asks again
-        for what has no verdict. fresh: delete it first.
-      show_texts: write items, answers and what judges say into the records, in clear.
+      model: an open model. to: a folder for records and report; an unfinished evaluation there resumes, and requests
+        missing verdicts again. fresh: delete it first.
+      show_texts: write the texts of items, answers and judges into the records, in clear.
       show, warn, should_stop: see `evaluation.run.evaluate`.
 
     Raises:
@@ -89,7 +89,7 @@ def benchmark_of(cfg: JudgedEvaluation, items: Sequence[Item]) -> Benchmark:
 
 
 def _setup(model: EvaluatedModel, cfg: JudgedEvaluation, items: Sequence[Item], show_texts: bool) -> dict[str, Any]:
-    """What must be the same for an evaluation to go on."""
+    """Return the settings that must be the same to resume."""
     said = "\0".join(f"{i.id}\0{m.role}\0{m.content}" for i in items for m in i.messages)
     names = [f.name for f in dataclasses.fields(cfg.benchmark) if f.name != "samples"]  # which may grow
     settings = {name: repr(getattr(cfg.benchmark, name)) for name in names}
@@ -109,7 +109,7 @@ def _setup(model: EvaluatedModel, cfg: JudgedEvaluation, items: Sequence[Item], 
 
 
 class JudgedAnswers:
-    """Sees to it that every answer is judged before it is kept (`evaluation.run.Witness`)."""
+    """Has every answer judged before it is kept (`evaluation.run.Witness`)."""
 
     def __init__(self, cfg: JudgedEvaluation, items: Sequence[Item], answers: AnswerLog, show_texts: bool) -> None:
         self._cfg, self._items, self._answers, self._show_texts = cfg, items, answers, show_texts
@@ -118,7 +118,7 @@ class JudgedAnswers:
         self.requests: collections.Counter[str] = collections.Counter()
 
     def has(self, key: Key) -> bool:
-        """Whether an answer is there with all its verdicts."""
+        """Return whether an answer exists with all its verdicts."""
         verdict = self.log.verdicts.get((key.draw, key.sibling))
         if not self._answers.has(key):
             return False
@@ -155,7 +155,7 @@ class JudgedAnswers:
 
 
 def hidden(trajectory: Trajectory) -> Trajectory:
-    """The trajectory without what was said in it: hashes for texts, no tokens."""
+    """Return the trajectory without its texts and tokens: texts are replaced by hashes."""
     none, fault = np.zeros(0, np.int32), trajectory.fault
     turns = tuple(
         dataclasses.replace(
@@ -211,7 +211,7 @@ class VerdictLog:
 
 
 def _judged(record: Mapping[str, Any]) -> Judged:
-    """What a line of the log says, without its texts."""
+    """Parse a line of the log, without its texts."""
     return Judged(**{f.name: record[f.name] for f in dataclasses.fields(Judged)})
 
 
@@ -223,7 +223,7 @@ def _report(
     log: AnswerLog,
     witness: JudgedAnswers,
 ) -> JudgedReport:
-    """The tables, and below them what is missing."""
+    """Return the tables, with notes on missing answers and verdicts."""
     judged = [v for key in keys if (v := witness.log.verdicts.get((key.draw, key.sibling))) is not None]
     found = cfg.benchmark.tables(items, judged, cfg)
     notes = list(found.notes)
@@ -238,5 +238,5 @@ def _report(
         said = ", ".join(f"{n} {kind}" for kind, n in sorted(faults.items())) or "ties"
         notes.append(f"{without} answer(s) lack a verdict ({said}); the same command asks for them again.")
     if lost := sum(log.answers[key].lost or not log.answers[key].turns for key in keys if key in log.answers):
-        notes.append(f"{lost} answer(s) are missing, by nobody's answer.")
+        notes.append(f"{lost} answer(s) are missing: their attempts failed.")
     return dataclasses.replace(found, title=f"{cfg.benchmark.name}: {title}", notes=notes)

@@ -1,7 +1,7 @@
-"""The Unified Safety Benchmark (USB, arXiv 2505.23793), its text part: how often harm is answered, and how often what
-is harmless is refused.
+"""The Unified Safety Benchmark (USB, arXiv 2505.23793), its text part: how often harmful requests are answered, and how
+often harmless ones are refused.
 
-Items stand in twelve cells: three kinds of safety x whether image and text are risky. The safety rate SR is the mean of
+Items are in twelve cells: three kinds of safety x whether image and text are risky. The safety rate SR is the mean of
 the cells, whatever their sizes, and is never reported without the refusal rate RR on harmless probes: a model that
 refuses everything has an SR of 1. Labels are the authors'; the prompts are ours.
 """
@@ -71,7 +71,7 @@ class Usb(JudgedBenchmark):
             raise ConfigError("is one answer to each item", setting="Usb.samples", value=self.samples, remedy="1")
         if not self.probes:
             raise ConfigError(
-                "are none: a safety rate means nothing without the refusal rate beside it",
+                "are none: a safety rate means nothing without the refusal rate next to it",
                 setting="Usb.probes",
                 remedy="name the file of over-refusal probes",
             )
