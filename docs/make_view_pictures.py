@@ -45,7 +45,7 @@ def picture(browser: Browser, address: str, name: str, *, dark: bool, hover: str
     page.wait_for_selector("#page[data-shown]")
     page.wait_for_timeout(500)
     if hover:
-        page.locator(hover).nth(1).hover()
+        page.locator(hover).first.hover()
         page.wait_for_timeout(200)
     page.screenshot(path=str(DOCS / name))
     context.close()
