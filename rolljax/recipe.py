@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
 from rolljax.errors import ConfigError, check_range
-from rolljax.model.attention import Implementation
 from rolljax.model.decoder import DecoderConfig, Dtype, Remat
 from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.model.implementations import Implementation
 from rolljax.model.lora import Lora
 from rolljax.rewards.base import RewardConfig
 from rolljax.rollout import domains as domain_settings

@@ -77,7 +77,7 @@ FAULTS = {
         "first_prev=start + part.prefix - 1", "first_prev=start + part.prefix", "unit/test_batch.py unit/test_update.py"
     ),
     "siblings see each other": Fault(
-        "& same_segment & visible", "& same_segment", "unit/test_decoder.py"
+        "& same_segment & (shared | own)", "& same_segment", "unit/test_decoder.py"
     ),
     "rotation of one half turned round": Fault("b * cos + a * sin", "b * cos - a * sin", "unit/test_decoder.py"),
     "first micro-batch left out": Fault(

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from rolljax.errors import ConfigError
 from rolljax.model import splash
 from rolljax.model.axes import ACTIVATION_RULES, current_mesh, spec
-
-Implementation = Literal["auto", "xla", "splash", "cudnn"]
-"""'xla' runs anywhere; 'splash' are JAX's kernels for TPU (`model.splash`; on CPU they are interpreted, for tests);
-'cudnn' is NVIDIA's for GPU. 'auto': the kernels that the devices have, where the shapes suit them."""
+from rolljax.model.implementations import Implementation, cudnn, implementation, parts, tokamax
 
 NEG = -1e30
 MIN_BLOCK, MAX_BLOCKS = 64, 6
 """Least queries of a block and most blocks of `in_blocks`: more blocks save more work, and take longer to compile."""
+SCORE_BYTES, PIECE_BYTES = 2**30, 2**28
+"""Bytes of a layer's float32 scores on one device: up to the first, XLA keeps all of them for the backward pass. Above,
+it computes them in pieces of at most the second, and again in the backward pass."""
 
 
 class Window(NamedTuple):
@@ -96,6 +95,75 @@ def in_blocks(
     return jnp.concatenate(mixed, axis=1)
 
 
+class Tokens(NamedTuple):
+    """Where the tokens of packed rows stand, `[B, T]` each."""
+
+    indices: jax.Array
+    """In the row."""
+    positions: jax.Array
+    """In the sequence."""
+    segment_ids: jax.Array
+    branch_ids: jax.Array
+
+    @staticmethod
+    def of(positions_BT: jax.Array, segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> Tokens:
+        indices = jnp.broadcast_to(jnp.arange(positions_BT.shape[1]), positions_BT.shape)
+        return Tokens(indices, positions_BT, segment_ids_BT, branch_ids_BT)
+
+
+def visible(query: Tokens, key: Tokens, window: Window | None = None) -> jax.Array:
+    """Return who sees whom, `[B, T, S]`: `packed_mask` of some queries `[B, T]` and keys `[B, S]`, and a window."""
+    before = query.indices[:, :, None] >= key.indices[:, None]
+    same_segment = query.segment_ids[:, :, None] == key.segment_ids[:, None]
+    own = query.branch_ids[:, :, None] == key.branch_ids[:, None]
+    shared = key.branch_ids[:, None] == 0
+    return before & same_segment & (shared | own) & inside(window, query.positions, key.positions)
+
+
+def pieces(x: Any, size: int) -> Any:
+    """Return every leaf `[B, T, ...]` as `[pieces, B, size, ...]`, with zeros behind the last row."""
+
+    def one(a: jax.Array) -> jax.Array:
+        B, T = a.shape[:2]
+        padded = jnp.pad(a, [(0, 0), (0, -T % size)] + [(0, 0)] * (a.ndim - 2))
+        return jnp.moveaxis(padded.reshape(B, -1, size, *a.shape[2:]), 1, 0)
+
+    return jax.tree.map(one, x)
+
+
+def in_pieces(
+    q_BTHC: jax.Array,
+    k_BSKC: jax.Array,
+    v_BSKC: jax.Array,
+    query: Tokens,
+    key: Tokens,
+    window: Window | None = None,
+    *,
+    size: int,
+    causal: bool,
+) -> jax.Array:
+    """`attention` of `size` queries at a time. Memory is linear in the rows' length, in the backward pass too, which
+    computes the scores of each piece again. causal: as in `in_blocks`; a few blocks then differ in their keys."""
+    B, T, H, C = q_BTHC.shape
+    k_BSKC, v_BSKC = (x.astype(jnp.float32) for x in (k_BSKC, v_BSKC))  # so their gradients are summed in float32
+    block = -(-T // (MAX_BLOCKS * size)) * size if causal else T
+
+    def mix_block(start: int, end: int) -> jax.Array:
+        here = slice(start, end), slice(end if causal else None)
+        queries, places = jax.tree.map(lambda x: x[:, here[0]], (q_BTHC, query))
+        seen, keys, values = jax.tree.map(lambda x: x[:, here[1]], (key, k_BSKC, v_BSKC))
+
+        @jax.checkpoint
+        def mix(piece: tuple[jax.Array, Tokens]) -> jax.Array:
+            near = visible(piece[1], seen, window)
+            return attention(piece[0], keys.astype(q_BTHC.dtype), values.astype(q_BTHC.dtype), near)
+
+        mixed = jax.lax.map(mix, pieces((queries, places), size))
+        return jnp.moveaxis(mixed, 0, 1).reshape(B, -1, H, C)[:, : end - start]
+
+    return jnp.concatenate([mix_block(start, min(start + block, T)) for start in range(0, T, block)], axis=1)
+
+
 def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Array:
     """Who sees whom in packed rows: `[B, T, T]`, True where query t may see key s.
 
@@ -103,11 +171,8 @@ def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Arra
     A token sees what stands before it in its own segment, if that is the shared prompt or its own branch. Padding is
     segment 0 and sees only padding.
     """
-    T = segment_ids_BT.shape[1]
-    causal = jnp.arange(T)[:, None] >= jnp.arange(T)[None]
-    same_segment = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    visible = (branch_ids_BT[:, None, :] == 0) | (branch_ids_BT[:, :, None] == branch_ids_BT[:, None, :])
-    return causal[None] & same_segment & visible
+    tokens = Tokens.of(jnp.zeros_like(segment_ids_BT), segment_ids_BT, branch_ids_BT)
+    return visible(tokens, tokens)
 
 
 def inside(window: Window | None, query_BT: jax.Array, key_BS: jax.Array) -> jax.Array | bool:
@@ -128,7 +193,9 @@ def packed(
     """
     mesh = current_mesh()
     mask_BTS = packed_mask(segment_ids_BT, branch_ids_BT)
+    tokens = Tokens.of(positions_BT, segment_ids_BT, branch_ids_BT)
     queries, keys = splash.rows(segment_ids_BT, branch_ids_BT, positions_BT)
+    causal = parts(mesh) == 1
 
     def attend(
         q_BTHC: jax.Array,
@@ -145,59 +212,44 @@ def packed(
         if found == "splash":
             kernels = functools.partial(splash.mix, size=size, interpret=_platform(mesh) == "cpu")
             return _on_shards(mesh, kernels, qkv, queries, keys, jnp.asarray(on)), cache
+        if found == "xla" and (rows := _piece_rows(mesh, q_BTHC.shape)):
+            local = functools.partial(_windowed_pieces, window_size=size, size=rows, causal=causal)
+            return _on_shards(mesh, local, qkv, tokens, tokens, jnp.asarray(on)), cache
         mask = mask_BTS & inside(window, positions_BT, positions_BT)
-        causal = _parts(mesh) == 1
-        local: Callable[..., jax.Array] = _cudnn if found == "cudnn" else functools.partial(in_blocks, causal=causal)
-        return _on_shards(mesh, local, qkv, mask), cache
+        kernel = {"xla": in_blocks, "cudnn": cudnn, "tokamax": tokamax}[found]
+        return _on_shards(mesh, functools.partial(kernel, causal=causal), qkv, mask), cache
 
     return attend
-
-
-def implementation(
-    how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int, ...], dtype: Any
-) -> Literal["xla", "splash", "cudnn"]:
-    """What attends to full rows of queries `[B, T, H, C]`: for "auto" the mesh's own kernels where they can. Without a
-    mesh it is XLA, because the compiler cannot split kernels, and nobody says whether it has to.
-
-    Raises:
-      ConfigError: what is asked for cannot run.
-    """
-    platform, length, head_dim = _platform(mesh), shape_BTHC[1], shape_BTHC[3]
-    part = length // _parts(mesh)
-    no_splash = no_cudnn = ""
-    if platform == "gpu":
-        no_splash = "needs a TPU"
-    elif part % splash.LANES:
-        no_splash = f"takes parts of rows in multiples of {splash.LANES} tokens, not {part}"
-    if platform != "gpu":
-        no_cudnn = "needs a GPU"
-    elif dtype != jnp.bfloat16:
-        no_cudnn = f"computes in bfloat16, not {dtype}"
-    elif part % 2 or head_dim % 8 or head_dim > 128:
-        no_cudnn = f"takes heads of 8, 16, ... 128 numbers and rows in even parts, not {head_dim} and {part}"
-    if how == "auto":
-        if mesh is None:
-            return "xla"
-        if platform == "tpu" and not no_splash:
-            return "splash"
-        return "cudnn" if not no_cudnn else "xla"
-    reason = {"splash": no_splash, "cudnn": no_cudnn}.get(how, "")
-    if reason:
-        raise ConfigError(reason, setting="Recipe.attention", value=how, remedy="'auto', or 'xla' which runs anywhere")
-    return how
 
 
 def _platform(mesh: Mesh | None) -> str:
     return mesh.devices.flat[0].platform if mesh else jax.default_backend()
 
 
-def _parts(mesh: Mesh | None) -> int:
-    """Into how many parts each row is split."""
-    return mesh.shape.get("context", 1) if mesh else 1
+def _piece_rows(mesh: Mesh | None, shape_BTHC: tuple[int, ...]) -> int:
+    """Return how many queries XLA computes at a time; 0: all, their scores fit `SCORE_BYTES`."""
+    local = shape_BTHC
+    if mesh is not None:
+        axes = spec(("batch", "length", "heads", "head_dim"), ACTIVATION_RULES, mesh)
+        local = NamedSharding(mesh, axes).shard_shape(shape_BTHC)
+    per_query = 4 * local[0] * local[2] * shape_BTHC[1]
+    return 0 if local[1] * per_query <= SCORE_BYTES else min(local[1], max(1, PIECE_BYTES // per_query))
 
 
-def _cudnn(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q_BTHC, k_BSKC, v_BSKC, mask=mask_BTS[:, None], implementation="cudnn")
+def _windowed_pieces(
+    q_BTHC: jax.Array,
+    k_BSKC: jax.Array,
+    v_BSKC: jax.Array,
+    query: Tokens,
+    key: Tokens,
+    on: jax.Array,
+    *,
+    window_size: int | None,
+    size: int,
+    causal: bool,
+) -> jax.Array:
+    """`in_pieces`, its window as an array and a size, which is what `_on_shards` passes on."""
+    return in_pieces(q_BTHC, k_BSKC, v_BSKC, query, key, Window(window_size, on), size=size, causal=causal)
 
 
 def _on_shards(
@@ -216,7 +268,7 @@ def _on_shards(
     on = lambda *names: spec(names, ACTIVATION_RULES, mesh)  # noqa: E731
 
     def gathered(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
-        if _parts(mesh) > 1:
+        if parts(mesh) > 1:
             k, v = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
         return local(q, k, v, *rest)
 

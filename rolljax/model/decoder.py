@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rolljax.errors import ConfigError
-from rolljax.model.attention import Attend, Implementation
+from rolljax.model.attention import Attend
 from rolljax.model.axes import GATHERED, constrain, is_gathered
 from rolljax.model.folder import Folder, Multimodal, Tensor
 from rolljax.model.gather import embedded
+from rolljax.model.implementations import Implementation
 from rolljax.model.layers import Layers, Mixture, param, rms_norm
 from rolljax.model.lora import Adapted, Base, Lora, merged
 from rolljax.model.moe import Routing
@@ -249,7 +250,7 @@ class Model:
     dtype: compute type; parameters are kept in float32 and cast where they are used.
     remat: what the backward pass recomputes: nothing; everything inside a layer; all but the matmul outputs; all but
       what attention mixed.
-    attention: what computes attention in packed rows (`attention.Implementation`).
+    attention: what computes attention in packed rows (`implementations.Implementation`).
     lora: adapters. They are then what `init`, `abstract` and `axes` speak of, and `bind` takes them with the frozen
       base weights (`full_params`).
     """

@@ -21,9 +21,9 @@ from rolljax.envs.pool import Episode, Pool, open_pool
 from rolljax.envs.tasks import held_out
 from rolljax.errors import CheckpointError, ConfigError, EnvError
 from rolljax.model import hf, training_templates
-from rolljax.model.attention import implementation
 from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.folder import folder_remedy
+from rolljax.model.implementations import implementation
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.recipe import Recipe
 from rolljax.rewards.base import Surroundings

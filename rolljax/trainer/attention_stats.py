@@ -25,7 +25,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rolljax.errors import ConfigError, check_range
-from rolljax.model.attention import NEG, Attend, Window, attention, inside
+from rolljax.model import attention
+from rolljax.model.attention import NEG, Attend, Window, in_pieces, pieces, visible
 from rolljax.model.axes import on_mesh
 from rolljax.model.decoder import Model, Params
 from rolljax.trainer.mesh import replicated, rows
@@ -77,19 +78,13 @@ class AttentionMaps:
 class Tokens(NamedTuple):
     """What is known of the tokens of packed rows, apart from their ids; arrays `[B, T]`."""
 
-    indices: jax.Array
-    """In the row."""
-    positions: jax.Array
-    """Index in the sequence."""
-    segment_ids: jax.Array
-    branch_ids: jax.Array
+    places: attention.Tokens
     sampled: jax.Array
     """bool."""
 
     @staticmethod
     def of(positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array, sampled: jax.Array) -> Tokens:
-        indices = jnp.broadcast_to(jnp.arange(positions.shape[1]), positions.shape)
-        return Tokens(indices, positions, segment_ids, branch_ids, sampled != 0)
+        return Tokens(attention.Tokens.of(positions, segment_ids, branch_ids), sampled != 0)
 
 
 @jax.tree_util.register_dataclass
@@ -121,15 +116,6 @@ class HeadStats:
         )
 
 
-def visible(query: Tokens, key: Tokens, window: Window | None) -> jax.Array:
-    """Who sees whom in `model.attention.packed`: `[B, T, S]` for T query tokens, perhaps part of a row."""
-    before = query.indices[:, :, None] >= key.indices[:, None]
-    same_segment = query.segment_ids[:, :, None] == key.segment_ids[:, None]
-    shared = key.branch_ids[:, None] == 0
-    near = inside(window, query.positions, key.positions)
-    return before & near & same_segment & (shared | (query.branch_ids[:, :, None] == key.branch_ids[:, None]))
-
-
 def attention_weights(q_BTHC: jax.Array, k_BSKC: jax.Array, mask_BTS: jax.Array) -> jax.Array:
     """The softmax that `model.attention.attention` mixes with: `[B, H, T, S]` float32."""
     B, T, H, C = q_BTHC.shape
@@ -149,31 +135,20 @@ def block_stats(
       Sums over the block's sampled tokens of the span `[H]`; WAAD `[B, H, T]`, 0 where not sampled; the sums over
       queries that FAI averages `[B, H, S]`, and of how many queries `[B, S]`.
     """
-    distance_BTS = query.positions[:, :, None] - key.positions[:, None]
+    distance_BTS = query.places.positions[:, :, None] - key.places.positions[:, None]
     sampled_B1T = query.sampled[:, None]
     # products and sums instead of matrix products: these are float32 on every device
     span_BHT = jnp.sum(weights_BHTS * distance_BTS[:, None], axis=-1)
     waad_BHT = jnp.sum(weights_BHTS * jnp.minimum(distance_BTS, cfg.waad_window)[:, None], axis=-1)
     counts_BTS = query.sampled[:, :, None] & (cfg.fai_low <= distance_BTS) & (distance_BTS <= cfg.fai_high)
-    counts_BTS &= query.segment_ids[:, :, None] == key.segment_ids[:, None]
-    counts_BTS &= query.branch_ids[:, :, None] == key.branch_ids[:, None]
+    counts_BTS &= query.places.segment_ids[:, :, None] == key.places.segment_ids[:, None]
+    counts_BTS &= query.places.branch_ids[:, :, None] == key.places.branch_ids[:, None]
     return (
         jnp.where(sampled_B1T, span_BHT, 0).sum((0, 2)),
         jnp.where(sampled_B1T, waad_BHT, 0),
         jnp.where(counts_BTS[:, None], weights_BHTS, 0).sum(2),
         counts_BTS.sum(1),
     )
-
-
-def in_blocks(x: Any, size: int) -> Any:
-    """Every leaf `[B, T, ...]` as `[blocks, B, size, ...]`, zeros behind the last row."""
-
-    def one(a: jax.Array) -> jax.Array:
-        B, T = a.shape[:2]
-        padded = jnp.pad(a, [(0, 0), (0, -T % size)] + [(0, 0)] * (a.ndim - 2))
-        return jnp.moveaxis(padded.reshape(B, -1, size, *a.shape[2:]), 1, 0)
-
-    return jax.tree.map(one, x)
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
@@ -188,12 +163,12 @@ def layer_stats(
 
     def body(sums: _Sums, block: tuple[jax.Array, Tokens]) -> tuple[_Sums, jax.Array]:
         q, query = block
-        weights_BHTS = attention_weights(q, k_BTKC, visible(query, tokens, window))
+        weights_BHTS = attention_weights(q, k_BTKC, visible(query.places, tokens.places, window))
         span_H, waad_BHT, fai_BHS, count_BS = block_stats(weights_BHTS, query, tokens, cfg)
         return (sums[0] + span_H, sums[1] + fai_BHS, sums[2] + count_BS), waad_BHT
 
     zeros = (jnp.zeros(H), jnp.zeros((B, H, T)), jnp.zeros((B, T), jnp.int32))
-    (span_H, fai_BHT, count_BT), waad = jax.lax.scan(body, zeros, in_blocks((q_BTHC, tokens), min(cfg.block_rows, T)))
+    (span_H, fai_BHT, count_BT), waad = jax.lax.scan(body, zeros, pieces((q_BTHC, tokens), min(cfg.block_rows, T)))
     waad_BHT = jnp.moveaxis(waad, 0, 2).reshape(B, H, -1)[..., :T]
     mean_BHT = fai_BHT / jnp.maximum(count_BT, 1)[:, None]
     return span_H, waad_BHT, jnp.where(tokens.sampled[:, None], mean_BHT, 0)
@@ -211,13 +186,10 @@ def packed_in_blocks(tokens: Tokens, block_rows: int) -> Attend:
         window: Window | None = None,
     ) -> tuple[jax.Array, Any]:
         del layer
-        B, T, H, C = q_BTHC.shape
-
-        def mix(block: tuple[jax.Array, Tokens]) -> jax.Array:
-            return attention(block[0], k_BTKC, v_BTKC, visible(block[1], tokens, window))
-
-        mixed = jax.lax.map(mix, in_blocks((q_BTHC, tokens), min(block_rows, T)))
-        return jnp.moveaxis(mixed, 0, 1).reshape(B, -1, H, C)[:, :T], cache
+        places = tokens.places
+        return in_pieces(
+            q_BTHC, k_BTKC, v_BTKC, places, places, window, size=min(block_rows, q_BTHC.shape[1]), causal=False
+        ), cache
 
     return attend
 

@@ -1,18 +1,22 @@
 """Attention in packed rows: whatever computes it, on one device or with rows, heads and tokens split over a mesh, the
 reference in XLA is what comes out, and its gradients. The rules by which arrays lie on a mesh."""
 
+import importlib.util
+import re
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError
-from rolljax.model import gather, splash
-from rolljax.model.attention import Window, implementation, packed, packed_mask
+from rolljax.model import attention, gather, implementations, splash
+from rolljax.model.attention import Window, packed, packed_mask
 from rolljax.model.axes import PARAM_RULES, constrain, on_mesh, spec
+from rolljax.model.implementations import implementation
 from rolljax.model.layers import matmul
 from rolljax.recipe import Recipe
 from rolljax.trainer.mesh import MeshSpec, num_batch_shards, num_slot_shards, param_shardings
@@ -123,7 +127,54 @@ def test_kernels_pass_over_blocks_that_nobody_sees(rows):
     assert len(row) and (np.asarray(own.data_next[:, 0])[np.asarray(own.block_mask[:, 0]) > 0] == key).all()
 
 
-def test_auto_takes_what_the_devices_have():
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("split", [False, True], ids=["one device", "fsdp 2, context 3"])
+def test_pieces_of_queries_give_what_whole_rows_give(rows, monkeypatch, split, dtype, tolerance):
+    """XLA's way for long rows: outputs and gradients, with a last piece that is not full."""
+    mesh = MeshSpec(data=1, fsdp=2, context=3).build(jax.devices()[:6]) if split else None
+    expected = run(rows, "xla", dtype, SIZE)(True)
+    monkeypatch.setattr(attention, "SCORE_BYTES", 0)
+    rows_of_device = 2 if split else 4
+    monkeypatch.setattr(attention, "PIECE_BYTES", 30 * rows_of_device * H * T * 4)  # 30 queries at a time
+    assert_near(run(rows, "xla", dtype, SIZE, mesh)(True), expected, tolerance)
+
+
+def test_memory_of_long_rows_is_linear():
+    """The program of one layer, forward and backward: scores of all pairs of 16,384 tokens would take 4 GiB."""
+    shape = jax.ShapeDtypeStruct((1, 16_384, 4, 32), jnp.bfloat16)
+    place = jax.ShapeDtypeStruct(shape.shape[:2], jnp.int32)
+
+    def loss(qkv, segment, branch, position):
+        mixed, _ = packed(segment, branch, position, "xla")(*qkv, None, 0)
+        return mixed.astype(jnp.float32).sum()
+
+    compiled = jax.jit(jax.grad(loss)).lower([shape] * 3, *[place] * 3).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**31
+
+
+# ---- which implementation -------------------------------------------------------------------------------------------
+
+
+def mesh_of(platform, kind="", capability=None):
+    """A mesh of one device that is not here."""
+    device = types.SimpleNamespace(platform=platform, device_kind=kind)
+    if capability:
+        device.compute_capability = capability
+    return types.SimpleNamespace(devices=np.array([device]), shape={"context": 1})
+
+
+HOPPER = mesh_of("gpu", "NVIDIA H100 80GB HBM3", "9.0")
+AMPERE = mesh_of("gpu", "NVIDIA A100-SXM4-80GB", "8.0")
+TPU = mesh_of("tpu", "TPU v5 lite")
+
+
+@pytest.fixture
+def cudnn_is_there(monkeypatch):
+    """JAX refuses cuDNN on a machine without it, before it asks for anything else."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+
+def test_a_named_implementation_runs_or_is_refused():
     cpu = MeshSpec(data=1, context=2).build(jax.devices()[:2])
     assert implementation("auto", cpu, (2, 256, 4, 128), jnp.bfloat16) == "xla"
     assert implementation("splash", cpu, (2, 256, 4, 128), jnp.bfloat16) == "splash"
@@ -134,22 +185,73 @@ def test_auto_takes_what_the_devices_have():
 
 
 @pytest.mark.parametrize(
-    ("platform", "shape", "dtype", "expected"),
+    ("mesh", "shape", "dtype", "expected"),
     [
-        ("tpu", (2, 4096, 8, 128), "bfloat16", "splash"),
-        ("tpu", (2, 4096, 8, 128), "float32", "splash"),
-        ("tpu", (2, 100, 8, 128), "bfloat16", "xla"),
-        ("gpu", (2, 4096, 8, 128), "bfloat16", "cudnn"),
-        ("gpu", (2, 4096, 8, 128), "float32", "xla"),
-        ("gpu", (2, 4096, 8, 256), "bfloat16", "xla"),
-        ("gpu", (2, 101, 8, 128), "bfloat16", "xla"),
+        (TPU, (2, 4096, 8, 128), "bfloat16", "splash"),
+        (TPU, (2, 4096, 8, 128), "float32", "splash"),
+        (TPU, (2, 100, 8, 128), "bfloat16", "xla"),
+        (HOPPER, (2, 4096, 8, 128), "bfloat16", "xla"),
+        (AMPERE, (2, 4096, 8, 128), "float32", "xla"),
+        (mesh_of("rocm"), (2, 4096, 8, 128), "float32", "xla"),
     ],
 )
-def test_auto_on_devices_that_are_not_here(platform, shape, dtype, expected):
-    device = types.SimpleNamespace(platform=platform)
-    mesh = types.SimpleNamespace(devices=np.array([device]), shape={"context": 1})
+def test_auto_takes_no_gpu_kernel_that_was_not_measured(mesh, shape, dtype, expected):
     assert implementation("auto", mesh, shape, jnp.dtype(dtype)) == expected
     assert implementation("auto", None, shape, jnp.dtype(dtype)) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((2, 4096, 8, 128), "bfloat16", "cudnn"),
+        ((2, 4096, 8, 256), "bfloat16", "cudnn"),
+        ((2, 4096, 8, 128), "float32", "xla"),
+        ((2, 101, 8, 128), "bfloat16", "xla"),
+    ],
+)
+def test_auto_takes_the_first_measured_one_that_can_run(monkeypatch, cudnn_is_there, shape, dtype, expected):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    monkeypatch.setitem(implementations.MEASURED, "NVIDIA H100 80GB HBM3", ("cudnn",))
+    assert implementation("auto", HOPPER, shape, jnp.dtype(dtype)) == expected
+    assert implementation("auto", AMPERE, shape, jnp.dtype(dtype)) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("how", "mesh", "shape", "dtype", "reason"),
+    [
+        ("splash", HOPPER, (2, 4096, 8, 128), "bfloat16", "needs a TPU"),
+        ("cudnn", TPU, (2, 4096, 8, 128), "bfloat16", "needs a GPU"),
+        ("cudnn", HOPPER, (2, 4096, 8, 128), "float32", "in bfloat16, not float32"),
+        ("cudnn", HOPPER, (2, 4096, 8, 264), "bfloat16", "8, 16, ... 256 numbers"),
+        ("cudnn", AMPERE, (2, 4096, 8, 256), "bfloat16", "8, 16, ... 128 numbers"),
+        ("cudnn", AMPERE, (2, 101, 8, 128), "bfloat16", "in even parts, not 128 and 101"),
+        ("cudnn", HOPPER, (2, 4096, 8, 128), "bfloat16", "cuDNN is not detected"),
+        ("tokamax", AMPERE, (2, 4096, 8, 128), "bfloat16", "capability 9.0"),
+        ("tokamax", HOPPER, (2, 4096, 8, 128), "float32", "in bfloat16, not float32"),
+    ],
+)
+def test_a_refusal_says_why(how, mesh, shape, dtype, reason):
+    """On this machine JAX finds no cuDNN, which is a reason, too."""
+    with pytest.raises(ConfigError) as error:
+        implementation(how, mesh, shape, jnp.dtype(dtype))
+    assert reason in error.value.message and error.value.setting == "Recipe.attention"
+    assert "'xla'" in error.value.remedy
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed")
+def test_a_package_that_is_not_installed_is_named():
+    with pytest.raises(ConfigError, match="the package tokamax, which is not installed"):
+        implementation("tokamax", HOPPER, (2, 4096, 8, 128), jnp.bfloat16)
+
+
+def test_cudnn_is_called_forward_and_backward(cudnn_is_there):
+    """Lowering for CUDA needs no GPU. The mask goes in as a bias; the causal half is left out."""
+    q, k = (jnp.zeros((2, 256, heads, 128), jnp.bfloat16) for heads in (4, 2))
+    mask = jnp.ones((2, 256, 256), bool)
+    loss = lambda q, k, v: implementations.cudnn(q, k, v, mask, causal=True).astype(jnp.float32).sum()  # noqa: E731
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaScaleBiasSoftmax" in text and "__cudnn$fmhaScaleBiasSoftmaxBackward" in text
+    assert re.search(r"mask_type\\22: \\22CAUSAL", text)
 
 
 # ---- look-ups ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rolljax.errors import ConfigError
-from rolljax.model.attention import packed, packed_mask
+from rolljax.model.attention import packed, packed_mask, visible
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.trainer.attention_stats import (
@@ -21,7 +21,6 @@ from rolljax.trainer.attention_stats import (
     measured,
     packed_in_blocks,
     reduce,
-    visible,
 )
 from rolljax.trainer.mesh import MeshSpec, param_shardings
 
@@ -221,10 +220,10 @@ def test_statistics_are_float32_whatever_the_model_computes_in(model):
 
 def test_visible_rows_are_those_of_the_packed_mask(packed_rows):
     arrays = packed_rows[0]
-    tokens = Tokens.of(*(arrays[f] for f in FIELDS[1:]))
+    tokens = Tokens.of(*(arrays[f] for f in FIELDS[1:])).places
     some = np.array([3, 11, 12, 30, 47])
     mask = np.asarray(packed_mask(arrays["segment_ids"], arrays["branch_ids"]))
-    np.testing.assert_array_equal(visible(jax.tree.map(lambda x: x[:, some], tokens), tokens, None), mask[:, some])
+    np.testing.assert_array_equal(visible(jax.tree.map(lambda x: x[:, some], tokens), tokens), mask[:, some])
     assert 0 < mask[:, some].mean() < 1
 
 
