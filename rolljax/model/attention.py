@@ -107,6 +107,7 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of(positions_BT: jax.Array, segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> Tokens:
+        """Take whole rows."""
         indices = jnp.broadcast_to(jnp.arange(positions_BT.shape[1]), positions_BT.shape)
         return Tokens(indices, positions_BT, segment_ids_BT, branch_ids_BT)
 
@@ -121,7 +122,7 @@ def visible(query: Tokens, key: Tokens, window: Window | None = None) -> jax.Arr
 
 
 def pieces(x: Any, size: int) -> Any:
-    """Return every leaf `[B, T, ...]` as `[pieces, B, size, ...]`, with zeros behind the last row."""
+    """Return every leaf `[B, T, ...]` as `[pieces, B, size, ...]`, with zeros after the last row."""
 
     def one(a: jax.Array) -> jax.Array:
         B, T = a.shape[:2]

@@ -27,7 +27,7 @@ Mosaic GPU). 'auto': the first of the device's list that can run."""
 MEASURED: dict[str, tuple[Name, ...]] = {}
 """By `jax.Device.device_kind` ("NVIDIA H100 80GB HBM3"): implementations, fastest first. docs/tpu.md tells how an entry
 is made from what `benchmarks/accelerator/numerics.py` measures on such a device. An implementation whose error is above
-its bound may not stand here."""
+its bound may not be listed."""
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("splash", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
 """By platform: the list of a device that is not in `MEASURED`."""
 
@@ -35,7 +35,7 @@ UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("splash", "xla"), "gpu": ("xl
 class Case(NamedTuple):
     """Attention to compute, as far as implementations care.
 
-    device: one of those that compute it. part: queries of a row on one device. head_dim: numbers of a head.
+    device: one of the devices that compute it. part: queries of a row on one device. head_dim: numbers of a head.
     """
 
     device: Any
@@ -57,7 +57,7 @@ def why_not(name: Name, case: Case) -> str:
 def implementation(how: Implementation, mesh: Mesh | None, shape_BTHC: tuple[int, ...], dtype: Any) -> Name:
     """Return what attends to full rows of queries `[B, T, H, C]`.
 
-    Without a mesh 'auto' is XLA: the compiler cannot split kernels, and nobody says whether it has to.
+    Without a mesh 'auto' is XLA: the compiler cannot split kernels over devices.
 
     Raises:
       ConfigError: the named implementation cannot run.

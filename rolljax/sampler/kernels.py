@@ -1,6 +1,10 @@
-"""Attention over KV pages by the kernels that JAX ships, and which path suits which device.
+"""Attention over KV pages by the kernels that JAX ships, and which path a device is given.
 
-`RaggedPath` (TPU) and `PagedPath` (GPU, decode steps) read pages where they lie: the pool is their cache, carried
+`SamplerConfig.attention` names a path. A named path that cannot run is refused with the reason. 'auto' takes the first
+of the device's list that can run: `MEASURED` has the lists that a measurement on that kind of device has made,
+`UNMEASURED` those of other devices.
+
+`RaggedPath` (TPU) and `TritonPath` (GPU, decode steps) read pages where they lie: the pool is their cache, carried
 through the layers and the decode steps and written in place, so nothing is copied and `close` has nothing to do. What a
 path is stands in `kv`. The compiler cannot partition the kernels: they run in a `shard_map` over every mesh axis that
 is not manual yet, with the heads split over `tensor`.
@@ -10,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +38,31 @@ GPU_TOKENS_PER_BLOCK, GPU_SPLITS = 64, 4
 """GPU: keys that a kernel takes at once, and into how many parts at most it splits a row."""
 
 
+Name = Literal["dense", "ragged", "triton"]
+MEASURED: dict[str, tuple[Name, ...]] = {}
+"""By `jax.Device.device_kind`: paths of decode steps, fastest first (docs/tpu.md tells how an entry is made)."""
+UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("ragged",)}
+"""By platform: the list of a device that is not in `MEASURED`; `DensePath` is its end."""
+
+
+def why_not(name: Name, platform: str, cfg: DecoderConfig, page_size: int) -> str:
+    """Return why a path cannot run on that platform with those sizes; "" if it can."""
+    if name == "ragged":
+        return "" if platform == "tpu" else "needs a TPU"
+    if name == "dense":
+        return ""
+    if platform != "gpu":
+        return "needs a GPU"
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return f"needs Pallas for Triton, which JAX {jax.__version__} no longer has"
+    if page_size & (page_size - 1) or cfg.head_dim & (cfg.head_dim - 1) or cfg.head_dim < 16:
+        return f"takes pages and heads that are powers of two, heads from 16, not {page_size} and {cfg.head_dim}"
+    return "has no sliding windows, which this model has" if cfg.window is not None else ""
+
+
 def paths_for(
     platform: str,
-    attention: str,
+    attention: Literal["auto"] | Name,
     model: Model,
     mesh: Mesh,
     *,
@@ -51,23 +78,27 @@ def paths_for(
       attention: see `SamplerConfig`.
       num_pages: of one batch shard. rows, width: most rows of a page table, and its pages per row.
       unroll: whether decode steps have the layers written out (`DensePath` only).
+
+    Raises:
+      ConfigError: the named path cannot run.
     """
     cfg, dtype = model.cfg, model.dtype
-    if platform == "tpu" and attention != "dense":
+    if attention == "auto":
+        known = MEASURED.get(mesh.devices.flat[0].device_kind) or UNMEASURED.get(platform, ())
+        name = next((path for path in known if not why_not(path, platform, cfg, page_size)), "dense")
+    else:
+        name = attention
+        if reason := why_not(name, platform, cfg, page_size):
+            remedy = "'auto', or 'dense', which runs anywhere"
+            raise ConfigError(reason, setting="SamplerConfig.attention", value=name, remedy=remedy)
+    if name == "ragged":
         ragged = RaggedPath(cfg, dtype, page_size, num_pages, mesh)
         ragged.check(rows, width)
         return ragged, ragged
     dense = DensePath(cfg, dtype, page_size, num_pages, False, as_bits=platform == "cpu")
-    if attention != "kernel":
-        return dense, dataclasses.replace(dense, unroll=unroll)
-    if platform != "gpu" or not PagedPath.suits(cfg, page_size):
-        raise ConfigError(
-            f"is not there for {platform}, pages of {page_size} tokens and heads of {cfg.head_dim}",
-            setting="SamplerConfig.attention",
-            value=attention,
-            remedy="'auto'; on a GPU the kernel takes pages and heads that are powers of two, and no sliding windows",
-        )
-    return dense, PagedPath(cfg, dtype, page_size, num_pages, False, mesh)
+    if name == "triton":
+        return dense, TritonPath(cfg, dtype, page_size, num_pages, False, mesh)
+    return dense, dataclasses.replace(dense, unroll=unroll)
 
 
 @jax.tree_util.register_dataclass
@@ -221,8 +252,10 @@ class RaggedPath:
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedPath(DensePath):
+class TritonPath(DensePath):
     """GPU, decode steps: JAX's Pallas (Triton) kernel for paged attention over the pool of `DensePath`.
+
+    JAX 0.11 and later call this kernel deprecated.
 
     interpret: run the kernel in Pallas' interpreter, on any device.
     """
@@ -230,12 +263,6 @@ class PagedPath(DensePath):
     mesh: Mesh
     interpret: bool = False
     sized = False
-
-    @staticmethod
-    def suits(cfg: DecoderConfig, page_size: int) -> bool:
-        """Whether Triton takes these sizes: powers of two, and 16 or more in a matrix product."""
-        powers = all(n & (n - 1) == 0 for n in (page_size, cfg.head_dim))
-        return powers and cfg.head_dim >= 16 and cfg.window is None
 
     def open(
         self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
@@ -274,7 +301,7 @@ class PagedPath(DensePath):
             window: Window | None = None,
         ) -> tuple[jax.Array, jax.Array]:
             if window is not None:
-                raise NotImplementedError("the GPU kernel has no windows")  # `suits` has refused the model
+                raise NotImplementedError("the GPU kernel has no windows")  # `why_not` has refused the model
             run = _over_heads(self.mesh, local, pool_axis=self.head_axis)
             return run(q_BTHC, k_BTKC, v_BTKC, cache, reading.table, start_B, count_B, jnp.int32(layer))
 

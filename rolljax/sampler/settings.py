@@ -39,8 +39,9 @@ class SamplerConfig:
     on_publish: what happens to running requests when the weights change. 'recompute': their keys and values are made
     again by the new weights; 'keep': they go on with what the old weights made (PipelineRL, arXiv:2509.19128).
     reuse_stale: let new requests start from keys and values that older weights made.
-    attention: 'kernel' reads pages where they are (Pallas: TPU, GPU), 'dense' copies the context out of them (XLA, any
-    device). 'auto': the kernel on TPU, dense elsewhere.
+    attention: how decode steps read pages. 'dense' copies the context out of them, once per dispatch (XLA, any device);
+    'ragged' (Pallas, TPU; prefill too) and 'triton' (Pallas, GPU; deprecated by JAX) read them where they are. 'auto':
+    'ragged' on TPU, on other devices 'dense' (docs/tpu.md).
     tensor, expert: devices that the layers of the sampler's weights are split over, and their experts; the rest share
     out the slots (default: as the trainer's mesh has them). Decoding reads all of a device's weights for every token of
     its slots, so it wants them split further than training does.
@@ -61,7 +62,7 @@ class SamplerConfig:
     prefix_match: Literal["turns", "any", "off"] = "turns"
     on_publish: Literal["recompute", "keep"] = "recompute"
     reuse_stale: bool = False
-    attention: Literal["auto", "dense", "kernel"] = "auto"
+    attention: Literal["auto", "dense", "ragged", "triton"] = "auto"
     tensor: int | None = None
     expert: int | None = None
     programs: Literal["many", "few"] = "many"

@@ -254,6 +254,18 @@ def test_cudnn_is_called_forward_and_backward(cudnn_is_there):
     assert re.search(r"mask_type\\22: \\22CAUSAL", text)
 
 
+@pytest.mark.parametrize("score_bytes", [2**30, 0], ids=["whole rows", "pieces"])
+def test_xla_needs_no_kernel_on_a_gpu(rows, monkeypatch, score_bytes):
+    monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
+    segment, branch, position, _, _ = rows
+
+    def loss(qkv):
+        return packed(segment, branch, position, "xla")(*qkv, None, 0)[0].astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(heads("bfloat16")[:3])
+    assert "custom_call" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 # ---- look-ups ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The TPU and GPU paths, their kernels in interpreters, against the dense path; what the kernels refuse."""
 
 import dataclasses
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,12 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from rolljax.errors import ConfigError
 from rolljax.model.decoder import Model
+from rolljax.model.families.gemma3 import Gemma3Config
 from rolljax.model.families.qwen3 import Qwen3Config
+from rolljax.sampler import kernels
 from rolljax.sampler.arrays import Inserts, PrefillChunks
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.kernels import PagedPath, RaggedPath, paths_for
+from rolljax.sampler.kernels import RaggedPath, TritonPath, paths_for, why_not
 from rolljax.sampler.kv import DensePath
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
@@ -49,8 +52,8 @@ def engine(kind, mesh):
     args = (MODEL.cfg, MODEL.dtype, CFG.page_size, out.pages_per_shard)
     if kind == "ragged":
         out.path = out.decode_path = RaggedPath(*args, mesh)
-    elif kind == "paged":
-        out.decode_path = PagedPath(*args, False, mesh, interpret=True)
+    elif kind == "triton":
+        out.decode_path = TritonPath(*args, False, mesh, interpret=True)
     return out
 
 
@@ -103,7 +106,7 @@ def test_the_tpu_path_says_what_the_dense_path_says(said, params, interpreted, s
 
 
 def test_the_gpu_path_says_what_the_dense_path_says(said, params):
-    same(said, run("paged", MeshSpec().build(jax.devices()[:1]), params))
+    same(said, run("triton", MeshSpec().build(jax.devices()[:1]), params))
 
 
 def test_what_does_not_hold_is_written_nowhere():
@@ -140,7 +143,7 @@ def test_pages_are_copied_in_every_layer(kind):
 def test_the_gpu_kernel_becomes_a_triton_kernel(dtype):
     """No GPU is needed to lower for one; later versions of JAX want to know which."""
     h100 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100", 132, "gpu"))
-    path = PagedPath(dataclasses.replace(MODEL.cfg, head_dim=128), dtype, 16, 32, False, None)
+    path = TritonPath(dataclasses.replace(MODEL.cfg, head_dim=128), dtype, 16, 32, False, None)
     q, pool = jnp.zeros((3, 4, 128), dtype), jnp.zeros((64, 4, 16, 128), dtype)
     args = (q, pool, jnp.zeros((3, 6), jnp.int32), jnp.ones(3, jnp.int32))
     with jax.sharding.use_abstract_mesh(h100):
@@ -158,11 +161,45 @@ def test_each_platform_has_its_path():
     kinds = lambda *args, **kw: [type(path).__name__ for path in choose(*args, **kw)]  # noqa: E731
     assert kinds("cpu") == ["DensePath", "DensePath"]
     assert kinds("tpu") == ["RaggedPath", "RaggedPath"]
+    assert kinds("tpu", "ragged") == ["RaggedPath", "RaggedPath"]
     assert kinds("gpu") == kinds("tpu", "dense") == ["DensePath", "DensePath"]
-    assert kinds("gpu", "kernel") == ["DensePath", "PagedPath"]
-    for platform, page_size in (("gpu", 5), ("cpu", 16)):  # Triton wants powers of two
-        with pytest.raises(ConfigError, match="attention"):
-            choose(platform, "kernel", page_size=page_size)
+    assert kinds("gpu", "triton") == ["DensePath", "TritonPath"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "attention", "sizes", "reason"),
+    [
+        ("cpu", "ragged", {}, "needs a TPU"),
+        ("gpu", "ragged", {}, "needs a TPU"),
+        ("cpu", "triton", {}, "needs a GPU"),
+        ("tpu", "triton", {}, "needs a GPU"),
+        ("gpu", "triton", {"page_size": 5}, "powers of two, heads from 16, not 5 and 16"),
+        ("gpu", "triton", {"head_dim": 80}, "powers of two, heads from 16, not 16 and 80"),
+        ("gpu", "triton", {"head_dim": 8}, "powers of two, heads from 16, not 16 and 8"),
+    ],
+)
+def test_a_path_that_cannot_run_is_refused_with_the_reason(platform, attention, sizes, reason):
+    with pytest.raises(ConfigError) as error:
+        choose(platform, attention, **sizes)
+    assert reason in error.value.message and error.value.setting == "SamplerConfig.attention"
+    assert "'dense'" in error.value.remedy
+
+
+def test_windows_are_refused_by_the_triton_path():
+    assert "sliding windows" in why_not("triton", "gpu", Gemma3Config(), 16)
+
+
+def test_a_jax_without_the_triton_backend_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert "Pallas for Triton, which JAX" in why_not("triton", "gpu", MODEL.cfg, 16)
+
+
+def test_auto_takes_the_first_measured_path_that_can_run(monkeypatch):
+    """The device of the mesh is this machine's, a CPU; what counts is the entry of its kind."""
+    monkeypatch.setitem(kernels.MEASURED, jax.devices()[0].device_kind, ("triton", "dense"))
+    assert type(choose("gpu")[1]) is TritonPath
+    assert type(choose("gpu", page_size=5)[1]) is DensePath
+    assert type(choose("gpu", "dense")[1]) is DensePath
 
 
 @pytest.mark.parametrize(

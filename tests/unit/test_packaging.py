@@ -39,7 +39,7 @@ OPTIONAL = {
     "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "aim": "aim", "trackio": "trackio",
 }  # fmt: skip
 """Modules that come with an extra (or with a package of one), and which."""
-ELSEWHERE = {"tau_bench", "wire", "plain", "IPython", "pandas"}
+ELSEWHERE = {"tau_bench", "wire", "plain", "IPython", "pandas", "tokamax"}
 """A checkout that a user names; modules beside the file that imports them, inside a sandbox; what is used if it is there."""
 
 
