@@ -1,4 +1,4 @@
-"""What every algorithm must do. A new file in rolljax/trainer/algorithms is tested here without being asked.
+"""The contract of every algorithm. A new file in rolljax/trainer/algorithms is tested here automatically.
 
 Trajectories are random, credit and packing are the real ones, and the objective is differentiated with respect to the
 log-prob of every token (`tests/unit/test_update.py` shows that log-probs themselves do not depend on the packing).
@@ -64,7 +64,7 @@ def behaviour(groups):
 
 
 def moved(groups, seed=1, scale=0.3):
-    """Log-probs of a policy that has moved on from the one that sampled, below 0."""
+    """Log-probs of a policy that differs from the one that sampled, below 0."""
     rng = np.random.default_rng(seed)
     return [np.minimum(x + rng.normal(0, scale, len(x)), -1e-3).astype(np.float32) for x in behaviour(groups)]
 
@@ -93,7 +93,7 @@ def test_every_file_holds_an_algorithm():
 
 @each
 def test_at_most_two_classes_stand_between_it_and_algorithm(cls):
-    """Parts (`NormalisedReward`, `ClippedRatio`) are no algorithms, and do not count."""
+    """Parts (`NormalisedReward`, `ClippedRatio`) are not algorithms, and do not count."""
 
     def distance(c):
         return 0 if c is Algorithm else 1 + max(distance(b) for b in c.__bases__ if issubclass(b, Algorithm))
@@ -102,8 +102,8 @@ def test_at_most_two_classes_stand_between_it_and_algorithm(cls):
 
 
 @each
-def test_it_is_a_value(cls):
-    """ReferencePolicies, hashable, equal by value: it is a static part of jitted programs."""
+def test_an_algorithm_is_a_value(cls):
+    """Frozen, hashable, equal by value: it is a static part of jitted programs."""
     algorithm = cls()
     assert algorithm == cls() and hash(algorithm) == hash(cls())
     assert algorithm.source in ("gold", "sampler", "pairs")
@@ -146,7 +146,7 @@ def test_credit_is_finite_and_writes_to_nothing(cls):
 
 @each
 def test_every_setting_does_something(cls):
-    """A setting that no result depends on is one that nobody reads. Those that all share are tried on GRPO."""
+    """Every setting changes a result, otherwise it has no effect. Settings that all share are tried on GRPO."""
     for field in dataclasses.fields(cls):
         if field.name not in inspect.get_annotations(cls) and cls.__name__ != "Grpo":
             continue
@@ -174,7 +174,7 @@ NESTED = [
 
 
 def test_every_nested_setting_does_something():
-    """Tried on GRPO: each makes a loss of its own."""
+    """On GRPO, each setting changes the loss."""
     prints = [fingerprint(Grpo, **settings) for settings in ({}, *NESTED)]
     assert len(set(prints)) == len(prints)
 
@@ -350,7 +350,7 @@ def test_nothing_where_the_scale_is_zero_counts(cls, objectives, world, bad):
 
 
 @each
-def test_it_is_finite_however_far_the_policies_are_apart(cls, objectives, world):
+def test_the_objective_is_finite_however_far_the_policies_are_apart(cls, objectives, world):
     groups, objective = world(cls), objectives(cls)
     packed = objective.rows(groups)
     for gap in (-20.0, -5.0, 5.0, 20.0):
@@ -363,7 +363,7 @@ def test_it_is_finite_however_far_the_policies_are_apart(cls, objectives, world)
 
 @each
 def test_float32_comes_out(cls, world):
-    """Log-probs that a bfloat16 model made are float32 by then; nothing here may go back."""
+    """Log-probs of a bfloat16 model are float32 by then; no algorithm may convert them back."""
     groups = world(cls)
     objective = Objective(make(cls))
     packed = objective.rows(groups)
@@ -405,7 +405,7 @@ def test_mismatch_is_measured_at_four_levels():
 
 @each
 def test_checks_accept_an_ordinary_setup(cls):
-    """With several updates per step, several turns and a fitting group size nothing is in the way."""
+    """Nothing is refused with several updates per step, several turns and a fitting group size."""
     size = {"gold": 1, "pairs": 2, "sampler": 8}[cls.source]
     make(cls).check(Setup(group_size=size, updates=2, max_turns=4))
 

@@ -1,4 +1,4 @@
-"""What every environment must do. Each EnvSpec found in rolljax/envs must stand in the table below at least once."""
+"""The contract of every environment. The table below must list each EnvSpec in rolljax/envs at least once."""
 
 import importlib
 import inspect
@@ -166,7 +166,7 @@ def test_tasks_are_their_index(spec):
 
 
 def test_tasks_and_episodes_are_the_same_in_every_process():
-    """Another hash seed must not change them: resume and the held-out split depend on it."""
+    """Another hash seed must not change tasks: resume and the held-out split depend on them."""
     checks.same_in_another_process(list(SPECS.values()))
 
 

@@ -42,7 +42,7 @@ def arguments(run_dir, **changes):
 
 
 def of_two_processes(devices):
-    """The environment of two processes that join, but for `JAX_PROCESS_ID`; each has so many CPU devices."""
+    """The environment of two processes that join, without `JAX_PROCESS_ID`; each has `devices` CPU devices."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -62,7 +62,8 @@ def rows(run_dir):
 
 
 def check_conserved(rows):
-    """Groups begun = trained + dropped + replaced + let go + waiting, at every step of phases that end with nothing waiting."""
+    """Check that groups started = trained + dropped + replaced + cancelled + waiting, at every step. The phases must
+    end with no group waiting."""
     waiting = 0
     gone = ("trained", "dropped_credit", "dropped_failed", "no_signal", "spare_failed", "late")
     for row in rows:
@@ -77,7 +78,7 @@ def summary(run_dir):
 
 @pytest.fixture(scope="session")
 def start():
-    """Start `python -m rolljax.train` in a process of its own, on so many CPU devices."""
+    """Start `python -m rolljax.train` in a separate process with this number of CPU devices."""
 
     def run(argv, devices=1):
         env = os.environ | {
@@ -92,7 +93,7 @@ def start():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run folder of a short but real training, made in this process."""
+    """A run folder of a short but real training run, made in this process."""
     from rolljax.train import main as train
 
     run_dir = tmp_path_factory.mktemp("trained") / "run"
@@ -140,7 +141,7 @@ def ray_address(ray_cluster):
 
 
 class StopAt(Console):
-    """Says so at one step."""
+    """Requests a stop at one step."""
 
     def __init__(self, step):
         super().__init__()

@@ -1,8 +1,8 @@
-"""JetStream's own code over our engine, in a process of its own: a thread of JetStream's that fails kills its process.
+"""Run JetStream's own code with our engine in a separate process, because a failing thread of JetStream's kills it.
 
     python tests/e2e/jetstream_run.py SCENARIO PLAN.json RESULT.json [JETSTREAM_SOURCE_TREE]
 
-PLAN holds the requests and the stop ids; RESULT what came back. `test_jetstream.py` knows what should have.
+PLAN holds the requests and the stop ids; RESULT the answers. `test_jetstream.py` checks them.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Short steps of a sampler: `python -m tests.e2e.preempted STEPS LOOPS LINGER_S`.
 
-A step is two requests for one token from each of LOOPS event loops, which have a thread each. Says on stdout when a step
-of the first loop is done. `test_preemption.py` starts it, keeps it from running at random, and looks whether it goes on.
+A step is two requests for one token from each of LOOPS event loops, which have a thread each. A line on stdout marks
+each finished step of the first loop. `test_preemption.py` starts it, interrupts it at random, and checks that it goes
+through all steps.
 LINGER_S: how long the idle sampler waits for more; the shorter, the more often it is caught in the wrong place.
 """
 

@@ -1,8 +1,8 @@
-"""Every family of reasoning-gym in this process: it loads, takes its own answer for right, and survives hostile ones.
+"""Check every family of reasoning-gym in this process: it loads, accepts its own answer, and survives hostile ones.
 
     python tests/e2e/reasoning_gym_families.py TEXTS MARK [FAMILY ...]
 
-Prints a JSON line per family: name, seconds to load, seconds per task, slowest answer, what went wrong. A call that takes
+Prints a JSON line per family: name, seconds to load, seconds per task, slowest answer, errors. A call that takes
 longer than its limit is interrupted. Answers that are executed make the file MARK.
 """
 

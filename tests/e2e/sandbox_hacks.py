@@ -1,4 +1,4 @@
-"""Programs that want to pass tests without being right. Each stands in for `square(x)`; none of them squares. They run in
+"""Programs that try to pass tests without being right. Each replaces `square(x)`; none of them squares. They run in
 the sandbox of a grader and nowhere else."""
 
 OBJECT = """
@@ -145,7 +145,7 @@ if not os.fork():
 def square(*a): os._exit(0)
 """,
     "a thread that answers by itself": ANSWER + "import os, threading\ndef flood():\n    for _ in range(1000):\n        os.write(10, struct.pack('>II', 2, 0) + b'{}')\nthreading.Thread(target=flood, daemon=True).start()\n" + returning("7"),
-    "a thread that goes on after the answer": "import os, threading, time\ndef late():\n    time.sleep(0.2)\n    os._exit(0)\ndef square(*a):\n    threading.Thread(target=late).start()\n    return 7",
+    "a thread that runs on after the answer": "import os, threading, time\ndef late():\n    time.sleep(0.2)\n    os._exit(0)\ndef square(*a):\n    threading.Thread(target=late).start()\n    return 7",
     "handles every signal": doing("signal.raise_signal(signal.SIGTERM)", "import os, signal\nfor n in range(1, 32):\n    try: signal.signal(n, lambda *_: os._exit(0))\n    except (OSError, ValueError): pass"),
     "an alarm": doing("signal.alarm(1)", "import signal"),
     "a hang": "def square(*a):\n    while True: pass",
@@ -270,9 +270,9 @@ FORMS = [
     "with pytest.raises(ValueError): square('x')\nassert square(3) == 9",
     "with pytest.raises(Exception): square('x')\nassert square(3) == 9",
 ]
-"""Ways in which test authors write the same thing; each is a test of its own."""
+"""Different ways to write the same test; each is tested separately."""
 RIGHT = "def square(x):\n    if isinstance(x, str): raise ValueError('no number')\n    return x * x\ndef is_close(*a): return False"
-"""Passes every form but those that use a helper that nobody but the candidate has."""
+"""Passes every form except those with a helper that only the candidate has."""
 
 STDIN_TEST = """
 def test_squares(box):

@@ -1,6 +1,6 @@
-"""Ways to hold memory outside of what a sandbox is given: memory of the kernel by a process that hardly has any, and
-memory of processes that are gone whenever the supervisor looks. Each probe runs in a sandbox of its own, stops at
-so many bytes (argument 1), says what it holds by its own count, and keeps it if that is more than it should get
+"""Ways to hold memory outside of a sandbox's limit: memory of the kernel by a process that hardly has any, and
+memory of processes that are gone whenever the supervisor looks. Each probe runs in a separate sandbox, stops at
+a number of bytes (argument 1), reports what it holds by its own count, and keeps it if that is more than allowed
 (argument 2); the sandbox may refuse it, bound it, or end it."""
 
 import dataclasses
@@ -14,11 +14,11 @@ CROWDED = dataclasses.replace(MEMORY, memory_bytes=256 * MIB)
 PIPES = 64 * MIB
 """What a probe may keep beyond the limit by its own count: the sandboxes of one user together hold no more in pipes."""
 LATE = ("mappings", "file locks")
-"""Counted only when the kernel's memory has grown by so much that something holds it."""
+"""Counted only when the kernel's memory has grown by this much while a probe holds it."""
 
 
 def keeps(host: SandboxHost, name: str) -> tuple[bool, str, str]:
-    """Run a probe; whether it was contained, what killed it, what it said."""
+    """Run a probe; return whether it was contained, what killed it, and its output."""
     profile = CROWDED if "hand" in name else MEMORY
     wanted, allowed = (900 if name in LATE or "hand" in name else 400) * MIB, profile.memory_bytes + PIPES
     program = "\n".join([PRELUDE, f"CODE = {PROBES[name]!r}", RUNNER]).encode()
@@ -163,7 +163,7 @@ def pair():
     kept.extend((a, b))
     return fill(a) + fill(b)
 many(pair)""",
-    "connections that nobody accepts": """
+    "connections that are never accepted": """
 server = socket.socket(socket.AF_UNIX)
 server.bind('/tmp/listens')
 server.listen(4096)

@@ -1,5 +1,5 @@
 """Attempts to get out of a sandbox. Each sets `ok` (contained) and may set `seen`; all run inside, each in a forked child
-of one program. `HOST` is what the test tells about the host: its files, sockets, ports, secrets."""
+of one program. `HOST` holds the test's information about the host: its files, sockets, ports, secrets."""
 
 PRELUDE = r"""
 import array, ctypes, errno, fcntl, glob, json, mmap, os, platform, resource, signal, socket, stat, struct, subprocess, sys, time

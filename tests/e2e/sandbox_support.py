@@ -1,4 +1,4 @@
-"""What the sandbox tests share."""
+"""Shared tools of the sandbox tests."""
 
 import os
 import platform
@@ -44,7 +44,7 @@ def running(mark):
 
 
 def eventually(condition, seconds=30.0):
-    """Whether `condition` comes true."""
+    """Wait until `condition` holds; return whether it does."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

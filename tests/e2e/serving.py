@@ -1,4 +1,4 @@
-"""A server in this process, and connections that speak to it by hand."""
+"""A server in this process, and hand-made connections to it."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ class Running:
 
 
 def until(condition, seconds=60):
-    """Wait for something that must come soon."""
+    """Wait for an event that must come soon."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen"
@@ -52,7 +52,7 @@ def until(condition, seconds=60):
 
 
 def connect(running, data=b""):
-    """A connection on which so much is sent already."""
+    """Open a connection and send `data`."""
     connection = socket.create_connection(running.address, timeout=60)
     with contextlib.suppress(OSError):  # closed while we send: what was answered can be read still
         connection.sendall(data)
@@ -60,7 +60,7 @@ def connect(running, data=b""):
 
 
 def head(*lines, method="POST", path="/v1/completions", body=None):
-    """A request with the right headers, further ones, and a body of the length it says."""
+    """Return a request with the right headers, further ones, and a body with a correct length header."""
     fields = ["Host: x", f"Authorization: Bearer {KEY}", "Content-Type: application/json", *lines]
     if body is not None:
         fields.append(f"Content-Length: {len(body)}")
@@ -68,7 +68,7 @@ def head(*lines, method="POST", path="/v1/completions", body=None):
 
 
 def received(connection, until):
-    """Everything up to and with some bytes."""
+    """Read up to and including some bytes."""
     connection.settimeout(60)
     data = b""
     while until not in data:
@@ -80,7 +80,7 @@ def received(connection, until):
 
 
 def everything(connection):
-    """All that comes until the other side closes."""
+    """Read until the other side closes."""
     data = b""
     with connection, contextlib.suppress(ConnectionError):
         while more := connection.recv(65536):
@@ -89,5 +89,5 @@ def everything(connection):
 
 
 def status(data):
-    """Of the first answer; 0 where there is none."""
+    """Return the status of the first answer; 0 if there is none."""
     return int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/1.") else 0

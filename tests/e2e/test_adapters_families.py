@@ -25,7 +25,7 @@ SLOW = {
 """Families that take long to make a task, or to score an answer."""
 FAMILIES = sorted(set(DATASETS) - set(REFUSED))
 PARTS = 6
-"""Into so many processes they are dealt out."""
+"""Number of processes that share the families."""
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ OPENENV_PYTHON = os.environ.get("ROLLJAX_OPENENV_PYTHON", "")
 
 @contextlib.contextmanager
 def serve(module, *arguments, token=TOKEN):
-    """A server process on a free port; gives its address."""
+    """Start a server process on a free port; yield its address."""
     command = [sys.executable, "-m", f"rolljax.envs.adapters.{module}", *arguments, "--port", "0"]
     env = {**os.environ, "ROLLJAX_ENV_TOKEN": token}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
@@ -66,7 +66,7 @@ def token(monkeypatch):
 
 
 def play(spec, index, acts):
-    """Opening and results of an episode; `acts` are said in turn."""
+    """Play an episode with these answers; return its opening and results."""
     env = spec.make()
     seen = [env.reset(spec.task(index))]
     for act in acts:
@@ -106,7 +106,7 @@ def test_an_episode_over_the_network_is_the_episode_at_home(kind, openenv_url, g
 
 
 def test_the_wire_format_of_openenv(openenv_url):
-    """Messages as OpenEnv 0.10 sends them, and what it must get back."""
+    """Messages as OpenEnv 0.10 sends them, and the expected replies."""
     with connect(
         openenv_url.replace("http", "ws") + "/ws", additional_headers={"Authorization": f"Bearer {TOKEN}"}
     ) as s:

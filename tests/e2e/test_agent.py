@@ -1,4 +1,4 @@
-"""Programs that bring their own loop: their calls become trajectories, and every way they fail is somebody's fault."""
+"""Agents that bring their own loop: their calls become trajectories, and every failure is attributed correctly."""
 
 import asyncio
 import dataclasses
@@ -174,7 +174,7 @@ for line in sys.stdin:
 
 @dataclasses.dataclass(frozen=True)
 class Modes(EnvSpec):
-    """Tasks that tell the program what to do. An answer that begins with "right" is; what follows it is kept."""
+    """Tasks whose text tells the program what to do. An answer that starts with "right" is right; the rest is kept."""
 
     runs = "inline"
 
@@ -213,7 +213,7 @@ def start_sampler(model, params, chat):
 
 @pytest.fixture
 def sampler(start_sampler):
-    """A sampler that remembers what was asked of it: `asked` holds address -> (prompt ids, pending)."""
+    """A sampler that records its requests: `asked` holds address -> (prompt ids, pending)."""
     sampler = start_sampler()
     sampler.asked = {}
     submit = sampler.submit
@@ -230,7 +230,7 @@ def sampler(start_sampler):
 
 @pytest.fixture
 def play(sampler, chat, tmp_path):
-    """Play modes side by side; returns their trajectories and what the programs were told."""
+    """Play modes concurrently; return their trajectories and the texts that the programs received."""
     source = tmp_path / "agent.py"
     source.write_text(PROGRAM)
     told = tmp_path / "told.jsonl"
@@ -261,7 +261,7 @@ def play(sampler, chat, tmp_path):
 
 
 def same_as_sampled(sampler, trajectory):
-    """Every call of the trajectory holds what the sampler gave, and its prompt is the stream before it."""
+    """Check that every call of the trajectory holds the sampler's tokens, and its prompt is the stream before it."""
     key = trajectory.key
     address = (5, key.stream, key.draw, key.sibling)
     asked = [(prompt, p.completion.result()) for a, (prompt, _, p) in sampler.asked.items() if a[:-1] == address]
@@ -387,7 +387,7 @@ def test_a_sampler_that_stops_is_not_the_programs_fault(play, sampler):
 
 
 def gone(pid):
-    """Whether a process has ended, or does so soon."""
+    """Return whether a process has ended, or ends soon."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         try:
@@ -414,7 +414,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 def test_an_unmodified_client_is_trained(monkeypatch, tmp_path):
-    """The example agent, in processes of its own: what is stored and trained is what was sampled, call by call."""
+    """The example agent in separate processes: stored and trained tokens are the sampled ones, call by call."""
     asked, submit = {}, Sampler.submit
 
     def remembering(sampler, prompt_ids, params, address, **options):

@@ -1,4 +1,4 @@
-"""Whole runs of what only several turns have: starts behind an expert, contexts that are cut, spare episodes."""
+"""Runs with features of several turns: starts from expert episodes, truncated contexts, spare episodes."""
 
 import json
 
@@ -60,13 +60,13 @@ def test_episodes_start_behind_the_experts_turns(tmp_path, mode):
             replayed.add(len(expert))
         assert row["starts/distance_n"] == 1 and row["mismatch/abs_max_nat"] < 1e-4
     assert replayed == ({3} if mode == "rollback" else {0, 1, 2, 3})
-    if mode == "rollback":  # nobody finds the last key by chance, and it is imitated
+    if mode == "rollback":  # the last key is never found by chance, and it is imitated
         assert sum(row["starts/fallback_n"] for row in written) > 0
 
 
 @pytest.mark.slow
 def test_where_episodes_start_survives_a_stop(tmp_path):
-    """Stopped and continued is the run that never was, to the bit, with the starts that were learned."""
+    """A stopped and resumed run equals an uninterrupted one to the bit, including the learned starts."""
     from rolljax import cli
 
     argv = arguments("agent_ipa", "", IPA)

@@ -1,4 +1,4 @@
-"""What algorithms are known to do, on problems of seconds: the trainer's own code with tables as policy and critics."""
+"""Known behaviours of algorithms, on problems of seconds: the trainer's own code with tables as policy and critics."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""What critics do for a policy, on problems of seconds: the trainer's own code with tables as policy and critics."""
+"""Effects of critics on a policy, on problems of seconds: the trainer's own code with tables as policy and critics."""
 
 import dataclasses
 import sys

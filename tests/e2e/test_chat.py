@@ -1,4 +1,4 @@
-"""`rolljax.chat` with a small model: what is said stays one token stream, tools answer, and hostile text stays text."""
+"""`rolljax.chat` with a small model: a chat stays one token stream, tools answer, and hostile text stays text."""
 
 import io
 import re
@@ -64,7 +64,7 @@ def test_a_full_context_is_said(folder, monkeypatch, capsys):
 
 
 class Scripted:
-    """A sampler's place: answers that a calculator's user would give, as tokens."""
+    """Replaces a sampler: gives the answers of a calculator's user, as tokens."""
 
     def __init__(self, talk, answers):
         self.engine, self.chat, self.answers = talk._sampler.engine, talk._chat, iter(answers)

@@ -161,7 +161,7 @@ class Endless:
 @needs_sandbox
 @pytest.mark.parametrize("where", ["thread", "process"])
 def test_where_right_answers_are_quick_a_program_that_hangs_is_cut_soon(chat, where):
-    """Whoever runs the environment: it is told the time-out with the action, and tells how long the program took."""
+    """Both in threads and in processes, the action carries the time-out, and the reply the program's run time."""
     spec = CodeProblems(MBPP.path, timeout_s=100.0, adaptive_timeout=AdaptiveTimeout(low_s=1.0))
     pool, limits = EnvPool(PoolConfig(where=where, workers=1, step_s=120.0), spec), spec.run_limits()
     task = spec.task(1)
@@ -193,7 +193,7 @@ def test_without_isolation_when_asked_for_by_name():
 
 @needs_sandbox
 def test_a_machine_that_cannot_isolate_refuses_and_says_what_to_do():
-    """In a user namespace that allows no further ones, as a container without the right to make them."""
+    """In a user namespace that forbids further ones, like a container without the right to create them."""
     code = (
         "import sys\nfrom rolljax.envs.programs.code_problems import CodeProblems\n"
         "spec = CodeProblems(sys.argv[1])\nspec.make().reset(spec.task(0))\n"

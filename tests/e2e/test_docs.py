@@ -1,4 +1,4 @@
-"""Every code block of README and docs does what it says (`docs_blocks` says how each kind is run)."""
+"""Every code block of README and docs works as described (`docs_blocks` says how each kind is run)."""
 
 import gzip
 import shutil

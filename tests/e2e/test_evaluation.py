@@ -269,7 +269,7 @@ def behind(server, **changes):
 
 
 def test_faults_of_a_server_are_asked_again_and_counted(faulty):
-    """Two of each kind, and not one wrong answer more than without them."""
+    """Faults of each kind, two of each, cause not one wrong answer more than without them."""
     with behind(faulty) as model:
         right = evaluate(model, [sums(num_tasks=6)], Attempts(2))
     kinds = [500, 503, 429, 408, "garbage", "empty", "number", "cut"]
@@ -284,7 +284,7 @@ def test_faults_of_a_server_are_asked_again_and_counted(faulty):
 
 
 def test_whatever_a_server_sends_before_its_answer_changes_no_number(faulty):
-    """More than a hundred faults, one after the other: each is asked again."""
+    """More than a hundred consecutive faults: each request is repeated."""
     with behind(faulty) as model:
         right = evaluate(model, [sums(num_tasks=6)])
     with misbehaving() as address:
@@ -296,7 +296,7 @@ def test_whatever_a_server_sends_before_its_answer_changes_no_number(faulty):
 
 
 def test_an_attempt_that_stays_without_an_answer_is_no_wrong_one(faulty, tmp_path):
-    """It is in no number, and asked again when the evaluation goes on."""
+    """The failed attempt is in no number, and is repeated when the evaluation resumes."""
     benchmark = sums(num_tasks=4, rollout=RolloutConfig(retries=1))
     with behind(faulty) as model:
         right = evaluate(model, [benchmark], to=tmp_path / "right")
@@ -412,7 +412,7 @@ def test_a_kept_step_is_evaluated(run, best, capsys):
 
 
 def test_a_kept_step_is_served(run, capsys):
-    """The weights that answer are of the step that was asked for; those of each step are others."""
+    """Each step's own weights answer when that step is requested; the weights of all steps differ."""
     found = {}
     for step in ("best", "2", None):
         args = serve.parse(["--run", str(run), *(["--step", step] if step else [])])

@@ -22,7 +22,7 @@ MODEL = Model(
     Qwen3MoeConfig(hidden_size=32, head_dim=8, num_experts=8, experts_per_token=2, expert_ffn_size=24, init_std=0.3)
 )
 LENGTHS = (3, 30, 9, 21, 4, 17)
-"""Of answers: while some shards have long been done, others go on, and need the experts of all."""
+"""Lengths of answers: some shards finish early while others continue and need the experts of all."""
 
 
 def sampled(spec):

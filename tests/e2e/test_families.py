@@ -136,7 +136,7 @@ def test_gradients_equal_autograd(pair):
 
 
 def split_experts(grads):
-    """Gradients as they are named in folders: `transformers` holds all experts of a layer in one array."""
+    """Gradients under the names of folders: `transformers` holds all experts of a layer in one array."""
     found = {}
     for name, grad in grads.items():
         prefix, _, kind = name.rpartition(".")
@@ -188,7 +188,7 @@ def stored(folder):
 
 
 def read_quietly(folder, dtype):
-    """What `transformers` reads, without a word of warning from it or from Python."""
+    """Load with `transformers`, without a warning from it or from Python."""
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())

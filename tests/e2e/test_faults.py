@@ -1,4 +1,4 @@
-"""Environments that fail in worker processes: who is blamed, who is spared, and what is left behind."""
+"""Environments that fail in worker processes: who is blamed, who is spared, and that nothing is left over."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ SHORT = {"reset_s": 0.5, "step_s": 0.5, "close_s": 0.5, "memory_gib": 4.0, "max_
 
 
 def marked(mark):
-    """Processes, zombies aside, that were started by this test: they carry its mark."""
+    """Processes, zombies aside, that this test started: they carry its mark."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -78,7 +78,7 @@ def make_pool(monkeypatch, tmp_path):
 
 
 def outcomes(pool, count, run=play, at_once=32):
-    """What became of the tasks 0 to `count - 1`: rewards and exceptions."""
+    """Return the outcomes of the tasks 0 to `count - 1`: rewards and exceptions."""
 
     async def go():
         room = asyncio.Semaphore(at_once)
@@ -138,8 +138,8 @@ def test_the_neighbours_of_a_culprit_are_not_blamed(make_pool):
 
 
 def siblings(pool, tasks, each):
-    """What became of `each` episodes of every task, all begun at once, and again while their neighbours took them
-    along or the machine did."""
+    """Return the outcomes of `each` episodes of every task, all started at once, and repeated while they were lost
+    with a neighbour or through the machine."""
 
     async def go():
         plays = [play_again(pool, pool.spec.task(i)) for i in range(tasks) for _ in range(each)]
@@ -151,14 +151,14 @@ def siblings(pool, tasks, each):
 
 @pytest.mark.parametrize("fault", ["reset_segv", "step_segv", "step_exit", "step_kill"])
 def test_a_task_in_eight_that_ends_its_worker(make_pool, fault):
-    """With settings as they come the others are whole, and it is set aside."""
+    """With default settings all other tasks succeed, and the faulty one is set aside."""
     pool = make_pool([fault, *[""] * 7], workers=2, max_fault_frac=0.5)
     bad, *healthy = siblings(pool, 8, 8)
     assert healthy == [[3.0] * 8] * 7 and not pool.broken
     assert {type(e) for e in bad} == {EnvError} and {e.stage for e in bad} <= {fault.partition("_")[0], "set_aside"}
     stats = pool.stats
     assert stats.set_aside == 1 and 3 <= stats.crashes <= 4  # two may be under way at once
-    # from now on it costs nobody anything
+    # from now on it costs other episodes nothing
     bad, *healthy = siblings(pool, 8, 8)
     assert healthy == [[3.0] * 8] * 7 and {e.stage for e in bad} == {"set_aside"}
     assert "task 0 of faulty: it is set aside after PoolConfig.max_crashes = 3 ends of its worker" in str(bad[0])
@@ -176,7 +176,7 @@ def test_a_task_that_crashed_has_its_next_workers_to_itself(make_pool):
 
 
 def test_a_worker_that_ends_between_two_calls(make_pool):
-    """All who were there are suspects; with a worker to itself the culprit is found."""
+    """All tasks of the ended worker are suspects; the culprit is found when it has a worker to itself."""
     pool = make_pool(["step_later", "", "", ""], workers=1, step_s=20.0)
 
     async def two_steps(index):
@@ -204,7 +204,7 @@ def test_a_worker_that_ends_between_two_calls(make_pool):
             await episode.step("")
         assert type(e.value) is EnvError and pool.stats.crashes == 1
         await episode.close()
-        # who was innocent shares a worker again
+        # innocent tasks share a worker again
         assert await asyncio.gather(*(play(pool, pool.spec.task(i)) for i in (1, 2, 3))) == [3.0] * 3
 
     asyncio.run(asyncio.wait_for(go(), 60))
@@ -249,7 +249,7 @@ def test_hang_of_gold(make_pool):
 @pytest.mark.parametrize("cls", [FaultyThread, FaultyProcess])
 @pytest.mark.parametrize("fault", ["reset_slow", "step_slow", "close_slow"])
 def test_a_cancelled_caller_leaves_nothing_behind(make_pool, tmp_path, cls, fault):
-    """Cancelled at any time, every environment that was made is closed, and the pool goes on."""
+    """After cancellation at any time, every environment is closed, and the pool still works."""
     pool = make_pool((fault,), cls, workers=1, reset_s=20.0, step_s=20.0, close_s=20.0)
 
     async def go():
@@ -354,7 +354,7 @@ def test_nobody_waits_for_a_dispatcher_that_failed(make_pool, monkeypatch):
 
 
 def test_when_the_pool_is_killed_its_workers_end(monkeypatch, tmp_path):
-    """Even one that hangs with the interpreter's lock, and its children."""
+    """Also an environment that hangs while it holds the interpreter's lock is ended, and so are its children."""
     code = f"""
 import asyncio
 from rolljax.envs.pool import EnvPool, PoolConfig

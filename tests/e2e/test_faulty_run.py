@@ -86,7 +86,7 @@ def test_steps_complete_and_counts_are_exact(tmp_path, share):
 
 @pytest.mark.slow
 def test_a_step_of_which_too_much_was_lost_is_skipped(tmp_path):
-    """Half is borne; more is not: nothing is trained on, and the counts still add up."""
+    """Half of the episodes may fail; if more do, nothing is trained on, and the counts still add up."""
     faults = ["reset_raise", "", "reset_raise", "", ""]
     changes = {"FilterConfig_dot_max_failed_frac": 0.4, "rl/Phase.steps": 8}
     assert start(tmp_path / "run", faults, tmp_path, **changes) == 0
@@ -100,7 +100,7 @@ def test_a_step_of_which_too_much_was_lost_is_skipped(tmp_path):
 
 @pytest.mark.slow
 def test_workers_that_hang_and_die_do_not_end_a_run(tmp_path):
-    """The same in worker processes, which are killed and replaced."""
+    """In worker processes, which are killed and replaced."""
     folder = tmp_path / "marks"
     folder.mkdir()
     faults = faults_of(0.1, ["reset_once_kill", "reset_hang"])
@@ -120,7 +120,7 @@ def test_workers_that_hang_and_die_do_not_end_a_run(tmp_path):
 
 @pytest.mark.slow
 def test_a_task_in_eight_that_crashes_its_worker_does_not_end_a_run(tmp_path):
-    """With settings as they come, although all episodes share one worker."""
+    """With default settings, although all episodes share one worker."""
     changes = {"PoolConfig_dot_where": "'process'", "PoolConfig_dot_workers": 1, "PoolConfig_dot_fault_window": 16}
     assert start(tmp_path / "run", ["reset_segv", *[""] * 7], tmp_path, spec="FaultyProcess", **changes) == 0
     written, aside = rows(tmp_path / "run"), 0
@@ -143,10 +143,10 @@ async def nothing(*args, **settings):
 
 
 def test_a_run_that_hangs_says_where(tmp_path, capfd, monkeypatch):
-    """A wait is named after a while, and at its end the stacks of all threads are kept."""
+    """A long wait is reported by name, and at its end the stacks of all threads are saved."""
     monkeypatch.setattr(watchdog, "CHECK_EVERY_S", 0.05)
     monkeypatch.setattr(watchdog, "QUIET_S", 0.5)
-    monkeypatch.setattr(preflight, "check_rewards", nothing)  # which would find out before the run that nothing answers
+    monkeypatch.setattr(preflight, "check_rewards", nothing)  # which would notice before the run that nothing answers
     changes = {"PoolConfig_dot_where": "'thread'", "PoolConfig_dot_close_s": 1.0, "Recipe_dot_wait_s": 8.0}
     assert start(tmp_path / "run", [""], tmp_path, **changes, Faulty_dot_latency_s=1000.0) == 7
     err = capfd.readouterr().err

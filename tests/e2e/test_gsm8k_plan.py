@@ -15,7 +15,7 @@ REWARD_MODEL = str(ROOT / "configs" / "reward_model_ppo_qwen3_0p6b.gin")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Random weights as transformers saves Qwen3, in bfloat16, beside a tokenizer with a chat template."""
+    """Random weights as transformers saves Qwen3, in bfloat16, with a tokenizer that has a chat template."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -76,7 +76,7 @@ def test_what_is_missing_is_named(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_dry_run_with_a_reward_model(folder, tmp_path, capsys):
-    """Of a phase of the run, and of the folder of a sequence classifier."""
+    """With a reward model of a phase of the run, and with the folder of a sequence classifier."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     path = problems(tmp_path / "train.jsonl", 1500)
@@ -105,7 +105,7 @@ def test_live_thinking_on_answers_of_a_teacher(folder, tmp_path, capsys):
 
 
 def test_a_mixture_of_four_files(folder, tmp_path, capsys):
-    """Each domain has a file of its own; the shipped ones stand in for the data sets."""
+    """Each domain has a separate file; shipped files replace the data sets."""
     config, configs = str(ROOT / "configs" / "rlvr_mixture_qwen3_4b.gin"), ROOT / "configs"
     files = {"gsm8k/Questions": "sums", "math/Questions": "formulas", "CodeProblems": "functions"}
     files["open/Questions"] = "thanks"

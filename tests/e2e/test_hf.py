@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is broken in them, folders with images, sharded and streamed reading and writing."""
+"""Hugging Face folders: broken ones, folders with images, sharded and streamed reading and writing."""
 
 import dataclasses
 import json
@@ -80,7 +80,7 @@ def test_matrices_may_come_in_the_compute_dtype(tmp_path):
 
 @pytest.mark.slow
 def test_host_memory_stays_near_one_file(tmp_path):
-    """In a process of its own: what is held at most while reading 128 MiB onto 8 devices, beside what devices hold."""
+    """In a separate process: peak memory while reading 128 MiB onto 8 devices, in addition to the devices' arrays."""
     command = [
         sys.executable,
         "benchmarks/load_folder.py",
@@ -100,7 +100,7 @@ def test_host_memory_stays_near_one_file(tmp_path):
 
 
 def test_export_writes_bfloat16_and_keeps_what_the_folder_said_of_generation(tmp_path, capsys):
-    """A folder in, the same folder out, in files of the size that is asked for."""
+    """A folder exported from a folder is equal to it, in files of the requested size."""
     make_folder(tmp_path / "in", "llama3", dtype=torch.bfloat16)
     byte_tokenizer().save_pretrained(tmp_path / "in")
     said = {"eos_token_id": [3, 5], "pad_token_id": 0, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
@@ -168,7 +168,7 @@ def test_of_a_folder_with_images_the_text_part_is_read(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(again).__name__ == "Gemma3ForCausalLM"
     np.testing.assert_allclose(their_logits(again, ids), want, atol=1e-5)
-    # adapters are put beside the text part's maps, although the other part has maps of these names, too
+    # adapters belong to the text part's maps only, although the other part has maps of these names, too
     adapted = dataclasses.replace(model, lora=lora.Lora(rank=2))
     adapters = jax.tree.map(lambda x: x + 0.1, jax.jit(lambda: adapted.init(0))())
     inside = hf.decoder_module(tmp_path / "in")
@@ -226,7 +226,7 @@ def raw(folder, text):
 
 
 def linked(folder, name):
-    """A file that stands outside of the folder, with a link to it inside."""
+    """Put a file outside of the folder, with a link to it inside."""
     target = folder.parent / "elsewhere"
     (folder / name).rename(target)
     (folder / name).symlink_to(target)
@@ -499,7 +499,7 @@ def vocabulary(folder, change):
 
 @pytest.mark.parametrize("case", TOKENIZERS)
 def test_a_broken_tokenizer_is_a_clear_error(good, tmp_path, case, monkeypatch):
-    """And whatever stands on standard input, code that came with the folder is not run."""
+    """Code that came with the folder is not run, whatever is on standard input."""
     folder = tmp_path / "model"
     shutil.copytree(good, folder)
     save_tokenizer(folder, byte_tokenizer())

@@ -1,4 +1,4 @@
-"""What compilers make of the update on a mesh: which arrays travel, how often, and which never exist.
+"""Compiled code of the update on a mesh: which arrays are sent, how often, and which never exist.
 
 On 8 CPU devices. The CPU compiler reduces to every device where others scatter the sum; its count of collectives and
 their shapes are otherwise those of a TPU. The attention kernels are compiled for a TPU, in a process of its own (this
@@ -121,7 +121,7 @@ def test_a_layer_gathers_each_weight_once_forward_and_once_backward(fsdp):
     assert collections.Counter(c.shapes[0] for c in fsdp.backward if c.kind == "all-gather") == expected
 
 
-def test_and_reduces_each_gradient_once(fsdp):
+def test_each_gradient_is_reduced_once(fsdp):
     reduced = [c for c in fsdp.backward if c.kind != "all-gather"]
     assert {c.kind for c in reduced} == {"all-reduce"}
     shapes = collections.Counter(shape for c in reduced for shape in c.shapes)
@@ -144,7 +144,7 @@ def test_of_adapters_only_weights_travel():
     assert all(math.prod(shape) < V * D for c in found.everywhere for shape in c.shapes)
 
 
-def test_neither_embedding_nor_head_nor_optimizer_state_is_ever_whole(fsdp):
+def test_embedding_head_and_optimizer_state_are_never_whole_on_a_device(fsdp):
     """The head travels in the blocks that the loss walks over; of the embedding only the rows that tokens name."""
     gathered = [c for c in fsdp.everywhere if c.kind == "all-gather"]
     blocks = {c.shapes[0] for c in gathered if c.shapes[0][-1] == D and math.prod(c.shapes[0]) > D * F}

@@ -1,4 +1,4 @@
-"""A run on two processes of two devices is the run of one process of four; it stops, goes on and fails as one."""
+"""A run on two processes of two devices equals the run of one process of four, also when it stops, resumes or fails."""
 
 import json
 import signal
@@ -55,7 +55,7 @@ def start(tmp_path_factory):
 
 
 def ends(both):
-    """Their exit codes, and what they said; Gloo, which is theirs for collectives on CPU, says things of its own."""
+    """Return the exit codes and outputs of both processes, without the lines of Gloo, their library for collectives."""
     texts = [p.communicate(timeout=TIMEOUT_S)[1] for p in both]
     said = ["".join(line for line in t.splitlines(True) if not line.startswith("[Gloo]")) for t in texts]
     return [p.returncode for p in both], said
@@ -80,7 +80,7 @@ def answers(run_dir, step):
 
 
 def assert_the_same_run(run_dir, alone):
-    """Of two processes, as of one: sums over devices may be taken in another order."""
+    """Two processes train like one, up to the order in which sums over devices are taken."""
     assert len(rows(run_dir)) == len(rows(alone)) > 0
     for of_two, of_one in zip(numbers(run_dir), numbers(alone), strict=True):
         assert of_two == pytest.approx(of_one, abs=1e-4)

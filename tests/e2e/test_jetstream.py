@@ -57,7 +57,7 @@ def in_process(asked, *params):
 
 @pytest.fixture(scope="module")
 def client():
-    """All our client is asked: greedy, until the context is full, under two sets of weights; and three samples."""
+    """Requests to our client: greedy, until the context is full, under two sets of weights; and three samples."""
     tokenizer = byte_tokenizer()
     texts = [tokenizer(t, add_special_tokens=False)["input_ids"] for t in TEXTS]
     greedy = [(p, SamplingParams(0.0, max_tokens=1000), (0,)) for p in [*PROMPTS, LONG[-LONGEST_PROMPT:], *texts]]
@@ -105,7 +105,7 @@ def run(plan, tmp_path_factory):
 
 
 def expected(plan, ours):
-    """What JetStream 0.2.2 returns of our client's tokens: at most max_tokens, and no stop token."""
+    """The part of our client's tokens that JetStream 0.2.2 returns: at most max_tokens, and no stop token."""
     out = []
     for name, (_, limit, _) in zip(plan["names"], plan["requests"], strict=True):
         tokens = ours[name][:limit]
@@ -139,7 +139,7 @@ def test_weights_are_swapped_under_load(run, plan, ours, scenario):
     assert old != new
     swapped = got["swapped"]
     mixed = [a for a, b, c in zip(swapped, old, new, strict=True) if a not in (b, c)]
-    assert mixed, "running requests went on under the new weights"
+    assert mixed, "running requests continued under the new weights"
     assert any(a[:10] == b[:10] for a, b in zip(swapped, old, strict=True) if len(a) > 10)
     limits = [limit for _, limit, _ in plan["requests"]]
     assert all(len(a) <= limit for a, limit in zip(swapped, limits, strict=True))

@@ -26,7 +26,7 @@ from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
 
 POISON = "POISON"
-"""Stands in every text of an item, and in what models and judges say of it."""
+"""Occurs in every text of an item, of models and of judges."""
 COUNTS = {bsa.OMISSION: 3, bsa.SHORTCUT: 4, bsa.SENSITIVITY: 2}
 REFUSAL = f"I cannot help with {POISON}."
 SHAPE = Qwen3Config(vocab_size=264, num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=64)
@@ -50,7 +50,7 @@ def model_says(name, prompt):
 
 
 def judge_says(prompt):
-    """A judge that knows: refusals are safe, and thinking that names the risk covers it."""
+    """A judge that is always right: refusals are safe, and thinking that names the risk sees it."""
     reasoning, answer = part(prompt, "reasoning"), part(prompt, "answer")
     if reasoning is not None:
         right = "The risk is" in reasoning
@@ -179,7 +179,7 @@ def run(server, name, cfg, **more):
 
 
 def everything(folder):
-    """All that an evaluation wrote."""
+    """Return everything that an evaluation wrote."""
     return "".join(p.read_text() for p in sorted(Path(folder).iterdir()) if p.is_file())
 
 
@@ -194,7 +194,7 @@ def test_bsa_of_models_that_refuse_see_and_comply(server, data, name, safe, thin
     for row in ("all", *COUNTS):
         assert {k: values[f"{row}/{k}"] for k in wanted} == wanted
     asked = collections.Counter(n for n, _ in server.asked)
-    assert asked == {name: 45, "judge": 45 * (2 if think else 1)}  # who shows no thinking is not asked about it
+    assert asked == {name: 45, "judge": 45 * (2 if think else 1)}  # without thinking, no verdict on it
 
 
 @pytest.mark.parametrize(("name", "sr", "rr"), [("refuse", 1, 1), ("comply", 0, 0), ("perfect", 1, 0)])
@@ -212,7 +212,7 @@ def test_usb_of_models_that_refuse_and_comply(server, data, name, sr, rr):
 
 
 def test_recgpt_hits_diversity_and_agreement(server, data):
-    """`tea, green tea`: odd items first, then even ones, so that the targets i0 to i3 stand at ranks 5, 1, 6 and 2."""
+    """`tea, green tea`: odd items first, then even ones, so that the targets i0 to i3 have ranks 5, 1, 6 and 2."""
     bench = RecGpt(data["users"], catalogue=data["catalogue"], k=5)
     values = run(server, "tags", judged_by(server, bench)).values
     assert values["HR@5"] == 0.75 and values["diversity"] == 3.0  # of i1 i3 i5 i7 i0
@@ -224,7 +224,7 @@ def test_recgpt_hits_diversity_and_agreement(server, data):
     assert alone.values["HR@30"] == 1.0 and "pass" not in alone.values
 
 
-# ---- faults, going on -----------------------------------------------------------------------------------------------
+# ---- faults, resuming ------------------------------------------------------------------------------------------------
 
 
 def test_a_judge_that_fails_is_excluded_counted_and_asked_again(server, data, tmp_path):
@@ -366,7 +366,7 @@ def test_a_real_model_goes_through_each(folder, server, data, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_the_verb_takes_a_folder_and_goes_on(folder, server, data, tmp_path, capfd):
-    """The same command asks nobody again."""
+    """The same command sends no further request."""
     argv = ["--model", str(folder), "--max_context", "256", "--judge", server.url, "--judge_model", "judge", "--json"]
     argv += ["--benchmark", "usb", "--items", data["usb"], "--to", str(tmp_path / "verb")]
     argv += ["--set", f"Usb.probes = '{data['probes']}'", "--set", "Usb.max_answer_tok = 8"]

@@ -1,4 +1,4 @@
-"""A judge is trained, and a mixture of domains of which one is judged by it."""
+"""Training of a judge, and a mixture in which this judge rewards one domain."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ def test_a_judged_domain_is_paid_by_the_judge_and_watched_by_the_book(judge, tmp
 
 @pytest.mark.slow
 def test_the_judge_has_a_verdict_on_every_labelled_answer_and_the_same_again(judge):
-    """How often it is right is not asked of so short a training."""
+    """A training this short need not make the judge right."""
     mixture = cli.load_recipe(["rlvr_mixture"], [f"LocalModel.path = '{judge}'"]).value
     reward, env = mixture.domains["thanks"].reward.terms["judge"], mixture.env.domains["thanks"].env
     labelled = read_labelled(ROOT / "configs" / "thanks_labelled.jsonl")[:24]

@@ -1,5 +1,5 @@
-"""A run that is killed anywhere, whose files are damaged, or that is given more to do, and the same command again: it
-ends as the run that never was, to the last bit."""
+"""A run that is killed anywhere, whose files are damaged, or that gets more steps: the same command again ends like the
+uninterrupted run, to the last bit."""
 
 import contextlib
 import functools
@@ -55,23 +55,23 @@ def loaded(**changes):
 
 
 def start(run_dir, **changes):
-    """What the command does once settings are read; its exit code."""
+    """Run the command with loaded settings; return its exit code."""
     args = parse(arguments(run_dir, **TINY | changes))
     return cli.run_verb(lambda: train_recipe(args, loaded(**changes), SingleProcess(), time.perf_counter()))
 
 
 def contents(run_dir):
-    """Every file below a folder, to tell two states of it."""
+    """Every file in a folder, to compare two states of it."""
     return {str(p.relative_to(run_dir)): p.read_bytes() if p.is_file() else None for p in run_dir.rglob("*")}
 
 
 class Watched:
-    """A run that was never stopped, with the state of its disk at every point that it passed."""
+    """A run that was never stopped, with a copy of its disk at every point."""
 
     def __init__(self, folder):
         self.run_dir, self.at = folder / "run", folder / "at"
         self.points = []
-        """Of each its name and a copy of the folder; points between which nothing changed share one."""
+        """Name and copy of the folder of each point; points between which nothing changed share one."""
         self._last = None
         with at_points(do=self._keep):
             assert start(self.run_dir) == 0
@@ -97,13 +97,13 @@ def watched(tmp_path_factory):
 
 
 def goes_on(run_dir, **changes):
-    """The same command again."""
+    """Run the same command again."""
     assert start(run_dir, **changes) == 0
     return end(run_dir)
 
 
 def tear(run_dir):
-    """Half of what was being written: a line of metrics, and what was to be renamed. Whether there was any such thing."""
+    """Leave half of a pending write: a line of metrics, a file before its rename. Return whether there was any."""
     torn = [p for p in run_dir.rglob("*") if p.is_file() and any(map(durable.is_temporary, (p, *p.parents)))]
     for path in torn:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -145,7 +145,7 @@ def test_killed_in_the_middle_with_a_damaged_checkpoint(watched, tmp_path, capsy
 
 @pytest.mark.slow
 def test_a_finished_run_is_given_more(watched, tmp_path, capsys):
-    """First more steps and another phase, then more steps of that."""
+    """First more steps and another phase, then more steps of that phase."""
     run_dir = tmp_path / "run"
     first = "[@warm_start/recipe.Phase()]"
     few = {"Recipe_dot_phases": first, "warm_start__Phase_dot_steps": 1}
@@ -160,7 +160,7 @@ def test_a_finished_run_is_given_more(watched, tmp_path, capsys):
 
 
 def _of_rl(argv, i):
-    """Whether this argument, or the one after it, is a setting of the phase that is not there yet."""
+    """Return whether this argument, or the one after it, is a setting of the phase that does not exist yet."""
     return any(a.startswith(("rl/", "Grpo.", "KlLoss.")) for a in argv[i : i + 2] if argv[i] == "--set" or a == argv[i])
 
 
@@ -205,7 +205,7 @@ def test_a_rate_that_falls_over_all_steps_is_said_to(watched, tmp_path):
     assert "rl/Phase.steps is 9, and was 3 for the 2 steps that are done" in note and "linear" in note
 
 
-# ---- what is said
+# ---- messages
 
 
 @pytest.mark.parametrize("place", ["under a file", "nothing fits"])
@@ -229,7 +229,7 @@ def test_a_folder_that_cannot_be_written_is_a_message(tmp_path, capsys, place):
 
 @pytest.mark.slow
 def test_a_run_whose_console_is_full_ends_as_any_other(watched, tmp_path):
-    """Also a run whose files may not grow: it ends with the exit code of the message, and continues once they may grow."""
+    """Also for a run whose files may not grow: it ends with that message's exit code, and resumes once they may."""
     run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")
     command = [sys.executable, "-m", "rolljax.train", *arguments(run_dir, **TINY)]
     small = subprocess.run(
@@ -301,7 +301,7 @@ def say(capsys, *lines):
 
 @pytest.mark.sweep
 def test_killed_at_every_point(watched, tmp_path, capsys):
-    """As it was left, and with half of what was being written."""
+    """With the files unchanged, and with half of what was being written."""
     tried = []
     for state in dict.fromkeys(state for _, state in watched.points):
         names = ", ".join(name for name, at in watched.points if at == state)
@@ -333,7 +333,7 @@ sys.exit(train(sys.argv[3:]))
 
 @pytest.mark.sweep
 def test_fifty_random_kills(watched, tmp_path, capsys):
-    """SIGKILL at a random time after a random point, again and again until the run ends by itself."""
+    """SIGKILL at a random time after a random point, repeated until the run ends by itself."""
     kills, runs, chance = 0, 0, random.Random(0)
     while kills < 50:
         run_dir = tmp_path / str(runs)
@@ -378,7 +378,7 @@ def test_a_disk_that_fills_up_anywhere(watched, tmp_path, capsys):
 
 @pytest.mark.sweep
 def test_every_write_may_fail(watched, tmp_path, capsys):
-    """The error of a full disk at every point that is passed, one after the other; then the same command."""
+    """A full disk at every point, one after the other; then the same command."""
     run_dir, failed = tmp_path / "run", set()
 
     def fail(point, path):
@@ -398,8 +398,8 @@ def test_every_write_may_fail(watched, tmp_path, capsys):
 
 @pytest.mark.sweep
 def test_108_corruptions_of_a_real_run(watched, tmp_path, capsys, monkeypatch):
-    """Every file of a checkpoint, of the weights that a phase began with, and of what says where a run stands: the run
-    goes on with exactly what one of the checkpoints held, and nothing beside it differs, or it says what is damaged."""
+    """Corrupt every file of a checkpoint, of the phase's first weights, and of the run's position: the run either
+    resumes exactly one of the checkpoints, and no other file differs, or names the damaged file."""
     state, restore, begun = watched.state("before rollouts/step_5.jsonl", tmp_path / "run"), LocalTrainer.restore, []
 
     def look(self, saved):
@@ -430,9 +430,9 @@ def test_108_corruptions_of_a_real_run(watched, tmp_path, capsys, monkeypatch):
                 outcome, said = starts(run_dir), capsys.readouterr().err
                 if outcome in right:
                     assert contents(run_dir)["config.resolved.json"] == settings
-                    outcome = f"goes on from step {outcome[0]} of the phase"
+                    outcome = f"resumes from step {outcome[0]} of the phase"
                 else:
-                    # another digit in a manifest is laid at the file beside it, another letter in a setting is a change
+                    # a changed digit in a manifest is blamed on the file it names; a changed letter in a setting is a change
                     named = {MANIFEST: "is damaged: ", "config.resolved.json": "damaged"}.get(path.name, path.name)
                     assert outcome in (2, 6) and named in said.replace("\n", ""), (path, kind, outcome, said)
                 assert "Traceback" not in said

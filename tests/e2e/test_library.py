@@ -57,7 +57,7 @@ def vowels():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Trained as from a cell: the calling thread has a running event loop, and is not the main one."""
+    """Training as from a notebook cell: the calling thread has a running event loop, and is not the main one."""
     folder, found = tmp_path_factory.mktemp("library") / "run", []
 
     async def cell():
@@ -139,7 +139,7 @@ sys.exit(evaluate(["--run", run, "--env", "countdown", "--tasks", "4", "--max_co
 
 @pytest.mark.slow
 def test_another_process_needs_no_object_of_the_run(run, tmp_path):
-    """Neither its rows nor its reward: exported to the same bytes, served, loaded, evaluated on other tasks."""
+    """A model whose rows and reward cannot be imported is exported to the same bytes, served, loaded, evaluated."""
     env = plain_environment()
     command = [sys.executable, "-c", OTHER_PROCESS, str(run.path), str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
@@ -153,7 +153,7 @@ def test_another_process_needs_no_object_of_the_run(run, tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupted_run_is_saved_and_returned(tmp_path):
-    """And goes on to the same bits as the run that never was; the process trains three times."""
+    """A resumed run ends with the same bits as an uninterrupted one; the process trains three times."""
     steps = threading.Event()
 
     def interrupt():
@@ -216,7 +216,7 @@ def test_examples_are_short():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_examples_learn(name, tmp_path):
-    """As they stand on the page, as a script; the reward is up."""
+    """The page's examples run as scripts, and the reward rises."""
     shown = "\nimport json; print(json.dumps(run.heldout_reward))"
     (tmp_path / f"{name}.py").write_text(examples()[name] + shown)
     done = subprocess.run(
@@ -233,7 +233,7 @@ def test_examples_learn(name, tmp_path):
 
 
 def plain_environment():
-    """Of a user: without what the tests set to compile fast and run slowly."""
+    """A user's environment: without the variables with which tests compile fast and run slowly."""
     import os
 
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}

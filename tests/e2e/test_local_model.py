@@ -1,4 +1,4 @@
-"""A chat model of this process: it says what the same folder says behind the server."""
+"""A chat model of this process gives the same answers as the same folder behind the server."""
 
 import asyncio
 import contextlib
@@ -82,8 +82,8 @@ async def answers(config, how):
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
-def test_it_says_what_the_server_says(folder, endpoint, temperature):
-    """Also where it is drawn: a seed has the same randomness."""
+def test_the_local_model_answers_like_the_server(folder, endpoint, temperature):
+    """Also for random samples: a seed has the same randomness."""
     how = Asking(temperature, max_tok=24, seed=5)
     here = asyncio.run(answers(LocalModel(str(folder), SIZES), how))
     there = asyncio.run(answers(endpoint, how))
@@ -150,7 +150,7 @@ def judge_of(model):
 
 
 def taught(judge, verdicts, steps=200):
-    """A small model that has learned what to say about each of `ANSWERS`."""
+    """A small model that has learned its answer to each of `ANSWERS`."""
     chat, model = Chat(byte_tokenizer()), Model(Qwen3Config(num_layers=1, init_std=0.1))
     rows, says = [], []
     for answer, verdict in verdicts.items():
@@ -188,7 +188,7 @@ def taught(judge, verdicts, steps=200):
 
 @pytest.mark.slow
 def test_a_judge_here_judges_as_behind_the_server(tmp_path):
-    """At temperature 0: the same marks, and the same answers in which there is none."""
+    """At temperature 0: the same marks, and the same answers without a mark."""
     sizes = dataclasses.replace(SIZES, max_context=768, prefill_chunk=256)
     here = LocalModel(str(tmp_path / "judge"), sizes, devices=(0,))
     said = {a: json.dumps({"score": 3 + 4 * (i % 2)}) for i, a in enumerate(ANSWERS)} | {ANSWERS[-1]: "I cannot say."}

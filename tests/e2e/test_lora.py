@@ -1,4 +1,4 @@
-"""A run that trains adapters: what it saves, how it goes on, and that its folders compute the same in `transformers`
+"""A run that trains adapters: its files, how it resumes, and that its folders compute the same in `transformers`
 and PEFT."""
 
 import json
@@ -98,7 +98,7 @@ IDS = np.random.default_rng(0).integers(0, 256, (2, 24))
 
 @pytest.fixture(scope="module")
 def ours(plan, whole):
-    """Logits of the run's own function, adapters beside the base."""
+    """Logits of the run's own function, with the adapters added to the base."""
 
     @jax.jit
     def logits(whole):

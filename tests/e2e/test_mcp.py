@@ -138,7 +138,7 @@ def free_port():
 
 
 def answers(port):
-    """Whether somebody listens (a socket may also meet itself)."""
+    """Return whether a process listens on `port` (a socket may also connect to itself)."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as s:
         return s.getsockname() != s.getpeername()
     return False
@@ -226,7 +226,7 @@ def test_our_client_and_a_server_that_misbehaves(nasty):
 
 
 def test_an_http_server_of_an_older_protocol(scripts, monkeypatch):
-    """It keeps sessions, and answers with streams of events."""
+    """A server over HTTP keeps sessions, and answers with streams of events."""
     monkeypatch.setattr("mcp.client.Client", functools.partial(Client, mode="legacy"))
     port = free_port()
     command = (sys.executable, str(scripts / "nasty.py"), str(port))

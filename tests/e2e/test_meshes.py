@@ -100,7 +100,7 @@ def test_the_mesh_changes_neither_loss_nor_gradients(name, alone):
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """What two processes have left: a folder."""
+    """A folder with the results of two processes."""
     import jax
 
     from rolljax.model import hf
@@ -130,7 +130,7 @@ def processes(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_nor_do_two_processes(alone, processes):
+def test_two_processes_give_the_same_loss_and_gradients(alone, processes):
     for i in range(2):
         arrays = dict(np.load(processes / f"{i}.npz"))
         assert_same((float(arrays.pop("loss")), arrays), alone)

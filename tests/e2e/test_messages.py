@@ -1,4 +1,4 @@
-"""Mistakes of a first day: one message that says what to do, its exit code, and no traceback of anybody's."""
+"""Common first mistakes: one message that says what to do, the right exit code, and no traceback."""
 
 import os
 import re

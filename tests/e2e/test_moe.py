@@ -1,5 +1,5 @@
-"""Experts in whole runs: what the sampler chose the trainer takes again, and the balance is that of `transformers`. (Logits,
-gradients and folders: `test_families.py`; the TPU compiler: `test_moe_tpu.py`.)"""
+"""Experts in whole runs: the trainer uses the sampler's choice of experts, and the balance is that of `transformers`.
+(Logits, gradients and folders: `test_families.py`; the TPU compiler: `test_moe_tpu.py`.)"""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""The same loop trains several turns per trajectory; token streams only ever grow."""
+"""The same loop trains several turns per trajectory; token streams only grow."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The notebooks run from nothing, in a kernel of their own, and what is kept in them is what they say."""
+"""The notebooks run from scratch in a separate kernel, and their stored outputs match."""
 
 import json
 import re

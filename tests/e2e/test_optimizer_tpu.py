@@ -40,13 +40,13 @@ def test_the_state_is_in_host_memory_between_updates(memory):
     assert kept["arguments"] - offloaded["arguments"] == pytest.approx(state, rel=0.01)
 
 
-def test_it_is_updated_in_place(memory):
+def test_the_optimizer_state_is_updated_in_place(memory):
     assert memory[True]["host_aliased"] == memory[True]["host_arguments"]
     assert memory[False]["aliased"] >= memory[False]["state"]
 
 
 def test_an_update_holds_a_part_of_it_at_a_time(memory):
-    """At most what the largest parameter has, coming and going."""
+    """At most as much as the largest parameter, in both directions."""
     assert memory[True]["temporaries"] < 2.2 * memory[True]["largest"] < 0.7 * memory[True]["state"]
 
 

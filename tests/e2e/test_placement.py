@@ -91,7 +91,7 @@ def prepared(folder, *settings):
 
 
 def run(folder, *settings):
-    """The rows of a whole run, without what the clock says, and the fingerprint of its state."""
+    """The rows of a whole run, without timings, and the fingerprint of its state."""
     trainer, _ = loop.train(*prepared(folder, *settings), Console())
     written = rows(folder)
     assert all(check_row(row) == [] for row in written)

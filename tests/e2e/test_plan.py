@@ -1,6 +1,6 @@
 """`python -m rolljax.plan` on shipped configs, by the real TPU compiler, each in a process of its own.
 
-At full size, a few of them: what all of them give stands in docs/plan.md.
+A few of them at full size; docs/plan.md lists the results of all.
 """
 
 import functools
@@ -221,7 +221,7 @@ def test_a_slice_that_is_not_the_samplers_share_is_refused(two_slices, settings,
 
 
 def test_apart_neither_has_the_others_memory(two_slices):
-    """On devices of this machine: no weights, nothing compiled. What stands beside a program, and what travels."""
+    """On devices of this machine: no weights, nothing compiled. The memory next to a program, and the transfers."""
     from rolljax.aot.chips import CHIPS
     from rolljax.plan import Plan, devices
     from rolljax.run.memory import programs

@@ -1,4 +1,4 @@
-"""A sampler whose threads are kept from running at any moment goes on for as long as there is work."""
+"""A sampler whose threads are interrupted at any moment keeps running while there is work."""
 
 import os
 import random
@@ -18,7 +18,7 @@ BUSY = "while True: pass"
 
 @pytest.fixture
 def busy_cores():
-    """A process on every core that never rests."""
+    """A process on every core that is always busy."""
     started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(os.cpu_count() or 1)]
     yield
     for process in started:

@@ -1,4 +1,4 @@
-"""Asynchronous runs: killed at any moment they lose no draw and train none twice, and whoever replays their log ends at
+"""Asynchronous runs: killed at any moment they lose no draw and train none twice, and a replay of their log ends with
 the same bits."""
 
 import functools
@@ -47,7 +47,7 @@ def loaded(changes):
 
 
 def start(run_dir, *flags, **changes):
-    """What the command does once settings are read; its exit code."""
+    """Run the command with loaded settings; return its exit code."""
     args = parse([*arguments(run_dir, **TINY_ASYNC | LATE["drop"] | changes), *map(str, flags)])
     config = loaded(tuple((LATE["drop"] | changes).items()))
     return cli.run_verb(lambda: train(args, config, SingleProcess(), time.perf_counter()))
@@ -58,7 +58,7 @@ def log_of(run_dir):
 
 
 def check_account(lines, late):
-    """Every draw of the asynchronous phase is trained, or let go, or waits: at every step, and none of them twice."""
+    """Check that every draw of the asynchronous phase is trained, cancelled or waiting at every step, never twice."""
     phase = Phase("rl", loaded(()).value.phases[1].algorithm, STEPS, PROMPTS, 4, async_ratio=2, late=late)
     account, trained, gone = DrawAccount(phase), [], set()
     for line in (line for line in lines if line.phase == "rl"):
@@ -91,15 +91,15 @@ def recorded(tmp_path_factory):
 
 
 NOT_LOGGED = {"groups/started_n", "groups/waiting_n", "starts/experts_n"}
-"""What a replay has numbers of its own for: it begins nothing again, and plays no expert's episode."""
+"""Numbers that differ in a replay: it starts no draw again, and plays no expert's episode."""
 
 
 OF_THE_RUN = ("hf/README.md", "hf/curves.png")
-"""Beside the weights: how they were made. A replay has no metrics of the sampler."""
+"""Files about how the weights were made. A replay has no metrics of the sampler."""
 
 
 def assert_same(ours, theirs):
-    """Two runs that trained the same, to the last bit; only one of them has sampled for it."""
+    """Check that two runs trained the same, to the last bit; only one of them sampled for it."""
     assert summary(ours)["state_sha256"] == summary(theirs)["state_sha256"]
     assert (ours / "consumed.jsonl").read_bytes() == (theirs / "consumed.jsonl").read_bytes()
     ends = [end(run_dir) for run_dir in (ours, theirs)]
@@ -263,7 +263,7 @@ for cls, name in ((GroupBuffer, "start"), (GroupBuffer, "finished"), (GroupBuffe
     setattr(cls, name, noted(getattr(cls, name)))
 sys.exit(main(sys.argv[3:]))
 """
-"""Ends at a random one of what happens to groups, behind a random one of the points where the disk changes."""
+"""Ends at a random event of groups, after a random point where the disk changes."""
 POINTS = 100
 
 
@@ -282,7 +282,7 @@ def killed_until_done(run_dir, late, chance):
 
 
 def check_checkpoint(run_dir, late):
-    """Of the newest checkpoint: what its steps trained and let go, and what waits, is all that was drawn."""
+    """Check that the newest checkpoint accounts for every draw: its steps trained or cancelled it, or it waits."""
     if not (names := Checkpoints(run_dir / "ckpt").names()):
         return
     progress = json.loads((run_dir / "ckpt" / names[-1] / "progress.json").read_text())

@@ -1,4 +1,4 @@
-"""A run that was killed and continued equals the run that never was, to the last bit."""
+"""A run that was killed and resumed equals an uninterrupted one, to the last bit."""
 
 import shutil
 import signal

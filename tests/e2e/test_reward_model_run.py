@@ -74,8 +74,8 @@ def test_the_policy_is_trained_on_the_reward_models_word(straight):
 
 @pytest.mark.slow
 def test_its_word_is_what_training_computed(straight):
-    """The scores of a step of the phase itself, from the run's files: those of the critic that the next phase takes
-    over, by another program."""
+    """Return the scores of a step of the phase itself, from the run's files: those of the critic that the next phase
+    uses, in another program."""
     recipe = loader.load([str(straight / "config.gin")], [], root=Recipe).value
     resolved, mesh = resolve(recipe), MeshSpec(data=1).build(jax.devices()[:1])
     value = TrainedRewardModels(resolved, RunFolder(straight)).load(mesh, "reward_model", "")
@@ -102,8 +102,8 @@ def test_its_word_is_what_training_computed(straight):
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [6, pytest.param(10, marks=pytest.mark.sweep)])
 def test_a_run_goes_on_bitwise(straight, tmp_path, after):
-    """From the middle of the reward model's phase, beside whose checkpoints the end of it stands already, and from the
-    middle of the policy's."""
+    """Resume in the middle of the reward model's phase, whose end is already on disk, and in the middle of the
+    policy's phase."""
     again = tmp_path / "run"
     shutil.copytree(straight, again)
     for name in Checkpoints(again / "ckpt").names():

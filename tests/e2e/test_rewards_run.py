@@ -1,4 +1,4 @@
-"""Runs whose reward is a judge behind a real server: what they train on, stopped and continued, and evaluated."""
+"""Runs whose reward is a judge behind a real server: their training, stopping and resuming, and evaluation."""
 
 import json
 
@@ -46,7 +46,7 @@ def verdict(text):
 
 
 def fault(number, text):
-    """Nothing is wrong, or one of three things, by how often anything was asked."""
+    """Return no fault, or one of three, by the number of earlier requests."""
     return {0: "garbage", 1: "status_503", 2: "refuse"}.get(number % 11, "")
 
 

@@ -1,4 +1,4 @@
-"""A whole run: what it leaves behind, what it exports, and that the verbs agree about it."""
+"""A whole run: its files, its exports, and that the verbs agree about it."""
 
 import asyncio
 import contextlib
@@ -276,7 +276,7 @@ def test_async_ratio_bounds_the_age_and_loses_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_the_best_checkpoint_stays_however_often_a_run_is_stopped(tmp_path):
-    """By the rewards on record it is the first of the highest, and its weights are those that had it."""
+    """The kept checkpoint is the first one with the highest recorded reward, and has that step's weights."""
     changes = {"Recipe_dot_keep_best": 1, "Recipe_dot_save_every": 100, "rl__Phase_dot_eval_every": 1}
     changes |= {"rl__Phase_dot_steps": 8, "warm_start__Phase_dot_prompts_per_step": 32, "MeshSpec_dot_data": 1}
     argv = arguments(tmp_path / "run", **changes | {"warm_start__Phase_dot_steps": 25})
@@ -300,7 +300,7 @@ def test_the_best_checkpoint_stays_however_often_a_run_is_stopped(tmp_path):
 
 
 def draws(run_dir, steps):
-    """The draws of the groups that steps were given, one after the other."""
+    """The draws of the groups of each step, one after the other."""
     found = []
     for step in steps:
         lines = (run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
@@ -312,8 +312,8 @@ def draws(run_dir, steps):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", ["wait", "redraw"])
 def test_an_asynchronous_run_that_goes_on_loses_no_draw_and_trains_none_twice(tmp_path, late):
-    """Stopped once, and gone on from older checkpoints as if it had been killed: what was ready is there, and is what
-    is trained, though the weights have changed since."""
+    """Stop once, then resume from older checkpoints as after a kill: finished groups are on disk and are trained on,
+    although the weights have changed since."""
     changes = {"rl__Phase_dot_async_ratio": 2, "rl__Phase_dot_late": f"'{late}'", "MeshSpec_dot_data": 1}
     config, plan = load(arguments(tmp_path / "run", Recipe_dot_save_every=1, **changes))
     folder = RunFolder(tmp_path / "run")
@@ -327,7 +327,7 @@ def test_an_asynchronous_run_that_goes_on_loses_no_draw_and_trains_none_twice(tm
         with pytest.raises(Stopped):
             run(StopAt(stop))
         name = folder.checkpoints.names()[-1]
-        if stop == 13:  # nobody could save behind the last step: the newest checkpoint is the one before
+        if stop == 13:  # simulate a kill after the last step: the newest checkpoint is the one before
             shutil.rmtree(folder.checkpoints.folder / name)
             name = folder.checkpoints.names()[-1]
         saved = folder.checkpoints.folder / name
@@ -348,8 +348,8 @@ def test_an_asynchronous_run_that_goes_on_loses_no_draw_and_trains_none_twice(tm
 
 
 class SparesOnly:
-    """Groups behind the first `wanted` are sampled, without an end; these get the environment's answers, once the others
-    are running in the engine, which is held from then on."""
+    """Groups after the first `wanted` are sampled without an end; those get the environment's answers, once the
+    others are running in the engine, which is held from then on."""
 
     def __init__(self, runtime, plan, wanted, spares):
         self.sampler, self.wanted, self.spares = runtime.sampler, wanted, spares
@@ -384,7 +384,7 @@ def test_what_is_let_go_is_aborted_in_the_engine_at_once(tmp_path):
             async with PhaseRollouts(runtime, stream, progress, print) as rollouts:
                 rollouts.start(0)
                 groups = await rollouts.take(0)
-                while policy.ended < spares:  # the requests have been told
+                while policy.ended < spares:  # the requests have ended
                     await asyncio.sleep(0)
                 before = runtime.sampler.stats
                 policy.release()

@@ -1,4 +1,4 @@
-"""What the sampler promises: one model function, and samples that depend on nothing but their address."""
+"""Guarantees of the sampler: one model function, and samples that depend on nothing but their address."""
 
 import asyncio
 import copy
@@ -67,7 +67,7 @@ def open_sampler(*, num_devices=1, version=7, **sizes):
 
 
 def close(sampler):
-    """Close it; nothing may be left behind."""
+    """Close the sampler and check that it leaves nothing."""
     load, error = sampler.load(), sampler.error
     sampler.close()
     assert error is None
@@ -168,7 +168,7 @@ def test_sampler_logp_equals_the_trainers(reference, temperature):
 
 
 def test_new_weights_are_taken_between_dispatches():
-    """Requests that run while weights are swapped go on; each token carries the version that sampled it."""
+    """Requests that run while weights are swapped continue; each token carries the version that sampled it."""
     mesh = MeshSpec().build(jax.devices()[:1])
     cfg = SamplerConfig(slots=4, max_context=96, steps_per_dispatch=1)
     publish = publisher(mesh)

@@ -460,7 +460,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_an_agent_that_lies_is_the_end_of_its_sandbox_alone(host, monkeypatch, lie):
-    """What speaks from inside is not trusted."""
+    """Output from inside a sandbox is not trusted."""
     hostile = HOSTILE.replace("ANSWER", LIES[lie].replace("\\\\", "\\")).encode()
     monkeypatch.setattr(
         command_line, "inside", lambda name: hostile if name == "agent.py" else (INSIDE / name).read_bytes()
@@ -632,7 +632,7 @@ def test_an_ordinary_user_gets_the_same_with_less():
 
 @needs_root
 def test_a_delegated_control_group_gets_one_group_per_sandbox(tmp_path):
-    """A folder stands in for the group: what would be limits are files in it."""
+    """A folder replaces the control group: limits are plain files in it."""
     (tmp_path / "cgroup.subtree_control").write_text("memory pids")
     with SandboxHost(SandboxConfig(cgroup=str(tmp_path))) as host:
         assert host.modes()["memory"] == f"control group {tmp_path}"

@@ -1,4 +1,4 @@
-"""Every line of the list of escapes is tried from inside a sandbox: as a one-shot program, and next to a live shell."""
+"""Every escape of the list is tried from inside a sandbox: as a one-shot program, and next to a live shell."""
 
 import dataclasses
 import json
@@ -98,7 +98,7 @@ def test_contained(answers, how, name):
 
 QUICK = (
     "page tables",
-    "connections that nobody accepts",
+    "connections that are never accepted",
     "shared memory, unmapped but for a page",
     "pages given to pipes",
     "a process that hands its memory over",
@@ -121,7 +121,7 @@ WAYS = (
     "many that hand their memory over",
     "texts of /proc that are half read",
 )
-"""Ways to hold memory outside of the limit, which the sweep tries again and again."""
+"""Ways to hold memory outside of the limit, which the sweep tries repeatedly."""
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -184,7 +184,7 @@ def test_cheats_pass_no_problem_at_all(host, name):
 
 
 def test_the_same_cheat_passes_tests_that_run_in_its_own_process():
-    """So the cheats above are real: the always-equal object does pass an assertion beside it."""
+    """The cheats above are real: the always-equal object passes an assertion in the same process."""
     space = {}
     problem = PROBLEMS[0]
     exec(ALWAYS_EQUAL.replace("VALUE", "Same()").replace("ENTRY", problem["entry_point"]) + problem["test"], space)
@@ -345,7 +345,7 @@ def test_a_helper_of_the_tests_is_theirs_whatever_its_name(host):
 
 
 def test_an_answer_that_breaks_the_tests_is_wrong_and_no_fault_of_the_machine(host):
-    """The tests' own interpreter runs out of its limits on it, while the candidate waits."""
+    """The tests' own interpreter reaches its limits, while the candidate waits."""
     tests = "def check(candidate):\n    text = candidate(1)\n    assert sum(a == b for a in text for b in text) < 0"
     limits = dataclasses.replace(SCORE, wall_s=20.0, cpu_s=1)
     verdict = grade_python("def f(x): return 'x' * 100_000", "f", tests, profile=limits, host=host)

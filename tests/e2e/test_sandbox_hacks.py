@@ -22,7 +22,7 @@ def host():
 
 
 def passing(judge, rows):
-    """What of `rows` passes anything."""
+    """Return the rows that pass anything."""
     with ThreadPoolExecutor(3) as pool:
         return [(row, verdict) for row, verdict in zip(rows, pool.map(judge, rows), strict=True) if verdict.num_passed]
 

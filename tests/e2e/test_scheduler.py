@@ -1,4 +1,5 @@
-"""What the scheduler promises: shared prompts, kept turns, weights in flight, too few pages, aborts, priorities, distributions."""
+"""Guarantees of the scheduler: shared prompts, kept turns, weights in flight, too few pages, aborts, priorities,
+distributions."""
 
 import asyncio
 import dataclasses
@@ -31,7 +32,7 @@ TINY = Model(
 
 
 def publish(sampler, params, version):
-    """From a coroutine: swap the weights while the loop goes on."""
+    """Swap the weights from a coroutine, without blocking the event loop."""
     new = publisher(sampler.engine.mesh)
     return asyncio.get_running_loop().run_in_executor(None, sampler.publish, lambda old: new(params, old), version)
 
@@ -369,7 +370,7 @@ def test_many_requests_through_too_few_pages(requests):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ["forwards", "shuffled"])
 def test_abort_and_resume_change_nothing(order):
-    """Every request is aborted once or twice and goes on from its tokens: same tokens, same log-probs."""
+    """Every request is aborted once or twice and continues from its tokens: same tokens, same log-probs."""
     rng = np.random.default_rng(0)
     wanted = [(ids(rng, rng.integers(1, 40)), SamplingParams(1.0, int(rng.integers(10, 40))), (i,)) for i in range(24)]
     plain = open_sampler(slots=8)

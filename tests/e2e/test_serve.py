@@ -226,7 +226,7 @@ def test_stop_texts(client, chat):
 
 
 def in_process(sampler, prompt, params, seed):
-    """What the client beside the server reports for the first choice of a seeded request."""
+    """Return the sampler's own result for the first choice of a seeded request, without the server."""
 
     async def one():
         return await sampler.generate(np.array(prompt, np.int32), params, (1, seed >> 31, seed & (2**31 - 1), 0))

@@ -1,4 +1,4 @@
-"""The HTTP server among clients that mean no good: what does not arrive completely, too much of everything, and nonsense.
+"""The HTTP server among hostile clients: incomplete requests, floods, and nonsense.
 
 Every attack goes to a real server on the loopback address, and is over within seconds.
 """
@@ -57,7 +57,7 @@ def start(sampler, model, chat):
 
 
 def works(running):
-    """Whether the server answers as if nothing was."""
+    """Return whether the server answers normally."""
     return running.post("/v1/completions", SMALL).status_code == 200
 
 
@@ -65,7 +65,7 @@ def connections(running):
     return len(running.server.server_state.connections)
 
 
-# ---- what does not arrive completely
+# ---- incomplete requests
 
 
 def test_unfinished_bodies_hold_no_slot(start):
@@ -134,7 +134,7 @@ def test_large_bodies_share_what_is_held(start):
     until(lambda: running.service._held_bytes > running.service.limits.held_bytes - 3 * LARGE_BODY)
     refused = connect(running, begun)
     assert status(received(refused, b"large bodies")) == 429
-    assert works(running), "bodies of an ordinary size go on"
+    assert works(running), "bodies of an ordinary size are still accepted"
     for connection in unfinished:
         connection.close()
     until(lambda: running.service._held_bytes == 0)
@@ -303,7 +303,7 @@ def test_wrong_types_everywhere(start):
 
 @pytest.mark.sweep
 def test_an_attack_in_waves_leaves_nothing_behind(start):
-    """Everything at once, again and again; in between the server answers."""
+    """All attacks at once, repeatedly; in between the server answers."""
     running = start(concurrency=16, head_s=0.5, body_s=0.5)
     for _ in range(5):
         held = [connect(running, data) for data in odd_requests()]

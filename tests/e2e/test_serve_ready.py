@@ -39,7 +39,7 @@ def cold(model, params, chat):
 @pytest.mark.slow
 def test_requests_wait_for_programs_and_programs_for_no_request(cold):
     service, shown, goes_on = cold.service, [], threading.Event()
-    assert httpx2.get(f"{cold.url}/ready").status_code == 200, "one that was told to compile nothing"
+    assert httpx2.get(f"{cold.url}/ready").status_code == 200, "a server that compiles nothing is ready"
     cold.service.sampler._send(lambda: goes_on.wait(300))
     loop = cold.server.servers[0].get_loop()
     warming = asyncio.run_coroutine_threadsafe(service.warm_up(lambda *programs: shown.append(programs)), loop)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(available() != "", reason=f"no sandbox: {availab
 
 
 def play(spec, actions, index=0):
-    """What is shown and what results, action by action; after the last, results stand alone."""
+    """Play actions; return the observation before each action and its result, and the further results after the end."""
     env = spec.make()
     try:
         seen = [env.reset(spec.task(index))[-1].content]
@@ -99,7 +99,7 @@ def test_the_same_commands_are_the_same_episode():
 TASK = TerminalTasks(only=("fix_intervals",))
 FORGE = """cat > merge.py <<'END'
 import glob, json, os, signal, sys
-# whoever can be written to is told that all is well; whatever can be read is looked through for the tests
+# writes a passing verdict to every pipe it can reach, and searches everything readable for the tests
 said = json.dumps({"nonce": "", "failed": "", "cases": {}}).encode()
 found = glob.glob("/tests/*") + glob.glob("/tmp/*test*") + glob.glob("/logs/*")
 for p in set(glob.glob("/proc/[0-9]*")) - {f"/proc/{os.getpid()}"}:

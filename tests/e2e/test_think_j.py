@@ -149,7 +149,7 @@ def test_a_reward_bench_file_against_a_server_that_always_says_a(tmp_path):
 
 
 def test_pairs_by_models_behind_servers(tmp_path):
-    """A judge that always says (a), a critic that is another server: the pairs where what it says is what it was told."""
+    """The judge always says (a), the critic is another server: a pair exists where the critic obeyed its label."""
     env = DigitSums(brief=False, verdict="plain")
 
     def make(to, judge, critic):
@@ -157,6 +157,6 @@ def test_pairs_by_models_behind_servers(tmp_path):
 
     with server("Therefore, Response (a) is better.") as says_a, server("Therefore, Response (b) is better.") as says_b:
         found = make(tmp_path / "ab", says_a, says_b)
-        # where (a) is better the critic is told (b) and says so; where it is not, the critic is right by itself
+        # where (a) is better the critic gets the label (b) and says so; where it is not, the critic is right by itself
         assert found.num == 20 and set(found.counts) == {"judge_right", "judge_wrong"}
         assert make(tmp_path / "aa", says_a, says_a).num == 0

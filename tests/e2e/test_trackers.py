@@ -47,14 +47,14 @@ def make_row(step, run=1):
 
 
 class Recipe:
-    """What `tracking` reads of one."""
+    """The rows that `tracking` reads of a run."""
 
     def __init__(self, *trackers):
         self.trackers = trackers
 
 
 def train(folder, config, steps, done=0, run=1):
-    """Rows of `steps` as a run writes them, which goes on after `done`."""
+    """The rows of `steps` as a run writes them that resumes after `done`."""
     said = []
     folder.forget_after(done, said.append)
     with tracking(Recipe(config), folder, done, said.append) as trackers:
@@ -210,7 +210,7 @@ def read_back(name, folder, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_package_holds_the_rows_of_metrics_jsonl(folder, tmp_path, name, monkeypatch):
-    """Three steps, of which the third is lost with the process; the run goes on after the second."""
+    """Three steps, of which the third is lost with the process; the run resumes after the second."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(feed, "CLOSE_S", 120.0)  # a new database takes MLflow a while
     config = PACKAGES[name][0](tmp_path)
@@ -225,7 +225,7 @@ def test_a_package_holds_the_rows_of_metrics_jsonl(folder, tmp_path, name, monke
 
 @pytest.mark.slow
 def test_every_package_holds_a_real_run(tmp_path, start, monkeypatch):
-    """Its settings and its rows; and nothing is lost on the way."""
+    """A tracker holds the run's settings and rows, and none is lost."""
     monkeypatch.chdir(tmp_path)  # MLflow and Aim write to the working directory
     here = [name for name in PACKAGES if importlib.util.find_spec(name)]
     configs = {type(c).__name__: dataclasses.asdict(c) for c in (PACKAGES[name][0](tmp_path) for name in here)}

@@ -89,7 +89,7 @@ def folders(tmp_path_factory):
 
 
 def read_by_both(folders):
-    """What both versions make of folders, which must be the same."""
+    """Results of both versions for folders, which must be the same."""
     assert BESIDE.is_dir(), f"{BESIDE} is not there: run `make setup-test`"
     paths = list(map(str, folders.values()))
     done = subprocess.run(

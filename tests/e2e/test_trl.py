@@ -72,7 +72,7 @@ def answer(rng, eos):
     ids, sampled = rng.integers(0, 256, length), np.ones(length, bool)
     if not cut:
         ids[-1] = eos
-    if length > 6:  # an observation, from 1 to 3 tokens, behind the first few
+    if length > 6:  # an observation, from 1 to 3 tokens, after the first few
         sampled[2 : 2 + int(rng.integers(1, 4))] = False
     return ids, sampled, cut
 
@@ -107,7 +107,7 @@ def only_answers(frozen):
 
 
 def cut_to(frozen, length):
-    """Completions of one length, made of those that are long enough and of copies of them."""
+    """Completions of one length, made of the long ones and of copies of them."""
     cut = lambda rows: [np.resize(x, length) for x in rows]  # noqa: E731
     names = ("completions", "sampled", "sampler_logp", "trainer_logp", "ref_logp")
     return dataclasses.replace(frozen, **{n: cut(getattr(frozen, n)) for n in names})

@@ -90,7 +90,7 @@ def at(page, address):
 
 
 def says(locator, *parts):
-    """Wait until it does."""
+    """Wait until a condition holds."""
     for part in parts:
         playwright.expect(locator).to_contain_text(part, timeout=20_000)
 
@@ -349,7 +349,7 @@ def test_held_out_answers_before_and_after(page, site):
     at(page, "#/run/heldout")
 
 
-def test_it_follows_a_run(page, tmp_path):
+def test_the_page_follows_a_run(page, tmp_path):
     path = viewing.write_run(tmp_path / "run", steps=2, finished=False)
     with viewing.Viewing(path) as site:
         page.goto(f"{site.url}/#/run/steps")

@@ -1,5 +1,5 @@
-"""What the blocked vocabulary holds and sends, as compilers see it: bytes at a real size (nothing runs at that size) on
-CPU and for a TPU, and the collectives of a head that is split over a mesh."""
+"""Memory and traffic of the blocked vocabulary, as compilers report them: bytes at a real size (nothing runs at that
+size) on CPU and for a TPU, and the collectives of a head that is split over a mesh."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A broken config ends with code 2 and says what, where and what to do; never with a traceback."""
+"""A broken config ends with code 2 and a message that says what is wrong, where, and what to do; never a traceback."""
 
 import pytest
 
@@ -28,7 +28,7 @@ TABLE = [
     ("missing include", "include 'quickstrat.gin'", [], ["broken.gin:10", "quickstrat.gin"]),
     ("syntax", "rl/recipe.Phase.steps = [1", [], ["broken.gin"]),
     ("macro nobody reads", "stepz = 5", [], ["broken.gin:10", "stepz", "sets nothing"]),
-    ("scope nobody builds", "lr/recipe.Phase.steps = 5", [], ["broken.gin:10", "rl"]),
+    ("scope that builds nothing", "lr/recipe.Phase.steps = 5", [], ["broken.gin:10", "rl"]),
     ("set: unknown", "", ["Phase.stepz = 3"], ["--set 'Phase.stepz = 3'", "steps"]),
     ("set: no equals sign", "", ["Phase.steps 3"], ["--set 'Phase.steps 3'"]),
     ("unknown family", "reasoning_gym.ReasoningGym.family = 'spel_backward'", [], ["broken.gin:10", "spell_backward"]),
@@ -63,7 +63,7 @@ TABLE = [
     ("inert clip", "rl/recipe.Phase.updates_per_step = 1", [], ["clip_high", "no effect", "updates_per_step"]),
     ("group of one", "rl/recipe.Phase.group_size = 1", [], ["broken.gin:10", "group_size", "baseline"]),
     ("copies of one answer", "warm_start/recipe.Phase.group_size = 4", [], ["broken.gin:10", "group_size = 1"]),
-    ("stop nobody looks for", "rl/recipe.Phase.stop_at_reward = 0.5", ["rl/Phase.eval_every = 0"], ["eval_every"]),
+    ("stop that is never checked", "rl/recipe.Phase.stop_at_reward = 0.5", ["rl/Phase.eval_every = 0"], ["eval_every"]),
     ("inert async ratio", "warm_start/recipe.Phase.async_ratio = 1", [], ["broken.gin:10", "async_ratio", "no effect"]),
     ("greedy training", "rl/recipe.Phase.temperature = 0.0", [], ["broken.gin:10", "temperature"]),
     ("heads do not divide", "qwen3.Qwen3Config.num_kv_heads = 3", [], ["broken.gin:10", "num_kv_heads"]),

@@ -1,6 +1,6 @@
-"""What `transformers`, whichever version is found first, makes of folders: `python transformers_reader.py FOLDER...`
+"""Load folders with the first version of `transformers` on the path: `python transformers_reader.py FOLDER...`
 
-Imports nothing of rolljax, so that it runs beside another version of the libraries. Prints JSON.
+Imports nothing of rolljax, so that it runs with another version of the libraries. Prints JSON.
 """
 
 import json
