@@ -92,7 +92,7 @@ def test_every_file_holds_an_algorithm():
 
 
 @each
-def test_at_most_two_classes_stand_between_it_and_algorithm(cls):
+def test_at_most_two_classes_are_between_an_algorithm_and_its_base(cls):
     """Parts (`NormalisedReward`, `ClippedRatio`) are not algorithms, and do not count."""
 
     def distance(c):
@@ -115,7 +115,7 @@ def test_an_algorithm_is_a_value(cls):
 
 
 @each
-def test_its_docstring_says_what_it_is(cls):
+def test_docstrings_describe_the_algorithm_and_its_source(cls):
     doc = cls.__doc__ or ""
     assert not doc.startswith(f"{cls.__name__}("), "the docstring is the one that dataclass writes"
     assert len(doc.split()) >= 8

@@ -176,7 +176,7 @@ def test_interleaved_episodes_do_not_touch_each_other(spec):
 
 
 @each
-def test_a_snapshot_goes_on_as_the_episode_does(spec):
+def test_an_episode_from_a_snapshot_continues_as_the_original(spec):
     checks.snapshots_continue(spec, 3)
 
 

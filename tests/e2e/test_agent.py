@@ -338,7 +338,7 @@ def test_out_of_time(play, sampler):
     assert gone(told["pid"])
 
 
-def test_what_is_let_go_is_ended(play, sampler):
+def test_a_cancelled_program_is_ended(play, sampler):
     async def cancel(work):
         running = [asyncio.ensure_future(w) for w in work]
         while not sampler.asked:

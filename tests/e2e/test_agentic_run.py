@@ -45,7 +45,7 @@ def trajectories(run_dir, step):
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["rollback", "parallel"])
-def test_episodes_start_behind_the_experts_turns(tmp_path, mode):
+def test_episodes_start_after_the_experts_turns(tmp_path, mode):
     settings = IPA | {"ExpertStarts.mode": mode, "ExpertStarts.threshold": 0.9}
     assert train(arguments("agent_ipa", tmp_path / "run", settings)) == 0
     written = rows(tmp_path / "run")
@@ -120,7 +120,7 @@ def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["spares", "tail batching"])
-def test_a_run_that_goes_on_takes_back_the_groups_that_were_let_go(tmp_path, how):
+def test_a_resumed_run_takes_back_cancelled_groups(tmp_path, how):
     from rolljax import cli
 
     settings = {k: v for k, v in IPA.items() if not k.startswith("ExpertStarts")}

@@ -208,7 +208,7 @@ def test_weighted_surrogates_bear_stale_samples(steps_to_success, name):
         assert steps_to_success[name, lag] <= 2.6 * steps_to_success[name, 0]
 
 
-def test_stale_failures_blow_up_what_cannot_let_go_of_them():
+def test_stale_failures_diverge_surrogates_that_cannot_drop_them():
     """Rewards of +1 and -1 without a baseline, and a target that is hardly ever hit."""
 
     def rare(seed):

@@ -58,7 +58,7 @@ def test_equal_seeds_give_equal_answers_and_the_stream_grows(folder, monkeypatch
     assert len(second) > len(first) and np.array_equal(second[: len(first)], first)
 
 
-def test_a_full_context_is_said(folder, monkeypatch, capsys):
+def test_a_full_context_is_reported(folder, monkeypatch, capsys):
     _, out, _ = talked(monkeypatch, capsys, folder, ["x" * 200])
     assert "context of 128 tokens is full" in out
 

@@ -132,7 +132,7 @@ def running_max(numbers):
     ],
     ids=lambda p: p[:15],
 )
-def test_what_is_no_solution_gets_nothing(humaneval, program):
+def test_a_wrong_solution_gets_no_reward(humaneval, program):
     result = answer(humaneval, 0, f"```python\n{program}\n```" if program else "")
     assert result.terminated and result.reward == 0 and not result.success
 

@@ -65,7 +65,7 @@ def test_lite_ppo_is_not_worse_at_hard_prompts(mixture):
     assert easy["Lite PPO"] >= easy["GRPO"] - 0.01
 
 
-def test_equally_long_answers_leave_it_the_deviation_of_the_batch():
+def test_equally_long_answers_leave_only_the_deviation_of_the_batch():
     """The mean over tokens is then GRPO's. The batch's deviation shrinks as prompts are solved, and gradients grow, so
     that their variance is not lower; hard prompts are learned no worse."""
     found = effects.mixture(("GRPO", "Lite PPO"), seeds=3, long=False)

@@ -35,7 +35,7 @@ def test_a_deadline_fires_while_headers_or_a_body_are_read(address):
     assert found == expected("score", names) and counts["timeout"] == counts["requests"] == len(names) > 6
 
 
-def test_bytes_behind_an_answer_are_not_the_next_answer(address):
+def test_bytes_after_an_answer_are_not_the_next_answer(address):
     async def run():
         endpoint = Endpoint(EndpointConfig(f"{address}/v1", "m", concurrency=1, retries=0))
         asked = [Message("user", f"do {name}") for name in ("answers_twice", "plain", "longer_than_said", "plain")]

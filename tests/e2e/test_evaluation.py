@@ -112,7 +112,7 @@ def test_two_environments_several_attempts_one_table(local, tmp_path):
     assert answers.read(tmp_path / "a")["results"] == json.loads(json.dumps(found.to_json()))
 
 
-def test_an_interrupted_evaluation_goes_on_to_the_same_answers(local, tmp_path):
+def test_an_interrupted_evaluation_resumes_to_the_same_answers(local, tmp_path):
     """Killed after five answers, in the middle of the sixth's line; then with more attempts."""
     whole = evaluate(local, [writing()], Attempts(2), to=tmp_path / "whole")
     evaluate(local, [writing()], Attempts(2), to=tmp_path / "cut")
@@ -146,7 +146,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_answers(local, tmp_path):
         evaluate(local, [writing()], to=tmp_path / "cut")
 
 
-def test_an_evaluation_goes_on_when_nobody_reads_its_progress(local, monkeypatch, capfd):
+def test_an_evaluation_continues_when_its_progress_output_is_closed(local, monkeypatch, capfd):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as gone:
@@ -159,7 +159,7 @@ def test_an_evaluation_goes_on_when_nobody_reads_its_progress(local, monkeypatch
     assert found["writing"].answers == 1 and capfd.readouterr().out == "this is read\n"
 
 
-def test_two_names_alike_are_refused(local):
+def test_equal_environment_names_are_refused(local):
     with pytest.raises(ConfigError, match="two environments"):
         evaluate(local, [writing(), writing(num_tasks=2)])
 
@@ -317,7 +317,7 @@ def test_an_attempt_that_stays_without_an_answer_is_no_wrong_one(faulty, tmp_pat
         evaluate(model, [benchmark])
 
 
-def test_what_would_be_said_to_every_request_ends_the_evaluation(faulty):
+def test_an_error_of_every_request_ends_the_evaluation(faulty):
     faulty.plan += [404] * 10
     with behind(faulty) as model, pytest.raises(ConfigError, match="no such model or route"):
         evaluate(model, [sums()])

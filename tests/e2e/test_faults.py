@@ -210,7 +210,7 @@ def test_a_worker_that_ends_between_two_calls(make_pool):
     asyncio.run(asyncio.wait_for(go(), 60))
 
 
-def test_what_is_said_about_the_end_of_a_worker(make_pool):
+def test_errors_describe_the_end_of_a_worker(make_pool):
     faults = ("step_exit", "step_segv", "step_hang", "step_once_kill", "step_oversizedframe", "step_closed")
     pool = make_pool(faults, workers=1)
     exited, crashed, hung, killed, oversized, closed = outcomes(pool, len(faults), at_once=1)
@@ -235,7 +235,7 @@ def test_errors_of_rolljax_keep_their_class(make_pool, cls):
     assert type(own) is EnvError and own.stage == "board" and type(infra) is InfraError and infra.stage == "step"
 
 
-def test_hang_of_gold(make_pool):
+def test_a_gold_action_that_hangs_ends_its_worker(make_pool):
     pool = make_pool(("gold_hangs",))
 
     async def go():
@@ -338,7 +338,7 @@ def test_the_process_that_starts_workers_may_die(make_pool, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_a_dispatcher_that_failed(make_pool, monkeypatch):
+def test_calls_fail_when_the_dispatcher_has_failed(make_pool, monkeypatch):
     pool = make_pool()
 
     async def go():

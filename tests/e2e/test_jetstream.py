@@ -277,7 +277,7 @@ def test_a_stop_token_ends_a_slot_even_as_the_first(without, ours):
 
 
 @pytest.mark.parametrize("cut", [1, 20, 32, 59])
-def test_a_prompt_goes_on_after_an_existing_prefix(head, ours, cut):
+def test_a_prompt_continues_an_existing_prefix(head, ours, cut):
     prompt, params = PROMPTS[0], head.load_params()
     start, _ = head.prefill(params=params, **pad(prompt[:cut], bos=True))
     as_jetstream = ExistingPrefix(start["cache"], np.array([NO_BOS, *prompt[:cut]]))
@@ -314,7 +314,7 @@ def test_a_step_reads_the_weights_once_and_follows_a_swap(without, head):
     np.testing.assert_array_equal(*swapped)
 
 
-def test_a_slot_that_is_filled_again_before_it_is_freed_goes_on(head, ours):
+def test_a_slot_that_is_refilled_before_it_is_freed_continues(head, ours):
     prefix, _ = head.prefill(params=head.load_params(), **pad(PROMPTS[0]))
     state = head.insert(prefix, head.init_decode_state(), 1)
     state = head.insert(prefix, state, 1)

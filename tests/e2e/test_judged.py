@@ -252,7 +252,7 @@ def test_a_judge_that_fails_is_excluded_counted_and_asked_again(server, data, tm
     assert json.loads((tmp_path / "a" / "evaluation.json").read_text())["results"]["values"] == again.values
 
 
-def test_an_interrupted_evaluation_goes_on_to_the_same_report(server, data, tmp_path):
+def test_an_interrupted_evaluation_resumes_to_the_same_report(server, data, tmp_path):
     """Killed in the middle of a line, with an answer whose verdict was not written."""
     cfg = judged_by(server, bsa.Bsa(data["bsa"], counts=COUNTS, samples=2), concurrency=1)
     whole = run(server, "perfect", cfg, to=tmp_path / "a")
@@ -365,7 +365,7 @@ def test_a_real_model_goes_through_each(folder, server, data, tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_the_verb_takes_a_folder_and_goes_on(folder, server, data, tmp_path, capfd):
+def test_the_verb_takes_a_folder_and_resumes(folder, server, data, tmp_path, capfd):
     """The same command sends no further request."""
     argv = ["--model", str(folder), "--max_context", "256", "--judge", server.url, "--judge_model", "judge", "--json"]
     argv += ["--benchmark", "usb", "--items", data["usb"], "--to", str(tmp_path / "verb")]

@@ -46,7 +46,7 @@ def judge(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_judged_domain_is_paid_by_the_judge_and_watched_by_the_book(judge, tmp_path, capsys):
+def test_a_judged_domain_gets_the_judges_reward_and_records_the_books(judge, tmp_path, capsys):
     short = [f"LocalModel.path = '{judge}'", "warm_start/Phase.steps = 1", "warm_start/Phase.prompts_per_step = 5"]
     short += [f"rl/Phase.{name}" for name in ("steps = 2", "eval_every = 2", "prompts_per_step = 10", "group_size = 4")]
     assert run("rlvr_mixture", tmp_path / "run", *SMALL, *short, "Evaluation.tasks = 5", "Grpo.filter = None") == 0

@@ -169,7 +169,7 @@ def prepared(run_dir, **changes):
 
 
 @pytest.mark.slow
-def test_what_may_change_between_starts(watched, tmp_path):
+def test_settings_that_may_change_between_starts(watched, tmp_path):
     run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")  # 2 of 3 steps of rl are saved
     assert prepared(run_dir, rl__Phase_dot_steps=9, Recipe_dot_keep_checkpoints=5) == []
     assert prepared(run_dir, rl__Phase_dot_steps=2) == []
@@ -196,7 +196,7 @@ def test_a_setting_that_is_newer_than_a_run_has_its_default_there(watched, tmp_p
         prepared(run_dir, SamplerConfig_dot_record_alternatives=2)
 
 
-def test_a_rate_that_falls_over_all_steps_is_said_to(watched, tmp_path):
+def test_more_steps_with_a_falling_learning_rate_give_a_note(watched, tmp_path):
     run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")
     stored = json.loads((run_dir / "config.resolved.json").read_text())
     stored["phases[1].optimizer.schedule"] = "linear"
@@ -432,7 +432,7 @@ def test_108_corruptions_of_a_real_run(watched, tmp_path, capsys, monkeypatch):
                     assert contents(run_dir)["config.resolved.json"] == settings
                     outcome = f"resumes from step {outcome[0]} of the phase"
                 else:
-                    # a changed digit in a manifest is blamed on the file it names; a changed letter in a setting is a change
+                    # a digit changed in a manifest is blamed on the file it names; a letter in a setting is a new setting
                     named = {MANIFEST: "is damaged: ", "config.resolved.json": "damaged"}.get(path.name, path.name)
                     assert outcome in (2, 6) and named in said.replace("\n", ""), (path, kind, outcome, said)
                 assert "Traceback" not in said

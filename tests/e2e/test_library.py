@@ -85,7 +85,7 @@ def test_a_run_says_what_it_did(run):
 
 
 @pytest.mark.slow
-def test_the_same_call_goes_on(run, tmp_path):
+def test_the_same_call_resumes(run, tmp_path):
     assert rolljax.train(recipe(vowels()), run_dir=run.path, progress=False).summary == run.summary
     with pytest.raises(ConfigError, match="prompts_per_step is 8 now"):
         rolljax.train(recipe(vowels()), set={"Phase.prompts_per_step": 8}, run_dir=run.path, progress=False)

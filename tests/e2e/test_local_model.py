@@ -108,7 +108,7 @@ def test_equal_settings_share_one_model(folder):
     assert not local._loaded
 
 
-def test_what_does_not_fit_is_said(folder, endpoint):
+def test_a_conversation_that_does_not_fit_is_too_long(folder, endpoint):
     async def run(config):
         chat = config.open()
         try:

@@ -141,7 +141,7 @@ def test_checkpoints_hold_adapters_only(trained, base):
     assert 3 * adapters < saved < 2 * (3 * adapters + 64_000) < weights
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(trained, arguments, tmp_path):
+def test_a_killed_run_resumes_to_the_same_bits(trained, arguments, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(trained, run_dir)
     *_, after_14, finished = sorted(p for p in (run_dir / "ckpt").iterdir() if p.is_dir())

@@ -162,7 +162,7 @@ def test_experts_arrive_and_are_replayed(tmp_path):
 
 
 @pytest.mark.slow
-def test_both_are_busy_at_once(tmp_path, monkeypatch):
+def test_trainer_and_sampler_work_at_the_same_time(tmp_path, monkeypatch):
     """One device each. While the trainer is inside a step, the sampler ends dispatches of later groups."""
     checked, folder = prepared(
         tmp_path / "run",
@@ -343,7 +343,7 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
         meshes(checked.recipe)
 
 
-def test_a_dry_run_shows_who_has_what(tmp_path, capsys):
+def test_a_dry_run_shows_the_devices_of_both_sides(tmp_path, capsys):
     prepared(tmp_path / "run")
     argv = ["--gin", str(tmp_path / "small.gin"), "--dry_run"]
     assert train([*argv, *(a for s in split(2, 4) for a in ("--set", s))]) == 0

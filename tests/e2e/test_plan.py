@@ -42,7 +42,7 @@ def sampler(tmp_path_factory):
 
 @pytest.mark.slow
 @needs_libtpu
-def test_the_sampler_fits_beside_the_trainer(sampler):
+def test_the_sampler_fits_next_to_the_trainer(sampler):
     _, found, by_name = sampler
     assert found["fits"] and found["mesh"] == {"fsdp": 8} and found["sampler_mesh"] == {"tensor": 8}
     decode = by_name["decode"]["memory"]
@@ -220,7 +220,7 @@ def test_a_slice_that_is_not_the_samplers_share_is_refused(two_slices, settings,
         devices(recipe, *slices)
 
 
-def test_apart_neither_has_the_others_memory(two_slices):
+def test_on_separate_devices_trainer_and_sampler_share_no_memory(two_slices):
     """On devices of this machine: no weights, nothing compiled. The memory next to a program, and the transfers."""
     from rolljax.aot.chips import CHIPS
     from rolljax.plan import Plan, devices

@@ -194,14 +194,14 @@ def test_an_environment_without_reference_answers_is_not_failed_for_it(broken):
     assert "empty answers" in done.stdout and "steps/s" in done.stdout
 
 
-def test_a_broken_environment_is_not(broken):
+def test_a_broken_environment_is_not_valid(broken):
     done = run("validate", broken, "--tasks", "1")
     assert done.returncode == 3 and done.stderr == "env error: broken fails 3 of the checks\n", done.stdout
     done = run("validate", broken, "--tasks", "3")
     assert done.returncode == 3 and "KeyError: 'second'" in done.stdout and "Traceback" not in done.stderr
 
 
-def test_an_environment_that_a_constant_answer_solves_is_not(broken):
+def test_an_environment_that_a_constant_answer_solves_is_not_valid(broken):
     done = run("validate", "own.Hollow", "--tasks", "30")
     assert done.returncode == 3 and done.stderr == "env error: hollow fails 1 of the checks\n", done.stdout
     assert "'nan' solves 100% without being gold" in " ".join(done.stdout.replace("│", " ").split())

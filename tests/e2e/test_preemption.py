@@ -28,7 +28,7 @@ def busy_cores():
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("loops", [1, 3])
-def test_short_steps_go_on(busy_cores, loops):
+def test_short_steps_continue_under_preemption(busy_cores, loops):
     """5,000 steps, stopped for a millisecond some thousand times a second. With `queue.SimpleQueue` in the sampler it
     stood still in 4 of 4 runs of one event loop, after 133 to 1,334 steps, and in 1 of 3 runs of three loops."""
     command = [sys.executable, "-m", "tests.e2e.preempted", str(STEPS), str(loops), "1e-5"]

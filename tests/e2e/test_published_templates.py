@@ -172,7 +172,7 @@ def test_what_a_run_leaves_has_the_template_that_it_was_trained_with(trained, fo
     assert other.tokenizer.chat_template == plain_template(begins=False)
 
 
-def test_a_run_does_not_go_on_under_another_template(trained, folders):
+def test_a_run_does_not_resume_with_another_template(trained, folders):
     kept = trained.path / "chat_template.jinja"
     text = kept.read_text()
     kept.write_text(text + " ")

@@ -156,7 +156,7 @@ def test_a_killed_run_is_continued_by_a_replay(recorded, tmp_path):
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", LATE)
-def test_behind_the_log_it_goes_on(tmp_path, late):
+def test_a_replay_continues_after_the_end_of_the_log(tmp_path, late):
     """Also with a run that was stopped in its middle, by a setting of fewer steps."""
     run_dir, again = tmp_path / "run", tmp_path / "again"
     settings = LATE["drop"] | {"rl__Phase_dot_late": "'drop'"} | LATE[late]

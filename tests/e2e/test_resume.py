@@ -111,7 +111,7 @@ def test_every_mesh_axis_computes_the_same(start, straight, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_devices(start, straight, killed, tmp_path):
+def test_a_run_resumes_with_fewer_devices(start, straight, killed, tmp_path):
     run_dir = tmp_path / "run"
     killed(8, run_dir)
     process = start(arguments(run_dir), 1)

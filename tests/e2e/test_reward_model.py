@@ -130,7 +130,7 @@ def test_values_are_shifted_scaled_and_clipped(tmp_path):
     assert [r.parts["reward_model"] for r in found] == raw.tolist()
 
 
-def test_held_out_episodes_are_worth_what_the_environment_says(tmp_path):
+def test_held_out_episodes_get_the_environments_reward(tmp_path):
     classifier(tmp_path)
     trajectory = answered(np.random.default_rng(3), 9, stream=EVAL_STREAM)
     (gold,), counts = scored(RewardModelScore(path=str(tmp_path)), [trajectory])

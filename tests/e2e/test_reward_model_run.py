@@ -56,7 +56,7 @@ def straight(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_policy_is_trained_on_the_reward_models_word(straight):
+def test_the_policy_is_trained_on_the_reward_models_scores(straight):
     folder, found = RunFolder(straight), {r["step"]: r for r in rows(straight)}
     for step in RM:
         assert all(t.reward == t.reward_parts["environment"] for t in folder.trajectories(step))
@@ -73,9 +73,9 @@ def test_the_policy_is_trained_on_the_reward_models_word(straight):
 
 
 @pytest.mark.slow
-def test_its_word_is_what_training_computed(straight):
-    """Return the scores of a step of the phase itself, from the run's files: those of the critic that the next phase
-    uses, in another program."""
+def test_the_saved_reward_model_gives_the_scores_of_training(straight):
+    """Scores computed from the run's files equal those of the critic in the next phase, which another program
+    computed."""
     recipe = loader.load([str(straight / "config.gin")], [], root=Recipe).value
     resolved, mesh = resolve(recipe), MeshSpec(data=1).build(jax.devices()[:1])
     value = TrainedRewardModels(resolved, RunFolder(straight)).load(mesh, "reward_model", "")
@@ -101,7 +101,7 @@ def test_its_word_is_what_training_computed(straight):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [6, pytest.param(10, marks=pytest.mark.sweep)])
-def test_a_run_goes_on_bitwise(straight, tmp_path, after):
+def test_a_run_resumes_bitwise(straight, tmp_path, after):
     """Resume in the middle of the reward model's phase, whose end is already on disk, and in the middle of the
     policy's phase."""
     again = tmp_path / "run"

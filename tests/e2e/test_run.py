@@ -311,7 +311,7 @@ def draws(run_dir, steps):
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", ["wait", "redraw"])
-def test_an_asynchronous_run_that_goes_on_loses_no_draw_and_trains_none_twice(tmp_path, late):
+def test_a_resumed_asynchronous_run_loses_no_draw_and_trains_none_twice(tmp_path, late):
     """Stop once, then resume from older checkpoints as after a kill: finished groups are on disk and are trained on,
     although the weights have changed since."""
     changes = {"rl__Phase_dot_async_ratio": 2, "rl__Phase_dot_late": f"'{late}'", "MeshSpec_dot_data": 1}
@@ -369,7 +369,7 @@ class SparesOnly:
 
 
 @pytest.mark.slow
-def test_what_is_let_go_is_aborted_in_the_engine_at_once(tmp_path):
+def test_cancelled_requests_are_aborted_in_the_engine_at_once(tmp_path):
     changes = {"rl__Phase_dot_spare_prompts": 2, "rl__Phase_dot_late": "'drop'", "SamplerConfig_dot_max_context": 1024}
     config, plan = load(arguments(tmp_path / "run", MeshSpec_dot_data=1, **changes))
     phase, progress = plan.recipe.phases[1], RunProgress(phase=1)
@@ -409,7 +409,7 @@ def test_non_finite_update_stops_before_anything_is_published_or_saved(tmp_path,
     assert RunFolder(run_dir).latest(print).progress.total_steps < bad
 
 
-def test_a_run_that_is_told_to_stop_before_it_saved_anything_says_so(tmp_path, capsys):
+def test_a_run_stopped_before_its_first_checkpoint_says_so(tmp_path, capsys):
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     assert stopped(folder, Console()) == 75

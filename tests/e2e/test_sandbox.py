@@ -77,7 +77,7 @@ def test_a_program_gets_input_and_files_and_gives_both_outputs_and_its_code(host
     assert not (result.timed_out or result.killed_by or result.truncated) and result.ms > 0
 
 
-def test_ends_are_told_as_a_shell_tells_them(host):
+def test_exit_codes_are_those_of_a_shell(host):
     assert host.run(["no-such-program"]).returncode == 127
     assert host.run(["sh", "-c", "kill -SEGV $$"]).returncode == 139
     assert host.run(["sh", "-c", "kill -ABRT $$"]).returncode == 134

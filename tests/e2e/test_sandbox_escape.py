@@ -89,7 +89,7 @@ def seccomp_column():
 
 @pytest.mark.parametrize("name", PROBES)
 @pytest.mark.parametrize("how", ["run", "session"])
-def test_contained(answers, how, name):
+def test_an_escape_is_contained(answers, how, name):
     if name in NEEDS_MOUNTS and not ROOT:
         pytest.skip("needs root: one limit for files of all directories")
     ok, seen = answers[how][name]
@@ -197,7 +197,7 @@ def test_many_short_processes_are_no_violation(host):
     assert host.run(["bash", "-c", loop], profile=memory.CROWDED).text == "1125750\n"
 
 
-def test_a_process_that_was_stopped_stays_stopped_when_the_others_go_on(host):
+def test_a_stopped_process_stays_stopped_when_the_others_continue(host):
     result = inside(
         host,
         """

@@ -204,7 +204,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_reasons(host, reason):
+def test_a_failed_verdict_has_its_reason(host, reason):
     source, test = REASONS[reason]
     verdict = grade_python(source, "f", test, profile=SHORT, host=host)
     assert (verdict.passed, verdict.reason) == (False, reason), verdict
@@ -271,7 +271,7 @@ def test_exceptions_that_a_test_asks_for(host):
         assert (verdict.passed, verdict.num_passed, verdict.reason) == (False, 0, reason), (wrong, verdict)
 
 
-def test_exceptions_alone_show_nothing(host):
+def test_an_expected_exception_alone_passes_nothing(host):
     tests = ["with pytest.raises(ValueError): f(1)", "with pytest.raises(ValueError): f(2)"]
     verdict = grade_mbpp("def f(x): raise ValueError", "f", tests, host=host)
     assert (verdict.passed, verdict.num_passed, verdict.reason) == (False, 0, "no tests")
@@ -287,7 +287,7 @@ def test_exceptions_alone_show_nothing(host):
     assert grade_mbpp("def f(x): return 'x'", "f", own, host=host).num_passed == 1
 
 
-def test_objects_come_back_and_judge_nothing(host):
+def test_returned_objects_cannot_change_the_verdict(host):
     source = """
 class Thing:
     def __eq__(self, other): return True

@@ -37,7 +37,7 @@ def checked(source, form, host, profile=LIMITS):
     return grade_python(source, "square", as_check(form), profile=profile, host=host)
 
 
-def test_the_right_program_passes_every_form_but_those_whose_helper_is_nobodys(host):
+def test_the_right_program_passes_every_form_with_a_known_helper(host):
     fair = [form for form in FORMS if "is_close(square" not in form or "math." in form]
     assert len(fair) == len(FORMS) - 5
     verdict = grade_mbpp(RIGHT, "square", fair, setup=SETUP, host=host)

@@ -177,7 +177,7 @@ def episodes(**how):
 
 
 @pytest.mark.slow
-def test_what_is_kept_saves_work_and_changes_nothing_else():
+def test_kept_pages_save_work_and_change_nothing_else():
     plain, without = episodes(prefix_match="off")
     tight = {"pages": 30}  # what is kept makes room for what runs, so that it may save nothing
     for how in ({}, {"prefix_match": "any"}, tight, {"num_devices": 4, "pages": 120}, {"reuse_stale": True}):
@@ -262,7 +262,7 @@ def test_a_swap_prefills_a_shared_prompt_once():
     assert scheduler.stats.prefill_tok == 64 + 64 + sum(int((c.versions == 0).sum()) for c in done)
 
 
-def test_kept_pages_go_on_and_are_not_reused():
+def test_kept_pages_continue_and_are_not_reused():
     prompt = ids(np.random.default_rng(5), 32)
     kept, new = open_scheduler(on_publish="keep")
     done = swapped(kept, new, prompt, 4)

@@ -114,7 +114,7 @@ def test_a_completion(client, chat):
     assert reply.usage.prompt_tokens_details.cached_tokens >= 0
 
 
-def test_defaults(client):
+def test_a_request_without_limits_gets_the_defaults(client):
     assert ask(client, extra={"ignore_eos": True}).usage.completion_tokens == 16
     reply = talk(client, extra={"ignore_eos": True})
     assert reply.usage.total_tokens == CONTEXT
@@ -161,7 +161,7 @@ def test_tools_reach_the_template(client, chat):
     assert "look" not in chat.tokenizer.decode(untold.prompt_token_ids[:20])
 
 
-def test_seeds(client):
+def test_equal_seeds_give_equal_samples(client):
     texts = [ask(client, seed=seed, max_tokens=24, n=2).choices for seed in (7, 7, 8, -7)]
     first, again, other, negative = ([c.text for c in choices] for choices in texts)
     assert first == again
@@ -515,7 +515,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def test_no_json_is_an_internal_error(running):
+def test_invalid_json_is_never_an_internal_error(running):
     kept = {"completions": {"messages"}, "chat/completions": {"prompt"}}
     with httpx2.Client(base_url=running.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as http:
 

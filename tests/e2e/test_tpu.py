@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused_with_the_remedy(tmp_path):
     assert done.returncode == 0 and found["fits"], done.stdout
 
 
-def test_a_machine_without_libtpu_is_told_what_to_install(monkeypatch):
+def test_without_libtpu_the_error_names_the_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         chips.devices("v5e:2x4")

@@ -327,7 +327,7 @@ def test_conservative_dpo(folder, frozen, agree):
 
 
 @pytest.mark.slow
-def test_dpo_beside_cross_entropy(folder, frozen, agree):
+def test_dpo_with_cross_entropy(folder, frozen, agree):
     # TRL's cross-entropy is a mean over the tokens of all pairs, ours a mean over pairs: the same for equal lengths
     frozen = cut_to(only_answers(frozen), 5)
     verdict = trl.dpo(

@@ -201,7 +201,7 @@ def test_search_and_filter(page, site):
     assert "an answer was cut: length" in page.locator("p.fault").text_content()
 
 
-def test_two_runs_over_each_other(page, site):
+def test_two_runs_share_a_chart(page, site):
     page.goto(site.both)
     page.locator("figure.chart").first.wait_for()
     assert page.locator("table.runs tbody tr").count() == 2
@@ -222,7 +222,7 @@ def box_of(page, selector):
     return page.wait_for_function(where, arg=selector).json_value()
 
 
-def test_curves_listen(page, site):
+def test_controls_change_the_curves(page, site):
     page.goto(site.url)
     chart = page.locator("figure.chart").first
     chart.locator("path.line").wait_for()
@@ -305,7 +305,7 @@ def test_no_label_of_a_chart_is_cut_or_written_over(page, phone, seeds, x):
         page.goto("about:blank")
 
 
-def test_a_damaged_run_is_shown_beside_the_others(page, seeds):
+def test_a_damaged_run_is_shown_next_to_the_others(page, seeds):
     with viewing.Viewing(seeds) as site:
         page.goto(site.url)
         page.locator("figure.chart").first.wait_for()

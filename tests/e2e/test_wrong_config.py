@@ -104,7 +104,7 @@ def test_folder_of_something_else_is_not_touched(tmp_path, capsys):
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_model_folder_that_is_none(tmp_path, capsys):
+def test_a_path_that_is_not_a_model_folder_is_refused(tmp_path, capsys):
     argv = ["--gin", QUICKSTART, "--dry_run", "--set", f"Recipe.model = {tmp_path}"]
     assert train(argv) == 2
     err = capsys.readouterr().err
