@@ -20,7 +20,7 @@ from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
 from rolljax.run import streams
 
 if TYPE_CHECKING:
-    from rolljax.config.loader import Loaded
+    from rolljax.config.loaded import Loaded
     from rolljax.recipe import Recipe
     from rolljax.run.checkpoint import Step
 

@@ -102,6 +102,26 @@ def check_range(
             raise ConfigError(text.get(what, f"must be {what}"), setting=setting, value=value, remedy=remedy)
 
 
+@contextlib.contextmanager
+def needed(module: str, setting: str, *, install: str = "", otherwise: str = "") -> Iterator[None]:
+    """Wrap the import of a package that some machines lack, in the function or module that cannot do without it.
+
+    Args:
+      module: the package's name in Python. setting: what needs it: `Class.field`, or a few words.
+      install: what pip calls it, an extra of rolljax for example; empty: `module`. otherwise: what a user can do instead.
+
+    Raises:
+      ConfigError: the package is missing; it says how to install it. ModuleNotFoundError: another package is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] != module.partition(".")[0]:
+            raise
+        remedy = f"pip install '{install or module}'" + (f", or {otherwise}" if otherwise else "")
+        raise ConfigError(f"needs the package {module}", setting=setting, remedy=remedy) from e
+
+
 class DataError(RolljaxError, ValueError):
     """Tasks that cannot be made, read or split."""
 

@@ -26,7 +26,7 @@ from rolljax.errors import ConfigError
 
 if TYPE_CHECKING:
     from rolljax.chat_models.client import EndpointConfig
-    from rolljax.config.loader import Loaded
+    from rolljax.config.loaded import Loaded
     from rolljax.envs.base import EnvSpec
     from rolljax.evaluation.judged.base import JudgedReport
     from rolljax.evaluation.models import EvaluatedModel

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rolljax.config import check, objects
 from rolljax.config.classes import fields, is_config
-from rolljax.config.loader import Loaded
+from rolljax.config.loaded import Loaded
 from rolljax.config.values import map_leaves
 from rolljax.errors import ConfigError
 

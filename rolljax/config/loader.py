@@ -19,44 +19,18 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import gin
-import gin.config
+from typing import Any, TypeVar
 
 from rolljax.config import check, objects
 from rolljax.config.classes import default, fields, is_config
 from rolljax.config.files import find_config
+from rolljax.config.loaded import Loaded
+from rolljax.config.parser import gin
 from rolljax.config.source import Binding, Source
 from rolljax.config.values import Macro, Ref, leaves, map_leaves
 from rolljax.errors import ConfigError, RolljaxError, boundary
 
 T = TypeVar("T")
-ABSENT = "(absent)"
-"""What `diff` shows for a path that one side does not have."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Loaded(Generic[T]):
-    """A config, built and checked.
-
-    Attributes:
-      value: the root object.
-      resolved: dotted path -> JSON-able value for every field of the tree, defaults included; `<path>.__class__` names
-        each dataclass, `phases[0].steps` is a field of an item.
-      operative: one gin file with the imports and bindings that were read; loading it gives an equal `value`. Where
-        objects were given (`config.objects`), the file is written from these.
-      where: origin of a setting ("Class.field"): file:line, --set text, or default.
-    """
-
-    value: T
-    resolved: dict[str, object]
-    operative: str
-    where: Callable[[str], str] = dataclasses.field(repr=False, compare=False)
-
-    def locate(self, error: ConfigError) -> ConfigError:
-        """The error with `where` filled from its `setting` ("Class.field"): file:line, --set text, or default."""
-        return error.located_at(self.where(error.setting))
 
 
 def load(
@@ -92,12 +66,6 @@ def load(
     build.check_all_read()
     text = build.operative() if build.is_text() else objects.gin_text(value)
     return Loaded(value, check.flatten(value), text, build.where)
-
-
-def diff(old: Mapping[str, object], new: Mapping[str, object]) -> list[tuple[str, object, object]]:
-    """Paths of two resolved configs that differ, with both values (`ABSENT` where a side lacks the path)."""
-    pairs = [(path, old.get(path, ABSENT), new.get(path, ABSENT)) for path in dict.fromkeys((*old, *new))]
-    return [(path, a, b) for path, a, b in pairs if a != b or isinstance(a, bool) != isinstance(b, bool)]
 
 
 # ---- building through gin -------------------------------------------------------------------------------------------

@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from gin import config_parser
-
 from rolljax.config import check
 from rolljax.config.classes import (
     check_class,
@@ -36,7 +34,8 @@ from rolljax.config.classes import (
 )
 from rolljax.config.files import include_path, read
 from rolljax.config.foreign import foreign
-from rolljax.config.values import Macro, Ref, leaves, map_leaves, setting_value, statements
+from rolljax.config.parser import config_parser, setting_value, statements
+from rolljax.config.values import Macro, Ref, leaves, map_leaves
 from rolljax.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""Tasks for training and for evaluation: a Grain pipeline over an environment's tasks, split by content.
+"""Tasks for training and for evaluation: a shuffle of an environment's tasks, split by content.
 
 Whether a task is held out is decided by the hash of its content, so that the two splits can share no task however
 small the family is and wherever the same question turns up again.
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rolljax.envs.base import NUM_INDICES, EnvSpec
 from rolljax.envs.mixture import Mixture, shared_out
+from rolljax.envs.task_order import shuffled
 from rolljax.errors import DataError
 from rolljax.types import Task
 
@@ -124,8 +125,8 @@ def _different(spec: EnvSpec, num_tasks: int, frac: float) -> tuple[list[Task], 
 class TaskStream:
     """Training tasks in a shuffled order that depends on the seed alone; its position can be saved.
 
-    Grain does the work: shuffle, generate, filter, repeat, and the position as a small JSON state. Without the settings
-    of a `Domain` there is no end to them.
+    `task_order.shuffled` does the work: shuffle, generate, filter, repeat, and the position as a small JSON state. Without
+    the settings of a `Domain` there is no end to them.
 
     frac: of the tasks, the held-out ones, which do not come. num_tasks, when_dry: see `envs.mixture.Domain`.
     """
@@ -137,29 +138,18 @@ class TaskStream:
     when_dry: Literal["renew", "error", ""] = ""
 
     def __post_init__(self) -> None:
-        import grain
-
         spec, frac = self.spec, self.frac
         self._drawn = 0
-        self._rows = self._training_set() if self.when_dry else None
-        if self._rows is not None:
-            indices = self._rows
-            data = grain.MapDataset.range(len(indices)).map(lambda i: spec.task(indices[i]))
-            data = data.shuffle(seed=self.seed % 2**31).repeat()
-        else:
-            if all(is_held_out(spec.task(i), frac) for i in range(1000)):
-                raise DataError(
-                    f"{spec.name} has no task left to train on: all of its first 1000 are held out. Set "
-                    f"Evaluation.held_out_frac (now {frac:g}) lower, or {_more_tasks(spec)}"
-                )
-            data = (
-                grain.MapDataset.range(NUM_INDICES)
-                .shuffle(seed=self.seed % 2**31)
-                .repeat()
-                .map(spec.task)
-                .filter(lambda task: not is_held_out(task, frac))
+        rows = self._rows = self._training_set() if self.when_dry else None
+        if rows is None and all(is_held_out(spec.task(i), frac) for i in range(1000)):
+            raise DataError(
+                f"{spec.name} has no task left to train on: all of its first 1000 are held out. Set "
+                f"Evaluation.held_out_frac (now {frac:g}) lower, or {_more_tasks(spec)}"
             )
-        self._iterator: Any = iter(data.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+        num = NUM_INDICES if rows is None else len(rows)
+        item = lambda i: spec.task(i if rows is None else rows[i])  # noqa: E731
+        keep = lambda task: rows is not None or not is_held_out(task, frac)  # noqa: E731
+        self._iterator: Any = shuffled(num, self.seed % 2**31, item, keep)
 
     def _training_set(self) -> list[int] | None:
         """Return the indices of a finite training set; None: it is infinite. Every row of recorded data

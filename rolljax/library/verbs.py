@@ -20,7 +20,7 @@ from rolljax.library.apart import run_apart
 from rolljax.library.run import Run
 
 if TYPE_CHECKING:
-    from rolljax.config.loader import Loaded
+    from rolljax.config.loaded import Loaded
     from rolljax.envs.base import EnvSpec
     from rolljax.evaluation.report import Report
     from rolljax.evaluation.settings import Attempts
@@ -257,11 +257,14 @@ def load(
 
 def config_of(recipe: Recipe | PathLike | Sequence[PathLike], settings: Mapping[str, object]) -> Loaded[Recipe]:
     """A recipe, whatever it was given as, with settings over it. Raises `ConfigError`."""
-    from rolljax.config import given, loader
     from rolljax.recipe import Recipe
 
     if isinstance(recipe, Recipe):
+        from rolljax.config import given
+
         return given.given(recipe, settings)
+    from rolljax.config import loader
+
     files = [recipe] if isinstance(recipe, (str, os.PathLike)) else list(recipe)
     return loader.load([os.fspath(file) for file in files], settings, root=Recipe)
 

@@ -121,7 +121,7 @@ class RunFolder:
         Raises:
           ConfigError: one of them is not.
         """
-        from rolljax.config.loader import diff
+        from rolljax.config.loaded import diff
 
         deadline = time.monotonic() + FOUND_S
         while not _holds(self.path / LOCK, mark):
@@ -227,7 +227,7 @@ class RunFolder:
         Args:
           config: a `config.Loaded`.
         """
-        from rolljax.config.loader import ABSENT, diff
+        from rolljax.config.loaded import ABSENT, diff
 
         stored = self.resolved()
         found = diff(stored, config.resolved)
@@ -237,11 +237,11 @@ class RunFolder:
 
     def _with_new_settings(self, stored: Mapping[str, object]) -> Mapping[str, object]:
         """Stored settings, and at their defaults those that rolljax did not have when the run began."""
-        from rolljax.config import loader
-
         try:
+            from rolljax.config import loader
+
             return {**loader.load([stored_config(self.path)], [], root=Recipe).resolved, **stored}
-        except ConfigError:  # of a recipe made of objects, or with settings that are gone
+        except ConfigError:  # of a recipe made of objects, or with settings that are gone; or gin is not installed
             return stored
 
     def _check_same(self, config: Any) -> list[str]:

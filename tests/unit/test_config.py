@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import config_fixture as fx
 
 from rolljax.config import loader
+from rolljax.config.loaded import ABSENT, diff
 from rolljax.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -249,15 +250,15 @@ def test_operative_is_a_runnable_file_with_macros(load):
     loaded = load(PHASES + "fx.Recipe.rate = 1e999", 'Recipe.name = it\'s "q"')
     assert "steps = 100" in loaded.operative and "%steps" in loaded.operative
     again = load("", "steps = 7", files=["again.gin"], again=loaded.operative)
-    assert loader.diff(loaded.resolved, again.resolved) == [("phases[1].steps", 100, 7)]
+    assert diff(loaded.resolved, again.resolved) == [("phases[1].steps", 100, 7)]
 
 
 def test_diff(load):
     one, two = load(PHASES), load(PHASES, "Recipe.phases = [@warm/Phase()]", "Recipe.seed = 2")
-    changes = {path: (a, b) for path, a, b in loader.diff(one.resolved, two.resolved)}
+    changes = {path: (a, b) for path, a, b in diff(one.resolved, two.resolved)}
     assert changes["seed"] == (0, 2)
-    assert changes["phases[1].steps"] == (100, loader.ABSENT)
-    assert not loader.diff(one.resolved, one.resolved)
+    assert changes["phases[1].steps"] == (100, ABSENT)
+    assert not diff(one.resolved, one.resolved)
 
 
 def test_loads_are_independent(load):
