@@ -108,7 +108,7 @@ def needed(module: str, setting: str, *, install: str = "", otherwise: str = "")
 
     Args:
       module: the package's name in Python. setting: what needs it: `Class.field`, or a few words.
-      install: what pip calls it, an extra of rolljax for example; empty: `module`. otherwise: what a user can do instead.
+      install: what pip calls it, an extra of rolljax for example; empty: `module`. otherwise: another way.
 
     Raises:
       ConfigError: the package is missing; it says how to install it. ModuleNotFoundError: another package is missing.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rolljax import cli
-from rolljax.errors import EXIT_INTERRUPTED, ConfigError
+from rolljax.errors import EXIT_INTERRUPTED, ConfigError, needed
 
 if TYPE_CHECKING:
     from rolljax.model.decoder import DecoderConfig, Params
@@ -88,8 +88,10 @@ def main(argv: list[str] | None = None) -> int:
             allow_open_files(4 * args.max_concurrency)
             engine, params, version, served = load(args)
             from rolljax.sampler.client import Sampler
-            from rolljax.serving.server import Limits, Service
             from rolljax.threads.watchdog import Watchdog
+
+            with needed("uvicorn", "a server"):
+                from rolljax.serving.server import Limits, Service
 
             sampler = Sampler(engine, params, version, vocabulary=served.vocabulary, longest_prompt=0)
             watchdog = Watchdog()
@@ -188,9 +190,11 @@ def load(args: argparse.Namespace, recipe: Recipe | None = None) -> tuple[Engine
     from rolljax.run.trained import trained_params
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
-    from rolljax.serving.schema import ServedModel
     from rolljax.trainer.mesh import SLOT_AXES, MeshSpec, param_shardings
     from rolljax.trainer.publish import make_publish
+
+    with needed("pydantic", "a model that answers requests"):
+        from rolljax.serving.schema import ServedModel
 
     source: DecoderConfig | str = args.model
     sizes, lora = SamplerConfig(), None

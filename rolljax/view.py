@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from rolljax import cli
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, needed
 
 if TYPE_CHECKING:
     import socket
@@ -106,7 +106,9 @@ def serve(runs: Runs, args: argparse.Namespace) -> None:
     """Show the runs until Ctrl-C or SIGTERM."""
     from rolljax.run.terminal import visible
     from rolljax.serve import listen, url
-    from rolljax.viewer.app import make_server
+
+    with needed("uvicorn", "the viewer in a browser", otherwise="use python -m rolljax.show"):
+        from rolljax.viewer.app import make_server
 
     with listen(args.host, args.port) as listener, contextlib.suppress(KeyboardInterrupt):
         token = given_token(args) or (None if is_loopback(listener) else secrets.token_urlsafe(24))

@@ -1,8 +1,8 @@
-"""A real GRPO run of a byte model, with its curve: the quickstart's task, model and settings, `Phase.async_ratio` 0 and 1.
+"""A GRPO run of a byte model, with its curve: the quickstart's task, model and settings, `Phase.async_ratio` 0 and 1.
 
-The recipe is made of Python objects, and the words come from an environment that stands here: it needs no gin, no Grain,
-no reasoning-gym and no Ray. A supervised warm start comes first, as in the quickstart. The run folders, with `curves.png`
-and all trajectories, stay in `learning/` beside the JSON file.
+The recipe is made of Python objects and the environment is defined here, so the run needs no gin, Grain, reasoning-gym or
+Ray. A supervised warm start comes first, as in the quickstart. The run folders stay in `learning/` next to the JSON
+file: `curves.png`, and samples of the trajectories.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEP_S = {"warm_start": 0.06, "rl": 0.3}
 COMPILE_S = 60.0
 """Taken for the programs of the first run; the later ones find them in the cache."""
 RUN_S = 8.0
-"""Taken for what a run does beside its steps: loading, the first evaluation, the last checkpoint, the export."""
+"""Taken for what a run does apart from its steps: loading, the first evaluation, the last checkpoint, the export."""
 TIMES = ("rollout", "pack", "update", "publish", "eval", "save", "checkpoint")
 """Parts of a step (`time/NAME_s`). `rollout` is the wait for the step's groups, also where they are made meanwhile."""
 
@@ -142,7 +142,7 @@ def recipe(ratio: float, seed: int, *, tiny: bool) -> Any:
 def figures(rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> dict[str, Any]:
     """What a run says about learning and speed, from its rows of metrics and its summary.
 
-    The first step compiles: times and rates are medians over the others, and shares of the time are shares of all of it.
+    The first step compiles. Times and rates are medians over the other steps, shares are shares of all their time.
     """
     rl = [row for row in rows if row["phase"] == "rl"]
     rest = rl[1:]
@@ -174,7 +174,13 @@ def curve(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         since.append(row["reward/mean"])
         if "heldout/reward_mean" in row:
-            points.append({"step": int(row["phase_step"]), "sampled": statistics.mean(since), "heldout": row["heldout/reward_mean"]})
+            points.append(
+                {
+                    "step": int(row["phase_step"]),
+                    "sampled": statistics.mean(since),
+                    "heldout": row["heldout/reward_mean"],
+                }
+            )
             since = []
     return points
 

@@ -20,14 +20,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import httpx2
-
 from rolljax.chat_models.base import Asking, ChatAnswer, ChatModelConfig, ChatTooLong
 from rolljax.chat_models.completion import MAX_BODY_BYTES, Reply, read_object, reply_of
 from rolljax.envs.http_body import ACCEPTED, BadBody, read_body, read_error
 from rolljax.envs.text import clean
-from rolljax.errors import ConfigError, InfraError, RolljaxError, check_range
+from rolljax.errors import ConfigError, InfraError, RolljaxError, check_range, needed
 from rolljax.types import Message
+
+with needed("httpx2", "a chat model behind a server"):
+    import httpx2
 
 HOPELESS = {
     401: "the key is not accepted",

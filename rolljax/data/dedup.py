@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from rolljax.data.base import Place, Record, Source, Stage, text_of
-from rolljax.data.texts import Unit, jaccard, needed, normalised, shingles
-from rolljax.errors import ConfigError, check_range
+from rolljax.data.texts import Unit, jaccard, normalised, shingles
+from rolljax.errors import ConfigError, check_range, needed
 
 BLOCK = 4096
 """Records whose signatures are made at a time."""
@@ -92,7 +92,7 @@ class MinHash(Stage):
 
     def _bands(self, source: Source) -> np.ndarray:
         """A hash for each band of each record's signature; uint64 `[records, bands]`."""
-        with needed("datasketch", "MinHash needs it"):
+        with needed("datasketch", "MinHash", install="rolljax[data]"):
             import datasketch
         # candidates may be wrong, for the similarity itself decides; what is no candidate is missed
         lsh = datasketch.MinHashLSH(threshold=self.threshold, num_perm=self.num_perm, weights=(0.1, 0.9))

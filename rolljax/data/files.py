@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rolljax.data.base import Record
 from rolljax.envs.data.rows import BadRow, Rows, find_files, open_rows, signature
-from rolljax.errors import ConfigError, DataError
+from rolljax.errors import DataError, needed
 from rolljax.run import durable
 
 Format = Literal["jsonl", "jsonl.gz", "parquet"]
@@ -167,14 +167,7 @@ class Writer:
 
 
 def _pyarrow() -> tuple[Any, Any]:
-    try:
+    with needed("pyarrow", "Pipeline.output = 'parquet'", install="rolljax[data]"):
         import pyarrow
         import pyarrow.parquet
-    except ModuleNotFoundError as e:
-        raise ConfigError(
-            "needs the package pyarrow",
-            setting="Pipeline.output",
-            value="parquet",
-            remedy="pip install 'rolljax[data]'",
-        ) from e
     return pyarrow, pyarrow.parquet

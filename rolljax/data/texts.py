@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import unicodedata
 import zlib
@@ -11,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from rolljax.errors import ConfigError
+from rolljax.errors import needed
 
 Unit = Literal["word", "char"]
 _WORD = re.compile(r"\w+")
@@ -51,22 +50,9 @@ def similarity(a: str, b: str) -> float:
     Raises:
       ConfigError: the package rapidfuzz is missing.
     """
-    with needed("rapidfuzz", "edit distances need it"):
+    with needed("rapidfuzz", "an edit distance", install="rolljax[data]"):
         from rapidfuzz.distance import Levenshtein
     return float(Levenshtein.normalized_similarity(a, b))
-
-
-@contextlib.contextmanager
-def needed(package: str, why: str) -> Iterator[None]:
-    """Around the import of a package of the extra `data`. why: who needs it, as the end of a sentence.
-
-    Raises:
-      ConfigError: it is missing.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as e:
-        raise ConfigError(f"is missing, and {why}", setting=package, remedy="pip install 'rolljax[data]'") from e
 
 
 def hashed_counts(text: str, dim: int) -> np.ndarray:

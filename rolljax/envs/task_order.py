@@ -14,13 +14,13 @@ ROUNDS, SHORTEST_BLOCK_BITS, WORD = 4, 16, 2**32 - 1
 
 
 def shuffled(num: int, seed: int, item: Callable[[int], T], keep: Callable[[T], bool]) -> Any:
-    """Return an iterator over the items of `range(num)` in an order that depends on the seed, again and again, each time
-    in another order. It has Grain's `get_state` and `set_state`, and the state is a small dict of JSON.
+    """Return an iterator over the items of `range(num)` in an order that depends on the seed. It repeats without end,
+    each time in another order. It has Grain's `get_state` and `set_state`; the state is a small dict of JSON.
 
     Grain makes it where Grain is installed. Elsewhere `Shuffled` does, with the same items and the same states.
 
     Args:
-      seed: at most 32 bits. item: what stands at an index. keep: whether an item comes at all.
+      seed: at most 32 bits. item: of an index. keep: whether an item comes at all.
     """
     try:
         import grain
@@ -60,9 +60,9 @@ class Shuffled(Generic[T]):
 def shuffled_index(index: int, num: int, seed: int) -> int:
     """Return the index that comes at place `index` of a shuffle of `range(num)`: that of Grain's `index_shuffle`.
 
-    The block cipher Simon (Beaulieu et al. 2013, https://eprint.iacr.org/2013/404), with four rounds on blocks just large
-    enough, is a permutation. It is applied again until it gives an index below `num` (cycle walking: Black and Rogaway
-    2002, https://www.cs.ucdavis.edu/~rogaway/papers/subset.pdf).
+    The block cipher Simon (Beaulieu et al. 2013, https://eprint.iacr.org/2013/404), with four rounds on blocks that are
+    just large enough, is a permutation. It is applied again until it gives an index below `num` (cycle walking: Black
+    and Rogaway 2002, https://www.cs.ucdavis.edu/~rogaway/papers/subset.pdf).
     """
     if num <= 1 << SHORTEST_BLOCK_BITS:
         return _whole_order(num, seed)[index]
@@ -103,7 +103,7 @@ def _mixed(word: Any, bits: int, mask: int) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _round_keys(seed: int) -> tuple[int, ...]:
-    """Return the keys of all rounds: what C++'s `std::seed_seq{seed}` generates ([rand.util.seedseq] of its standard)."""
+    """Return the keys of all rounds: what `std::seed_seq{seed}` generates (C++'s standard, [rand.util.seedseq])."""
     out, n, given = [0x8B8B8B8B] * ROUNDS, ROUNDS, (1, seed)
     t = (n - 1) // 2
     p = (n - t) // 2

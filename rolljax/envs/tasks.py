@@ -125,8 +125,8 @@ def _different(spec: EnvSpec, num_tasks: int, frac: float) -> tuple[list[Task], 
 class TaskStream:
     """Training tasks in a shuffled order that depends on the seed alone; its position can be saved.
 
-    `task_order.shuffled` does the work: shuffle, generate, filter, repeat, and the position as a small JSON state. Without
-    the settings of a `Domain` there is no end to them.
+    `task_order.shuffled` does the work: shuffle, generate, filter, repeat, and the position as a small JSON state.
+    Without the settings of a `Domain` there is no end to them.
 
     frac: of the tasks, the held-out ones, which do not come. num_tasks, when_dry: see `envs.mixture.Domain`.
     """

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from rolljax import reading
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, needed
 
 MAX_ANSWER_CHARS = 2**20
 """Characters of an answer that an environment gets; the rest is cut off."""
@@ -34,9 +34,10 @@ def linear_pattern(pattern: str, setting: str) -> Any:
       setting: whose value it is.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: it is none, or RE2 is missing.
     """
-    import re2
+    with needed("re2", setting, install="google-re2"):
+        import re2
 
     options = re2.Options()
     options.dot_nl, options.log_errors = True, False

@@ -12,7 +12,7 @@ import jax
 from rolljax.cluster.lockstep import SINGLE_PROCESS
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import Pool
-from rolljax.errors import ConfigError, RolljaxError
+from rolljax.errors import ConfigError, RolljaxError, needed
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.model import hf
 from rolljax.model.decoder import Dtype, Params
@@ -129,7 +129,8 @@ class LocalModel:
         chat = self.chat.for_streams() if benchmark.env.max_turns > 1 or benchmark.agent else self.chat
         if benchmark.agent is None:
             return Rollouts(pool, chat, policy, *limits, benchmark.rollout, scoring=scoring)
-        from rolljax.rollout.agents.host import AgentHost, AgentRollouts  # which need the packages of a server
+        with needed("uvicorn", "Recipe.agent"):
+            from rolljax.rollout.agents.host import AgentHost, AgentRollouts
 
         host = AgentHost(benchmark.agent, self.sampler, chat, context)
         self._hosts.append(host)

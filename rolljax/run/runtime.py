@@ -11,7 +11,7 @@ import numpy as np
 
 from rolljax.cluster.lockstep import SINGLE_PROCESS, Follower, Leader, SingleProcess
 from rolljax.envs.pool import open_pool
-from rolljax.errors import HangError
+from rolljax.errors import HangError, needed
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Params
 from rolljax.recipe import Phase
@@ -88,7 +88,8 @@ class Runtime:
         self.event_loop = EventLoop(should_stop, self.watchdog)
         self.agents = None
         if preflight.recipe.agent:
-            from rolljax.rollout.agents.host import AgentHost  # which needs the packages of a server
+            with needed("uvicorn", "Recipe.agent"):
+                from rolljax.rollout.agents.host import AgentHost
 
             self.agents = AgentHost(
                 preflight.recipe.agent, self.sampler, preflight.chat, preflight.recipe.sampler.max_context

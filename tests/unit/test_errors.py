@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from rolljax import errors
-from rolljax.errors import ConfigError, EnvError, HangError, RolljaxError, SamplerError, boundary
+from rolljax.errors import ConfigError, EnvError, HangError, RolljaxError, SamplerError, boundary, needed
 
 LEAVES = RolljaxError.__subclasses__()
 
@@ -74,3 +74,17 @@ def test_boundary_lets_ours_through_and_leaves_interrupts_alone():
         raise KeyboardInterrupt
     with boundary(SamplerError, "x"):
         pass
+
+
+def test_a_missing_package_names_what_installs_it():
+    with (
+        pytest.raises(ConfigError, match="a feature needs the package no_such_package") as e,
+        needed("no_such_package", "a feature", install="no-such-package>=1", otherwise="do without"),
+    ):
+        import no_such_package.inner  # noqa: F401
+    assert e.value.remedy == "pip install 'no-such-package>=1', or do without"
+
+
+def test_a_package_that_another_one_lacks_is_its_own_error():
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"), needed("another", "a feature"):
+        import no_such_package  # noqa: F401

@@ -1,10 +1,13 @@
 """Splits by content and the position of the task stream."""
 
+import itertools
 import json
+import sys
 
 import pytest
 
 from rolljax.envs.adapters.reasoning_gym import ReasoningGym
+from rolljax.envs.task_order import Shuffled, shuffled
 from rolljax.envs.tasks import TaskStream, first_tasks, held_out, is_held_out
 from rolljax.errors import DataError
 
@@ -57,6 +60,31 @@ def test_the_order_depends_on_the_seed_alone():
     first, again, other = (take(TaskStream(TINY, seed, 0.1), 300) for seed in (7, 7, 8))
     assert first == again and first != other
     assert [t.index for t in first] != sorted(t.index for t in first)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 100, 65_536, 65_537, 70_000, 1_000_000])
+@pytest.mark.parametrize("seed", [0, 2**31 - 1])
+def test_without_grain_the_order_is_grains(num, seed):
+    """Also over the end of an order that is short, and with the positions of the other."""
+    arguments = num, seed, lambda i: i, lambda i: i % 3 < 2
+    ours, grains = Shuffled(*arguments), shuffled(*arguments)
+    assert type(grains).__module__.startswith("grain")
+    assert [*itertools.islice(ours, 250)] == [*itertools.islice(grains, 250)]
+    state = grains.get_state()
+    assert ours.get_state() == state
+    ours.set_state(json.loads(json.dumps({"next_index": 5 * num + num // 2})))
+    grains.set_state(ours.get_state())
+    assert [*itertools.islice(ours, 250)] == [*itertools.islice(grains, 250)]
+
+
+def test_a_stream_goes_on_on_a_machine_without_grain(monkeypatch):
+    stream = TaskStream(TINY, 3, 0.1)
+    take(stream, 20)
+    position, wanted = stream.state(), take(stream, 50)
+    monkeypatch.setitem(sys.modules, "grain", None)
+    elsewhere = TaskStream(TINY, 3, 0.1)
+    elsewhere.restore(position)
+    assert take(elsewhere, 50) == wanted and json.loads(position).keys() == json.loads(elsewhere.state()).keys()
 
 
 @pytest.mark.parametrize("done", [0, 1, 137])

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from rolljax.errors import ConfigError
+from rolljax.errors import needed
 
 MAX_ACTION_CHARS = 8192
 """Texts longer than this are no move in any adapted game."""
@@ -20,12 +20,8 @@ _GLOBAL = threading.Lock()
 
 def library(name: str, install: str) -> Any:
     """Import the module `name`; if it is missing, raise an error that says what to install."""
-    try:
+    with needed(name, "environment", install=install):
         return importlib.import_module(name)
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.split(".")[0] != name.split(".")[0]:
-            raise
-        raise ConfigError(f"needs the package {name}", setting="environment", remedy=f"pip install '{install}'") from e
 
 
 class BorrowedRandom:

@@ -16,7 +16,7 @@ from rolljax.envs.adapters import reasoning_gym_scores as scores
 from rolljax.envs.adapters.border import BorrowedRandom
 from rolljax.envs.base import NUM_INDICES, Env, EnvSpec, PureEnv, Runs, StepResult
 from rolljax.envs.bounded import TooMuch
-from rolljax.errors import ConfigError, EnvError, boundary
+from rolljax.errors import ConfigError, EnvError, boundary, needed
 from rolljax.types import Message, Task
 
 REFUSED: Mapping[str, str] = {
@@ -162,8 +162,9 @@ def _dataset(family: str, config: Mapping[str, Any], seed: int) -> Any:
 
 
 def _make_dataset(family: str, config: Mapping[str, Any], seed: int) -> Any:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    with needed("reasoning_gym", "ReasoningGym", install="reasoning-gym"):
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
     if family not in DATASETS:
         near = difflib.get_close_matches(family, DATASETS, 3)

@@ -12,7 +12,7 @@ from rolljax.envs.adapters.gem import framed, step_result
 from rolljax.envs.adapters.openenv import bearer, check_url, refused
 from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.http_body import ACCEPTED, read_body, read_error
-from rolljax.errors import EnvError, InfraError, boundary, check_range
+from rolljax.errors import EnvError, InfraError, boundary, check_range, needed
 from rolljax.types import Message, Task
 
 PATH = "/apis/v1/envs/gem/"
@@ -122,7 +122,8 @@ class RockEnv(Env):
 
     async def _post(self, verb: str, body: dict[str, Any]) -> tuple[int, str]:
         """The status and the body of an answer; of an error's body the beginning."""
-        import httpx2
+        with needed("httpx2", "Rock.url"):
+            import httpx2
 
         spec, url = self._spec, self._spec.url.rstrip("/") + PATH + verb
         headers = ACCEPTED | bearer(spec.token_env)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from rolljax import reading
-from rolljax.errors import ConfigError, DataError
+from rolljax.errors import ConfigError, DataError, needed
 
 Row = dict[str, Any]
 """Column -> value, as JSON knows values."""
@@ -370,14 +370,8 @@ class _ArrowRows:
     """A Parquet file in memory, or an Arrow file (as `datasets.save_to_disk` writes it), mapped."""
 
     def __init__(self, path: Path, head: bytes) -> None:
-        try:
+        with needed("pyarrow", f"the Parquet or Arrow file {path}", install="rolljax[data]"):
             import pyarrow
-        except ModuleNotFoundError as e:
-            raise ConfigError(
-                "is Parquet or Arrow, and reading it needs the package pyarrow",
-                setting=str(path),
-                remedy="pip install 'rolljax[data]'",
-            ) from e
         self._path = path
         try:
             self._batches = _parquet(path) if head[:4] == b"PAR1" else _arrow(path, is_file=head[:6] == b"ARROW1")

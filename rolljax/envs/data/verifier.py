@@ -12,6 +12,7 @@ import logging
 from typing import Any
 
 from rolljax.envs.bounded import TooMuch, or_default, scored
+from rolljax.errors import needed
 
 CPU_S = 3.0
 MEMORY_GIB = 0.5
@@ -41,7 +42,8 @@ def warm() -> None:
 @functools.cache
 def _library() -> Any:
     """math-verify, which warns that it keeps no time itself."""
-    import math_verify
+    with needed("math_verify", "comparing formulas", install="math-verify"):
+        import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify

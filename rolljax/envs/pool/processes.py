@@ -22,7 +22,7 @@ from rolljax.envs.pool import wire
 from rolljax.envs.pool.fork_server import END_S, ORDER, OUTPUT_BYTES
 from rolljax.envs.pool.link import Cause, LinkEvents
 from rolljax.envs.pool.settings import PoolConfig
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, needed
 
 NUM_PROCESSES = max(8, min(64, 2 * (os.cpu_count() or 1)))
 READ_BYTES = 262_144
@@ -54,9 +54,10 @@ def spec_bytes(spec: EnvSpec) -> bytes:
     the script that was started, lambdas, nested ones) travel along by value, with the globals that they use.
 
     Raises:
-      ConfigError: they hold what cannot be sent: an open file, a lock, a connection.
+      ConfigError: they hold what cannot be sent: an open file, a lock, a connection; or cloudpickle is missing.
     """
-    import cloudpickle
+    with needed("cloudpickle", "PoolConfig.where", otherwise="set PoolConfig.where = 'thread'"):
+        import cloudpickle
 
     cls, remedy = type(spec), "open what cannot be sent in reset, or PoolConfig.where = 'thread'"
     try:
