@@ -14,7 +14,11 @@ from rolljax.config.values import Macro, Ref
 from rolljax.errors import ConfigError, needed
 
 with needed("gin", "reading a gin file", install="gin-config", otherwise="build a rolljax.Recipe in Python"):
+    import gin
+    import gin.config
     from gin import config_parser
+
+__all__ = ["config_parser", "gin", "setting_value", "statements"]
 
 
 class _Delegate(config_parser.ParserDelegate):
