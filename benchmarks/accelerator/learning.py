@@ -1,7 +1,7 @@
 """A GRPO run of a byte model, with its curve: the quickstart's task, model and settings, `Phase.async_ratio` 0 and 1.
 
-The recipe is made of Python objects and the environment is defined here, so the run needs no gin, Grain, reasoning-gym or
-Ray. A supervised warm start comes first, as in the quickstart. The run folders stay in `learning/` next to the JSON
+The recipe is made of Python objects and the environment is defined here, so the run needs no gin, Grain, reasoning-gym
+or Ray. A supervised warm start comes first, as in the quickstart. The run folders stay in `learning/` next to the JSON
 file: `curves.png`, and samples of the trajectories.
 """
 
