@@ -185,7 +185,7 @@ def table(text):
 
 
 def test_the_map_names_files_where_they_are():
-    rows = table(section(ROOT / "BUILD.md", "What stands where"))
+    rows = table(section(ROOT / "BUILD.md", "Where things are"))
     wrong, room = [], ROOT
     for cell, told in rows:
         if cell:
@@ -213,7 +213,7 @@ def test_the_walk_names_at_most_twelve_files_each_once():
 
 
 def test_every_invariant_names_tests_that_are_there():
-    rows = table(section(ROOT / "BUILD.md", "Invariants, and the test that holds each"))
+    rows = table(section(ROOT / "BUILD.md", "Invariants and their tests"))
     assert len(rows) > 40
     wrong = [
         row[0]
