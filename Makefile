@@ -16,7 +16,7 @@ NEWEST_TESTS ?= tests/e2e/test_sampler.py $(addprefix tests/unit/test_,$(addsuff
 INSTALL_BWRAP := { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "installing bubblewrap" && \
 	{ apt-get install -qq -y bubblewrap > /dev/null || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }; }; }
 
-.PHONY: setup setup-test quickstart test test-slow test-all test-newest durations mutants check docs bench clean
+.PHONY: setup setup-test quickstart test test-slow test-all test-newest durations mutants check docs bench accelerator clean
 
 setup: $(VENV)/.installed
 setup-test: $(VENV)/.installed-test
@@ -91,6 +91,11 @@ docs: setup-test
 
 bench: setup-test
 	$(BIN)/python benchmarks/quickstart.py
+
+# everything that a GPU or TPU can tell us, in pieces of at most eight minutes (docs/accelerators.md). PYTHON: one whose jax
+# sees the device; nothing is installed
+accelerator:
+	$(PYTHON) benchmarks/accelerator/run.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis

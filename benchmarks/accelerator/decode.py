@@ -29,7 +29,7 @@ from common import (
 )
 
 BATCHES, CONTEXT = (1, 16, 64, 256), 512
-STEPS, REPEATS = 32, 8
+STEPS, REPEATS = 16, 6
 """Decode steps of a dispatch, and dispatches that are timed."""
 CHUNKS = (2048, 8192)
 """Tokens of a prompt that are prefilled at once."""

@@ -48,7 +48,7 @@ def body(piece: Piece) -> None:
     from rolljax.model.decoder import Model
 
     name, shape = next(iter(shapes(piece.tiny).items()))
-    batch, context, steps, requests = (2, 32, 4, 2) if piece.tiny else (64, 512, 32, 16)
+    batch, context, steps, requests = (2, 32, 4, 2) if piece.tiny else (64, 512, 16, 16)
     weights = random_weights(Model(shape, "bfloat16"))
     with piece.attempt({"what": "decode", "shape": name, "batch": batch}) as row:
         row |= decode_figures(

@@ -39,7 +39,7 @@ def work(tiny: bool) -> list[Work]:
         Work("4B", 8192, 2, "full"),
         Work("4B", 2048, 8, "full"),
         Work("4B", 8192, 2, "attention"),
-        Work("4B", 8192, 2, "dots"),
+        Work("4B", 8192, 1, "dots"),
         Work("4B", 2048, 2, "none"),
         Work("4B", 2048, 2, "full"),
         Work("4B", 32768, 1, "full"),
