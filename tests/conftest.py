@@ -34,7 +34,7 @@ hypothesis.settings.load_profile("repo")
 
 def pytest_addoption(parser):
     parser.addoption("--write_durations", action="store_true", help="write what the tests cost to tests/durations.json")
-    parser.addoption("--sample_seed", help="which cases of tests marked `sampled` run: any text; the date unless given")
+    parser.addoption("--sample_seed", help="which cases of slow tests run: any text; the date unless given")
 
 
 def pytest_configure(config):
@@ -44,7 +44,7 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    terminalreporter.write_line(f"cases of tests marked `sampled`: --sample_seed {config.option.sample_seed}")
+    terminalreporter.write_line(f"cases of slow tests marked `sampled`: --sample_seed {config.option.sample_seed}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
@@ -55,19 +55,24 @@ def pytest_collection_modifyitems(config, items):
 
 def leave_cases_to_slow(items, seed):
     """Of a test that is marked `sampled(n)` all cases but n are slow, and of a slow one a sweep: another n with every
-    seed. With `sampled(n, slow=m)` the next m are slow, and the others a sweep. Tests of a file that have the same cases
-    keep the same ones, so that what they share is made for those alone."""
+    seed. With `sampled(n, slow=m)` the next m are slow, another m with every seed, and the others a sweep. The default set
+    has the same cases every day. Tests of a file that have the same cases keep the same ones, so that what they share is
+    made for those alone."""
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
             cases[item.path, item.originalname].append(item)
     for group in cases.values():
-        group.sort(key=lambda item: hashlib.sha256(f"{seed} {item.callspec.id}".encode()).digest())
-        sampled = group[0].get_closest_marker("sampled")
-        kept = sampled.args[0]
-        slow = sampled.kwargs.get("slow", len(group))
-        for i, item in enumerate(group[kept:]):
-            item.add_marker(pytest.mark.sweep if i >= slow or item.get_closest_marker("slow") else pytest.mark.slow)
+        sampled, is_slow = group[0].get_closest_marker("sampled"), bool(group[0].get_closest_marker("slow"))
+        kept, slow = sampled.args[0], sampled.kwargs.get("slow", len(group))
+        ordered = shuffled(group, seed if is_slow else "default")
+        for i, item in enumerate(shuffled(ordered[kept:], seed)):
+            item.add_marker(pytest.mark.sweep if is_slow or i >= slow else pytest.mark.slow)
+
+
+def shuffled(items, seed):
+    """The items in an order that depends on the seed and their ids alone."""
+    return sorted(items, key=lambda item: hashlib.sha256(f"{seed} {item.callspec.id}".encode()).digest())
 
 
 # What these compute meets no other dtype or rank than it says. (`trainer.vocab` takes any rank, and Optax multiplies counts
