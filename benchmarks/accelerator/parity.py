@@ -11,11 +11,12 @@ float32 rows compute in full float32: on GPUs and TPUs JAX multiplies float32 ma
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 from typing import Any
 
 from common import Peaks, Piece, main, one_device_mesh, random_weights, shapes
-from update import make_trainer
+from update import kernel, make_trainer
 
 COMPILE_S = 60.0
 """Taken for the programs of one type."""
@@ -94,11 +95,13 @@ def gap_figures(model: Any, params: Any, num: int, prompt: int, answer: int) -> 
         samples.append(Sample(stream, np.arange(prompt, prompt + answer), np.zeros(answer, np.int64), columns))
     trainer = make_trainer(model.cfg, prompt + answer, num, "none")
     packed = pack([[one] for one in samples], PackShape(1, num, prompt + answer), 1.0)
-    program = trainer.forward_passes.logprob_program(model)
+    attention = kernel(model.cfg, prompt + answer) if model.dtype == "bfloat16" else "xla"
+    program = trainer.forward_passes.logprob_program(dataclasses.replace(model, attention=attention))
     logps = packed.unpack(program(params, PlacedBatch(trainer.mesh, packed).on_devices))
     trained, sampled = np.concatenate(logps), np.concatenate([c.sampler_logp for c in done])
     gap = trained.astype(np.float64) - sampled
     return {
+        "trainer_attention": attention,
         "tokens": len(gap),
         "gap_mean": float(np.abs(gap).mean()),
         "gap_max": float(np.abs(gap).max()),

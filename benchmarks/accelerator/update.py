@@ -18,25 +18,33 @@ COMPILE_S = 22.0
 """Taken for one update."""
 SLACK = 0.35
 """Share of the peak that estimates of time assume."""
+KERNELS = ("splash", "cudnn", "tokamax", "xla")
+"""Implementations of attention, those that are made for one kind of device first."""
 BYTES_PER_PARAM, SHARE = 18.0, 0.7
 """float32 weights, two moments and gradients, and their bfloat16 copies; they may take this share of the memory."""
 
 
 class Work(NamedTuple):
-    """One row: the shape's name, tokens of a row and rows of the micro-batch."""
+    """One row: the shape's name, tokens of a row, rows of the micro-batch, what the backward pass recomputes.
+
+    attention: an implementation of `rolljax.model.implementations`; 'kernel': the first of `KERNELS` that can run.
+    """
 
     shape: str
     length: int
     rows: int
     remat: str
+    attention: str = "kernel"
 
 
 def work(tiny: bool) -> list[Work]:
     """What is measured, the most important first."""
     if tiny:
-        return [Work("tiny", 64, 2, remat) for remat in ("full", "none")]
+        return [Work("tiny", 64, 2, "full"), Work("tiny", 64, 2, "none", "cudnn")]
     return [
         Work("4B", 8192, 2, "full"),
+        Work("4B", 8192, 2, "full", "tokamax"),
+        Work("4B", 8192, 2, "full", "xla"),
         Work("4B", 2048, 8, "full"),
         Work("4B", 8192, 2, "attention"),
         Work("4B", 8192, 1, "dots"),
@@ -79,7 +87,17 @@ def fitting(shape: Any, peaks: Peaks | None) -> Any:
     return shape
 
 
-def make_trainer(shape: Any, length: int, rows: int, remat: str, attention: str = "auto") -> Any:
+def kernel(shape: Any, length: int) -> str:
+    """The first of `KERNELS` that can compute rows of so many tokens here, in bfloat16."""
+    import jax.numpy as jnp
+
+    from rolljax.model.implementations import Case, why_not
+
+    case = Case(one_device_mesh().devices.flat[0], jnp.dtype("bfloat16"), length, shape.head_dim)
+    return next(name for name in KERNELS if not why_not(name, case))  # type: ignore[arg-type]
+
+
+def make_trainer(shape: Any, length: int, rows: int, remat: str, attention: str = "kernel") -> Any:
     """A phase of GRPO with that shape of a batch."""
     from rolljax.model.decoder import Model
     from rolljax.trainer.algorithms.grpo import Grpo
@@ -87,6 +105,7 @@ def make_trainer(shape: Any, length: int, rows: int, remat: str, attention: str 
     from rolljax.trainer.optimizer import AdamW
     from rolljax.trainer.phase_trainer import PhaseTrainer
 
+    attention = kernel(shape, length) if attention == "kernel" else attention
     model = Model(shape, "bfloat16", remat, attention)  # type: ignore[arg-type]
     grpo = Grpo(aggregation="token-mean")
     pack = PackShape(1, rows, length)
@@ -148,7 +167,8 @@ def body(piece: Piece) -> None:
             continue
         with piece.attempt(what) as row:
             shape = fitting(shapes(piece.tiny)[one.shape], piece.peaks)
-            trainer = make_trainer(shape, one.length, one.rows, one.remat)
+            trainer = make_trainer(shape, one.length, one.rows, one.remat, one.attention)
+            row["attention"] = trainer.model.attention
             if of != one.shape or policy is None:
                 policy = None
                 gc.collect()
