@@ -77,7 +77,7 @@ PARTS = """
 2505.19690 | Beyond Safe Answers | answers and reasoning judged | `Bsa` | judged/bsa |
 2505.23793 | USB | safety and refusal rates, text part | `Usb` | judged/usb |
 2507.22879 | RecGPT | tags of what users want, fused with retrieval | `RecGpt` | recgpt | recgpt.png
-2509.19128 | PipelineRL | requests that go on while weights change | `SamplerConfig.on_publish` | |
+2509.19128 | PipelineRL | requests that continue while weights change | `SamplerConfig.on_publish` | |
 2509.21009 | RollPacker | tail batching | `Phase.tail_batching` | |
 2510.07685 | LiveThinking | a reward for lengths within a band | `LengthBand` | live_thinking | live_thinking.png
 2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |
@@ -135,8 +135,8 @@ def page() -> str:
         "",
         "# Papers",
         "",
-        "What runs of each paper, from which config, and where it is shown. [Defaults](algorithms/defaults.md) sets",
-        "what papers state beside our defaults; [the figures](algorithms_bench.md) are of small problems.",
+        "The parts of each paper that are implemented, their configs and figures. [Defaults](algorithms/defaults.md) compares",
+        "the papers' settings with our defaults; [the figures](algorithms_bench.md) show small problems.",
         "",
         "## Algorithms",
         "",
@@ -144,8 +144,8 @@ def page() -> str:
         "|---|---|---|---|",
         *algorithm_rows(),
         "",
-        "What two of them claim about credit is shown beside controls in [learning](learning.md): attention rhythm and",
-        "Lite PPO ([figure](effects.png)); IPA where nothing succeeds by chance ([figure](agent_ipa.png)).",
+        "[Learning](learning.md) compares with controls: credit by attention rhythm and by Lite PPO ([figure](effects.png)), and IPA",
+        "on a task that is never solved by chance ([figure](agent_ipa.png)).",
         "",
         "## Parts",
         "",
