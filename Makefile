@@ -55,13 +55,14 @@ test-all: setup-test
 	$(PYTEST) -m 'not alone'
 	$(ALONE)
 
-# model, sampler, trainer, kernels and a short quickstart with a newer Python and the newest jax, flax and orbax that pip
-# installs there. `make test-newest NEWEST_TESTS="tests/unit tests/contract"` runs more.
+# model, sampler, trainer, kernels, a dry run of benchmarks/accelerator and a short quickstart with a newer Python and the
+# newest jax, flax and orbax that pip installs there. `make test-newest NEWEST_TESTS="tests/unit tests/contract"` runs more.
 test-newest:
 	@if [ -z "$(NEWEST)" ]; then echo "no Python 3.12 or 3.13 found: skipped (name one: make test-newest NEWEST=PYTHON)"; \
 	else $(MAKE) --no-print-directory $(VENV)-newest/.installed && \
 	$(VENV)-newest/bin/python -c 'import sys, jax; print("Python", sys.version.split()[0], "jax", jax.__version__)' && \
 	$(VENV)-newest/bin/python -m pytest $(NEWEST_TESTS) -n 2 --dist loadfile && \
+	$(VENV)-newest/bin/python -m pytest tests/e2e/test_accelerator.py -m slow && \
 	folder=$$(mktemp -d) && JAX_PLATFORMS=cpu $(VENV)-newest/bin/python -m rolljax.train --gin quickstart \
 	--run_dir $$folder/quickstart --set 'warm_start/Phase.steps = 8' --set 'rl/Phase.steps = 4' && rm -r $$folder; fi
 

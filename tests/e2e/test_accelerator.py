@@ -1,0 +1,61 @@
+"""`benchmarks/accelerator/` with tiny sizes on a CPU, in processes that lack the packages a lent machine may lack."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks" / "accelerator"
+sys.path.insert(0, str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("accelerator")
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "hidden"), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
+    command = [sys.executable, str(FOLDER / "run.py"), "--tiny", "--out", str(folder)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_every_piece_runs_without_the_packages_of_features(out):
+    from run import PIECES
+
+    for name in PIECES:
+        content = json.loads((out / f"{name}.json").read_text())
+        assert content["done"] and content["failed"] is None and content["figures"], name
+        failed = [row for row in content["figures"] if "failed" in row]
+        assert failed == [], name
+    summary = (out / "summary.md").read_text()
+    assert [name for name in PIECES if f"## {name}: " not in summary] == []
+
+
+@pytest.mark.slow
+def test_the_training_run_has_its_curve(out):
+    rows = json.loads((out / "learning.json").read_text())["figures"]
+    runs = [row for row in rows if row["what"] == "run"]
+    assert [row["async_ratio"] for row in runs] == [0, 1]
+    for row in runs:
+        assert row["rl_steps"] == 4 and row["trained_tok_s"] > 0 and row["sampled_tok_s"] > 0
+    points = [row for row in rows if row["what"] == "held-out reward"]
+    assert [row["step"] for row in points] == [2, 4]
+    assert all({"ratio 0, seed 0", "ratio 1, seed 0"} <= row.keys() for row in points)
+
+
+@pytest.mark.slow
+def test_every_piece_is_estimated_to_end_within_its_limit():
+    import importlib
+
+    from common import GPUS, LIMIT_S
+    from run import PIECES
+
+    cards = [gpu for gpu in GPUS if gpu.name in ("H100", "H200")]
+    found = {(name, gpu.name): importlib.import_module(name).estimate(False, gpu) for name in PIECES for gpu in cards}
+    assert len(cards) == 2 and {key: s for key, s in found.items() if not 0 < s < LIMIT_S} == {}
