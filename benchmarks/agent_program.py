@@ -2,8 +2,8 @@
 
     python benchmarks/agent_program.py [--seed N] [--set 'name = value' ...]
 
-What the sampler was asked and gave is noted beside the recorder; at the end every call in the stored rollouts is
-compared with it: prompt ids, sampled ids, log-probs and versions must be equal, and none may be missing.
+Every request to the sampler and its result are noted independently of the recorder. At the end every call in the stored
+rollouts is compared with them: prompt ids, sampled ids, log-probs and versions must be equal, and none may be missing.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python benchmarks/algorithms.py --only grpo.Grpo topr.Topr --seeds 3    # some of them, printed only
     python benchmarks/algorithms.py --lm grpo.Grpo cispo.Cispo              # the quickstart's model; all without names
 
-Numbers go to docs/curves/algorithms.json (what was there of other parts stays), tables to docs/algorithms_bench.md.
-`--redraw` makes both anew from the numbers. The problems are in `toys.py`: policy and critics are tables, everything
-else is the trainer's own code. A new file in rolljax/trainer/algorithms is found without being asked.
+Numbers go to docs/curves/algorithms.json (numbers of other parts stay), tables to docs/algorithms_bench.md.
+`--redraw` makes both again from the numbers. The problems are in `toys.py`: policy and critics are tables, everything
+else is the trainer's own code. A new file in rolljax/trainer/algorithms is found by itself.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ppo.Ppo": {"critic": Critic(optimizer=_CRITIC_LR)},
     "segment_reward.SegmentReward": {"scorer": "teacher", "base": "run_start", "min_segment": 1},
 }
-"""What an algorithm needs to be told on the bandit; all others run with their defaults."""
+"""Settings that an algorithm needs on the bandit; all others run with their defaults."""
 
 SURROGATES: dict[str, type[Any]] = {
     "REINFORCE": Reinforce,
@@ -316,7 +316,7 @@ LM_SETTINGS: dict[str, list[str]] = {
     "dapo.Dapo": ["RewardShaping.overlong_cache = 1"],
     "dpo.Dpo": ["rl/Phase.updates_per_step = 1"],
 }
-"""What the language model's run of an algorithm needs beside the quickstart's settings."""
+"""Settings that the language model's run of an algorithm needs in addition to the quickstart's."""
 
 
 def lm(names: Sequence[str], out: Path, steps: int, async_ratio: float) -> dict[str, Numbers]:

@@ -4,8 +4,8 @@ r"""Learning against the async ratio: a recipe, algorithms with and without a co
     python benchmarks/async_learning.py --config agents/guess_number --steps 80 --set rl/AdamW.lr=3e-4 \
         --out runs/async_agent
 
-Every run is a process of its own, one after the other; what it says goes to a .log beside its folder. A finished run is
-taken as it is, one that was stopped goes on. The table gives the mean held-out reward at the end over the seeds, and
+Every run is a process of its own, one after the other; its output goes to a .log next to its folder. A finished run is
+used as it is, a stopped one continues. The table gives the mean held-out reward at the end over the seeds, and
 the lowest and highest; the figure the rewards by step.
 """
 

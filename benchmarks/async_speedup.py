@@ -3,14 +3,14 @@
     python benchmarks/async_speedup.py --figure docs/async_speedup.png            # all workloads
     python benchmarks/async_speedup.py --workloads agents          # forty minutes, in which it mostly sleeps
 
-A tiny model, the real engine, the real loop; every run is a process of its own, one after the other. What is drawn is
-how long answers are (single-turn workloads) and how long an environment takes (`latency.py`). The seconds are the mean
-of the steps in the steady state: without the first two, which compile, and without the last ones, for which nothing is
-begun ahead. Ratios are to the synchronous loop of the same call.
+A tiny model, the real engine, the real loop; every run is a process of its own, one after the other. The lengths of
+answers (single-turn workloads) and the seconds of an environment (`latency.py`) are drawn at random. The seconds are
+the mean of the steps in the steady state: without the first two, which compile, and without the last ones, for which no
+group is started ahead. Ratios are to the synchronous loop of the same call.
 
-Beside them stand the seconds that `rolljax.simulate` gives each recipe with the timings of other runs: of the
-synchronous one, and of the first that begins steps ahead. What trainer and sampler take when both use the same cores
-at once, a synchronous run does not know. In brackets: the run's own timings.
+Further columns have the seconds that `rolljax.simulate` predicts for each recipe with the timings of other runs: of the
+synchronous one, and of the first that starts steps ahead. A synchronous run does not show what trainer and sampler take
+when both use the same cores at once. In brackets: the prediction with the run's own timings.
 """
 
 import argparse

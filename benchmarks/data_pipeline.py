@@ -62,7 +62,7 @@ def main() -> None:
         wall = time.perf_counter() - start
         print(done.stdout)
         cpu = float(done.stdout.split("cpu_s=")[1].split()[0])
-        print(f"{args.num} records: {args.num / wall:.0f} a second by the clock, {args.num / cpu:.0f} a CPU second")
+        print(f"{args.num} records: {args.num / wall:.0f} per second of wall time, {args.num / cpu:.0f} per CPU second")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DDK against uniform shares: where a student lags behind its teacher, after the same tokens.
+"""DDK against uniform shares: the student's gap to its teacher by domain, after the same number of tokens.
 
     python benchmarks/ddk.py --figure docs/ddk.png [--seeds 3]
 

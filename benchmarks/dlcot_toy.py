@@ -2,7 +2,7 @@
 answers the questions of DLCoT's stages about them, as a model would, with some slips of its own.
 
 A trace: the question repeated, a plan, attempts by one of two methods (some wrong, the last one right), checks, a boxed
-answer. Each attempt stands on a line of its own.
+answer. Each attempt has its own line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def attempt(a: int, b: int, method: str, wrong: bool) -> str:
 
 
 def records(num: int, seed: int) -> list[dict[str, Any]]:
-    """So many different sums, each with its trace."""
+    """Return `num` different sums, each with its trace."""
     rng = random.Random(seed)
     pairs = rng.sample([(a, b) for a in range(10, 60) for b in range(10, 60)], num)
     return [{"prompt": f"{a}+{b}=?", "answer": str(a + b), "trace": trace(a, b, rng)} for a, b in pairs]
@@ -54,7 +54,7 @@ def records(num: int, seed: int) -> list[dict[str, Any]]:
 
 
 def rule(messages: Sequence[dict[str, str]], rng: random.Random) -> str:
-    """What a model would say; one answer in ten is of no use."""
+    """Return the answer of a model; one answer in ten is useless."""
     prompt = messages[-1]["content"]
     if rng.random() < 0.1:
         return "I cannot say."

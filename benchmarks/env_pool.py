@@ -2,11 +2,11 @@
 
     python benchmarks/env_pool.py            # one to two minutes
 
-Steps a second go the whole way through asyncio (an episode is an open, 100 steps and a close). Concurrency is what
-1,000 environments that wait 0.1 to 1 s in each of 10 steps would take if all waited at once, by what they take. Faults:
-10 % of the episodes fail by an exception, exit, abort, NaN or hang; episodes that a neighbour took with it are begun
-again. Compared is the wall clock for the same number of episodes that come to their end. The policy takes 0.05 s for an
-action, and the limit of a step is 0.5 s.
+Steps per second include all of asyncio (an episode is an open, 100 steps and a close). Concurrency is the ideal time of
+1,000 environments that wait 0.1 to 1 s in each of 10 steps, all at once, divided by their measured time. Faults: 10 %
+of the episodes fail by an exception, exit, abort, NaN or hang; other episodes that failed in the same worker restart.
+The benchmark compares wall seconds for the same number of complete episodes. The policy takes 0.05 s for an action, and
+the limit of a step is 0.5 s.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ToyEnv(Env):
 
 
 async def play(pool: EnvPool, index: int, think_s: float = 0.0) -> bool:
-    """A whole episode, begun again while the infrastructure loses it; whether it came to its end."""
+    """Play a whole episode, restarted after each fault of the infrastructure; return whether it came to its end."""
     while True:
         try:
             episode = await pool.open(pool.spec.task(index))
@@ -120,7 +120,7 @@ async def play(pool: EnvPool, index: int, think_s: float = 0.0) -> bool:
 
 
 def timed(spec: Toy, cfg: PoolConfig, episodes: int, at_once: int, think_s: float = 0.0) -> float:
-    """Seconds for so many episodes, when everything is warm."""
+    """Return the seconds of `episodes` episodes, after a warm-up."""
     pool = EnvPool(cfg, spec)
 
     async def go() -> float:

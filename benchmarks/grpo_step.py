@@ -1,4 +1,4 @@
-"""Seconds of one whole GRPO step, beside other frameworks on equal work.
+"""Seconds of one whole GRPO step, compared with other frameworks on equal work.
 
     python benchmarks/grpo_step.py                                   # rolljax alone
     python benchmarks/grpo_step.py --compare --python tunix=/path/to/python trl=/path/to/python

@@ -25,7 +25,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--figure", help="write a picture of the curves there")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--runs", help="keep the runs in that folder, and go on with those that are there")
+    parser.add_argument("--runs", help="keep the runs in that folder, and continue the runs in it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.runs or scratch)

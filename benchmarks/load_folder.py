@@ -1,4 +1,4 @@
-"""Host memory while a Hugging Face folder is read onto eight devices, beside what the devices hold.
+"""Host memory while a Hugging Face folder is read onto eight devices, compared with the devices' own memory.
 
 Writes a folder of random bfloat16 weights (Llama 3) in several files, then reads it in a process of its own with eight
 CPU devices, `fsdp = 8`, float32 parameters. CPU devices lie in the same memory: the peak of the process's resident
@@ -50,7 +50,7 @@ class Peak:
 
 
 def config(mib: int):
-    """A Llama 3 of so many MiB in bfloat16; its embedding is about an eighth of that, as is its head."""
+    """Return a Llama 3 of `mib` MiB in bfloat16; its embedding is about an eighth of that, as is its head."""
     from rolljax.model.families.llama3 import Llama3Config
 
     hidden = 2048 if mib >= 1024 else 512

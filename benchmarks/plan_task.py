@@ -4,7 +4,7 @@
 
 The model was taught (supervised, plans at random) to keep to its plan: every `f_k` is a function of `p` and `k`, so
 that later tokens look back at the plan. What it has to find out by reinforcement is which plan is right, the same one
-for all questions: reward 1 if the plan and all that follows are right. Nobody tells it that the plan decides.
+for all questions: reward 1 if the plan and all that follows are right. The reward does not show that the plan decides.
 
 Several runs are trained side by side by plain gradient descent, as in `toys.py`, each with weights, answers and a
 secret of its own. The rest is what a run uses: the model, its attention statistics, `Episodes`, `Algorithm.credit`, the

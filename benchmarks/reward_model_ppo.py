@@ -4,7 +4,7 @@
 
 Three runs of `configs/reward_model_ppo.gin`, one after the other: as it is; with a reward model of 60 updates instead
 of 3200, and a policy that is held less and trained for longer; with the environment's own reward instead. A finished
-run in its folder is taken as it is, one that was stopped goes on. The table gives held-out reward, which is gold in all
+run in its folder is used as it is, a stopped one continues. The table gives held-out reward, which is gold in all
 of them; the figure gold and proxy by step, and over the distance from the policy that PPO began with (the curves of
 arXiv 2210.10760): KL per answer, nats.
 """
@@ -53,7 +53,7 @@ def rows(folder: Path, phase: str = "rl") -> list[dict]:
 
 
 def heldout(folder: Path) -> dict[str, float]:
-    """Held-out reward by the phase behind which it was measured."""
+    """Return the held-out reward by the phase after which it was measured."""
     found = json.loads((folder / "summary.json").read_text())["heldout_reward"]
     return {entry["phase"]: entry["mean"] for entry in found}
 

@@ -1,7 +1,7 @@
 """What a judge of two seconds adds to a step that has other work, at async_ratio 1.
 
-One run, whose judge answers at once and after two seconds by turns, a few steps each: what a machine does beside it
-falls on both. A step's answers are judged while the trainer works on the step before.
+One run, whose judge answers at once and after two seconds in turn, a few steps each, so that other load of the machine
+affects both. A step's answers are judged while the trainer works on the step before.
 
     python benchmarks/slow_judge.py [--latency 2.0] [--blocks 16] [--steps 4]
 """

@@ -2,7 +2,7 @@
 
 python benchmarks/startup.py [--repeat 5]
 
-Each is a process of its own; medians, beside what a user should not have to notice.
+Each is a process of its own. The table has medians, and the limit above which a user notices the wait.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/think_j.py --seeds 3 --to runs/think_j --figure docs/think_j.png   # five minutes a seed
 
-Every stage is a process of its own, at low priority, and is skipped where its result is there: the same command goes on
+Every stage is a process of its own, at low priority, and is skipped if its result exists, so the same command continues
 where it was interrupted. Stages of a seed: `online`: think_j.gin; `init`: think_j_init.gin, exported; `pairs`: 3000
 questions to its judge and critic; `offline`: think_j_offline.gin on them. Then kept checkpoints are asked about 256
 held-out pairs in both orders, at temperature 0. `always_a` is a server that answers `a2` to everything.
@@ -75,7 +75,7 @@ def make_pairs(folder: Path, seed: int) -> None:
 
 
 def evaluate_steps(folder: Path, name: str, seed: int, every: int) -> None:
-    """The kept checkpoints of a run: where its phases ended, the last, and those of every so many steps."""
+    """Evaluate the kept checkpoints of a run: the ends of its phases, the last one, and one every `every` steps."""
     from rolljax.eval import evaluate
     from rolljax.evaluation.settings import Attempts
 
@@ -160,7 +160,7 @@ def draw(path: Path, curves: dict[str, list[Curve]], constant: dict[str, list[fl
 
 
 def with_init(init: Curve, after: Curve) -> Curve:
-    """The curve of a run that went on from another one's end."""
+    """Return the curve of a run that continued from another one's end."""
     last = max(map(int, init))
     return init | {str(last + int(step)): value for step, value in after.items()}
 

@@ -181,8 +181,8 @@ def one_turn_episodes(
 class Bandit(Toy):
     """Say `length` symbols, rewarded if the first of them are a hidden string; a step is `samples` attempts.
 
-    Every symbol is a turn, so that algorithms with credit by turn have something to work on. The policy knows the
-    position, critics also what was said where it counts.
+    Every symbol is a turn, so that algorithms with credit by turn have an effect. The policy sees the position, critics
+    also the symbols so far as they matter for the reward.
 
     wrong: reward of a failed attempt. noise: deviation of gaussian noise on the sampler's logits, drawn every step.
     """
@@ -216,7 +216,7 @@ class Bandit(Toy):
         return self.played(step, rewards, rows, tokens, logp[rows, tokens], states=states)
 
     def _prefixes(self, tokens: np.ndarray) -> np.ndarray:
-        """A number for every position and what was said before it, as far as it counts."""
+        """Return a number for every position and the symbols before it, as far as they matter for the reward."""
         out = np.zeros(tokens.shape, np.int64)
         first, said = 0, np.zeros(len(tokens), np.int64)
         for t in range(tokens.shape[1]):
@@ -344,7 +344,7 @@ class GuessTheNumber(Toy):
 
 
 class Walk(Toy):
-    """A walk of `length` steps up or down that nobody steers: something for critics to predict.
+    """A random walk of `length` steps up or down that no policy steers: a problem for critics to predict.
 
     Rewarded at the end with the height reached, over the square root of the length, and gaussian noise. The value of a
     state is therefore its height over that root (`true_values`).
@@ -644,8 +644,8 @@ def train(
     """Train `seeds` tables by plain gradient descent, each on a problem of its own.
 
     Args:
-      make: the problem of a seed. lr: rate, for the loss as the algorithm aggregates it. lag: the sampler's table is
-        that of so many steps ago. epochs: updates on the same trajectories. value_std: of critics' first values.
+      make: the problem of a seed. lr: rate, for the loss as the algorithm aggregates it. lag: age in steps of the
+        sampler's table. epochs: updates on the same trajectories. value_std: of critics' first values.
       advance: called after every step.
     """
     toys = [make(s) for s in range(seeds)]

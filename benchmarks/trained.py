@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def train(recipe: str, run_dir: Path, *settings: str) -> Path:
-    """A run of `configs/{recipe}.gin`, made anew unless it is there; its folder."""
+    """Return the folder of a finished run of `configs/{recipe}.gin`; train it first if it does not exist."""
     if not (run_dir / "summary.json").is_file():
         command = [sys.executable, "-m", "rolljax.train", "--gin", str(ROOT / "configs" / f"{recipe}.gin")]
         command += ["--run_dir", str(run_dir), *(word for s in settings for word in ("--set", s))]

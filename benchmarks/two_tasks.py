@@ -35,7 +35,7 @@ def runs(folder: Path, seed: int) -> dict[str, Path]:
 
 
 def heldout(run: Path) -> list[tuple[int, dict[str, float]]]:
-    """Held-out reward by task, after so many steps."""
+    """Return the held-out reward by task, with the step of each evaluation."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = [
         (row["step"], {t: row[f"domain/{t}/heldout_mean"] for t in TASKS if f"domain/{t}/heldout_mean" in row})

@@ -28,7 +28,7 @@ WORDS = ("north ", "the door ", "south ", "look ", "I see a wall. ", "go on\n")
 
 
 def trajectory(rng: np.random.Generator, draw: int, sibling: int, advantages: bool) -> Trajectory:
-    """One of four turns, 1,024 sampled tokens, and as many that it was told."""
+    """Return a trajectory of four turns, with 1,024 sampled tokens and as many prompt tokens."""
     text = "".join(rng.choice(WORDS, 40))[:TURN_TOK]
     ids = rng.integers(0, 256, (TURNS, 2, TURN_TOK), dtype=np.int32)
     logp = -rng.exponential(0.7, (TURNS, TURN_TOK)).astype(np.float32)
@@ -42,7 +42,7 @@ def trajectory(rng: np.random.Generator, draw: int, sibling: int, advantages: bo
 
 
 def make(path: Path, size: float) -> int:
-    """A run of so many bytes; returns its number of steps. Steps are alike but for their draws."""
+    """Write a run of `size` bytes; return its number of steps. Steps are alike but for their draws."""
     rng, folder = np.random.default_rng(0), RunFolder(path)
     (path / "rollouts").mkdir(parents=True)
     (path / RESOLVED).write_text(json.dumps({"phases[0].name": "rl", "phases[0].steps": 100}))
@@ -64,7 +64,7 @@ def make(path: Path, size: float) -> int:
 
 @dataclasses.dataclass
 class Seconds:
-    """By the clock, and of the viewer's processor time."""
+    """Wall seconds, and seconds of the viewer's processor time."""
 
     clock: float = 0.0
     processor: float = 0.0

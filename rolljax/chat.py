@@ -278,7 +278,7 @@ class Conversation:
         return self._chat.text(tokens, behind=prompt)
 
     def _generate(self, prompt: np.ndarray, most: int) -> Sampled | None:
-        """What the model samples behind a prompt `[P]`, shown as it comes; Ctrl-C ends it. None: nothing."""
+        """Sample an answer to a prompt `[P]` and show its text as it arrives; Ctrl-C ends it. None: no token came."""
         from rolljax.run.terminal import visible
         from rolljax.types import Sampled, SamplingParams
 

@@ -217,8 +217,8 @@ def write_adapter(
         )
     if model.lora is None or not isinstance(base, str):
         raise ConfigError(
-            "asks for adapters beside the weights of a folder; this run has "
-            + ("none" if model.lora is None else "random base weights, which nobody else can make"),
+            "needs a run that trains adapters on the weights of a folder; this run has "
+            + ("no adapters" if model.lora is None else "random base weights, which exist nowhere else"),
             setting="--adapter",
             remedy="leave it out: the folder then holds all weights",
         )

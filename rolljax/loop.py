@@ -1,4 +1,4 @@
-"""The loop: from tasks to published weights, step after step. One coroutine for every phase and every mode.
+"""The loop: from tasks to published weights, step after step. One coroutine runs every phase in every mode.
 
 | call                 | consumes                       | produces                         | waits for              |
 |----------------------|--------------------------------|----------------------------------|------------------------|
@@ -6,20 +6,20 @@
 | `rollouts.start`     | the task stream                | groups in flight                 | nothing                |
 | `rollouts.take`      | complete groups, oldest first  | the groups of this step          | `GroupBuffer.take`     |
 | `rollouts.start`     | the task stream                | groups of later steps            | nothing                |
-| `filter_groups`      | trajectories                   | those that take part             | nothing                |
+| `filter_groups`      | trajectories                   | the trajectories to train on     | nothing                |
 | `trainer.step`       | these, the train state         | the next train state, statistics | the device             |
 | `rollouts.end_step`  | trajectories                   | where the next episodes start    | nothing                |
 | `progress.end_step`  |                                | version + 1                      | nothing                |
 | `runtime.publish`    | the trainer's weights, version | the sampler's weights            | at most one dispatch   |
-| `runtime.evaluate`   | held-out tasks                 | held-out reward, now and then    | the slowest trajectory |
+| `runtime.evaluate`   | held-out tasks                 | held-out reward (`eval_every`)   | the slowest trajectory |
 | `recorder.commit`    | all of the above               | rollouts, a row, a checkpoint    | the disk               |
 
 `trainer.step` is credit, packing, all updates, and the gate: a step that is not finite ends the run before anything of
-it is published or saved. `Phase.async_ratio` is the one dial between synchronous and asynchronous training: at 0 the
-second `rollouts.start` begins nothing, so every token is of the newest weights; above 0 the groups of later steps are
-in flight while the trainer works, and live through `runtime.publish`. Time is the event loop's: on a virtual clock the
-same coroutine is the simulator (`rolljax.simulation`). Where `rollouts` are the log of another run
-(`rolljax.run.replay`) nothing is sampled, and weights are published for evaluations alone.
+it is published or saved. `Phase.async_ratio` alone sets synchronous or asynchronous training: at 0 the second
+`rollouts.start` starts nothing, so every token is of the newest weights; above 0 the groups of later steps are in
+flight while the trainer works, and continue after `runtime.publish`. All time is read from the event loop: on a virtual
+clock the same coroutine is the simulator (`rolljax.simulation`). If `rollouts` are the log of another run
+(`rolljax.run.replay`), nothing is sampled, and weights are published for evaluations alone.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ def train(
     began: float | None = None,
     log: RunLog | None = None,
 ) -> tuple[Trainer, RunProgress]:
-    """Run every phase from where the folder's newest good checkpoint stands; returns the trainer and how far it is.
+    """Run every phase, from the folder's newest good checkpoint on; return the trainer and the run's progress.
 
-    Where the run is several processes this is the first of them; the others follow it (`train.follow`).
+    In a run of several processes the first one calls this; the others follow it (`train.follow`).
 
     Args:
-      began: `time.perf_counter()` when the process set out, for the account of its seconds.
-      log: of a run that is replayed: its steps are trained first (`run.replay`).
+      began: `time.perf_counter()` at the start of the process, for the account of its seconds.
+      log: the log of a run to replay: its steps are trained first (`run.replay`).
 
     Raises:
-      Stopped: `should_stop` said so; everything up to the last complete step is saved.
+      Stopped: `should_stop` returned True; everything up to the last complete step is saved.
       TrainerError: a loss or gradient was not finite; nothing of that step was published or saved.
       EnvError: no trajectory survived for `recorder.MAX_FAILED_STEPS` steps. HangError: a wait ran past its deadline.
     """
@@ -125,7 +125,7 @@ async def train_phases(
     began: float | None = None,
     log: RunLog | None = None,
 ) -> None:
-    """Every phase of the run that is not done yet, each evaluated at its end."""
+    """Train every phase of the run that is not done yet, and evaluate each at its end."""
     progress, recipe = recorder.progress, runtime.recipe
     is_new = not progress.heldout_reward
     with timed(progress.other_wall_s, "start", began):
@@ -159,7 +159,7 @@ async def train_phases(
 async def train_step(
     phase: Phase, rollouts: StepSource, trainer: Trainer, runtime: LoopRuntime, recorder: LoopRecorder
 ) -> None:
-    """One step of a phase. At its end state and progress agree, so that they can be saved as they are."""
+    """Train one step of a phase. At its end state and progress agree, so that they can be saved as they are."""
     progress, recipe, version = recorder.progress, runtime.recipe, recorder.progress.version
     timer, before = StepTimer(runtime.watchdog, asyncio.get_running_loop().time), runtime.sampler.stats
     with timer.part("rollout"):
@@ -200,7 +200,7 @@ async def train_step(
 
 
 def early_end(phase: Phase, row: dict[str, float]) -> str:
-    """Why a phase ends behind a step whatever its number is; empty if it does not."""
+    """Return why a phase ends with this step, before its last one; empty if it does not."""
     goal = phase.stop_at_reward
     is_reached = goal is not None and row.get("heldout/reward_mean", -math.inf) >= goal
     return f"held-out reward reached {goal:g}" if is_reached else ""
@@ -209,7 +209,9 @@ def early_end(phase: Phase, row: dict[str, float]) -> str:
 def open_trainer(
     trainer: Trainer, preflight: Preflight, folder: RunFolder, console: Console
 ) -> tuple[RunProgress, RunProgress | None]:
-    """Bring the trainer to where the run stands; returns that, and what the newest checkpoint says."""
+    """Load the newest checkpoint into the trainer, or start at the beginning.
+
+    Returns the progress of the run, and the progress that the newest checkpoint has on disk (None: there is none)."""
     phases, saved = preflight.recipe.phases, folder.latest(console.say)
     on_disk = copy.deepcopy(saved.progress) if saved else None
     if saved and saved.progress.finished and saved.progress.has_more(phases):

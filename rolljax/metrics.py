@@ -1,6 +1,6 @@
-"""The metric table: every number a run writes, with its unit, its reduction, its range and what it means.
+"""The metric table: every number that a run writes, with its unit, its reduction, its range and its meaning.
 
-`docs/metrics.md` is made from it and a test holds every written row against it. Names are `<room>/<name>_<unit>`.
+`docs/metrics.md` is made from it, and a test checks every written row against it. Names are `<room>/<name>_<unit>`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Reduction = Literal["mean", "sum", "max", "first", "last"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metric:
-    """unit, how a step's parts are reduced to one number, the range it cannot leave, and one line of meaning."""
+    """A row of the table: unit, reduction of a step's parts to one number, bounds, and one line of meaning."""
 
     unit: str
     reduction: Reduction
@@ -43,10 +43,10 @@ NAMES: Mapping[str, Metric] = {
     "domain/NAME/perplexity_ratio": Metric(
         "ratio", "last", 0, INF, "perplexity of student over teacher on its validation tasks, as last measured"
     ),
-    "rewards/calls_n": Metric("calls", "sum", 0, INF, "verdicts that rewards of the recipe had to ask for"),
+    "rewards/calls_n": Metric("calls", "sum", 0, INF, "verdicts that rewards of the recipe requested"),
     "rewards/requests_n": Metric("requests", "sum", 0, INF, "sent to servers for them, repeated ones too"),
     "rewards/answers_n": Metric("answers", "sum", 0, INF, "of these that were answered"),
-    "rewards/cached_n": Metric("verdicts", "sum", 0, INF, "verdicts that were there from an earlier call"),
+    "rewards/cached_n": Metric("verdicts", "sum", 0, INF, "verdicts that an earlier call had stored"),
     "rewards/retries_n": Metric("calls", "sum", 0, INF, "calls that were made again"),
     "rewards/lost_n": Metric("trajectories", "sum", 0, INF, "without a verdict; they failed, and are no wrong answers"),
     "rewards/wait_s": Metric("s", "mean", 0, INF, "from the end of an episode until its reward is there"),
@@ -55,7 +55,7 @@ NAMES: Mapping[str, Metric] = {
     "rollout/turns_n": Metric("turns", "mean", 0, INF, "turns per trajectory"),
     "rollout/trunc_frac": Metric("share", "mean", 0, 1, "trajectories cut by a limit of tokens, turns or context"),
     "rollout/fail_frac": Metric("share", "mean", 0, 1, "trajectories lost to a failure; left out of credit"),
-    "rollout/cancelled_n": Metric("trajectories", "sum", 0, INF, "spare ones let go when enough others were complete"),
+    "rollout/cancelled_n": Metric("trajectories", "sum", 0, INF, "spare ones cancelled when enough others were done"),
     "faults/infra_n": Metric("trajectories", "sum", 0, INF, "lost to machine, worker, sandbox, server or sampler"),
     "faults/env_n": Metric("trajectories", "sum", 0, INF, "lost to a failure of the environment itself"),
     "faults/agent_n": Metric("trajectories", "sum", 0, INF, "ended early by what the policy did; loops are left out"),
@@ -63,29 +63,29 @@ NAMES: Mapping[str, Metric] = {
     "faults/set_aside_n": Metric(
         "trajectories", "sum", 0, INF, "of tasks that crashed their worker too often; in faults/env_n as well"
     ),
-    "faults/retried_n": Metric("attempts", "sum", 0, INF, "episodes begun again after a fault of the infrastructure"),
+    "faults/retried_n": Metric("attempts", "sum", 0, INF, "episodes restarted after a fault of the infrastructure"),
     "faults/looped_n": Metric(
         "attempts", "sum", 0, INF, "episodes in which the policy repeated itself to no effect, and that were discarded"
     ),
     "faults/tampered_n": Metric("trajectories", "sum", 0, INF, "episodes in which the policy tampered with its task"),
-    "starts/distance_n": Metric("turns", "last", 0, INF, "turns left to the policy behind an expert's"),
+    "starts/distance_n": Metric("turns", "last", 0, INF, "turns left to the policy after an expert's"),
     "starts/fork_frac": Metric("share", "last", 0, 1, "experts of the step with a crucial turn that the policy lacks"),
-    "starts/fallback_n": Metric("groups", "sum", 0, INF, "groups that all failed before it: the expert's is imitated"),
+    "starts/fallback_n": Metric("groups", "sum", 0, INF, "groups of which all failed: the expert's turn is imitated"),
     "starts/experts_n": Metric("tasks", "last", 0, INF, "tasks with an episode to replay"),
     "groups/started_n": Metric(
-        "groups", "sum", 0, INF, "groups begun = trained + dropped + no signal + late + waiting"
+        "groups", "sum", 0, INF, "groups started = trained + dropped + no signal + late + waiting"
     ),
     "groups/trained_n": Metric("groups", "sum", 0, INF, "groups that took part in an update"),
     "groups/dropped_credit_n": Metric("groups", "sum", 0, INF, "groups dropped by credit: nothing to learn from them"),
     "groups/dropped_failed_n": Metric("groups", "sum", 0, INF, "groups dropped: too few trajectories survived"),
     "groups/no_signal_n": Metric("groups", "sum", 0, INF, "groups replaced by dynamic sampling"),
     "groups/no_signal_len_tok": Metric(
-        "tokens", "mean", 0, INF, "tokens per trajectory of these, where there are any; compare with rollout/len_tok"
+        "tokens", "mean", 0, INF, "tokens per trajectory of these, if there are any; compare with rollout/len_tok"
     ),
     "groups/spare_failed_n": Metric("groups", "sum", 0, INF, "groups that failed, and whose place a spare one took"),
-    "groups/late_n": Metric("groups", "sum", 0, INF, "groups let go: not complete when the policy had moved on"),
+    "groups/late_n": Metric("groups", "sum", 0, INF, "groups cancelled: they would have exceeded the staleness bound"),
     "groups/waiting_n": Metric("groups", "last", 0, INF, "groups in flight, or ready, for later steps"),
-    "groups/ready_n": Metric("groups", "last", 0, INF, "of them those that are ready"),
+    "groups/ready_n": Metric("groups", "last", 0, INF, "of these groups, the complete ones"),
     "groups/long_rounds_n": Metric("rounds", "sum", 0, INF, "of tail batching: 1 where a step was a long round"),
     "groups/wait_s": Metric("s", "mean", 0, INF, "from the end of a group's last trajectory until its step begins"),
     "loss/policy": Metric("loss", "mean", -INF, INF, "of it, per token: the surrogate, before KL and entropy terms"),
@@ -171,12 +171,12 @@ NAMES: Mapping[str, Metric] = {
     "stale/mean_ver": Metric("versions", "mean", 0, INF, "policy versions between sampling a token and training on it"),
     "stale/max_ver": Metric("versions", "max", 0, INF, "the oldest token's age"),
     "stale/p50_ver": Metric("versions", "mean", 0, INF, "the median token's age"),
-    "stale/p99_ver": Metric("versions", "mean", 0, INF, "the age that 1 of 100 tokens is beyond"),
+    "stale/p99_ver": Metric("versions", "mean", 0, INF, "the age that 1 of 100 tokens exceeds"),
     "stale/start_mean_ver": Metric(
         "versions", "mean", 0, INF, "policy versions between the start of a group and training"
     ),
     "stale/start_p50_ver": Metric("versions", "mean", 0, INF, "of the median group"),
-    "stale/start_p99_ver": Metric("versions", "mean", 0, INF, "the age that 1 of 100 groups is beyond"),
+    "stale/start_p99_ver": Metric("versions", "mean", 0, INF, "the age that 1 of 100 groups exceeds"),
     "stale/start_max_ver": Metric("versions", "max", 0, INF, "of the oldest group"),
     "train/tokens_n": Metric("tokens", "sum", 0, INF, "tokens in the packed rows, shared prompts counted once"),
     "train/trained_tok_n": Metric("tokens", "sum", 0, INF, "tokens with a loss"),
@@ -189,10 +189,10 @@ NAMES: Mapping[str, Metric] = {
     "time/push_s": Metric(
         "s", "sum", 0, INF, "of it: cast, and moved to devices of the sampler's own, while it decodes"
     ),
-    "time/swap_s": Metric("s", "sum", 0, INF, "of it: waiting for a dispatch, and putting them in place of the old"),
+    "time/swap_s": Metric("s", "sum", 0, INF, "of it: waiting for a dispatch, and replacing the old weights"),
     "time/eval_s": Metric("s", "sum", 0, INF, "held-out evaluation"),
     "time/save_s": Metric("s", "sum", 0, INF, "writing rollout files"),
-    "time/checkpoint_s": Metric("s", "sum", 0, INF, "writing the checkpoint behind the step before, if there is one"),
+    "time/checkpoint_s": Metric("s", "sum", 0, INF, "writing the checkpoint after the previous step, if there is one"),
     "time/step_s": Metric("s", "sum", 0, INF, "all of the step"),
     "sampler/prefill_tok": Metric("tokens", "sum", 0, INF, "prompt tokens that were computed"),
     "sampler/reuse_frac": Metric(
@@ -211,17 +211,17 @@ NAMES: Mapping[str, Metric] = {
         "of the time of all slots that none had a request, from the start of a step to its update's end",
     ),
     "sampler/abort_n": Metric(
-        "requests", "sum", 0, INF, "given up before their end: of groups let go, and of siblings that were to spare"
+        "requests", "sum", 0, INF, "aborted before their end: of cancelled groups and of spare siblings"
     ),
     "sampler/abort_len_tok": Metric(
-        "tokens", "mean", 0, INF, "what they had sampled by then, where there are any; compare with rollout/len_tok"
+        "tokens", "mean", 0, INF, "sampled tokens per aborted request, if there are any; compare with rollout/len_tok"
     ),
-    "sampler/preempt_n": Metric("sequences", "sum", 0, INF, "sequences that gave their pages back and went on later"),
+    "sampler/preempt_n": Metric("sequences", "sum", 0, INF, "sequences that gave up their pages and resumed later"),
     "time/prefill_s": Metric("s", "sum", 0, INF, "of the rollout: prefills"),
     "time/decode_s": Metric("s", "sum", 0, INF, "of the rollout: decode steps"),
     "time/schedule_s": Metric("s", "sum", 0, INF, "of the rollout: the scheduler on the host"),
     "time/env_s": Metric(
-        "s", "max", 0, INF, "in calls of the environment (an agent program), of the episode that had most of it"
+        "s", "max", 0, INF, "in calls of the environment (or agent program), of the episode with the most of it"
     ),
     "trackers/lost_n": Metric(
         "rows", "sum", 0, INF, "rows, texts and figures that a tracker refused, or that did not reach it in time"
@@ -232,24 +232,24 @@ NAMES: Mapping[str, Metric] = {
 
 
 ENV_PREFIX = "env/"
-"""Numbers that an environment reports of its own (`StepResult.metrics`), per trajectory; they are not in the table."""
+"""Prefix of an environment's own numbers (`StepResult.metrics`), per trajectory; they are not in the table."""
 REWARD_PARTS, REWARD_FAULTS = "rewards/part/", "rewards/faults/"
-"""What rewards of `Recipe.reward` were made of, by name, mean over trajectories (of a mixture, of those domains that
-have it), and faults of the calls they make, by kind (`timeout`, `garbage`, `connection`, `status_503`, ...). They are
-not in the table either."""
+"""Prefixes of the parts of `Recipe.reward` by name, mean over trajectories (in a mixture, over the domains that have
+the part), and of faults of the calls of rewards, by kind (`timeout`, `garbage`, `connection`, `status_503`, ...). They
+are not in the table either."""
 
 
 DOMAIN = re.compile(r"domain/[^/]+/")
-"""Before metrics of a mixture's domain; in the table its name is NAME."""
+"""Prefix of the metrics of a mixture's domain; in the table its name is NAME."""
 
 
 def metric(name: str) -> Metric | None:
-    """The table's line for a metric; None: it has none."""
+    """Return the table's row for a metric; None: it has none."""
     return NAMES.get(DOMAIN.sub("domain/NAME/", name))
 
 
 def reduce_parts(name: str, values: Sequence[float]) -> float:
-    """One number of a metric's values in the parts of a step, by its reduction."""
+    """Reduce a metric's values in the parts of a step to one number."""
     match NAMES[name].reduction:
         case "mean":
             return sum(values) / len(values)
@@ -264,7 +264,7 @@ def reduce_parts(name: str, values: Sequence[float]) -> float:
 
 
 def check_row(row: Mapping[str, float]) -> list[str]:
-    """What is wrong with a row of metrics: unknown names and values outside their range. Empty when all is well."""
+    """Return what is wrong with a row of metrics: unknown names, and values outside their range."""
     wrong = [f"{name} is not in metrics.NAMES" for name in row if "/" in name and not is_known(name)]
     for name, value in row.items():
         if (m := metric(name)) and not m.low <= value <= m.high:
@@ -273,12 +273,12 @@ def check_row(row: Mapping[str, float]) -> list[str]:
 
 
 def is_known(name: str) -> bool:
-    """Whether a row may have a metric of this name."""
+    """Return whether a row may have a metric of this name."""
     return metric(name) is not None or name.startswith((ENV_PREFIX, REWARD_PARTS, REWARD_FAULTS))
 
 
 def markdown() -> str:
-    """The table for the docs."""
+    """Return the table for the docs."""
     lines = ["| name | unit | reduction | range | meaning |", "|---|---|---|---|---|"]
     for name, m in NAMES.items():
         meaning = m.meaning.replace("|", r"\|")

@@ -130,7 +130,7 @@ def compile_all(resolved: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path
         yield report
 
 
-# ---- what is said ---------------------------------------------------------------------------------------------------
+# ---- printed output -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +262,8 @@ def show(found: Plan) -> None:
     if found.transfer:
         way = found.transfer
         console.print(
-            f"a publish moves {way.gib:.2f} GiB in {way.parts} parts: {way.seconds:.2f} s at best ({way.link}), in "
-            "which decoding goes on\n"
+            f"a publish moves {way.gib:.2f} GiB in {way.parts} parts: {way.seconds:.2f} s at best ({way.link}); "
+            "decoding continues meanwhile\n"
         )
     for phase, t in step_times(resolved, reports, found.transfer).items():
         console.print(
@@ -284,7 +284,7 @@ def show(found: Plan) -> None:
 
 
 def describe_devices(found: Plan) -> str:
-    """Which devices there are, and how they are split."""
+    """Return one line about the devices: their number, and the axes that they are split over."""
     mesh, sampler = found.resolved.mesh, found.resolved.sampler_mesh
     split = lambda m: ", ".join(f"{a} {n}" for a, n in m.shape.items() if n > 1) or "one device"  # noqa: E731
     if found.transfer:
@@ -334,7 +334,7 @@ def _overview(reports: list[Report]) -> Any:
 
 def _memory(reports: list[Report]) -> Any:
     parts = list(dict.fromkeys(k for r in reports for k in (*r.memory.own, *r.memory.beside)))
-    table = _table("GiB of one device (in brackets: beside the program)", "program", *parts, "temporaries")
+    table = _table("GiB of one device (in brackets: other live arrays)", "program", *parts, "temporaries")
     for name in ("host", "in all", "usable", "fits"):
         table.add_column(name, justify="right")
     for r in reports:

@@ -1,8 +1,8 @@
 """Play an environment yourself: `python -m rolljax.play ENV [--task N] [--gold]`.
 
 ENV is a short name with or without settings (`sokoban`, `'frozen_lake(size=5)'`), `rg:chain_sum`, or `module.Class`.
-You are shown what a policy is told and type what it would say, a line per turn; Ctrl-D ends. `--gold` watches the
-scripted player instead.
+The terminal shows the messages that a policy would receive, and you type its answers, a line per turn; Ctrl-D ends.
+`--gold` watches the scripted player instead.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def ask(console: Any) -> str | None:
 
 
 def show(console: Any, messages: Sequence[Message]) -> None:
-    """What the policy is told, one box per message."""
+    """Print the messages to the policy, one box each."""
     from rich.panel import Panel
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""A run as a tree of settings. Every default stands here, at its field, or at the field of the room it belongs to."""
+"""A run as a tree of settings. Every default is written at its field, here or in the room that the setting is of."""
 
 from __future__ import annotations
 
@@ -33,34 +33,37 @@ from rolljax.trainer.mesh import Colocated, MeshSpec, Placement, num_batch_shard
 from rolljax.trainer.optimizer import AdamW, Optimizer
 
 ROW_MULTIPLE = 128
-"""Rows are so many tokens long, or twice as many, ...: what attention kernels of TPUs ask for."""
+"""The length of a row is a multiple of this many tokens, because attention kernels of TPUs require it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A stretch of training with one algorithm.
+    """A part of a run that trains with one algorithm.
 
-    name: shown in progress and metrics. algorithm: from what is learned, by which loss. steps: steps of this phase.
-    prompts_per_step: tasks of a step. group_size: trajectories of a task. updates_per_step: optimizer updates that
-      share out a step's trajectories. epochs: how many times each is gone through.
+    name: shown in progress and metrics. algorithm: the source of the training data, and the loss. steps: steps of this
+      phase.
+    prompts_per_step: tasks of a step. group_size: trajectories of a task. updates_per_step: optimizer updates of a
+      step; each takes an equal share of the groups. epochs: passes over the trajectories of a step.
     temperature: of sampling, and of the trainer's log-probs. top_k, top_p, min_p: tokens left out of sampling.
-    async_ratio: most versions that the policy may be further when a group is trained than when it began. 0: every token
-      is of the newest policy, and rollouts and training take turns. Above 0 they go on side by side, and up to
-      `(1 + async_ratio) x prompts_per_step` groups are in flight or wait. With a fraction `f` beyond a whole number up
-      to `f x prompts_per_step` groups of a step are one version older.
-    late: what becomes of a group that would be older. wait: there is none, the step that could still train it waits for
-      it. redraw: it begins again with the newest policy, and is then waited for. drop: it is let go for good, which
-      favours short answers.
-    spare_prompts, spare_siblings: so many more groups are kept in flight than are needed, so many more trajectories of
-      each are begun; the first that are complete are trained on and the others let go. Which these are depends on time,
-      so such a run cannot be repeated to the bit; where they are let go for good, short answers are favoured.
-    tail_batching: short rounds that do not wait for their slowest answers, and long ones for these
-      (`group_buffer.TailBatching`).
-    mixture: how the shares of a mixture's domains come about (docs/domains.md); None: by their weights.
-    starts: begin episodes behind an expert's first turns (`starts.ExpertStarts`). optimizer: new with every phase.
+    async_ratio: the staleness bound: most policy versions between the start of a group and its training. 0: every token
+      is of the newest policy, and rollouts and training take turns. Above 0 they run at the same time, and up to
+      `(1 + async_ratio) x prompts_per_step` groups are in flight or wait. With a fractional ratio, such as 1.5, up to
+      that fraction of a step's groups (here half of them) are one version older than the whole number allows.
+    late: what to do with a group that would exceed this bound. wait: the trainer waits until the group is complete, so
+      no group exceeds it. redraw: the group starts again with the newest policy, and the trainer waits for it then.
+      drop: the group is never trained, which favours short answers.
+    spare_prompts, spare_siblings: groups in flight in excess of the groups that a step needs, and trajectories of a
+      group in excess of `group_size`. The first to complete are trained on and the others are cancelled. Timing decides
+      which these are, so such a run cannot be repeated to the bit; if the others are dropped for good, short answers
+      are favoured.
+    tail_batching: alternate short rounds, which do not wait for their slowest prompts, with long rounds of these
+      prompts (`group_buffer.TailBatching`).
+    mixture: the rule that sets the shares of a mixture's domains (docs/domains.md); None: their weights.
+    starts: replay an expert's first turns at the start of episodes (`starts.ExpertStarts`). optimizer: new with every
+      phase.
     row_len, micro_rows: tokens of a packed row, which must hold one trajectory, and rows of a micro-batch. 0: the
-      shortest row that does, a multiple of 128, and as many rows as the devices do well with. `--dry_run` shows them.
-    eval_every: evaluate on held-out tasks every so many steps (0: only at the end of the phase).
+      shortest row that does, a multiple of 128, and a number of rows that suits the devices. `--dry_run` shows them.
+    eval_every: steps between evaluations on held-out tasks (0: only at the end of the phase).
     stop_at_reward: end the phase early once such an evaluation reaches this reward.
     """
 
@@ -96,7 +99,7 @@ class Phase:
         check_range(self, "min_p", low=0, below=1)
         if self.temperature <= 0:
             raise ConfigError(
-                "must be positive: greedy samples teach nothing about each other",
+                "must be positive: with greedy decoding all answers of a group are equal, so advantages are zero",
                 setting="Phase.temperature",
                 value=self.temperature,
                 remedy="set 1.0; greedy evaluation is Evaluation.temperature = 0",
@@ -141,22 +144,22 @@ class Phase:
 
     @property
     def samples(self) -> bool:
-        """Whether the policy acts in the environments; else their own answers are learned from."""
+        """Whether the policy acts in the environments; otherwise the phase learns from the environments' answers."""
         return self.algorithm.source == "sampler"
 
     @property
     def begins_again(self) -> bool:
-        """Whether groups that were let go begin again."""
+        """Whether cancelled groups start again."""
         return self.late == "redraw" or self.tail_batching is not None
 
     def spares(self, *, kept: bool) -> int:
-        """Siblings that are begun beyond `group_size`. kept: the group is one that is waited for."""
+        """Return the number of siblings that start in excess of `group_size`. kept: the trainer waits for the group."""
         if self.tail_batching is None:
             return self.spare_siblings
         return 0 if kept else math.ceil(self.tail_batching.eta * self.group_size) - self.group_size
 
     def admission(self, *, in_rounds: bool = False) -> Admission:
-        """The rules of the phase's groups."""
+        """Return the rules by which the phase starts, trains and drops groups."""
         return Admission(
             self.prompts_per_step,
             self.steps,
@@ -171,8 +174,10 @@ class Phase:
     def setup(
         self, max_turns: int, *, first: bool = False, environments: tuple[str, ...] = (), truncates: bool = False
     ) -> Setup:
-        """What the algorithm is combined with. first: the phase is the run's first. environments: names of its domains.
-        truncates: the sampling of one of them leaves tokens out."""
+        """Return the settings that the algorithm is combined with.
+
+        first: the phase is the run's first. environments: names of its domains. truncates: the sampling of one of these
+        domains leaves tokens out."""
         return Setup(
             group_size=self.group_size,
             updates=self.updates_per_step * self.epochs,
@@ -206,34 +211,34 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A run: what is learned where, by which model, in which phases.
+    """A run: a model, the environment that it learns in, and the phases of its training.
 
-    env: where tasks and rewards come from. phases: stretches of training, one after the other, each with its own name.
+    env: the source of tasks and rewards. phases: parts of the run, one after the other, each with its own name.
     model: shape of a decoder that starts from random weights with a byte tokenizer, or the path of a local Hugging Face
       folder whose config, weights, tokenizer and chat template are used.
     chat_template: path of a file with the chat template to use in place of the folder's; `plain` for a base model: the
       texts as they are (docs/models.md). Empty: the folder's own, or its training template where episodes have several
       turns.
-    dtype: of computing; trained parameters are float32, cast where they are used. remat: what the backward pass
+    dtype: of computing; trained parameters are float32, cast at every use. remat: activations that the backward pass
       recomputes: nothing, all of a layer (`full`), all but matmuls (`dots`), all but mixed values (`attention`).
-    lora: train low-rank adapters beside that model's weights, which stay (docs/lora.md).
-    router_aux_coef: of the load-balancing loss, in place of what a folder's config.json says (docs/moe.md).
-    reward: what episodes of sampled answers are worth, instead of what the environment says (docs/rewards.md).
-    agent: a program that plays the episodes with the model behind an OpenAI-compatible server (docs/agents.md).
-    attention: what computes attention while training (docs/sharding.md).
+    lora: train low-rank adapters and leave the weights of the model as they are (docs/lora.md).
+    router_aux_coef: coefficient of the load-balancing loss, in place of a folder's config.json (docs/moe.md).
+    reward: rewards of sampled episodes, in place of the environment's (docs/rewards.md).
+    agent: a program that plays the episodes and calls the model through an OpenAI-compatible server (docs/agents.md).
+    attention: the implementation of attention in training (docs/sharding.md).
     placement: whether trainer and sampler share devices or have their own (docs/sharding.md).
     max_answer_tok: most tokens of one answer (one turn).
     sampler: slots, pages and programs of the engine. mesh: the trainer's devices by axis. pool: where environments run.
-    domains: what is done otherwise with a domain of a mixture, by its name (docs/domains.md).
-    rollout: how episodes are conducted. filters: which trajectories take part. evaluation: on held-out tasks.
+    domains: settings of single domains of a mixture, by name (docs/domains.md).
+    rollout: how episodes are conducted. filters: which trajectories are trained on. evaluation: on held-out tasks.
     seed: of the weights, of the order of tasks and of everything sampled.
-    save_every: steps between checkpoints (one is always kept at the end of a phase and when the run is told to stop).
-    keep_checkpoints: how many of the newest stay; at least two, so that one that is damaged costs no run.
-    keep_best: how many more stay, of the highest held-out rewards (`Phase.eval_every`, and the ends of phases). One is
-      saved whenever an evaluation is among them.
-    rollouts_every: steps between files of rollouts. keep_rollouts: how many of the newest files stay (None: all).
+    save_every: steps between checkpoints (one is always saved at the end of a phase and when the run stops on request).
+    keep_checkpoints: number of newest checkpoints to keep; at least two, so that a damaged one does not end the run.
+    keep_best: number of checkpoints to keep in addition: those with the highest held-out rewards (`Phase.eval_every`,
+      and the ends of phases). A checkpoint is saved whenever an evaluation is among the best.
+    rollouts_every: steps between files of rollouts. keep_rollouts: number of newest files to keep (None: all).
     wait_s: longest wait for the groups of a step.
-    trackers: what else is given the rows of metrics.jsonl (docs/trackers.md).
+    trackers: experiment trackers that also receive the rows of metrics.jsonl (docs/trackers.md).
     """
 
     env: EnvSpec
@@ -295,7 +300,7 @@ class Recipe:
             shortest = self.shortest_row(phase)
             if 0 < phase.row_len < shortest:
                 longest = f"trajectory (SamplerConfig.max_context = {self.sampler.max_context})"
-                pair = "pair of answers with its prompt, which must stand in one row"
+                pair = "pair of answers with its prompt, which must be in one row"
                 raise ConfigError(
                     f"is shorter than the longest {pair if phase.algorithm.unsplit_groups else longest}",
                     setting="Phase.row_len",
@@ -325,7 +330,7 @@ class Recipe:
             check_previous(before.algorithm.needs().critics if before else None, phase.algorithm.needs().critics)
 
     def _check_agent(self, agent: AgentProgram) -> None:
-        """What an agent program leaves without effect, or cannot work with it."""
+        """Raise `ConfigError` for settings that have no effect with an agent program or cannot work with one."""
         if dataclasses.replace(self.rollout, retries=RolloutConfig.retries) != RolloutConfig():
             raise ConfigError(
                 "can have no effect but for `retries`: the agent program conducts its episodes",
@@ -352,11 +357,11 @@ class Recipe:
 
     @property
     def max_restarts(self) -> int:
-        """How often the stream of a trajectory may start anew."""
+        """How often the stream of a trajectory may restart."""
         return self.agent.max_restarts if self.agent else self.rollout.max_restarts
 
     def warnings(self) -> list[str]:
-        """What is legitimate but may not be meant; raises `ConfigError` for what cannot work."""
+        """Return a sentence for each setting that may be a mistake; raise `ConfigError` for one that cannot work."""
         names, truncates = tuple(self.env.specs), any(own.truncates for own in self.domains.values())
         said = [
             f"phase {p.name}: {text}"
@@ -369,18 +374,18 @@ class Recipe:
         return [*self.env.warnings(), *said]
 
     def _lengths(self, phase: Phase) -> tuple[int, int, int]:
-        """Siblings that must stand in one row; tokens of their prompt, and of what each says, in the worst case."""
+        """Return, in the worst case: siblings that must be in one row, tokens of their prompt, tokens of a response."""
         context = self.sampler.max_context
         response = self.max_answer_tok if self.max_turns == 1 else context - 1
         return 2 if phase.algorithm.unsplit_groups else 1, context - response, response
 
     def shortest_row(self, phase: Phase) -> int:
-        """Tokens of the longest thing that must stand in one row: a trajectory, or a pair with its prompt."""
+        """Return the tokens of the longest trajectory, or of the longest pair with its prompt, which needs one row."""
         size, prompt, response = self._lengths(phase)
         return prompt + size * response
 
     def pack_shape(self, phase: Phase) -> PackShape:
-        """Fixed shape of the batches of a phase that is `sized`: room for the worst case, whatever the lengths are."""
+        """Return the fixed shape of the batches of a `sized` phase: it has room for the longest possible answers."""
         size, prompt, response = self._lengths(phase)
         unsplit = phase.algorithm.unsplit_groups
         rows = num_rows_bound(
@@ -395,10 +400,10 @@ class Recipe:
         return PackShape(-(-rows // phase.micro_rows), phase.micro_rows, phase.row_len)
 
     def sized(self, mesh: Mesh, micro_tok: int) -> Recipe:
-        """The recipe with `row_len` and `micro_rows` of every phase in numbers.
+        """Return the recipe with a number for `row_len` and `micro_rows` of every phase.
 
         Args:
-          micro_tok: tokens of a micro-batch where a phase does not say.
+          micro_tok: tokens of a micro-batch of phases that leave `micro_rows` at 0.
         """
         shards, multiple = num_batch_shards(mesh), ROW_MULTIPLE * mesh.shape["context"]
 
@@ -411,7 +416,7 @@ class Recipe:
         return dataclasses.replace(self, phases=tuple(map(of, self.phases)))
 
     def check_rates(self) -> None:
-        """Raise `ConfigError` if the weights of a folder have no learning rate that was set."""
+        """Raise `ConfigError` if a model from a folder is trained and no learning rate was set."""
         if not isinstance(self.model, str):
             return
         for phase in self.phases:
@@ -422,7 +427,7 @@ class Recipe:
                 critic.optimizer.check_rate(self.model)
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """What only shows on a mesh: rows must divide over the batch shards, and their tokens over `context`."""
+        """Raise `ConfigError` if rows do not divide over the batch shards of a mesh, or their tokens over `context`."""
         shards, parts = num_batch_shards(mesh), mesh.shape["context"]
         for phase in self.phases:
             if phase.micro_rows % shards:

@@ -1,9 +1,9 @@
 """Look at a run in a terminal: `python -m rolljax.show RUN [--step N] [--best | --worst | --failed] [--compare RUN2]`.
 
-Without an option: what the run reached, its curves, and where the rollouts are. `--step N`: that step's groups, those
-whose answers differ most in reward first. `--best`, `--worst`, `--failed`: trajectories of the step (the newest unless
-`--step` says another), turn by turn. `--compare RUN2`: curves and settings of two runs beside each other. What models
-and environments wrote is shown as it is: characters that a terminal would obey or hide are written out.
+Without an option: the results of the run, its curves, and the place of its rollouts. `--step N`: that step's groups,
+the widest spread of rewards first. `--best`, `--worst`, `--failed`: trajectories of the step (by default the newest),
+turn by turn. `--compare RUN2`: curves and settings of two runs, side by side. Text of models and environments is shown
+as it is: characters that a terminal would obey or hide are escaped.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=int, metavar="N", help=f"at most N trajectories (default: {LIMIT}) or groups of --step (all)"
     )
-    parser.add_argument("--compare", metavar="RUN2", help="another run, beside this one")
+    parser.add_argument("--compare", metavar="RUN2", help="another run, side by side with this one")
     parser.add_argument("--metric", action="append", metavar="NAME", help="a curve to show; repeatable")
     parser.add_argument("--no_color", action="store_true", help="no colours (also: the variable NO_COLOR)")
     return parser.parse_args(argv)
@@ -127,7 +127,7 @@ def show_run(page: Console, folder: RunFolder, names: Sequence[str]) -> None:
 
 
 def compare(page: Console, one: RunFolder, two: RunFolder, names: Sequence[str]) -> None:
-    """Curves of two runs beside each other, and the settings that differ."""
+    """Print the curves of two runs side by side, and the settings that differ."""
     from rolljax.run.summary import summary_lines
 
     for folder in (one, two):
@@ -256,7 +256,7 @@ def newest(folder: RunFolder, *, failed: bool) -> int | None:
 
 
 def show_trajectory(page: Console, t: Trajectory, decode: Callable[[Sequence[int]], str] | None) -> None:
-    """One trajectory: its address, how it ended, and each turn with what was told and what the policy said."""
+    """Print a trajectory: its address, how it ended, and the prompt and the answer of each turn."""
     from rich.panel import Panel
     from rich.rule import Rule
     from rich.text import Text
@@ -267,8 +267,8 @@ def show_trajectory(page: Console, t: Trajectory, decode: Callable[[Sequence[int
     page.print(Text(visible(f"reward {t.reward:.4g}{f' ({parts})' if parts else ''}; {ended}")))
     page.print(Text(visible(f"task {t.task.env} {t.task.index}: {t.task.content}")))
     for i, turn in enumerate(t.turns, 1):
-        told = decode(turn.prompt_ids.tolist()) if decode else f"{len(turn.prompt_ids)} tokens (no tokenizer at hand)"
-        fresh = ", the stream starts anew" if turn.restart else ""
+        told = decode(turn.prompt_ids.tolist()) if decode else f"{len(turn.prompt_ids)} tokens (no tokenizer found)"
+        fresh = ", a new sequence" if turn.restart else ""
         page.print(Panel(Text(visible(told), style="dim"), title=f"told{fresh}", title_align="left"))
         logp = f", mean log-prob {turn.sampler_logp.mean():.3f}" if len(turn.tokens) else ""
         title = f"turn {i}: {len(turn.tokens)} tokens, {turn.finish_reason}{logp}, reward {turn.reward:.4g}"
@@ -276,7 +276,7 @@ def show_trajectory(page: Console, t: Trajectory, decode: Callable[[Sequence[int
 
 
 def decoder(folder: RunFolder) -> Callable[[Sequence[int]], str] | None:
-    """What makes text of the run's token ids; None where its tokenizer is not at hand."""
+    """Return a function that decodes the run's token ids; None if its tokenizer is not found."""
     from rolljax.run.folder import RESULT
 
     model = folder.resolved().get("model")
@@ -306,7 +306,7 @@ def decoder(folder: RunFolder) -> Callable[[Sequence[int]], str] | None:
 
 
 def make_table(*columns: str) -> Any:
-    """An empty table; what stands in its cells is text and never markup (`cells`)."""
+    """Return an empty table; its cells are text and never markup (`cells`)."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

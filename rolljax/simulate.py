@@ -33,7 +33,7 @@ PLACES = {
     "TrainerTimings": ("trainer",),
     "Slices": ("slices",),
 }
-"""Where the settings of each class of timings stand in their file."""
+"""The path of each class of timings in a file of timings."""
 
 
 UNKNOWN = (
@@ -235,11 +235,11 @@ def with_setting(recipe: Recipe, name: str, value: Any) -> Recipe:
 
 
 def _number(phase: Any, field: str, value: Any) -> Any:
-    """An int where the field has a float."""
+    """Return the value as a float if the field of the phase is a float."""
     return float(value) if isinstance(getattr(phase, field, None), float) else value
 
 
-# ---- what is said
+# ---- printed output
 
 
 def one(recipe: Recipe, record: Mapping[str, Any], args: argparse.Namespace) -> None:

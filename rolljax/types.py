@@ -1,12 +1,12 @@
-"""What flows between the rooms, in the order in which it flows. NumPy only: no jax, no gin.
+"""The types that rooms pass to each other, in the order of the data flow. NumPy only: no jax, no gin.
 
     Task -> Env -> Sampler -> Turn* -> Trajectory -> Group -> TokenBatch -> loss -> TrainState
          ^                                                                              |
          +------------------------------ weights (version) -----------------------------+
 
-`TokenBatch` and `TrainState` live on devices and stand in `rolljax.trainer.batch` and `rolljax.trainer.state`.
+`TokenBatch` and `TrainState` live on devices; they are in `rolljax.trainer.batch` and `rolljax.trainer.state`.
 Everything here is a frozen dataclass that is written to disk as it is (`to_json`), under `SCHEMA_VERSION`.
-Log-probs are natural logs in float32 and named for who computed them.
+Log-probs are natural logs in float32; their names say which side computed them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Status = Literal["ok", "truncated", "failed"]
 FaultKind = Literal["infra", "env", "agent", "limit"]
 FinishReason = Literal["stop", "length", "context", "abort"]
 TokenColumn = float | list[float | None] | None
-"""A number for each sampled token of a trajectory; a single one where all are equal. None: no part in training."""
+"""A number for each sampled token of a trajectory; a single number if all are equal. None: not used in training."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """One start state. `content` is what makes two tasks the same task; its hash is the identity and decides the split.
+    """One start state. Tasks with equal `content` are the same task; its hash is the identity and decides the split.
 
     `index` addresses the task in its environment: `env.task(index)` makes it again, anywhere.
     """
@@ -57,8 +57,9 @@ class Fault:
     """Why an episode is not "ok".
 
     kind: infra (machine, worker, sandbox, server, sampler), env (the environment itself), agent (what the policy did),
-      limit (tokens, turns, wall clock). After the first two the episode "failed" and takes no part in credit, and after
-      running out of time too: nobody knows whose time it was. Else it was "truncated" and does take part.
+      limit (tokens, turns, wall clock). After the first two the episode is "failed" and takes no part in credit. So is
+      an episode that ran out of time, because its policy and its environment share the time. After any other fault it
+      is "truncated" and does take part.
     stage: reset, step, sample, ... detail: for a person. retryable: the same episode may be tried again from its start.
     """
 
@@ -94,7 +95,7 @@ class SamplingParams:
     renormalised.
 
     stop_ids: token ids that end the answer (they are part of it). stop: texts that end it, at the token that completes
-    one. top_logprobs: report this many most likely tokens beside every sampled one.
+    one. top_logprobs: report this many most likely tokens for every sampled token.
     """
 
     temperature: float = 1.0
@@ -119,8 +120,8 @@ class Sampled:
     sampler_logp: log-prob under the sampling distribution. model_logp: under the model's own (temperature 1,
     nothing cut). versions: policy version that sampled the token. The `top_` arrays `[T, n]` hold the most likely
     tokens of every position, largest first, and their log-probs under either (-inf: left out of sampling).
-    experts `[T, L, k]`: those that the token before took when this one was sampled, in every layer (-1: it came from a
-    prefill; `[T, 0, 0]`: nobody asked, `SamplerConfig.record_experts`).
+    experts `[T, L, k]`: experts that the token before was routed to when this one was sampled, in every layer (-1: it
+    came from a prefill; `[T, 0, 0]`: not recorded, see `SamplerConfig.record_experts`).
     """
 
     tokens: np.ndarray
@@ -140,22 +141,22 @@ class Sampled:
 
     @staticmethod
     def concatenate(parts: Sequence[Sampled]) -> Sampled:
-        """The pieces of one answer, in their order, as one."""
+        """Join the pieces of one answer, in their order."""
         return Sampled(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in dataclasses.fields(Sampled)))
 
     @staticmethod
     def of(tokens: np.ndarray, logp: np.ndarray, versions: np.ndarray) -> Sampled:
-        """Tokens whose two distributions are the same, without alternatives."""
+        """Make a record of tokens whose two distributions are equal, without alternatives."""
         none = np.zeros((len(tokens), 0))
         return Sampled(tokens, logp, logp, versions, none.astype(np.int32), none, none, none[..., None][:, :, :0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Alternatives:
-    """The most likely tokens at every place of an answer, largest first, the sampled one among them if it is one.
+    """The most likely tokens at every position of an answer, most likely first; they may include the sampled token.
 
-    ids: `[T, n]`. logp: `[T, n]` under the sampling distribution, nats; what was left out of sampling has the lowest
-    finite number.
+    ids: `[T, n]`. logp: `[T, n]` under the sampling distribution, nats; tokens that were left out of sampling have the
+    lowest finite number.
     """
 
     ids: np.ndarray
@@ -166,7 +167,7 @@ class Alternatives:
 class Completion:
     """What the sampler returns for one request.
 
-    cached_tok: prompt tokens whose keys and values were there already. queue_s: until the first token was sampled.
+    cached_tok: prompt tokens whose keys and values were in the cache. queue_s: until the first token was sampled.
     """
 
     sampled: Sampled
@@ -192,13 +193,13 @@ class Completion:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether a policy said it, and nobody for it."""
+        """Whether a policy sampled every token (none was replayed)."""
         return bool((self.versions >= 0).all())
 
     @property
     def experts(self) -> np.ndarray | None:
-        """`[T, L, k]`: those that each token took itself, -1 where that is not known (the last one: it was never
-        computed). None: nobody asked."""
+        """Experts that each token itself was routed to, `[T, L, k]`; -1: not known (the last token was never computed).
+        None: not recorded."""
         before = self.sampled.experts
         if not before.size:
             return None
@@ -206,20 +207,20 @@ class Completion:
 
     @property
     def alternatives(self) -> Alternatives | None:
-        """None: nobody asked, `SamplerConfig.record_alternatives`."""
+        """The most likely tokens at every position. None: not recorded, see `SamplerConfig.record_alternatives`."""
         ids, logp = self.sampled.top_ids, self.sampled.top_sampler_logp
         return Alternatives(ids, np.maximum(logp, np.finfo(np.float32).min)) if ids.size else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """What the policy saw that was new to it, and what it said.
+    """One answer of the policy, and the prompt tokens that are new since its previous answer.
 
     `prompt_ids [P]` are only the tokens since the previous turn's last sampled token, so that the token stream of a
     trajectory is the plain concatenation of its turns: sampled ids are never tokenised again.
 
-    restart: the stream starts anew here, and `prompt_ids` is the whole prompt: the conversation before was cut, or was
-    not this one. A trajectory is then more than one sequence to the model, and still one episode to credit.
+    restart: a new sequence starts with this turn, and `prompt_ids` is its whole prompt, because the conversation was
+    cut or this is a second one. The trajectory is then several sequences to the model, and still one episode to credit.
     """
 
     prompt_ids: np.ndarray
@@ -230,17 +231,17 @@ class Turn:
     reward: float
     text: str
     weight: float = 1.0
-    """Of its loss in supervised training: 0 leaves a turn of a recorded conversation out."""
+    """Weight of its loss in supervised training: 0 leaves a turn of a recorded conversation out."""
     restart: bool = False
     experts: np.ndarray | None = dataclasses.field(default=None, metadata={"written": False})
-    """See `Completion`. Too many numbers for a file."""
+    """See `Completion`. Not written to disk: they are too large."""
     alternatives: Alternatives | None = None
-    """See `Completion`. For people to look at."""
+    """See `Completion`. Only shown to people."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expert:
-    """An episode that others begin like. id: a hash of all that was said in it. turns: of the whole episode."""
+    """A recorded episode whose first turns others replay. id: a hash of its text. turns: of the whole episode."""
 
     id: str
     turns: int
@@ -261,23 +262,23 @@ class Trajectory:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Numbers of the environment, summed over the turns."""
     observation_hashes: tuple[str, ...] | None = None
-    """A hash of what the environment said at the opening and after each turn, where starts ask for it."""
+    """A hash of the environment's messages at the opening and after each turn. None: expert starts do not need it."""
     attempts: int = 1
-    """How often it was begun; more than 1 after faults of the infrastructure."""
+    """How often it was started; more than 1 after faults of the infrastructure."""
     loops: int = 0
     """Attempts that were discarded because the policy repeated itself to no effect."""
     expert: Expert | None = None
-    """Behind whose first turns it was to start, maybe behind none of them."""
+    """The expert episode whose first turns were replayed before the policy took over; may be zero turns."""
     env_s: float = 0.0
     sample_s: float = 0.0
     trained: Mapping[str, TokenColumn] | None = None
-    """What training made of its sampled tokens, by column; None: it was not handed to the trainer."""
+    """Training's numbers for its sampled tokens, by column; None: the trainer did not receive it."""
     reference: str | None = None
-    """The answer that is recorded for its task (`EnvSpec.reference`); for people to look at."""
+    """The reference answer of its task (`EnvSpec.reference`); only shown to people."""
 
     @property
     def lost(self) -> bool:
-        """Whether something else than the policy's own loops kept it from its end."""
+        """Whether it failed for another reason than the policy's own loops."""
         return self.status == "failed" and not (self.fault and self.fault.kind == "agent")
 
     @property
@@ -287,18 +288,18 @@ class Trajectory:
 
     @property
     def num_replayed(self) -> int:
-        """Turns of an expert that the episode began with."""
+        """Turns of an expert that were replayed at the start of the episode."""
         return sum(bool(len(t.versions)) and bool((t.versions < 0).all()) for t in self.turns)
 
     @property
     def starts(self) -> np.ndarray:
-        """Where in `stream()` each of its sequences begins: 0, and every turn that restarts; int64 `[S]`."""
+        """Index in `stream()` of the first token of each sequence: 0, and every turn that restarts; int64 `[S]`."""
         sizes = [len(t.prompt_ids) + len(t.tokens) for t in self.turns]
         begins = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
         return begins[[i == 0 or t.restart for i, t in enumerate(self.turns)]]
 
     def stream(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, `sampled` mask and sampler log-probs (0 where not sampled) of the whole episode, each `[T]`."""
+        """Return tokens, `sampled` mask and sampler log-probs (0 if not sampled) of the whole episode, each `[T]`."""
         tokens, sampled, logp = [], [], []
         for turn in self.turns:
             tokens += [turn.prompt_ids, turn.tokens]
@@ -311,12 +312,12 @@ class Trajectory:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able record of everything above; what `rollouts/step_N.jsonl` holds, one line per trajectory."""
+        """Return a record of everything above for JSON: one line of `rollouts/step_N.jsonl`."""
         return {"schema": SCHEMA_VERSION, **_plain(self)}
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Trajectory:
-        """The trajectory that `to_json` was of."""
+        """Return the trajectory of a record that `to_json` made."""
         fields = {name: value for name, value in record.items() if name != "schema"}
         hashes = fields["observation_hashes"]
         return Trajectory(
@@ -340,9 +341,9 @@ class Group:
     draw: int
     trajectories: tuple[Trajectory, ...]
     cancelled: int = 0
-    """Spare episodes that were let go when enough others were complete."""
+    """Spare episodes that were cancelled when enough others were complete."""
     demonstration: Trajectory | None = None
-    """What an expert did where all of the trajectories failed; nobody played it (`rollout.starts.fallback`)."""
+    """The expert's turns, to imitate because all trajectories failed; not played (`rollout.starts.fallback`)."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -350,12 +351,12 @@ class Group:
         return np.array([t.reward for t in self.trajectories], np.float32)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able record of everything but what is not written (`Turn.experts`)."""
+        """Return a record of everything for JSON, without the fields that are not written (`Turn.experts`)."""
         return {"schema": SCHEMA_VERSION, **_plain(self)}
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Group:
-        """The group that `to_json` was of."""
+        """Return the group of a record that `to_json` made."""
         shown = record["demonstration"]
         return Group(
             Task(**record["task"]),

@@ -33,7 +33,7 @@ CONSTANT_TASKS = 30
 
 T = TypeVar("T")
 CheckRow = tuple[str, str, str]
-"""What was looked at; ok, fail, warn or nothing; what was seen."""
+"""The name of a check; ok, fail, warn or empty; what the check found."""
 
 
 class Budget:

@@ -1,7 +1,7 @@
 """Look at runs in a browser: `python -m rolljax.view RUN...`, a page on 127.0.0.1; `docs/view.md` shows it.
 
-RUN is a run folder, or a folder with run folders in it. Runs may go on meanwhile: the page follows them. Nothing is
-written to them. `--export FILE.html` makes one page of a step or a trajectory instead, to send to somebody.
+RUN is a run folder, or a folder with run folders in it. Runs may be in progress: the page follows them. Nothing is
+written to them. `--export FILE.html` makes one page of a step or a trajectory instead, which needs no server.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         )
     for name in ("step", "trajectory"):
         if getattr(args, name) is not None and not args.export:
-            raise ConfigError("is of no use here", setting=f"--{name}", remedy="add --export FILE.html")
+            raise ConfigError(
+                "only applies together with --export", setting=f"--{name}", remedy="add --export FILE.html"
+            )
 
 
 def write_page(runs: Runs, args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""TPU chips: what is assumed of each, and their topologies without one at hand.
+"""TPU chips: the assumed properties of each, and their topologies, without a device.
 
 libtpu compiles for a topology ("v5e:2x4") on any x86 Linux machine: `pip install 'rolljax[tpu]'`.
 """

@@ -54,7 +54,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     argument: str
-    """What stands in the brackets, for constants and parameters."""
+    """The text in the brackets, for constants and parameters."""
     root: bool
 
     def attribute(self, name: str) -> str | None:

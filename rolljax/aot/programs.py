@@ -51,7 +51,7 @@ LEAVING, ARRIVING = "leaving weights", "arriving weights"
 class Program:
     """One program, ready to be compiled.
 
-    own: its arguments and results. beside: what else is in HBM. trips: of its outermost loop whose length only the run
+    own: its arguments and results. beside: other arrays in HBM. trips: of its outermost loop whose length only the run
     knows. model_flops, tokens: see `Report`.
     """
 
@@ -194,7 +194,7 @@ def matmul_params(model: Model) -> float:
 
 
 def attention_flops(cfg: DecoderConfig, tokens: int, context: float) -> float:
-    """Forward pass over so many tokens that look at `context` keys each."""
+    """Return the FLOPs of attention in a forward pass over tokens that attend to `context` keys each."""
     return 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * tokens * context
 
 
@@ -249,7 +249,7 @@ class Trainer:
         return sizes
 
     def programs(self, phase: str, beside: Sizes) -> Iterator[Program]:
-        """Of this phase. beside: the sampler's share of HBM."""
+        """Return the programs of this phase. beside: the sampler's share of HBM."""
         trainer, batch = self.trainer, self.batch
         shape, model, needs = trainer.shape, trainer.model, trainer.algorithm.needs()
         tokens = shape.num_micro * shape.micro_rows * shape.row_len
@@ -315,7 +315,9 @@ class SamplerShapes:
         return {"sampler weights": device_bytes(self.params), "KV pool": device_bytes(self.state)}
 
     def programs(self, beside: Sizes) -> Iterator[Program]:
-        """Decode, prefill of the longest pieces, insert. beside: the trainer's share of HBM."""
+        """Return the programs of decode, of prefill of the longest pieces, and of insert.
+
+        beside: the trainer's share of HBM."""
         engine, state, params = self.engine, self.state, self.params
         cfg, mesh, model = engine.cfg, engine.mesh, engine.model
 

@@ -18,8 +18,8 @@ GIB = 2**30
 class Memory:
     """GiB of one device while a program runs.
 
-    own: the program's arguments and results by what they are; with `temporaries` they are the peak that the compiler
-      reports. beside: what stays in HBM and is no argument of this program. host: arguments in host memory. aliased:
+    own: the program's arguments and results, by name; with `temporaries` they are the peak that the compiler
+      reports. beside: arrays in HBM that are no argument of this program. host: arguments in host memory. aliased:
       results that are an argument's own buffer.
     """
 

@@ -1,5 +1,5 @@
-"""Work in a thread of its own while the calling thread waits: a caller may stand in an event loop, as a notebook's cell
-does, or in any thread, and what works may start event loops of its own."""
+"""Run a function in a separate thread while the calling thread waits. The caller may be inside a running event loop, as
+a notebook's cell is, and the function may start event loops of its own."""
 
 from __future__ import annotations
 

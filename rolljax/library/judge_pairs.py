@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rolljax.library.model import LoadedModel
 
 TRACES, PAIRS = "traces.jsonl", "pairs.jsonl"
-"""What stands in the folder: every trace as it came, and the pairs, made anew of all traces."""
+"""The files of the folder: every trace in the order of arrival, and the pairs, made again from all traces."""
 DEADLINE_S = 7 * 24 * 3600.0
 
 
@@ -57,8 +57,8 @@ def make(
 ) -> JudgePairs:
     """Ask a judge about `num` pairs of answers, a critic about each trace, and write the pairs of traces.
 
-    They are the first `num` pairs that are not held out, each once, in an order of the answers that is drawn. What is
-    written already in the folder is not asked again, so that the same call goes on where it was interrupted.
+    They are the first `num` pairs that are not held out, each once, with the order of the two answers drawn at random.
+    Traces in the folder are not requested again, so the same call continues where it was interrupted.
 
     Args:
       env: whose questions; of a critic's ones (`DigitSums.critic_frac`) the label is left out. critic: None: the judge
@@ -137,7 +137,7 @@ def _indices(env: Judging, num: int, held_out_frac: float) -> list[int]:
 
 
 def _read(path: Path, indices: Sequence[int]) -> dict[int, Traces]:
-    """The traces that are there; a last line that a writer left half is let go."""
+    """Return the traces in the file; an incomplete last line is dropped."""
     found = {t.index: t for t in durable.whole_lines(path, lambda record: Traces(**record), mend=True)}
     if strange := sorted(set(found) - set(indices)):
         raise ConfigError(

@@ -31,10 +31,10 @@ DEADLINE_S = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the model said to one prompt; `str(answer)` is its text.
+    """The model's answer to one prompt; `str(answer)` is its text.
 
-    tokens, logprobs: `[T]`, those that were sampled, the one that ended the answer included, and their log-probs under
-      the distribution they were drawn from. finish_reason: `stop`, or `length` where a limit cut it.
+    tokens, logprobs: `[T]`, the sampled tokens, including the token that ended the answer, and their log-probs under
+      the sampling distribution. finish_reason: `stop`, or `length` if a limit cut the answer.
     """
 
     text: str
@@ -87,8 +87,9 @@ class LoadedModel:
         seed: int | None = None,
         raw: bool = False,
     ) -> list[Answer]:
-        """Answers, one for each prompt, in their order; they are sampled side by side. Calling it once with many
-        prompts is faster than often with one. A prompt that stands there twice gets two answers.
+        """Return an answer for each prompt, in their order.
+
+        Prompts of one call are sampled together, so batch them for speed. Duplicate prompts are sampled independently.
 
         Args:
           prompts: one or several. A text is what the user says, put through the chat template, if there is one.

@@ -1,4 +1,4 @@
-"""A run's progress in a notebook: one output that is drawn anew, instead of lines that scroll."""
+"""A run's progress in a notebook: one output that is redrawn, instead of lines that scroll."""
 
 from __future__ import annotations
 

@@ -41,8 +41,7 @@ def train(
     fresh: bool = False,
     progress: bool = True,
 ) -> Run:
-    """Train, and return the run. The same call goes on with a run that was stopped, and returns at once where all is
-    done.
+    """Train, and return the run. The same call continues a run that was stopped; if all is done, it returns at once.
 
     Interrupting it (Ctrl-C, a notebook's stop button) saves after the step that is under way and returns the run;
     interrupting it again raises `KeyboardInterrupt` without waiting for that. SIGTERM saves too, and then ends the
@@ -56,12 +55,12 @@ def train(
         `Class.field`, and means every object of the class.
       run_dir: the run folder; default: `runs/` and the name of the recipe, or of its environment.
       fresh: delete an earlier run in that folder first.
-      progress: show it: in a notebook as a plot that is drawn anew, else on stderr.
+      progress: show it: in a notebook as a plot that is redrawn, else on stderr.
 
     Raises:
       ConfigError: a setting that cannot be used, with the remedy. EnvError, SamplerError, TrainerError,
-        CheckpointError, HangError: what ended the run. It stands in the run's summary, and `Run(run_dir)` has what was
-        done until then.
+        CheckpointError, HangError: the error that ended the run. It is also in the run's summary, and `Run(run_dir)`
+        has everything that was done until then.
     """
     from rolljax import cli
 
@@ -114,7 +113,7 @@ def evaluate(
         `train`: `{"Evaluation.temperature": 0, "Evaluation.tasks": 1000}`.
       envs: whose tasks, in place of the recipe's. tasks: how many of each.
       attempts: at every task; or all of how tasks are tried. step: of the run: a kept checkpoint, or `best`; None: the
-        newest. to: folder for every answer and the report; an unfinished evaluation there goes on.
+        newest. to: folder for every answer and the report; an unfinished evaluation in it continues.
 
     Returns:
       The report: a table in a notebook and by `markdown()`; every answer in `trajectories`.
@@ -302,7 +301,7 @@ def _parsed(parse: Callable[[list[str]], argparse.Namespace], options: list[str]
 
 
 def _sizes_of(run: Run) -> dict[str, Any]:
-    """Slots and context that a run sampled with. They stand in its folder whether or not its environment is here."""
+    """Return the slots and context of a run's sampler, read from its folder, so that its environment is not needed."""
     from rolljax.run.folder import RunFolder
 
     resolved = RunFolder(run.path).resolved()

@@ -128,10 +128,10 @@ class Folder:
         }
 
     def plain(self) -> dict[str, Any]:
-        """`shape`, for families with SwiGLU and unstretched rotary embeddings, and nothing beside them.
+        """Return `shape`, for families with SwiGLU and unscaled rotary embeddings and no further features.
 
         Raises:
-          CheckpointError: as `shape`, or the folder asks for more than that.
+          CheckpointError: as `shape`, or the folder needs a further feature.
         """
         rotary = self.rope()
         self.refuse(

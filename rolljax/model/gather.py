@@ -1,4 +1,4 @@
-"""Two look-ups on a mesh, which compilers may otherwise do by copying what is looked up to every device."""
+"""Two look-ups on a mesh. A compiler may otherwise copy the whole table to every device."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def embedded(table_VD: jax.Array, ids_BT: jax.Array, dtype: str) -> jax.Array:
 
 
 def before(hidden_BTD: jax.Array, prev_BT: jax.Array) -> jax.Array:
-    """For every token of a packed row the hidden state of its predecessor, `[B, T, D]`.
+    """Return for every token of a packed row the hidden state of its predecessor, `[B, T, D]`.
 
     Args:
-      prev_BT: where it stands in the row: one token before, at the end of the prompt that the token's group shares, or
-        (where there is none) at the token itself.
+      prev_BT: index of the predecessor in the row: the token before, the end of the prompt that the token's group
+        shares, or (without a predecessor) the token itself.
 
-    Where rows are split, a part of a row needs at most two hidden states of others: that of the token before its first,
-    and that of one prompt's end, because groups are not mixed and so only one of them began before the part.
+    If rows are split, a part of a row needs at most two hidden states of other parts: of the token before its first
+    one, and of the end of one prompt, because groups are contiguous and so only one group can begin before the part.
     """
     mesh = current_mesh()
     if mesh is None or not _split(mesh, "context"):

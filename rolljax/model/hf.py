@@ -165,7 +165,7 @@ def load(
 
     Args:
       computed: matrices in the model's compute dtype, as `Model.computed` makes them; else all is float32.
-      beside: names of tensors that may stand there and are left alone.
+      beside: names of further tensors that the files may hold; they are not read.
 
     Raises:
       CheckpointError: unreadable files, or the names of all tensors that are missing, unknown, no floats, or of another
@@ -277,9 +277,9 @@ def _parameter(
 def _layer_part(
     stored: Shards, here: list[Entry], shape: tuple[int, ...], sharding: Sharding, is_stacked: bool
 ) -> tuple[tuple[int, ...], jax.Array]:
-    """A layer's part of a parameter on the devices, in the file's dtype and with the file's order of axes.
+    """Return a layer's part of a parameter on the devices, in the file's dtype and with the file's order of axes.
 
-    Where its axes stand in the order of the file, the host copies full rows; devices are better at turning them.
+    In the file's order the host copies full rows, which is fast; the devices then transpose the axes.
 
     Returns:
       `(order, part)`: axis i of the part is axis `order[i]` of the parameter.

@@ -171,7 +171,7 @@ class Layers(nnx.Module):
     # ---- computation ------------------------------------------------------------------------------------------------
 
     def extend(self, parts: Mapping[str, jax.Array], factor: float) -> None:
-        """Set further arrays beside the parameters: `project` says which it knows. factor: of what adapters add."""
+        """Set arrays in addition to the parameters, by the names that `project` knows. factor: scale of adapters."""
         self.factor = factor
         for name, value in parts.items():
             setattr(self, name, nnx.Param(value))

@@ -53,16 +53,16 @@ class Adapted:
     """None: adapters off."""
 
     def parts(self) -> tuple[Params, dict[str, jax.Array]]:
-        """The decoder's tree, and what stands beside the parameters of its layers (`Layers.extend`)."""
+        """Return the decoder's tree, and the further arrays of its layers (`Layers.extend`)."""
         beside = {f"{name}_scale": scale for name, scale in self.base.scales.items()}
         return self.base.params, beside | (self.adapters["layers"] if self.adapters else {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Adapters beside linear maps of every layer.
+    """Low-rank adapters on the linear maps of every layer.
 
-    rank: columns of A. alpha: what they add is scaled by `alpha / rank`.
+    rank: columns of A. alpha: the output of an adapter is scaled by `alpha / rank`.
     targets: patterns of names of maps (`fnmatch`): `q`, `k`, `v`, `o`, `gate`, `up`, `down`. Weights of experts have no
       adapters.
     int8_base: keep the base weights of all these maps as int8, one scale for each output: a quarter of float32.

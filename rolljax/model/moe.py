@@ -1,11 +1,11 @@
-"""Mixtures of experts: which experts a token takes, what they compute, and how evenly they are used.
+"""Mixtures of experts: routing of tokens, computation of the experts, and the balance of their load.
 
 Nothing is dropped and nothing has a capacity: tokens are sorted by expert and multiplied group by group. On a mesh the
-experts lie over its `expert` axis. The devices of that axis share their tokens (`all_gather`: with several experts to a
-token hardly more than sending each only where it goes), every one runs its own experts on those that chose them, and
-the sums go back to where the tokens came from (`psum_scatter`).
+experts are split over its `expert` axis. The devices of that axis share their tokens (`all_gather`: with several
+experts per token hardly more traffic than sending each token only to its experts), each device runs its experts on the
+tokens that are routed to them, and the sums return to the devices that the tokens came from (`psum_scatter`).
 
-Shape letters beside the model's: N tokens, A = N * k assignments of a token to an expert, R rows computed at once.
+Shape letters besides the model's: N tokens, A = N * k assignments of a token to an expert, R rows computed at once.
 """
 
 from __future__ import annotations

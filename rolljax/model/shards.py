@@ -1,7 +1,7 @@
-"""Safetensors files of a folder: which tensor stands where, parts of one tensor, and writing them in shards.
+"""Safetensors files of a folder: an index of the tensors, reading parts of one tensor, and writing shards.
 
-The library checks each header; the tensors are looked at through the file itself, so that only the pages that are
-wanted are read, and none of them stays.
+The library checks each header. Tensors are read through a memory map of the file, so that only the needed pages are
+read, and none of them stays in memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stored(NamedTuple):
 
 
 class Shards:
-    """The weights of a folder: one file, or those that an index names.
+    """The weights of a folder: one file, or the files that an index names.
 
     Args:
       name: what the files are called (`model`: `model.safetensors` or `model.safetensors.index.json`).
@@ -63,7 +63,7 @@ class Shards:
             raise CheckpointError(f"{folder} has neither {single} nor {index.name}{_others(self.folder)}")
 
     def view(self, name: str) -> np.ndarray:
-        """A tensor as unsigned integers of its width: nothing is read before somebody looks."""
+        """Return a tensor as unsigned integers of its width; the file is read only when its elements are used."""
         stored = self.tensors[name]
         if stored.file not in self._open:
             with (self.folder / stored.file).open("rb") as f:
@@ -73,9 +73,9 @@ class Shards:
         return flat.reshape(stored.shape)
 
     def copy(self, view: np.ndarray, name: str) -> np.ndarray:
-        """A part of `view(name)`, rows of the file first, as an array of its own in the dtype of the file.
+        """Copy a part of `view(name)`, rows of the file first, to a new array in the dtype of the file.
 
-        At no time more than a few MiB of the file are in memory beside it.
+        In addition to the array at most a few MiB of the file are in memory.
         """
         out = np.empty(view.shape, view.dtype)
         rows = max(_READ_BYTES // view.strides[0], 1)

@@ -1,4 +1,5 @@
-"""Renders chat templates: in a process of its own those that came with a folder (`rolljax.model.templates`).
+"""Renders chat templates; a template that came with a folder is rendered in a process of its own
+(`rolljax.model.templates`).
 
 Needs jinja2 and nothing else, so that the process starts in a tenth of a second and its memory can be limited. The
 template sees what `transformers` shows it; `tests/unit/test_templates.py` compares.
@@ -22,7 +23,7 @@ LENGTH_BYTES = 8
 MEMORY_BYTES = 2**30
 """Most bytes of the address space of the process."""
 FREE_CHARS, CHARS_PER_BYTE = 2**20, 8
-"""A template may write this much, and so much more for each byte of its request."""
+"""Characters that a template may write, and further characters for each byte of its request."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names for what a model thought, the one that templates read first."""
 
@@ -50,7 +51,7 @@ def _compiled(template: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}`: marks what is trained on, which nobody asks for here."""
+        """`{% generation %}`: marks the text to train on; it has no effect on rendering."""
 
         tags = {"generation"}
 
@@ -102,7 +103,7 @@ def read(stream: BinaryIO) -> bytes | None:
 
 
 def framed(content: bytes) -> bytes:
-    """Content behind its length."""
+    """Return the content with its length before it."""
     return len(content).to_bytes(LENGTH_BYTES, "little") + content
 
 

@@ -1,7 +1,7 @@
 """Chat templates that came with a folder, rendered within limits of time, memory and output.
 
-A template is a program: it can loop for days, and one call of it (`'a' * 10**10`) can take all memory without giving
-anybody a chance to stop it. So it is rendered in one process beside this one, which is ended when it takes too long.
+A template is a program: it can loop for days, and a single expression (`'a' * 10**10`) can take all memory before any
+check runs. Therefore it is rendered in a separate process, which is killed when it takes too long.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def render(
 
 
 class _Renderer:
-    """The process that renders, one request at a time; begun when it is first needed, and again after it was ended."""
+    """The process that renders, one request at a time; started at its first use, and again after it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -288,11 +288,11 @@ class Chat:
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """What the tokenizer's tokens spell."""
+        """The texts of the tokenizer's tokens."""
         return Vocabulary(self.tokenizer)
 
     def text(self, ids: Ids, behind: Ids) -> str:
-        """Plain text of an answer `ids [T]` behind a prompt `[P]`, special tokens left out."""
+        """Return the plain text of an answer `ids [T]` after a prompt `[P]`, without special tokens."""
         return self.vocabulary.text(ids, behind)
 
     @functools.cached_property

@@ -1,9 +1,9 @@
-"""Tokens and text: what a text is as ids, and the text of ids, of finished answers and of answers that grow.
+"""Tokens and text: the ids of a text, and the text of ids, of finished answers and of answers that grow.
 
-An answer stands behind a prompt, and its text is what its tokens add there. That is not what decoding it on its own
-gives: decoders in the manner of SentencePiece leave out the first space of everything they decode. So text is put
-together here from the bytes that every single token adds. Parts of an answer then join to its text however they are
-cut, characters that take several tokens appear when they are complete, and a token costs one look into a table.
+An answer follows a prompt, and its text is the text that its tokens add to the prompt. Decoding the answer alone gives
+another text: decoders like SentencePiece's drop the first space of everything that they decode. Therefore this module
+joins the bytes that every single token adds. The parts of an answer then join to its text however it is cut, a
+character of several tokens appears when it is complete, and a token costs one look-up in a table.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 Ids = Sequence[int] | np.ndarray
 
 SURE_CHARS = 16
-"""Texts of up to so many characters per token that fits are tokenised at once; longer ones in parts, to be counted."""
+"""Characters per available token up to which a text is tokenised at once; a longer text is tokenised in parts."""
 PART_CHARS = 16 * 1024
 SEPARATORS = ("\n", ":", ">")
-"""Texts that a text is put behind to be tokenised as if it stood in the middle of one."""
+"""Texts to put before a text, so that it is tokenised as if it were in the middle of a longer text."""
 
 
 class Vocabulary:
@@ -61,7 +61,7 @@ class Vocabulary:
         return self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def encode_inside(self, text: str) -> list[int]:
-        """Ids of a text that stands behind another: without the space that some tokenizers put before every text."""
+        """Return the ids of a text that follows another, without the space that some tokenizers put before a text."""
         if self._puts_space_before:
             for separator in SEPARATORS:
                 head, joined = self.encode(separator), self.encode(separator + text)
@@ -70,7 +70,7 @@ class Vocabulary:
         return self.encode(text)
 
     def encode_plain(self, text: str, hidden: frozenset[int]) -> list[int]:
-        """Ids of a text that stands behind another, none in `hidden`: where it spells one of these it is cut."""
+        """Return the ids of a text that follows another, none in `hidden`: a text that spells one of these is cut."""
         ids = self.encode_inside(text)
         if len(text) < 2 or hidden.isdisjoint(ids):
             return ids
@@ -118,11 +118,11 @@ class Vocabulary:
         return decoder.add(ids) + decoder.end()
 
     def decoder(self, behind: Ids = ()) -> TextDecoder:
-        """The text of an answer that grows behind a prompt."""
+        """Return a decoder for an answer that grows after a prompt."""
         return TextDecoder(self, any(map(self.appears, map(int, reversed(behind)))))
 
     def appears(self, token: int) -> bool:
-        """Whether a token is one of text."""
+        """Return whether a token has text."""
         return token not in self.specials and self._tokenizer.convert_ids_to_tokens(token) is not None
 
     def raw(self, token: int) -> bytes:

@@ -30,7 +30,7 @@ class Barrier:
         await future
 
     def leave(self, episodes: int = 1) -> None:
-        """So many will not come."""
+        """Expect this many episodes fewer: they will not arrive."""
         self._expected -= episodes
         self._open()
 

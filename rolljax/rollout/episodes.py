@@ -36,26 +36,27 @@ from rolljax.types import (
 
 FORMAT_SETTING = "RolloutConfig.answer_format"
 MAX_ATTEMPTS = 100
-"""At an episode that is lost to its neighbours again and again."""
+"""Attempts at an episode that fails again and again because of other episodes in its worker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     """How episodes are conducted.
 
-    context: what happens when the next answer might not fit into the context any more. truncate: the episode goes on
-      until it is full and ends there; drop_oldest: the oldest exchanges behind the opening are left out and the stream
-      starts anew with the rest, at most `restarts` times in an episode. keep_frac: share of the context that the kept
-      part may take then.
-    retries: how often an episode is begun again from the same start: after a fault of the infrastructure with the same
-      randomness, after a loop with other. Those that another episode took with it are not counted.
-    repeats: an answer that was given, and answered, in the same way this many times in a row is a loop (0: off). In
-      training the episode is then discarded and begun again, and left out if it loops each time; in an evaluation it
-      ends there, and counts.
-    answer_format: a regular expression that all of an answer must match; else `format_penalty` is added to the turn's
-      reward, as the part `format`. It is RE2's kind, which takes time linear in any answer: no look-ahead, no
+    context: what happens when the next answer might not fit into the context. truncate: the episode continues until the
+      context is full and ends there. drop_oldest: the oldest exchanges after the opening are left out, and a new
+      sequence starts with the rest, at most `restarts` times in an episode. keep_frac: share of the context that the
+      kept part may take.
+    retries: how often an episode is restarted from the same start: with the same randomness after a fault of the
+      infrastructure, with other randomness after a loop. A restart because of another episode in the same worker is not
+      counted.
+    repeats: a loop is an answer that the policy gives, and the environment answers, in the same way this many times in
+      a row (0: off). In training the episode is then discarded and restarted, and left out if it loops each time; in
+      an evaluation it ends there, and counts.
+    answer_format: a regular expression that the whole answer must match; otherwise `format_penalty` is added to the
+      turn's reward, as the part `format`. The syntax is RE2's, which takes time linear in any answer: no look-ahead, no
       back-references. `.` is any character.
-    restarts: most fresh beginnings of the stream in an episode, with context = 'drop_oldest'. format_penalty: see
+    restarts: most restarts of the stream in an episode, with context = 'drop_oldest'. format_penalty: see
       `answer_format`; 0 or less.
     """
 
@@ -89,15 +90,15 @@ class RolloutConfig:
 
     @property
     def max_restarts(self) -> int:
-        """How often a trajectory's stream may start anew."""
+        """How often a trajectory's stream may restart."""
         return self.restarts if self.context == "drop_oldest" else 0
 
 
 class EpisodeRollouts(abc.ABC):
-    """Groups of episodes, begun again where the infrastructure failed; who acts in one is said by `run_episode`.
+    """Groups of episodes, restarted when the infrastructure failed. Subclasses say in `run_episode` who acts in one.
 
-    pool: of the environments. cfg: how episodes are conducted. tally: counts them. scoring: what they are worth, if it
-    is not what the environment says.
+    pool: of the environments. cfg: how episodes are conducted. tally: counts them. scoring: their rewards, in place of
+    the environment's.
     """
 
     pool: Pool
@@ -107,10 +108,10 @@ class EpisodeRollouts(abc.ABC):
 
     @abc.abstractmethod
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
-        """Play an open episode to its end, and put what happens on `builder`.
+        """Play an open episode to its end, and record it on `builder`.
 
         Raises:
-          RolljaxError: it failed; the error says whose doing that was.
+          RolljaxError: it failed; the error has an owner.
         """
 
     async def group(
@@ -124,9 +125,9 @@ class EpisodeRollouts(abc.ABC):
         start: Start | None = None,
         barrier: Barrier | None = None,
     ) -> Group:
-        """`group_size` trajectories of the same start, side by side.
+        """Play `group_size` trajectories of the same start at the same time.
 
-        With `spare` more are begun; the first `group_size` that are complete make the group and the rest is cancelled.
+        spare: start this many more; the first `group_size` to complete make the group, and the rest is cancelled.
         """
         keys = [Key(stream, draw, sibling) for sibling in range(group_size + spare)]
         running = [asyncio.ensure_future(self.trajectory(task, key, start, barrier)) for key in keys]
@@ -141,7 +142,7 @@ class EpisodeRollouts(abc.ABC):
     async def trajectory(
         self, task: Task, key: Key, start: Start | None = None, barrier: Barrier | None = None
     ) -> Trajectory:
-        """One episode. Whatever fails comes back as its status and fault; nothing is raised."""
+        """Play one episode. A failure is returned as its status and fault; nothing is raised."""
         with self.tally.counted(key):
             retries, loops = self.cfg.retries, 0
             for attempt in itertools.count(1):
@@ -159,7 +160,7 @@ class EpisodeRollouts(abc.ABC):
     async def _attempt(
         self, builder: TrajectoryBuilder, start: Start | None, barrier: Barrier | None
     ) -> RolljaxError | None:
-        """Play an episode; returns what it failed with."""
+        """Play an episode; return the error that ended it, if any."""
         try:
             episode = await self._open(builder.task, builder, barrier)
             try:
@@ -185,7 +186,7 @@ class EpisodeRollouts(abc.ABC):
         return episode
 
     def checked_form(self, text: str, result: StepResult) -> StepResult:
-        """The result with the penalty for an answer of another form than was asked for."""
+        """Return the result, with the penalty if the answer does not have the required format."""
         if not self.cfg.answer_format:
             return result
         missed = not linear_pattern(self.cfg.answer_format, FORMAT_SETTING).fullmatch(clean(text))
@@ -194,7 +195,7 @@ class EpisodeRollouts(abc.ABC):
         return dataclasses.replace(result, reward=result.reward + penalty, reward_parts=parts)
 
     def ended(self, builder: TrajectoryBuilder, answer: Completion, result: StepResult) -> bool:
-        """Whether the episode is over with this answer; how it ended then stands on `builder`."""
+        """Return whether the episode is over with this answer; if so, `builder` records how it ended."""
         if answer.finish_reason != "stop":
             builder.truncate("answer", f"an answer was cut: {answer.finish_reason}")
         elif result.truncated:
@@ -206,12 +207,12 @@ class EpisodeRollouts(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollouts(EpisodeRollouts):
-    """Everything a rollout needs beside its task.
+    """Everything that a rollout needs in addition to its task.
 
     max_turns, max_context, max_answer_tok: most answers of an episode, tokens of a sequence, tokens of an answer.
-    hash_observations: keep a hash of what the environment says (`Trajectory.observation_hashes`). tally: counts
-    episodes. scoring: what they are worth; None: what the environment says. run_limits: how long programs of the
-    policy may run, where the environment goes by them (`EnvSpec.run_limits`).
+    hash_observations: keep a hash of the environment's messages (`Trajectory.observation_hashes`). tally: counts
+    episodes. scoring: their rewards; None: the environment's. run_limits: time limits of the policy's programs, for
+    environments that use them (`EnvSpec.run_limits`).
     """
 
     pool: Pool
@@ -232,7 +233,7 @@ class Rollouts(EpisodeRollouts):
         if self.hash_observations:
             builder.observation_hashes = [digest(episode.opening)]
         if start and replay and start.opening != digest(episode.opening):
-            raise EnvError("opens with other words than it did for the expert", stage="replay")
+            raise EnvError("replay diverged: the opening differs from the expert's", stage="replay")
         max_turns = min(self.max_turns, self.pool.spec.turns_of(builder.task))
         for turn in range(max_turns):
             if not self._has_room(stream):
@@ -241,7 +242,7 @@ class Rollouts(EpisodeRollouts):
             if turn < len(replay):
                 answer, text = expert(replay[turn].tokens, self.max_answer_tok), replay[turn].text
             else:
-                # what looped would loop again with the same randomness
+                # after a loop, other randomness: with the same it would loop again
                 answer = await self.policy.act(stream.ids, episode, builder.key, turn + builder.loops * self.max_turns)
                 text = self.chat.text(answer.tokens, stream.ids)
             result = self.checked_form(text, await self.env_step(episode, text, builder))
@@ -250,7 +251,8 @@ class Rollouts(EpisodeRollouts):
             if self.hash_observations:
                 builder.observation_hashes.append(digest(result.messages))
             if turn < len(replay) and replay[turn].digest != digest(result.messages):
-                raise EnvError(f"says something else after action {turn + 1} than it did to the expert", stage="replay")
+                said = f"replay diverged: the observation after action {turn + 1} differs from the expert's"
+                raise EnvError(said, stage="replay")
             if self.ended(builder, answer, result):
                 return
             if turn + 1 < max_turns:
@@ -258,7 +260,7 @@ class Rollouts(EpisodeRollouts):
         builder.truncate("turns", f"{max_turns} turns are over")
 
     async def env_step(self, episode: Episode, text: str, builder: TrajectoryBuilder) -> StepResult:
-        """What the environment says to the policy's text."""
+        """Return the environment's answer to the policy's text."""
         limits, task = self.run_limits, builder.task
         with builder.waiting_for_env():
             result = await episode.step(text, limits.limit_s(task) if limits else None)
@@ -267,7 +269,7 @@ class Rollouts(EpisodeRollouts):
         return result
 
     def _has_room(self, stream: TokenStream) -> bool:
-        """Whether another answer may begin; makes room for it if that is wanted."""
+        """Return whether another answer may start; with 'drop_oldest', make room for it first."""
         if self.cfg.context == "drop_oldest" and len(stream.ids) + self.max_answer_tok > self.max_context:
             limit = min(int(self.cfg.keep_frac * self.max_context), self.max_context - self.max_answer_tok)
             if stream.restarts < self.cfg.restarts:
@@ -276,7 +278,7 @@ class Rollouts(EpisodeRollouts):
 
 
 async def _first(running: Sequence[asyncio.Future[Trajectory]], wanted: int, group: Group) -> Group:
-    """The group of the first `wanted` that are complete; of those that failed as well, if there are too few."""
+    """Return the group of the first `wanted` complete trajectories, filled up with failed ones if there are too few."""
     done: list[Trajectory] = []
     failed: list[Trajectory] = []
     for future in asyncio.as_completed(running):

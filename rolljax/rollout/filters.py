@@ -16,16 +16,17 @@ Row = dict[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class FilterConfig:
-    """What is done with trajectories that would teach the wrong thing.
+    """Rules for trajectories that would teach the wrong thing.
 
-    Those lost to a fault of environment or infrastructure never take part: they are no wrong answers, and group means
-    are taken over the others. Nor do those that looped in every attempt.
+    A trajectory that was lost to a fault of environment or infrastructure is never trained on: it is no wrong answer,
+    and group means leave it out. The same holds for a trajectory that looped in every attempt.
 
-    max_failed_frac: with a larger share of lost ones in a step, the step is skipped: what is left may not be typical.
+    max_failed_frac: largest share of lost trajectories in a step; with more the step is skipped, because the rest may
+      not be typical.
     tampering: what to do with an episode whose environment saw the policy tamper with it (its metric `tamper_n`).
-      alarm: count it; zero: its reward becomes 0 at most, and it did not succeed; drop: it takes no part.
-    drop_failures_over_tok: unsuccessful trajectories with more sampled tokens than this take no part (0: off); very
-      long failures push away much that was right.
+      alarm: count it; zero: its reward becomes 0 at most, and it did not succeed; drop: leave it out.
+    drop_failures_over_tok: leave out unsuccessful trajectories with more sampled tokens than this (0: off), because
+      very long failures also penalise many correct tokens.
     """
 
     max_failed_frac: float = 0.5
@@ -38,8 +39,8 @@ class FilterConfig:
 
 
 def filter_groups(groups: Sequence[Group], cfg: FilterConfig = FilterConfig()) -> list[list[Trajectory]]:
-    """The trajectories that take part, by group, and what experts show to those that failed; groups of which too few
-    are left are not there. Empty if the step is to be skipped."""
+    """Return the trajectories to train on, by group, with the expert's demonstration if a group failed. Groups with too
+    few trajectories are left out. Empty if the step is skipped."""
     every = [t for g in groups for t in g.trajectories]
     if sum(t.lost for t in every) > cfg.max_failed_frac * len(every):
         return []
@@ -74,7 +75,7 @@ def tampered(t: Trajectory) -> bool:
 
 
 def faults_row(groups: Sequence[Group]) -> Row:
-    """Episodes by kind of fault, those begun again, and those let go."""
+    """Return the counts of episodes by kind of fault, of restarts, loops, tampering, and cancelled episodes."""
     every = [t for g in groups for t in g.trajectories]
     kinds = Counter(t.fault.kind for t in every if t.fault)
     return {

@@ -1,19 +1,18 @@
-"""Which groups may begin, which a step trains, and which are let go: bookkeeping without threads and without a clock.
+"""Decide which groups may start, which a step trains, and which are cancelled: no threads, no clock.
 
-A group is named by its draw, the place of its task in the task stream. It begins at some policy version and may be
+A group is named by its draw, the place of its task in the task stream. It starts at some policy version and may be
 trained while the trainer is at most `async_ratio` versions further; its age counts from the version at its *start*, so
-that a long answer is as old as it is. One rule serves synchronous and asynchronous training, dynamic sampling,
-redundancy and tail batching (ROLL Flash, arXiv 2510.11345; RollPacker, arXiv 2509.21009):
+that a long answer counts as old as its oldest token. One set of rules serves synchronous and asynchronous training,
+dynamic sampling, redundancy and tail batching (ROLL Flash, arXiv 2510.11345; RollPacker, arXiv 2509.21009):
 
 - *capacity*: at most `(1 + async_ratio) x prompts_per_step` groups, and `spare_prompts` more, are in flight and ready
   together;
-- *oldest start first*: of the groups that are ready a step takes those that began first, so that short answers are not
-  preferred;
+- *oldest start first*: a step takes the ready groups that started first, so that short answers are not preferred;
 - *in time*: after a step at version `n`, of the groups that it did not take at most `(async_ratio - j) x
   prompts_per_step` are of age `j` or older, for every `j`. Then the steps to come can train all of them while they are
-  young enough, and a step waits only for groups that would otherwise be too old: nothing that was begun is lost;
-- *by domain*: where there are domains, `shares.StepPlan` says how many groups of each a step trains. All of the above
-  then holds within each domain: a group begins for the first place of the plan that has none, so what was dropped is
+  young enough, and a step waits only for groups that would otherwise be too old: no started group is lost;
+- *by domain*: with several domains, `shares.StepPlan` says how many groups of each a step trains. All of the above
+  then holds within each domain: a group starts for the first place of the plan that has none, so a dropped group is
   replaced by one of its own domain;
 - *every prompt*: unless `late` is `drop`, a prompt is drawn only when the plan has a place for it in addition to all
   prompts of its domain that are not trained yet. Spares are prompts of later steps then, and the last step has none.
@@ -33,8 +32,8 @@ from rolljax.rollout.shares import StepPlan
 
 Late = Literal["wait", "redraw", "drop"]
 Dropped = Literal["no_signal", "failed", "late"]
-"""Why a group was not trained: its algorithm learns nothing from it, every trajectory failed, or it was not finished
-when the policy had moved on."""
+"""Why a group was not trained: its algorithm learns nothing from it, every trajectory failed, or it would have exceeded
+the staleness bound."""
 DROPPED: tuple[Dropped, ...] = get_args(Dropped)
 
 
@@ -42,13 +41,13 @@ DROPPED: tuple[Dropped, ...] = get_args(Dropped)
 class TailBatching:
     """Synchronous steps that do not wait for their slowest answers (RollPacker, arXiv 2509.21009).
 
-    A short round begins `eta` times the prompts that a step needs, and `eta` times the siblings of a group; those that
-    are complete first are trained on, the other prompts wait in a queue. When a step's worth of them has gathered, or
-    no other is left, a long round begins these alone, and waits for all. Every prompt is trained once, by answers of
-    the newest policy; only the order changes.
+    A short round starts `eta` times the prompts that a step needs, and `eta` times the siblings of a group. The first
+    to complete are trained on; the other prompts wait in a queue. Once the queue holds enough prompts for a step, or no
+    new prompts are left, a long round starts the queued prompts alone and waits for all of them. Every prompt is
+    trained once, with answers of the newest policy; only the order changes.
 
-    eta: how much more is begun in a short round.
-    epoch: prompts after which none may still wait (0: only at the end of the phase).
+    eta: factor on the prompts, and on the siblings of a group, of a short round.
+    epoch: number of prompts after which the queue must be empty (0: only at the end of the phase).
     """
 
     eta: float = 1.25
@@ -60,16 +59,16 @@ class TailBatching:
 
 
 def favours(spare_siblings: int, late: Late) -> list[str]:
-    """Why short answers are trained on more often than they are sampled, where they are."""
+    """Return a warning for each setting that trains on short answers more often than they are sampled."""
     said = []
     if spare_siblings:
         said.append(
-            f"spare_siblings = {spare_siblings} lets the slowest answers go for good: short ones are trained on more "
+            f"spare_siblings = {spare_siblings} drops the slowest answers for good: short ones are trained on more "
             "often than they are sampled (tail_batching brings slow groups back)"
         )
     if late == "drop":
         said.append(
-            "late = 'drop' lets the slowest groups go for good: prompts with short answers are trained on more often "
+            "late = 'drop' drops the slowest groups for good: prompts with short answers are trained on more often "
             "than they are drawn ('redraw' brings them back)"
         )
     return said
@@ -77,17 +76,18 @@ def favours(spare_siblings: int, late: Late) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """What `GroupBuffer` goes by.
+    """The rules of a `GroupBuffer`.
 
     prompts_per_step: groups of a step. num_steps: of the phase.
-    async_ratio: most versions between the start of a group and its training; 0 is synchronous. A fraction `f` beyond a
-      whole number lets `f x prompts_per_step` groups of a step be one version older.
-    spare_prompts: groups in flight in excess of those needed; with `redraw`, prompts of later steps.
-    late: what becomes of a group that is not ready when the policy has moved on. wait: there is none, steps wait for
-      it. redraw: it begins again, with the newest policy and the same randomness, and is then waited for. drop: it is
-      let go, and its prompt is not trained.
-    max_replaced: groups without a signal that a step may replace; more than these are trained on as they are.
-    in_rounds: what replaces a group begins when nothing is in flight, so that requests always meet the same others.
+    async_ratio: most versions between the start of a group and its training; 0 is synchronous. With a fractional ratio,
+      such as 1.5, that fraction of a step's groups (here half of them) may be one version older.
+    spare_prompts: groups in flight in excess of the groups that a step needs; with `redraw`, prompts of later steps.
+    late: what to do with a group that would exceed this bound. wait: steps wait until the group is complete, so no
+      group exceeds it. redraw: it starts again, with the newest policy and the same randomness, and steps wait for it
+      then. drop: it is cancelled, and its prompt is not trained.
+    max_replaced: groups without a signal that a step may replace; further ones are trained on as they are.
+    in_rounds: replacements start only when nothing is in flight, so that a request always shares the sampler with the
+      same requests.
     """
 
     prompts_per_step: int
@@ -126,7 +126,7 @@ class Admission:
 
     @property
     def oldest(self) -> int:
-        """Age beyond which no group is trained."""
+        """Highest age at which a group is trained."""
         return math.ceil(self.async_ratio)
 
     @property
@@ -135,14 +135,14 @@ class Admission:
         return self.allowed(self.oldest - 1) if self.async_ratio else self.prompts_per_step
 
     def allowed(self, age: int) -> int:
-        """Groups of `age` or older that may be left after a step: floor((async_ratio - age) x prompts_per_step)."""
+        """Return how many groups of `age` or older a step may leave: floor((async_ratio - age) x prompts_per_step)."""
         return max(0, math.floor((self.async_ratio - age) * self.prompts_per_step + 1e-9))
 
 
 @dataclasses.dataclass
 class Entry:
-    """A group in flight, or ready. version: of the policy at its start. kept: it is waited for, and never let go.
-    domain: of its task; empty where there are none."""
+    """A group in flight, or ready. version: of the policy at its start. kept: steps wait for it, and it is never
+    cancelled. domain: of its task; empty without domains."""
 
     draw: int
     version: int
@@ -152,18 +152,18 @@ class Entry:
     domain: str = ""
 
     def age(self, version: int) -> int:
-        """Versions since its start."""
+        """Return the number of versions since its start."""
         return version - self.version
 
 
 class GroupBuffer:
-    """The groups of a phase, from their start until they are trained or let go.
+    """The groups of a phase, from their start until they are trained or dropped.
 
-    The order of calls: `start` as long as it gives one, `finished` for each that is done, `take` until it gives those
-    of a step, `expire` for the version that this step makes.
+    The order of calls: `start` until it returns None, `finished` for each completed group, `take` until it returns the
+    groups of a step, `expire` for the version that this step makes.
 
     Args:
-      plan: of domains; None: there are none.
+      plan: of domains; None: no domains.
     """
 
     def __init__(self, admission: Admission, plan: StepPlan | None = None) -> None:
@@ -174,9 +174,9 @@ class GroupBuffer:
         self.ages: Counter[int] = Counter()
         """How many groups were trained at each age."""
         self._entries: dict[int, Entry] = {}
-        self._again: dict[int, str] = {}  # draws that were let go, and begin again, with their domains
-        self._restart: list[Entry] = []  # what was in flight when the run ended
-        self._round: list[tuple[int, bool]] = []  # of tail batching: what it begins next
+        self._again: dict[int, str] = {}  # cancelled draws that start again, with their domains
+        self._restart: list[Entry] = []  # groups in flight when the run ended
+        self._round: list[tuple[int, bool]] = []  # tail batching: draws to start next
         self._round_size, self._is_short = 0, False
         self._taken_at = -1
         self._replaced = 0
@@ -195,13 +195,13 @@ class GroupBuffer:
 
     @property
     def in_long_round(self) -> bool:
-        """Whether the round that goes on, or was trained last, is a long one of tail batching."""
+        """Whether the current round, or the last trained one, is a long round of tail batching."""
         return self.admission.tail is not None and not self._is_short
 
-    # ---- beginning
+    # ---- starting
 
     def start(self, version: int) -> Entry | None:
-        """The next group to begin, which is in flight from now on; None when there must be no more."""
+        """Start the next group and return it; None if no further group may start now."""
         found = self._next(version)
         if found is None:
             return None
@@ -213,7 +213,7 @@ class GroupBuffer:
         return self._entries[draw]
 
     def _next(self, version: int) -> tuple[int, bool, str] | None:
-        """Draw of the next group, whether it is kept, and its domain."""
+        """Return the draw of the next group, whether it is kept, and its domain."""
         rules = self.admission
         if self._restart:
             if version <= self._taken_at and len(self) >= rules.allowed(0):
@@ -246,8 +246,8 @@ class GroupBuffer:
         return self.admission.prompts_per_step * self.admission.num_steps - self.num_trained
 
     def _places(self, version: int) -> tuple[list[str], list[str]]:
-        """Domains of the groups that may be in flight and ready together, in the order of the plan; those of spares:
-        the places behind them, or where late groups are dropped, those of the next step once more."""
+        """Return the domains of the groups that may be in flight and ready together, in the order of the plan, and the
+        domains of spare groups: the next places of the plan, or if late groups are dropped, the next step's again."""
         rules = self.admission
         capacity, spares = rules.allowed(0), 0
         if version > self._taken_at:
@@ -262,7 +262,7 @@ class GroupBuffer:
         return places[:capacity], places[capacity:]
 
     def _open(self, places: list[str]) -> list[str]:
-        """Domains of the places without a group."""
+        """Return the domains of the places without a group."""
         standing, found = Counter(e.domain for e in self), []
         for domain in places:
             if standing[domain]:
@@ -272,10 +272,10 @@ class GroupBuffer:
         return found
 
     def _has_new(self, domain: str, num_places: int) -> bool:
-        """Whether the phase trains one more prompt of a domain than were drawn and not trained yet.
+        """Return whether the phase needs a new prompt of a domain, besides the prompts drawn and not trained yet.
 
         Args:
-          num_places: as many places of the plan may have a group now.
+          num_places: places of the plan that may have a group now.
         """
         drawn = sum(e.domain == domain for e in self) + sum(of == domain for of in self._again.values())
         known = self.plan.first(self._step, min(num_places + len(self._again), self._left))
@@ -285,7 +285,7 @@ class GroupBuffer:
 
     @property
     def _num_new(self) -> int:
-        """Prompts of the phase that were not drawn yet, if each is to be trained once."""
+        """Prompts of the phase that were not drawn yet, if each is trained once."""
         return self._left - len(self) - len(self._again)
 
     def _next_of_round(self, version: int, tail: TailBatching) -> tuple[int, bool, str] | None:
@@ -314,7 +314,7 @@ class GroupBuffer:
     # ---- while they run
 
     def finished(self, draw: int, *, has_signal: bool = True, failed: bool = False) -> bool:
-        """A group is done; returns whether it waits to be trained (else it was dropped, and another may begin).
+        """Mark a group as complete. Return True if it waits to be trained, False if it was dropped.
 
         Args:
           has_signal: whether its algorithm learns from it. failed: nothing of it can be trained on.
@@ -339,7 +339,7 @@ class GroupBuffer:
     # ---- training
 
     def take(self, version: int) -> list[Entry] | None:
-        """The groups that the step at `version` trains, in the order of their draws; None: it must wait for more."""
+        """Return the groups that the step at `version` trains, in the order of their draws; None: it must wait."""
         rules, places = self.admission, self.plan.places(self._step)
         room, of_oldest = Counter(places), Counter(places[: rules.num_oldest])
         taken: list[Entry] = []
@@ -363,7 +363,7 @@ class GroupBuffer:
         return sorted(taken, key=lambda e: e.draw)
 
     def _in_time(self, taken: list[Entry], version: int) -> bool:
-        """Whether those that must not be let go can all be trained in time if `taken` are trained now."""
+        """Return whether all other kept groups can still be trained in time if `taken` are trained now."""
         chosen = {e.draw for e in taken}
         left = [e for e in self if e.kept and e.draw not in chosen]
         for age in range(max((e.age(version) for e in left), default=-1) + 1):
@@ -373,10 +373,10 @@ class GroupBuffer:
         return True
 
     def expire(self, version: int) -> list[Entry]:
-        """Let go of the groups that will be too old for the step at `version`.
+        """Drop the groups that will be too old for the step at `version`.
 
         Returns:
-          Those that were let go, to be cancelled; they begin again if `late` says so.
+          The dropped groups; the caller cancels their episodes. With `redraw` and tail batching they start again.
         """
         rules = self.admission
         room = Counter(self.plan.places(self._step)[: rules.num_oldest])
@@ -388,7 +388,7 @@ class GroupBuffer:
             else:
                 late.append(entry)
         for entry in late:
-            assert not entry.kept, f"group {entry.draw} was to be waited for"
+            assert not entry.kept, f"group {entry.draw} is kept and cannot expire"
             self._drop(entry, "late")
             if rules.late == "redraw" or rules.tail:
                 self._again[entry.draw] = entry.domain
@@ -403,7 +403,7 @@ class GroupBuffer:
     # ---- continuing
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs, as JSON; the groups that are ready are saved beside it."""
+        """Return the state for a checkpoint, as JSON; the trajectories of ready groups are saved separately."""
         parts: dict[str, Any] = {"plan": self.plan.state()} if self.plan.is_mixed else {}
         if self._replaced or self._some_finished or self._round_size:  # in the middle of a step
             parts["replaced"], parts["some_finished"] = self._replaced, self._some_finished
@@ -419,10 +419,10 @@ class GroupBuffer:
         }
 
     def restore(self, state: dict[str, Any], domains: Mapping[int, str] | None = None) -> None:
-        """Go on from `state`: what is ready is ready; what was in flight begins again, first of all.
+        """Continue from `state`: ready groups stay ready; groups that were in flight start again, before all others.
 
         Args:
-          domains: of every draw that is in flight, ready, or to begin again; None: there are none.
+          domains: of every draw that is in flight, ready, or starts again; None: no domains.
         """
         of = domains or {}
         self.num_trained, self.num_drawn = state["num_trained"], state["num_drawn"]

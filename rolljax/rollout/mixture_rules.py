@@ -52,22 +52,22 @@ class MixtureRule(abc.ABC):
 
     @abc.abstractmethod
     def shares(self, weights: Shares, step: int, memory: Memory) -> Shares:
-        """Shares of step `step` of the phase.
+        """Return the shares of step `step` of the phase.
 
         Args:
           weights: of the domains, adding up to 1.
         """
 
     def learn(self, weights: Shares, memory: Memory, outcomes: Mapping[str, Sequence[bool]]) -> Memory:
-        """What is known behind a step.
+        """Return the memory after a step.
 
         Args:
-          outcomes: by domain whether each of the step's trajectories that did not fail solved its task.
+          outcomes: by domain, for each of the step's trajectories without a failure, whether it solved its task.
         """
         return memory
 
     def measured(self, weights: Shares, memory: Memory, found: Mapping[str, Perplexities]) -> Memory:
-        """What is known with new perplexities."""
+        """Return the memory after a new measurement of perplexities."""
         return memory
 
 
@@ -172,13 +172,13 @@ class Curriculum(MixtureRule):
 
 @dataclasses.dataclass(frozen=True)
 class Ddk(MixtureRule):
-    """DDK (arXiv 2407.16154): while a student is distilled, more of the domains where it lags behind its teacher most.
+    """DDK (arXiv 2407.16154): in distillation, larger shares of the domains in which the student lags its teacher most.
 
-    Every so many steps both models' perplexities `l` are taken on the same held-out tasks of each of the N domains. The
-    first shares are `softmax(l_student / l_teacher)`; later ones `r <- a psi / sum psi + (1 - a) / N` with
-    `psi = r exp(l_student / l_teacher)`. The domains' own weights say nothing here.
+    Every `every` steps both models' perplexities `l` are measured on the same held-out tasks of each of the N domains.
+    The first shares are `softmax(l_student / l_teacher)`; later ones `r <- a psi / sum psi + (1 - a) / N` with
+    `psi = r exp(l_student / l_teacher)`. The domains' own weights have no effect.
 
-    every: steps between two measurements. tasks: of each domain that they are taken of. smoothing: a above.
+    every: steps between two measurements. tasks: number of tasks of each domain in a measurement. smoothing: a above.
     max_ratio: a larger ratio counts as this one (the paper: none; e^ratio overflows).
     """
 
@@ -264,7 +264,7 @@ class MixtureShares:
         return {"memory": dict(self._memory), "measured_at": self._measured_at}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self._memory, self._measured_at = dict(state["memory"]), state["measured_at"]
 
 

@@ -1,11 +1,11 @@
-"""Which domain stands at each place of the steps to come: exact shares of whole groups.
+"""Assign a domain to each group of the steps to come: exact shares of whole groups.
 
 With shares `p` a step of `B` groups should train `B x p[d]` of domain `d`, which is rarely a whole number. Each domain
-gets its whole part, and the groups that are left go to those whose turn it is: what a domain was given too little or
-too much is carried over. The first step is shared out by largest remainders; later ones by the earliest deadline, the
-rule of Tijdeman (The chairman assignment problem, Discrete Mathematics 32, 1980) for one group a step. After any number
-of steps with the same shares every domain's total is within one group of what it should be, and every step's number is
-within one of `B x p[d]`.
+gets its whole part, and the groups that are left go to the domains that are due: the difference between a domain's
+groups and its share is carried over. The first step is divided by largest remainders; later ones by the earliest
+deadline, the rule of Tijdeman (The chairman assignment problem, Discrete Mathematics 32, 1980) for one group a step.
+After any number of steps with the same shares every domain's total is within one group of its exact share, and every
+step's number is within one of `B x p[d]`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class StepPlan:
         return {"next": self._next, "carried": dict(self._carried), "planned": planned, "shares": shares}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self._next, self._carried = state["next"], dict(state["carried"])
         self._planned = {int(step): tuple(places) for step, places in state["planned"].items()}
         self._shares_of = {int(step): shares for step, shares in state["shares"].items()}

@@ -43,10 +43,10 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """The chunks to replay before the policy takes over, of this expert's; maybe none.
+    """The chunks of an expert to replay before the policy takes over; may be none.
 
-    opening: hash of the opening messages. imitate: how many of the first chunks are learned from; those behind it only
-    lead there. crucial: the chunk that comes next, if it is the crucial one: learned from if nobody succeeds here.
+    opening: hash of the opening messages. imitate: number of first chunks to imitate; replayed chunks after them are
+    not imitated. crucial: the next chunk, if it is the crucial one; imitated if all episodes from this start fail.
     """
 
     expert: Expert
@@ -57,13 +57,13 @@ class Start:
 
     @staticmethod
     def full(opening: str, chunks: Sequence[Chunk]) -> Start:
-        """All of an expert's episode. Two that read the same, whatever their tasks, are one expert."""
+        """Return the start that replays an expert's whole episode. Episodes with equal text are the same expert."""
         said = json.dumps([opening, *([c.text, c.digest] for c in chunks)])
         return Start(Expert(_hash(said), len(chunks)), opening, tuple(chunks), len(chunks))
 
 
 def digest(messages: Sequence[Message]) -> str:
-    """16 hex digits that stand for what was said."""
+    """Return a hash of the messages, 16 hex digits."""
     return _hash(json.dumps([[m.role, m.content] for m in messages]))
 
 
@@ -75,18 +75,18 @@ def _hash(text: str) -> str:
 class ExpertStarts:
     """Chunk-level initialised resampling.
 
-    mode: rollback starts behind all but the last `distance` chunks; the distance, the same for all tasks, is 1 at first
+    mode: rollback replays all but the last `distance` chunks; the distance, the same for all tasks, is 1 at first
       and grows by one whenever the success rate of the last `window` episodes at it reaches `threshold`, until episodes
-      start at the beginning. parallel gives every group a start of its own, drawn uniformly over all chunks.
+      start at the beginning. parallel draws a start for every group, uniformly over all chunks.
     expert: gold plays the environment's scripted answers; success replays the policy's own newest success on the same
-      task (tasks it never solved start at their beginning).
-    refresh_every: steps between taking over newer successes.
-    fork_gap: an expert's crucial chunk is the one behind which the policy's success rate is higher than before it by
-      more than this, with one-sided p below .05 and at least 8 of the last 32 episodes on either side; behind the whole
-      episode the rate is 1. Chunks behind the crucial one are not imitated; it is imitated itself where it is replayed,
-      and where a whole group that starts before it fails.
-    threshold: success rate, 0 to 1, at which the distance grows. window: newest episodes at a distance that the rate
-      is taken over.
+      task (tasks without a success start at their beginning).
+    refresh_every: steps between updates of the replayed successes to newer ones.
+    fork_gap: least gain in success rate that makes a chunk the crucial one: from starts before it to starts after it,
+      with one-sided p below .05 and at least 8 of the last 32 episodes on either side; the rate after the whole episode
+      is 1. Chunks after the crucial one are not imitated. The crucial chunk is imitated when it is replayed, and when a
+      whole group that starts before it fails.
+    threshold: success rate, 0 to 1, at which the distance grows. window: number of newest episodes at a distance for
+      its success rate.
     """
 
     mode: Literal["rollback", "parallel"] = "rollback"
@@ -102,11 +102,12 @@ class ExpertStarts:
 
 
 def crucial_fork(rates: Sequence[tuple[int, int]], gap: float = 0.3) -> int | None:
-    """Index of the crucial chunk: success rates behind it are clearly higher than before it.
+    """Return the index of the crucial chunk: success rates after it are clearly higher than before it.
 
     Args:
-      rates: successes and episodes that started behind 0, 1, 2, ... chunks.
-      gap: least difference of the rates, beside Fisher's exact test at one-sided p < .05 with 8 episodes on each side.
+      rates: successes and episodes that started after 0, 1, 2, ... chunks.
+      gap: least difference of the rates. Fisher's exact test must hold as well, at one-sided p < .05 with 8 episodes on
+        each side.
 
     Returns:
       The chunk with the largest difference, or None.
@@ -129,11 +130,11 @@ def _fisher(s0: int, n0: int, s1: int, n1: int) -> float:
 
 
 def fallback(start: Start, trajectories: Sequence[Trajectory]) -> Trajectory | None:
-    """What an expert did where everyone failed (arXiv 2512.24873, eq. 10): its turns up to the crucial one.
+    """Return the expert's turns up to the crucial one, if all trajectories failed (arXiv 2512.24873, eq. 10).
 
-    None if the group does not start right before the expert's crucial chunk, or somebody succeeded. The turns before
-    the crucial one are imitated in every trajectory that replays them, and weigh nothing here; the crucial one weighs
-    as much as all of these together.
+    None if the group does not start right before the expert's crucial chunk, or if a trajectory succeeded. The turns
+    before the crucial one have weight 0, because every trajectory that replays them imitates them already; the crucial
+    turn has the weight of all these trajectories together.
     """
     alive = [t for t in trajectories if t.status != "failed"]
     first = len(start.chunks)
@@ -255,7 +256,7 @@ class StartCurriculum:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state()`."""
+        """Continue from `state()`."""
         self.distance, self._recent, self._longest = state["distance"], list(state["recent"]), state["longest"]
         self._rates = {e: {int(j): went for j, went in rates.items()} for e, rates in state["rates"].items()}
         self._experts, self._newer = dict(state["experts"]), dict(state["newer"])

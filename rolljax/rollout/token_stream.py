@@ -8,8 +8,8 @@ import numpy as np
 class TokenStream:
     """The token stream of an episode.
 
-    ids: all that the model sees, int32 `[P]`. new_ids: its end, which no turn has on record yet. restarted: it has just
-    begun anew.
+    ids: all tokens of the model's context, int32 `[P]`. new_ids: its last tokens, which no turn has on record yet.
+    restarted: the stream has just restarted.
     """
 
     def __init__(self, opening_ids: np.ndarray) -> None:
@@ -18,13 +18,13 @@ class TokenStream:
         self.restarted, self.restarts = False, 0
 
     def grow(self, answer: np.ndarray, observation: np.ndarray) -> None:
-        """An answer, and what follows it."""
+        """Append an answer and the observation that follows it."""
         self._exchanges.append(np.concatenate([answer, observation]))
         self.ids, self.new_ids = np.concatenate([self.ids, answer, observation]), observation
         self.restarted = False
 
     def drop_oldest(self, limit: int) -> None:
-        """Begin anew with the opening and as many of the last exchanges, at least one, as `limit` tokens hold."""
+        """Restart with the opening and as many of the last exchanges, at least one, as `limit` tokens hold."""
         if len(self._exchanges) < 2:
             return
         room, kept = limit - len(self._opening), self._exchanges

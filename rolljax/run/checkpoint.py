@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on, saved together, and trusted only if every byte is as it was written.
+"""Checkpoints: everything that a run needs to continue, saved together, and read only if every byte is as written.
 
 A checkpoint is the train state and one record (`RunProgress`): phase and step, the position of the task stream, the
 policy version, held-out rewards and wall seconds so far, and the groups that are complete and wait to be trained.
@@ -37,7 +37,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)\n")
 _READERS = 8
 
 Step = int | Literal["best"]
-"""Which checkpoint of a run: the newest after so many steps over all phases, or that of the highest held-out reward."""
+"""A checkpoint of a run: the newest one after N steps over all phases, or `best`: the highest held-out reward."""
 
 
 class Saved(NamedTuple):
@@ -54,20 +54,20 @@ class Checkpoints:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).absolute()
         self._good: set[str] = set()
-        """Checked, or written by this process."""
+        """Names of checkpoints that this process has checked or written."""
         self._bad: dict[str, str] = {}
-        """What is wrong with those that are damaged."""
+        """The damage of each damaged checkpoint, by name."""
         self._rewards: dict[str, float | None] = {}
 
     def names(self) -> list[str]:
-        """What is there, the newest last."""
+        """Return the names of all checkpoints, the newest last."""
         if not self.folder.is_dir():
             return []
         found = [entry.name for entry in self.folder.iterdir() if _NAME.fullmatch(entry.name)]
         return sorted(found, key=_serial)
 
     def next_name(self, progress: RunProgress) -> str:
-        """Of a checkpoint that would be saved now."""
+        """Return the name of the next checkpoint to save."""
         names = self.names()
         return f"{_serial(names[-1]) + 1 if names else 1:06}_step_{progress.total_steps}"
 
@@ -83,10 +83,10 @@ class Checkpoints:
         self._good.add(name)
 
     def latest(self, warn: Callable[[str], None]) -> Saved | None:
-        """The newest checkpoint that is whole; None if there is none at all.
+        """Return the newest complete checkpoint; None if there are no checkpoints.
 
         Args:
-          warn: is told about each newer one that is not.
+          warn: receives a sentence about each newer one that is damaged.
 
         Raises:
           CheckpointError: there are checkpoints, and none is whole.
@@ -140,7 +140,7 @@ class Checkpoints:
         raise CheckpointError(f"{self.folder / names[0]} is damaged: {problem}; steps that are kept: {kept}")
 
     def heldout_reward(self, name: str) -> float | None:
-        """Held-out reward of the very weights of a checkpoint; None if they were not evaluated, or nobody can say."""
+        """Return the held-out reward of a checkpoint's weights; None: not evaluated, or the record is damaged."""
         if name not in self._rewards:
             try:
                 found = reading.read_object(self.folder / name / PROGRESS, "").get("weights_reward")
@@ -190,7 +190,7 @@ def write(path: Path, tree: Any, texts: dict[str, str]) -> None:
     take everything, and gives the folder its name.
 
     Raises:
-      StorageError, CheckpointError: it cannot be written; what was there before still is.
+      StorageError, CheckpointError: it cannot be written; earlier checkpoints are unchanged.
     """
     import orbax.checkpoint as ocp
 

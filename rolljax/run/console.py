@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live panel on a terminal, a line for every step elsewhere."""
+"""Progress output of a run: a live panel on a terminal, a line for every step elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of groups, step by step: the lines of `consumed.jsonl`, and their sum over a phase."""
+"""The fate of groups, step by step: the lines of `consumed.jsonl`, and their sum over a phase."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rolljax.rollout.group_buffer import DROPPED, Entry
 
 @dataclasses.dataclass(frozen=True)
 class ConsumedStep:
-    """A line of `consumed.jsonl`. With the rollouts of the step it is all that a replay needs (`run.replay`).
+    """A line of `consumed.jsonl`. A replay needs nothing else but the rollouts of the step (`run.replay`).
 
     step: of the run. phase: its name. version: of the policy that was trained.
-    draws: of the groups that it trained, in order. start_versions: of the policy when each of them began.
-    dropped: draws that were let go since the line before, by reason (`group_buffer.Dropped`).
-    waiting: by draw the index of the task of each group that is in flight, ready, or to begin again.
-    stream_position: of the task stream. cancelled: by draw how many spare episodes of the group were let go.
-    demonstrations: by draw what an expert showed of the task (`Group.demonstration`), as JSON.
-    mixture: what the shares of a mixture's domains go on from (`MixtureShares.state`, `StepPlan.state`); else empty.
-    phase_end: why the phase ended behind this step, if it did before all of its steps.
+    draws: of the groups that it trained, in order. start_versions: of the policy at the start of each of them.
+    dropped: draws that were dropped since the line before, by reason (`group_buffer.Dropped`).
+    waiting: index of the task of each group that is in flight, ready, or starts again, by draw.
+    stream_position: of the task stream. cancelled: number of cancelled spare episodes of each group, by draw.
+    demonstrations: demonstration of an expert for the task (`Group.demonstration`), by draw, as JSON.
+    mixture: state of the shares of a mixture's domains (`MixtureShares.state`, `StepPlan.state`); else empty.
+    phase_end: why the phase ended with this step, if it ended early.
     rollouts: SHA-256 of the step's file of rollouts; empty if none was written.
     """
 
@@ -41,7 +41,7 @@ class ConsumedStep:
 
 
 class DrawAccount:
-    """What became of the draws of a phase: the sum of its lines of `consumed.jsonl`."""
+    """The fate of the draws of a phase: the sum of its lines of `consumed.jsonl`."""
 
     def __init__(self, phase: Phase) -> None:
         self._phase = phase
@@ -52,7 +52,7 @@ class DrawAccount:
         self.dropped: Counter[str] = Counter()
 
     def add(self, line: ConsumedStep) -> None:
-        """The next line."""
+        """Add the next line."""
         self._waiting = line.waiting
         self._plan = {"plan": line.mixture["plan"]} if line.mixture else {}
         self._late += line.dropped["late"]
@@ -63,22 +63,22 @@ class DrawAccount:
 
     @property
     def again(self) -> list[int]:
-        """Draws that were let go and wait to begin again, in the order in which they were let go."""
+        """Cancelled draws that wait to start again, in the order in which they were cancelled."""
         return [draw for draw in self._late if str(draw) in self._waiting]
 
     @property
     def in_flight(self) -> list[int]:
-        """Draws that were begun, and neither trained nor let go."""
+        """Draws that were started, and neither trained nor dropped."""
         again = set(self.again)
         return [draw for draw in map(int, self._waiting) if draw not in again]
 
     @property
     def num_started(self) -> int:
-        """How often a group was begun."""
+        """How often a group was started."""
         return self.num_trained + self.dropped.total() + len(self.in_flight)
 
     def groups(self, version: int) -> dict[str, Any]:
-        """`RunProgress.groups` behind the last line, for a run that goes on from there with none of them ready.
+        """Return `RunProgress.groups` after the last line, for a run that continues from there without ready groups.
 
         Args:
           version: of the policy that was trained last.

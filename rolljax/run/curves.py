@@ -30,8 +30,8 @@ def png(drawn: Figure) -> bytes:
 
 
 def figure(rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], *, times: bool = True) -> Figure:
-    """The panels; phases are separated by lines, held-out evaluations are dots. It belongs to no window and changes no
-    setting of matplotlib's, so that it can be made in any thread and beside figures of others.
+    """Draw the panels; lines separate phases, dots are held-out evaluations. The figure has no window and changes no
+    setting of matplotlib, so that any thread can draw it and other figures stay as they are.
 
     Args:
       times: with the panel of seconds; without it equal runs have equal pictures.

@@ -1,7 +1,7 @@
-"""What a run writes to disk: each file and each folder whole or not at all, whatever ends the process or the machine.
+"""Atomic writes: each file and each folder is complete or absent, even if the process is killed or the machine fails.
 
-It is written beside its place, synced, and renamed; lines that are appended are synced. What a writer that was killed
-has left beside a place is for `sweep`. All that a run writes or takes away goes through here.
+Data is written under a temporary name, synced, and renamed; appended lines are synced. `sweep` deletes the temporary
+files of a killed writer. All writes and deletions of a run go through this module.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _OTHER = "move away whatever has this name (a dangling link, a pipe)"
 
 
 def reach(point: str, path: Path) -> None:
-    """Passed before and after everything that changes the disk; does nothing. Tests end a run here.
+    """Do nothing. It is called before and after every change of the disk, so that tests can end a run there.
 
     Args:
-      point: before, written (beside its place), aside (the old one is), after.
+      point: before, written (under the temporary name), aside (the old one is renamed), after.
     """
 
 
 @contextlib.contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Around work that writes to `path`: an error of the disk is a `StorageError` that says what to do.
+    """Turn an error of the disk, in work that writes to `path`, into a `StorageError` with a remedy.
 
-    Libraries have exceptions of their own for such errors; these are known by their text.
+    Libraries raise their own exceptions for such errors; these are recognised by their text.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def storing(path: Path) -> Iterator[None]:
             raise
         raise StorageError(
             f"{path} cannot be written: {said}\n"
-            f"  fix:   {REMEDIES.get(number or 0, _OTHER)}; the same command then goes on from the last checkpoint"
+            f"  fix:   {REMEDIES.get(number or 0, _OTHER)}; the same command then continues from the last checkpoint"
         ) from e
 
 
@@ -130,7 +130,7 @@ def whole_lines(path: Path, read: Callable[[Any], T], *, mend: bool = False) -> 
       mend: take such lines out of the file, and end the last one.
 
     Raises:
-      StorageError: it cannot be mended.
+      StorageError: the file cannot be repaired.
     """
     data = reading.read_bytes(path) if path.is_file() else b""
     found, whole = [], []
@@ -147,7 +147,8 @@ def whole_lines(path: Path, read: Callable[[Any], T], *, mend: bool = False) -> 
 
 @contextlib.contextmanager
 def folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which takes its place when the block ends in order; one that stands there gives way to it.
+    """Yield a folder to fill. It is renamed to `path`, and replaces a folder of that name, when the block ends without
+    an error.
 
     Raises:
       StorageError: it cannot be written.

@@ -1,23 +1,23 @@
-"""The run folder: every file a run leaves behind, and nothing outside it.
+"""The run folder: every file that a run writes; a run writes nothing outside it.
 
 config.gin            the settings that were read, complete and runnable
 config.resolved.json  every setting with its value, defaults included
 env.json              versions, devices, command
 metrics.jsonl         one object per step (`metrics.NAMES`)
-consumed.jsonl        per step the draws it trained, and what became of the others (`consumed.ConsumedStep`)
-chat_template.jinja   the chat template, where it is not the one of the model's folder
+consumed.jsonl        per step the draws it trained, and the fate of the others (`consumed.ConsumedStep`)
+chat_template.jinja   the chat template, if it is not the one of the model's folder
 rollouts/step_N.jsonl every trajectory of step N: tokens, log-probs, rewards, status
-rollouts/heldout_NAME.jsonl  the same of held-out tasks, at the start and behind every phase
+rollouts/heldout_NAME.jsonl  the same for held-out tasks, at the start and after every phase
 ckpt/                 checkpoints (Orbax)
 reward_models/PHASE/  the reward model of a phase that has trained one and is over (Orbax)
 hf/                   the result as a Hugging Face folder, with a model card
 curves.png            reward and health over steps
 summary.json          held-out reward at each phase border, steps, wall seconds, stop reason; of a run that is complete
                       it is written last
-trackers/             one folder for each of `Recipe.trackers`: what it printed and has to remember
-crash/                what led to a stop that nobody asked for
+trackers/             one folder for each of `Recipe.trackers`: its output and its state
+crash/                the evidence of a crash or hang
 
-All of it is written through `durable`: a run that is killed at any time goes on by the same command.
+All files are written through `durable`: the same command continues a run that was killed at any time.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ RESUMABLE = (
     "agent.output_bytes",
     "trackers",
 )
-"""Settings (path prefixes) that may differ when a run is continued: they change no number. So may those of phases that
-have not begun, and `steps` of the one that has (`RunFolder.prepare`)."""
+"""Settings (path prefixes) that may differ when a run is continued: they change no number. Settings of phases that have
+not started may differ too, and `steps` of the current phase (`RunFolder.prepare`)."""
 _OF_CALLS = re.compile(
     r"reward\b.*\.(url|key_env|timeout_s|retries|backoff_s|concurrency|deadline_s|max_calls|down_after|probe_s|outage_s)"
 )
@@ -82,7 +82,7 @@ _OF_CALLS = re.compile(
 DONE = "all phases done"
 """Why a complete run stopped."""
 _OURS = (RESOLVED, "a run folder", "--run_dir")
-"""What `check_ours` is told."""
+"""Arguments of `check_ours`."""
 _OF_PHASE = re.compile(r"phases\[(\d+)\]\.(.*)")
 HELDOUT = "heldout"
 """Entry of `RunFolder.recorded` with the files of held-out answers."""
@@ -141,7 +141,7 @@ class RunFolder:
             )
 
     def prepare(self, config: Any, *, fresh: bool) -> list[str]:
-        """Make the folder, or check that what is there may be continued by this config.
+        """Make the folder, or check that this config may continue the run in it.
 
         Args:
           config: a `config.Loaded`. fresh: delete an earlier run first.
@@ -193,8 +193,8 @@ class RunFolder:
             durable.write(path, template)
 
     def _clear(self) -> None:
-        """Take away an earlier run. What says that this is a run folder goes last, and checkpoints first: nobody goes
-        on from a part of it."""
+        """Delete an earlier run: checkpoints first, so that no command continues from a part of it, and last the file
+        that marks a run folder."""
         first_last = {CHECKPOINTS: 0, RESOLVED: 2}
         for entry in sorted(self.path.iterdir(), key=lambda e: first_last.get(e.name, 1)):
             if entry.name != LOCK:
@@ -236,7 +236,7 @@ class RunFolder:
         return [c for c in found if not (c[0].startswith(RESUMABLE) or _OF_CALLS.fullmatch(c[0]))]
 
     def _with_new_settings(self, stored: Mapping[str, object]) -> Mapping[str, object]:
-        """Stored settings, and at their defaults those that rolljax did not have when the run began."""
+        """Return the stored settings, with the defaults of settings that rolljax did not have when the run started."""
         try:
             from rolljax.config import loader
 
@@ -282,10 +282,10 @@ class RunFolder:
         return Checkpoints(self.path / CHECKPOINTS)
 
     def latest(self, warn: Callable[[str], None]) -> Saved | None:
-        """The newest checkpoint that is whole; None if nothing is done yet. No other process is asked.
+        """Return the newest complete checkpoint; None if nothing is done yet. Only this process reads.
 
         Args:
-          warn: is told about newer ones that are damaged.
+          warn: receives a sentence about each newer one that is damaged.
 
         Raises:
           CheckpointError: none is whole, or there is none although steps are done.
@@ -293,7 +293,7 @@ class RunFolder:
         saved = self.checkpoints.latest(warn)
         if saved is None and (rows := self.rows()):
             raise CheckpointError(
-                f"{self.path} has {len(rows)} steps on record, but no checkpoint to go on from; --fresh starts over"
+                f"{self.path} has {len(rows)} steps on record, but no checkpoint to continue from; --fresh starts over"
             )
         return saved
 
@@ -498,7 +498,7 @@ def _write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> str:
 
 
 def _steps_note(recipe: Recipe, index: int, before: object, progress: RunProgress) -> list[str]:
-    """What other steps change in a phase that has begun, where its rates fall over all of them."""
+    """Return a warning if `steps` of a phase in progress has changed and its learning rate falls over all steps."""
     phase = recipe.phases[index]
     critics = phase.algorithm.needs().critics
     optimizers = [phase.optimizer, *([critics.optimizer] if critics else [])]

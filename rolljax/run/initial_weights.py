@@ -22,7 +22,7 @@ def start_params(resolved: ResolvedRecipe) -> Params:
 
 
 def base_shapes(resolved: ResolvedRecipe) -> Base | None:
-    """Shapes, dtypes and shardings of the weights that adapters stand beside; None where everything is trained."""
+    """Return shapes, dtypes and shardings of the frozen weights that adapters add to; None if everything is trained."""
     model, lora = resolved.model, resolved.model.lora
     if lora is None:
         return None
@@ -32,7 +32,7 @@ def base_shapes(resolved: ResolvedRecipe) -> Base | None:
 
 
 def base_weights(resolved: ResolvedRecipe) -> Base | None:
-    """The weights that adapters stand beside, on the mesh; None where everything is trained."""
+    """Return the frozen weights that adapters add to, on the mesh; None if everything is trained."""
     model = resolved.model
     placed = base_shapes(resolved)
     if placed is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 RESOLVED, LOCK = "config.resolved.json", ".lock"
 METRICS, CONSUMED, ROLLOUTS, CHECKPOINTS = "metrics.jsonl", "consumed.jsonl", "rollouts", "ckpt"
 VERDICTS = "verdicts"
-"""What rewards were told by judges and servers, for a run that goes on."""
+"""The stored verdicts of judges and reward servers, for a run that continues."""
 TEMPLATE = "chat_template.jinja"
 """The chat template of a run that has another than its model's folder."""
 RESULT, CURVES, SUMMARY, ENVIRONMENT = "hf", "curves.png", "summary.json", "env.json"
@@ -22,7 +22,7 @@ def rollouts_file(run: Path, step: int) -> Path:
 
 
 def heldout_file(run: Path, evaluation: str) -> Path:
-    """Where the held-out trajectories are of an evaluation: `start`, or the phase behind which it was made."""
+    """Return the file of the held-out trajectories of an evaluation: `start`, or the name of the phase before it."""
     return run / ROLLOUTS / f"heldout_{evaluation}.jsonl"
 
 

@@ -26,7 +26,7 @@ class Lines(Console):
 
 
 class ProgressLines:
-    """How far something is, for a person, on stderr. Use as a context manager; subclasses say what it is.
+    """Progress output on stderr. Use as a context manager; subclasses say what makes progress.
 
     Args:
       title: of the bar, until something is shown. at_once: whether the first line comes at once, or after
@@ -54,8 +54,8 @@ class ProgressLines:
             self._bar.stop()
 
     def _show(self, done: int, total: int, text: str, line: str, *, at_end: bool = False) -> None:
-        """Show that `done` of `total` are done: `text` beside the bar, or where there is none `line`; that comes in any
-        case `at_end`."""
+        """Show that `done` of `total` are done: a bar with `text` on a terminal, otherwise `line`, at intervals and
+        `at_end`."""
         if self._bar is not None:
             self._bar.update(0, completed=done, total=total, description=text)
         elif at_end or time.monotonic() - self._last_line_s > LINE_EVERY_S:

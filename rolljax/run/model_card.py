@@ -1,4 +1,4 @@
-"""The model card of a run: `README.md` of the Hugging Face folder that it leaves, with its curves beside it.
+"""The model card of a run: `README.md` of the Hugging Face folder that it writes, with its curves in the same folder.
 
 The front matter is what the Hugging Face hub reads (https://huggingface.co/docs/hub/model-cards); the rest is for
 people: what was learned, on which data, with which settings, to which held-out rewards, and by which command. Neither
@@ -22,7 +22,7 @@ from rolljax.run.layout import CONFIG, CURVES, ENVIRONMENT, RESOLVED
 
 CARD = "README.md"
 MAX_GIN_CHARS = 65_536
-"""Of the settings that a card shows; what stands behind them is in the run folder."""
+"""Characters of settings that a card shows; the run folder has all of them."""
 
 
 def write(

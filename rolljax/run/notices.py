@@ -35,7 +35,7 @@ class PreemptionRule:
     _quiet: int = 0
 
     def after_round(self, preemptions: int) -> float:
-        """The factor, after a round with so many preemptions; 1: leave it as it is."""
+        """Return the factor after a round with this many preemptions; 1: no change."""
         before, self._before = self._before, preemptions
         self._quiet = 0 if preemptions else self._quiet + 1
         if before is not None and preemptions > self.growth * before:
@@ -70,14 +70,14 @@ class Notices:
         return [*self._pages(row), *self._distance(row)]
 
     def _distance(self, row: Mapping[str, float]) -> list[str]:
-        """Where old samples are trained on, how far the policy has gone from those that it learns from."""
+        """Return a notice if the policy has moved too far from the one that sampled, in asynchronous training."""
         ratio = row.get("policy/ratio_max", 0.0)
         if not self._phase.async_ratio or not ratio > FAR or not self._once("far"):
             return []
         return [
             f"a token became {ratio:.0f} times as likely between sampling and training (policy/ratio_max): the policy "
             f"moves too fast for samples that are so old. Lower the learning rate, or Phase.async_ratio = "
-            f"{self._phase.async_ratio:g}; where this goes on, learning may collapse"
+            f"{self._phase.async_ratio:g}; if this continues, learning may collapse"
         ]
 
     def _pages(self, row: Mapping[str, float]) -> list[str]:
@@ -89,7 +89,7 @@ class Notices:
         factor, tensor = rule.after_round(number), cfg.tensor or self._recipe.mesh.tensor
         if factor > 1 and self._once("preempted"):
             return [
-                f"{number} sequences of this step gave their pages back and went on later, more than before: "
+                f"{number} sequences of this step gave up their pages and resumed later, more than before: "
                 f"SamplerConfig.pages = {cfg.pages} are too few. Split the sampler's weights over twice as many "
                 "devices of a host (SamplerConfig.tensor), which leaves room for more pages, or lower "
                 "SamplerConfig.slots"
@@ -157,7 +157,7 @@ class Notices:
         return (
             f"all trajectories of the first {self._steps} steps of {self._phase.name} have reward {reward:g}: nothing "
             "is learned from that. Look at rollouts/ for what the model says and at `python -m rolljax.validate` for "
-            "what the environment rewards; start from a model that succeeds now and then, or with easier tasks"
+            "what the environment rewards; start from a model that succeeds occasionally, or with easier tasks"
         )
 
 

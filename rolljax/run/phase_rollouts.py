@@ -1,4 +1,4 @@
-"""The rollouts of one phase: groups begin, are waited for, trained or let go, as `GroupBuffer` says."""
+"""The rollouts of one phase: start groups, wait for them, and train or drop them, as `GroupBuffer` decides."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PhaseRollouts:
     context manager, in the event loop of `runtime`.
 
     Args:
-      warn: is told once if dynamic sampling cannot fill a step.
+      warn: receives a sentence, once, if dynamic sampling cannot fill a step.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class PhaseRollouts:
             )
         self._shares.measured(step, await self._runtime.call(trainer.perplexities, self._validation))
 
-    # ---- beginning
+    # ---- starting
 
     def start(self, version: int) -> None:
-        """Begin the groups that may begin now, with the policy as it is, of `version`."""
+        """Start the groups that may start now, with the current policy, of `version`."""
         self._version = version
         entries = list(iter(lambda: self._buffer.start(version), None))
         if not entries:
@@ -118,7 +118,7 @@ class PhaseRollouts:
             self._running[entry.draw].add_done_callback(self._ended)
 
     async def _run(self, entry: Entry, spare: int, barrier: Barrier | None) -> None:
-        """One group, from its start until the buffer has it."""
+        """Play one group, and give it to the buffer."""
         self._finished(await self._group(self._tasks[entry.draw], entry.draw, spare, barrier))
 
     def _ended(self, running: asyncio.Task[None]) -> None:
@@ -173,13 +173,13 @@ class PhaseRollouts:
     # ---- collecting
 
     async def take(self, version: int) -> StepGroups:
-        """The groups of the step at `version`, when they are there; those that are too old for the next are let go.
+        """Wait for the groups of the step at `version` and return them; drop groups that are too old for the next step.
 
-        With dynamic sampling (DAPO, arXiv 2503.14476) groups without a signal were replaced by then.
+        With dynamic sampling (DAPO, arXiv 2503.14476) groups without a signal were replaced before.
 
         Raises:
-          TrainerError: after all that may be replaced not one group has a signal. HangError: it took longer than
-            `Recipe.wait_s`. Stopped: the run was told to stop.
+          TrainerError: no group has a signal, after as many replacements as are allowed. HangError: it took longer than
+            `Recipe.wait_s`. Stopped: the run stops on request.
         """
         taken = await self._runtime.event_loop.within(
             self._take(version), f"the groups of step {self._progress.step + 1}", self._recipe.wait_s
@@ -283,10 +283,10 @@ class PhaseRollouts:
         )
 
     def note(self, *, is_saved: bool) -> None:
-        """Note in the progress where the task stream stands, and which groups are in flight.
+        """Store in the progress the position of the task stream, and the groups that are in flight.
 
         Args:
-          is_saved: note those that are ready as well, which else begin again.
+          is_saved: store ready groups as well; otherwise they start again.
         """
         state = self._buffer.state()
         waiting = {draw: g for draw, g in self._done.items() if is_saved and not _has_experts(g)}

@@ -1,4 +1,4 @@
-"""Where a run stands: what is saved beside the train state, as JSON."""
+"""The progress of a run: saved with the train state in a checkpoint, as JSON."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ class RunProgress:
     phase_end: dict[str, str] = dataclasses.field(default_factory=dict)
     """Why each finished phase ended."""
     carry: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What the phase's algorithm carries from step to step."""
+    """Numbers that the phase's algorithm carries from step to step."""
     starts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Where the phase's episodes start (`StartCurriculum.state`)."""
+    """State of the expert starts of the phase (`StartCurriculum.state`)."""
     run_times: dict[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of the longest correct program, by task (`RunLimits.state`)."""
     mixture: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What the phase's mixture has learned (`MixtureShares.state`)."""
+    """State of the shares of the phase's mixture (`MixtureShares.state`)."""
     groups: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the phase: which are in flight and which wait (`GroupBuffer.state`), the index of each one's task, and what
-    rows of metrics have told of them."""
+    """Groups of the phase that are in flight or wait (`GroupBuffer.state`), the index of each one's task, and the
+    counts that rows of metrics already contain."""
     waiting: str = ""
-    """Those that wait to be trained, a JSON line each (`Group.to_json`)."""
+    """The groups that wait to be trained, a JSON line each (`Group.to_json`)."""
     recorded: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What the logs of steps and the held-out answers were when this was saved (`RunFolder.recorded`)."""
+    """Sizes and hashes of the logs and held-out answers when this was saved (`RunFolder.recorded`)."""
     failed_steps: int = 0
     """Consecutive steps in which no trajectory survived."""
     finished: bool = False
     """The last phase is done."""
 
     def has_more(self, phases: Sequence[Phase]) -> bool:
-        """Whether a finished run can go on: its last phase did all its steps and has more now, or another follows."""
+        """Return whether a finished run can continue: its last phase has more steps now, or another phase follows."""
         phase = phases[self.phase]
         more_steps = self.step < phase.steps and self.phase_end[phase.name] == ALL_STEPS
         return more_steps or self.phase + 1 < len(phases)
 
     def reopen(self, phases: Sequence[Phase]) -> None:
-        """Let a finished run go on that has more to do."""
+        """Continue a finished run that has more to do."""
         phase = phases[self.phase]
         self.finished = False
         if self.phase_end[phase.name] == ALL_STEPS:
             del self.phase_end[phase.name]
 
     def is_in(self, phase: Phase) -> bool:
-        """Whether steps of `phase`, the one that goes on, are left."""
+        """Return whether steps of `phase`, the current one, are left."""
         return self.step < phase.steps and phase.name not in self.phase_end
 
     def end_step(self, phase: Phase) -> None:

@@ -1,5 +1,4 @@
-"""What the loop asks of its parts, those of a run (`Runtime`, `Recorder`) or of a simulation, and hands from one to the
-other."""
+"""Protocols of the loop's parts, in a run (`Runtime`, `Recorder`) or a simulation, and the types that they exchange."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ P = ParamSpec("P")
 
 @dataclasses.dataclass(frozen=True)
 class StepGroups:
-    """What a step gets: the groups it trains, in the order of their draws, with their ages in versions and the seconds
-    that each waited for it when it was complete; those that were dropped since the step before because nothing can be
-    learned from them.
+    """The groups of a step.
 
-    logged: what the log of the run says that this step is taken from; None if its groups were played for it.
+    trained: groups to train, in the order of their draws. start_ages: their ages in versions. dropped: groups without a
+    signal, dropped since the step before. waits_s: seconds between each group's completion and this step. logged: the
+    line of the log that this step was read from; None if its groups were played.
     """
 
     trained: list[Group]
@@ -41,7 +40,7 @@ class StepGroups:
     logged: ConsumedStep | None = None
 
     def with_columns(self, columns: Mapping[Key, Mapping[str, TokenColumn]]) -> StepGroups:
-        """The same with what training made of the tokens, for the record."""
+        """Return the same groups with training's numbers for each token, for the record."""
         return dataclasses.replace(self, trained=[_with_columns(g, columns) for g in self.trained])
 
     @property
@@ -64,7 +63,7 @@ class TaskSource(Protocol):
 
 
 class LoopSampler(Protocol):
-    """What the loop asks of the sampler itself; see `sampler.client.Sampler`."""
+    """The methods of the sampler that the loop calls; see `sampler.client.Sampler`."""
 
     @property
     def stats(self) -> SamplerStats: ...
@@ -121,7 +120,7 @@ class LoopConsole(Protocol):
 
 
 class LoopRecorder(Protocol):
-    """What a run leaves behind while it goes on; see `recorder.Recorder`."""
+    """Writes and shows the results of a run, step by step; see `recorder.Recorder`."""
 
     @property
     def progress(self) -> RunProgress: ...

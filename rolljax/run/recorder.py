@@ -1,4 +1,4 @@
-"""What a run leaves behind while it goes on: checkpoints, rollouts, metrics rows, and what a person sees of it."""
+"""Write the results of a run, step by step: checkpoints, rollouts, metrics rows, and the console's output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Recorder:
     """Writes to the run folder, and tells the console.
 
     Args:
-      progress: where the run stands; it is changed as the run goes on. saved: as the newest checkpoint has it.
+      progress: of the run; it changes with every step. saved: the progress in the newest checkpoint.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Recorder:
         self._checkpoint_s = 0.0
 
     def start_phase(self, phase: Phase) -> None:
-        """A phase begins, or goes on."""
+        """Start or continue a phase."""
         self._notices = Notices(self._recipe, phase)
         self.console.start_phase(phase.name, phase.steps, self.progress.step)
 

@@ -1,10 +1,10 @@
 """Policies that stay as they are while a phase trains: references, teachers, scorers.
 
-A source is `run_start` (the weights the run began with: made again), `phase_start` (the weights this phase began with:
-saved beside the checkpoints when it begins) or a local Hugging Face folder with the same vocabulary.
+A source is `run_start` (the initial weights of the run, made again), `phase_start` (the initial weights of this phase,
+saved in the folder of checkpoints when it starts) or a local Hugging Face folder with the same vocabulary.
 
-Where adapters are trained, the weights the run began with are the base itself, adapters off; of later phases' starts
-only the adapters are saved and kept.
+If adapters are trained, the initial weights of the run are the base itself, without adapters; of the starts of later
+phases only the adapters are saved and kept.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def load(
     """The frozen policies of a phase by source, on the mesh; matrices in the compute dtype.
 
     Args:
-      phase: its index. params: what is trained of the policy, as it is now. base: the frozen weights beside it.
-      begins: the phase begins now, so that these are its starting weights; otherwise they are read back.
+      phase: its index. params: the policy's current trained weights. base: the frozen weights that adapters add to.
+      begins: the phase starts now, so that these are its initial weights; otherwise they are read from disk.
     """
     model, settings = resolved.model, resolved.recipe.phases[phase]
     shardings = param_shardings(resolved.mesh, model.axes(), model.abstract())

@@ -45,8 +45,8 @@ def check(resolved: ResolvedRecipe) -> list[str]:
 
     Raises:
       CheckpointError: a folder whose weights could not be loaded.
-      ConfigError: a frozen policy that is not there; an algorithm that fails, or returns what nobody can use; a tracker
-        that is not installed.
+      ConfigError: a frozen policy does not exist; an algorithm fails, or returns an unusable value; a tracker is not
+        installed.
     """
     recipe = resolved.recipe
     reference_policies.check(resolved)

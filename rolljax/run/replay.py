@@ -2,7 +2,7 @@
 
 Which groups a step trains, and which weights sampled which of their tokens, is decided by time once a run is
 asynchronous or has spares. `consumed.jsonl` and `rollouts/` of a run are a record of that. A run that takes its steps
-from there ends at the same bits; behind the last of them it goes on by itself.
+from there ends at the same bits. After the last of them it samples its own rollouts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rolljax.run.trainer import Trainer
 from rolljax.types import Group, Trajectory
 
 COMPUTING = ("mesh.", "placement", "attention", "remat")
-"""Settings (path prefixes) that a replay may have of its own, beside `folder.RESUMABLE`: they say how a step is
-computed, not what. So do those of `COMPUTING_OF_PHASE`."""
+"""Settings (path prefixes) that a replay may change, in addition to `folder.RESUMABLE`: they say how a step is
+computed, not what. `COMPUTING_OF_PHASE` has such settings of a phase."""
 COMPUTING_OF_PHASE = ("row_len", "micro_rows")
 RECORDING = "a run that is to be replayed needs rollouts_every = 1 and keep_rollouts = None"
 
@@ -94,8 +94,8 @@ class RunLog:
             )
             raise _refused(self.folder, text, RECORDING)
         if done >= last:
-            return f"nothing is left to replay of the {last} steps of {name}: the run goes on by itself"
-        return f"replaying steps {done + 1} to {last} of {name}; behind them the run goes on by itself"
+            return f"nothing is left to replay of the {last} steps of {name}: the run continues with its own rollouts"
+        return f"replaying steps {done + 1} to {last} of {name}; after them the run continues with its own rollouts"
 
 
 def read_log(run: str | Path, config: Any, into: RunFolder) -> RunLog:
@@ -182,8 +182,8 @@ def step_groups(line: ConsumedStep, trajectories: Sequence[Trajectory]) -> StepG
 
 
 class ReplayedRollouts:
-    """The groups of steps that another run has trained, as far as its log goes. Stands where `PhaseRollouts` does; no
-    environment is opened and nothing is sampled."""
+    """The groups of the steps in another run's log. It has the methods of `PhaseRollouts`, but opens no environment and
+    samples nothing."""
 
     def __init__(self, runtime: LoopRuntime, progress: RunProgress, log: RunLog) -> None:
         self._runtime, self._progress, self._log = runtime, progress, log
@@ -201,11 +201,11 @@ class ReplayedRollouts:
         """Nothing is in flight."""
 
     def has_step(self) -> bool:
-        """Whether the log goes on, in this phase."""
+        """Return whether the log has another step of this phase."""
         return self._log.after(self._progress, self._phase) is not None
 
     async def measure(self, trainer: Trainer) -> None:
-        """Nothing: whose groups they are is settled."""
+        """Do nothing: the log has the domains of the groups."""
 
     def start(self, version: int) -> None:
         """Nothing: the groups are there."""

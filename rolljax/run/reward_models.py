@@ -1,7 +1,7 @@
-"""Reward models that phases leave behind: kept as their phase ended, and read for `rewards.reward_model`.
+"""Reward models that phases train: saved at the end of their phase, and read for `rewards.reward_model`.
 
-They stand beside the checkpoints and are no part of them: a run that goes on before the end of their phase makes them
-again, and one behind it finds them as they were.
+They are no part of the checkpoints. A run that continues from before the end of their phase makes them again; a run
+that continues from after it reads them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SCORES = "scores.json"
 
 
 def trains_one(phase: Phase) -> bool:
-    """Whether a phase leaves a reward model behind."""
+    """Return whether a phase trains a reward model."""
     return isinstance(phase.algorithm, RewardModel)
 
 
 def keep(folder: RunFolder, phase: Phase, params: Params, carry: Mapping[str, float]) -> None:
-    """Leave the reward model of a phase that has ended in the run folder; all processes that hold it call it.
+    """Save the reward model of a phase that has ended in the run folder; all processes that hold it call this.
 
     Args:
       params: of all critics, stacked. carry: what the phase's algorithm carried on at its end.

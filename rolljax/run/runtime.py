@@ -1,4 +1,4 @@
-"""What a run works with while it goes on: sampler, environments, agent programs, and the event loop they share."""
+"""The open parts of a run: sampler, environments, agent programs, and the event loop that they share."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Runtime:
       weights: the policy's weights now, as `Model.bind` takes them; the sampler starts with them, as version `version`.
       should_stop: asked while waiting; True ends the wait with `Stopped`. team: the processes of the run.
       watchdog: looks after them while they are open, and reports what hung.
-      verdicts: a folder where rewards may keep what they were told; empty: nowhere. trained: reward models of runs.
+      verdicts: a folder in which rewards may store verdicts; empty: none. trained: reward models of runs.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Runtime:
         self.pool.close()
 
     async def call(self, blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `blocking` returns, called beside the event loop, in which rollouts go on meanwhile."""
+        """Run a blocking function in the trainer thread, so that rollouts keep running; return its result."""
         return await self.event_loop.call(blocking, *args, **kwargs)
 
     def check_stop(self) -> None:
@@ -248,6 +248,6 @@ class Runtime:
 
 
 def mean_reward(trajectories: Sequence[Trajectory]) -> float:
-    """Mean reward of those that did not fail; NaN when none is left."""
+    """Return the mean reward of the trajectories that did not fail; NaN if all failed."""
     rewards = [t.reward for t in trajectories if t.status != "failed"]
     return float(np.mean(rewards)) if rewards else float("nan")

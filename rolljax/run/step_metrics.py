@@ -1,4 +1,4 @@
-"""What the metrics row of a step says beside the trainer's own numbers."""
+"""The metrics of a step's row, except the trainer's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTS = {
 
 
 class StepTimer:
-    """Seconds by part of a step, in `row`; the watchdog is told which part it is."""
+    """Measures the seconds of each part of a step, in `row`, and names the current part to the watchdog."""
 
     def __init__(self, watchdog: Watchdog, clock: Callable[[], float] = time.perf_counter) -> None:
         self.row: dict[str, float] = {}
@@ -81,10 +81,11 @@ def env_row(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def domains_row(trained: Sequence[Group], every: Sequence[Group], env: EnvSpec) -> dict[str, float]:
-    """The same by domain, of a mixture; else nothing. A domain without a trajectory in the step has no means.
+    """Return the same metrics for each domain of a mixture; otherwise nothing. A domain without a trajectory in the
+    step has no means.
 
     Args:
-      trained: the groups that the step took. every: these, and those that were dropped since the step before.
+      trained: the groups that the step took. every: these, and the groups that were dropped since the step before.
     """
     if not isinstance(env, Mixture):
         return {}
@@ -100,8 +101,8 @@ def domains_row(trained: Sequence[Group], every: Sequence[Group], env: EnvSpec) 
 
 
 def heldout_row(trajectories: Sequence[Trajectory], env: EnvSpec) -> dict[str, float]:
-    """Metrics of a held-out evaluation: the mean reward of those that did not fail, and that of each domain of a
-    mixture; NaN where none is left."""
+    """Return the metrics of a held-out evaluation: the mean reward of the trajectories that did not fail (NaN if all
+    failed), of all and of each domain of a mixture."""
     alive = [t for t in trajectories if t.status != "failed"]
     row = {"heldout/reward_mean": float(np.mean([t.reward for t in alive])) if alive else float("nan")}
     if isinstance(env, Mixture):
@@ -112,10 +113,10 @@ def heldout_row(trajectories: Sequence[Trajectory], env: EnvSpec) -> dict[str, f
 
 
 def ages_row(prefix: str, counts: np.ndarray) -> dict[str, float]:
-    """Mean, median, 99th percentile and maximum of ages in versions.
+    """Return mean, median, 99th percentile and maximum of ages in versions.
 
     Args:
-      prefix: of the metrics' names. counts: how many have each age; int `[A]`, all 0 where nobody has one.
+      prefix: of the metrics' names. counts: how many items have each age; int `[A]`, all 0 if there are none.
     """
     ages, weights = np.arange(len(counts)), counts if counts.any() else np.eye(1, len(counts))[0]
     p50, p99 = np.percentile(ages, (50, 99), weights=weights, method="inverted_cdf")
@@ -138,7 +139,7 @@ def token_ages(trajectories: Iterable[Trajectory], version: int) -> np.ndarray:
 
 
 def groups_row(taken: int, kept: int, trained: int) -> dict[str, float]:
-    """What became of the groups that a step took: those that the filters kept, and that were trained on."""
+    """Return how many groups of a step were trained, and how many filters and credit dropped."""
     return {
         "groups/trained_n": trained,
         "groups/dropped_failed_n": taken - kept,

@@ -25,7 +25,7 @@ SHOWN_CHARS = 4000
 
 @contextlib.contextmanager
 def tracking(recipe: Recipe, folder: RunFolder, done: int, warn: Callable[[str], None]) -> Iterator[Trackers]:
-    """The trackers of a recipe, open inside; at the end they are told how the run ended.
+    """Open the trackers of a recipe; when the block ends, report to them how the run ended.
 
     Args:
       done: steps of the run that are done already. warn: told once of each kind of trouble with one of them.
@@ -51,7 +51,7 @@ def check(configs: Sequence[TrackerConfig]) -> None:
     """Check that trackers can be opened in processes of their own.
 
     Raises:
-      ConfigError: a package is not installed, or a class of one's own cannot be imported elsewhere.
+      ConfigError: a package is not installed, or a custom class cannot be imported in another process.
     """
     for config in configs:
         config.check()

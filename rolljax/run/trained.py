@@ -34,9 +34,9 @@ def trained_params(resolved: ResolvedRecipe, run: str | Path, step: Step | None 
 
 
 def trained_checkpoint(resolved: ResolvedRecipe, run: str | Path, step: Step | None = None) -> tuple[Params, Saved]:
-    """The weights of a run's checkpoint, as `Model.bind` takes them, and what was saved beside them.
+    """Return the weights of a run's checkpoint, as `Model.bind` takes them, and the checkpoint's record.
 
-    Nothing but the model must be known of the run (`run.policy`).
+    Of the run's settings only the model is needed (`run.policy`).
 
     Args:
       step: after which it was saved, or `best`: the one of the highest held-out reward; None: the newest.
@@ -55,8 +55,8 @@ def trained_checkpoint(resolved: ResolvedRecipe, run: str | Path, step: Step | N
 
 
 def averaged_params(resolved: ResolvedRecipe, run: str | Path, steps: Sequence[int]) -> tuple[Params, Saved]:
-    """The mean of the weights of several checkpoints of a run, adapters added, of the plain decoder in float32; and
-    what was saved beside the last of them. Added up in float64 on the host and rounded once.
+    """Return the mean of the weights of several checkpoints of a run, adapters added, of the plain decoder in float32;
+    and the record of the last of them. The sum is in float64 on the host and is rounded once.
 
     Raises:
       ConfigError: fewer than two different steps, or one that is not kept. CheckpointError: one is damaged, or holds

@@ -45,10 +45,10 @@ class Trainer(Protocol):
     """
 
     def open_phase(self, progress: RunProgress) -> None:
-        """Begin phase `progress.phase` with the weights as they are, at first those that the run starts from."""
+        """Start phase `progress.phase` with the current weights, which in the first phase are the initial weights."""
 
     def restore(self, saved: Saved) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
 
     def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
         """Credit and all updates of step `step` of the phase.
@@ -102,7 +102,7 @@ class LocalTrainer:
 
     @property
     def phase_trainer(self) -> PhaseTrainer:
-        """The programs of the phase that goes on."""
+        """The programs of the current phase."""
         assert self._phase_trainer is not None, "no phase is open"
         return self._phase_trainer
 

@@ -19,16 +19,16 @@ LOCKSTEP_CALLS = ("pull",)
 
 
 class WeightChannel(Protocol):
-    """From the trainer's weights to the sampler's: cast, and laid out for decoding."""
+    """Transfers the trainer's weights to the sampler: cast, and laid out for decoding."""
 
     def push(self, version: int) -> None:
-        """The trainer's side: make its weights ready for the sampler, as `version`. Decoding goes on meanwhile."""
+        """Make the trainer's weights ready for the sampler, as `version`, on the trainer's side. Decoding continues."""
 
     def pull(self, version: int) -> Params:
-        """The sampler's side, between two dispatches: put them in place of the weights in use, and return them.
+        """Replace the weights in use, on the sampler's side between two dispatches, and return the new ones.
 
         Raises:
-          SamplerError: what is there is not what was pushed as `version`.
+          SamplerError: the weights that arrived are not the ones that were pushed as `version`.
         """
         ...
 
@@ -70,8 +70,8 @@ class _Arrived:
 class BetweenMeshes:
     """A `WeightChannel` between meshes of one runtime that have no device in common (`Reshard`).
 
-    `push` casts on the trainer's devices and moves the result beside the weights in use; `pull` writes it over them,
-    and compares version and checksums of both sides.
+    `push` casts on the trainer's devices and moves the result to the sampler's, in addition to the weights in use.
+    `pull` overwrites the weights in use with it, and compares version and checksums of both sides.
     """
 
     def __init__(self, resolved: ResolvedRecipe, source: Callable[[], Params], worker: EngineWorker) -> None:

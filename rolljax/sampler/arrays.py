@@ -1,6 +1,6 @@
-"""What goes into the engine's programs and what comes out: registered pytrees of device or host arrays.
+"""Inputs and outputs of the engine's programs: registered pytrees of device or host arrays.
 
-Shape letters beside the model's: S slots, R prefill rows, T prompt tokens of a chunk, W pages per row, K decode steps.
+Shape letters besides the model's: S slots, R prefill rows, T prompt tokens of a chunk, W pages per row, K decode steps.
 """
 
 from __future__ import annotations

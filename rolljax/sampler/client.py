@@ -95,7 +95,7 @@ class Sampler:
         return self._error
 
     def load(self) -> SamplerLoad:
-        """What is going on now."""
+        """Return the current load."""
         return self._scheduler.load()
 
     async def generate(
@@ -132,7 +132,7 @@ class Sampler:
           address: up to 5 integers; equal addresses give equal noise, whatever else is running.
           priority: lower is served first; equal ones in the order of their arrival.
           on_tokens: called on the event loop with all new tokens, in order, before the completion is there.
-          resume: what an aborted request of the same prompt had sampled; it goes on from there.
+          resume: tokens that an aborted request of the same prompt had sampled; sampling resumes after them.
 
         Raises:
           SamplerError: the prompt leaves no room in the context, the request is malformed, or the sampler has stopped.
@@ -168,8 +168,8 @@ class Sampler:
         return Pending(future, lambda: self._abort(request))
 
     def hold(self) -> Callable[[], None]:
-        """Begin nothing until the function that is returned is called (at most `HOLD_S`): what is submitted in between
-        is begun together."""
+        """Start no request until the caller calls the returned function (at most `HOLD_S`), so that all requests that
+        were submitted in between start together."""
         done = threading.Event()
 
         def wait() -> None:
@@ -202,11 +202,11 @@ class Sampler:
         done(len(programs), len(programs))
 
     def publish(self, make: Callable[[Params], Params], version: int, timeout_s: float = 600.0) -> None:
-        """Swap the weights between two dispatches. Running requests go on; their next tokens carry the new version.
+        """Swap the weights between two dispatches. Running requests continue; their next tokens have the new version.
 
         Args:
-          make: the new weights, of those in use, which it may give up for them (`trainer.publish`). Called in the
-            sampler's thread; if it fails, so does the sampler.
+          make: returns the new weights; its argument is the weights in use, whose memory it may reuse
+            (`trainer.publish`). Called in the sampler's thread; if it fails, so does the sampler.
 
         Raises:
           SamplerError: the sampler has stopped, or does so now. HangError: no dispatch has ended in `timeout_s`.

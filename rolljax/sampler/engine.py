@@ -10,7 +10,7 @@ is a `kv.Path`. What is sampled is a function of the request alone (see `samplin
 are split over the batch axes and each part runs the same program on its own pages (`shard_map`); every part has all
 parameters, or they are split over `tensor`.
 
-Shape letters beside the model's: S slots, R prefill rows, W pages per row, N pages, K decode steps.
+Shape letters besides the model's: S slots, R prefill rows, W pages per row, N pages, K decode steps.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Engine:
         return self.cfg.widths if self.path.sized else (self.cfg.pages_per_sequence,)
 
     def width(self, tokens: int) -> int:
-        """Pages of context to hand to a program for so many tokens; 0 for none."""
+        """Return the pages of context that a program needs for this many tokens; 0 for none."""
         most = min(tokens, self.cfg.max_context)
         return next(w for w in self.widths if w * self.cfg.page_size >= most) if tokens else 0
 

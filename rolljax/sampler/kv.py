@@ -1,7 +1,7 @@
 """Keys and values in pages, and attention over them: one meaning, one implementation per kind of device.
 
 A `Path` owns the layout of the pool (one flat array of layers x pages, so that layer l finds page p at `l * pages + p`)
-and how new tokens are written to it and attend to what is there. Both programs of the engine use it the same way:
+and how new tokens are written to it and attend to earlier tokens. Both programs of the engine use it the same way:
 
     reading, cache = path.open(pool, table, length, room, read)      before the model runs
     decoder(..., path.attend(reading, first, count), cache)          once (prefill), or once per decode step
@@ -12,8 +12,8 @@ new tokens a row may get until `close`; `read` how many pages of the table hold 
 any); `first` which of the new tokens come now; `count [B]` how many of them hold (of those that come now; of all).
 
 `DensePath` is for CPU and GPU: it copies the rows' context out of the pages once, in the layout that matrix products
-want, keeps the new tokens beside it, and writes them to their pages at the end. What is copied is paid once per
-prefill or per dispatch of many decode steps.
+need, keeps the new tokens in a separate array, and writes them to their pages at the end. The cost of the copy comes
+once per prefill or per dispatch of many decode steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""KV pages of one shard, on the host: which are free, which are in use, and what tokens the others hold.
+"""KV pages of one shard, on the host: which are free, which are in use, and the tokens that the others hold.
 
-Pages that hold a known beginning of some token stream stand in a tree: a node is a page, its path from the root
-spells the tokens. Whoever runs on a page locks its node and all nodes above it. Unlocked pages stay for later requests
-with the same beginning until their room is needed; then the least recently used leaf goes first. A page is written
-only by the one request that owns it, before it enters the tree: to go on from a partly filled page, copy it.
+Pages that hold a prefix of a token stream form a tree: a node is a page, and its path from the root spells the tokens.
+A request that reads a page locks its node and all nodes above it. Unlocked pages stay for later requests with the same
+prefix until their memory is needed; then the least recently used leaf is evicted first. A page is written only by the
+one request that owns it, before it enters the tree: to continue from a partly filled page, copy it.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class PageCache:
 
     @property
     def num_used(self) -> int:
-        """Pages that somebody holds."""
+        """Pages that requests own or have locked."""
         return self.num_pages - self.num_available
 
     def take(self, n: int) -> list[int] | None:
-        """`n` pages of one's own, or None if there are not that many."""
+        """Return `n` pages that the caller owns, or None if fewer are available."""
         if n > self.num_available:
             return None
         while len(self._free) < n:
@@ -79,7 +79,7 @@ class PageCache:
         return [self._free.pop() for _ in range(n)]
 
     def release(self, pages: Iterable[int]) -> None:
-        """Give back pages of one's own."""
+        """Give back pages that the caller owns."""
         self._free.extend(pages)
 
     def find(self, data: bytes, limit: int) -> Found:
@@ -108,7 +108,7 @@ class PageCache:
         return Found([], None, 0)
 
     def _longest(self, node: Node, here: bytes) -> int:
-        """Bytes of `here` that stand at the start of a child and may be started from."""
+        """Return the length in bytes of the longest prefix of `here` that a child starts with and the rule allows."""
         if self.rule == "turns":
             lengths = range(len(here), 0, -TOKEN_BYTES)
             return next((n for n in lengths if here[:n] in node.ends), 0) if node.ends else 0
@@ -133,7 +133,7 @@ class PageCache:
             self.num_shared += node.refs == 2
 
     def unlock(self, nodes: Sequence[Node]) -> None:
-        """Let go of nodes that were locked; those nearest to the root last."""
+        """Unlock nodes, the ones nearest to the root last."""
         for node in reversed(nodes):
             self.num_shared -= node.refs == 2
             node.refs -= 1
@@ -147,9 +147,9 @@ class PageCache:
                 self._free.append(node.page)
 
     def keep(self, above: Sequence[Node], data: bytes, pages: Sequence[int]) -> list[Node]:
-        """Put one's own `pages`, which hold `data`, into the tree below the locked nodes `above`; returns them locked.
+        """Put owned `pages`, which hold `data`, into the tree below the locked nodes `above`; return them locked.
 
-        A page whose tokens are there already is given back and the one that is there is returned in its place.
+        If the tree already has a page with the same tokens, that page is returned and the caller's is released.
         """
         size = self.page_size * TOKEN_BYTES
         node, nodes = (above[-1] if above else self._root), []

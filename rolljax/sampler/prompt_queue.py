@@ -46,8 +46,8 @@ class PromptQueue:
     """The prompts that requests wait for, from `wait` until the last member of each has a slot.
 
     Attributes:
-      prompts: all of them, by their tokens as int32 bytes. started: those that hold pages.
-      ready: those that are prefilled, in the order they became so.
+      prompts: all prompts, by their tokens as int32 bytes. started: the prompts that hold pages.
+      ready: the prefilled prompts, in the order in which they were prefilled.
     """
 
     def __init__(self, worker: EngineWorker, capacity: Capacity, stats: SamplerStats) -> None:
@@ -93,7 +93,7 @@ class PromptQueue:
             self.forget(prompt)
 
     def forget(self, prompt: QueuedPrompt) -> None:
-        """Nobody waits for a prompt any more."""
+        """Remove a prompt that no request waits for any more."""
         if prompt.shard >= 0:
             self.release(prompt, requeue=False)
         else:

@@ -98,9 +98,9 @@ class QueuedPrompt:
 class SamplerStats:
     """Totals since the start; differences of two of them describe a step.
 
-    prefill_tok: prompt tokens that were computed. reused_tok: that were in the cache, or computed for a sibling.
-    slot_steps: rows times decode steps of all dispatches; busy_slot_steps: those that sampled a token.
-    aborted_tok: what aborted requests had sampled by then. held_s: seconds that requests had slots, all slots together.
+    prefill_tok: prompt tokens that were computed. reused_tok: prompt tokens in the cache, or computed for a sibling.
+    slot_steps: rows times decode steps of all dispatches; busy_slot_steps: the ones that sampled a token.
+    aborted_tok: tokens sampled by aborted requests. held_s: seconds that requests had slots, summed over slots.
     """
 
     requests: int = 0
@@ -124,7 +124,7 @@ class SamplerStats:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerLoad:
-    """What is going on now. used_pages: held by someone; shared_pages: by several; cached_pages: kept for reuse."""
+    """The current load. used_pages: held by a request; shared_pages: by several; cached_pages: kept for reuse."""
 
     waiting: int
     running: int

@@ -4,9 +4,9 @@
               ^                                              |
               +------------- preempted: out of pages, new weights
 
-Which prompts are prefilled when is the business of `PromptQueue`; here are the slots. A sequence takes pages as it
-grows. When there are none left the youngest gives its own back and waits; it goes on later from its tokens. What a
-sequence yields does not depend on any of this.
+`PromptQueue` decides which prompts are prefilled when; this module manages the slots. A sequence takes pages as it
+grows. When no page is left, the youngest sequence gives up its pages and waits; it resumes later from its tokens. The
+tokens of a sequence do not depend on any of this.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}
         self._table = np.full((self.cfg.slots, self.cfg.pages_per_sequence), -1, np.int32)
         self._first_tokens: FirstTokens = []
-        """Those that were drawn and are not handed out yet."""
+        """First tokens that were sampled and not delivered yet."""
         self._order = 0
         self._held_until_s = time.perf_counter()  # `stats.held_s` is up to date up to here
 
@@ -103,9 +103,9 @@ class Scheduler:
         self._deliver(request, "abort")
 
     def publish(self, make: Callable[[Params], Params], version: int) -> None:
-        """Swap the weights. Running requests go on; their next tokens carry the new version.
+        """Swap the weights. Running requests continue; their next tokens have the new version.
 
-        make: the new weights, of those in use, which it may give up for them.
+        make: returns the new weights; its argument is the weights in use, whose memory it may reuse.
         """
         self._hand_out(self._take_first_tokens())
         self._worker.set_params(make(self._worker.params))
@@ -222,7 +222,7 @@ class Scheduler:
         return self._capacity.take_pages(prompt.shard, needed)
 
     def _enter_slot(self, request: Request, prompt: QueuedPrompt, pages: list[int]) -> None:
-        """Give a request a slot, which goes on from the prompt's pages in pages of its own."""
+        """Give a request a slot and pages of its own, in which it continues from the prompt's pages."""
         self._count_held()
         slot = self._capacity.free_slots[prompt.shard].pop()
         cache = self._capacity.caches[prompt.shard]
@@ -270,7 +270,7 @@ class Scheduler:
                 self._reclaim(request.shard)
 
     def _reclaim(self, shard: int) -> None:
-        """Make room on a shard: a prompt that waits lets go of its pages, else the youngest sequence does."""
+        """Make room on a shard: release the pages of a waiting prompt, else those of the youngest sequence."""
         started = [p for p in self._queue.started.values() if p.shard == shard]
         if started:
             self._queue.release(max(started, key=lambda p: p.queue_key))

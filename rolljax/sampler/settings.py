@@ -45,12 +45,12 @@ class SamplerConfig:
     tensor, expert: devices that the layers of the sampler's weights are split over, and their experts; the rest share
     out the slots (default: as the trainer's mesh has them). Decoding reads all of a device's weights for every token of
     its slots, so it wants them split further than training does.
-    programs: how many sizes of prompts and contexts there are programs for. A server compiles all of them before it
-    begins: on CPU 'few' take a fourth of that time, and pad more.
+    programs: how many sizes of prompts and contexts get their own program. A server compiles all of them at its start:
+    on CPU 'few' take a fourth of that time, and pad more.
     record_experts: of models with experts, hand out which ones each decoded token took; the trainer then takes the same
     (router replay, arXiv:2510.11370).
-    record_alternatives: beside each sampled token, write so many of the likeliest ones into the rollouts, where
-    `rolljax.view` shows them. Each takes some forty bytes.
+    record_alternatives: number of most likely tokens to write into the rollouts for each sampled token; `rolljax.view`
+    shows them. Each takes about forty bytes.
     """
 
     slots: int = 64
@@ -129,7 +129,7 @@ class SamplerConfig:
         return Mesh(own.reshape([sizes.get(axis, 1) for axis in MESH_AXES]), MESH_AXES)
 
     def check_shards(self, num_shards: int) -> None:
-        """Raise `ConfigError` unless slots, prefill rows and pages can be split over so many batch shards."""
+        """Raise `ConfigError` unless slots, prefill rows and pages can be split over this many batch shards."""
         if self.slots % num_shards:
             raise ConfigError(
                 f"does not divide over {num_shards} batch shards of the mesh",
@@ -171,7 +171,7 @@ class SamplerConfig:
         return tuple(sizes)
 
     def chunk_size(self, tokens: int) -> int:
-        """The padded length for so many new tokens of a prompt."""
+        """Return the padded length for this many new tokens of a prompt."""
         return next((size for size in self.chunk_sizes if size >= tokens), self.chunk_sizes[-1])
 
     def prefill_rows(self, chunk_size: int, num_shards: int) -> int:

@@ -65,7 +65,7 @@ class EngineWorker:
         return result
 
     def release(self, tickets: Iterable[int]) -> None:
-        """Drop the logits of these prefills: nobody inserts from them any more."""
+        """Drop the logits of these prefills, which are not inserted any more."""
         for ticket in tickets:
             del self._logits[ticket]
 

@@ -35,7 +35,7 @@ def rng(seed: int, *address: int) -> np.random.Generator:
 
 
 def tokens(number: int) -> np.ndarray:
-    """So many tokens, without memory; int32 `[P]`."""
+    """Return this many tokens, without memory; int32 `[P]`."""
     return np.broadcast_to(np.int32(0), number)
 
 
@@ -192,7 +192,7 @@ def _settle(future: asyncio.Future[Any], value: Any) -> None:
 class SimulatedPolicy:
     """Answers of drawn lengths, through the simulated sampler.
 
-    order: of the starts of groups, by stream and draw; those that began first are served first.
+    order: of the starts of groups, by stream and draw; groups that started first are served first.
     """
 
     sampler: SimulatedSampler
@@ -239,7 +239,7 @@ class SimulatedPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpan:
-    """A group from its start to its end; end_s is infinite where it was let go. version: of the policy at its start."""
+    """A group from its start to its end; end_s is infinite if it was cancelled. version: of the policy at its start."""
 
     stream: int
     draw: int
@@ -250,7 +250,7 @@ class GroupSpan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ObservedRollouts(Rollouts):
-    """The real rollouts, with a record of their groups; `sampler` knows how many episodes go on."""
+    """The real rollouts, with a record of their groups; `sampler` knows the number of running episodes."""
 
     sampler: SimulatedSampler = dataclasses.field(kw_only=True)
     order: dict[tuple[int, int], int] = dataclasses.field(kw_only=True)

@@ -38,14 +38,14 @@ Row = Mapping[str, Any]
 
 
 def fitted(folder: Path, recipe: Recipe) -> Timings:
-    """The timings of the run in `folder`, for `recipe`, which may be another than the run's.
+    """Return the timings of the run in `folder`, for `recipe`, which may be another than the run's.
 
     Lengths, turns and seconds of environments are from its rollouts, seconds of sampler and trainer from its metrics;
-    the first step, which compiles, is left out. Of a run that trained older samples, decoding went on during updates:
-    what both take is what they took beside each other.
+    the first step, which compiles, is left out. In an asynchronous run, decoding continued during updates: the seconds
+    of both then include the slow-down by the other.
 
     Raises:
-      ConfigError: there is nothing to go by.
+      ConfigError: the folder has no usable steps.
       CheckpointError: a record is damaged; the error names the file, the line and the field.
     """
     names = {p.name for p in recipe.phases if p.samples}
@@ -56,7 +56,7 @@ def fitted(folder: Path, recipe: Recipe) -> Timings:
     trajectories = [t for t in every if t["status"] != "failed" and t["answers"]]
     if not steps or not trajectories:
         raise ConfigError(
-            "has no steps with rollouts behind the first one",
+            "has no steps with rollouts after the first one",
             setting="--run",
             value=str(folder),
             remedy="a run of at least two steps in a phase that samples",

@@ -15,7 +15,7 @@ import numpy as np
 from rolljax.simulation.timings import EngineTimings
 
 STEP_ERROR = 1e-6
-"""Of a decode step: so much is lost to rounding."""
+"""Share of a decode step that may be lost to rounding."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,13 +103,13 @@ class Replica:
         self._held_until_s = now
 
     def give_up(self, answer: Answer) -> None:
-        """Stop decoding an answer that nobody waits for any more."""
+        """Stop decoding an aborted answer."""
         self._advance()
         self._leave(answer)
         self._look_soon()
 
     def take_weights(self, version: int, *, recompute: bool) -> None:
-        """Go on with new weights. recompute: make the keys and values of all that runs again."""
+        """Continue with new weights. recompute: compute the keys and values of all running answers again."""
         self._advance()
         self._weights.append((self.steps, version))
         if recompute:
@@ -130,7 +130,7 @@ class Replica:
         self._look_soon()
 
     def _prefill(self, tokens: int) -> None:
-        """Compute so many tokens of a prompt, in a program that has not begun and has room, or in others."""
+        """Compute tokens of a prompt: in a program that has not started and has room, and the rest in further ones."""
         t, seconds = self._timings, tokens * self._timings.prefill_s
         now = asyncio.get_running_loop().time()
         while t.prefill_call_s and tokens > 0:
@@ -152,7 +152,7 @@ class Replica:
         return t.step_s + t.sequence_s * self._num_running + t.context_s * self._context_tok
 
     def _seconds_for(self, steps: float) -> float:
-        """Seconds of so many steps with what runs now, whose context grows by a token each."""
+        """Return the seconds of `steps` steps with the running answers, whose contexts grow by a token each."""
         return steps * self._step_s() + self._timings.context_s * self._num_running * steps * steps / 2
 
     def _steps_in(self, seconds: float) -> float:
@@ -176,7 +176,7 @@ class Replica:
         return now
 
     def _look_soon(self) -> None:
-        """Set the timer anew when all that happens now has happened."""
+        """Reset the timer once all events of this moment are done."""
         if not isinstance(self._timer, asyncio.TimerHandle) and self._timer is not None:
             return
         if self._timer:

@@ -30,7 +30,7 @@ LINES = {
     "token_age_mean": "age of a token",
     "buffer_wait_p50_s": "a group waits in the buffer, median seconds",
     "buffer_wait_p90_s": "  one of ten longer than",
-    "late_groups": "groups let go, of each step",
+    "late_groups": "late groups cancelled, of each step",
     "no_signal_groups": "groups without a signal, of each step",
     "longest_wait_s": "longest wait of the loop, seconds",
 }

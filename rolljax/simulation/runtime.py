@@ -44,8 +44,8 @@ class Span:
 
 
 class BlockingThread:
-    """Stands for the thread that blocking calls go to: what is called `spend`s its seconds, and the caller waits so
-    long while the event loop goes on."""
+    """Simulates the thread for blocking calls: the called function `spend`s its seconds, and the caller waits for that
+    time while the event loop keeps running."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -96,7 +96,7 @@ class SimulatedRuntime:
         return await self.thread.call(blocking, *args, **kwargs)
 
     def check_stop(self) -> None:
-        """Nobody stops a simulation."""
+        """Do nothing: a simulation is not stopped."""
 
     def publish(self, version: int) -> dict[str, float]:
         t = self.timings.trainer

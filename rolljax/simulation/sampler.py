@@ -31,7 +31,7 @@ class SimulatedSampler:
             )
         self.slots, self.version = slots, 0
         self.ended: list[Answer] = []
-        """All that were decoded, in the order of their ends; those that were given up as well."""
+        """All decoded answers, in the order of their ends, including aborted ones."""
         self._per_dispatch = steps_per_dispatch
         self._timings, self._group_size, self._each = timings, group_size, slots // timings.replicas
         self.replicas = [Replica(i, self._each, timings, self._finished) for i in range(timings.replicas)]
@@ -79,18 +79,18 @@ class SimulatedSampler:
             raise
 
     def publish(self, version: int, *, pause_s: float, recompute: bool) -> None:
-        """All replicas go on with new weights, after a pause."""
+        """Let all replicas continue with new weights, after a pause."""
         self.version = version
         for replica in self.replicas:
             replica.take_weights(version, recompute=recompute)
             replica.pause(pause_s)
 
     def hold(self) -> Callable[[], None]:
-        """What is asked for at one moment begins together anyway."""
+        """Do nothing: requests of one moment start together anyway."""
         return lambda: None
 
     def pause(self, seconds: float) -> None:
-        """Nothing is decoded for so long."""
+        """Decode nothing for this long."""
         for replica in self.replicas:
             replica.pause(seconds)
 

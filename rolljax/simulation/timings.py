@@ -22,9 +22,9 @@ class Distribution:
     kind: lognormal: `center` is the median, `spread` the standard deviation of the logarithm. normal: mean and standard
       deviation; what would be negative is 0. recorded: one of `values`, times `center`.
     group_spread: standard deviation of the logarithm of a factor that all siblings of a group share.
-    group_values: such factors; each group has one of them, beside that of `group_spread`.
-    cap: what is larger is this. hang_frac, hang: to so large a share this is added, cap or not.
-    center, spread: where values are, and how far apart; see `kind`. values: those of `recorded`.
+    group_values: such factors; each group has one of them, in addition to the factor of `group_spread`.
+    cap: upper bound of the values. hang_frac, hang: `hang` is added to this share of the values, cap or not.
+    center, spread: location and width of the distribution; see `kind`. values: of kind `recorded`.
     """
 
     kind: Literal["lognormal", "normal", "recorded"] = "normal"
@@ -84,8 +84,8 @@ class EngineTimings:
     A decode step of a replica gives a token to each of its `n` sequences, which have `c` tokens of context together.
     It takes `step_s + sequence_s * n + context_s * c` seconds (a roofline: reading the weights, arithmetic, reading
     keys and values). A prompt token takes `prefill_s`, in which the replica decodes nothing; siblings share a prompt.
-    Programs of a fixed size take `prefill_call_s` each on top of that, however many prompts they have: those that begin
-    before the program does, padded to one length of `prefill_sizes`, of which the largest is what it has room for.
+    Programs of a fixed size take `prefill_call_s` each in addition, however many prompts they have: the prompts that
+    arrive before the program starts, padded to one length of `prefill_sizes`, of which the largest is its capacity.
 
     scheduling: queue: a free slot takes the answer at once whose group began first. group: all answers of a prompt go
       to one replica, whose slots are free for others when the last of them is done (episodes have one turn). batch:
@@ -193,12 +193,12 @@ class Slices:
 class Timings:
     """All that a simulation knows of the world.
 
-    answer_tok: tokens of an answer; those beyond `Recipe.max_answer_tok` are cut. prompt_tok: of the opening.
-    observation_tok: of what the environment says after an answer. turns: of an episode, at most those of the recipe.
+    answer_tok: tokens of an answer; it is cut at `Recipe.max_answer_tok`. prompt_tok: of the opening.
+    observation_tok: of the environment's message after an answer. turns: of an episode, at most those of the recipe.
     shared_devices: trainer and sampler have the same devices: nothing is decoded in a training step.
     slices: chips that the seconds of engine and trainer follow from; None: they are given.
-    solved_frac: answers with reward 1. no_signal_frac: groups whose rewards are all equal, beside those that are so by
-      chance; dynamic sampling replaces them.
+    solved_frac: answers with reward 1. no_signal_frac: groups whose rewards are all equal, in addition to equal rewards
+      by chance; dynamic sampling replaces them.
     engine, env, trainer: seconds of each (`EngineTimings`, `EnvTimings`, `TrainerTimings`).
     """
 

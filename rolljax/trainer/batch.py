@@ -41,8 +41,8 @@ class TokenBatch:
     prev: jax.Array
     """Index in the row of the token before this one; itself where there is none."""
     sequence_ids: jax.Array
-    """Numbers the sequences of a row; 0 where no token is sampled. A sequence is never split over rows; a trajectory is
-    one, and one more for every time its stream starts anew."""
+    """Number of the sequence, within its row; 0 where no token is sampled. A sequence is never split over rows. A
+    trajectory is one sequence, and one more for every restart of its stream."""
     turn_ids: jax.Array
     """The same for turns."""
     scale: jax.Array
@@ -102,21 +102,21 @@ class TokenBatch:
 
 
 class Column(NamedTuple):
-    """What is known of a per-token array of a `TokenBatch`."""
+    """The properties of a per-token array of a `TokenBatch`."""
 
     source: Literal["packing", "sampler", "trainer", "credit"]
-    """Who says what stands there: where packing puts a token; the sampler that drew it; forward passes of the trainer
-    before the step's first update; credit."""
+    """The part that computes the values: packing, the sampler, the trainer's forward passes before the step's first
+    update, or credit."""
     dtype: type[np.generic] | None = np.float32
     """None: the model's own choice."""
     axes: str = ""
     """Letters of the axes behind `[M, B, T]`: C critics, L layers, k experts of a token."""
     asked_by: str = ""
-    """The field of `Needs` without which it is None; empty: it is there, or up to credit."""
+    """The field of `Needs` without which it is None; empty: always there, or decided by credit."""
     padding: int = 0
     """Where there is no token, or none that was sampled."""
     clean: Literal["zero", "logp", ""] = ""
-    """What stands in the update's loss where the scale is 0: 0, the policy's own log-prob, or what was there."""
+    """The value in the update's loss where the scale is 0: 0, the policy's own log-prob, or unchanged."""
 
 
 COLUMNS: Mapping[str, Column] = {
@@ -154,10 +154,10 @@ class PackShape:
 class Sample:
     """One trajectory ready for packing.
 
-    tokens [T]: its full stream. indices [n]: where its n sampled tokens stand in it. turns [n]: the turn of each.
+    tokens [T]: its full stream. indices [n]: positions of its n sampled tokens in it. turns [n]: the turn of each.
     starts: where in `tokens` its sequences begin (0 first).
-    columns: what is said about each sampled token, `[n]` or with further axes, by the name it has in `TokenBatch`;
-    `mask` (bool) tells which of them count.
+    columns: arrays with a value for each sampled token, `[n]` or with further axes, by their names in `TokenBatch`;
+    `mask` (bool) selects the tokens to train on.
     """
 
     tokens: np.ndarray
@@ -219,10 +219,10 @@ def num_rows_bound(
     unsplit_groups: bool = False,
     restarts: int = 0,
 ) -> int:
-    """Rows that always suffice for `num_groups` groups with prompts and responses of at most so many tokens.
+    """Return a number of rows that always suffices for `num_groups` groups with prompts and responses of these lengths.
 
     Args:
-      unsplit_groups: no group is split. restarts: how often the stream of a trajectory may start anew.
+      unsplit_groups: no group is split. restarts: how often the stream of a trajectory may restart.
     """
     per_row = max(1, (row_len - prompt_tok) // max(response_tok, 1))
     later = group_size * restarts
@@ -243,7 +243,7 @@ def pack(
     kl_coef: float = 0.0,
     unsplit_groups: bool = False,
 ) -> Packed:
-    """First-fit packing, largest first; siblings that do not fit beside their group start a new part of it.
+    """Pack first-fit, largest first; siblings that do not fit into the row of their group start a new part of it.
 
     Fuller rows come first, so that the rows a micro-batch spreads over the mesh cost about the same.
 
@@ -322,7 +322,7 @@ class _Stream:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
-    """Sequences of one group that stand in one row, behind the prompt they share."""
+    """Sequences of one group in one row, after the prompt that they share."""
 
     group: int
     prefix: int

@@ -1,4 +1,4 @@
-"""Critics: value models that are trained beside the policy. Any number, any size, one program for all of them."""
+"""Critics: value models that are trained together with the policy. Any number, any size, one program for all."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_previous(before: Critic | None, critic: Critic | None) -> None:
             "names the critics of the phase before, which have a shape of their own; only the policy's is taken over",
             setting="Critic.model",
             value="previous",
-            remedy="leave out the shape in the phase before, or give it here too and start anew",
+            remedy="leave out the shape in the phase before, or give it here too and start again from scratch",
         )
     if before.num != critic.num:
         raise ConfigError(

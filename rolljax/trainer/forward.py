@@ -39,8 +39,9 @@ UNSHARDED = NumShards()
 
 
 def hidden_before(model: Model, params: Params, batch: TokenBatch) -> tuple[Decoder, jax.Array, Load | None]:
-    """The bound decoder; for every token the final hidden state of its predecessor `batch.prev`, `[B, T, D]`; and how
-    the experts were used, if there are any. Those that `batch.expert_ids_Lk` names are used."""
+    """Return the bound decoder; for every token the final hidden state of its predecessor `batch.prev`, `[B, T, D]`;
+    and the load of the experts, if there are any. Tokens are routed to the experts in `batch.expert_ids_Lk`, if given.
+    """
     decoder = model.bind(params)
     attend = packed(batch.segment_ids, batch.branch_ids, batch.positions, model.attention)
     replayed = None if batch.expert_ids_Lk is None else jnp.moveaxis(batch.expert_ids_Lk, 2, 0)
@@ -65,8 +66,8 @@ def policy_outputs(
 ) -> PolicyOutputs:
     """Log-prob and entropy of every token of rows `[B, T]`, and the divergence from a reference policy's distribution.
 
-    Tokens without a predecessor, and those of scale 0, get whatever stands there; mask before use. The logits `[B, T,
-    V]` of a large vocabulary never exist (`trainer.vocab`).
+    Values of tokens without a predecessor, or with scale 0, are arbitrary: mask before use. The logits `[B, T, V]` of a
+    large vocabulary never exist (`trainer.vocab`).
 
     Args:
       reference: which divergence, and the reference's model and parameters; None: no divergence.

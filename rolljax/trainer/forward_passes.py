@@ -69,9 +69,9 @@ class ForwardPasses:
     def compute_logprobs(
         self, params: Params, batches: Sequence[PlacedBatch], mask_NT: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Log-probs by the policy of parameters `params`, with the entropies of its distributions, and by references,
-        as `Episodes` names them: `trainer_logp`, `entropy`, `ref_logp`, `scorer_logp` `[N, T]`, `teacher_logp`
-        `[S, N, T]`; those that are asked for."""
+        """Return the log-probs that the algorithm needs: by the policy of parameters `params`, with the entropies of
+        its distributions, and by references. Names are those of `Episodes`: `trainer_logp`, `entropy`, `ref_logp`,
+        `scorer_logp` `[N, T]`, `teacher_logp` `[S, N, T]`."""
         needs = self.needs
         policies: dict[str, tuple[Model, Params]] = {}
         if needs.ref:

@@ -24,7 +24,7 @@ def segment_sum(x_BT: jax.Array, ids_BT: jax.Array) -> jax.Array:
     """For every token, the sum of `x` over the tokens of its row that have its id.
 
     Args:
-      x_BT: `[B, T]` float32. What stands at id 0 never reaches another token.
+      x_BT: `[B, T]` float32. Values at id 0 never reach another token.
       ids_BT: `[B, T]` int32 in 0..T, in any order; 0 belongs to no segment.
 
     Returns: `[B, T]`, 0 where the id is 0. Time and memory are linear in T, and rows stay on their shard.

@@ -1,4 +1,4 @@
-"""What a paper states for a setting, beside the class that implements it."""
+"""A paper's statement about a setting, kept at the class that implements the setting."""
 
 from __future__ import annotations
 

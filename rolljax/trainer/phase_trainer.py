@@ -163,7 +163,7 @@ class PhaseTrainer:
     def compute_logprobs(
         self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes
     ) -> dict[str, np.ndarray]:
-        """Log-probs by the policy and by references: those that the algorithm asks for."""
+        """Return the log-probs by the policy and by references that the algorithm needs."""
         return self.forward_passes.compute_logprobs(state.params, batches, episodes.mask)
 
     def compute_values(self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes) -> np.ndarray:
@@ -176,10 +176,10 @@ class PhaseTrainer:
         return apply_credit(self.algorithm.needs(), samples, episodes, credit)
 
     def pack_samples(self, samples: Samples) -> list[PlacedBatch]:
-        """All samples for forward passes, in batches of this phase's shape; none if the algorithm asks for none.
+        """Pack all samples for forward passes, in batches of this phase's shape; none if the algorithm needs none.
 
-        Where groups stay together the shape has room for pairs only, and what is computed does not depend on who stands
-        beside whom.
+        If groups stay together, the shape only has room for pairs, so groups are split into pairs. That is correct,
+        because log-probs of a sample do not depend on its neighbours in a row.
         """
         if not self.forward_passes.are_needed:
             return []
@@ -260,7 +260,7 @@ class PhaseTrainer:
 
     @property
     def _unknown_experts(self) -> np.ndarray | None:
-        """What `Sample.of` takes for tokens whose experts nobody recorded; None: none are replayed."""
+        """Expert ids of tokens whose experts were not recorded, for `Sample.of`; None: no experts are replayed."""
         routing = self.model.cfg.routing
         if routing is None or not self.replay_experts:
             return None
@@ -286,7 +286,7 @@ class PhaseTrainer:
         return self.states.shardings
 
     def full_params(self, params: Params) -> Params:
-        """The policy's parameters as `Model.bind` takes them: beside the frozen weights, if there are any."""
+        """Return the policy's parameters as `Model.bind` takes them: together with the frozen weights, if any."""
         return self.model.full_params(params, self.base)
 
     @property

@@ -43,7 +43,7 @@ class StateBuilder:
 
     @functools.cached_property
     def shardings(self) -> TrainState:
-        """Where every leaf of the state lives: optimizer moments beside the parameters they belong to."""
+        """Shardings of every leaf of the state: optimizer moments have the sharding of their parameter."""
         policy = self._shardings_of(self.optimizer, self.num_updates, self.model)
         critics = None
         if self.critics:

@@ -360,7 +360,7 @@ TABLE = {
         lambda build: build(Opd(teachers=(Teacher("run_start", 0.0),))),
         lambda build: build(Opd(teachers=(Teacher("run_start", 0.0),), reward_coef=1.0)),
     ),
-    "nobody to learn from": Refused(
+    "no teacher to learn from": Refused(
         "Opd.teachers", (), ("@Teacher()",), lambda build: build(Opd()), lambda build: build(Opd(teachers=TEACHERS))
     ),
     **{

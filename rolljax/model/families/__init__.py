@@ -1,5 +1,5 @@
-"""Families of decoders, one file each. What stands in this folder is known: to configs by its path, to Hugging Face
-folders by its `architecture`."""
+"""Families of decoders, one file each. Configs find a family by its path in this folder, Hugging Face folders by its
+`architecture`."""
 
 from __future__ import annotations
 

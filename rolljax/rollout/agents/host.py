@@ -138,7 +138,7 @@ class AgentHost:
         return worker
 
     def _retire(self, worker: Worker, *, kill: bool = False) -> None:
-        """Let a program end beside what goes on."""
+        """End a program in the background, while other episodes run."""
         if kill:
             worker.kill()
         self._workers.discard(worker)

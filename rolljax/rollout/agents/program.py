@@ -19,8 +19,8 @@ class AgentProgram:
     reuse: one process plays many episodes, one after the other (starting Python and a client takes about a second).
     concurrency: programs at a time.
     deadline_s: longest time of an episode; while the sampler answers the clock stands still.
-    max_calls: calls of the model in an episode. max_restarts: how often an episode may begin a conversation that does
-      not go on with an earlier one; each is a sequence of its own to the trainer, which must have room for it.
+    max_calls: calls of the model in an episode. max_restarts: how often an episode may start a conversation that does
+      not continue an earlier one; each is a separate sequence to the trainer, which must have room for it.
     output_bytes: most that the program may print in an episode.
     """
 

@@ -3,7 +3,7 @@
     {"id": "0-3-1-5", "messages": [...], "base_url": "http://127.0.0.1:P/v1", "api_key": "..."}  ->  stdin
     stdout  ->  {"answer": "..."}          from a program that plays many episodes: {"id": "0-3-1-5", "answer": "..."}
 
-Every other line is the program's own affair. What stands on stderr is kept for error messages.
+Any other line on stdout is skipped. The program's stderr is kept for error messages.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""JetStream's modules, made to import and run beside today's JAX; and stand-ins for its interface where it is missing.
+"""JetStream's modules, adapted to import and run with today's JAX; and stand-ins for its interface if it is missing.
 
 JetStream has two public interfaces: the released package 0.2.2 and the head of its repository. Import its modules
 through `load`, which repairs what keeps 0.2.2 from running:
 
     jax.tree_map                      gone from JAX; 0.2.2 calls it
-    seqio                             its only road to TensorFlow; an empty one stands in while JetStream is imported
+    seqio                             its only import of TensorFlow; replaced by an empty module during the import
     the root logger                   0.2.2 sets it to DEBUG and adds a handler; both are taken back
     token prompts without BOS         end 0.2.2's process; `JetStream.Driver` takes them
 

@@ -56,7 +56,7 @@ class Weights:
         self._now = (params, version)
 
     def swap(self, params: Params, version: int) -> None:
-        """Use other weights from the next program on; running requests go on with the keys and values they have."""
+        """Use other weights from the next program on; running requests keep their keys and values."""
         self._now = (params, version)
 
     @property

@@ -1,8 +1,8 @@
 """The device programs under `JetStreamEngine`, made of those of `Engine`.
 
-A prefix is what the engine's prefill of one prompt writes into a pool of its own, so that it can be computed beside the
-decode state, which `generate` donates, and sent to another engine. Every slot has a fixed run of pages, which `insert`
-copies the prefix into.
+A prefix is the result of the engine's prefill of one prompt, in a separate pool, so that it does not touch the decode
+state, which `generate` donates, and can be sent to another engine. Every slot has a fixed run of pages; `insert` copies
+the prefix into them.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class AsyPpo(Ppo):
         super().__post_init__()
         check_range(self, "mask_frac", "entropy_mask_frac", low=0, below=1, remedy="0.2 is the paper's")
         if self.critic.num < 2:
-            raise self.refuse("critic", "has one critic: there is nobody to disagree with", "set Critic.num = 2")
+            raise self.refuse("critic", "has one critic: there is no other to disagree with", "set Critic.num = 2")
         if self.critic.shard == "all":
             raise self.refuse(
                 "critic", "has critics that learn the same: they will agree", "set Critic.shard = 'response'"

@@ -25,7 +25,7 @@ class AttentionRhythm(Grpo):
     """ "Attention Illuminates LLM Reasoning" (arXiv 2510.13554): GRPO whose advantages are amplified where attention
     shows planning (`local`: jumps of the windowed span), influence on later tokens (`global`), or both (`coupled`: the
     influence of tokens that follow from a plan is shared with the plan). As in version 2 of the paper advantages of
-    either sign are amplified; in version 1 only those that are not negative were, and FAI reached to 50 tokens.
+    either sign are amplified; version 1 amplified no negative advantages, and its FAI reached to 50 tokens.
 
     rhythm: which of the three. amplify: the factor; 1 is plain GRPO. top: share of each answer's tokens. pick: amplify
       that share where the statistic ranks highest or, as the paper's controls, lowest or anywhere. maps: which

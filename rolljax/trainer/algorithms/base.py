@@ -50,12 +50,12 @@ class DivergenceTerm:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What an algorithm asks the loop for, beyond tokens and rewards.
+    """The inputs that an algorithm requires in addition to tokens and rewards.
 
     trainer_logp: log-probs by the weights at the start of the step. ref, scorer, teachers: reference policies that
     score every sampled token. divergence: a reference policy whose full next-token distribution the objective is
-    compared with, inside the update. critics: value models, trained beside the policy. attention: statistics of the
-    policy's attention maps. rewards: the objective asks which trajectories were rewarded; credit hands them on.
+    compared with, inside the update. critics: value models, trained together with the policy. attention: statistics of
+    the policy's attention maps. rewards: the objective asks which trajectories were rewarded; credit hands them on.
     """
 
     trainer_logp: bool = False

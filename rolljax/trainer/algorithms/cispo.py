@@ -39,7 +39,7 @@ class Cispo(NormalisedReward, PolicyGradient):
         "filter": Stated(
             GroupFilter(),
             "arXiv 2506.13585, section 3.1: DAPO's dynamic sampling, and its length penalty, are used as well",
-            "they are choices of data and reward beside the loss: GroupFilter, RewardShaping.overlong_cache",
+            "they are choices of data and reward, apart from the loss: GroupFilter, RewardShaping.overlong_cache",
         ),
         "kl": Stated(None, "arXiv 2506.13585, section 3.1: no KL term"),
     }

@@ -22,7 +22,7 @@ class Dapo(NormalisedReward, ClippedRatio, PolicyGradient):
 
     `RewardShaping.overlong_cache`: tokens before the limit over which the penalty falls to -1; the paper's 4096 belong
     to answers of up to 20480, so that shorter ones need a fifth of theirs. `GroupFilter.dynamic_sampling_rounds`: after
-    so many a step goes on with what it has, and says so; the run ends if that is nothing.
+    this many rounds a step continues with the groups that it has, and warns; without a group the run ends.
     """
 
     aggregation: Aggregation = "token-mean"

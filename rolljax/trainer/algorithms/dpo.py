@@ -42,7 +42,7 @@ def check_pairs(source: Source, setup: Setup) -> None:
     """Pairs have two members; sampled ones are chosen from two or more."""
     if setup.group_size < 2 or (source == "pairs" and setup.group_size != 2):
         raise ConfigError(
-            "is not a pair" if source == "pairs" else "leaves nobody to prefer",
+            "is not a pair" if source == "pairs" else "leaves no other answer to prefer",
             setting="Phase.group_size",
             value=setup.group_size,
             remedy="set group_size = 2" if source == "pairs" else "set group_size to 2 or more; 8 gives clearer pairs",
@@ -53,7 +53,7 @@ STATED = {
     "loss": Stated("sigmoid", "arXiv 2305.18290, equation 7"),
     "beta": Stated(0.1, "arXiv 2305.18290, appendix B (0.5 for the summaries of TL;DR)"),
     "label_smoothing": Stated(0.0, "arXiv 2305.18290, equation 7: labels are taken as they are"),
-    "sft_coef": Stated(0.0, "arXiv 2305.18290, equation 7: no term beside the preference"),
+    "sft_coef": Stated(0.0, "arXiv 2305.18290, equation 7: no term besides the preference"),
     "reference": Stated(
         "phase_start", "arXiv 2305.18290, section 4, DPO outline: the policy that training starts from"
     ),

@@ -85,7 +85,7 @@ class Opd(NormalisedReward, PolicyGradient):
         return bool(self.reward_coef) and super().uses_groups()
 
     def _check_domains(self, known: tuple[str, ...]) -> None:
-        """Refuse teachers of domains that are not there, and domains that nobody teaches."""
+        """Refuse teachers of unknown domains, and domains without a teacher."""
         if not known:
             return
         named = ", ".join(map(repr, known))
@@ -111,7 +111,7 @@ class Opd(NormalisedReward, PolicyGradient):
     def check(self, setup: Setup) -> list[str]:
         if not self.teachers:
             raise ConfigError(
-                "is empty: there is nobody to learn from",
+                "is empty: there is no teacher to learn from",
                 setting="Opd.teachers",
                 value=(),
                 remedy="give at least one @Teacher() with policy = a local Hugging Face folder",

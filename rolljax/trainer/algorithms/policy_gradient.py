@@ -2,8 +2,8 @@
 
     class Grpo(NormalisedReward, ClippedRatio, PolicyGradient)
 
-`PolicyGradient` is the way from episodes to credit and from log-probs to a loss per token. `NormalisedReward` says what
-rewards are compared with, `ClippedRatio` is the surrogate of PPO; an algorithm writes what it has beside them.
+`PolicyGradient` computes credit from episodes, and a loss per token from log-probs. `NormalisedReward` says what
+rewards are compared with, `ClippedRatio` is the surrogate of PPO; an algorithm adds its own parts to them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from rolljax.trainer.kl import KlLoss, KlReward
 
 @dataclasses.dataclass(frozen=True)
 class PolicyGradient(Algorithm):
-    """What policy gradients share: how rewards are prepared, who takes part, how token losses are summed, and the terms
-    that stand beside the surrogate. Subclasses write `surrogate`, may write `advantages`, and override defaults.
+    """The common parts of policy gradients: preparation of rewards, choice of the trained groups, aggregation of token
+    losses, and the terms besides the surrogate. Subclasses write `surrogate`, may write `advantages`, and override
+    defaults.
 
     aggregation: see `trainer.aggregation`. anchor: log-probs that ratios are taken to: recorded while sampling
       (`behaviour`), or computed again by the trainer before the step's first update (`proximal`).
@@ -57,7 +58,7 @@ class PolicyGradient(Algorithm):
     kl: what holds the policy near a reference: `kl.KlLoss`, a term in the loss, or `kl.KlReward`, a penalty in the
       reward of every token.
     entropy_coef: weight of the entropy bonus. sft_coef: weight of the cross-entropy of trajectories whose reward is
-      positive, beside the surrogate.
+      positive, in addition to the surrogate.
     correction: weights and filters for a gap between sampler and trainer (`mismatch.Correction`).
     """
 
@@ -239,7 +240,7 @@ class PolicyGradient(Algorithm):
         )
 
     def sample_weights(self, e: Episodes, keep: np.ndarray) -> np.ndarray:
-        """What each trajectory's surrogate is multiplied by, `[N]`: on average 1 over those that take part."""
+        """Return the factor of each trajectory's surrogate, `[N]`; its mean over the trained trajectories is 1."""
         unsolved = 1 - credits.GroupStats(e.groups).mean(e.success.astype(np.float64))
         weights = np.ones(e.num)
         weights[keep] = shaping.sample_weights(
@@ -364,7 +365,7 @@ def token_rewards(e: Episodes, rewards: np.ndarray) -> np.ndarray:
 
 
 def turn_returns(e: Episodes, rewards: np.ndarray, gamma: float) -> np.ndarray:
-    """Discounted return `[N, K]` from each turn on; what shaping added to `rewards` `[N]` stands on the last turn."""
+    """Return the discounted return `[N, K]` from each turn on; the last turn gets the shaping in `rewards` `[N]`."""
     shaped = e.turn_rewards.copy()
     shaped[np.arange(e.num), e.num_turns - 1] += rewards - e.rewards
     return credits.turn_returns(shaped, e.num_turns, gamma)

@@ -24,8 +24,8 @@ from rolljax.trainer.paper import Stated
 
 @dataclasses.dataclass(frozen=True)
 class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
-    """PPO (arXiv 1707.06347) with generalised advantage estimation (arXiv 1506.02438) and a critic. Rewards stand on
-    the last token of the turn that earned them, a KL penalty on every token.
+    """PPO (arXiv 1707.06347) with generalised advantage estimation (arXiv 1506.02438) and a critic. The last token
+    of a turn gets the reward of that turn, and every token its KL penalty.
 
     gamma, lam: discount and trace decay per sampled token; observations are skipped. value_lam: the trace decay of what
       critics are fitted to (None: `lam`; 1: the Monte-Carlo return). critic: the value model, whose loss is a mean over

@@ -24,7 +24,7 @@ STATED = {"reward_beta": Stated(0.1, "arXiv 2305.18290, appendix B: that of the 
 
 @dataclasses.dataclass(frozen=True)
 class _Segmented(Algorithm):
-    """What segment-level rewards share: a token's reward, the segments it makes, and those that agree with a sign.
+    """The common parts of segment-level rewards: token rewards, segments, and the segments that agree with a sign.
 
     scorer, base: policies whose log-probs make a token's reward, `reward_beta (scorer_logp - base_logp)`: that of the
       scorer above that of the base. reward_beta: scale of these rewards. delta: least jump of the reward where a
@@ -118,9 +118,9 @@ class SegmentPpo(_SegmentedGradient, Ppo):
 
 @dataclasses.dataclass(frozen=True)
 class SegmentDpo(_Segmented, Dpo):
-    """DPO (arXiv 2305.18290) with adaptive segment-wise reward (arXiv 2411.00809): what the better answer gained and
-    the worse one lost on the reference is summed over the segments that agree, of the better answer those that are
-    rewarded, of the worse one those that are not.
+    """DPO (arXiv 2305.18290) with adaptive segment-wise reward (arXiv 2411.00809): the log-ratio of each answer to the
+    reference is summed only over the segments that agree with the preference: the rewarded segments of the better
+    answer, and the unrewarded segments of the worse one.
 
     scorer, base: the two reference policies: `phase_start`, `run_start` or a local Hugging Face folder.
     reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends

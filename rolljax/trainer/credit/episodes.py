@@ -1,6 +1,6 @@
-"""What credit works on: the sampled tokens of a step's trajectories, padded to `[N, T]`. NumPy only.
+"""The input of credit: the sampled tokens of a step's trajectories, padded to `[N, T]`. NumPy only.
 
-Observations and prompts are not here: nobody chose them, so nobody is credited with them. That is why returns,
+Observations and prompts are left out: the policy did not choose them, so they get no credit. Therefore returns,
 normalisation and ranks need no special case for tool outputs.
 
 Shape letters: N trajectories, T sampled tokens of the longest, K turns, M critics, S teachers.
@@ -23,8 +23,8 @@ class Episodes:
 
     rewards [N]: of the trajectory. groups [N]: index of its group, 0 to `num_groups - 1`.
     mask [N, T]: True where there is a token (left aligned). turns [N, T]: its turn, from 0; -1 where there is none.
-    turn_rewards, turn_weights, states [N, K]: reward and supervised weight of every turn, and a hash of what the policy
-      was told before it. num_turns [N].
+    turn_rewards, turn_weights, states [N, K]: reward and supervised weight of every turn, and a hash of the context
+      before it. num_turns [N].
     cut [N, K]: which turns' answers were cut by a limit of tokens. truncated [N]: whether any was. success [N]: solved.
     texts, domains [N]: text of all answers, name of the environment.
     sampler_logp [N, T]: behaviour log-probs. expert [N, T]: tokens that were replayed, not sampled. expert_turns [N]:
@@ -160,7 +160,7 @@ class Credit:
     carry: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def trained(self, tokens_NT: np.ndarray) -> np.ndarray:
-        """The tokens that take part, of those that there are (`Episodes.mask`); bool `[N, T]`."""
+        """Return which of the tokens (`Episodes.mask`) are trained on; bool `[N, T]`."""
         trained = tokens_NT if self.mask is None else tokens_NT & self.mask
         return trained if self.keep is None else trained & self.keep[:, None]
 

@@ -19,7 +19,7 @@ import numpy as np
 from rolljax.trainer.credit.estimators import left_aligned, put_back, share
 
 Pick = Literal["top", "random", "bottom"]
-"""Which tokens get the factors: those that rank highest, any, or those that rank lowest."""
+"""The tokens that get the factors: the highest-ranking, random ones, or the lowest-ranking."""
 
 
 def local_gamma(
