@@ -88,7 +88,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
     return found
 
 
-_once = reading.unique_keys(lambda key: ValueError(f"duplicate key {key!r}"))
+_once = reading.unique_keys(lambda key: ValueError(f"the key {key!r} is given twice"))
 
 
 def _finite(text: str) -> float:

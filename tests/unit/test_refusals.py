@@ -447,7 +447,7 @@ TABLE = {
     "a pair of one": Refused(
         "Phase.group_size",
         1,
-        ("nobody to prefer", "2 or more"),
+        ("no other answer to prefer", "2 or more"),
         lambda build: build(Dpo(), group_size=1),
         lambda build: build(Dpo(), group_size=2),
     ),
