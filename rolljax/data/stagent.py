@@ -101,7 +101,7 @@ class Taxonomy(AskingStage):
     def _named(
         self, source: Source, numbers: Sequence[int], known: Sequence[str], place: Place, round_: int
     ) -> list[str]:
-        """Return the known intents and those that the model names for a sample of records."""
+        """Return the known intents and the intents that the model names for a sample of records."""
         drawn = sorted(random.Random(place.seed + round_).sample(numbers, min(self.samples, len(numbers))))
         texts = [" ".join(text_of(source.record(n), self.key).split())[:300] for n in drawn]
         left = self.most - len(known)

@@ -171,7 +171,7 @@ class Format(Rule):
     def __post_init__(self) -> None:
         if bool(self.pattern) == bool(self.json_fields):
             raise ConfigError(
-                "or json_fields says what is asked for",
+                "must be set, or json_fields, but not both",
                 setting="Format.pattern",
                 value=self.pattern,
                 remedy="set one of them",

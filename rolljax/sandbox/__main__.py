@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def passed_through(command: list[str], profile: str, sources: list[str]) -> int:
-    """Run `command` on this process's own standard streams; its return code."""
+    """Run `command` on this process's own standard streams; return its exit code."""
     files = {}
     for source in sources:
         path, _, target = source.partition(":")

@@ -1,4 +1,4 @@
-"""The command line of one sandbox: what bubblewrap mounts, which limits hold, what is handed in through descriptors."""
+"""The command line of one sandbox: bubblewrap's mounts, the limits, and the data passed through descriptors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rolljax.sandbox.supervisor.protocol import STATUS_FD
 
 WORK = "/work"
 INSIDE = "/run/rolljax"
-"""Folder inside, read-only, where the programs of `rolljax.sandbox.inside` and private data appear."""
+"""Read-only folder inside for the programs of `rolljax.sandbox.inside` and private data."""
 FIRST_DATA_FD = STATUS_FD + 1
 MAX_FILES = 200
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -47,7 +47,7 @@ MERGED_USR = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 
 @dataclasses.dataclass(frozen=True)
 class SandboxCommand:
-    """What the supervisor needs to start a sandbox.
+    """Everything the supervisor needs to start a sandbox.
 
     data: contents for descriptors `FIRST_DATA_FD`, `FIRST_DATA_FD + 1`, ... rlimits: soft and hard, by name.
     tree: the writable file system to mount first (`namespaces.mount_tree`).
@@ -63,20 +63,20 @@ class SandboxCommand:
 
 @functools.cache
 def bwrap() -> str:
-    """Where bubblewrap is, empty when it is not installed."""
+    """Return the path of bubblewrap, empty if it is not installed."""
     return shutil.which("bwrap", path=os.environ.get("PATH", "") + ":/usr/bin:/bin") or ""
 
 
 @functools.cache
 def bwrap_has(option: str) -> bool:
-    """Whether this machine's bubblewrap knows an option."""
+    """Return whether this machine's bubblewrap knows an option."""
     said = subprocess.run([bwrap(), "--help"], capture_output=True, text=True, env={}, timeout=30)
     return option in said.stdout + said.stderr
 
 
 @functools.cache
 def python() -> str:
-    """The interpreter that sandboxes use: one under /usr, else the one behind this process."""
+    """Return the interpreter for sandboxes: one under /usr, else this process's own."""
     for path in ("/usr/bin/python3", "/usr/local/bin/python3"):
         if os.access(path, os.X_OK):
             return path
@@ -84,24 +84,26 @@ def python() -> str:
 
 
 def inside_path(name: str) -> str:
-    """Where a private file of a sandbox is, inside."""
+    """Return the path of a private file inside a sandbox."""
     return f"{INSIDE}/{name}"
 
 
 def isolated_python() -> list[str]:
-    """The interpreter for programs of `inside`: their own folder on the path, nothing of the environment or of site."""
+    """Return the command of the interpreter for programs of `inside`: only their own folder is on the path; environment
+    variables and site packages are ignored."""
     return [python(), "-E", "-s", "-S", "-B"]
 
 
 @functools.cache
 def inside(name: str) -> bytes:
-    """The text of a program that runs in a sandbox."""
+    """Return the text of a program that runs in a sandbox."""
     return (Path(__file__).parent / "inside" / name).read_bytes()
 
 
 def limits(profile: Profile, own_uid: bool) -> dict[str, tuple[int, int]]:
-    """Soft and hard resource limits by name. The soft limit of processor time names itself by its signal. The number of
-    processes is counted per user: it can only be set here when the sandbox has a user of its own."""
+    """Return soft and hard resource limits by name. A process over its soft limit of processor time ends by a signal
+    that shows the cause. The number of processes is counted per user: it can only be limited here when the sandbox has
+    a user of its own."""
     found = {
         "RLIMIT_NOFILE": profile.nofile,
         "RLIMIT_AS": profile.address_bytes,
@@ -126,7 +128,8 @@ def isolated(
     own_uid: bool,
     own_net: bool,
 ) -> SandboxCommand:
-    """The bubblewrap command of a sandbox. `files` are writable copies in it; `private` ones lie read-only in `INSIDE`.
+    """Return the bubblewrap command of a sandbox. `files` are writable copies in it; `private` ones are read-only in
+    `INSIDE`.
 
     base: where the supervisor mounts the writable file system (bytes and number of files limited together); empty:
     bubblewrap makes one per directory, limited in bytes only. ptys: where the supervisor mounts pseudo-terminals of a
@@ -145,7 +148,7 @@ def isolated(
         line += ["--disable-userns"]
     line += _system(profile, base)
     line += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]  # what is written there is only settings
-    line += ["--dev-bind", "/dev/full", "/dev/zero"]  # reads the same; mapping the real one makes memory nobody counts
+    line += ["--dev-bind", "/dev/full", "/dev/zero"]  # reads the same; mappings of the real one have no limit
     no_ptys = ["--size", "4096", "--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]
     line += ["--dev-bind", ptys, "/dev/pts"] if ptys else no_ptys
     line += _writable(profile, base)
@@ -177,7 +180,7 @@ def isolated(
 
 
 def trusted(argv: Sequence[str], files: Mapping[str, bytes], folder: str, profile: Profile) -> SandboxCommand:
-    """The same without isolation: a plain process in `folder`, with the limits that need no name space."""
+    """Return the command without isolation: a plain process in `folder`, with the limits that need no name space."""
     work = os.path.join(folder, "work")
     os.makedirs(work, exist_ok=True)
     for name, content in files.items():
@@ -194,7 +197,7 @@ def trusted(argv: Sequence[str], files: Mapping[str, bytes], folder: str, profil
 
 
 def _target(name: str) -> str:
-    """Where a file given by the host stands inside; the host's own code chose the name, but `..` is a mistake."""
+    """Return the path inside of a file from the host; the host's own code chose the name, but `..` is a mistake."""
     path = posixpath.normpath(posixpath.join(WORK, name))
     if "\0" in name or ".." in name.split("/") or path.startswith(("/proc", "/dev", "/usr", INSIDE)):
         raise ConfigError("is not a place for a file in a sandbox", setting="files", value=name)
@@ -202,7 +205,7 @@ def _target(name: str) -> str:
 
 
 def _system(profile: Profile, base: str) -> list[str]:
-    """Programs and libraries of the host, read-only, in a root directory of one's own if the profile asks for that."""
+    """Mount programs and libraries of the host read-only, in a separate root directory if the profile needs one."""
     line = []
     if profile.writable_root:
         own = ["--bind", f"{base}/root", "/"]
@@ -226,7 +229,7 @@ def _system(profile: Profile, base: str) -> list[str]:
 
 
 def _writable(profile: Profile, base: str) -> list[str]:
-    """`/work`, `/tmp`, `/dev/shm`: parts of the supervisor's file system, parts of the writable root, or one each."""
+    """Mount `/work`, `/tmp`, `/dev/shm`: parts of the supervisor's file system or of the writable root, or separate."""
     line, mounts = [], {WORK: "work", "/tmp": "tmp", "/dev/shm": "shm"}
     if profile.writable_root:
         line += [arg for name in ROOT_DIRS for arg in ("--dir", f"/{name}")]

@@ -1,4 +1,4 @@
-"""`python -m rolljax.sandbox`: try to get out, and say what holds and what does not, with the cure."""
+"""`python -m rolljax.sandbox`: try to break out, and report what is isolated and what is not, with the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_USERNS = Path("/proc/sys/user/max_user_namespaces")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A line of the table. ok: whether it holds, None for what is merely worth knowing. cure: what helps where not."""
+    """A line of the table. ok: whether it holds, None for information only. cure: the remedy if it does not hold."""
 
     name: str
     ok: bool | None
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def examine() -> list[Finding]:
-    """Everything that was tried; later findings are left out where nothing can start."""
+    """Run all checks; later ones are skipped if no sandbox can start."""
     rows = [Finding("Linux", sys.platform == "linux", f"{platform.system()} {platform.release()} {platform.machine()}")]
     if sys.platform != "linux":
         return rows
@@ -107,7 +107,7 @@ def examine() -> list[Finding]:
 
 
 def cure(error: str) -> str:
-    """What usually helps against a start that failed."""
+    """Return the usual remedies for a failed start."""
     if _reads(APPARMOR) == "1":
         return "AppArmor restricts user name spaces: give bwrap a profile that allows 'userns', or run as root"
     if _reads(MAX_USERNS) == "0":
@@ -148,7 +148,7 @@ def _tried(host: SandboxHost) -> list[Finding]:
 
 
 def _notes(host: SandboxHost) -> list[Finding]:
-    """What is weaker here than it could be."""
+    """Report what is weaker here than it could be."""
     modes, rows = host.modes(), []
     if modes["own_uid"]:
         rows.append(Finding("a user id per sandbox", True, f"from {host.config.first_uid} on"))

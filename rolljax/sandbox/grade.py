@@ -23,7 +23,7 @@ from rolljax.sandbox.profile import CODE, SCORE, Profile
 
 MAX_VERDICT = 1 << 16
 EXTRA_S = 5.0
-"""What the tests' sandbox outlives the candidate's, to report what passed before."""
+"""Seconds that the tests' sandbox outlives the candidate's, to report the tests that passed before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,8 @@ def grade_python(
 
     candidate_source: the whole program. entry_point: the function of it that is tested. prompt: trusted text that the
     program began with; helpers defined in it are used from there, not from the program.
-    An exception of the program's fails the test, unless it is asked for: `with pytest.raises(ValueError):` (the test
-    imports pytest; there is no more of it than that).
+    An exception of the program fails the test, unless the test expects it: `with pytest.raises(ValueError):` (the test
+    imports pytest; only this function of it exists).
 
     Raises:
       InfraError: the machine failed, not the program.
@@ -75,8 +75,8 @@ def grade_mbpp(
 ) -> Verdict:
     """Grade a program by statements that call its function by name (the MBPP format), one test each.
 
-    entry_point: the function that is tested. setup: trusted text with the helpers of the tests. What else the tests use
-    of the program (a class, to make arguments with) gives objects that can be handed to the function, never an answer.
+    entry_point: the function that is tested. setup: trusted text with the helpers of the tests. Everything else that
+    the tests use of the program (a class, to make arguments with) gives objects for the function, never an answer.
 
     Raises:
       InfraError: the machine failed, not the program.
@@ -156,7 +156,7 @@ def _grade(
 def _verdict(
     candidate: SandboxHandle, checker: SandboxHandle, said: bytes, errors: bytes, num_tests: int, ms: float
 ) -> Verdict:
-    """Combine what the tests' side said with how both sandboxes ended."""
+    """Combine the report of the tests' side with how both sandboxes ended."""
     for handle in (candidate, checker):
         if not handle.exit:
             raise InfraError("a grading sandbox did not end in time")
@@ -176,7 +176,7 @@ def _verdict(
 
 
 def _out_of(handle: SandboxHandle) -> str:
-    """The verdict on a sandbox that went past a limit; empty for one that did not."""
+    """Return the verdict on a sandbox that exceeded a limit; empty for one that did not."""
     if handle.exit["killed_by"] == "wall" or handle.exit["code"] == SIGXCPU_CODE:
         return "timeout"
     return "killed" if handle.exit["killed_by"] == "memory" else ""

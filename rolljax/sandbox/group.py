@@ -41,7 +41,7 @@ class SandboxGroup:
         self._boxes: dict[str, Sandbox] = {}
 
     def start(self) -> list[str]:
-        """Start the sandboxes; their ids. When one fails, all are stopped and the error is raised."""
+        """Start the sandboxes; return their ids. When one fails, all are stopped and the error is raised."""
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.stop)
             with ThreadPoolExecutor(self.start_concurrency) as pool:
@@ -58,7 +58,7 @@ class SandboxGroup:
                 list(pool.map(Sandbox.close, boxes))
 
     def add(self) -> str:
-        """Start one more sandbox; its id."""
+        """Start one more sandbox; return its id."""
         with self._starting:
             box = Sandbox.open(self.profile, host=self._host)
         with self._lock:
@@ -84,7 +84,7 @@ class SandboxGroup:
         return {"output": ""}
 
     def close_session(self, sandbox_id: str, session: str = DEFAULT_SESSION) -> dict[str, Any]:
-        """Close a shell and kill what it started."""
+        """Close a shell and kill its processes."""
         self._box(sandbox_id).close_shell(session)
         return {}
 
@@ -101,7 +101,7 @@ class SandboxGroup:
         """Run a command in a shell.
 
         mode nohup: in the background, so that the shell and later commands never wait for it; the call waits up to
-        `timeout_s` and gives what was printed until then. ignore_output: not the output but the path and size of the
+        `timeout_s` and returns the output until then. ignore_output: instead of the output, return path and size of the
         file that holds it.
         """
         box = self._box(sandbox_id)
@@ -160,7 +160,7 @@ class SandboxGroup:
         return {"is_alive": box is not None and box.alive}
 
     def statistics(self, sandbox_id: str) -> dict[str, Any]:
-        """Memory, processes, age, slot."""
+        """Return memory, processes, age, slot."""
         return self._box(sandbox_id).stats()
 
     def _box(self, sandbox_id: str) -> Sandbox:

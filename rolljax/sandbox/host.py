@@ -1,4 +1,4 @@
-"""A process's sandboxes: slots, one-shot programs, streams, and the shared host that everybody uses by default."""
+"""A process's sandboxes: slots, one-shot programs, streams, and the shared host that is the default."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rolljax.sandbox.launcher import Launcher, SandboxHandle
 from rolljax.sandbox.profile import CODE, MCP, Profile, SandboxConfig
 
 START_S, END_S = 60.0, 30.0
-"""Longest start and longest teardown before the machine is called broken."""
+"""Longest start and longest teardown; if they take longer, the machine counts as broken."""
 SIGKILL_CODE, SIGXCPU_CODE = 128 + 9, 128 + 24
 
 
 class SandboxGone(EnvError):
-    """The sandbox ended because of what ran in it. killed_by: memory, cpu, wall (its time was up), or
+    """A sandbox ended because of the code in it. killed_by: memory, cpu, wall (its time was up), or
     agent."""
 
     def __init__(self, killed_by: str) -> None:
@@ -76,11 +76,11 @@ class Stream:
         os.close(self._stderr)
 
     def stderr(self) -> bytes:
-        """What it said on standard error, middle cut out."""
+        """Return its standard error, the middle cut out."""
         return self._said.value()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Its return code, None while it runs.
+        """Return its exit code, None while it runs.
 
         Raises:
           InfraError: it could not be started.
@@ -197,8 +197,8 @@ class SandboxHost:
         profile: Profile,
         wall_s: float,
     ) -> SandboxHandle:
-        """Take a slot and start a sandbox on three descriptors. The slot is free again when nothing of it is left, soon
-        after `wall_s` at the latest. `private`: files that lie read-only in `command_line.INSIDE`.
+        """Take a slot and start a sandbox on three descriptors. The slot is free again when the sandbox is gone, soon
+        after `wall_s` at the latest. `private`: read-only files in `command_line.INSIDE`.
 
         Raises:
           InfraError: no slot was free for `slot_wait_s`, or the supervisor is gone.
@@ -230,7 +230,7 @@ class SandboxHost:
         return handle
 
     def _ended(self, folder: str, freed: threading.Lock) -> None:
-        """Nothing of a sandbox is left: its slot is free, once. `folder` is its own with the `none` backend."""
+        """Free the slot, once, when a sandbox is gone. `folder` is its own with the `none` backend."""
         if not freed.acquire(blocking=False):
             return
         if folder:
@@ -240,12 +240,12 @@ class SandboxHost:
         self._slots.release()
 
     def usage(self, handle: SandboxHandle) -> dict[str, int]:
-        """pss_bytes, processes, slot and generation of a sandbox that is alive."""
+        """Return pss_bytes, processes, slot and generation of a running sandbox."""
         said = self._running().ask(op="stat", sandbox=handle.id)
         return {k: v for k, v in said.items() if k != "id"}
 
     def modes(self) -> dict[str, object]:
-        """How sandboxes of this host are limited, for the record."""
+        """Return how sandboxes of this host are limited, for the record."""
         launcher = self._running()
         return {
             "backend": self.config.backend,
@@ -268,7 +268,7 @@ class SandboxHost:
             launcher.close()
 
     def _running(self) -> Launcher:
-        """The supervisor, started when first needed and again after it died."""
+        """Return the supervisor; start it when first needed and again after it died."""
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 raise InfraError("this sandbox host is closed, or belongs to another process")
@@ -287,7 +287,7 @@ class SandboxHost:
 
 
 def _exchange(handle: SandboxHandle, fds: list[int], stdin: bytes, profile: Profile) -> tuple[HeadTail, HeadTail, bool]:
-    """Feed standard input and take in both outputs until they are closed; closes what it finishes (sets -1 in `fds`).
+    """Feed standard input and read both outputs until they are closed; closed descriptors become -1 in `fds`.
     The third value says whether output passed the flood limit."""
     outputs = {1: HeadTail(profile.output_bytes), 2: HeadTail(profile.output_bytes)}
     left = memoryview(stdin)
@@ -333,7 +333,7 @@ def _exchange(handle: SandboxHandle, fds: list[int], stdin: bytes, profile: Prof
 
 
 def ended_with(handle: SandboxHandle, said: bytes) -> int:
-    """The return code of a sandbox that is over; 127 when its program was not found.
+    """Return the exit code of a finished sandbox; 127 when its program was not found.
 
     Raises:
       InfraError: the sandbox ended before its program began, or the machine ran out of memory and took it.
@@ -370,8 +370,8 @@ _works = threading.Event()
 
 
 def available() -> str:
-    """Empty when untrusted code can be isolated here, else one sentence that says why not. Tried once; a failure, which
-    may pass, is tried again."""
+    """Return why untrusted code cannot be isolated here, as one sentence; empty if it can. Tried once; a failure, which
+    may be temporary, is tried again."""
     if _works.is_set():
         return ""
     if sys.platform != "linux":
@@ -394,7 +394,7 @@ _shared_lock = threading.Lock()
 
 
 def shared_host(config: SandboxConfig | None = None) -> SandboxHost:
-    """The host of this process for these settings, made when first asked for and closed when the process exits."""
+    """Return this process's host for these settings; made on first use and closed when the process exits."""
     key = os.getpid(), config or SandboxConfig()
     with _shared_lock:
         if key not in _shared:

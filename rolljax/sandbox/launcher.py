@@ -1,4 +1,4 @@
-"""The host's side of the supervisor: start it, ask it for sandboxes, be told when they end."""
+"""The host's side of the supervisor: start it, request sandboxes, receive their ends."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class SandboxHandle:
         return self._over.is_set()
 
     def kill(self, why: str = "host") -> None:
-        """Ask for its end; returns at once."""
+        """Request its end; returns at once."""
         if not self.over:
             self._launcher.tell(op="kill", sandbox=self.id, why=why)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it ended within the time."""
+        """Wait; return whether it ended within the time."""
         return self._over.wait(timeout_s)
 
     def finished(self, message: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ class Launcher:
 
 
 def delegated_group(asked: str) -> str:
-    """A version 2 control group that was handed to us and can limit memory and processes; empty when there is none.
+    """Return a delegated version 2 control group that can limit memory and processes; empty when there is none.
 
     Raises:
       ConfigError: `asked` names one that cannot.
@@ -234,19 +234,19 @@ def _can_limit(group: str) -> bool:
 
 
 def _folder() -> str:
-    """Where slot locks and the mount point are: one folder per user, shared by all hosts of this machine."""
+    """Return the folder of slot locks and of the mount point: one per user, shared by all hosts of this machine."""
     if os.geteuid() == 0:
         folder = "/run/rolljax-sandbox"
     else:
         folder = os.path.join(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"rolljax-{os.geteuid()}")
     os.makedirs(folder, mode=0o711, exist_ok=True)
     if os.lstat(folder).st_uid != os.geteuid() or os.path.islink(folder):
-        raise ConfigError("belongs to somebody else", setting="sandbox folder", value=folder, remedy="remove it")
+        raise ConfigError("is owned by another user", setting="sandbox folder", value=folder, remedy="remove it")
     return folder
 
 
 def _in_memory(content: bytes) -> int:
-    """A descriptor to read `content` from."""
+    """Open a descriptor to read `content` from."""
     fd = os.memfd_create("rolljax", os.MFD_CLOEXEC)
     os.write(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)

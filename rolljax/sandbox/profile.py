@@ -1,4 +1,4 @@
-"""Settings of sandboxes: what code inside may use up (`Profile`), and how this machine makes them (`SandboxConfig`)."""
+"""Settings of sandboxes: limits of the code inside (`Profile`), and how this machine makes them (`SandboxConfig`)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ TERMINAL = Profile(
     inodes=100_000,
     writable_root=True,
 )
-"""A machine of one's own for minutes: live shells and a root directory that can be written."""
+"""A separate machine for minutes: live shells and a writable root directory."""
 MCP = Profile("mcp", address_bytes=32 * GIB, cpu_s=600, total_cpu_s=3600.0, wall_s=3600.0, nproc=128, nofile=1024)
 """A tool server that speaks over its standard input and output."""
 PROFILES = {p.name: p for p in (SCORE, CODE, TERMINAL, MCP)}

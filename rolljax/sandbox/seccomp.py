@@ -1,9 +1,9 @@
 """The system call filter as a classic BPF program, written out in pure Python for x86-64 and aarch64.
 
-Default is allow, up to the last system call that was looked at; newer ones do not exist here (ENOSYS). Refused with
+Default is allow, up to the last system call that was reviewed; newer ones do not exist here (ENOSYS). Refused with
 EPERM: everything that mounts, traces, loads, changes time or namespaces, reaches other processes' memory, or allocates
 memory that no limit of a sandbox counts (memfd, System V shared memory, shared memory without a file, pages given to
-pipes, larger pipes, rules of Landlock). Where programs know what to do without a call, it fails as in a kernel
+pipes, larger pipes, rules of Landlock). If programs can do without a call, it fails as in a kernel
 that does not have it: access lists of files, filters of system calls, larger tables for locks. A request for larger
 socket buffers succeeds and changes nothing, as in the kernel past its own limit. Sockets are UNIX, INET or INET6, and
 of the protocols TCP, UDP and ICMP; they join no multicast groups. Threads share their descriptors, and a child is the
@@ -164,9 +164,9 @@ UNSUPPORTED: dict[str, tuple[int, int, int]] = {
     "setxattrat": (463, 463, errno.EOPNOTSUPP),
     "seccomp": (317, 277, errno.EINVAL),
 }
-"""The same with the error by which programs know that they must do without."""
+"""The same with the error that tells programs to do without the call."""
 LAST = 469
-"""The newest system call that was looked at for what it allocates (Linux 6.17)."""
+"""The newest system call whose allocations were reviewed (Linux 6.17)."""
 
 
 def program(machine: str = "") -> bytes:
@@ -203,7 +203,7 @@ def program(machine: str = "") -> bytes:
 
 
 def _memory(special: Mapping[str, int]) -> list[bytes]:
-    """Arguments by which calls that are allowed would get memory that nothing counts."""
+    """Arguments that would make allowed calls allocate memory that no limit counts."""
     code = [_op(JEQ, special["fcntl"], 0, 4), _op(LD, ARG1), _op(JEQ, F_SETPIPE_SZ, 0, 1)]
     code += [_op(RET, ERRNO | errno.EPERM), _op(RET, ALLOW)]
     code += [

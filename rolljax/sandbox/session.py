@@ -22,7 +22,7 @@ from rolljax.sandbox.launcher import SandboxHandle
 from rolljax.sandbox.profile import TERMINAL, Profile
 
 ANSWER_S = 20.0
-"""What an answer may take beyond the time that the request itself allows."""
+"""Seconds that an answer may take beyond the time that the request itself allows."""
 MAX_HEADER = 1 << 16
 AGENT_FILES = ("agent.py", "wire.py")
 
@@ -31,7 +31,7 @@ AGENT_FILES = ("agent.py", "wire.py")
 class CommandResult:
     """How a command of a shell ended. output: both streams as a terminal shows them; `truncated`: cut in the middle.
 
-    timed_out: it was interrupted (130) or killed. restarted: its shell is gone and a fresh one stands in the same
+    timed_out: it was interrupted (130) or killed. restarted: its shell is gone and a new one has started in the same
     directory. killed_by: not empty when the whole sandbox is gone: memory, cpu, wall, or agent (it killed its own
     sandbox).
     """
@@ -94,7 +94,7 @@ class Sandbox:
 
     @staticmethod
     def fresh(host: SandboxHost, profile: Profile) -> Sandbox:
-        """A started sandbox that answers."""
+        """Return a started sandbox that answers."""
         box = Sandbox(host, profile)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(box.close)
@@ -112,7 +112,7 @@ class Sandbox:
         return box
 
     def run(self, cmd: str, timeout_s: float = 30.0, shell: str = "main") -> CommandResult:
-        """Run a command line in a shell. What the shell holds (directory, variables, functions) is kept."""
+        """Run a command line in a shell. The shell keeps its state (directory, variables, functions)."""
         start = time.monotonic()
         limit = self.profile.output_bytes
         order = {"op": "run", "shell": shell, "timeout_s": timeout_s, "limit": limit}
@@ -134,7 +134,7 @@ class Sandbox:
         )
 
     def execute(self, argv: Sequence[str], stdin: bytes = b"", timeout_s: float = 30.0) -> Result:
-        """Run a program beside the shells."""
+        """Run a program separately from the shells."""
         start = time.monotonic()
         limit = self.profile.output_bytes
         order = {"op": "execute", "argv": [*argv], "timeout_s": timeout_s, "limit": limit}
@@ -175,7 +175,7 @@ class Sandbox:
         _refuse(self._ask({"op": "open_shell", "shell": name})[0], f"shell {name!r}")
 
     def close_shell(self, name: str) -> None:
-        """End a shell and what it started."""
+        """End a shell and its child processes."""
         _refuse(self._ask({"op": "close_shell", "shell": name})[0], f"shell {name!r}")
 
     @property
@@ -187,13 +187,13 @@ class Sandbox:
         return time.monotonic() - self._started
 
     def stats(self) -> dict[str, Any]:
-        """pss_bytes, processes, slot, generation, age_s, alive."""
+        """Return pss_bytes, processes, slot, generation, age_s, alive."""
         assert self._handle is not None
         used = self._host.usage(self._handle) if self.alive else {}
         return {**used, "alive": self.alive, "age_s": self.age_s}
 
     def close(self) -> None:
-        """Kill everything in it. Returns when nothing is left, or after half a minute."""
+        """Kill everything in it. Returns when it is gone, or after half a minute."""
         with self._lock:
             if self._closed:
                 return
@@ -211,12 +211,12 @@ class Sandbox:
         self.close()
 
     _fresh_loss = False
-    """Set when the sandbox was found gone by a request that then says so itself."""
+    """Set when a request found the sandbox gone and reported it."""
 
     def _ask(
         self, order: Mapping[str, Any], blob: bytes = b"", max_blob: int = 1 << 16, limit_s: float = START_S
     ) -> tuple[dict[str, Any], bytes]:
-        """One request, one answer. Whatever goes wrong with the channel is the end of the sandbox."""
+        """Send a request and return its answer. Any error of the channel is the end of the sandbox."""
         with self._lock:
             if self._closed:
                 raise EnvError("the sandbox is closed")
@@ -244,7 +244,7 @@ class Sandbox:
 
 
 def collect(box: Sandbox, paths: Sequence[str], max_bytes: int = 1 << 20) -> dict[str, bytes]:
-    """What of `paths` is there as regular files of at most `max_bytes`; the rest is left out."""
+    """Return those of `paths` that are regular files of at most `max_bytes`; others are left out."""
     found = {}
     for path in paths:
         with contextlib.suppress(EnvError):
@@ -275,7 +275,7 @@ class _Idle:
         self._filling = False
 
     def take(self) -> Sandbox | None:
-        """One of them, if there is one; others are started in the background."""
+        """Return a waiting sandbox, if there is one; others are started in the background."""
         with self._lock:
             if not self._filling:
                 self._filling = True
@@ -289,7 +289,7 @@ class _Idle:
         return None
 
     def _fill(self) -> None:
-        with contextlib.suppress(EnvError, ConfigError):  # whoever opens next meets the error itself
+        with contextlib.suppress(EnvError, ConfigError):  # the next caller gets the error itself
             while len(self._boxes) < self.host.config.warm:
                 self._boxes.append(Sandbox.fresh(self.host, self.profile))
         with self._lock:
@@ -305,7 +305,7 @@ _idle_lock = threading.Lock()
 
 
 def _take_warm(host: SandboxHost, profile: Profile) -> Sandbox | None:
-    """An idle sandbox of `profile`; those of another profile are let go."""
+    """Return an idle sandbox of `profile`; idle ones of another profile are ended."""
     if not host.config.warm:
         return None
     with _idle_lock:

@@ -32,7 +32,7 @@ ESCAPES = {c: f"\\x{c:02x}" for c in [*range(1, 32), 127]} | {10: "\\n", 9: "\\t
 
 Order = dict[str, Any]
 Reply = tuple[dict[str, Any], bytes]
-"""What is said to the host: a JSON object and the bytes that belong to it."""
+"""A message to the host: a JSON object and the bytes that belong to it."""
 
 
 def parents() -> dict[int, int]:
@@ -124,10 +124,10 @@ class Shell:
         self.cwd, self.said = cwd, b""
         self.code: int | None = None
         self.write(SETUP + "; " + self.report("0"))
-        self.wait(time.monotonic() + START_S, HeadTail(0))  # what it says at its start is nobody's output
+        self.wait(time.monotonic() + START_S, HeadTail(0))  # its output at the start belongs to no command
 
     def report(self, code: str) -> str:
-        """A command that tells number, exit code and directory on the status pipe."""
+        """Return a command that reports number, exit code and directory on the status pipe."""
         self.number += 1
         return f"builtin printf '%s %s %s\\0' {self.number} {code} \"$PWD\" >&{STATUS_FD}\n"
 
@@ -156,8 +156,8 @@ class Shell:
         return {"code": code, "timed_out": timed_out, "restarted": restarted, "cut": kept.truncated}, kept.value()
 
     def interrupt(self, before: set[int], kept: HeadTail) -> int | None:
-        """End the running command but keep the shell: first ask, then kill what it started. None when the shell does
-        not come back."""
+        """End the running command but keep the shell: first interrupt, then kill its processes. None when the shell
+        does not come back."""
         signal_all({self.pid} | (descendants(self.pid) - before), signal.SIGINT)
         self.write(self.report("130"))
         code = self.wait(time.monotonic() + GRACE_S, kept)
@@ -165,8 +165,8 @@ class Shell:
         return self.wait(time.monotonic() + GRACE_S, kept) if code is None else code
 
     def wait(self, deadline: float, kept: HeadTail) -> int | None:
-        """Collect output until the last report asked for comes: its exit code; None at the deadline, and when the
-        shell ended (`self.code` is set then)."""
+        """Collect output until the last requested report comes; return its exit code. None at the deadline, and when
+        the shell ended (`self.code` is set then)."""
         poll = select.poll()
         poll.register(self.output, select.POLLIN)
         poll.register(self.status, select.POLLIN)
@@ -192,7 +192,7 @@ class Shell:
                 return None
 
     def add(self, part: bytes) -> None:
-        """Status text, a record ends with NUL."""
+        """Status text; NUL ends a record."""
         self.said = (self.said + part)[-CHUNK:]
 
     def ended(self) -> bool:
@@ -202,7 +202,7 @@ class Shell:
         return self.code is not None
 
     def close(self, before: set[int] | None = None) -> None:
-        """End it, and what it started that is not in `before`."""
+        """End it and its child processes that are not in `before`."""
         if not self.ended():
             signal_all({self.pid} | (descendants(self.pid) - (before or set())), signal.SIGKILL)
             self.code = exit_code(os.waitpid(self.pid, 0)[1])
@@ -211,7 +211,7 @@ class Shell:
 
 
 class Agent:
-    """Answers the requests of the host."""
+    """Answers the host's requests."""
 
     def __init__(self, channel: int) -> None:
         self.channel, self.work = channel, os.getcwd()
@@ -223,7 +223,7 @@ class Agent:
             operation = getattr(self, "do_" + str(order.get("op")))
             try:
                 answer, data = operation(order, blob)
-            except (OSError, ValueError) as e:  # of the path or the program that was asked for
+            except (OSError, ValueError) as e:  # of the requested path or program
                 answer, data = {"error": str(getattr(e, "strerror", None) or e)}, b""
             send(self.channel, answer, data)
 
@@ -251,7 +251,7 @@ class Agent:
         return self.shells[order["shell"]].run(command, order["timeout_s"], order["limit"])
 
     def do_execute(self, order: Order, blob: bytes) -> Reply:
-        """Run a program beside the shells; `blob` is its standard input."""
+        """Run a program separately from the shells; `blob` is its standard input."""
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
         pid = spawn(order["argv"], {0: in_r, 1: out_w, 2: err_w}, self.work)
         for fd in (in_r, out_w, err_w):
@@ -286,8 +286,8 @@ class Agent:
 
 
 def exchange(pid: int, stdin: int, kept: dict[int, HeadTail], data: bytes, deadline: float) -> tuple[int, bool]:
-    """Feed a program and collect its output (`kept`: descriptor -> HeadTail) until it ended or its time is up; what it
-    left in the background is not waited for. Closes the descriptors."""
+    """Feed a program and collect its output (`kept`: descriptor -> HeadTail) until it ended or its time is up, without
+    waiting for its background processes. Closes the descriptors."""
     poll = select.poll()
     for fd in (stdin, *kept):
         os.set_blocking(fd, False)

@@ -1,5 +1,5 @@
-"""Runs a candidate's program and answers calls of its functions with plain data. It is not trusted: what it may do to
-itself, the other end must bear. Channel: the socket on descriptor 0."""
+"""Runs a candidate's program and answers calls of its functions with plain data. It is not trusted: it may damage
+itself, and the other end must handle that. Channel: the socket on descriptor 0."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Runs trusted tests against a candidate in another sandbox. What a test gets from there is plain data made here, so
+"""Runs trusted tests against a candidate in another sandbox. A test receives plain data made in this process, so
 that `==` is Python's own. Channel: the socket on descriptor 0; the verdict goes to descriptor 1 as one JSON line.
 
 The task (argument 1, a JSON file) has `kind` check (a `check(candidate)` function, as HumanEval has it), asserts (a
 list of statements, as MBPP has it) or box (functions `test_*(box)` that run programs and read files).
 
-Nothing of the candidate's has behaviour here. Its exceptions arrive as text and fail the test, whatever the test
-catches: one that is wanted is asked for by `with pytest.raises(ValueError):`. Only the function under test gives data;
-what else a test calls by a name that only the candidate defines gives objects that can be handed back to it."""
+No object of the candidate has behaviour here. Its exceptions arrive as text and fail the test, whatever the test
+catches, unless it expects one by `with pytest.raises(ValueError):`. Only the function under test gives data;
+every other call of a name that only the candidate defines gives objects that can be passed back to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from wire import Lost, receive, send  # type: ignore[import-not-found]
 
 Task = dict[str, Any]
 Test = tuple[str, Callable[[], object]]
-"""Its name, and what runs it."""
+"""A test's name, and the function that runs it."""
 
 
 class Fatal(BaseException):
@@ -36,7 +36,7 @@ class Fatal(BaseException):
 
 
 class Failed(BaseException):
-    """What the candidate did fails the test, also one that catches this: it stands in `Candidate.failures`."""
+    """The candidate failed the test, even if the test catches this: `Candidate.failures` lists it."""
 
     def __init__(self, reason: str, text: str) -> None:
         self.reason = reason
@@ -44,7 +44,7 @@ class Failed(BaseException):
 
 
 class Raised(Failed):
-    """A call of the candidate raised. kinds: names of the exception's classes, as the candidate says."""
+    """A call of the candidate raised. kinds: names of the exception's classes, as the candidate reports them."""
 
     def __init__(self, name: str, kinds: list[str], text: str) -> None:
         self.kinds, self.text = kinds, text
@@ -56,7 +56,7 @@ class BrokenTests(Exception):
 
 
 class Remote:
-    """An object that stays with the candidate: it can be passed back. A test that asks what it is or equals fails."""
+    """An object that stays with the candidate: it can be passed back. A test that uses or compares its value fails."""
 
     def __init__(self, number: int, kind: str, candidate: Candidate) -> None:
         self._number, self._kind, self._candidate = number, kind, candidate
@@ -74,7 +74,7 @@ class Remote:
 class Candidate:
     """The other sandbox. `lost` stays set when it exits, hangs up, or breaks the protocol, whatever tests catch.
 
-    answers: how often it gave an answer that could be judged. expected: exceptions that a test asked for. failures: of
+    answers: number of answers that could be judged. expected: exceptions that a test expects. failures: of
     the running test.
     """
 
@@ -108,7 +108,7 @@ class Candidate:
         return answer, blob
 
     def load(self, source: str) -> list[str]:
-        """Run the candidate's program; the names it defines."""
+        """Run the candidate's program; return the names it defines."""
         answer, _ = self.ask(source.encode("utf-8", "surrogatepass"), op="load")
         if "error" in answer:
             self.lose(f"{answer['error']}: {str(answer.get('text'))[:200]}")
@@ -127,7 +127,7 @@ class Candidate:
             self.lose(f"the candidate's answer is no plain data ({type(e).__name__})")
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function under test: gives plain data."""
+        """Return the function under test, which gives plain data."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             value = self.call(name, args, kwargs, opaque=False)
@@ -138,7 +138,7 @@ class Candidate:
         return call
 
     def maker(self, name: str) -> Callable[..., Remote]:
-        """What else the candidate defines, such as a class that a test makes arguments with: gives objects only."""
+        """Return another name of the candidate, such as a class for making arguments: it gives objects only."""
 
         def make(*args: Any, **kwargs: Any) -> Remote:
             made = self.call(name, args, kwargs, opaque=True)
@@ -158,7 +158,7 @@ class Candidate:
 
 class Raises:
     """`with pytest.raises(ValueError, match="negative") as caught:` a call in it must end in that exception of the
-    candidate's. `caught.value`: its text. What else goes wrong in it is not wanted."""
+    candidate's. `caught.value`: its text. Any other error in it fails the test."""
 
     def __init__(self, candidate: Candidate, kinds: Any, match: str | None = "") -> None:
         self.kinds = kinds if type(kinds) is tuple else (kinds,)
@@ -195,7 +195,7 @@ class Box:
         self._candidate = candidate
 
     def run(self, argv: Sequence[str], stdin: str = "", timeout_s: float = 10.0) -> Completed:
-        """Run a program there; its return code and output as text."""
+        """Run a program there; return its exit code and output as text."""
         answer, blob = self._candidate.ask(
             stdin.encode(), op="execute", argv=list(argv), timeout_s=timeout_s, limit=1 << 20
         )
@@ -207,7 +207,7 @@ class Box:
         return Completed(code, out, err)
 
     def read(self, path: str) -> bytes:
-        """The bytes of a regular file there; FileNotFoundError when it is not one."""
+        """Return the bytes of a regular file there; FileNotFoundError when it is not one."""
         answer, blob = self._candidate.ask(op="get", path=path, limit=16 << 20)
         self._candidate.answers += 1
         if answer.get("error"):
@@ -216,7 +216,7 @@ class Box:
 
 
 def texts(value: Any) -> list[str]:
-    """The texts in what should be a list of texts."""
+    """Return the texts of a value that should be a list of texts."""
     return [text for text in value if type(text) is str] if type(value) is list else []
 
 
@@ -228,8 +228,8 @@ def loaded(space: dict[str, Any], name: str, text: str) -> None:
 
 
 def check_tests(task: Task, candidate: Candidate) -> list[Test]:
-    """One test: the `check` function of the test source, with the prompt's own helpers in scope. What the test source
-    defines counts, also under the name of the function that is tested."""
+    """Return the one test: the `check` function of the test source, with the prompt's own helpers in scope. The test
+    source's definitions take precedence, also under the name of the function that is tested."""
     space: dict[str, Any] = {"__name__": "tests"}
     function = candidate.function(task["entry_point"])
     loaded(space, "prompt.py", task["prompt"])
@@ -241,7 +241,7 @@ def check_tests(task: Task, candidate: Candidate) -> list[Test]:
 
 
 def load_program(task: Task, candidate: Candidate) -> set[str]:
-    """Run the candidate's program; the names it defines, with the tested function among them."""
+    """Run the candidate's program; return the names it defines, including the tested function."""
     own = set(candidate.load(task["source"]))
     if task["entry_point"] not in own:
         candidate.lose(f"there is no function {task['entry_point']}")
@@ -249,7 +249,8 @@ def load_program(task: Task, candidate: Candidate) -> set[str]:
 
 
 def assert_tests(task: Task, candidate: Candidate) -> list[Test]:
-    """One test per statement. A name that neither Python, the setup nor a module has makes objects of the candidate."""
+    """Return one test per statement. A name that neither Python, the setup nor a module has makes objects of the
+    candidate."""
     space: dict[str, Any] = {"__name__": "tests"}
     loaded(space, "setup.py", task["setup"])
     own = load_program(task, candidate)
@@ -273,7 +274,7 @@ def assert_tests(task: Task, candidate: Candidate) -> list[Test]:
 
 
 def box_tests(task: Task, candidate: Candidate) -> list[Test]:
-    """One test per function `test_*`."""
+    """Return one test per function `test_*`."""
     space: dict[str, Any] = {"__name__": "tests"}
     loaded(space, "tests.py", task["test"])
     answer, _ = candidate.ask(op="hello")
@@ -285,7 +286,7 @@ def box_tests(task: Task, candidate: Candidate) -> list[Test]:
 
 
 def verdict(task: Task, candidate: Candidate) -> dict[str, Any]:
-    """What passed. A test that only expects exceptions counts where another test had an answer to judge."""
+    """Count passed tests. A test that only expects exceptions counts if another test had an answer to judge."""
     tests = {"check": check_tests, "asserts": assert_tests, "box": box_tests}[task["kind"]](task, candidate)
     passed, problems = 0, []
     for name, test in tests:
@@ -309,7 +310,7 @@ def verdict(task: Task, candidate: Candidate) -> dict[str, Any]:
 
 
 def run_test(test: Callable[[], object], candidate: Candidate) -> tuple[str, str] | None:
-    """Run one test; reason and text of what is wrong, None when it passed."""
+    """Run one test; return reason and text of its failure, None when it passed."""
     answers, expected, candidate.failures, line = candidate.answers, candidate.expected, [], ""
     error = error_of(test)
     if isinstance(error, (Fatal, Failed)):
@@ -326,7 +327,7 @@ def run_test(test: Callable[[], object], candidate: Candidate) -> tuple[str, str
 
 
 def error_of(call: Callable[[], object]) -> BaseException | None:
-    """What a call of the tests' own code raises; None when it ends in order."""
+    """Return the exception of the tests' own code; None when it ends in order."""
     try:
         call()
     except BaseException as e:  # border: the code of a test, which may also exit
@@ -335,7 +336,7 @@ def error_of(call: Callable[[], object]) -> BaseException | None:
 
 
 def where(error: BaseException) -> str:
-    """The line of the test that raised an error."""
+    """Return the line of the test that raised an error."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("test")]
     return f" (line {frames[-1].lineno})" if frames else ""
 

@@ -1,7 +1,7 @@
 """Plain data as JSON values that keep their exact types.
 
 Plain data are None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, range and deque; an
-iterator is sent as what is left in it. Subclasses are sent as their base: nothing that arrives has behaviour of its
+iterator is sent as its remaining items. Subclasses are sent as their base: nothing that arrives has behaviour of its
 own.
 """
 
@@ -38,7 +38,7 @@ MAKERS: dict[str, Callable] = {
 }
 
 Handle = Callable[[Any], tuple[int, str]]
-"""Number and kind that stand for an object."""
+"""Number and kind of an object that is not sent."""
 
 
 class Codec:

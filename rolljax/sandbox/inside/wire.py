@@ -17,7 +17,7 @@ MAX_HEADER = 16 << 20
 
 
 class Lost(Exception):
-    """The other end is gone, or does not speak the protocol."""
+    """The other end is gone, or violates the protocol."""
 
 
 def send(fd: int, header: Mapping[str, Any], blob: bytes = b"", deadline: float | None = None) -> None:
@@ -39,7 +39,7 @@ def send(fd: int, header: Mapping[str, Any], blob: bytes = b"", deadline: float 
 def receive(
     fd: int, max_blob: int = 64 << 20, max_header: int = MAX_HEADER, deadline: float | None = None
 ) -> tuple[dict[str, Any], bytes]:
-    """The next frame: header and blob."""
+    """Read the next frame: header and blob."""
     header_n, blob_n = HEAD.unpack(read_exactly(fd, HEAD.size, deadline))
     if header_n > max_header or blob_n > max_blob:
         raise Lost("a frame is too large")

@@ -22,7 +22,7 @@ def enter(group: str, memory_bytes: int, nproc: int) -> None:
 
 
 def cpu_s(group: str) -> float:
-    """Processor seconds of all processes that are or were in the group."""
+    """Return processor seconds of all processes that are or were in the group."""
     try:
         with open(os.path.join(group, "cpu.stat")) as f:
             return int(dict(line.split() for line in f)["usage_usec"]) / 1e6
@@ -31,7 +31,7 @@ def cpu_s(group: str) -> float:
 
 
 def leave(group: str) -> bool:
-    """Remove the group, which is empty by now; whether its memory had run out."""
+    """Remove the group, which is empty by now; return whether its memory had run out."""
     try:
         with open(os.path.join(group, "memory.events")) as f:
             events = dict(line.split() for line in f)

@@ -21,7 +21,7 @@ class Frozen:
     """The processes of a PID name space, all but its process 1, which stop when `stop` is called.
 
     A process of ours enters the name space and signals all others there with one system call, which the kernel does not
-    interleave with forks: none can slip through by handing over to a child. What wakes itself up is stopped again by
+    interleave with forks: none can slip through by handing over to a child. A process that wakes up is stopped again by
     the next `stop`. Where the name space cannot be entered, `stop` does nothing.
 
     Args:
@@ -64,7 +64,7 @@ class Frozen:
     def _answer(self) -> bytes:
         try:
             return self._ours.recv(64)
-        except OSError:  # it was stopped or killed, by the sandbox of an ordinary user: it is not asked again
+        except OSError:  # it was stopped or killed, by the sandbox of an ordinary user: it is not used again
             self._ours.close()
             return b""
 

@@ -74,7 +74,7 @@ def mount_users_ptys(folder: str) -> None:
 
 
 def mount_overlay(base: str, lower: str, name: str, uid: int) -> None:
-    """Make the folder `lower` writable at `NAME-merged` of `base`: what is written goes to `NAME-upper`."""
+    """Make the folder `lower` writable at `NAME-merged` of `base`: changes go to `NAME-upper`."""
     parts = {part: os.path.join(base, f"{name}-{part}") for part in ("upper", "work", "merged")}
     for path in parts.values():
         os.mkdir(path, 0o755)
@@ -93,7 +93,7 @@ def write(path: str, text: str) -> None:
 
 
 def private_net() -> None:
-    """Move into a network of one's own, with nothing in it but a loopback and with small buffers."""
+    """Move into a separate network that contains only a loopback, with small buffers."""
     unshare(CLONE_NEWNET)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
@@ -102,7 +102,7 @@ def private_net() -> None:
 
 
 def in_child(call: Callable[[], None]) -> bool:
-    """Whether a child process can do something."""
+    """Return whether a child process can do something."""
     pid = os.fork()
     if pid == 0:
         try:

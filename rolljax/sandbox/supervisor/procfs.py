@@ -10,7 +10,7 @@ from typing import NamedTuple
 PAGE = resource.getpagesize()
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SOCKET_BYTES, FILE_BYTES, MAPPING_BYTES = 256 << 10, 8 << 10, 256
-"""What the kernel may hold for a socket, for a descriptor, and for a mapping, a file lock or a watched descriptor."""
+"""Most bytes that the kernel holds for a socket, a descriptor, and a mapping, a file lock or a watched descriptor."""
 COPY_BYTES, TEXT_BYTES = 64, 8 << 20
 """What it may hold more: for a mapping, for each process that it came through by forks; for an open file of /proc,
 whose text it keeps."""
@@ -187,8 +187,8 @@ def pss_bytes(proc: ProcFolder, path: str, resident: int) -> int | None:
 
 
 def socket_bytes(proc: ProcFolder) -> int:
-    """Bytes that the sockets of a sandbox may hold, also those that are closed and not yet read, and those nobody
-    accepted."""
+    """Return the bytes that the sockets of a sandbox may hold, including sockets that are closed with unread data or
+    not yet accepted."""
     try:
         return int(proc.read("1/net/sockstat").split(b"\n", 1)[0].split()[2]) * SOCKET_BYTES
     except (IndexError, ValueError):
@@ -216,7 +216,7 @@ def mapping_bytes(proc: ProcFolder, path: str, family: int, most: int) -> int:
 
 
 def kernel_bytes() -> int:
-    """Memory of the whole machine that the kernel holds and cannot give back."""
+    """Return the memory of the whole machine that the kernel holds and cannot free."""
     with open("/proc/meminfo", "rb") as f:
         text = f.read()
     return (
@@ -225,6 +225,6 @@ def kernel_bytes() -> int:
 
 
 def oom_kills() -> int:
-    """How many processes of the machine were killed for its want of memory, ever."""
+    """Return how many processes of the machine were ever killed for lack of memory."""
     with open("/proc/vmstat", "rb") as f:
         return int((f.read().split(b"\noom_kill ", 1) + [b"0"])[1].split(None, 1)[0])

@@ -1,4 +1,4 @@
-"""What the host and its supervisor must agree on."""
+"""Constants that the host and its supervisor share."""
 
 MAX_MESSAGE = 256 << 10
 """Most bytes of one message."""

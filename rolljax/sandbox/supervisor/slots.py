@@ -1,4 +1,4 @@
-"""Numbers of sandboxes, which stand for user ids."""
+"""Slots: numbers of sandboxes, each with a user id."""
 
 import fcntl
 import os
@@ -37,7 +37,7 @@ class SandboxSlots:
         return True
 
     def take(self) -> tuple[int, int]:
-        """A free slot, and which of its uses this is (from 1)."""
+        """Return a free slot, and the number of its use (from 1)."""
         if not self.free:
             number = next(n for n in range(MAX_SLOT) if n not in self.locks and self.lock(n))
             self.sweep(number)
@@ -47,7 +47,7 @@ class SandboxSlots:
         return number, self.generation[number]
 
     def sweep(self, only: int = -1) -> int:
-        """Kill what dead hosts left under slot user ids; returns how many processes."""
+        """Kill processes that dead hosts left under slot user ids; return how many."""
         killed = 0
         for pid in pids() if self.own_uids else []:
             number = real_uid(pid) - self.first_uid

@@ -37,7 +37,7 @@ WATCH_S, WATCH_CLOSELY_S = 0.25, 0.1
 SIGKILL = int(signal.SIGKILL)
 SUPERVISOR_NICE = -10
 SUSPICIOUS_BYTES = 128 << 20
-"""Growth of the kernel's memory after which what is slow to count is counted: mappings, locks, texts of /proc."""
+"""Growth of the kernel's memory from which on slow counts are made: mappings, locks, texts of /proc."""
 
 
 class SupervisedSandbox:
@@ -60,7 +60,7 @@ class SupervisedSandbox:
         self.killed_by = ""
 
     def read_status(self) -> None:
-        """Take in what bubblewrap said so far."""
+        """Read bubblewrap's status output so far."""
         while self.status_fd >= 0:
             try:
                 part = os.read(self.status_fd, 65536)
@@ -100,9 +100,9 @@ class Supervisor:
             signal.signal(ignored, signal.SIG_IGN)
 
     def hello(self, order: dict[str, Any]) -> None:
-        """Settings of the supervisor: the folder for locks and mounts, and what this machine lets it do."""
+        """Settings of the supervisor: the folder for locks and mounts, and the abilities of this machine."""
         try:
-            os.setpriority(os.PRIO_PROCESS, 0, SUPERVISOR_NICE)  # it looks in time, however busy sandboxes are
+            os.setpriority(os.PRIO_PROCESS, 0, SUPERVISOR_NICE)  # it checks in time, however busy sandboxes are
         except PermissionError:
             pass
         self.folder, self.base = order["folder"], os.path.join(order["folder"], "mnt")
@@ -199,7 +199,7 @@ class Supervisor:
             signal.set_wakeup_fd(-1)
             for name in ("SIGPIPE", "SIGXFSZ", "SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD"):
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
-            namespaces.write("/proc/self/oom_score_adj", "1000")  # whoever ends the machine's memory goes first
+            namespaces.write("/proc/self/oom_score_adj", "1000")  # sandboxes are killed first when memory runs out
             if self.cgroup:
                 group = cgroup.path_of(self.cgroup, os.getppid(), slot)
                 cgroup.enter(group, order["memory_bytes"], order["nproc"])
@@ -222,13 +222,13 @@ class Supervisor:
             if order["chdir"]:
                 os.chdir(order["chdir"])
             os.execve(order["argv"][0], order["argv"], order["env"])
-        finally:  # the host is told, and the child ends: it never returns into the supervisor's code
+        finally:  # the host gets the error, and the child ends: it never returns into the supervisor's code
             error = sys.exc_info()[1]
             os.write(high[0], json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
             os._exit(126)
 
     def try_mounts(self) -> bool:
-        """Whether a child may make a private mount name space with a file system in it."""
+        """Return whether a child may make a private mount name space with a file system in it."""
         os.makedirs(self.base, mode=0o711, exist_ok=True)
         os.chmod(self.folder, 0o711)
         lower = os.path.join(self.folder, "probe")
@@ -237,13 +237,13 @@ class Supervisor:
         return in_child(lambda: namespaces.mount_tree(self.base, tree, 0))
 
     def try_ptys(self) -> bool:
-        """Whether a child of an ordinary user may mount pseudo-terminals of its own."""
+        """Return whether a child of an ordinary user may mount pseudo-terminals of its own."""
         os.makedirs(self.base, mode=0o711, exist_ok=True)
         return in_child(lambda: namespaces.mount_users_ptys(self.base))
 
     def reap(self) -> None:
-        """Collect whatever died. A sandbox is over when both its outer process and process 1 inside are gone: the
-        kernel lets process 1 go last, after everything in its name space."""
+        """Reap dead processes. A sandbox is over when both its outer process and process 1 inside are gone: the
+        kernel ends process 1 last, after everything in its name space."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -299,7 +299,7 @@ class Supervisor:
         )
 
     def session(self, pid: int) -> list[int]:
-        """Processes of the session that `pid` leads, and their descendants."""
+        """Return the processes of the session that `pid` leads, and their descendants."""
         table = procfs.process_table()
         found = {p for p, (_, session) in table.items() if session == pid}
         return [p for root in found for p in procfs.tree_of(root, table)]
@@ -327,7 +327,7 @@ class Supervisor:
         return WATCH_CLOSELY_S if close or suspicious else WATCH_S
 
     def watch_of(self, sandbox: SupervisedSandbox) -> SandboxWatch | None:
-        """Who counts for a sandbox, made when it is first asked for; None before bubblewrap has set it up."""
+        """Return the counter of a sandbox, made on first use; None before bubblewrap has set it up."""
         if self.isolate and not sandbox.inner:
             sandbox.read_status()
         if not sandbox.watch and (sandbox.inner or not self.isolate):
@@ -341,7 +341,7 @@ class Supervisor:
         return {**(watch.used() if watch else {}), "slot": sandbox.number, "generation": sandbox.generation}
 
     def close(self) -> None:
-        """Kill all sandboxes and wait until nothing is left of them."""
+        """Kill all sandboxes and wait until they are gone."""
         deadline = time.monotonic() + 10
         while self.sandboxes and time.monotonic() < deadline:
             for sandbox in self.sandboxes.values():

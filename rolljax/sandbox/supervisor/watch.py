@@ -1,4 +1,4 @@
-"""Whether a sandbox is over its memory or its processor time, where no control group says so."""
+"""Decide whether a sandbox is over its memory or its processor time, where there is no control group."""
 
 import os
 from collections.abc import Collection
