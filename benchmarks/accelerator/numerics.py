@@ -1,0 +1,396 @@
+"""Every kernel against XLA in float32: attention forward and backward, paged decode, vocabulary blocks, experts.
+
+A row says what was computed, by which implementation, in which dtype. `error` is the largest difference from plain XLA
+in float32 at the highest precision, as a share of the largest number there, over outputs and gradients; `bound` is the
+largest that is `ok`. `cannot` is the reason why an implementation does not run here. Rows of speed decide what 'auto'
+takes (docs/tpu.md). Inputs are random, and the same for all implementations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, get_args
+
+from common import Peaks, Piece, main, one_device_mesh, timed
+
+BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Largest error, as a share."""
+TENSOR_CORES = 5e-3
+"""Largest error in float32 where matrix products are computed by an accelerator, which rounds what goes in."""
+KINDS = ("packed", "shared prompts", "window")
+LENGTHS, HEADS = (2048, 8192, 32_768), {"0.6B": 16, "4B": 32}
+BATCHES, CONTEXTS, STEPS = (16, 64, 256), (1024, 4096), 8
+COMPILE_S = 4.0
+"""Taken for one program."""
+SLACK = 0.2
+"""Share of the peaks that estimates of time assume: of XLA's attention, the slowest."""
+
+
+def estimate(tiny: bool, peaks: Peaks) -> float:
+    """Return seconds; every implementation of attention is counted as if it ran."""
+    programs = 2 * len(KINDS) * 4 + 6 + 8
+    if tiny:
+        return 0.3 * programs
+    flops = sum(4 * 7 * heads * 128 * T * T / 2 for T in LENGTHS for heads in HEADS.values())  # 7 products, 4 calls
+    kv = sum(batch * context * 4096 * 10 * 3 for batch in BATCHES for context in CONTEXTS)
+    programs += 3 * len(LENGTHS) * len(HEADS) + 2 * len(BATCHES) * len(CONTEXTS)
+    return 20 + COMPILE_S * programs + 3 * flops / peaks.bf16_flops / SLACK + kv / peaks.hbm_bytes_s / SLACK
+
+
+def body(piece: Piece) -> None:
+    attention_errors(piece)
+    paged_errors(piece)
+    vocabulary_errors(piece)
+    expert_errors(piece)
+    if piece.platform != "cpu" or piece.tiny:
+        attention_speed(piece)
+        paged_speed(piece)
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def error_of(found: Any, wanted: Any) -> float:
+    """Return the largest difference of two pytrees of arrays, each array's as a share of its largest number."""
+    import jax
+    import jax.numpy as jnp
+
+    def one(a: Any, b: Any) -> float:
+        b = b.astype(jnp.float32)
+        return float(jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30))
+
+    errors = jax.tree.leaves(jax.tree.map(one, found, wanted))
+    return float("nan") if any(error != error for error in errors) else max(errors)
+
+
+def judge(piece: Piece, row: dict[str, Any], found: Any, wanted: Any) -> None:
+    """Put the error, its bound and whether it is within it into a row."""
+    bound = BOUNDS[row["dtype"]]
+    if row["dtype"] == "float32" and piece.platform != "cpu":
+        bound = TENSOR_CORES
+    error = error_of(found, wanted)
+    row |= {"error": error, "bound": bound, "ok": error <= bound}
+
+
+def with_gradients(f: Callable[..., Any], weight: Any) -> Callable[..., Any]:
+    """Return a jitted function of the same arguments: the output of `f`, and gradients of its weighted sum."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(*args: Any) -> tuple[Any, Any]:
+        out = f(*args)
+        return jnp.sum(out.astype(jnp.float32) * weight), out
+
+    def both(*args: Any) -> tuple[Any, Any]:
+        (_, out), grads = jax.value_and_grad(loss, tuple(range(len(args))), has_aux=True)(*args)
+        return out, grads
+
+    return jax.jit(both)
+
+
+def exact(f: Callable[..., Any], *args: Any) -> Any:
+    """Return `f` of the arguments in float32, at the highest precision of matrix products."""
+    import jax
+    import jax.numpy as jnp
+
+    with jax.default_matmul_precision("highest"):
+        return f(*[x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args])
+
+
+# ---- attention in packed rows ---------------------------------------------------------------------------------------
+
+
+def packed_rows(length: int, siblings: int) -> tuple[Any, Any, Any, Any]:
+    """Return segments, branches, positions `[1, T]`, and which tokens are real: groups of a prompt and its siblings."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    segment, branch, position = np.zeros((3, 1, length), np.int32)
+    at, number, rng = 0, 0, np.random.default_rng(0)
+    while at < length * 7 // 8:  # the rest is padding
+        number += 1
+        prompt = int(rng.integers(length // 16, length // 8))
+        for b, size in enumerate([prompt, *rng.integers(length // 64, length // 16, siblings)]):
+            span = slice(at, min(at + int(size), length))
+            segment[0, span], branch[0, span] = number, b
+            position[0, span] = np.arange(span.stop - span.start) + (prompt if b else 0)
+            at = span.stop
+    return jnp.asarray(segment), jnp.asarray(branch), jnp.asarray(position), jnp.asarray(segment > 0)
+
+
+def heads_of(length: int, heads: int, kv_heads: int, size: int, dtype: str) -> list[Any]:
+    import jax
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(1, length, n, size) for n in (heads, kv_heads, kv_heads)]
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def attention_errors(piece: Piece) -> None:
+    import jax.numpy as jnp
+
+    from rolljax.errors import ConfigError
+    from rolljax.model import attention
+    from rolljax.model.axes import on_mesh
+    from rolljax.model.implementations import NAMES, implementation
+
+    length, heads, kv_heads, size = (256, 4, 2, 16) if piece.tiny else (2048, 16, 8, 128)
+    whole, piece_bytes, mesh = attention.SCORE_BYTES, attention.PIECE_BYTES, one_device_mesh()
+    attention.PIECE_BYTES = 4 * heads * length * (length // 14)  # 15 pieces, the last one not full
+    for kind in KINDS:
+        segment, branch, position, real = packed_rows(length, 1 if kind == "packed" else 4)
+        window = attention.Window(length // 32, True) if kind == "window" else None
+        tokens = attention.Tokens.of(position, segment, branch)
+        mask, weight = attention.visible(tokens, tokens, window), real[..., None, None]
+        for dtype in BOUNDS:
+            qkv = heads_of(length, heads, kv_heads, size, dtype)
+            reference = with_gradients(lambda q, k, v, mask=mask: attention.attention(q, k, v, mask), weight)
+            out, grads = exact(reference, *qkv)
+            for name in (*NAMES, "xla in pieces"):
+                row = {"what": "attention", "kind": kind, "implementation": name, "dtype": dtype}
+                how = "xla" if name == "xla in pieces" else name
+                if name == "splash" and piece.platform == "cpu":
+                    piece.record(row | {"cannot": "is interpreted on CPU, which tests/unit/test_attention.py does"})
+                    continue
+                try:
+                    implementation(how, mesh, qkv[0].shape, dtype)
+                except ConfigError as reason:
+                    piece.record(row | {"cannot": reason.message})
+                    continue
+                attention.SCORE_BYTES = 0 if name != how else whole
+
+                def mixed(q: Any, k: Any, v: Any, how: Any = how, window: Any = window, rows: Any = tokens) -> Any:
+                    attend = attention.packed(rows.segment_ids, rows.branch_ids, rows.positions, how)
+                    return attend(q, k, v, None, 0, window)[0]
+
+                with piece.attempt(row) as row, on_mesh(mesh):
+                    found, found_grads = with_gradients(mixed, weight)(*qkv)
+                    judge(piece, row, (found * weight, found_grads), (jnp.where(weight, out, 0), grads))
+            attention.SCORE_BYTES = whole
+    attention.PIECE_BYTES = piece_bytes
+
+
+def attention_speed(piece: Piece) -> None:
+    """Seconds of one layer, forward and backward, one row."""
+    from rolljax.errors import ConfigError
+    from rolljax.model import attention
+    from rolljax.model.axes import on_mesh
+    from rolljax.model.implementations import NAMES, implementation
+
+    lengths, shapes = ((256,), {"tiny": 4}) if piece.tiny else (LENGTHS, HEADS)
+    kv_heads, size, mesh = (2, 16, one_device_mesh()) if piece.tiny else (8, 128, one_device_mesh())
+    for length in lengths:
+        segment, branch, position, real = packed_rows(length, 4)
+        for shape, heads in shapes.items():
+            qkv = heads_of(length, heads, kv_heads, size, "bfloat16")
+            for name in NAMES:
+                row = {"what": "attention speed", "shape": shape, "length": length, "implementation": name}
+                if name == "splash" and piece.platform == "cpu":
+                    continue
+                try:
+                    implementation(name, mesh, qkv[0].shape, "bfloat16")
+                except ConfigError as reason:
+                    piece.record(row | {"cannot": reason.message})
+                    continue
+                if not piece.has_time(row, 20):
+                    continue
+
+                def mixed(q: Any, k: Any, v: Any, name: Any = name, ids: Any = (segment, branch, position)) -> Any:
+                    return attention.packed(*ids, name)(q, k, v, None, 0)[0]
+
+                with piece.attempt(row) as row, on_mesh(mesh):
+                    compiled = with_gradients(mixed, real[..., None, None]).lower(*qkv).compile()
+                    row["temporary_gib"] = compiled.memory_analysis().temp_size_in_bytes / 2**30
+                    took = timed(functools.partial(compiled, *qkv), repeats=3, least_s=0.1)
+                    row |= {"seconds": took.seconds, "spread": took.spread}
+                    if piece.peaks:  # 7 products of the scores' size, half of them seen
+                        row["of_peak"] = 7 * heads * size * length**2 / took.seconds / piece.peaks.bf16_flops
+
+
+# ---- paged decode ---------------------------------------------------------------------------------------------------
+
+
+def decoder(tiny: bool, dtype: str) -> Any:
+    """Return a model of one layer, of which only the heads count."""
+    from rolljax.model.decoder import Model
+    from rolljax.model.families.qwen3 import Qwen3Config
+
+    heads, kv_heads, size = (4, 2, 16) if tiny else (16, 8, 128)
+    return Model(Qwen3Config(num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=size), dtype)
+
+
+def paths(piece: Piece, row: dict[str, Any], model: Any, rows: int, width: int, page: int) -> Any:
+    """Yield a row and the paths of prefill and decode by name; record those that cannot run."""
+    from rolljax.errors import ConfigError
+    from rolljax.sampler.kernels import Name, paths_for
+
+    mesh, sizes = one_device_mesh(), {"num_pages": rows * width, "rows": rows, "width": width, "page_size": page}
+    for name in get_args(Name):
+        named = row | {"implementation": name}
+        try:
+            yield named, *paths_for(piece.platform, name, model, mesh, **sizes)
+        except ConfigError as reason:
+            piece.record(named | {"cannot": reason.message})
+
+
+def paged_errors(piece: Piece) -> None:
+    """One decode step of rows of several lengths, over pages that a prefill has written."""
+    import jax
+    import jax.numpy as jnp
+
+    from rolljax.model import attention
+
+    rows, width, page = (3, 4, 16) if piece.tiny else (8, 64, 16)
+    context = width * page - 1
+    length = jnp.linspace(1, context, rows).astype(jnp.int32)
+    table = jax.random.permutation(jax.random.key(1), rows * width).reshape(rows, width).astype(jnp.int32)
+    for dtype in BOUNDS:
+        model = decoder(piece.tiny, dtype)
+        cfg = model.cfg
+        shape = lambda n, heads, cfg=cfg: (rows, n, heads, cfg.head_dim)  # noqa: E731
+        keys = jax.random.split(jax.random.key(2), 4)
+        k, v = (jax.random.normal(key, shape(context, cfg.num_kv_heads), dtype) for key in keys[:2])
+        q = jax.random.normal(keys[2], shape(context, cfg.num_heads), dtype)
+        new = [jax.random.normal(keys[3], shape(1, n), dtype) for n in (cfg.num_heads, *[cfg.num_kv_heads] * 2)]
+        seen = (jnp.arange(context + 1) < length[:, None]) | (jnp.arange(context + 1) == context)
+        both = [jnp.concatenate([old, one], 1) for old, one in zip((k, v), new[1:], strict=True)]
+        wanted = exact(jax.jit(attention.attention), new[0], *both, seen[:, None])
+        for row, prefill, decode in paths(piece, {"what": "paged decode", "dtype": dtype}, model, rows, width, page):
+
+            @jax.jit
+            def step(q: Any, k: Any, v: Any, new: Any, prefill: Any = prefill, decode: Any = decode) -> Any:
+                pool = jnp.zeros(prefill.pool_shape(rows * width), prefill.pool_dtype)
+                reading, cache = prefill.open(pool, table, jnp.zeros(rows, jnp.int32), context, 0)
+                _, cache = prefill.attend(reading, 0, length)(q, k, v, cache, 0)
+                pool = prefill.close(pool, reading, cache, length)
+                ones = jnp.ones(rows, jnp.int32)
+                reading, cache = decode.open(pool, table, length, 1, width)
+                return decode.attend(reading, 0, ones)(*new, cache, 0)[0]
+
+            with piece.attempt(row) as row:
+                judge(piece, row, step(q, k, v, new), wanted)
+
+
+def paged_speed(piece: Piece) -> None:
+    """Seconds of a decode step's attention in one layer, of a dispatch of 8 steps, copies included."""
+    import jax
+    import jax.numpy as jnp
+
+    model, page = decoder(piece.tiny, "bfloat16"), 16
+    cfg = model.cfg
+    for batch in (2,) if piece.tiny else BATCHES:
+        for context in (32,) if piece.tiny else CONTEXTS:
+            width = context // page + 1
+            row = {"what": "paged decode speed", "batch": batch, "context": context}
+            table = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
+            length = jnp.full(batch, context, jnp.int32)
+            q, k, v = (
+                jnp.ones((batch, 1, n, cfg.head_dim), jnp.bfloat16)
+                for n in (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
+            )
+            for named, _, path in paths(piece, row, model, batch, width, page):
+                if not piece.has_time(named, 15):
+                    continue
+
+                def steps(pool: Any, path: Any = path, args: Any = (table, length, q, k, v), width: int = width) -> Any:
+                    table, length, q, k, v = args
+                    reading, cache = path.open(pool, table, length, STEPS, width)
+                    counts = jnp.ones_like(length)
+
+                    def one(i: Any, state: Any) -> Any:
+                        mixed, cache = path.attend(reading, i, counts)(q + state[0], k, v, state[1], 0)
+                        return mixed, cache
+
+                    mixed, cache = jax.lax.fori_loop(0, STEPS, one, (jnp.zeros_like(q), cache))
+                    return path.close(pool, reading, cache, counts * STEPS), mixed
+
+                with piece.attempt(named) as named:
+                    program = jax.jit(steps, donate_argnums=0)
+                    pool = jnp.zeros(path.pool_shape(batch * width), path.pool_dtype)
+
+                    def again(program: Any = program) -> Any:
+                        nonlocal pool
+                        pool, mixed = program(pool)
+                        return mixed
+
+                    took = timed(again, repeats=5, least_s=0.1)
+                    named |= {"seconds": took.seconds / STEPS, "spread": took.spread}
+                    if piece.peaks:
+                        moved = batch * context * cfg.num_kv_heads * cfg.head_dim * 4
+                        named["of_peak"] = moved * STEPS / took.seconds / piece.peaks.hbm_bytes_s
+                    pool = None
+
+
+# ---- vocabulary and experts -----------------------------------------------------------------------------------------
+
+
+def vocabulary_errors(piece: Piece) -> None:
+    """Log-probs and entropies without all logits at once: values, and gradients of hidden states and head."""
+    import jax
+    import jax.numpy as jnp
+
+    from rolljax.trainer.vocab import token_logp
+
+    tokens, hidden, vocabulary = (24, 16, 1024) if piece.tiny else (1024, 1024, 32_768)
+    keys = jax.random.split(jax.random.key(3), 3)
+    targets = jax.random.randint(keys[0], (tokens,), 0, vocabulary)
+    scale = hidden**-0.5
+
+    def plain(x: Any, head: Any) -> Any:
+        logp = jax.nn.log_softmax(x @ head.T)
+        entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
+        return jnp.stack([jnp.take_along_axis(logp, targets[:, None], 1)[:, 0], entropy])
+
+    for dtype in BOUNDS:
+        x = jax.random.normal(keys[1], (tokens, hidden), dtype)
+        head = (jax.random.normal(keys[2], (vocabulary, hidden)) * scale).astype(dtype)
+        weight = jnp.linspace(-1, 1, 2 * tokens).reshape(2, tokens)
+        wanted = exact(with_gradients(plain, weight), x, head)
+        for blocks in (1, 4, 32):
+            row = {"what": "vocabulary", "implementation": f"{blocks} blocks", "dtype": dtype}
+            size = 4 * tokens * vocabulary // blocks
+
+            def chunked(x: Any, head: Any, size: int = size) -> Any:
+                return jnp.stack(token_logp(x, head, targets, entropy_grad=True, block_bytes=size))
+
+            with piece.attempt(row) as row:
+                judge(piece, row, with_gradients(chunked, weight)(x, head), wanted)
+
+
+def expert_errors(piece: Piece) -> None:
+    """A mixture of experts: output, and gradients of tokens, weights of the choices, and experts."""
+    import jax
+    import jax.numpy as jnp
+
+    from rolljax.model import moe
+
+    tokens, hidden, ffn, num, each = (16, 8, 12, 4, 2) if piece.tiny else (2048, 512, 256, 32, 4)
+    keys = jax.random.split(jax.random.key(4), 6)
+    chosen = jax.random.uniform(keys[0], (1, tokens, num)).argsort(-1)[..., :each]
+
+    def plain(x: Any, weights: Any, gate: Any, up: Any, down: Any) -> Any:
+        h = jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
+        share = jnp.sum(jax.nn.one_hot(chosen, num, dtype=x.dtype) * weights[..., None], 2)
+        return jnp.einsum("btef,efd,bte->btd", h, down, share)
+
+    def sparse(x: Any, weights: Any, *experts: Any) -> Any:
+        return moe.mixed(x, chosen, weights, moe.Weights(*experts))
+
+    for dtype in BOUNDS:
+        shapes = [(1, tokens, hidden), (1, tokens, each), (num, hidden, ffn), (num, hidden, ffn), (num, ffn, hidden)]
+        scales = (1.0, 1.0, hidden**-0.5, hidden**-0.5, ffn**-0.5)
+        args = [
+            (jax.random.normal(key, shape) * scale).astype(dtype)
+            for key, shape, scale in zip(keys[1:], shapes, scales, strict=True)
+        ]
+        weight = jnp.linspace(-1, 1, tokens)[None, :, None]
+        wanted = exact(with_gradients(plain, weight), *args)
+        implementation = "megablox" if piece.platform == "tpu" else "ragged_dot"
+        row = {"what": "experts", "implementation": implementation, "dtype": dtype}
+        with piece.attempt(row) as row:
+            judge(piece, row, with_gradients(sparse, weight)(*args), wanted)
+
+
+if __name__ == "__main__":
+    main("numerics", body, estimate)
