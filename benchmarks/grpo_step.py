@@ -42,7 +42,7 @@ def ours(args: argparse.Namespace) -> None:
     import jax
     import numpy as np
 
-    from rolljax.model.decoder import Model
+    from rolljax.model.decoder import Model, Params
     from rolljax.model.families.qwen3 import Qwen3Config
     from rolljax.sampler.client import Sampler
     from rolljax.sampler.engine import Engine
@@ -54,6 +54,9 @@ def ours(args: argparse.Namespace) -> None:
     from rolljax.trainer.phase_trainer import PhaseTrainer
     from rolljax.trainer.publish import make_publish
     from rolljax.types import Key, SamplingParams, Task, Trajectory, Turn
+
+    def compared(params: Params) -> list[np.ndarray]:
+        return [np.array(x.ravel()[: bc.NUM_COMPARED]) for x in jax.tree.leaves(params)]
 
     a, total = args, args.warmup + args.steps + 1
     shape = Qwen3Config(
@@ -74,7 +77,7 @@ def ours(args: argparse.Namespace) -> None:
         limit_tok=a.new_tokens,
     )
     state = trainer.init(jax.jit(lambda: model.init(a.seed))())
-    before = jax.tree.map(np.asarray, state.params)
+    before = compared(state.params)
     publish = make_publish(mesh, model)
     engine = Engine(model, SamplerConfig(slots=a.prompts * a.generations, max_context=longest), mesh, BATCH_AXES)
     tok, law = bc.tokenizer(a.vocab), SamplingParams(a.temperature, a.new_tokens)
@@ -117,10 +120,7 @@ def ours(args: argparse.Namespace) -> None:
     sampler.close()
     versions = {n: metadata.version(n) for n in ("jax", "jaxlib", "optax")}
     rec.report("rolljax GRPO", a, model.num_params(), versions)
-    moved = max(
-        float(np.abs(x - np.asarray(y)).max())
-        for x, y in zip(*map(jax.tree.leaves, (before, state.params)), strict=True)
-    )
+    moved = max(float(np.abs(x - y).max()) for x, y in zip(before, compared(state.params), strict=True))
     different = len({x.tokens.tobytes() for x in answers})
     print(
         f"check: optimizer steps {int(state.policy.num_updates)}, largest weight change {moved:.2e}, "

@@ -14,6 +14,9 @@ import statistics
 import string
 import time
 
+NUM_COMPARED = 1000
+"""How many numbers of each weight are kept to see whether training moved it. A whole copy would count as memory."""
+
 
 def parser(description):
     p = argparse.ArgumentParser(description=description)
@@ -79,8 +82,11 @@ def prompt_batches(args, count):
 
 
 def reward(completion):
-    """Share of vowels: trivial, cheap, and different for almost every sample."""
-    return sum(c in "aeiouAEIOU" for c in completion) / max(len(completion), 1)
+    """Share of vowels and even digits: trivial, cheap, and different for almost every sample.
+
+    Tokens beyond the 256 bytes are texts such as <f1234>, so a large vocabulary needs the digits.
+    """
+    return sum(c in "aeiouAEIOU02468" for c in completion) / max(len(completion), 1)
 
 
 def now():

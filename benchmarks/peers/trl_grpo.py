@@ -130,13 +130,14 @@ def main():
         trainer._generate_single_turn = timed_single_turn
         trainer._generate_and_score_completions = timed_score
         trainer.add_callback(StepEnd())
-        before = [x.detach().clone() for x in model.parameters()]
+        before = [x.detach().flatten()[: bc.NUM_COMPARED].clone() for x in model.parameters()]
         trainer.train()
         rec.begin_step()
 
     versions = {n: md.version(n) for n in ("trl", "transformers", "torch", "accelerate")}
     rec.report("TRL GRPO", args, params, versions)
-    moved = max(float((a - b.detach()).abs().max()) for a, b in zip(before, model.parameters(), strict=False))
+    after = [x.detach().flatten()[: bc.NUM_COMPARED] for x in model.parameters()]
+    moved = max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True))
     print(
         f"check: optimiser steps {trainer.state.global_step}, largest weight change {moved:.2e}, "
         f"distinct completions in last batch {len({tuple(x) for x in sampled[-1]})}/{len(sampled[-1])}"

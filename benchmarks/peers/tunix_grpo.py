@@ -129,10 +129,11 @@ def main():
         ),
     )
     data = [{"prompts": np.array(b)} for b in bc.prompt_batches(args, total + 1)]
-    before = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    before = [np.array(x.ravel()[: bc.NUM_COMPARED]) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
     trainer.train(data)
     rec.begin_step()
-    after = [np.asarray(x) for x in jax.tree.leaves(nnx.state(cluster.actor_trainer.model, nnx.Param))]
+    trained = nnx.state(cluster.actor_trainer.model, nnx.Param)
+    after = [np.array(x.ravel()[: bc.NUM_COMPARED]) for x in jax.tree.leaves(trained)]
 
     import tunix
 

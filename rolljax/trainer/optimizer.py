@@ -137,6 +137,15 @@ class Optimizer(abc.ABC):
         rule = _gated(self.rule(num_updates))
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), _one_by_one(rule) if self.offload else rule)
 
+    @property
+    def in_branch(self) -> bool:
+        """Whether `update.apply` computes an update in a branch (`lax.cond`) that is taken only if the update happens.
+
+        XLA then writes the new state over the old one. Where it has to choose between both afterwards it copies the old
+        one first. State in host memory cannot be the result of a branch; there it is chosen, one parameter at a time.
+        """
+        return not self.offload
+
     def host_shardings(self, shardings: Any) -> Any:
         """Where the state lives between updates: `shardings` (of `opt_state_shardings`), with `offload` on the host.
 
@@ -209,6 +218,11 @@ class Muon(Optimizer):
         check_range(self, "adam_eps", "consistent_rms", "adam_lr", above=0)
         check_range(self, "ns_steps", low=1)
         check_range(self, "beta", "adam_b1", "adam_b2", low=0, below=1)
+
+    @property
+    def in_branch(self) -> bool:
+        """False: in a branch XLA lays out the Newton-Schulz products in another way, so they round differently."""
+        return False
 
     def rule(self, num_updates: int) -> optax.GradientTransformation:
         adam_rate = self._schedule(self.adam_lr or self.highest_lr, num_updates)

@@ -151,20 +151,29 @@ Gradients = tuple[Params, tuple[Stats, Stats]]
 
 
 def accumulate(grad_fn: Callable[[TokenBatch], Gradients], batch: TokenBatch) -> tuple[Params, Stats]:
-    """Gradients and statistics of micro-batches, summed over those that hold anything. `grad_fn` is traced once."""
+    """Gradients and statistics of micro-batches, summed over those that hold anything. `grad_fn` is traced once.
+
+    A batch of one micro-batch needs no sum, so there is one gradient in memory and not two.
+    """
     like = jax.eval_shape(batch.micro_batch, jnp.int32(0))
     traced, shapes = jax.make_jaxpr(grad_fn, return_shape=True)(like)
-    run = jaxpr_as_fun(traced)
+    program = jaxpr_as_fun(traced)
     tree: Any = jax.tree.structure(shapes)
+
+    def run(i: jax.Array) -> Gradients:
+        return jax.tree.unflatten(tree, program(*jax.tree.leaves(batch.micro_batch(i))))
 
     def body(i: jax.Array, total: Gradients) -> Gradients:
         grads, (sums, maxima) = total
-        new_grads, (new_sums, new_maxima) = jax.tree.unflatten(tree, run(*jax.tree.leaves(batch.micro_batch(i))))
+        new_grads, (new_sums, new_maxima) = run(i)
         grads, sums = jax.tree.map(jnp.add, grads, new_grads), jax.tree.map(jnp.add, sums, new_sums)
         return grads, (sums, jax.tree.map(jnp.maximum, maxima, new_maxima))
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    grads, (sums, maxima) = jax.lax.fori_loop(0, batch.num_micro, body, zeros)
+    if batch.tokens.shape[0] == 1:
+        grads, (sums, maxima) = run(jnp.int32(0))
+    else:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        grads, (sums, maxima) = jax.lax.fori_loop(0, batch.num_micro, body, zeros)
     return grads, {**sums, **maxima}
 
 
@@ -193,19 +202,35 @@ def gradients(
 
 
 def apply(
-    tx: Transformation, state: ParamState, grads: Params, loss: jax.Array, num_tokens: jax.Array
+    tx: Transformation,
+    state: ParamState,
+    grads: Params,
+    loss: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    in_branch: bool = False,
 ) -> tuple[ParamState, Stats]:
-    """One optimizer update, unless something is not finite or there was nothing to train on: then the old state."""
+    """One optimizer update, unless something is not finite or there was nothing to train on: then the old state.
+
+    in_branch: see `Optimizer.in_branch`.
+    """
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     some = num_tokens > 0
     ok = finite & some
-    updates, opt_state = tx.update(grads, state.opt_state, state.params, ok=ok)
-    params = optax.apply_updates(state.params, updates)
+
+    def updated(ok: jax.Array | bool = True) -> tuple[Params, Any, jax.Array]:
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, ok=ok)
+        return optax.apply_updates(state.params, updates), opt_state, optax.tree.norm(updates)
+
+    def unchanged() -> tuple[Params, Any, jax.Array]:
+        return state.params, state.opt_state, jnp.zeros_like(grad_norm)
+
+    params, opt_state, update_norm = jax.lax.cond(ok, updated, unchanged) if in_branch else updated(ok)
     new = ParamState(params, opt_state, state.num_updates + ok.astype(jnp.int32))
     return new, {
         "grad_norm": grad_norm,
-        "update_norm": optax.tree.norm(updates),
+        "update_norm": update_norm,
         "finite": finite.astype(jnp.float32),
         "skipped_n": 1 - some.astype(jnp.float32),
     }
@@ -247,7 +272,7 @@ def make_policy_update(
             grads, stats = gradients(model, algorithm, state.params, batch, models, NumShards.of(mesh), base)
         stats["optim/lr"] = jnp.asarray(rate(state.num_updates), jnp.float32)
         stats |= {f"optim/grad_norm_{part}": norm for part, norm in grad_norm_parts(grads).items()}
-        new, applied = apply(tx, state, grads, stats["loss/total"], batch.num_tokens)
+        new, applied = apply(tx, state, grads, stats["loss/total"], batch.num_tokens, in_branch=optimizer.in_branch)
         return new, {**stats, **{f"optim/{k}": v for k, v in applied.items()}}
 
     return jax.jit(update, out_shardings=(shardings, replicated(mesh)), donate_argnums=0)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rolljax.aot.programs import SamplerShapes, device_bytes
+from rolljax.aot.programs import SamplerShapes, Trainer, device_bytes
 from rolljax.envs.games.countdown import Countdown
 from rolljax.errors import ConfigError, OutOfMemory, SamplerError, boundary
 from rolljax.model.attention import packed
@@ -20,7 +20,10 @@ from rolljax.run import memory
 from rolljax.run.preflight import resolve
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.grpo import Grpo
+from rolljax.trainer.batch import PackShape
 from rolljax.trainer.mesh import MeshSpec
+from rolljax.trainer.optimizer import AdamW
+from rolljax.trainer.phase_trainer import PhaseTrainer
 
 SHAPE = Qwen3Config(264, 9, 32, 4, 2, 16, 48)  # deep enough that decode scans over its layers
 
@@ -61,6 +64,18 @@ def test_the_backward_pass_keeps_no_copy_of_a_weight(dtype):
     sizes = {x.size for name, x in params["layers"].items() if x.ndim > 2}
     kept = [x for x in jax.tree.leaves(pull) if x.size in sizes]
     assert kept and all(x.unsafe_buffer_pointer() in own for x in kept)
+
+
+@pytest.mark.parametrize(("num_micro", "most"), [(1, 3.2), (2, 3.6)])
+def test_an_update_writes_new_moments_over_the_old_ones(num_micro, most):
+    """Sizes are in units of the parameters. One micro-batch needs no sum of gradients in addition to the gradient."""
+    model, mesh = Model(Qwen3Config(8192, 2, 64, 4, 2, 16, 96)), MeshSpec().build(jax.devices()[:1])
+    shape = PackShape(num_micro, 1, 32)
+    shapes = Trainer.of(PhaseTrainer(mesh, model, Grpo(), AdamW(), shape, steps=1, groups_per_step=1))
+    (update,) = shapes.programs("rl", {})
+    memory = update.lower().compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= device_bytes(shapes.state)
+    assert memory.temp_size_in_bytes / device_bytes(shapes.state.policy.params) < most
 
 
 # ---- the account ----------------------------------------------------------------------------------------------------
