@@ -101,6 +101,7 @@ def trained(tmp_path_factory):
         "warm_start__Phase_dot_steps": 40,
         "warm_start__Phase_dot_prompts_per_step": 32,
         "rl__Phase_dot_steps": 10,
+        "Recipe_dot_save_every": 50,
         "MeshSpec_dot_data": 1,
     }
     assert train(arguments(run_dir, **changes)) == 0
