@@ -80,7 +80,7 @@ def test_links_lead_somewhere():
 
 def test_every_algorithm_is_in_the_index_and_in_the_decision_table():
     text = (DOCS / "algorithms.md").read_text()
-    table = text[text.index("## Which one") : text.index("## All of them")]
+    table = text[text.index("## Which one") : text.index("## All algorithms")]
     for module, classes in pages.algorithm_classes().items():
         for cls in classes:
             assert f"[`{module}.{cls.__name__}`](algorithms/{module}.md#" in text
