@@ -151,8 +151,8 @@ class InfraError(EnvError):
 
 
 class NeighbourError(InfraError):
-    """An episode shared its worker with one that hung or crashed. It is begun again, however often that happens: this
-    says nothing about the machine."""
+    """An episode shared its worker with one that hung or crashed. It restarts, without counting as a retry, because the
+    machine is not at fault."""
 
 
 class SamplerError(RolljaxError, RuntimeError):
@@ -198,7 +198,7 @@ class HangError(RolljaxError, TimeoutError):
 
 
 EXIT_PREEMPTED = 75
-"""Exit code of a run that was told to stop, saved, and can be continued by the same command."""
+"""Exit code of a run that saved and stopped on request; the same command continues it."""
 
 EXIT_INTERRUPTED = 130
 """Exit code after a second Ctrl-C, which does not wait for a save."""

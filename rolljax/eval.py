@@ -2,7 +2,7 @@
 
 Prints one table in Markdown: reward, pass@k, avg@k and maj@k with confidence intervals, for each environment and over
 all of them; `--json` prints the same as one JSON object. Without `--env` the tasks are the held-out ones of the run, or
-of the recipe that `--gin` names. `--to DIR` keeps every answer; the same command goes on with an evaluation that was
+of the recipe that `--gin` names. `--to DIR` keeps every answer; the same command continues an evaluation that was
 interrupted. `--compare DIR_A DIR_B` compares two that are complete (docs/evaluation.md).
 
 `--benchmark bsa|usb|recgpt|FILE --items FILE --judge URL` has judges look at the answers (docs/benchmarks.md).
@@ -96,7 +96,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     server.add_argument("--request", metavar="JSON", help="fields of every request; null takes one away")
     out = parser.add_argument_group("output")
-    out.add_argument("--to", metavar="DIR", help="keep every answer and the report there; go on with what is there")
+    out.add_argument(
+        "--to", metavar="DIR", help="keep every answer and the report there; continue an unfinished evaluation"
+    )
     out.add_argument("--fresh", action="store_true", help="delete the evaluation in that folder first")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     out.add_argument(
@@ -281,7 +283,7 @@ def evaluate(
       attempts: how each task is tried; None: once, at the recipe's temperature and seed.
       dtype: of computations; None: the recipe's, or float32 on CPU and else bfloat16.
       chat_template: of a Hugging Face folder: as `Recipe.chat_template`; None: the recipe's, or the folder's own.
-      to: folder for every answer and the report; an unfinished evaluation there goes on. fresh: delete it first.
+      to: folder for every answer and the report; an unfinished evaluation in it continues. fresh: delete it first.
       quiet: show no progress on stderr. should_stop: asked all the while; True ends it with `Stopped`.
 
     Raises:

@@ -4,7 +4,7 @@
 The same command continues a run that was stopped; on several hosts it is started on each of them (docs/sharding.md).
 Exit codes: 0 done, 2 config, 3 data, environment or a lost process, 4 sampler, 5 trainer (not finite), 6 checkpoint,
 7 a wait past its deadline, 8 out of memory, 74 the run folder cannot be written, 75 stopped and saved: run it again to
-go on, 130 interrupted by a second Ctrl-C.
+continue, 130 interrupted by a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     cli.add_config_arguments(parser, required=True)
     parser.add_argument("--run_dir", help="run folder (default: runs/ and the name of the last gin file)")
     parser.add_argument(
-        "--replay", metavar="RUN", help="train what the run in that folder trained, from its rollouts, then go on"
+        "--replay", metavar="RUN", help="train the steps of the run in that folder, from its rollouts, then continue"
     )
     parser.add_argument("--fresh", action="store_true", help="delete the run in that folder first")
     parser.add_argument("--dry_run", action="store_true", help="check everything, show what would run, and stop")
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
     code = 1
     try:
-        told = "stopped by SIGTERM; the same command goes on from the last checkpoint, or begins the run"
+        told = "stopped by SIGTERM; the same command continues from the last checkpoint, or starts the run"
         code = cli.run_verb(run, lambda: config[0] if config else None, at_sigterm=(EXIT_PREEMPTED, told))
     finally:
         for team in joined:
@@ -91,7 +91,7 @@ def train(
 
     Args:
       began: see `loop.train`. console: shows progress (default: on stderr).
-      told_to_stop: asked while the run goes on, beside signals; True saves and ends it.
+      told_to_stop: called during the run, in addition to signals; True saves and ends the run.
     """
     from rolljax import loop
     from rolljax.cluster.lockstep import Follower
@@ -132,7 +132,7 @@ def train(
                     trainer, progress = loop.train(checked, folder, console, should_stop, team, began, log)
             except Stopped:
                 return stopped(folder, console)
-            except Exception as e:  # border: whatever ended the run stands in its summary
+            except Exception as e:  # border: the summary has whatever ended the run
                 failed(folder, console, e)
                 raise
         return finish(folder, console, checked.recipe, trainer, progress, began)
@@ -158,7 +158,7 @@ def follow(config: Loaded[Recipe], folder: RunFolder, team: Follower) -> int:
 
 
 def is_complete(folder: RunFolder, recipe: Recipe, console: Console) -> bool:
-    """Whether nothing is left to do in a run folder; says so, or where the run goes on."""
+    """Return whether a run folder is complete; print that, or the step from which the run continues."""
     saved = folder.latest(console.say)
     if saved is None:
         return False
@@ -171,12 +171,12 @@ def is_complete(folder: RunFolder, recipe: Recipe, console: Console) -> bool:
 
 
 def stopped(folder: RunFolder, console: Console) -> int:
-    """A run was told to stop, and has saved; returns the exit code."""
+    """Finish a run that has saved and stops on request; return the exit code."""
     from rolljax.run.progress import RunProgress
 
     if saved := folder.latest(console.say):
         folder.finish(saved.progress, "stopped by signal")
-        console.say("stopped and saved; the same command goes on from here")
+        console.say("stopped and saved; the same command continues from here")
     else:
         folder.write_summary(RunProgress(), "stopped by signal")
         console.say("stopped before its first step; the same command begins it again")
@@ -220,11 +220,11 @@ def complete_line(folder: RunFolder, progress: RunProgress, recipe: Recipe) -> s
     line = f"{folder.path} is complete already ({progress.total_steps} steps); "
     if progress.step < phase.steps:
         line += f"{phase.name} ended early ({progress.phase_end[phase.name]}), so more steps have no effect; "
-    return line + "more steps or another phase go on, --fresh starts over"
+    return line + "more steps or another phase continue it, --fresh starts over"
 
 
 def continuing_line(folder: RunFolder, progress: RunProgress, has_more: bool) -> str:
-    """One line for a run that goes on."""
+    """Return one line for a run that continues."""
     line = f"continuing {folder.path} after step {progress.total_steps}"
     if not has_more:
         return f"{line}: training is done, its results are not all there"
@@ -258,7 +258,7 @@ class stop_on_signal:
     def _handle(self, number: int, frame: Any) -> None:
         if self._event.is_set() and number == signal.SIGINT:
             show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # which a live line hides
-            print(f"{show_cursor}interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+            print(f"{show_cursor}interrupted; the same command continues from the last checkpoint", file=sys.stderr)
             sys.stderr.flush()
             os._exit(EXIT_INTERRUPTED)
         self._event.set()
@@ -274,7 +274,7 @@ def describe_adapters(model: Model) -> str:
     trained = sum(x.size for x in jax.tree.leaves(model.abstract()))
     maps = ", ".join(lora.maps(model.plain.axes()))
     base = "int8" if lora.int8_base else model.dtype
-    return f"adapters  {trained:,} parameters: rank {lora.rank} beside {maps}; base weights in {base}"
+    return f"adapters  {trained:,} parameters: rank {lora.rank} on {maps}; base weights in {base}"
 
 
 def describe_split(checked: Preflight) -> list[str]:

@@ -34,7 +34,7 @@ def default(field: dataclasses.Field) -> Any:
 
 
 def default_classes(cls: type) -> list[type]:
-    """Classes of the objects that stand in `cls` by default."""
+    """Return the classes of the objects in the defaults of `cls`."""
     found = [type(leaf) for field in fields(cls).values() for leaf in leaves(default(field), object)]
     return [cls for cls in found if is_config(cls)]
 
@@ -45,7 +45,7 @@ def mentioned_classes(cls: type) -> list[type]:
 
 
 def closure(start: Iterable[type], grow: Callable[[type], list[type]]) -> dict[type, None]:
-    """The classes, those that `grow` finds for each, and so on; keys in the order found."""
+    """Return the classes, the classes that `grow` finds for each, and so on; keys in the order found."""
     seen: dict[type, None] = {}
     todo = list(start)
     while todo:
@@ -115,7 +115,7 @@ def _classes_in(module: str) -> list[str]:
 
 
 def modules_near(module: str) -> str:
-    """A remedy for a module that does not exist: the nearest name beside it."""
+    """Return a remedy for a module that does not exist: the nearest name in its package."""
     parent, _, last = module.rpartition(".")
     beside = pkgutil.iter_modules(getattr(importlib.import_module(parent), "__path__", [])) if parent else []
     remedy = check.nearest(last, [m.name for m in beside], f"modules in {parent}")

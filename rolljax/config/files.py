@@ -1,4 +1,4 @@
-"""gin files by their names: a path, or one of those that come with rolljax."""
+"""gin files by their names: a path, or the name of a file that comes with rolljax."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def find_config(name: str) -> str:
 
 
 def include_path(path: str, name: str) -> str:
-    """The path of the included file `name`: beside the file that includes it, else as `find_config` finds it."""
+    """Return the path of the included file `name`: next to the including file, else as `find_config` finds it."""
     beside = Path(path).parent / name
     found = find_config(name)
     return found if Path(found).is_file() and not beside.is_file() else str(beside)
@@ -44,7 +44,7 @@ def read(path: str, included_at: str) -> str:
 
 
 def _files_near(path: str) -> str:
-    """The gin file that was meant by one that is not there: beside it, or of rolljax's own; else what there is."""
+    """Return a hint for a gin file that does not exist: the closest name there or in rolljax, else all names."""
     folder, name = Path(path).parent, Path(path).stem
     beside = {p.stem: p.name for p in folder.glob("*.gin")}
     shipped = _shipped()
@@ -53,7 +53,7 @@ def _files_near(path: str) -> str:
     if near := check.near(path.removeprefix("configs/").removesuffix(".gin"), shipped) or check.near(name, shipped):
         return f"did you mean '{near}', which comes with rolljax?"
     here = f"gin files in {folder}: {', '.join(sorted(beside.values()))}; " if beside else ""
-    return f"{here}those that come with rolljax: {', '.join(n for n in shipped if '/' not in n)}"
+    return f"{here}files that come with rolljax: {', '.join(n for n in shipped if '/' not in n)}"
 
 
 def _shipped() -> list[str]:

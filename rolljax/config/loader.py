@@ -5,8 +5,8 @@ winning ones to gin, which evaluates references, macros and scopes and calls `_B
 fills defaults, checks each value against its annotation (`check.fit`) and constructs; what nothing read is an
 error; `Loaded` is what leaves.
 
-Two things are added to gin's meaning. A binding reaches every object of its class, also one that stands in the tree
-as a field's default. A list is taken for a tuple, an int for a float, where the annotation says so.
+Two rules are added to gin's. A binding applies to every object of its class, also to a field's default in the tree. A
+list is taken for a tuple, and an int for a float, if the annotation says so.
 
 Deliberately absent: coercion of strings, configurable functions, gin constants, and any gin state after `load`.
 """
@@ -40,8 +40,8 @@ def load(
     under way in a process: gin keeps its bindings in the module; other threads wait.
 
     Args:
-      files: gin files: paths, or names of those that come with rolljax (`quickstart`, `algorithms/tis`). An `include`
-        is looked up beside the file that has it, then as one of these.
+      files: gin files: paths, or names of files that come with rolljax (`quickstart`, `algorithms/tis`). An `include`
+        is looked up in the folder of the file that has it, then as one of these.
       settings: 'name = value', or name -> value. A name is a macro, a selector as in the files, or any unambiguous
         shorter form (`Class.field`). A written value is a gin value, or a bare word or path, which is taken as a
         string; a value of a mapping is taken as it is, a frozen dataclass or a function too.

@@ -19,7 +19,7 @@ from rolljax.config.classes import default, fields, is_config
 
 REQUIRED = "%gin.REQUIRED"
 MAX_SOURCE_LINES = 60
-"""Of a function that stands in a comment."""
+"""Longest function whose source is written into a comment."""
 _SCALARS = (bool, int, float, str)
 
 

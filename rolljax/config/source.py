@@ -177,7 +177,7 @@ class Source:
         return {cls: cls in in_tree for cls in closure([*in_tree, *imported], mentioned_classes)}
 
     def nameable(self) -> list[type]:
-        """The known classes that stand in the tree of settings, or that some setting takes."""
+        """Return the known classes in the tree of settings, and the classes that a setting takes."""
         known = self.known()
         found, more = set[type](), {cls for cls, used in known.items() if used}
         while more:
@@ -240,8 +240,8 @@ class Source:
         return obj
 
     def _find(self, selector: str, where: str) -> Any:
-        """What a setting's selector names: as in a file, the end of a known class's path or of one beside those in
-        rolljax, or a full path."""
+        """Return the object that a selector names, as in a file: by the end of the path of a known class, or of an
+        object in the same modules of rolljax, or by a full path."""
         first, *rest = selector.split(".")
         known = self.known()
         found = {cls: None for cls in known if f".{check.full_name(cls)}".endswith(f".{selector}")}

@@ -89,12 +89,12 @@ class Run:
 
     @property
     def stop_reason(self) -> str:
-        """Why it stopped; empty while it goes on."""
+        """Why it stopped; empty while it is in progress."""
         return str(self.summary.get("stop_reason", ""))
 
     @property
     def is_finished(self) -> bool:
-        """Whether all phases are done. If not, the same call of `rolljax.train` goes on."""
+        """Whether all phases are done. If not, the same call of `rolljax.train` continues the run."""
         from rolljax.run.folder import DONE
 
         return self.stop_reason == DONE
@@ -186,7 +186,7 @@ class Trajectories(list["Trajectory"]):
         return f"{len(self)} trajectories{mean}"
 
     def sorted(self) -> Trajectories:
-        """Best reward first, groups apart: siblings stand in the order of their rewards."""
+        """Return the trajectories sorted by group, and by reward within a group, the best first."""
         return Trajectories(sorted(self, key=lambda t: (t.key.draw, -t.reward)))
 
     def _repr_html_(self) -> str:

@@ -5,8 +5,8 @@ of the device's list that can run: `MEASURED` has the lists that a measurement o
 `UNMEASURED` those of other devices.
 
 `RaggedPath` (TPU) and `TritonPath` (GPU, decode steps) read pages where they lie: the pool is their cache, carried
-through the layers and the decode steps and written in place, so nothing is copied and `close` has nothing to do. What a
-path is stands in `kv`. The compiler cannot partition the kernels: they run in a `shard_map` over every mesh axis that
+through the layers and the decode steps and written in place, so nothing is copied and `close` has nothing to do. `kv`
+defines a path. The compiler cannot partition the kernels: they run in a `shard_map` over every mesh axis that
 is not manual yet, with the heads split over `tensor`.
 """
 
@@ -104,7 +104,7 @@ def paths_for(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """What these paths read, beside the pool: page ids `[B, W]`, and tokens that are in them `[B]`."""
+    """The input of these paths in addition to the pool: page ids `[B, W]`, and the number of their tokens `[B]`."""
 
     table: jax.Array
     length: jax.Array
@@ -231,8 +231,8 @@ class RaggedPath:
         tokens: int,
         window: int | None,
     ) -> jax.Array:
-        """`tokens` queries of each row over its first `length` keys, or those of its last `window` tokens; the last
-        query stands at the last key."""
+        """Attend with `tokens` queries of each row to its first `length` keys, or to the keys of its last `window`
+        tokens; the last query is at the position of the last key."""
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
         B, W = table_BW.shape
@@ -376,7 +376,7 @@ def _write_positions(
     num_pages: int,
     size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Page and offset `[B, T]` of each row's next tokens; those that do not hold get pages past the pool, each its own.
+    """Return page and offset `[B, T]` of each row's next tokens; invalid ones get distinct pages past the pool.
 
     shift: where the layer's pages start. num_pages: of the pool, all layers. size: tokens per page.
     """

@@ -454,7 +454,7 @@ def _to_host(tree: Any) -> Any:
 def opt_state_shardings(mesh: Mesh, init: Any, abstract_params: Params, param_shardings: Any) -> Any:
     """Shardings of an optimizer's state: what has a parameter's axes is split as they are, the rest is on every device.
 
-    Moments lie beside their parameter; of a mean over some axis the other axes stay where they were.
+    Moments have the sharding of their parameter; a mean over some axis keeps the sharding of the other axes.
 
     Args:
       init: a transformation, or its `init` (perhaps under `vmap`).

@@ -57,7 +57,7 @@ class Reshard:
 
     In between weights lie in as many parts as both meshes can have: each device that receives is sent its part of every
     matrix by a device that has just that part, so nothing passes through the host, and the mesh that receives has one
-    part beside its weights instead of a second copy. Only `write`, on its own mesh, gathers them.
+    part in addition to its weights, not a second copy. Only `write`, on its own mesh, gathers them.
 
     Args:
       mesh: the trainer's. to: the sampler's.
@@ -94,7 +94,7 @@ class Reshard:
 
 
 def in_parts(mesh: Mesh, parts: int) -> Mesh:
-    """A mesh of the same devices on which parameters are split into so many parts, each on as many devices."""
+    """Return a mesh of the same devices on which parameters are split into `parts` equal parts."""
     sizes = {"data": mesh.size // parts, "fsdp": parts}
     return Mesh(mesh.devices.reshape([sizes.get(axis, 1) for axis in MESH_AXES]), MESH_AXES)
 

@@ -151,7 +151,7 @@ Gradients = tuple[Params, tuple[Stats, Stats]]
 
 
 def accumulate(grad_fn: Callable[[TokenBatch], Gradients], batch: TokenBatch) -> tuple[Params, Stats]:
-    """Gradients and statistics of micro-batches, summed over those that hold anything. `grad_fn` is traced once.
+    """Sum gradients and statistics over the micro-batches that are not empty. `grad_fn` is traced once.
 
     A batch of one micro-batch needs no sum, so there is one gradient in memory and not two.
     """

@@ -282,7 +282,7 @@ with stop_on_signal() as is_told:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment())
     assert done.returncode == 130, done.stderr
-    assert "interrupted; the same command goes on from the last checkpoint" in done.stderr
+    assert "interrupted; the same command continues from the last checkpoint" in done.stderr
     assert "Traceback" not in done.stderr
 
 

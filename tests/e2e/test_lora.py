@@ -186,7 +186,7 @@ def test_verbs_take_such_a_run(trained, arguments, capsys):
     merged = load_file(trained / "hf" / "model.safetensors")
     np.testing.assert_array_equal(weights["layers"]["down"][1].T, merged["model.layers.1.mlp.down_proj.weight"])
     assert train([*arguments, "--dry_run"]) == 0
-    assert "rank 4 beside q, k, v, o, gate, up, down; base weights in float32" in capsys.readouterr().out
+    assert "rank 4 on q, k, v, o, gate, up, down; base weights in float32" in capsys.readouterr().out
 
 
 def test_adapter_folders_need_adapters_and_a_folder(trained, tmp_path):

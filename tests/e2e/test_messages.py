@@ -40,7 +40,7 @@ TABLE = [
     (train, ["--gin", "quikstart"], 2, ["did you mean 'quickstart'"], []),
     (train, ["--gin", "algorithms/grop"], 2, ["did you mean 'algorithms/grpo"], []),
     (train, ["--gin", "mien.gin"], 2, ["did you mean 'mine.gin'"], ["quickstart"]),
-    (train, ["--gin", "nowhere/qqqq.gin"], 2, ["those that come with rolljax", "quickstart"], []),
+    (train, ["--gin", "nowhere/qqqq.gin"], 2, ["files that come with rolljax", "quickstart"], []),
     (train, ["--gin", "folder"], 2, ["is a folder, not a gin file"], ["Errno"]),
     (train, ["--gin", "program.py"], 2, ["program.py:1: syntax error", "a line is"], []),
     (train, setting("Recipe.model = Qwen/Qwen3-0.6B"), 2, ["Recipe.model", HUB], []),

@@ -72,7 +72,7 @@ WORDS = ("the", "answer", "is", "forty", "two", "so")
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """How a random batch is made: at most so many of everything, the rest by the seed."""
+    """The shape of a random batch: upper bounds of all sizes; the seed draws the rest."""
 
     seed: int
     num_groups: int
@@ -87,7 +87,7 @@ class World:
     def groups(self, size=None, replay=False):
         """Trajectories with ties in rewards, truncated ones, equal observations, near-equal texts, turns of weight 0.
 
-        size: siblings of every group. replay: some trajectories begin with turns that nobody sampled.
+        size: siblings of every group. replay: some trajectories start with replayed turns.
         """
         rng = self.rng()
         seen = [rng.integers(0, 99, n).astype(np.int32) for n in (1, 2, 2)]
@@ -226,7 +226,7 @@ def agree(loss, grad, want, rel=1e-5):
 
 
 def with_rewards(algorithm, change, **options):
-    """The reference with other rewards: `change(episodes) -> list of rewards`. What is added stands on the last turn."""
+    """The reference with other rewards: `change(episodes) -> list of rewards`. The last turn gets the difference."""
 
     def changed(episodes):
         out = []
@@ -694,7 +694,7 @@ def test_an_adaptive_kl_coefficient(where):
     assert betas[0] != betas[1]
 
 
-# ---- terms beside the surrogate -------------------------------------------------------------------------------------
+# ---- terms besides the surrogate ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", RICH, ids=str)

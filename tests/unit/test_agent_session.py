@@ -1,4 +1,4 @@
-"""Sessions: whose settings count, prompts that go on with what was sampled, streams, limits."""
+"""Sessions: precedence of settings, prompts that continue sampled tokens, streams, limits."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def begin(session, served, messages=None, **fields):
 
 
 def answer(job, served, tokens, text=None):
-    """Sampled ids for a call, and what the program is told; as ids, the tokens need not be what the text tokenises to."""
+    """Answer a call with sampled ids, and return the program's message; its text may tokenise to other ids."""
     tokens = np.array(tokens, np.int32)
     logp = -np.arange(1, len(tokens) + 1, dtype=np.float32)
     reason = "stop" if tokens[-1] in served.chat.stop_ids else "length"
@@ -182,7 +182,7 @@ def test_ids_that_the_program_gives_back_are_taken_as_they_are(session, served):
 
 
 def test_every_sampled_token_is_in_one_stream_only(session, served):
-    """Two calls that go on with the same one: the second is a stream of its own, and repeats what it stands on."""
+    """Two calls that continue the same one: the second is a separate stream, and repeats the tokens before it."""
     first = begin(session, served, [USER])
     said = answer(first, served, ids(served, "calc(17*3)"))
     second, third = begin(session, served, [USER, said, AGAIN]), begin(session, served, [USER, said, USER])

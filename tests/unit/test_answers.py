@@ -1,4 +1,4 @@
-"""Final answers: where they stand in a text, and when two of them are the same."""
+"""Final answers: finding them in a text, and comparing two of them."""
 
 import json
 import os

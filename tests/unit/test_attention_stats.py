@@ -32,7 +32,7 @@ FIELDS = ("tokens", "positions", "segment_ids", "branch_ids", "mask")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sequence:
-    """One sibling, and where its sampled tokens stand in the packed rows."""
+    """One sibling, and the positions of its sampled tokens in the packed rows."""
 
     tokens: np.ndarray
     mask: np.ndarray
@@ -158,7 +158,7 @@ def test_statistics_of_packed_rows_are_those_of_whole_matrices(model, params, pa
     arrays, sequences = packed_rows
     expected, stats = naive(model, params, (0, 1)), run(model, params, arrays)
     check_packed(stats, arrays, sequences, expected)
-    # what agrees is not trivial: heads, layers and tokens differ, and some tokens have nobody after them
+    # what agrees is not trivial: heads, layers and tokens differ, and some tokens have no token after them
     spans = stats.span_sums_LH / stats.num_tokens
     assert np.ptp(spans) > 0.3 and np.abs(spans[0] - spans[1]).max() > 0.1
     fais = np.concatenate([n[2] for n in expected], -1)
@@ -338,7 +338,7 @@ def temp_bytes(model, row_len, **how):
 
 @pytest.fixture
 def full_compiles():
-    """Fusion decides what is held in memory."""
+    """Fusion decides which arrays are in memory."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

@@ -60,8 +60,7 @@ def record(arrays, turns):
 def unpacked(rows):
     """All sequences of a batch as records, found by walking `prev` back from the last token of every branch.
 
-    Nothing that is stored may lie beside these walks, and within a row no number of a trajectory or turn may be that of
-    another one.
+    Every stored token must be on one of these walks, and within a row every trajectory and turn has its own number.
     """
     found, visited = [], np.zeros(rows["tokens"].shape, bool)
     for r in range(len(rows["tokens"])):
@@ -363,7 +362,7 @@ def test_a_sample_of_a_trajectory_is_what_was_sampled():
 
 
 def restarting(rng, prompt, turns, restarts):
-    """A sample whose stream starts anew with the observation before each turn of `restarts`."""
+    """Return a sample whose stream restarts with the observation before each turn of `restarts`."""
     s = sample(rng, prompt, turns)
     borders = np.cumsum([len(prompt)] + [sum(t) for t in turns])
     begins = [borders[k] - turns[k - 1][1] for k in restarts]

@@ -1,4 +1,4 @@
-"""The channel of a run's processes: calls in one order, and nobody waits for those that are gone."""
+"""The channel of a run's processes: calls in one order, and no wait for processes that have ended."""
 
 import multiprocessing
 import os

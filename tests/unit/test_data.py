@@ -1,4 +1,4 @@
-"""Files of data: the same rows in every format, which column holds what, and what is said where that cannot be told."""
+"""Files of data: the same rows in every format, the roles of columns, and errors for ambiguous columns."""
 
 import gzip
 import json

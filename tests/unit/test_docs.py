@@ -30,7 +30,7 @@ def prose(page):
 
 
 def spans(page):
-    """What stands in backticks."""
+    """Return the texts in backticks."""
     return re.findall(r"`([^`\n]+)`", prose(page))
 
 
@@ -110,7 +110,7 @@ def members(name):
 
 
 def resolves(dotted):
-    """Whether `rolljax.a.b.C.d` is there: the module by its file, the rest by what stands in it."""
+    """Return whether `rolljax.a.b.C.d` exists: a module by its file, the rest by the text of the file."""
     parts = dotted.split(".")[1:]
     if parts[:1] and parts[0] in rolljax.__all__:
         return True
@@ -140,7 +140,7 @@ def test_names_of_modules_are_right(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
 def test_paths_are_right(page):
-    """Those that begin with a folder of the repository; and those that begin with a room."""
+    """Paths that start with a folder of the repository, and paths that start with a room."""
     first = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - {"runs"}
     rooms = {p.name for p in PACKAGE.iterdir() if p.is_dir()}
     wrong = []

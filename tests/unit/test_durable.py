@@ -327,7 +327,7 @@ def test_the_newest_files_of_rollouts_stay(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A function: make and mount a file system of so many KiB."""
+    """Return a function that makes and mounts a file system of `kib` KiB."""
     mounted = []
 
     def mount(kib):

@@ -108,7 +108,7 @@ def step(model, params, algorithm, *rewards):
 
 
 def test_a_step_that_can_train_on_nothing_is_an_error(model, params):
-    """Not an empty step: the run would go on for ever."""
+    """An empty step would let the run continue for ever."""
     with pytest.raises(TrainerError, match="leaves out all 4 trajectories, and would whatever their rewards"):
         step(model, params, Deaf(), 0, 1)
     assert step(model, params, DROP, 1, 1).num_trained == 0

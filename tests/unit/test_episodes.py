@@ -98,7 +98,7 @@ def test_states_are_equal_where_the_policy_was_told_the_same():
 
 
 def test_states_do_not_depend_on_the_process_or_on_the_integers_width():
-    """Equal in every process, so that a run that goes on compares states as the one before it did."""
+    """States are equal in every process, so that a continued run compares them as before."""
     for kind in (np.int32, np.int64, np.uint8):
         told = dataclasses.replace(turn([], [1]), prompt_ids=np.arange(5).astype(kind))
         assert Episodes.of([[trajectory(told)]], limit_tok=1).states.tolist() == [[1324111104438731327]]

@@ -1,4 +1,4 @@
-"""The event loop of a run: what runs in it and beside it, and waits with a name and a deadline."""
+"""The event loop of a run: coroutines, blocking calls in another thread, and waits with a name and a deadline."""
 
 import asyncio
 import signal
@@ -24,7 +24,7 @@ def make_event_loop():
 
 
 async def answer(passes=3):
-    """42, after so many passes of the loop."""
+    """Return 42 after `passes` passes of the loop."""
     for _ in range(passes):
         await asyncio.sleep(0)
     return 42
@@ -59,7 +59,7 @@ def test_run_raises_what_the_work_raised(make_event_loop, error):
             event_loop.run(wrapped)
 
 
-def test_it_runs_in_a_thread_of_its_own(make_event_loop):
+def test_the_event_loop_runs_in_a_thread_of_its_own(make_event_loop):
     async def where():
         return threading.get_ident()
 
@@ -113,8 +113,8 @@ def test_what_is_done_when_the_run_is_told_to_stop_is_not_lost(make_event_loop):
 # ---- what blocks ----------------------------------------------------------------------------------------------------
 
 
-def test_what_blocks_runs_beside_the_loop(make_event_loop):
-    """The loop goes on meanwhile: else it could never let the call return."""
+def test_a_blocking_call_does_not_block_the_loop(make_event_loop):
+    """The loop keeps running: otherwise the call could never return."""
     event_loop, released = make_event_loop(), threading.Event()
 
     def blocks(number, *, more):
@@ -154,7 +154,7 @@ def test_calls_are_made_one_after_the_other(make_event_loop):
 
 
 def test_a_call_is_not_interrupted(make_event_loop):
-    """Whoever waits for it may be given up; it goes on to its end, and what comes next waits for that."""
+    """The waiting coroutine may be cancelled; the call runs to its end, and the next call waits for that."""
     event_loop, released, done = make_event_loop(), threading.Event(), []
 
     def blocks():

@@ -1,4 +1,4 @@
-"""The games: rules, oracles from the literature, rewards, and answers that nobody expects."""
+"""The games: rules, oracles from the literature, rewards, and unexpected answers."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ def start(spec, content):
 
 
 def told(env, action):
-    """What an action is answered with; the episode must go on, without reward."""
+    """Return the answer to an action; the episode must continue, without reward."""
     result = env.step(action)
     assert not (result.terminated or result.truncated) and result.reward == 0
     return result.messages[0].content
@@ -504,7 +504,7 @@ def test_a_thing_may_stay_where_it_becomes_what_it_shall_be(content):
 
 
 def test_gold_looks_only_where_it_has_been():
-    """Two houses that look the same so far are told the same."""
+    """The actions are equal in two houses that have looked equal so far."""
     first, _ = start(House(), "place pen bed pen=safe")
     second, _ = start(House(), "place pen bed pen=drawer")
     for _ in range(6):

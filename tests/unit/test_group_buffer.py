@@ -1,5 +1,5 @@
-"""Who begins, who is trained, who is let go: the rules of ROLL Flash and RollPacker by their own examples, and random
-traces."""
+"""Which groups start, are trained, and are cancelled: the rules of ROLL Flash and RollPacker by their own examples, and
+random traces."""
 
 import dataclasses
 import heapq
@@ -67,7 +67,7 @@ def test_a_group_that_would_be_too_old_is_let_go():
     assert fill(buffer, 2) == [6, 7, 8]
 
 
-def test_or_begins_again_and_is_waited_for():
+def test_with_redraw_a_late_group_starts_again_and_is_kept():
     buffer = flash_trace("redraw")
     assert draws(buffer.take(1)) == [3, 5]
     assert draws(buffer.expire(2)) == [2]
@@ -82,7 +82,7 @@ def test_or_begins_again_and_is_waited_for():
     assert draws(buffer.take(3)) == [2, 7]
 
 
-def test_or_is_waited_for_at_once():
+def test_with_wait_a_step_waits_for_a_late_group():
     buffer = flash_trace("wait")
     assert buffer.take(1) is None
     buffer.finished(2)
@@ -91,7 +91,7 @@ def test_or_is_waited_for_at_once():
 
 
 def test_staleness_counts_from_the_start():
-    """RollArt's example (arXiv 2512.22560): with a ratio of 1 a group of version 0 is let go before the step at version 2, and one of version 2 may be trained
+    """RollArt's example (arXiv 2512.22560): with a ratio of 1 a group of version 0 is dropped before the step at version 2, and one of version 2 may be trained
     at version 3, however long it took."""
     buffer = GroupBuffer(Admission(1, num_steps=9, async_ratio=1, late="drop"))
     first, second = buffer.start(0), buffer.start(0)
@@ -114,7 +114,7 @@ def test_staleness_counts_from_the_start():
     ("ratio", "prompts", "ahead"), [(0.5, 4, 2), (1.5, 4, 6), (0.25, 4, 1), (2, 3, 6), (0.3, 10, 3)]
 )
 def test_fractions(ratio, prompts, ahead):
-    """A fraction of a step's groups may be one version older; so many begin ahead (the paper's example: .5 of 4 is 2)."""
+    """A fraction of a step's groups may be one version older, and starts ahead (the paper's example: .5 of 4 is 2)."""
     buffer = GroupBuffer(Admission(prompts, 100, async_ratio=ratio, late="drop"))
     assert len(fill(buffer, 0)) == prompts + ahead
     for draw in range(prompts):
@@ -229,11 +229,11 @@ def test_spares_that_begin_again_are_prompts_of_later_steps():
     assert draws(buffer.take(1)) == [2, 3] and buffer.num_drawn == 4 and len(buffer) == 0
 
 
-# ---- going on
+# ---- continuing
 
 
 def restored(buffer, plan=None, domains=None, **changes):
-    """What goes on from the state of `buffer`, maybe with other settings."""
+    """Return a buffer that continues from the state of `buffer`, with changed settings if given."""
     state = json.loads(json.dumps(buffer.state()))
     buffer = GroupBuffer(dataclasses.replace(buffer.admission, **changes), plan)
     buffer.restore(state, domains)
@@ -241,7 +241,7 @@ def restored(buffer, plan=None, domains=None, **changes):
 
 
 def begun(**settings):
-    """A buffer behind a step: 2 and 4 are ready, 3 and 5 in flight."""
+    """Return a buffer after a step: 2 and 4 are ready, 3 and 5 in flight."""
     buffer = GroupBuffer(Admission(2, num_steps=4, async_ratio=2, **settings))
     assert fill(buffer, 0) == [0, 1, 2, 3, 4, 5]
     for draw in (0, 1, 2, 4):
@@ -275,8 +275,8 @@ def test_nothing_is_lost_if_a_run_stops_before_anything_began_again():
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 2.5])
-def test_a_phase_ends_with_nothing_begun_and_goes_on_with_more_steps(ratio):
-    """As if it had had them from the start, but for what would have begun ahead."""
+def test_a_phase_ends_with_nothing_started_and_continues_with_more_steps(ratio):
+    """The result is as with all steps from the start, except for groups that would have started ahead."""
     buffer, trained = GroupBuffer(Admission(2, num_steps=3, async_ratio=ratio)), []
 
     def train(first, last):
@@ -497,8 +497,8 @@ def test_many_random_traces_of_domains(admission, weights, others, seed, restore
 
 
 def check_domains(admission, weights, others, seed, restores, faults):
-    """Every step trains what its plan says of each domain, whatever was late, failed, replaced or begun again; and all
-    that holds without domains does."""
+    """Every step trains its plan's groups of each domain, whichever were late, failed, replaced or restarted; and all
+    rules without domains hold as well."""
     size = min(len(weights), len(others))
     one, two = (normalised({str(i): w + 1e-6 for i, w in enumerate(each[:size])}) for each in (weights, others))
     shares = lambda step: one if step % 5 < 3 else two  # noqa: E731
@@ -512,7 +512,7 @@ def check_domains(admission, weights, others, seed, restores, faults):
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, 2.5])
 def test_shares_are_exact_over_a_thousand_steps(ratio):
-    """Of what is trained, with groups that are replaced, late and begun again."""
+    """The shares of the trained groups, with groups that are replaced, late and restarted."""
     shares = {"math": 0.45, "code": 0.35, "judge": 0.2}
     rng = np.random.default_rng(0)
     rules = Admission(7, 1000, ratio, late="redraw" if ratio else "wait", max_replaced=70)

@@ -1,6 +1,6 @@
 """No text of a policy or an environment can keep the trainer busy: every pattern and every reader takes time linear in it.
 
-Patterns are found in the source, so that a new one is looked at, or stands in a list with a reason, before it is used.
+Patterns are found in the source, so that a new one is tested, or is listed with a reason, before it is used.
 
 How growth is measured: processor time of this thread alone, so other processes do not count. A reader that needs
 less than `QUICK_S` for `SIZE` characters is not quadratic, which would be at least `SIZE**2 / 2` steps, a hundred times
@@ -168,8 +168,8 @@ def uses(path):
 
 @functools.cache
 def patterns():
-    """Every pattern of rolljax that meets foreign text, by where it stands, with whether it is searched for; and those
-    that nobody has an example of."""
+    """Return every pattern of rolljax for foreign text, by its place, with whether it is searched for; and the patterns
+    without an example."""
     found, unknown = {}, []
     for path in sources():
         name = path.relative_to(ROOT).as_posix()
@@ -363,7 +363,7 @@ def test_readers_are_linear_on_long_text(name, head):
 
 @pytest.mark.parametrize("name", GAMES)
 def test_environments_that_run_in_the_trainer_answer_anything_at_once(name):
-    """What `runs = 'inline'` promises: a turn on an answer of 2^16 characters, whatever stands in it, takes milliseconds
+    """What `runs = 'inline'` promises: a turn on an answer of any 2^16 characters takes milliseconds
     (here: a hundred times as long, for slow machines; one quadratic look at it would take longer than that)."""
     if make_spec(name).runs != "inline":
         pytest.skip("runs in a worker process")

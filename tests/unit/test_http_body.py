@@ -46,8 +46,8 @@ def test_a_small_body_that_unpacks_to_a_large_one_is_not_unpacked():
     ("body", "encoding", "says"),
     [
         (gzip.compress(b"x", mtime=0)[:-3], "gzip", "ends too early"),
-        (gzip.compress(b"x", mtime=0) + b"y", "gzip", "goes on"),
-        (gzip.compress(b"x", mtime=0) * 2, "gzip", "goes on"),
+        (gzip.compress(b"x", mtime=0) + b"y", "gzip", "data after the end of its gzip"),
+        (gzip.compress(b"x", mtime=0) * 2, "gzip", "data after the end of its gzip"),
         (b"plain", "gzip", "not gzip"),
         (zlib.compress(b"x"), "gzip", "not gzip"),
         (b"x", "gzip, gzip", "packed as"),

@@ -36,7 +36,7 @@ def episode(spec, index, action=None):
     return env.step(env.gold() if action is None else action)
 
 
-def test_it_asks_what_the_judge_of_a_run_is_asked(spec):
+def test_the_environment_asks_the_question_of_a_runs_judge(spec):
     for index, row in enumerate(ROWS):
         task = ENV.task(row["index"])
         asked = LABELS.messages(task, row["answer"], f"Thank you for {row['index']}.", 7)

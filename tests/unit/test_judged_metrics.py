@@ -27,7 +27,7 @@ def judged(draw, sibling, item, facts=None, **labels):
 
 
 def test_seeds_of_requests_are_of_their_addresses():
-    """These values stand in evaluations that go on."""
+    """Stored evaluations that continue contain these values."""
     assert [seed_of(a) for a in ("0/evaluate/3/1/0", "7/3/1/verdict/0/2")] == [651231780, 551174379]
 
 

@@ -330,7 +330,7 @@ def test_pairs_are_counted_and_are_records(tmp_path):
 def test_gold_traces_of_judge_and_critic():
     records = pairs.gold_traces(ENV, range(10))
     assert len(records) == 30
-    assert [ENV.read(r["answer"]).better for r in records[1:3]] == ["a", "b"]  # as they were told
+    assert [ENV.read(r["answer"]).better for r in records[1:3]] == ["a", "b"]  # the given labels
     assert len(pairs.gold_traces(ENV, range(10), critic=False)) == 10
 
 

@@ -260,7 +260,7 @@ def test_the_state_is_that_of_the_adapters():
 
 @pytest.mark.slow
 def test_no_gradient_of_a_whole_weight_exists(groups):
-    """Neither of a layer's maps nor of the vocabulary: what nobody asks for, compilers leave out."""
+    """Neither of a layer's maps nor of the vocabulary: compilers leave out unused gradients."""
     cfg = dataclasses.replace(FAMILIES["qwen3"], hidden_size=56, ffn_size=88, vocab_size=264)
     model = Model(cfg, remat="full", lora=LORA)
     trainer = make_trainer(model, Sft(), base=jax.jit(lambda: model.base(model.plain.init(0)))())

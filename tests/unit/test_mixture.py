@@ -168,7 +168,7 @@ def test_a_domain_that_has_an_end_is_renewed(domain):
 
 
 def test_rows_that_ask_the_same_and_record_different_answers_are_all_trained_on():
-    """What is held out is held out with all of its answers."""
+    """A held-out question is held out with all of its answers."""
     rows = [{"question": f"q{i // 2}", "answer": str(i)} for i in range(40)]
     spec = Mixture({"x": Domain(Questions(records=rows))})
     out = {task.content for task in held_out(spec, 2, 0.5)}
@@ -179,7 +179,7 @@ def test_rows_that_ask_the_same_and_record_different_answers_are_all_trained_on(
     assert len(want) < 40 and not out & {rows[i]["question"] for i in want}
 
 
-def test_or_its_end_is_an_error_where_it_is_told_to_be():
+def test_the_end_of_a_domain_is_an_error_with_when_dry_error():
     spec = Mixture({"x": Domain(Say("few", 12), when_dry="error"), "y": Domain(Say("y"))})
     stream, drawn = open_stream(spec, 0, 0.1), 0
     with pytest.raises(DataError, match=r"few is dry.*Domain.num_tasks"):

@@ -96,7 +96,7 @@ def test_experts_compute_what_all_experts_on_all_tokens_would(inputs, kind, part
 @pytest.mark.sampled(1)
 @each_choice
 def test_the_kernel_of_tpus_gives_the_same(inputs, kind, monkeypatch):
-    """Interpreted, where memory that nobody wrote is NaN: rows that belong to no expert of this device."""
+    """Interpreted, so that unwritten memory is NaN: rows that belong to no expert of this device."""
     chosen, half = jnp.asarray(choices(kind)), jax.tree.map(lambda w: w[: E // 2], inputs[2])
     fn = scalar(lambda x, weights, experts: moe._sum_over_experts(2, x, weights, experts, chosen))
     want = jax.value_and_grad(fn, argnums=(0, 1, 2))(*inputs[:2], half)

@@ -1,4 +1,4 @@
-"""Notices: each situation is told once, with the setting that mends it; nothing is said of a run that goes well."""
+"""Notices: each situation is reported once, with the setting that fixes it; a healthy run has no notice."""
 
 import dataclasses
 
@@ -123,7 +123,7 @@ def test_the_split_of_the_weights_follows_preemptions(preemptions, factors):
 
 
 def told(preemptions, long_rounds=(), **settings):
-    """What is said after each of the steps with so many preemptions; those of `long_rounds` are long rounds."""
+    """Return the notices after steps with these numbers of preemptions; the steps of `long_rounds` are long rounds."""
     sampler = SamplerConfig(max_context=64, **settings)
     notices = Notices(Recipe(FrozenLake(max_turns=8), (PHASE,), max_answer_tok=12, sampler=sampler), PHASE)
     rows = [{"sampler/preempt_n": n, "groups/long_rounds_n": i in long_rounds} for i, n in enumerate(preemptions)]

@@ -212,7 +212,7 @@ def loss_fn(whole):
 
 @pytest.mark.sampled(2)
 @each
-def test_it_learns(optimizer, start, loss_fn):
+def test_every_optimizer_learns(optimizer, start, loss_fn):
     init, one = programs(built(optimizer))
     params, state, losses = start, init(start), []
     for _ in range(12):

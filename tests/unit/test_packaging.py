@@ -40,7 +40,7 @@ OPTIONAL = {
 }  # fmt: skip
 """Modules that come with an extra (or with a package of one), and which."""
 ELSEWHERE = {"tau_bench", "wire", "plain", "IPython", "pandas", "tokamax"}
-"""A checkout that a user names; modules beside the file that imports them, inside a sandbox; what is used if it is there."""
+"""A checkout that a user names; modules next to the file that imports them, inside a sandbox; optional packages."""
 
 
 def loaded(code):

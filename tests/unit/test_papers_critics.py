@@ -271,7 +271,7 @@ def test_segments_of_ppo_keep_their_advantage_and_their_place(groups):
 
 
 def test_segments_of_dpo_are_what_is_summed(groups):
-    """Arxiv 2411.00809: of the chosen answer the segments that are rewarded, of the rejected one those that are not."""
+    """Arxiv 2411.00809: the rewarded segments of the chosen answer, the unrewarded segments of the rejected one."""
     algorithm = SegmentDpo(min_segment=1)
     e, logps = told(algorithm, groups)
     signs = np.zeros(e.num)

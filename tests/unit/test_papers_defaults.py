@@ -1,4 +1,4 @@
-"""Algorithms with their class defaults, against what authors' code and papers say, worked out anew in float64.
+"""Algorithms with their class defaults, against what authors' code and papers say, computed independently in float64.
 
 Nothing of our own is on the other side: advantages, losses and their sums are written down here from the places that
 each test names.
@@ -120,7 +120,7 @@ def test_raft_plus_plus(step):
 
 def test_on_policy_distillation(step):
     """tinker-cookbook, tinker_cookbook/distillation/train_on_policy.py: the advantage of a token is minus the
-    coefficient times (student - teacher), nothing discounted, no reward beside it."""
+    coefficient times (student - teacher), nothing discounted, no other reward."""
     _, sampler, _, ours = step
     algorithm = Opd(teachers=(Teacher("run_start"),))
     e, got = ours(algorithm)

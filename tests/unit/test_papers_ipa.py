@@ -1,4 +1,4 @@
-"""IPA against its paper (arXiv 2512.24873) and its authors' code (github.com/alibaba/ROLL), beside our float64 twin.
+"""IPA against its paper (arXiv 2512.24873) and its authors' code (github.com/alibaba/ROLL), in addition to our float64 reference.
 
 ROLL knows chunks as runs of ones in the mask of sampled tokens; rolljax as turns. The functions here go by the runs:
 

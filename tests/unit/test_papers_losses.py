@@ -433,7 +433,7 @@ def test_samples_are_weighed_as_in_roll():
 
 def test_cross_entropy_of_what_was_rewarded():
     """github.com/alibaba/ROLL before its v0.2.0, roll/pipeline/rlvr/actor_worker.py, postive_loss_coef: a supervised
-    loss on samples with scores > 0, beside the policy's (there times the advantage; since v0.2.0 it is not read)."""
+    loss on samples with scores > 0, added to the policy's (there times the advantage; since v0.2.0 it is not read)."""
     groups = groups_of(np.random.default_rng(2), num_groups=1, group_size=4, rewards=[[1.0, 0.0, -1.0, 0.5]])
     logps = moved(groups)
     _, plain, e = slopes(Reinforce(), groups, logps)

@@ -1,5 +1,5 @@
-"""The rollouts of a phase: what is trained, let go, replaced and continued, and that nobody is trained on short answers
-only.
+"""The rollouts of a phase: which groups are trained, dropped, replaced and continued, and that short answers are not
+preferred.
 
 Real rollouts, environments, event loop and buffer; the policy's answers are as long as the random numbers of their
 address say, as the sampler's are. A token takes a second of a virtual clock, so that nothing depends on the machine.
@@ -85,7 +85,7 @@ def token(letter):
 
 
 class VirtualClock:
-    """Goes on to what comes next whenever nothing else can happen. settle: passes of the event loop until then."""
+    """Advances to the next event when the event loop is idle. settle: passes of the event loop until then."""
 
     def __init__(self, settle=12):
         self.now, self.settle = 0.0, settle
@@ -98,7 +98,7 @@ class VirtualClock:
         await future
 
     async def run(self, pool):
-        """Go on, but not while environments work: they are in threads."""
+        """Advance, but not while environments work: they are in threads."""
         while True:
             passes = 0
             while passes < self.settle:
@@ -115,7 +115,7 @@ class Drawn:
     """Answers whose lengths are drawn by their address, log-normal with a mean of about 27 tokens.
 
     by_sibling: standard deviation of the logarithm between siblings; by_prompt: between prompts. right: chance of a
-    right answer. version: of the policy, now. begun: draws of the answers that were begun. slow: draws whose answers
+    right answer. version: of the policy, now. begun: draws of the started answers. slow: draws whose answers
     take longer than any while the policy is of version 0. experts: say which experts of a mixture each token took.
     """
 
@@ -208,7 +208,7 @@ class Run:
             time.cancel()
 
     def until(self, step, stop=None):
-        """The steps up to `step`; the run is told to stop at `stop`, behind the last one."""
+        """Run the steps up to `step`; request a stop at `stop`, after the last one."""
         try:
             self.event_loop.run(self._until(step, stop))
         except Stopped:
@@ -219,7 +219,7 @@ class Run:
         return self.until(self.phase.steps)
 
     def go_on(self):
-        """Whoever goes on has the record of the progress, and nothing else."""
+        """Continue from the record of the progress alone."""
         record = json.loads(json.dumps(dataclasses.asdict(self.progress)))
         self.progress, self.stream = RunProgress(**record), open_stream(self.recipe.env, 0, 0.1)
         if self.progress.stream_position:
@@ -250,7 +250,7 @@ class Run:
         return sum(row[f"groups/{name}_n"] for row in self.rows)
 
     def check_conserved(self):
-        """Groups are what they were begun as, step by step."""
+        """Check step by step that no group is lost."""
         before = 0
         for row in self.rows:
             gone = sum(row[f"groups/{name}_n"] for name in ("trained", "no_signal", "spare_failed", "late"))
@@ -288,8 +288,8 @@ class Run:
 EVERY_PROMPT = {
     "ratio 1": {"async_ratio": 1.0},
     "ratio 2.5": {"async_ratio": 2.5},
-    "ratio 1, begun again": {"async_ratio": 1.0, "late": "redraw"},
-    "spares, begun again": {"spare_prompts": SPARES, "late": "redraw"},
+    "ratio 1, restarted": {"async_ratio": 1.0, "late": "redraw"},
+    "spares, restarted": {"spare_prompts": SPARES, "late": "redraw"},
     "tail batching": {"tail_batching": TailBatching(1.25)},
 }
 
@@ -398,8 +398,8 @@ def test_groups_without_a_signal_are_replaced(chat, settings):
     run.check_conserved(), run.check_tasks()
 
 
-def test_they_are_replaced_while_the_others_run(chat):
-    """Above ratio 0 nobody waits for the slowest before a new group begins."""
+def test_groups_without_a_signal_are_replaced_while_others_run(chat):
+    """Above ratio 0 a new group starts without waiting for the slowest one."""
     with Run(chat, phase(3, rounds=30, async_ratio=1.0), Drawn(right=0.5)) as run:
         begun, done = run.policy.begun, run.policy.done = run.policy.begun, []
         act = run.policy.act
@@ -435,7 +435,7 @@ def test_a_step_in_which_nothing_has_a_signal_is_an_error(chat):
 
 @pytest.mark.parametrize("settings", [{}, {"async_ratio": 1.0}, {"tail_batching": TailBatching()}])
 def test_episodes_that_fail_are_data(chat, settings):
-    """A group of failed episodes comes to the step like any other, where nobody is there to take its place."""
+    """A group of failed episodes comes to the step like any other, if no spare group can take its place."""
     with Run(chat, phase(10, **settings), broken=4) as run:
         run.all()
     failed = [g for g in run.trained if all(t.status == "failed" for t in g.trajectories)]
@@ -474,11 +474,11 @@ def test_a_hanging_group_names_its_step(chat):
             run.all()
 
 
-# ---- going on -------------------------------------------------------------------------------------------------------
+# ---- continuing -----------------------------------------------------------------------------------------------------
 
 
 async def at_once(run, rollouts):
-    """Nothing of the next step has begun."""
+    """No group of the next step has started."""
 
 
 async def begun(run, rollouts):
@@ -493,9 +493,9 @@ GOING_ON = {
     "dynamic sampling": {"rounds": 30},
     "ratio .5": {"async_ratio": 0.5},
     "ratio 2": {"async_ratio": 2.0},
-    "ratio 2, begun again": {"async_ratio": 2.0, "late": "redraw", "spare_prompts": 2},
+    "ratio 2, restarted": {"async_ratio": 2.0, "late": "redraw", "spare_prompts": 2},
     "ratio 2, replaced": {"async_ratio": 2.0, "rounds": 30},
-    "ratio 1, let go": {"async_ratio": 1.0, "late": "drop", "spare_prompts": 2},
+    "ratio 1, dropped": {"async_ratio": 1.0, "late": "drop", "spare_prompts": 2},
     "tail batching": {"tail_batching": TailBatching()},
 }
 
@@ -572,7 +572,7 @@ def test_what_cannot_be_written_is_played_again(chat):
 
 
 def test_a_checkpoint_that_is_due_has_what_waits(chat):
-    """A run that is killed goes on from there."""
+    """A killed run continues from this checkpoint."""
     with Run(chat, phase(6, async_ratio=2.0)) as run:
         run.recipe = dataclasses.replace(run.recipe, save_every=3)
         waiting = []
@@ -592,8 +592,8 @@ def test_the_end_of_a_phase_has_nothing_left_that_is_waited_for(chat):
         assert run.rows[-1]["groups/waiting_n"] == 0 and sorted(set(run.policy.begun)) == list(range(4 * PROMPTS))
 
 
-@pytest.mark.parametrize("name", ["ratio 2", "ratio 2, begun again", "tail batching", "synchronous"])
-def test_a_phase_with_more_steps_goes_on_behind_its_end(chat, name):
+@pytest.mark.parametrize("name", ["ratio 2", "ratio 2, restarted", "tail batching", "synchronous"])
+def test_a_phase_with_more_steps_continues_after_its_end(chat, name):
     with Run(chat, phase(3, **GOING_ON[name])) as run:
         run.all()
         run.go_on()
@@ -653,7 +653,7 @@ WITH_DOMAINS = {
     "synchronous": {},
     "dynamic sampling": {"rounds": 5},
     "ratio 1.5": {"async_ratio": 1.5},
-    "begun again": {"async_ratio": 1.0, "late": "redraw", "spare_prompts": SPARES},
+    "restarted": {"async_ratio": 1.0, "late": "redraw", "spare_prompts": SPARES},
     "dropped, dynamic sampling": {"async_ratio": 1.0, "late": "drop", "rounds": 5},
 }
 
@@ -661,7 +661,7 @@ WITH_DOMAINS = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WITH_DOMAINS)
 def test_every_step_trains_the_shares_of_its_domains(chat, tmp_path, name):
-    """In a run of its own, in one that goes on, and in one that replays its log and goes on behind it."""
+    """In a whole run, in a continued run, and in a run that replays its log and continues after it."""
     spec = Mixture({"x": Domain(OneAnswer(), 0.55), "y": Domain(OneAnswer(), 0.45, num_tasks=20)})
     settings = WITH_DOMAINS[name] | {"mixture": Curriculum(memory=0.5)}
     answers = {"by_prompt": 0.8, "right": 0.5 if "rounds" in settings else 0.9}

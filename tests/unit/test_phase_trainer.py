@@ -110,7 +110,7 @@ def asked(model, params, references, groups):
 
 @functools.cache
 def forward(model):
-    """Hidden states `[N, T, D]` and logits `[N, T, V]` of sequences that stand in a row of their own."""
+    """Hidden states `[N, T, D]` and logits `[N, T, V]` of sequences, each in a row of its own."""
 
     @jax.jit
     def both(params, tokens_NT):

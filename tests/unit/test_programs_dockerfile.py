@@ -1,4 +1,4 @@
-"""Dockerfiles: what is done, and what is said to be out of reach."""
+"""Dockerfiles: supported instructions, and refusals of others."""
 
 from rolljax.envs.programs.dockerfile import File, Put, Run, read_dockerfile
 

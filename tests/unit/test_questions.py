@@ -1,4 +1,4 @@
-"""Questions with answers: what is asked, what is right, rewards of one's own, and data in others' shapes."""
+"""Questions with answers: prompts, correct answers, custom rewards, and data in other formats."""
 
 import asyncio
 import dataclasses
@@ -200,7 +200,7 @@ def test_rows_that_are_no_question(tmp_path, row, settings, why):
         Questions(write(tmp_path / "a.jsonl", row), **settings).task(0)
 
 
-# ---- rewards of one's own -------------------------------------------------------------------------------------------
+# ---- custom rewards -------------------------------------------------------------------------------------------------
 
 
 def short(prompt, answer, record):

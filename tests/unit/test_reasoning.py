@@ -99,7 +99,7 @@ def test_refused_families_say_why(family):
         ReasoningGym(family)
 
 
-def test_it_runs_in_worker_processes():
+def test_reasoning_gym_runs_in_worker_processes():
     assert SUM.runs == "process" and pickle.loads(pickle.dumps(SUM)) == SUM
 
 

@@ -1,4 +1,4 @@
-"""Recorded data: what a line is, what a policy is told, what is trained on, and what is said about a bad line."""
+"""Recorded data: the format of a line, prompts, trained tokens, and errors about a bad line."""
 
 import asyncio
 import concurrent.futures

@@ -40,7 +40,7 @@ def first_advantages(result):
     return [row[0] for row in result.advantages]
 
 
-def test_it_stands_alone():
+def test_the_reference_imports_nothing_of_rolljax():
     tree = ast.parse(Path(ref.__file__).read_text())
     imported = {
         name.split(".")[0]

@@ -346,7 +346,7 @@ TABLE = {
         lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("alfworld", "shop"))))),
         lambda build: build(Opd(teachers=(*TEACHERS, Teacher("/models/a", domains=("records",))))),
     ),
-    "a domain of a teacher that is not there, beside one that is": Refused(
+    "an unknown domain of a teacher, next to a known one": Refused(
         "Teacher.domains",
         ("records", "shop"),
         ("'shop'", "no domain of this run"),

@@ -87,7 +87,7 @@ def folder(tmp_path):
 
 
 def test_groups_are_read_to_the_bit(folder):
-    """Also experts' demonstrations, spares that were let go, text that is no Unicode, numbers at the end of the range."""
+    """Also experts' demonstrations, cancelled spares, text that is no Unicode, numbers at the end of the range."""
     chance = np.random.default_rng(0)
     shown = dataclasses.replace(group(5, chance).trajectories[0], turns=(turn(chance, -1, weight=4.0),))
     trained = [group(5, chance, demonstration=shown), group(2, chance, cancelled=2), group(9, chance)]

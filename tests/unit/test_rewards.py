@@ -1,4 +1,4 @@
-"""Rewards beside the environment's: what they do to a trajectory, how they are composed, what becomes of their faults."""
+"""Rewards in place of the environment's: their effect on a trajectory, their composition, and their faults."""
 
 import asyncio
 import dataclasses
@@ -229,7 +229,7 @@ def test_parts_have_the_names_of_the_settings():
 
 
 def test_a_term_without_a_verdict_is_no_verdict():
-    """And those that still wait for theirs are let go."""
+    """The calls of the other terms are cancelled."""
     reward = Sum({"right": Fixed(1.0), "judge": Fixed(InfraError("down")), "slow": Fixed(1.0, wait_s=3600.0)})
     assert scored(reward, episode(1.0)).fault.kind == "infra"
 
@@ -262,7 +262,7 @@ def test_what_is_free_and_what_is_checked():
 
 
 def test_episodes_come_back_with_their_reward(chat):
-    """Beside each other: one that waits for its verdict keeps nobody."""
+    """Episodes are scored concurrently: one that waits for its verdict delays no other."""
     pool, waits, verdicts = EnvPool(PoolConfig(), LAKE), asyncio.Event(), []
 
     class Late:

@@ -1,4 +1,4 @@
-"""Judges behind a real server that times out, answers garbage or is down: no wrong reward, nobody blocked, all counted."""
+"""Judges on a real server that times out, answers garbage or is down: no wrong reward, no blocking, all counted."""
 
 import asyncio
 import dataclasses
@@ -93,7 +93,7 @@ def test_a_server_that_misbehaves_gives_no_wrong_reward():
 
 
 def test_a_judge_that_is_down_is_waited_for():
-    """Answers wait, one call at a time looks whether it is back, and nobody is given a reward meanwhile."""
+    """Answers wait, one call at a time checks whether it is back, and no answer gets a reward before."""
 
     async def comes_back(scoring, done):
         while scoring._counts()["status_503"] < FAST.down_after:

@@ -411,7 +411,7 @@ def test_dropped_exchanges_leave_the_opening_and_the_newest(chat):
         if turn.restart:
             np.testing.assert_array_equal(turn.prompt_ids, streams[k])
             np.testing.assert_array_equal(streams[k][: len(opening)], opening)
-            # behind the opening: the newest exchanges, with the tokens that were sampled
+            # after the opening: the newest exchanges, with the tokens that were sampled
             newest = np.concatenate([whole.turns[k - 1].tokens, whole.turns[k].prompt_ids])
             np.testing.assert_array_equal(streams[k][-len(newest) :], newest)
             assert len(streams[k]) <= 0.7 * room

@@ -22,7 +22,7 @@ def took(seconds, success=True):
 
 
 @pytest.mark.parametrize(("longest_s", "limit_s"), [(0.5, 2), (4, 6), (30, 30)])
-def test_they_follow_the_longest_correct_run(longest_s, limit_s):
+def test_time_limits_follow_the_longest_correct_run(longest_s, limit_s):
     limits = RunLimits(AdaptiveTimeout(), 30)
     assert limits.limit_s(A) == 30
     limits.learn(A, took(20, success=False))
@@ -38,7 +38,7 @@ def test_what_says_no_time_teaches_nothing():
     assert limits.state() == {} and limits.limit_s(A) == 30
 
 
-def test_they_go_on_where_they_were():
+def test_time_limits_continue_from_their_saved_state():
     limits, again = RunLimits(AdaptiveTimeout(), 30), RunLimits(AdaptiveTimeout(), 30)
     limits.learn(A, took(4))
     again.restore(limits.state())
@@ -46,7 +46,7 @@ def test_they_go_on_where_they_were():
     assert (again.limit_s(A), again.limit_s(B)) == (6, 30)
 
 
-def test_so_many_tasks_are_remembered(monkeypatch):
+def test_only_max_tasks_tasks_are_remembered(monkeypatch):
     monkeypatch.setattr(run_limits, "MAX_TASKS", 2)
     limits = RunLimits(AdaptiveTimeout(), 30)
     tasks = [Task("code", i, str(i)) for i in range(3)]
@@ -69,7 +69,7 @@ class Heard(Log):
         return RunLimits(AdaptiveTimeout(), 9)
 
 
-def test_they_pass_through_tools_to_the_environment_inside():
+def test_time_limits_pass_through_tools_to_the_inner_environment():
     spec = ToolEnv(inner=Heard(), tools=TOOLS)
     assert spec.run_limits().limit_s(A) == 9
     runner = EpisodeRunner(spec, 10_000)

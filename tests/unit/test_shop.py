@@ -286,7 +286,7 @@ def transcript(spec, task, actions):
 
 @pytest.mark.parametrize("style", ["short", "full"])
 def test_the_wish_does_not_leak(style):
-    """Whatever is wanted, the same is told until it is asked for: wishes that differ in all but type and prices."""
+    """The text is the same for every wish until the policy asks: wishes that differ in all but type and prices."""
     spec = Shop(dialogue=True, style=style, refusals=100)
     wish = shopper.Wish.of(spec.task(0).content)
     slots = spec.pages.goods.products

@@ -1,4 +1,4 @@
-"""`rolljax.show`: what stands in a run folder, in a terminal, whatever it holds."""
+"""`rolljax.show`: the content of a run folder in a terminal, whatever the texts contain."""
 
 import json
 

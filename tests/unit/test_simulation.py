@@ -89,7 +89,7 @@ def by_tokens(engine, answers):
     now += sum(context) * engine.prefill_s
     while any(left):
         alive = [i for i, n in enumerate(left) if n]
-        # half a token more than at the step's begin: the context grows while it goes on
+        # half a token more than at the step's begin: the context grows during the step
         held = sum(context[i] for i in alive) + len(alive) / 2
         now += engine.step_s + engine.sequence_s * len(alive) + engine.context_s * held
         for i in alive:
@@ -287,8 +287,8 @@ def test_timings_of_a_run_give_its_step_times(tmp_path, env, turns, steps, limit
 
 
 def test_answers_to_one_prompt_are_alike_as_they_were():
-    """The spread between prompts and that between answers to one are told apart; where there is none of the first, what
-    is drawn is what was recorded."""
+    """The spread between prompts is separated from the spread between answers to one prompt; without a spread between
+    prompts the recorded values are drawn."""
     draws = np.random.default_rng(0)
     world = Distribution("lognormal", 200.0, 0.3, group_spread=0.8)
     groups = [[(of := world.of_group(draws)).draw(draws), *(of.draw(draws) for _ in range(3))] for _ in range(3000)]

@@ -69,7 +69,7 @@ def check_replication(prompts, group, slots, ratio, steps):
 
 
 def batches_until(valid, run, world):
-    """Seconds until rounds of whole batches have brought so many groups with a signal: as it is done without a queue."""
+    """Return the seconds until rounds of whole batches, without a queue, have `valid` groups with a signal."""
     _, recorder = simulate(run, world)
     seconds, found, spent = [], 0, 0.0
     for row in recorder.rows:
@@ -113,7 +113,8 @@ REDUNDANT = {(32, 8): 344, (36, 8): 112, (32, 9): 104, (36, 9): 67, (36, 12): 58
 
 
 def redundant_s(groups, size, steps):
-    """32 groups of 8 of so many; 5 turns of N(10, 5) s, and one of a hundred episodes hangs for 300 s."""
+    """Return the seconds of 32 of `groups` groups and 8 of `size` siblings; 5 turns of N(10, 5) s, and one of a hundred
+    episodes hangs for 300 s."""
     spare = groups - 32
     run = recipe(
         slots=512,

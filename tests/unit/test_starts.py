@@ -47,7 +47,7 @@ def turn(text, chat, version=0):
 def went(
     chat, task, replayed, successes, *, turns="abcde", observation_hashes=None, status="ok", expert=None, fault=None
 ):
-    """A group whose trajectories began with so many replayed turns and ended like this."""
+    """Return a group whose trajectories start with `replayed` replayed turns and have these results."""
     fault = fault or (Fault("infra", "step", "gone") if status == "failed" else None)
 
     def one(i, success):
@@ -111,7 +111,7 @@ def test_the_start_moves_back_one_chunk_when_enough_succeed(pool, chat):
     assert distances == [1, 2, 2, 3]
 
 
-def test_it_ends_at_the_beginning(pool, chat):
+def test_rollback_ends_with_starts_at_the_beginning(pool, chat):
     s, task = starts(pool, chat, window=1), CHAIN.task(0)
     for _ in range(9):
         (start,) = choose(s, task)
@@ -184,7 +184,7 @@ def test_a_loop_is_no_success(pool, chat):
     assert s.fork(start.expert) == 4
 
 
-# ---- the fallback of eq. 10: nobody succeeds at the fork ------------------------------------------------------------
+# ---- the fallback of eq. 10: no episode succeeds at the fork --------------------------------------------------------
 
 
 def at_the_fork(chat, text="abcde", keep=2):
@@ -249,7 +249,7 @@ def test_parallel_starts_are_spread_over_all_chunks_and_belong_to_their_address(
     assert [len(x.chunks) if x else 0 for x in choose(again, task, 200, first=200)] != lengths
 
 
-# ---- experts of one's own -------------------------------------------------------------------------------------------
+# ---- the policy's own successes as experts --------------------------------------------------------------------------
 
 
 def test_own_successes_are_replayed_and_refreshed(pool, chat):

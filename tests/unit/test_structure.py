@@ -93,7 +93,7 @@ LEFT = {
     "simulation": {"errors", "reading", "fields", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run",
                    "aot"},
 }  # fmt: skip
-"""What each room, or module at the root, may import beside itself; the loop, the verbs and `library`, which is the verbs as
+"""What each room, or module at the root, may import besides itself; the loop, the verbs and `library`, which is the verbs as
 functions, may import everything."""
 OUTSIDE = {
     "types": {"jax", "gin"}, "errors": {"jax", "numpy"}, "reading": {"jax", "numpy"}, "fields": {"jax", "numpy"}, "metrics": {"jax"}, "threads": {"jax"},
@@ -287,7 +287,7 @@ def test_every_package_travels_in_the_wheel():
 
 
 def test_no_folder_brings_code_that_is_run():
-    """`transformers` asks on standard input whether to run it, unless it is told."""
+    """`transformers` asks on standard input whether to run it, unless an argument says so."""
     examples = sorted((ROOT.parent / "examples").rglob("*.py"))
     calls = {
         f"{f.name}:{node.lineno}": {k.arg: getattr(k.value, "value", None) for k in node.keywords}

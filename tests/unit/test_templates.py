@@ -93,7 +93,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_template_is_an_error_in_time(case):
-    """Whatever the machine is busy with: an ordinary one has two minutes, these end although nobody stops them."""
+    """Independent of the machine's load: an ordinary template has two minutes, and the hostile ones never end."""
     with pytest.raises(ConfigError, match="the chat template failed"):
         templates.render(HOSTILE[case], variables(), deadline_s=0.5)
     assert templates.render("{{ messages[0].content }}", variables(), deadline_s=120) == "be brief"
@@ -121,6 +121,6 @@ def test_the_process_is_begun_again_when_it_is_lost():
 
 
 def test_what_is_rendered_in_a_process_is_limited_in_memory():
-    """The limit, not the machine, ends a large word: it is reported, and the process goes on."""
+    """The limit, not the machine, ends a large word: it is reported, and the process continues."""
     with pytest.raises(ConfigError, match=f"more than {template_worker.MEMORY_BYTES >> 20} MiB"):
         templates.render("{{ 'a' * 10**10 }}", variables(), deadline_s=120)

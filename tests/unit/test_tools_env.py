@@ -1,4 +1,4 @@
-"""Environments with tools: what is executed, what goes on to the inner environment, what is told, what it costs."""
+"""Environments with tools: calls that are executed, text for the inner environment, messages to the policy, costs."""
 
 import dataclasses
 import pickle

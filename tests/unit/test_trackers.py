@@ -34,7 +34,7 @@ def row(step):
 
 
 class Fed:
-    """A tracker behind its feed, with rows as a run folder has them."""
+    """A tracker with its feed, and rows as in a run folder."""
 
     def __init__(self, tmp_path, config, done=0):
         self.config, self.path, self.rows, self.said = config, tmp_path / "t", [row(s) for s in range(1, done + 1)], []

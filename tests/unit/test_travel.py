@@ -34,7 +34,7 @@ def call(name, **arguments):
 
 
 def trip_of(index):
-    """What is wanted in a task, and a trip that fulfils it."""
+    """Return the wishes of a task, and a trip that fulfils them."""
     env = DESK.make()
     env.reset(DESK.task(index))
     content = json.loads(DESK.task(index).content)["wanted"]

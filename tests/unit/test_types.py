@@ -63,7 +63,7 @@ def test_a_group_that_was_written_is_read_to_the_bit(group):
     assert exactly(Group.from_json(json.loads(json.dumps(alone.to_json())))) == exactly(alone)
 
 
-def test_so_is_a_trajectory(group):
+def test_a_trajectory_is_read_back_exactly(group):
     for t in group.trajectories:
         record = json.loads(json.dumps(t.to_json()))
         assert record["schema"] == 1 and exactly(Trajectory.from_json(record)) == exactly(t)

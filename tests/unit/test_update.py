@@ -126,8 +126,8 @@ def reshaped(batch, *shape):
 
 
 def alone(groups, algorithm):
-    """Every sequence (every pair, of an algorithm of pairs) alone in its row: nothing is shared, nothing stands beside
-    it. Only its scales know of the others."""
+    """Pack every sequence (every pair, for an algorithm of pairs) alone in its row: nothing is shared. Only its scales
+    depend on the others."""
     scales = token_scales([[s.mask for s in g] for g in groups], algorithm.aggregation, 30)
     lots = list(zip(groups, scales, strict=True))
     if not algorithm.unsplit_groups:
@@ -357,7 +357,7 @@ def test_row_permutation_changes_nothing(grads_of, batches, expected, algorithm)
 
 
 def test_micro_batches_padding_and_recomputation_change_nothing(grads_of, model, groups, expected):
-    """Micro-batches of one longer row, and two beside the point; what stands in the empty ones is never looked at."""
+    """Micro-batches of one longer row, and at least two empty ones, whose content is never read."""
     other = packed_rows(groups, GRPO, PackShape(10, 1, ROW_LEN + 16)).batch
     assert expected(GRPO)[1]["loss/total"] and 2 < other.num_micro <= 8
     poison = np.array(other.scale)

@@ -1,4 +1,4 @@
-"""The viewer's server: what it reads of a run folder, and who is told what. `e2e/test_view_browser.py` has its page."""
+"""The viewer's server: reading run folders, and access control. `e2e/test_view_browser.py` tests its page."""
 
 import http.client
 import json
@@ -242,7 +242,7 @@ def test_every_answer_holds_the_page_to_its_own_files(site):
     assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
 
 
-def test_it_only_shows(site):
+def test_the_viewer_allows_reading_only(site):
     connection = http.client.HTTPConnection("127.0.0.1", site.port)
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         connection.request(method, "/api/runs")

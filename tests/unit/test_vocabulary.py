@@ -46,7 +46,7 @@ def test_an_answer_is_what_its_tokens_add_to_the_prompt(name, prompt, answer, cu
 
 @given(st.lists(st.integers(0, 263), max_size=20))
 def test_bytes_are_decoded_as_ever(ids):
-    """Also those that are no text: what environments hear of byte-level tokenizers has not changed."""
+    """Also bytes that are no text: the texts of byte-level tokenizers have not changed."""
     assert VOCABULARIES["bytes"].text(ids, [72]) == decoded("bytes", ids)
     known = [i for i in ids if i < len(TOKENIZERS["qwen"])]
     assert VOCABULARIES["qwen"].text(known, [72]) == decoded("qwen", known)

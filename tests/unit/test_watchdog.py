@@ -34,7 +34,7 @@ def put_in_silence(inbox, item):
 
 
 def sleeping(inbox):
-    """A thread that takes one item, as soon as it stands in its wait; what it took."""
+    """Return a thread that takes one item, once it is in its wait, and a list for the item."""
     taken = []
     thread = threading.Thread(target=lambda: taken.append(inbox.take()), name="the-sleeper", daemon=True)
     thread.start()
@@ -43,7 +43,7 @@ def sleeping(inbox):
     return thread, taken
 
 
-def test_it_is_found_in_time():
+def test_a_lost_wake_up_is_found_in_time():
     assert (LOOKS + 1) * CHECK_EVERY_S <= 5
 
 
@@ -67,7 +67,7 @@ def test_a_thread_that_sleeps_while_work_waits_is_reported_and_woken(dog, told, 
     assert len(told) == 1
 
 
-def test_it_is_found_by_the_thread_that_looks(monkeypatch, dog, told):
+def test_a_lost_wake_up_is_found_by_the_watching_thread(monkeypatch, dog, told):
     monkeypatch.setattr(watchdog, "CHECK_EVERY_S", 0.01)
     inbox = Inbox("a thread of the test")
     dog.watch(inbox)
