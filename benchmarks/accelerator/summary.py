@@ -3,7 +3,7 @@
     python benchmarks/accelerator/summary.py --results build/accelerator    # DIR/summary.md, goals on the terminal
     python benchmarks/accelerator/summary.py --page                         # docs/accelerators.md
 
-The page is made from the committed files in `benchmarks/accelerator/results/DEVICE/`.
+The page is made from the committed files in the folders in `benchmarks/accelerator/results/`.
 """
 
 from __future__ import annotations
