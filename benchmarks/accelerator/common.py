@@ -192,6 +192,7 @@ def main(name: str, body: Callable[[Piece], None], estimate: Callable[[bool, Pea
     if args.tiny:  # tiny programs take longer to compile than to run
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # pieces have programs in common
     piece = Piece(name, args.out, tiny=args.tiny)
     print(f"== {name} on {piece.content['device']}", flush=True)
     try:

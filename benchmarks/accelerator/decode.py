@@ -41,7 +41,7 @@ SLACK = 0.5
 
 def sizes(tiny: bool) -> tuple[tuple[int, ...], int, int, tuple[int, ...]]:
     """Batches, context, decode steps of a dispatch, chunks."""
-    return ((1, 4), 32, 4, (64,)) if tiny else (BATCHES, CONTEXT, STEPS, CHUNKS)
+    return ((4,), 32, 4, (64,)) if tiny else (BATCHES, CONTEXT, STEPS, CHUNKS)
 
 
 def estimate(tiny: bool, peaks: Peaks) -> float:

@@ -48,14 +48,14 @@ def body(piece: Piece) -> None:
     from rolljax.model.decoder import Model
 
     name, shape = next(iter(shapes(piece.tiny).items()))
-    batch, context, steps, requests = (2, 32, 4, 2) if piece.tiny else (64, 512, 16, 16)
+    batch, context, steps, requests = (4, 32, 4, 4) if piece.tiny else (64, 512, 16, 16)
     weights = random_weights(Model(shape, "bfloat16"))
     with piece.attempt({"what": "decode", "shape": name, "batch": batch}) as row:
         row |= decode_figures(
             Model(shape, "bfloat16"), weights, piece.peaks, batch=batch, context=context, attention="auto", steps=steps
         )
     with piece.attempt({"what": "sampler", "shape": name, "requests": requests}) as row:
-        row |= sampler_figures(Model(shape, "bfloat16"), weights, requests=requests, prompt=32, answer=32)
+        row |= sampler_figures(Model(shape, "bfloat16"), weights, requests=requests, prompt=32, answer=16)
     del weights
     gc.collect()
     length, rows = (64, 2) if piece.tiny else (2048, 4)

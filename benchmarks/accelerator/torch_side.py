@@ -31,7 +31,7 @@ def work(tiny: bool) -> list[dict[str, Any]]:
     """The rows: what both sides are asked for."""
     if tiny:
         return [
-            {"what": "decode", "shape": "tiny", "batch": 2, "context": 32, "steps": 4},
+            {"what": "decode", "shape": "tiny", "batch": 4, "context": 32, "steps": 4},
             {"what": "update", "shape": "tiny", "length": 64, "rows": 2},
         ]
     return [
