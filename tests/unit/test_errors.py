@@ -1,6 +1,7 @@
 """Errors: owner, exit code, standard base class, text."""
 
 import pickle
+import sys
 
 import pytest
 
@@ -88,3 +89,13 @@ def test_a_missing_package_names_what_installs_it():
 def test_a_package_that_another_one_lacks_is_its_own_error():
     with pytest.raises(ModuleNotFoundError, match="no_such_package"), needed("another", "a feature"):
         import no_such_package  # noqa: F401
+
+
+def test_without_ray_a_pool_names_the_extra(monkeypatch):
+    from rolljax.envs.pool.ray_cluster import RayCluster
+    from rolljax.envs.pool.settings import PoolConfig
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="needs the package ray") as e:
+        RayCluster().join(PoolConfig(where="ray"))
+    assert e.value.remedy == "pip install 'rolljax[ray]', or set it to 'process'"

@@ -35,7 +35,7 @@ MODULE_OF = {
     "prometheus-client": "prometheus_client", "reasoning-gym": "reasoning_gym",
 }  # fmt: skip
 OPTIONAL = {
-    "mcp": "tools", "mcp_types": "tools", "anyio": "tools", "pyarrow": "data", "datasketch": "data", "rapidfuzz": "data", "textarena": "envs",
+    "ray": "ray", "mcp": "tools", "mcp_types": "tools", "anyio": "tools", "pyarrow": "data", "datasketch": "data", "rapidfuzz": "data", "textarena": "envs",
     "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "aim": "aim", "trackio": "trackio",
 }  # fmt: skip
 """Modules that come with an extra (or with a package of one), and which."""
@@ -96,7 +96,7 @@ def test_every_library_is_declared_and_every_declared_library_used():
 def test_extras_are_for_what_not_everybody_needs():
     extras = PROJECT["optional-dependencies"]
     trackers = {"tensorboard", "wandb", "mlflow", "aim", "trackio"}
-    assert extras.keys() == {"tpu", "cuda", "data", "docs", "envs", "jetstream", "tools", "test"} | trackers
+    assert extras.keys() == {"tpu", "cuda", "data", "docs", "envs", "jetstream", "ray", "tools", "test"} | trackers
     assert {OPTIONAL[m] for m in OPTIONAL} == extras.keys() - {"tpu", "cuda", "docs", "jetstream", "test"}
     base = names_of(PROJECT["dependencies"])
     assert all(not names_of(r) & base - {"jax"} for r in extras.values())

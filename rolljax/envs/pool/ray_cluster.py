@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from rolljax.envs.pool.settings import PoolConfig
-from rolljax.errors import ConfigError
+from rolljax.errors import ConfigError, needed
 
 LEAST_CPUS = 0.1
 """Actors that ask for less are counted as if they asked for this."""
@@ -71,12 +71,8 @@ class RayCluster:
         Raises:
           ConfigError: Ray is not installed, another pool has connected to another cluster, or no CPU is left.
         """
-        try:
+        with needed("ray", "PoolConfig.where = 'ray'", install="rolljax[ray]", otherwise="set it to 'process'"):
             import ray
-        except ImportError as e:
-            raise ConfigError(
-                "needs Ray", setting="PoolConfig.where", value=cfg.where, remedy="pip install 'ray>=2.60'"
-            ) from e
         with self._lock:
             if self._connected_to is not None and cfg.ray_address not in ("", self._connected_to):
                 raise ConfigError(
