@@ -200,8 +200,9 @@ def main(name: str, body: Callable[[Piece], None], estimate: Callable[[bool, Pea
     except BaseException as error:
         piece.write(failed=f"{type(error).__name__}: {error}"[:2000])
         raise
-    piece.write(done=True)
     failed = sum("failed" in row for row in piece.content["figures"])
+    nothing = failed == len(piece.content["figures"])
+    piece.write(done=not nothing, failed="every row failed" if nothing else None)
     print(f"== {name}: {len(piece.content['figures'])} rows, {failed} failed, {piece.content['seconds']} s", flush=True)
 
 
