@@ -203,6 +203,6 @@ def test_adapter_folders_need_adapters_and_a_folder(trained, tmp_path):
         export_run(tmp_path / "b", run=run, adapter=True)
     full = {name: value for name, value in random.items() if name.partition(".")[0] != "lora"}
     (run / RESOLVED).write_text(json.dumps(full))
-    with pytest.raises(ConfigError, match="this run has none"):
+    with pytest.raises(ConfigError, match="this run has no adapters"):
         export_run(tmp_path / "b", run=run, adapter=True)
     assert not (tmp_path / "b").exists()
