@@ -58,7 +58,7 @@ GPUS = (
 TPUS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
 """What JAX calls a TPU, and its name in `rolljax.aot.chips`."""
 PLANNED = GPUS[1]
-"""Times are estimated for this device unless another is named: the slowest of those that the limit is meant for."""
+"""`--estimate` prints times for this device: the slowest that must keep the limit."""
 
 
 def peaks_of(kind: str) -> Peaks | None:
@@ -122,8 +122,8 @@ class Piece:
 
     @contextlib.contextmanager
     def attempt(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Record `row` with what the block adds to it. An exception is written into the row, and the piece goes on: as
-        `cannot` where rolljax refuses the setting on this device, else as `failed`."""
+        """Record `row` with what the block adds to it. An exception is written into the row and the piece
+        continues: as `cannot` where rolljax refuses the setting on this device, else as `failed`."""
         from rolljax.errors import ConfigError
 
         row = dict(row)

@@ -59,13 +59,6 @@ def estimate(tiny: bool, peaks: Peaks) -> float:
     return total + 6 * COMPILE_S  # the whole way
 
 
-def paths() -> list[str]:
-    """Names of attention paths, without the choice among them."""
-    from rolljax.sampler.settings import SamplerConfig
-
-    return [name for name in typing.get_args(typing.get_type_hints(SamplerConfig)["attention"]) if name != "auto"]
-
-
 def random_pool(pool: Any, dtype: str) -> Any:
     """A KV pool of that shape and type with random contents. dtype: what its bits mean."""
     import jax
@@ -104,15 +97,13 @@ def decode_figures(
     )
     engine = Engine(model, cfg, one_device_mesh(), BATCH_AXES)
     state = engine.init_decode_state()
-    shape = state.pool
     state = dataclasses.replace(
         state,
-        pool=random_pool(shape, model.dtype),
+        pool=random_pool(state.pool, model.dtype),
         position=jnp.full(batch, context, jnp.int32),
         remaining=jnp.full(batch, longest, jnp.int32),
         key=jnp.arange(2 * batch, dtype=jnp.uint32).reshape(batch, 2),
     )
-    del shape
     width = engine.width(longest)
     table = np.arange(batch * cfg.pages_per_sequence, dtype=np.int32).reshape(batch, -1)[:, :width]
     slots = np.arange(batch, dtype=np.int32)
@@ -211,6 +202,7 @@ def sampler_figures(model: Any, weights: Any, *, requests: int, prompt: int, ans
 
 def body(piece: Piece) -> None:
     from rolljax.model.decoder import Model
+    from rolljax.sampler.kernels import Name
 
     batches, context, steps, chunks = sizes(piece.tiny)
     for name, shape in shapes(piece.tiny).items():
@@ -222,7 +214,7 @@ def body(piece: Piece) -> None:
                 with piece.attempt(what) as row:
                     row |= prefill_figures(model, weights, piece.peaks, chunk=chunk)
         for batch in batches:
-            for attention in paths():
+            for attention in typing.get_args(Name):
                 what = {"what": "decode", "shape": name, "batch": batch, "context": context, "attention": attention}
                 if piece.has_time(what, 2 * COMPILE_S):
                     with piece.attempt(what) as row:

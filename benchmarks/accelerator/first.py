@@ -6,7 +6,7 @@ import gc
 import time
 from typing import Any
 
-from common import Peaks, Piece, main, memory_peak_gib, random_weights, shapes, timed
+from common import Peaks, Piece, main, random_weights, shapes, timed
 from decode import decode_figures, sampler_figures
 from update import make_trainer, update_figures
 
@@ -63,7 +63,7 @@ def body(piece: Piece) -> None:
         trainer = make_trainer(shape, length, rows, "full")
         policy = trainer.init(random_weights(trainer.model, computed=False)).policy
         _, figures = update_figures(trainer, policy, piece.peaks)
-        row |= figures | {"memory_peak_gib": memory_peak_gib()}
+        row |= figures
 
 
 def matmul_figures(size: int, peaks: Peaks | None) -> dict[str, Any]:

@@ -221,7 +221,7 @@ def decoder(tiny: bool, dtype: str) -> Any:
 
 
 def paths(piece: Piece, row: dict[str, Any], model: Any, rows: int, width: int, page: int) -> Any:
-    """Yield a row and the paths of prefill and decode by name; record those that cannot run."""
+    """Yield a row and the paths of prefill and decode by name; record the paths that cannot run."""
     from rolljax.errors import ConfigError
     from rolljax.sampler.kernels import Name, paths_for
 

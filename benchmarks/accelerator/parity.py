@@ -5,7 +5,7 @@ the mean of exp(d) - 1 - d with d = trainer - sampler (Schulman's estimate of th
 `greedy` rows: at each of the sampled tokens the plain decoder, one forward pass without a cache, is asked for its own
 choice. `regret` is how much likelier its choice is to it than the sampler's token: two tokens with the same logit may
 change places, so equal tokens are counted and the regret is judged.
-float32 rows compute in full float32: on GPUs and TPUs JAX multiplies float32 matrices in fewer bits unless it is told.
+float32 rows compute in full float32: on GPUs and TPUs JAX multiplies float32 matrices in fewer bits by default.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ def body(piece: Piece) -> None:
     from rolljax.model.decoder import Model
 
     name, shape = next(iter(shapes(piece.tiny).items()))
+    num, prompt, answer, greedy = sizes(piece.tiny)
     for dtype in ("bfloat16", "float32"):
         model = Model(shape, dtype)  # type: ignore[arg-type]
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
             params = random_weights(model, computed=False)
             with piece.attempt({"what": "gap", "shape": name, "dtype": dtype}) as row:
-                row |= gap_figures(model, params, *sizes(piece.tiny)[:3])
+                row |= gap_figures(model, params, num, prompt, answer)
             with piece.attempt({"what": "greedy", "shape": name, "dtype": dtype}) as row:
-                row |= greedy_figures(model, params, min(8, sizes(piece.tiny)[0]), *sizes(piece.tiny)[1::2])
+                row |= greedy_figures(model, params, min(8, num), prompt, greedy)
         del params
         gc.collect()
 

@@ -1,6 +1,6 @@
 """From the trainer's float32 weights to the sampler's bfloat16: seconds and GB/s, on one device.
 
-Bytes are those that the copy must move at least: the float32 weights are read, the bfloat16 weights written.
+The rate counts the fewest bytes that the copy moves: it reads the float32 weights and writes the bfloat16 weights.
 """
 
 from __future__ import annotations

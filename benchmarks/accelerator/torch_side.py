@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's process has the device beside this one
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's process shares the device
 
 from common import Peaks, Piece, main, random_weights, shapes  # noqa: E402
 from decode import decode_figures  # noqa: E402

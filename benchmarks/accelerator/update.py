@@ -19,7 +19,7 @@ COMPILE_S = 22.0
 SLACK = 0.35
 """Share of the peak that estimates of time assume."""
 KERNELS = ("splash", "cudnn", "tokamax", "xla")
-"""Implementations of attention, those that are made for one kind of device first."""
+"""Implementations of attention; kernels for one kind of device come first."""
 BYTES_PER_PARAM, SHARE = 18.0, 0.7
 """float32 weights, two moments and gradients, and their bfloat16 copies; they may take this share of the memory."""
 
@@ -88,7 +88,7 @@ def fitting(shape: Any, peaks: Peaks | None) -> Any:
 
 
 def kernel(shape: Any, length: int) -> str:
-    """The first of `KERNELS` that can compute rows of so many tokens here, in bfloat16."""
+    """The first of `KERNELS` that can compute rows of `length` tokens here, in bfloat16."""
     import jax.numpy as jnp
 
     from rolljax.model.implementations import Case, why_not
