@@ -24,7 +24,7 @@ import numpy as np
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
-from rolljax.trainer.attention_stats import AttentionMaps, Tokens, make_attention_stats, packed_in_blocks
+from rolljax.trainer.attention_stats import AttentionMaps, TokenRoles, make_attention_stats, packed_in_blocks
 
 SIZES = {"layers": 12, "dim": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 768, "vocab": 512}
 WORK = {"row_len": 1024, "rows": 2, "block_rows": 128, "rounds": 7}
@@ -49,7 +49,7 @@ def programs(model: Model, cfg: AttentionMaps) -> dict[str, Any]:
         return model.bind(params)(tokens, positions, packed(segments, branches, positions)).hidden
 
     def blocks(params, tokens, positions, segments, branches, mask):
-        attend = packed_in_blocks(Tokens.of(positions, segments, branches, mask), cfg.block_rows)
+        attend = packed_in_blocks(TokenRoles.of(positions, segments, branches, mask), cfg.block_rows)
         return model.bind(params)(tokens, positions, attend).hidden
 
     return {"plain": jax.jit(plain), "blocks": jax.jit(blocks), "stats": make_attention_stats(model, cfg=cfg)}

@@ -17,20 +17,20 @@ from rolljax.serve import listen, url
 from rolljax.viewer import answers
 from rolljax.viewer.app import make_server
 from rolljax.viewer.filters import Filter
-from rolljax.viewer.runs import Run, Runs
+from rolljax.viewer.runs import Runs, ViewedRun
 
 DOCS = Path(__file__).parent
 SIZE = {"width": 1180, "height": 740}
 
 
-def mixed_step(run: Run, share: float) -> int:
+def mixed_step(run: ViewedRun, share: float) -> int:
     """The step with rollouts whose reward is nearest to a share of the highest."""
     rows = [r for r in run.rows(0)[1] if r["phase"] == "rl"]
     most = max(r["reward/mean"] for r in rows)
     return int(min(rows, key=lambda r: abs(r["reward/mean"] - share * most))["step"])
 
 
-def solved_in_turns(run: Run, step: int) -> int:
+def solved_in_turns(run: ViewedRun, step: int) -> int:
     """The line of a trajectory that solved its task, of as many turns as possible up to five, in a group that others
     failed in."""
     groups = answers.step(run, step, Filter())["groups"]

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         event_loop = EventLoop(lambda: False)
         try:
             chat = (served.chat or Chat(served.tokenizer)).for_streams()
-            talk = Conversation(sampler, chat, event_loop, args, env)
+            talk = ChatSession(sampler, chat, event_loop, args, env)
             talk.run()
         finally:
             event_loop.close()
@@ -141,14 +141,14 @@ def open_env(name: str | None) -> tuple[EnvSpec, ToolEpisode] | None:
 
 
 @dataclasses.dataclass
-class Stream:
+class ChatStream:
     """The tokens of a conversation so far, and whether the model's last answer was closed by the model."""
 
     ids: np.ndarray | None = None
     closed: bool = True
 
 
-class Conversation:
+class ChatSession:
     """One user, one model, and perhaps tools."""
 
     def __init__(
@@ -165,7 +165,7 @@ class Conversation:
         self._args, self._env = args, env
         self._page = Console(markup=False, highlight=False, emoji=False)
         self._max_tokens = args.max_tokens or run_answer_tok(args.model) or MAX_TOKENS
-        self._stream, self._opening = Stream(), self._opened()
+        self._stream, self._opening = ChatStream(), self._opened()
         self._answers = 0
 
     def run(self) -> None:
@@ -202,7 +202,7 @@ class Conversation:
     def _command(self, name: str = "help", *values: str) -> None:
         try:
             if name == "new":
-                self._stream, self._opening = Stream(), self._opened()
+                self._stream, self._opening = ChatStream(), self._opened()
             elif name == "probs":
                 self._args.probs = within(int(values[0]) if values else 0 if self._args.probs else 3, 0, MOST_PROBS)
             elif name == "temp":
@@ -225,7 +225,7 @@ class Conversation:
             self._say("/task needs --env")
             return
         spec, env = self._env
-        self._stream, self._opening = Stream(), []
+        self._stream, self._opening = ChatStream(), []
         messages = env.reset(spec.task(index))
         for m in messages:
             self._tell(m)
@@ -270,7 +270,7 @@ class Conversation:
         sampled = self._generate(prompt, min(room, self._max_tokens))
         tokens = sampled.tokens if sampled is not None else np.zeros(0, np.int32)
         closed = bool(len(tokens)) and int(tokens[-1]) in self._chat.stop_ids
-        self._stream = Stream(np.concatenate([prompt, tokens]).astype(np.int32), closed)
+        self._stream = ChatStream(np.concatenate([prompt, tokens]).astype(np.int32), closed)
         if sampled is not None and self._args.probs:
             self._page.print(probabilities(self._chat, sampled))
         if not closed:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rolljax.envs.base import EnvSpec
     from rolljax.evaluation.judged.base import JudgedReport
     from rolljax.evaluation.models import EvaluatedModel
-    from rolljax.evaluation.report import Report
+    from rolljax.evaluation.report import EvaluationReport
     from rolljax.evaluation.settings import Attempts, Benchmark
     from rolljax.model.decoder import Dtype
     from rolljax.recipe import Recipe
@@ -270,7 +270,7 @@ def evaluate(
     fresh: bool = False,
     quiet: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Report:
+) -> EvaluationReport:
     """Evaluate a model on tasks; `print(report.markdown())`, `report["chain_sum"].estimates["pass@1"]`.
 
     Args:
@@ -290,7 +290,7 @@ def evaluate(
       ConfigError, CheckpointError, DataError, InfraError, HangError: see `evaluation.run.evaluate`.
     """
     from rolljax.evaluation import run as evaluation
-    from rolljax.evaluation.progress import Progress
+    from rolljax.evaluation.progress import EvaluationProgress
     from rolljax.evaluation.settings import Attempts
 
     if sum(x is not None for x in (run, model, endpoint)) != 1:
@@ -307,7 +307,7 @@ def evaluate(
         else:
             opened = open_local(run, model, step, recipe, benchmarks, max_context, dtype, chat_template)
         stack.enter_context(opened)
-        progress = None if quiet else stack.enter_context(Progress(opened.name))
+        progress = None if quiet else stack.enter_context(EvaluationProgress(opened.name))
         show, warn = (progress.show, progress.say) if progress else (lambda _: None, lambda _: None)
         for env in (b.env for b in benchmarks if run is not None and envs):
             if notice := own_settings(str(run), env):
@@ -324,7 +324,7 @@ def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
     from rolljax.evaluation.judged.base import JudgedEvaluation
     from rolljax.evaluation.judged.run import benchmark_of
     from rolljax.evaluation.judged.run import evaluate_judged as run_judged
-    from rolljax.evaluation.progress import Progress
+    from rolljax.evaluation.progress import EvaluationProgress
     from rolljax.run.policy import policy_recipe
 
     name = args.benchmark if args.benchmark.endswith(".gin") else f"judged/{args.benchmark}"
@@ -342,7 +342,7 @@ def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
         step = cli.read_step(args.step)
         limits = (args.max_context, args.dtype, args.chat_template)
         opened = open_local(args.run, args.model, step, recipe, tasks, *limits)
-    with opened, Progress(opened.name) as progress:
+    with opened, EvaluationProgress(opened.name) as progress:
         return run_judged(
             opened,
             cfg,

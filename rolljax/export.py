@@ -171,7 +171,7 @@ def export_run(
     from rolljax.run.initial_weights import plain_params
     from rolljax.run.policy import policy_recipe
     from rolljax.run.preflight import load_chat, resolve
-    from rolljax.run.trained import averaged_params, trained_checkpoint
+    from rolljax.run.trained_weights import averaged_params, trained_checkpoint
 
     resolved = resolve(recipe or policy_recipe(run))
     base = resolved.recipe.model
@@ -206,7 +206,7 @@ def write_adapter(
     """Write a run's adapters alone."""
     from rolljax.model import hf, lora
     from rolljax.run.preflight import load_chat
-    from rolljax.run.trained import trained_params
+    from rolljax.run.trained_weights import trained_params
 
     model, base = resolved.model, resolved.recipe.model
     if average:

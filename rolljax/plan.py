@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import jax
 
     from rolljax.aot.chips import Chip
-    from rolljax.aot.report import Report
+    from rolljax.aot.report import ProgramReport
     from rolljax.aot.transfer import Transfer
     from rolljax.config.loaded import Loaded
     from rolljax.recipe import Recipe
@@ -109,7 +109,7 @@ def devices(recipe: Recipe, topology: str, sampler_topology: str | None) -> list
     )
 
 
-def compile_all(resolved: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path | None) -> Iterator[Report]:
+def compile_all(resolved: ResolvedRecipe, chip: Chip, only: list[str], hlo: Path | None) -> Iterator[ProgramReport]:
     """Compile one program after the other, and say which on stderr."""
     from rich.console import Console
 
@@ -141,7 +141,7 @@ class Plan:
     chip: Chip
     topology: str
     sampler_topology: str | None
-    reports: list[Report]
+    reports: list[ProgramReport]
 
     @functools.cached_property
     def transfer(self) -> Transfer | None:
@@ -209,7 +209,7 @@ def timings(found: Plan, steps: Mapping[str, Mapping[str, float]]) -> dict[str, 
 
 
 def step_times(
-    resolved: ResolvedRecipe, reports: list[Report], transfer: Transfer | None = None
+    resolved: ResolvedRecipe, reports: list[ProgramReport], transfer: Transfer | None = None
 ) -> dict[str, dict[str, float]]:
     """Seconds of the parts of a step at best, by phase: rollout, training, publish.
 
@@ -306,7 +306,7 @@ def _table(title: str, first: str, *columns: str) -> Any:
     return table
 
 
-def _overview(reports: list[Report]) -> Any:
+def _overview(reports: list[ProgramReport]) -> Any:
     table = _table(
         "time of one execution, at best",
         "program",
@@ -332,7 +332,7 @@ def _overview(reports: list[Report]) -> Any:
     return table
 
 
-def _memory(reports: list[Report]) -> Any:
+def _memory(reports: list[ProgramReport]) -> Any:
     parts = list(dict.fromkeys(k for r in reports for k in (*r.memory.own, *r.memory.beside)))
     table = _table("GiB of one device (in brackets: other live arrays)", "program", *parts, "temporaries")
     for name in ("host", "in all", "usable", "fits"):
@@ -349,7 +349,7 @@ def _memory(reports: list[Report]) -> Any:
     return table
 
 
-def _collectives(report: Report, most: int = 12) -> Any:
+def _collectives(report: ProgramReport, most: int = 12) -> Any:
     table = _table(
         f"collectives of {report.program}, of one device",
         "kind",
@@ -369,7 +369,7 @@ def _collectives(report: Report, most: int = 12) -> Any:
     return table
 
 
-def next_settings(resolved: ResolvedRecipe, report: Report) -> list[str]:
+def next_settings(resolved: ResolvedRecipe, report: ProgramReport) -> list[str]:
     """What to change so that a program fits, the likeliest first."""
     from rolljax.run import memory
 

@@ -91,14 +91,14 @@ def main(argv: list[str] | None = None) -> int:
             from rolljax.threads.watchdog import Watchdog
 
             with needed("uvicorn", "a server"):
-                from rolljax.serving.server import Limits, Service
+                from rolljax.serving.server import ServerLimits, Service
 
             sampler = Sampler(engine, params, version, vocabulary=served.vocabulary, longest_prompt=0)
             watchdog = Watchdog()
             watchdog.watch(sampler.inbox)
             watchdog.start()
             try:
-                limits = Limits(keys, args.max_concurrency, int(args.max_body_mib * 2**20), args.body_s)
+                limits = ServerLimits(keys, args.max_concurrency, int(args.max_body_mib * 2**20), args.body_s)
                 run_server(Service(sampler, served, limits), listener, args.drain_s)
             finally:
                 watchdog.close()
@@ -187,7 +187,7 @@ def load(args: argparse.Namespace, recipe: Recipe | None = None) -> tuple[Engine
     from rolljax.model.tokenizer import Chat, load_tokenizer
     from rolljax.run.policy import policy_recipe
     from rolljax.run.preflight import ResolvedRecipe, micro_tok, recipe_chat
-    from rolljax.run.trained import trained_params
+    from rolljax.run.trained_weights import trained_params
     from rolljax.sampler.engine import Engine
     from rolljax.sampler.settings import SamplerConfig
     from rolljax.trainer.mesh import SLOT_AXES, MeshSpec, param_shardings

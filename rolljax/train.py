@@ -95,7 +95,7 @@ def train(
     """
     from rolljax import loop
     from rolljax.cluster.lockstep import Follower
-    from rolljax.run import memory, preflight, rehearsal, replay
+    from rolljax.run import memory, preflight, replay, shape_checks
     from rolljax.run.console import Console
     from rolljax.run.folder import RunFolder
     from rolljax.threads.event_loop import Stopped
@@ -105,7 +105,7 @@ def train(
     if isinstance(team, Follower):
         return follow(config, folder, team)
     checked = preflight.check(config.value)
-    lines = rehearsal.check(checked)
+    lines = shape_checks.check(checked)
     log = replay.read_log(args.replay, config, folder) if args.replay else None
     account = memory.account(checked)
     if args.dry_run:

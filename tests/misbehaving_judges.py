@@ -7,7 +7,7 @@ import time
 
 from rolljax.chat_models.client import EndpointConfig
 from rolljax.envs.questions import Questions
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calls import CallLimits
 from rolljax.rewards.critique import Critique
 from rolljax.rewards.judge import Comparison, Judge
@@ -16,7 +16,7 @@ from tests.misbehaving import BEHAVIOURS
 from tests.synthetic_rewards import episode
 
 SPEC = Questions(records=[{"question": "1+1?", "solution": "it is 2", "answer": "2"}])
-AROUND = Surroundings(SPEC, seed=7)
+AROUND = RewardContext(SPEC, seed=7)
 LIMITS = CallLimits(deadline_s=300.0, retries=0, down_after=10**6)
 DEADLINE_S = 0.5
 """Of behaviours that never end; the others have as long as a slow machine takes."""

@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from rolljax.envs.questions import Questions
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.scoring import Scoring
 from rolljax.types import Key, Task, Trajectory, Turn
 
@@ -33,7 +33,7 @@ ROWS = [
     {"question": "capital?", "answer": "Paris", "ref": "no", "also": "y"},
 ]
 SPEC = Questions(records=ROWS)
-AROUND = Surroundings(SPEC)
+AROUND = RewardContext(SPEC)
 
 
 def said(text, index=0, *, tokens=3, cut=False):

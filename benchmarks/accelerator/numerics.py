@@ -141,7 +141,7 @@ def attention_errors(piece: Piece) -> None:
     for kind in KINDS[1:] if piece.tiny else KINDS:
         segment, branch, position, real = packed_rows(length, 1 if kind == "packed" else 4)
         window = attention.Window(length // 32, True) if kind == "window" else None
-        tokens = attention.Tokens.of(position, segment, branch)
+        tokens = attention.TokenPositions.of(position, segment, branch)
         mask, weight = attention.visible(tokens, tokens, window), real[..., None, None]
         for dtype in BOUNDS:
             qkv = heads_of(length, heads, kv_heads, size, dtype)
@@ -375,7 +375,7 @@ def expert_errors(piece: Piece) -> None:
         return jnp.einsum("btef,efd,bte->btd", h, down, share)
 
     def sparse(x: Any, weights: Any, *experts: Any) -> Any:
-        return moe.mixed(x, chosen, weights, moe.Weights(*experts))
+        return moe.mixed(x, chosen, weights, moe.ExpertWeights(*experts))
 
     for dtype in BOUNDS:
         shapes = [(1, tokens, hidden), (1, tokens, each), (num, hidden, ffn), (num, hidden, ffn), (num, ffn, hidden)]

@@ -68,7 +68,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ProgramWork:
     """What one execution of a program does on one device.
 
     ops: per instruction that runs on the chip's cores, but for Pallas kernels: `(flops, HBM bytes, times)`.
@@ -91,17 +91,17 @@ class Work:
         return sum(nbytes * times for _, nbytes, times in self.ops)
 
 
-def read(text: str, mesh_shape: Mapping[str, int], trips: float = 1) -> Work:
+def read(text: str, mesh_shape: Mapping[str, int], trips: float = 1) -> ProgramWork:
     """Read a compiled program's text.
 
     Args:
       mesh_shape: axes of the mesh it was compiled for, in order.
       trips: how often a loop runs whose length is not in the text; inside another such loop: once.
     """
-    return _Reader(text, mesh_shape, trips).work()
+    return _HloReader(text, mesh_shape, trips).work()
 
 
-class _Reader:
+class _HloReader:
     def __init__(self, text: str, mesh_shape: Mapping[str, int], trips: float) -> None:
         self.computations, self.entry = parse(text)
         self.mesh_shape, self.trips = mesh_shape, trips
@@ -111,14 +111,14 @@ class _Reader:
         self.unknown = 0
         self.open = 0
 
-    def work(self) -> Work:
+    def work(self) -> ProgramWork:
         self._run(self.entry, 1.0, {})
         each = [
             Collective(kind, axes, dtype, hidden, times, payload, sent, group)
             for (kind, axes, dtype, hidden, group), (times, payload, sent) in self.sums.items()
         ]
         ordered = sorted(each, key=lambda c: -c.sent_bytes)
-        return Work(tuple(self.ops), tuple(ordered), tuple(self.kernels), self.unknown)
+        return ProgramWork(tuple(self.ops), tuple(ordered), tuple(self.kernels), self.unknown)
 
     # ---- control flow -----------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rolljax.aot import hlo
 from rolljax.aot.chips import Chip
-from rolljax.aot.report import GIB, Memory, Report, time_of
+from rolljax.aot.report import GIB, Memory, ProgramReport, time_of
 from rolljax.model.decoder import DecoderConfig, Model, Params
 from rolljax.model.hf import read_config
 from rolljax.model.lora import Adapted, Base
@@ -52,7 +52,7 @@ class Program:
     """One program, ready to be compiled.
 
     own: its arguments and results. beside: other arrays in HBM. trips: of its outermost loop whose length only the run
-    knows. model_flops, tokens: see `Report`.
+    knows. model_flops, tokens: see `ProgramReport`.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Program:
     model_flops: float = 0.0
     tokens: int = 0
 
-    def compile(self, chip: Chip, folder: Path | None = None) -> Report:
+    def compile(self, chip: Chip, folder: Path | None = None) -> ProgramReport:
         """Compile, and read what came out. A program that the compiler refuses is a report, not an error.
 
         folder: where to write the compiled text.
@@ -78,7 +78,7 @@ class Program:
                 raise
             needed, text = _needed(str(error))
             memory = self._memory(max(needed, sum(self.own.values())), chip)
-            return Report(self.name, time.perf_counter() - start, memory, refused=text)
+            return ProgramReport(self.name, time.perf_counter() - start, memory, refused=text)
         seconds = time.perf_counter() - start
         text = compiled.as_text()
         if folder is not None:
@@ -90,7 +90,7 @@ class Program:
         timing, collectives, (in_kernels, kernel_bytes) = time_of(work, chip, list(self.mesh.devices.flat), used)
         full_speed = chip.bf16_flops * self.mesh.size * timing.step_s
         memory = compiled.memory_analysis()
-        return Report(
+        return ProgramReport(
             self.name,
             seconds,
             self._memory(memory.peak_memory_in_bytes, chip, memory.alias_size_in_bytes),

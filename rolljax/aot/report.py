@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolljax.aot.chips import Chip, links
-from rolljax.aot.hlo import Kernel, Work
+from rolljax.aot.hlo import Kernel, ProgramWork
 
 GIB = 2**30
 
@@ -61,7 +61,7 @@ class Time:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class CollectiveTraffic:
     """Collectives of one kind over the same mesh axes, GiB of one device."""
 
     kind: str
@@ -75,7 +75,7 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ProgramReport:
     """What is known of one program. time and what follows it are None where the compiler refused it.
 
     flops: what a device computes, Pallas kernels by formula. model_flops: what the model asks for, over all devices.
@@ -90,7 +90,7 @@ class Report:
     flops: float = 0.0
     kernel_flops: float = 0.0
     hbm_gib: float = 0.0
-    collectives: tuple[Link, ...] = ()
+    collectives: tuple[CollectiveTraffic, ...] = ()
     model_flops: float = 0.0
     tokens: int = 0
     mfu: float | None = None
@@ -146,8 +146,8 @@ def kernel_work(kernel: Kernel, rows_used: float = 1.0) -> tuple[float, float]:
 
 
 def time_of(
-    work: Work, chip: Chip, devices: Sequence[Any], rows_used: float = 1.0
-) -> tuple[Time, tuple[Link, ...], tuple[float, float]]:
+    work: ProgramWork, chip: Chip, devices: Sequence[Any], rows_used: float = 1.0
+) -> tuple[Time, tuple[CollectiveTraffic, ...], tuple[float, float]]:
     """Seconds, collectives, and flops and HBM bytes of Pallas kernels. rows_used: see `kernel_work`."""
     kernels = [(*kernel_work(k, rows_used), k.times) for k in work.kernels]
     chip_s = sum(max(f / chip.bf16_flops, b / chip.hbm_bytes_s) * n for f, b, n in (*work.ops, *kernels))
@@ -157,7 +157,7 @@ def time_of(
         seconds = c.sent_bytes / (links(chip, devices, c.group) * chip.link_bytes_s) if len(c.group) > 1 else 0.0
         for i, value in enumerate((c.times, c.payload_bytes / GIB, c.sent_bytes / GIB, seconds)):
             sums[c.kind, c.axes, c.dtype, c.hidden][i] += value
-    found = [Link(*key, *values) for key, values in sums.items()]
+    found = [CollectiveTraffic(*key, *values) for key, values in sums.items()]
     time = Time(
         (work.matmul_flops + flops) / chip.bf16_flops,
         (work.hbm_bytes + nbytes) / chip.hbm_bytes_s,

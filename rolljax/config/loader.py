@@ -1,6 +1,6 @@
 """gin files and settings -> one checked tree of frozen dataclasses, once, whatever the thread.
 
-Reads in the order things happen: `source.Source` reads files and settings into bindings; `_Build` hands the
+Reads in the order things happen: `source.Bindings` reads files and settings into bindings; `_Build` hands the
 winning ones to gin, which evaluates references, macros and scopes and calls `_Build.make` for every object; `make`
 fills defaults, checks each value against its annotation (`check.fit`) and constructs; what nothing read is an
 error; `Loaded` is what leaves.
@@ -26,7 +26,7 @@ from rolljax.config.classes import default, fields, is_config
 from rolljax.config.files import find_config
 from rolljax.config.loaded import Loaded
 from rolljax.config.parser import gin
-from rolljax.config.source import Binding, Source
+from rolljax.config.source import Binding, Bindings
 from rolljax.config.values import Macro, Ref, leaves, map_leaves
 from rolljax.errors import ConfigError, RolljaxError, boundary
 
@@ -50,7 +50,7 @@ def load(
     Raises:
       ConfigError: for whatever is wrong with files or settings, with file:line, value and remedy.
     """
-    source = Source(root)
+    source = Bindings(root)
     for i, path in enumerate(files):
         source.read_file(find_config(str(path)), (i,))
     if isinstance(settings, Mapping):
@@ -110,7 +110,7 @@ def _for_gin(leaf: Any) -> Any:
 class _Build:
     """One run of gin over the live bindings, and the record of what was read."""
 
-    def __init__(self, source: Source, last_file: str) -> None:
+    def __init__(self, source: Bindings, last_file: str) -> None:
         self.source, self.last_file = source, last_file
         self.read: set[Binding] = set()  # bindings that an object met, and
         self.used: set[Binding] = set()  # those it took,

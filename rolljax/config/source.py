@@ -72,7 +72,7 @@ class _Context:
     resolve: Callable[[str], Any]
 
 
-class Source:
+class Bindings:
     """What files and settings bind.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Measure how often a policy gets a task right: its attempts, and the difficulty of the task by them.
 
-Attempts come from a model (`Attempts`), or from the rollouts that a run wrote (`FromRollouts`). They are in the
+Attempts come from a model (`SampleAttempts`), or from the rollouts that a run wrote (`FromRollouts`). They are in the
 record's column `attempts`, a list of `{"text": ..., "reward": ...}`; `Difficulty` sums them up.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rolljax.chat_models.base import Asking, ChatModelConfig, ChatTooLong
-from rolljax.data.base import AskingStage, Place, Record, Source, Stage, fingerprint, seed_of, text_of, value_of
+from rolljax.data.base import AskingStage, Place, Record, RecordSource, Stage, fingerprint, seed_of, text_of, value_of
 from rolljax.data.files import line_of
 from rolljax.envs.data import answers, messages
 from rolljax.envs.questions import BOXED, is_right
@@ -29,7 +29,7 @@ Score = Callable[[Record, str], float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempts(AskingStage):
+class SampleAttempts(AskingStage):
     r"""Ask a model to answer each record k times, and score the answers against the recorded one, as `Questions` does.
 
     model: who answers. k: attempts at a record. temperature, max_tok: of an answer.
@@ -62,7 +62,7 @@ class Attempts(AskingStage):
                 "makes all attempts at a record the same", setting="Attempts.temperature", value=0, remedy="1, or k = 1"
             )
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         async def play(record: Record) -> list[dict[str, Any]] | None:
             try:
                 return await self._play(record, place)
@@ -128,7 +128,7 @@ class FromRollouts(Stage):
         if not self.paths:
             raise ConfigError("names no file", setting="FromRollouts.paths", remedy="runs/NAME/rollouts, for instance")
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         places: dict[str, array.array[int]] = {}
         with open(place.scratch / "attempts.jsonl", "w+b") as file:
             for t in self._trajectories():
@@ -206,7 +206,7 @@ class Difficulty(Stage):
 
     keep_attempts: bool = False
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
             found = rates(rewards_of(record))
             place.observe("mu", found.mu)

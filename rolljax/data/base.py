@@ -18,7 +18,7 @@ from rolljax.errors import DataError
 
 if TYPE_CHECKING:
     from rolljax.chat_models.base import ChatModelConfig
-    from rolljax.data.asking import Asker
+    from rolljax.data.model_calls import Asker
 
 Record = dict[str, Any]
 """Column -> value, as JSON knows values. Stages make new ones and change none."""
@@ -30,7 +30,7 @@ NUM_OBSERVED = 2000
 """Values of one name that are kept for the report's histogram: a sample, drawn by the seed."""
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """The input records of a stage: iterable in order any number of times, or one by its number. None of them is
     held in memory."""
 
@@ -121,7 +121,7 @@ class Stage(abc.ABC):
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(self).__name__).lstrip("_")
 
     @abc.abstractmethod
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         """Yield the output records for those of `source`; drops are reported to `place`.
 
         The output depends on records, settings, `place.seed` and the model's answers, and on nothing else: an

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rolljax.data.base import Place, Record, Source, Stage, text_of
+from rolljax.data.base import Place, Record, RecordSource, Stage, text_of
 from rolljax.data.texts import Unit, jaccard, normalised, shingles
 from rolljax.errors import ConfigError, check_range, needed
 
@@ -27,7 +27,7 @@ class Exact(Stage):
     key: str = ""
     normalise: bool = True
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         seen: set[bytes] = set()
         for record in source:
             text = text_of(record, self.key)
@@ -63,7 +63,7 @@ class MinHash(Stage):
         if self.unit not in ("char", "word"):
             raise ConfigError("is no unit", setting="MinHash.unit", value=self.unit, remedy="'char' or 'word'")
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         bands = self._bands(source)
         place.number("bands", bands.shape[1])
         groups = [_groups(bands[:, b]) for b in range(bands.shape[1])]
@@ -90,7 +90,7 @@ class MinHash(Stage):
                 table[g].append(i)
             yield record
 
-    def _bands(self, source: Source) -> np.ndarray:
+    def _bands(self, source: RecordSource) -> np.ndarray:
         """A hash for each band of each record's signature; uint64 `[records, bands]`."""
         with needed("datasketch", "MinHash", install="rolljax[data]"):
             import datasketch

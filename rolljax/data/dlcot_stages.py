@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rolljax.chat_models.base import Asking, ChatModelConfig
 from rolljax.data import dlcot
-from rolljax.data.base import AskingStage, Place, Record, Source, Stage, text_of
+from rolljax.data.base import AskingStage, Place, Record, RecordSource, Stage, text_of
 from rolljax.data.dlcot import LABELS, PARTS, Trace
 from rolljax.data.judge import ask_until
 from rolljax.data.stagent import last_json_object
@@ -93,7 +93,7 @@ class Deconstruct(AskingStage):
         check_range(self, "temperature", low=0)
         check_range(self, "least", above=0, high=1)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         async def work(record: Record) -> Trace | str:
             return await _Deconstruction(self, place, record).trace()
 
@@ -203,7 +203,7 @@ class Prune(Stage):
         if (self.spans or self.trunk_spans) and self.how != "incorrect":
             raise ConfigError("has no effect", setting="Prune.spans", value=True, remedy="Prune.how = 'incorrect'")
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         before = after = 0
         for record in source:
             trace = trace_of(record)
@@ -247,7 +247,7 @@ class Rewrite(AskingStage):
         check_range(self, "tries", "max_tok", low=1)
         check_range(self, "tolerance", low=0, high=1)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         how = Asking(self.temperature, self.max_tok)
 
         async def mend(record: Record) -> str | None:

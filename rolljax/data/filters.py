@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from rolljax.data.base import Place, Record, Source, Stage, text_of, value_of
+from rolljax.data.base import Place, Record, RecordSource, Stage, text_of, value_of
 from rolljax.data.files import FileSource
 from rolljax.data.texts import normalised, word_grams
 from rolljax.errors import ConfigError, check_range
@@ -45,7 +45,7 @@ class Length(Stage):
     min_words: int | None = None
     max_words: int | None = None
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
             text = text_of(record, self.key)
             chars, words = len(text), len(text.split())
@@ -59,7 +59,7 @@ class Length(Stage):
 
 
 @dataclasses.dataclass(frozen=True)
-class Language(Stage):
+class KeepScripts(Stage):
     """Keep records whose letters are of some scripts. A script is not a language, but separates most, without a model.
 
     key: the column; empty: `Pipeline.key`. scripts: those that count, such as `('latin',)` or `('han', 'kana')`.
@@ -77,7 +77,7 @@ class Language(Stage):
                 known = ", ".join(dict.fromkeys(_SCRIPTS.values()))
                 raise ConfigError("is no script", setting="Language.scripts", value=script, remedy=f"of {known}")
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
             found = scripts(text_of(record, self.key))
             total = sum(found.values())
@@ -117,7 +117,7 @@ class Quality(Stage):
         check_range(self, "max_symbol_frac", "max_line_repeats", "max_gram_repeats", low=0, high=1)
         check_range(self, "gram", low=1)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
             why = self.fault(text_of(record, self.key))
             if why:
@@ -154,7 +154,7 @@ class Between(Stage):
         if not self.key:
             raise ConfigError("names a column, and is empty", setting="Between.key", remedy="such as 'rollouts.mu'")
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
             value = value_of(record, self.key)
             if not isinstance(value, int | float):
@@ -187,7 +187,7 @@ class Decontaminate(Stage):
         if not self.against:
             raise ConfigError("names no file", setting="Decontaminate.against", remedy="files of evaluation tasks")
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         against_key = self.against_key or self.key
         known: dict[int, set[bytes]] = collections.defaultdict(set)  # words of a run -> runs
         for path in self.against:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from rolljax.chat_models.base import Asking, ChatModelConfig, ChatTooLong
-from rolljax.data.base import AskingStage, Place, Record, Source, fingerprint, seed_of, text_of
+from rolljax.data.base import AskingStage, Place, Record, RecordSource, fingerprint, seed_of, text_of
 from rolljax.envs.text import linear_pattern
 from rolljax.errors import ConfigError, check_range
 from rolljax.types import Message
@@ -80,7 +80,7 @@ class JudgeFilter(AskingStage):
         if linear_pattern(self.verdict, "JudgeFilter.verdict").groups != 1:
             raise ConfigError("does not have one group", setting="JudgeFilter.verdict", value=self.verdict)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         how = Asking(self.temperature, self.max_tok)
 
         def parse(text: str) -> str | None:

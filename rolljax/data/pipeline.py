@@ -25,14 +25,13 @@ from typing import Any, Literal
 
 from rolljax.chat_models.base import ChatModelConfig
 from rolljax.data import report
-from rolljax.data.asking import Asker
 from rolljax.data.base import (
     NUM_SAMPLES,
     AskingStage,
     Ledger,
     Place,
     Record,
-    Source,
+    RecordSource,
     Stage,
     fingerprint,
     seed_of,
@@ -41,7 +40,8 @@ from rolljax.data.base import (
 )
 from rolljax.data.files import FileSource, Format, Spill, Writer, write_spill
 from rolljax.data.journal import Journal
-from rolljax.data.progress import Progress
+from rolljax.data.model_calls import Asker
+from rolljax.data.progress import PipelineProgress
 from rolljax.errors import ConfigError, DataError, check_range
 from rolljax.run import durable
 from rolljax.run.layout import LOCK
@@ -109,7 +109,7 @@ class Pipeline:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class PipelineResult:
     """The output of a pipeline. files: name -> records in it. stages: label -> its ledger, as JSON."""
 
     folder: Path
@@ -117,7 +117,9 @@ class Outcome:
     stages: Mapping[str, Mapping[str, Any]]
 
 
-def run(pipeline: Pipeline, source: str, folder: str | Path, *, fresh: bool = False, setup: Any = None) -> Outcome:
+def run(
+    pipeline: Pipeline, source: str, folder: str | Path, *, fresh: bool = False, setup: Any = None
+) -> PipelineResult:
     """Run a pipeline, or resume an interrupted one. May be called in any thread, also inside of a running event loop,
     which is blocked meanwhile.
 
@@ -137,7 +139,7 @@ def run(pipeline: Pipeline, source: str, folder: str | Path, *, fresh: bool = Fa
         "input": given.state,
         "models": [m.identity if (m := pipeline.model_of(s)) else None for s in pipeline.stages],
     }
-    with _opened(Path(folder), made_of, fresh) as work, Progress() as progress:
+    with _opened(Path(folder), made_of, fresh) as work, PipelineProgress() as progress:
         return _run(pipeline, given, Path(folder), work, progress)
 
 
@@ -149,12 +151,12 @@ def _that_matter(setup: Any) -> Any:
     return {name: value for name, value in setup.items() if not aside.search(name)}
 
 
-def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progress: Progress) -> Outcome:
+def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progress: PipelineProgress) -> PipelineResult:
     if (folder / report.REPORT).is_file():
         progress.say(f"{folder} is complete: nothing to do (--fresh starts from scratch)")
         found = json.loads((folder / report.REPORT).read_text())
-        return Outcome(folder, found["files"], found["stages"])
-    records: Source = given
+        return PipelineResult(folder, found["files"], found["stages"])
+    records: RecordSource = given
     ledgers: dict[str, Mapping[str, Any]] = {}
     for i, (label, stage) in enumerate(zip(pipeline.labels, pipeline.stages, strict=True)):
         spill, said = work / f"{label}.jsonl", work / f"{label}.json"
@@ -173,11 +175,11 @@ def _run(pipeline: Pipeline, given: FileSource, folder: Path, work: Path, progre
     samples = [json.dumps(r, ensure_ascii=False)[:400] for r in itertools.islice(records, NUM_SAMPLES)]
     report.write(folder, len(given), files, ledgers, samples)
     durable.remove(work / f"{pipeline.labels[-1]}.jsonl")
-    return Outcome(folder, files, ledgers)
+    return PipelineResult(folder, files, ledgers)
 
 
 def _run_stage(
-    pipeline: Pipeline, stage: Stage, label: str, records: Source, work: Path, progress: Progress
+    pipeline: Pipeline, stage: Stage, label: str, records: RecordSource, work: Path, progress: PipelineProgress
 ) -> dict[str, Any]:
     """Run one stage; return its report. Its records are complete by then."""
     scratch = work / f".{label}.tmp"
@@ -203,7 +205,7 @@ def _run_stage(
 class _Counted:
     """A source that shows how far its readers are."""
 
-    def __init__(self, source: Source, ledger: Ledger, progress: Progress, label: str) -> None:
+    def __init__(self, source: RecordSource, ledger: Ledger, progress: PipelineProgress, label: str) -> None:
         self._source, self._ledger, self._progress, self._label = source, ledger, progress, label
 
     def __len__(self) -> int:
@@ -221,7 +223,7 @@ class _Counted:
         return self._source.record(i)
 
 
-def _write(pipeline: Pipeline, records: Source, folder: Path) -> dict[str, int]:
+def _write(pipeline: Pipeline, records: RecordSource, folder: Path) -> dict[str, int]:
     """The files of what came out, each complete before it has its name."""
     writers: dict[str, Writer] = {}
 

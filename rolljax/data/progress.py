@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rolljax.run.lines import ProgressLines
+from rolljax.run.progress_bars import ProgressLines
 
 if TYPE_CHECKING:
     from rolljax.data.base import Ledger
 
 
-class Progress(ProgressLines):
+class PipelineProgress(ProgressLines):
     """Shows the progress of a pipeline. Use as a context manager."""
 
     def show(self, label: str, done: int, total: int, ledger: Ledger) -> None:

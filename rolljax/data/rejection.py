@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from rolljax.data.attempts import ATTEMPTS, attempts_of
-from rolljax.data.base import Place, Record, Source, Stage
+from rolljax.data.base import Place, Record, RecordSource, Stage
 from rolljax.data.texts import normalised, similarity
 from rolljax.envs.data import answers
 from rolljax.errors import check_range
@@ -31,7 +31,7 @@ class RejectionSampling(Stage):
         check_range(self, "cap", low=1)
         check_range(self, "similarity", above=0, high=1)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
             attempts = attempts_of(record)
             good = [a["text"] for a in attempts if a["reward"] >= self.min_reward]

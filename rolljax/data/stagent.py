@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from rolljax.chat_models.base import Asking, ChatModelConfig
 from rolljax.data.attempts import rates, rewards_of
-from rolljax.data.base import AskingStage, Place, Record, Source, Stage, text_of, value_of
+from rolljax.data.base import AskingStage, Place, Record, RecordSource, Stage, text_of, value_of
 from rolljax.data.judge import ask_until
 from rolljax.envs.text import json_at
 from rolljax.errors import ConfigError, DataError, check_range
@@ -70,7 +70,7 @@ class Taxonomy(AskingStage):
         check_range(self, "rounds", low=0)
         check_range(self, "other_frac", low=0, high=1)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         intents = list(self.intents)
         if not intents:
             intents = self._named(source, list(range(len(source))), intents, place, 0)
@@ -99,7 +99,7 @@ class Taxonomy(AskingStage):
             }
 
     def _named(
-        self, source: Source, numbers: Sequence[int], known: Sequence[str], place: Place, round_: int
+        self, source: RecordSource, numbers: Sequence[int], known: Sequence[str], place: Place, round_: int
     ) -> list[str]:
         """Return the known intents and the intents that the model names for a sample of records."""
         drawn = sorted(random.Random(place.seed + round_).sample(numbers, min(self.samples, len(numbers))))
@@ -119,7 +119,7 @@ class Taxonomy(AskingStage):
         return list(dict.fromkeys([*known, *(name for name in found if name != OTHER)]))[: self.most]
 
     def _tagged(
-        self, source: Source, numbers: Sequence[int], intents: Sequence[str], place: Place, round_: int
+        self, source: RecordSource, numbers: Sequence[int], intents: Sequence[str], place: Place, round_: int
     ) -> dict[int, dict[str, Any]]:
         """Return the model's labels of some records; records whose answer cannot be parsed are missing."""
         listed = "\n".join(f"- {name}" for name in (*intents, OTHER))
@@ -140,7 +140,7 @@ class Taxonomy(AskingStage):
 
 
 @dataclasses.dataclass(frozen=True)
-class Grade(AskingStage):
+class GradeDifficulty(AskingStage):
     """Have a model grade how difficult each request is: a column `difficulty`, from 1 to 5; -1: irrelevant, 0: needs no
     tool. Both are kept on purpose, to learn to decline and to answer directly; `filters.Between` chooses.
 
@@ -160,7 +160,7 @@ class Grade(AskingStage):
         if "{text}" not in self.prompt:
             raise ConfigError("does not contain {text}", setting="Grade.prompt", value=self.prompt)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         how = Asking(self.temperature, self.max_tok)
 
         def parse(text: str) -> int | None:
@@ -188,7 +188,7 @@ class Learnability(Stage):
     low), `rl` where it is not; tasks that it always solves or never are left out. The columns `rollouts.mu`, `sigma`
     and `score` say how learnable: mean times variance.
 
-    Reads the column `attempts` (`attempts.Attempts`).
+    Reads the column `attempts` (`attempts.SampleAttempts`).
 
     trivial: a mean from which on nothing is left to learn. noise: a mean up to which nothing can be learned, or the
       task is broken. certain_mu, certain_sigma: from which mean, and up to which deviation, a task goes to SFT.
@@ -206,7 +206,7 @@ class Learnability(Stage):
         if self.noise >= self.trivial:
             raise ConfigError("is not below Learnability.trivial", setting="Learnability.noise", value=self.noise)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
             found = rates(rewards_of(record))
             place.observe("mu", found.mu)
@@ -242,7 +242,7 @@ class RareTools(Stage):
     def __post_init__(self) -> None:
         check_range(self, "target", "most", low=1)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         counts = collections.Counter(self._combination(record) for record in source)
         ranked = sorted(counts.values())
         target = self.target if self.target is not None else ranked[len(ranked) // 2] if ranked else 0

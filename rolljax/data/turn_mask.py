@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rolljax.chat_models.base import Asking, ChatModelConfig
-from rolljax.data.base import AskingStage, Place, Record, Source, value_of
+from rolljax.data.base import AskingStage, Place, Record, RecordSource, value_of
 from rolljax.data.judge import ask_until
 from rolljax.envs.data import messages
 from rolljax.envs.text import linear_pattern
@@ -49,7 +49,7 @@ class TurnMask(AskingStage):
     def __post_init__(self) -> None:
         check_range(self, "tries", "max_tok", low=1)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         if not self.judge:
             for record in source:
                 yield from self._masked(record, None, place)

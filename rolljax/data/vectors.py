@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rolljax.data.base import Place, Record, Source, Stage, text_of, value_of
+from rolljax.data.base import Place, Record, RecordSource, Stage, text_of, value_of
 from rolljax.data.texts import hashed_counts
 from rolljax.errors import ConfigError, DataError, check_range
 
@@ -32,7 +32,7 @@ class Embedding:
     def __post_init__(self) -> None:
         check_range(self, "dim", low=8)
 
-    def weights(self, source: Source) -> np.ndarray:
+    def weights(self, source: RecordSource) -> np.ndarray:
         """Inverse document frequencies `[dim]`, in one pass; ones where vectors are a column."""
         if self.vectors:
             return np.ones(0, np.float32)
@@ -63,7 +63,7 @@ class Embedding:
         return vector / norm if norm else vector
 
 
-def by_bucket(source: Source, bucket: str) -> dict[str, np.ndarray]:
+def by_bucket(source: RecordSource, bucket: str) -> dict[str, np.ndarray]:
     """The numbers of the records of each bucket; one bucket where no column is named."""
     found: dict[str, list[int]] = {}
     for i, record in enumerate(source):
@@ -71,7 +71,9 @@ def by_bucket(source: Source, bucket: str) -> dict[str, np.ndarray]:
     return {name: np.array(numbers) for name, numbers in found.items()}
 
 
-def matrix(source: Source, numbers: np.ndarray, embedding: Embedding, weights: np.ndarray, stage: str) -> np.ndarray:
+def matrix(
+    source: RecordSource, numbers: np.ndarray, embedding: Embedding, weights: np.ndarray, stage: str
+) -> np.ndarray:
     """The vectors of some records; float32 `[n, dim]`.
 
     Raises:
@@ -109,7 +111,7 @@ class EmbeddingDedup(Stage):
     def __post_init__(self) -> None:
         check_range(self, "threshold", above=-1, below=1)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         weights = self.embedding.weights(source)
         keep = np.zeros(len(source), bool)
         for numbers in by_bucket(source, self.bucket).values():
@@ -147,7 +149,7 @@ class KCenter(Stage):
         check_range(self, "num", low=1)
         check_range(self, "frac", above=0, high=1)
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         weights = self.embedding.weights(source)
         keep = np.zeros(len(source), bool)
         for numbers in by_bucket(source, self.bucket).values():
@@ -170,7 +172,7 @@ def k_center(vectors: np.ndarray, k: int, start: int = 0) -> Sequence[int]:
     return taken
 
 
-def _kept(source: Source, keep: np.ndarray, place: Place, why: str) -> Iterator[Record]:
+def _kept(source: RecordSource, keep: np.ndarray, place: Place, why: str) -> Iterator[Record]:
     for record, stays in zip(source, keep, strict=True):
         if stays:
             yield record

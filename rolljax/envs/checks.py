@@ -292,9 +292,9 @@ def success_frac(spec: EnvSpec, tasks: Iterable[Task], act: Act) -> float:
     return sum(solved) / len(solved)
 
 
-def constant_wins(spec: EnvSpec, num_tasks: int, within_s: float = math.inf) -> constants.Found:
+def constant_wins(spec: EnvSpec, num_tasks: int, within_s: float = math.inf) -> constants.ConstantAnswerResults:
     """Measure the wins of a hundred constant answers on `num_tasks` tasks, or on fewer once `within_s` has passed."""
-    tally, end = constants.Tally(), time.monotonic() + within_s
+    tally, end = constants.AnswerCounts(), time.monotonic() + within_s
     for i in range(num_tasks):
         if i and time.monotonic() > end:
             num_tasks = i
@@ -309,7 +309,7 @@ def constant_wins(spec: EnvSpec, num_tasks: int, within_s: float = math.inf) -> 
         episodes = []
     wrong = [e.reward for e in episodes if not e.success]
     chance = (len(episodes) - len(wrong)) / num_tasks
-    return constants.Found(tally.wins(), num_tasks, chance, sum(wrong) / max(1, len(wrong)))
+    return constants.ConstantAnswerResults(tally.wins(), num_tasks, chance, sum(wrong) / max(1, len(wrong)))
 
 
 def no_constant_wins(spec: EnvSpec, num_tasks: int) -> str:

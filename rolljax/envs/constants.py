@@ -113,7 +113,7 @@ def _read(token: str) -> object:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ConstantAnswerResults:
     """The results of all of them on some tasks.
 
     chance, chance_reward: share of tasks solved, and mean reward for a wrong answer, of a player who knows the form of
@@ -156,7 +156,7 @@ class Found:
         return "; ".join(told)
 
 
-class Tally:
+class AnswerCounts:
     """Adds up each answer's results, task by task."""
 
     def __init__(self) -> None:

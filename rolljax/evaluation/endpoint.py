@@ -15,7 +15,7 @@ from rolljax.envs.pool import Episode, Pool
 from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.rewards.scoring import Scoring
-from rolljax.rollout.barrier import Tally
+from rolljax.rollout.barrier import EpisodeCounts
 from rolljax.rollout.builder import TrajectoryBuilder
 from rolljax.rollout.episodes import EpisodeRollouts, RolloutConfig
 from rolljax.rollout.starts import Start
@@ -38,7 +38,7 @@ class EndpointRollouts(EpisodeRollouts):
     seed: int
     cfg: RolloutConfig = RolloutConfig()
     thinking: bool = False
-    tally: Tally = dataclasses.field(default_factory=Tally)
+    tally: EpisodeCounts = dataclasses.field(default_factory=EpisodeCounts)
     scoring: Scoring | None = None
 
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:

@@ -25,7 +25,7 @@ from rolljax.rollout.policies import SamplerPolicy
 from rolljax.run.checkpoint import Step
 from rolljax.run.preflight import ResolvedRecipe, load_chat, resolve
 from rolljax.run.runtime import share_sampler
-from rolljax.run.trained import initial_params, trained_checkpoint
+from rolljax.run.trained_weights import initial_params, trained_checkpoint
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.threads.watchdog import Sleeper
@@ -72,7 +72,7 @@ class EvaluatedModel(Protocol):
         """Release resources that belong to the event loop of the episodes."""
 
 
-class LocalModel:
+class SamplerModel:
     """Weights in this process, behind the sampler of training.
 
     Args:
@@ -98,7 +98,7 @@ class LocalModel:
         )
         self._hosts: list[Any] = []
 
-    def __enter__(self) -> LocalModel:
+    def __enter__(self) -> SamplerModel:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -151,7 +151,7 @@ class LocalModel:
         self._hosts.clear()
 
 
-def of_run(recipe: Recipe, run: str | Path, step: Step | None = None) -> LocalModel:
+def of_run(recipe: Recipe, run: str | Path, step: Step | None = None) -> SamplerModel:
     """The policy of a run folder.
 
     Args:
@@ -162,15 +162,15 @@ def of_run(recipe: Recipe, run: str | Path, step: Step | None = None) -> LocalMo
     steps = saved.progress.total_steps
     name = f"{Path(run).resolve().name} step {steps}"
     identity = {"kind": "run", "path": str(Path(run).resolve()), "checkpoint": saved.name, **_precision(recipe)}
-    return LocalModel(resolved, params, name, identity, saved.progress.version, run)
+    return SamplerModel(resolved, params, name, identity, saved.progress.version, run)
 
 
-def of_folder(recipe: Recipe) -> LocalModel:
+def of_folder(recipe: Recipe) -> SamplerModel:
     """The model that a recipe names with `Recipe.model`, a Hugging Face folder, as it is before training."""
     resolved = resolve(recipe)
     folder = Path(str(recipe.model)).resolve()
     identity = {"kind": "folder", "path": str(folder), "digest": folder_digest(folder), **_precision(recipe)}
-    return LocalModel(resolved, initial_params(resolved), folder.name, identity)
+    return SamplerModel(resolved, initial_params(resolved), folder.name, identity)
 
 
 def folder_recipe(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rolljax.evaluation.run import Standing
-from rolljax.run.lines import ProgressLines
+from rolljax.run.progress_bars import ProgressLines
 
 
-class Progress(ProgressLines):
+class EvaluationProgress(ProgressLines):
     """Shows the progress of an evaluation. Use as a context manager.
 
     Args:

@@ -76,7 +76,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class EvaluationReport:
     """The results of an evaluation. notes: sentences below the table. counts: of an endpoint's requests, by kind.
     categories: rows by environment and kind of task, of environments whose tasks have kinds. trajectories: every
     attempt; they are no part of the JSON record. pairs: a table for each judging environment."""
@@ -187,7 +187,7 @@ def report(
     cfg: Attempts,
     counts: Mapping[str, int],
     trajectories: Sequence[Trajectory] = (),
-) -> Report:
+) -> EvaluationReport:
     """Tables of scores: a row for each environment, and where there are several one over all tasks, one of the
     environments' means and, if they have weights, one of their weighted mean; a row for each category of tasks.
 
@@ -223,7 +223,7 @@ def report(
         notes.append(f"Weights: {said}.")
     if any(row.std is not None for row in categories):
         notes.append("std: of the share of tasks solved, between attempts.")
-    return Report(title, rows, list(tasks), notes, dict(counts), categories, trajectories)
+    return EvaluationReport(title, rows, list(tasks), notes, dict(counts), categories, trajectories)
 
 
 def weights_of(names: Sequence[str], cfg: Attempts) -> list[float]:

@@ -21,9 +21,9 @@ from rolljax.evaluation import pairs
 from rolljax.evaluation.answers import AnswerLog
 from rolljax.evaluation.models import EvaluatedModel
 from rolljax.evaluation.pairs import PairTable
-from rolljax.evaluation.report import FinalAnswer, Report, report, score_task
+from rolljax.evaluation.report import EvaluationReport, FinalAnswer, report, score_task
 from rolljax.evaluation.settings import Attempts, Benchmark
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.scoring import Scoring
 from rolljax.rollout.domain_rewards import open_rewards
 from rolljax.rollout.episodes import EpisodeRollouts
@@ -55,7 +55,7 @@ class Standing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class EvaluationJob:
     """One attempt at one task."""
 
     benchmark: int
@@ -90,7 +90,7 @@ def evaluate(
     show: Callable[[Standing], None] = lambda _: None,
     warn: Callable[[str], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Report:
+) -> EvaluationReport:
     """Have a model attempt the tasks of one or more environments, and report the results.
 
     What an attempt samples depends on its seed, its task and its number, and on nothing else, so that an evaluation
@@ -163,17 +163,17 @@ def _setup(model: EvaluatedModel, benchmarks: Sequence[Benchmark], attempts: Att
     }
 
 
-def jobs_of(tasks: Sequence[Sequence[Task]], attempts: Attempts, version: int) -> list[Job]:
+def jobs_of(tasks: Sequence[Sequence[Task]], attempts: Attempts, version: int) -> list[EvaluationJob]:
     """Yield every attempt, those at one task together. Draws are those of a run's own evaluation at this version."""
     draw, jobs = version * sum(map(len, tasks)), []
     for benchmark, every in enumerate(tasks):
         for task in every:
-            jobs += [Job(benchmark, task, Key(EVAL_STREAM, draw, i)) for i in range(attempts.num)]
+            jobs += [EvaluationJob(benchmark, task, Key(EVAL_STREAM, draw, i)) for i in range(attempts.num)]
             draw += 1
     return jobs
 
 
-def check_task(answer: Trajectory, job: Job) -> None:
+def check_task(answer: Trajectory, job: EvaluationJob) -> None:
     """Raise `ConfigError` for a kept answer that belongs to another task than its number has now."""
     if answer.task.id != job.task.id:
         raise ConfigError(
@@ -187,7 +187,7 @@ def make_attempts(
     model: EvaluatedModel,
     benchmarks: Sequence[Benchmark],
     attempts: Attempts,
-    jobs: Sequence[Job],
+    jobs: Sequence[EvaluationJob],
     log: AnswerLog,
     standing: Standing,
     show: Callable[[Standing], None],
@@ -226,7 +226,7 @@ def make_attempts(
         loop.run(loop.within(_attempt_all(rollouts, jobs, attempts, put, witness), "answers", math.inf))
 
 
-async def _attempt(rollouts: EpisodeRollouts, job: Job, witness: Witness | None) -> Trajectory:
+async def _attempt(rollouts: EpisodeRollouts, job: EvaluationJob, witness: Witness | None) -> Trajectory:
     """Make one attempt; return it as it is to be kept."""
     found = None if witness is None else witness.kept(job.key)
     if found is None:
@@ -235,13 +235,13 @@ async def _attempt(rollouts: EpisodeRollouts, job: Job, witness: Witness | None)
 
 
 def _scoring(benchmark: Benchmark, attempts: Attempts, verdicts: str) -> Scoring | None:
-    around = Surroundings(benchmark.env, attempts.seed, verdicts)
+    around = RewardContext(benchmark.env, attempts.seed, verdicts)
     return open_rewards(benchmark.reward, benchmark.domains, around, attempts.stall_s)
 
 
 async def _attempt_all(
     rollouts: dict[int, EpisodeRollouts],
-    jobs: Sequence[Job],
+    jobs: Sequence[EvaluationJob],
     attempts: Attempts,
     put: Callable[[Trajectory], None],
     witness: Witness | None,
@@ -270,10 +270,10 @@ def _report(
     title: str,
     benchmarks: Sequence[Benchmark],
     attempts: Attempts,
-    jobs: Sequence[Job],
+    jobs: Sequence[EvaluationJob],
     log: AnswerLog,
     counts: Mapping[str, int],
-) -> Report:
+) -> EvaluationReport:
     by_task: dict[tuple[int, int], list[Trajectory]] = {}
     for job in jobs:
         by_task.setdefault((job.benchmark, job.key.draw), []).append(log.answers[job.key])
@@ -288,7 +288,7 @@ def _report(
 
 
 def _pair_tables(
-    benchmarks: Sequence[Benchmark], attempts: Attempts, jobs: Sequence[Job], log: AnswerLog
+    benchmarks: Sequence[Benchmark], attempts: Attempts, jobs: Sequence[EvaluationJob], log: AnswerLog
 ) -> list[PairTable]:
     """Return a table for each environment in which pairs of answers are judged."""
     tables = []

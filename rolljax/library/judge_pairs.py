@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rolljax.chat_models.base import Asking, ChatModel
 from rolljax.envs.base import NUM_INDICES
 from rolljax.envs.judging import pairs
-from rolljax.envs.judging.base import Judging, Question
+from rolljax.envs.judging.base import JudgeQuestion, Judging
 from rolljax.envs.judging.pairs import Traces
 from rolljax.envs.tasks import training_indices
 from rolljax.envs.text import bounded
 from rolljax.errors import ConfigError, DataError
-from rolljax.library.apart import run_apart
+from rolljax.library.separate_thread import run_apart
 from rolljax.run import durable
 from rolljax.threads.event_loop import EventLoop, Stopped
 
@@ -114,7 +114,7 @@ class _Asking:
         label = pairs.label_for_critic(self.env, question, judged)
         return Traces(index, judged, await self._ask(self.critic, self.env.critic(question, label), 2 * index + 1))
 
-    async def _ask(self, model: ChatModel, question: Question, number: int) -> str:
+    async def _ask(self, model: ChatModel, question: JudgeQuestion, number: int) -> str:
         how = dataclasses.replace(self.how, seed=(self.how.seed * 1_000_003 + number) % 2**31)
         answer = await model.ask(self.env.prompt(question), how)
         if not answer.is_whole and self.env.read(answer.text) is not None:

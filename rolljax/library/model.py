@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rolljax.errors import ConfigError
-from rolljax.library.apart import run_apart
+from rolljax.library.separate_thread import run_apart
 from rolljax.sampler.client import Sampler
 from rolljax.threads.event_loop import EventLoop, Stopped
 from rolljax.types import Message, SamplingParams
@@ -30,7 +30,7 @@ DEADLINE_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """The model's answer to one prompt; `str(answer)` is its text.
 
     tokens, logprobs: `[T]`, the sampled tokens, including the token that ended the answer, and their log-probs under
@@ -86,7 +86,7 @@ class LoadedModel:
         stop: Sequence[str] = (),
         seed: int | None = None,
         raw: bool = False,
-    ) -> list[Answer]:
+    ) -> list[ModelAnswer]:
         """Return an answer for each prompt, in their order.
 
         Prompts of one call are sampled together, so batch them for speed. Duplicate prompts are sampled independently.
@@ -107,11 +107,11 @@ class LoadedModel:
         params = SamplingParams(temperature, max_tokens, self._served.stop_ids, tuple(stop), top_k, top_p)
         stream = next(self._draws) if seed is None else seed
 
-        async def all_of_them(loop: EventLoop) -> list[Answer]:
+        async def all_of_them(loop: EventLoop) -> list[ModelAnswer]:
             waiting = asyncio.gather(*(self._answer(prompt, params, (stream, i)) for i, prompt in enumerate(ids)))
             return await loop.within(waiting, "the answers", DEADLINE_S)
 
-        def work(told_to_stop: Any) -> list[Answer]:
+        def work(told_to_stop: Any) -> list[ModelAnswer]:
             with contextlib.closing(EventLoop(told_to_stop)) as loop:
                 return loop.run(all_of_them(loop))
 
@@ -133,10 +133,10 @@ class LoadedModel:
             raise ConfigError("has no chat template", setting="LoadedModel", remedy="load a model that has one")
         return SamplerChat(self._sampler, self._served.chat, self._served.max_context, lambda seed: (seed, 0))
 
-    async def _answer(self, prompt: np.ndarray, params: SamplingParams, address: tuple[int, int]) -> Answer:
+    async def _answer(self, prompt: np.ndarray, params: SamplingParams, address: tuple[int, int]) -> ModelAnswer:
         done = await self._sampler.generate(prompt, params, address)
         text = self._served.vocabulary.text(done.tokens, prompt)
-        return Answer(text, done.tokens, done.sampler_logp, done.finish_reason)
+        return ModelAnswer(text, done.tokens, done.sampler_logp, done.finish_reason)
 
     def _prompt_ids(self, prompt: Prompt, raw: bool) -> np.ndarray:
         """Ids `[P]` of a text or a conversation."""

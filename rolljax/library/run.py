@@ -66,9 +66,9 @@ class Run:
           ConfigError: as `config`, or for a setting that cannot be used.
         """
         if self._config is not None:
-            from rolljax.config import given
+            from rolljax.config import from_python
 
-            return given.given(self._config.value, settings) if settings else self._config
+            return from_python.given(self._config.value, settings) if settings else self._config
         from rolljax.config import loader
         from rolljax.recipe import Recipe
         from rolljax.run.folder import stored_config

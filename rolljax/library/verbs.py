@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolljax.errors import ConfigError
-from rolljax.library.apart import run_apart
 from rolljax.library.run import Run
+from rolljax.library.separate_thread import run_apart
 
 if TYPE_CHECKING:
     from rolljax.config.loaded import Loaded
     from rolljax.envs.base import EnvSpec
-    from rolljax.evaluation.report import Report
+    from rolljax.evaluation.report import EvaluationReport
     from rolljax.evaluation.settings import Attempts
     from rolljax.library.model import LoadedModel
     from rolljax.model.decoder import Dtype
@@ -104,7 +104,7 @@ def evaluate(
     attempts: Attempts | int = 1,
     step: Step | None = None,
     to: PathLike | None = None,
-) -> Report:
+) -> EvaluationReport:
     """Let a model answer tasks: `print(rolljax.evaluate("runs/quickstart", attempts=4).markdown())`.
 
     Args:
@@ -129,7 +129,7 @@ def evaluate(
     from rolljax.evaluation.settings import Attempts
     from rolljax.threads.event_loop import Stopped
 
-    def work(told_to_stop: Callable[[], bool]) -> Report:
+    def work(told_to_stop: Callable[[], bool]) -> EvaluationReport:
         run = _run_of(source)
         if run is None and recipe is None and not envs:
             raise ConfigError("says which tasks to evaluate on", setting="recipe", remedy='recipe="quickstart"')
@@ -259,9 +259,9 @@ def config_of(recipe: Recipe | PathLike | Sequence[PathLike], settings: Mapping[
     from rolljax.recipe import Recipe
 
     if isinstance(recipe, Recipe):
-        from rolljax.config import given
+        from rolljax.config import from_python
 
-        return given.given(recipe, settings)
+        return from_python.given(recipe, settings)
     from rolljax.config import loader
 
     files = [recipe] if isinstance(recipe, (str, os.PathLike)) else list(recipe)

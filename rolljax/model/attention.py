@@ -95,7 +95,7 @@ def in_blocks(
     return jnp.concatenate(mixed, axis=1)
 
 
-class Tokens(NamedTuple):
+class TokenPositions(NamedTuple):
     """Where the tokens of packed rows stand, `[B, T]` each."""
 
     indices: jax.Array
@@ -106,13 +106,13 @@ class Tokens(NamedTuple):
     branch_ids: jax.Array
 
     @staticmethod
-    def of(positions_BT: jax.Array, segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> Tokens:
+    def of(positions_BT: jax.Array, segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> TokenPositions:
         """Take whole rows."""
         indices = jnp.broadcast_to(jnp.arange(positions_BT.shape[1]), positions_BT.shape)
-        return Tokens(indices, positions_BT, segment_ids_BT, branch_ids_BT)
+        return TokenPositions(indices, positions_BT, segment_ids_BT, branch_ids_BT)
 
 
-def visible(query: Tokens, key: Tokens, window: Window | None = None) -> jax.Array:
+def visible(query: TokenPositions, key: TokenPositions, window: Window | None = None) -> jax.Array:
     """Return who sees whom, `[B, T, S]`: `packed_mask` of some queries `[B, T]` and keys `[B, S]`, and a window."""
     before = query.indices[:, :, None] >= key.indices[:, None]
     same_segment = query.segment_ids[:, :, None] == key.segment_ids[:, None]
@@ -136,8 +136,8 @@ def in_pieces(
     q_BTHC: jax.Array,
     k_BSKC: jax.Array,
     v_BSKC: jax.Array,
-    query: Tokens,
-    key: Tokens,
+    query: TokenPositions,
+    key: TokenPositions,
     window: Window | None = None,
     *,
     size: int,
@@ -155,7 +155,7 @@ def in_pieces(
         seen, keys, values = jax.tree.map(lambda x: x[:, here[1]], (key, k_BSKC, v_BSKC))
 
         @jax.checkpoint
-        def mix(piece: tuple[jax.Array, Tokens]) -> jax.Array:
+        def mix(piece: tuple[jax.Array, TokenPositions]) -> jax.Array:
             near = visible(piece[1], seen, window)
             return attention(piece[0], keys.astype(q_BTHC.dtype), values.astype(q_BTHC.dtype), near)
 
@@ -172,7 +172,7 @@ def packed_mask(segment_ids_BT: jax.Array, branch_ids_BT: jax.Array) -> jax.Arra
     A token sees what stands before it in its own segment, if that is the shared prompt or its own branch. Padding is
     segment 0 and sees only padding.
     """
-    tokens = Tokens.of(jnp.zeros_like(segment_ids_BT), segment_ids_BT, branch_ids_BT)
+    tokens = TokenPositions.of(jnp.zeros_like(segment_ids_BT), segment_ids_BT, branch_ids_BT)
     return visible(tokens, tokens)
 
 
@@ -194,7 +194,7 @@ def packed(
     """
     mesh = current_mesh()
     mask_BTS = packed_mask(segment_ids_BT, branch_ids_BT)
-    tokens = Tokens.of(positions_BT, segment_ids_BT, branch_ids_BT)
+    tokens = TokenPositions.of(positions_BT, segment_ids_BT, branch_ids_BT)
     queries, keys = splash.rows(segment_ids_BT, branch_ids_BT, positions_BT)
     causal = parts(mesh) == 1
 
@@ -241,8 +241,8 @@ def _windowed_pieces(
     q_BTHC: jax.Array,
     k_BSKC: jax.Array,
     v_BSKC: jax.Array,
-    query: Tokens,
-    key: Tokens,
+    query: TokenPositions,
+    key: TokenPositions,
     on: jax.Array,
     *,
     window_size: int | None,

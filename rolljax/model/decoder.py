@@ -26,7 +26,7 @@ from rolljax.model.axes import GATHERED, constrain, is_gathered
 from rolljax.model.folder import Folder, Multimodal, Tensor
 from rolljax.model.gather import embedded
 from rolljax.model.implementations import Implementation
-from rolljax.model.layers import Layers, Mixture, param, rms_norm
+from rolljax.model.layers import ExpertRouting, Layers, param, rms_norm
 from rolljax.model.lora import Adapted, Base, Lora, merged
 from rolljax.model.moe import Routing
 
@@ -146,7 +146,7 @@ class Out(NamedTuple):
     """`[B, T, D]`, after the last norm."""
     cache: Any
     """The KV cache as it left the last layer."""
-    mixtures: Mixture | None
+    mixtures: ExpertRouting | None
     """Routing of every layer, with a leading L; None without experts."""
 
 
@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
                 each.append(mixture)
             return Out(self._normed(x), cache, _stacked(each))
 
-        def body(carry: tuple[jax.Array, Any], xs: Any) -> tuple[tuple[jax.Array, Any], Mixture | None]:
+        def body(carry: tuple[jax.Array, Any], xs: Any) -> tuple[tuple[jax.Array, Any], ExpertRouting | None]:
             x, cache = carry
             params, index, expert_ids = xs
             x, cache, mixture = nnx.merge(graph, unsliced, params).layer(

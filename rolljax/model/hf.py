@@ -126,7 +126,7 @@ def write_config(cfg: DecoderConfig, tokenizer: Any, dtype: Dtype = "float32") -
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class FolderTensor:
     """A tensor of the folder: its name, the parameter's path in our tree, and its index in that parameter.
 
     index: empty, the layer, or layer and expert.
@@ -139,17 +139,17 @@ class Entry:
     to_theirs: Transform
 
 
-def entries(cfg: DecoderConfig) -> Iterator[Entry]:
+def entries(cfg: DecoderConfig) -> Iterator[FolderTensor]:
     """Every tensor of the folder."""
-    yield Entry(EMBEDDING, ("embed",), (), same, same)
-    yield Entry("model.norm.weight", ("norm",), (), same, same)
+    yield FolderTensor(EMBEDDING, ("embed",), (), same, same)
+    yield FolderTensor("model.norm.weight", ("norm",), (), same, same)
     if not cfg.tie_embeddings:
-        yield Entry(HEAD, ("head",), (), same, same)
+        yield FolderTensor(HEAD, ("head",), (), same, same)
     for tensor in cfg.layer_tensors():
         for i in range(cfg.num_layers):
             index = (i,) if tensor.expert is None else (i, tensor.expert)
             name = f"model.layers.{i}.{tensor.theirs}"
-            yield Entry(name, ("layers", tensor.ours), index, tensor.to_ours, tensor.to_theirs)
+            yield FolderTensor(name, ("layers", tensor.ours), index, tensor.to_ours, tensor.to_theirs)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def check(folder: str | Path, model: Model) -> tuple[int, int]:
 
 def _audited(
     folder: str | Path, model: Model, like: Params, beside: tuple[str, ...] = ()
-) -> tuple[Shards, list[Entry]]:
+) -> tuple[Shards, list[FolderTensor]]:
     """The tensors of a folder that are the model's, and what each of them is."""
     stored = Shards(folder)
     if multimodal := _described(stored.folder, classifier=SCORE in beside)[2]:
@@ -256,7 +256,7 @@ def _audited(
 
 def _parameter(
     stored: Shards,
-    of_path: list[Entry],
+    of_path: list[FolderTensor],
     like: jax.ShapeDtypeStruct,
     sharding: Sharding,
     advance: Callable[[int], None],
@@ -275,7 +275,7 @@ def _parameter(
 
 
 def _layer_part(
-    stored: Shards, here: list[Entry], shape: tuple[int, ...], sharding: Sharding, is_stacked: bool
+    stored: Shards, here: list[FolderTensor], shape: tuple[int, ...], sharding: Sharding, is_stacked: bool
 ) -> tuple[tuple[int, ...], jax.Array]:
     """Return a layer's part of a parameter on the devices, in the file's dtype and with the file's order of axes.
 
@@ -291,7 +291,7 @@ def _layer_part(
     turned = tuple(int(i) for i in np.argsort([-s for s in strides], kind="stable"))
     order = (*range(lead), *(lead + i for i in turned))
 
-    def one(entry: Entry, index: tuple[slice, ...]) -> np.ndarray:
+    def one(entry: FolderTensor, index: tuple[slice, ...]) -> np.ndarray:
         view = entry.to_ours(stored.view(entry.name)).transpose(turned)[index]
         return stored.copy(view, entry.name).astype(dtype, copy=False)
 
@@ -371,11 +371,11 @@ def save(
             advance(done)
 
 
-def _by_layer(cfg: DecoderConfig) -> list[Entry]:
+def _by_layer(cfg: DecoderConfig) -> list[FolderTensor]:
     return sorted(entries(cfg), key=lambda entry: entry.index)
 
 
-def _planned(entry: Entry, param: jax.Array, dtype: Dtype) -> Planned:
+def _planned(entry: FolderTensor, param: jax.Array, dtype: Dtype) -> Planned:
     nbytes = math.prod(param.shape[len(entry.index) :]) * jnp.dtype(dtype).itemsize
     unsharded = None
     if not param.is_fully_addressable:  # then it lies on a mesh of several processes

@@ -92,7 +92,7 @@ def _matmul_backward(kind: Weight, saved: tuple[jax.Array, jax.Array], grad: jax
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-class Mixture(NamedTuple):
+class ExpertRouting(NamedTuple):
     """What a layer of experts says of its routing."""
 
     expert_ids_BTk: jax.Array
@@ -126,7 +126,7 @@ class Layers(nnx.Module):
         cache: Any,
         index: jax.Array | int,
         expert_ids_BTk: jax.Array | None,
-    ) -> tuple[jax.Array, Any, Mixture | None]:
+    ) -> tuple[jax.Array, Any, ExpertRouting | None]:
         """One layer; `self` holds that layer's slice of the parameters (no leading L; but see `indexed`).
 
         expert_ids_BTk: experts to take in place of those the router chooses, -1 where it chooses (None: everywhere).
@@ -231,7 +231,7 @@ class PreNormLayers(Layers):
 
     def feed(
         self, h_BTD: jax.Array, index: jax.Array | int, expert_ids_BTk: jax.Array | None
-    ) -> tuple[jax.Array, Mixture | None]:
+    ) -> tuple[jax.Array, ExpertRouting | None]:
         """The feed-forward of normed hidden states."""
         del index, expert_ids_BTk
         return self.gated(h_BTD), None
@@ -244,7 +244,7 @@ class PreNormLayers(Layers):
         cache: Any,
         index: jax.Array | int,
         expert_ids_BTk: jax.Array | None,
-    ) -> tuple[jax.Array, Any, Mixture | None]:
+    ) -> tuple[jax.Array, Any, ExpertRouting | None]:
         norm = functools.partial(rms_norm, eps=self.cfg.rms_norm_eps)
         q, k, v = self.heads(norm(x_BTD, self.attn_norm[...]))
         if hasattr(self, "q_norm"):

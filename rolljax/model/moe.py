@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from rolljax.errors import ConfigError
 from rolljax.model.axes import ACTIVATION_RULES, PARAM_RULES, current_mesh, spec
-from rolljax.model.layers import Mixture
+from rolljax.model.layers import ExpertRouting
 
 SLACK = 1.25
 """Rows that a device with a part of the experts computes at once, over its even share of them. What does not fit is
@@ -61,7 +61,7 @@ class Routing:
         """The smallest NumPy integers that hold an expert's number, and -1."""
         return np.int8 if self.num_experts <= 128 else np.int16
 
-    def choose(self, logits_BTE: jax.Array, expert_ids_BTk: jax.Array | None) -> tuple[Mixture, jax.Array]:
+    def choose(self, logits_BTE: jax.Array, expert_ids_BTk: jax.Array | None) -> tuple[ExpertRouting, jax.Array]:
         """Experts of each token with the router's probabilities, and the weights `[B, T, k]` of these experts.
 
         expert_ids_BTk: experts to take instead of the likeliest, -1: the likeliest. Their weights are the router's
@@ -74,13 +74,13 @@ class Routing:
             weights = jnp.take_along_axis(probs, expert_ids, axis=-1)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdims=True)
-        return Mixture(expert_ids, probs), weights.astype(logits_BTE.dtype)
+        return ExpertRouting(expert_ids, probs), weights.astype(logits_BTE.dtype)
 
 
 # ---- what experts compute -------------------------------------------------------------------------------------------
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """Weights of a layer's experts: gate and up `[E, D, F]`, down `[E, F, D]`."""
 
     gate: Any
@@ -89,10 +89,10 @@ class Weights(NamedTuple):
     layer: Any = None
     """Index of the layer, where the three hold all layers `[L, ...]`: kernels then read them in place."""
 
-    def each(self, change: Callable[..., Any], *others: Any) -> Weights:
+    def each(self, change: Callable[..., Any], *others: Any) -> ExpertWeights:
         """These weights, each of the three replaced by `change(it, *its entry of others)`."""
         gate, up, down = map(change, self[:3], *others)
-        return Weights(gate, up, down, self.layer)
+        return ExpertWeights(gate, up, down, self.layer)
 
     @property
     def num(self) -> int:
@@ -100,7 +100,7 @@ class Weights(NamedTuple):
         return self.gate.shape[-3]
 
 
-_AXES = Weights(
+_AXES = ExpertWeights(
     ("experts", "expert_embed", "expert_ffn"),
     ("experts", "expert_embed", "expert_ffn"),
     ("experts", "expert_ffn", "expert_embed"),
@@ -119,7 +119,7 @@ def declare(layers: Any, rngs: Any, num_experts: int, ffn_size: int) -> None:
     layers.down = p(rngs, (E, F, D), _AXES.down, layers.out_std)
 
 
-def mixed(x_BTD: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, experts: Weights) -> jax.Array:
+def mixed(x_BTD: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, experts: ExpertWeights) -> jax.Array:
     """The weighted sum of what its experts make of each token, `[B, T, D]`.
 
     Where it is traced for a mesh (`axes.on_mesh`) the experts lie as `axes.PARAM_RULES` says. Inside a `shard_map` (the
@@ -165,7 +165,7 @@ class _Split(NamedTuple):
 
 
 def _on_device(
-    x_BTD: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, experts: Weights, split: _Split
+    x_BTD: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, experts: ExpertWeights, split: _Split
 ) -> jax.Array:
     """`mixed` of a device's tokens, by its part of the experts."""
     gather = functools.partial(jax.lax.all_gather, tiled=True)
@@ -225,7 +225,7 @@ class _Rounds(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_over_experts(
-    parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: Weights, expert_ids_Nk: jax.Array
+    parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: ExpertWeights, expert_ids_Nk: jax.Array
 ) -> jax.Array:
     """`[N, D]`: the part of a device that has one of `parts` equal shares of the experts; `expert_ids_Nk` is counted
     from the first of them.
@@ -243,7 +243,9 @@ def _sum_over_experts(
     return jax.lax.fori_loop(0, rounds.needed, one, jnp.zeros(x_ND.shape, jnp.float32)).astype(x_ND.dtype)
 
 
-def _forward(parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: Weights, expert_ids_Nk: jax.Array) -> Any:
+def _forward(
+    parts: int, x_ND: jax.Array, weights_Nk: jax.Array, experts: ExpertWeights, expert_ids_Nk: jax.Array
+) -> Any:
     return _sum_over_experts(parts, x_ND, weights_Nk, experts, expert_ids_Nk), (
         x_ND,
         weights_Nk,
@@ -300,7 +302,7 @@ def _order(key_A: jax.Array, bound: int) -> jax.Array:
     return jnp.argsort(key_A)
 
 
-def _gated(x_RD: jax.Array, weight_R: jax.Array, experts: Weights, sizes_E: jax.Array) -> jax.Array:
+def _gated(x_RD: jax.Array, weight_R: jax.Array, experts: ExpertWeights, sizes_E: jax.Array) -> jax.Array:
     """What each row's expert makes of it, times the row's weight; rows are sorted by expert, `sizes_E` to each, and
     those after them become anything."""
     matmul = functools.partial(grouped_matmul, sizes_E=sizes_E, layer=experts.layer)
@@ -360,7 +362,7 @@ class Load:
     replayed: jax.Array
 
     @staticmethod
-    def of(mixtures: Mixture, counted_BT: jax.Array, expert_ids_LBTk: jax.Array | None = None) -> Load:
+    def of(mixtures: ExpertRouting, counted_BT: jax.Array, expert_ids_LBTk: jax.Array | None = None) -> Load:
         """The sums of all layers over the tokens that are `counted_BT` (bool).
 
         expert_ids_LBTk: the experts that were prescribed, -1 where the router chose.

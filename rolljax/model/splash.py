@@ -161,7 +161,7 @@ class _Kernel:
         """What compares bounds with keys, for each look."""
         return _Behind(self.size), None if self.size is None else _from_bound
 
-    def forward(self, function: _Compare, look: _Look, q: jax.Array, k: jax.Array, v: jax.Array) -> _Part:
+    def forward(self, function: _Compare, look: _Look, q: jax.Array, k: jax.Array, v: jax.Array) -> _PartialAttention:
         sizes = _sizes(q, k)
         found: Any = kernels._splash_attention_forward(
             look_blocks(look, sizes.block_q, sizes.block_kv),
@@ -179,7 +179,7 @@ class _Kernel:
             interpret=self.interpret,
         )
         out, (lse,) = found
-        return _Part(out, jnp.where(lse > _MASKED / 2, lse, -jnp.inf))
+        return _PartialAttention(out, jnp.where(lse > _MASKED / 2, lse, -jnp.inf))
 
     def backward(self, function: _Compare, look: _Look, saved: tuple, grad: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, out, lse = saved
@@ -194,7 +194,7 @@ class _Kernel:
         return grads[3:6]
 
 
-class _Part(NamedTuple):
+class _PartialAttention(NamedTuple):
     """Mixed values `[H, T, C]` over some keys, and their log-sum-exp `[H, T]`: -inf where there are none."""
 
     mixed: jax.Array

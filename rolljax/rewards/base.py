@@ -75,7 +75,7 @@ class TrainedModels(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class RewardContext:
     """The surroundings a reward can use when it is opened.
 
     env: the environment whose tasks are scored; it has the reference answers. seed: of the run. cache_dir: folder that
@@ -94,7 +94,7 @@ class RewardConfig(abc.ABC):
     """Settings of a reward. Subclasses are frozen dataclasses."""
 
     @abc.abstractmethod
-    def open(self, around: Surroundings) -> Scorer:
+    def open(self, around: RewardContext) -> Scorer:
         """Open the reward.
 
         Raises:
@@ -111,7 +111,7 @@ class RewardConfig(abc.ABC):
         """Return whether scoring needs only this machine's CPU. Such a reward is rehearsed before a run."""
         return False
 
-    def check(self, around: Surroundings) -> None:  # noqa: B027  # most can be seen when they are opened
+    def check(self, around: RewardContext) -> None:  # noqa: B027  # most can be seen when they are opened
         """Check the settings before anything is allocated, loaded or requested.
 
         Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from rolljax.errors import DataError, InfraError, boundary
-from rolljax.rewards.base import RewardConfig, Surroundings
+from rolljax.rewards.base import RewardConfig, RewardContext
 from rolljax.types import Key, Trajectory, Turn
 
 
@@ -72,7 +72,7 @@ def read_labelled(path: str | Path) -> list[Labelled]:
     return found
 
 
-async def agreement(reward: RewardConfig, around: Surroundings, labelled: Sequence[Labelled]) -> Agreement:
+async def agreement(reward: RewardConfig, around: RewardContext, labelled: Sequence[Labelled]) -> Agreement:
     """Ask a reward about every answer of a labelled set."""
     scorer = reward.open(around)
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from rolljax import reading
 from rolljax.errors import EnvError, InfraError, RolljaxError, check_range
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 
 T = TypeVar("T")
 STAGE = "reward"
@@ -178,7 +178,7 @@ class Calls:
       name: of the reward, for messages. identity: describes the service and how it is asked; part of every key.
     """
 
-    def __init__(self, name: str, identity: str, limits: CallLimits, around: Surroundings) -> None:
+    def __init__(self, name: str, identity: str, limits: CallLimits, around: RewardContext) -> None:
         self._name, self._identity, self._limits = name, identity, limits
         self._verdicts = Verdicts(around.cache_dir, f"{name}-{digest(identity)[:16]}")
         self._made = len(self._verdicts) + self._verdicts.damaged

@@ -10,7 +10,7 @@ from rolljax.envs.base import EnvSpec, Runs
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.programs.code_problems import CodeProblems, Problem, program_of
 from rolljax.errors import ConfigError, check_range
-from rolljax.rewards.base import Reward, Surroundings
+from rolljax.rewards.base import Reward, RewardContext
 from rolljax.rewards.rules import row
 from rolljax.rewards.workers import Rule, Said
 from rolljax.types import Task
@@ -49,7 +49,7 @@ class Code(Rule):
     def pool(self) -> PoolConfig:
         return PoolConfig(where="thread", step_s=self.timeout_s + 30)
 
-    def check(self, around: Surroundings) -> None:
+    def check(self, around: RewardContext) -> None:
         self._problem(around.env, around.env.task(0))
 
     def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from rolljax.errors import ConfigError, check_range
-from rolljax.rewards.base import Reward, RewardConfig, Scorer, Surroundings
+from rolljax.rewards.base import Reward, RewardConfig, RewardContext, Scorer
 from rolljax.types import Task, Trajectory
 
 Combine = Callable[[Trajectory, Sequence[Reward]], Reward]
@@ -65,11 +65,11 @@ class Composition(RewardConfig):
     def is_free(self) -> bool:
         return all(reward.is_free for reward in self.inner.values())
 
-    def check(self, around: Surroundings) -> None:
+    def check(self, around: RewardContext) -> None:
         for reward in self.inner.values():
             reward.check(around)
 
-    def open(self, around: Surroundings) -> Composed:
+    def open(self, around: RewardContext) -> Composed:
         return Composed([reward.open(around) for reward in self.inner.values()], self.combine)
 
     def named(self, found: Sequence[Reward]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from rolljax.envs.judging import verdicts
 from rolljax.envs.judging.verdicts import Form, Side
 from rolljax.envs.text import after_thinking
 from rolljax.errors import check_range
-from rolljax.rewards.base import Reward, Surroundings
+from rolljax.rewards.base import Reward, RewardContext
 from rolljax.rewards.calls import CallLimits, Calls, Unreadable, digest
 from rolljax.rewards.judge import GUARD, Asked, all_of, ask, counted, gold_of, identity, mark_of, quoted
 from rolljax.types import Message, Task, Trajectory
@@ -61,11 +61,11 @@ class Critique(Asked):
     def name(self) -> str:
         return self.part
 
-    def check(self, around: Surroundings) -> None:
+    def check(self, around: RewardContext) -> None:
         self.model.check()
         gold_of(around, around.env.task(0), "Critique", whole=True)
 
-    def open(self, around: Surroundings) -> CritiqueScorer:
+    def open(self, around: RewardContext) -> CritiqueScorer:
         return CritiqueScorer(self, around)
 
     def messages(self, task: Task, a: str, b: str, seed: int) -> tuple[Message, ...]:
@@ -102,7 +102,7 @@ class Critique(Asked):
 class CritiqueScorer:
     """An open thinking judge."""
 
-    def __init__(self, cfg: Critique, around: Surroundings) -> None:
+    def __init__(self, cfg: Critique, around: RewardContext) -> None:
         self._cfg, self._around = cfg, around
         self._model = cfg.model.open()
         self._calls = Calls(cfg.name, identity(cfg, cfg.verdict), cfg.limits, around)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from rolljax.rewards.base import Reward, RewardConfig, Surroundings
+from rolljax.rewards.base import Reward, RewardConfig, RewardContext
 from rolljax.types import Task, Trajectory
 
 
@@ -21,7 +21,7 @@ class Environment(RewardConfig):
     def is_free(self) -> bool:
         return True
 
-    def open(self, around: Surroundings) -> EnvironmentScorer:
+    def open(self, around: RewardContext) -> EnvironmentScorer:
         return EnvironmentScorer()
 
 

@@ -13,7 +13,7 @@ from rolljax.envs.base import EnvSpec
 from rolljax.envs.pool import PoolConfig
 from rolljax.envs.values import flag, number
 from rolljax.errors import EnvError, boundary, check_range
-from rolljax.rewards.base import Reward, Scorer, Surroundings
+from rolljax.rewards.base import Reward, RewardContext, Scorer
 from rolljax.rewards.calls import CallLimits, Calls
 from rolljax.rewards.workers import Rule, RuleWhere, Said
 from rolljax.types import Task, Trajectory
@@ -64,7 +64,7 @@ class Function(Rule):
     def pool(self) -> PoolConfig:
         return PoolConfig(where=self.where, workers=self.workers, step_s=self.timeout_s)
 
-    def open(self, around: Surroundings) -> Scorer:
+    def open(self, around: RewardContext) -> Scorer:
         return FunctionScorer(self, around) if self._waits else super().open(around)
 
     def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:
@@ -80,7 +80,7 @@ class Function(Rule):
 class FunctionScorer:
     """A scorer that awaits a coroutine."""
 
-    def __init__(self, cfg: Function, around: Surroundings) -> None:
+    def __init__(self, cfg: Function, around: RewardContext) -> None:
         self._cfg = cfg
         self._calls = Calls(cfg.name, f"{name_of(cfg.fn)} {cfg.version}", cfg.limits, around)
 

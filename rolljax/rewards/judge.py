@@ -18,7 +18,7 @@ from rolljax.chat_models.base import Asking, ChatModel, ChatModelConfig, ChatToo
 from rolljax.envs.questions import Questions
 from rolljax.envs.text import after_thinking, read_json
 from rolljax.errors import ConfigError, check_range
-from rolljax.rewards.base import Reward, RewardConfig, Surroundings
+from rolljax.rewards.base import Reward, RewardConfig, RewardContext
 from rolljax.rewards.calls import CallLimits, Calls, Unreadable, digest
 from rolljax.rewards.compose import on_curve
 from rolljax.types import Message, Task, Trajectory
@@ -124,12 +124,12 @@ class Judge(Asked):
     def name(self) -> str:
         return self.part
 
-    def check(self, around: Surroundings) -> None:
+    def check(self, around: RewardContext) -> None:
         self.model.check()
         if "{gold}" in self.rubric:
             gold_of(around, around.env.task(0), "Judge.rubric")
 
-    def open(self, around: Surroundings) -> JudgeScorer:
+    def open(self, around: RewardContext) -> JudgeScorer:
         return JudgeScorer(self, around)
 
     def messages(self, task: Task, answer: str, gold: str, seed: int) -> tuple[Message, ...]:
@@ -204,7 +204,7 @@ class Judge(Asked):
 class JudgeScorer:
     """An open judge."""
 
-    def __init__(self, cfg: Judge, around: Surroundings) -> None:
+    def __init__(self, cfg: Judge, around: RewardContext) -> None:
         self._cfg, self._around = cfg, around
         self._model = cfg.model.open()
         self._calls = Calls(cfg.name, identity(cfg, str(dict(cfg.labels) or dict(cfg.dimensions))), cfg.limits, around)
@@ -264,11 +264,11 @@ class Comparison(Asked):
     def name(self) -> str:
         return self.part
 
-    def check(self, around: Surroundings) -> None:
+    def check(self, around: RewardContext) -> None:
         self.model.check()
         gold_of(around, around.env.task(0), "Comparison.rubric", whole=True)
 
-    def open(self, around: Surroundings) -> ComparisonScorer:
+    def open(self, around: RewardContext) -> ComparisonScorer:
         return ComparisonScorer(self, around)
 
     def messages(self, task: Task, a: str, b: str, seed: int) -> tuple[Message, ...]:
@@ -286,7 +286,7 @@ class Comparison(Asked):
 class ComparisonScorer:
     """An open judge of two answers."""
 
-    def __init__(self, cfg: Comparison, around: Surroundings) -> None:
+    def __init__(self, cfg: Comparison, around: RewardContext) -> None:
         self._cfg, self._around = cfg, around
         self._model = cfg.model.open()
         self._calls = Calls(cfg.name, identity(cfg, "better"), cfg.limits, around)
@@ -420,7 +420,7 @@ def mark_of(seed: int, task: Task, text: str) -> str:
     return f"material {digest(f'{seed} {task.id} {text}')[:12]}"
 
 
-def gold_of(around: Surroundings, task: Task, setting: str, *, whole: bool = False) -> str:
+def gold_of(around: RewardContext, task: Task, setting: str, *, whole: bool = False) -> str:
     """Return the task's reference answer. whole: with its solution steps.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 from rolljax.envs.base import EnvSpec, PureEnv, StepResult
 from rolljax.envs.data.rows import find_files
 from rolljax.errors import EnvError
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calibration import Labelled, read_labelled
 from rolljax.rewards.calls import Unreadable
 from rolljax.rewards.judge import Judge, gold_of
@@ -72,7 +72,7 @@ class JudgeTraining(EnvSpec):
         labelled = self.answer(index)
         task, gold = self.env.task(labelled.index), ""
         if "{gold}" in self.judge.rubric:
-            gold = gold_of(Surroundings(self.env), task, "Judge.rubric")
+            gold = gold_of(RewardContext(self.env), task, "Judge.rubric")
         return self.judge.messages(task, labelled.answer, gold, index)
 
     def gold(self, worth: float) -> str:

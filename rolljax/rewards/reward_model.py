@@ -25,7 +25,7 @@ from rolljax.model.decoder import Dtype, Model
 from rolljax.model.folder import folder_remedy
 from rolljax.model.tokenizer import Chat, load_tokenizer
 from rolljax.model.value import ValueModel
-from rolljax.rewards.base import Reward, RewardConfig, Surroundings
+from rolljax.rewards.base import Reward, RewardConfig, RewardContext
 from rolljax.rewards.row_scores import RowScores, TrainedValue
 from rolljax.trainer.mesh import MeshSpec, param_shardings
 from rolljax.types import EVAL_STREAM, Message, Task, Trajectory
@@ -84,7 +84,7 @@ class RewardModelScore(RewardConfig):
     def name(self) -> str:
         return PROXY
 
-    def open(self, around: Surroundings) -> ModelScorer:
+    def open(self, around: RewardContext) -> ModelScorer:
         if jax.process_count() > 1:
             raise ConfigError(
                 f"is not possible in a run of {jax.process_count()} processes: one scores, with its devices alone",
@@ -105,7 +105,7 @@ class RewardModelScore(RewardConfig):
 
         return ModelScorer(self, mesh, _before_closing, load, since)
 
-    def check(self, around: Surroundings) -> None:
+    def check(self, around: RewardContext) -> None:
         if self.path and hf.is_classifier(self.path):
             hf.read_value_config(self.path)
         elif self.path and not (Path(self.path) / "config.gin").is_file():
@@ -207,7 +207,7 @@ def _before_closing(task: Task, trajectory: Trajectory) -> np.ndarray:
     return _sequence(trajectory)[:-1]
 
 
-def _template_reader(folder: str, around: Surroundings) -> Callable[[Task, Trajectory], np.ndarray]:
+def _template_reader(folder: str, around: RewardContext) -> Callable[[Task, Trajectory], np.ndarray]:
     """Return the input of a sequence classifier: the conversation, closed by its chat template.
 
     If it has all tokens of the policy under the same ids, they are read as they were sampled; else the texts are put

@@ -18,7 +18,7 @@ from rolljax.envs.pool import PoolConfig
 from rolljax.envs.questions import Questions, is_same
 from rolljax.envs.text import END_OF_THINKING, after_thinking, linear_pattern, read_json
 from rolljax.errors import ConfigError, EnvError, check_range
-from rolljax.rewards.base import Reward, Surroundings
+from rolljax.rewards.base import Reward, RewardContext
 from rolljax.rewards.workers import Rule, Said
 from rolljax.types import Task
 
@@ -74,7 +74,7 @@ class Answer(Rule):
     def pool(self) -> PoolConfig:
         return PoolConfig(where="process", workers=2, step_s=self.timeout_s, memory_gib=0.0)
 
-    def check(self, around: Surroundings) -> None:
+    def check(self, around: RewardContext) -> None:
         recorded(around.env, around.env.task(0), self.answer_key)
 
     def warm(self, env: EnvSpec) -> None:
@@ -134,7 +134,7 @@ class LengthBand(Rule):
     def name(self) -> str:
         return "length"
 
-    def check(self, around: Surroundings) -> None:
+    def check(self, around: RewardContext) -> None:
         self._ref_tok(around.env, around.env.task(0))
 
     def reward(self, env: EnvSpec, task: Task, said: Said) -> Reward:

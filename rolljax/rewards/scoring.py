@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rolljax.errors import EnvError, InfraError, RolljaxError
 from rolljax.metrics import REWARD_FAULTS, REWARD_PARTS
-from rolljax.rewards.base import Reward, RewardConfig, Scorer, Surroundings
+from rolljax.rewards.base import Reward, RewardConfig, RewardContext, Scorer
 from rolljax.types import Fault, Group, Task, Trajectory
 
 STAGE = "reward"
@@ -105,7 +105,7 @@ def _means_of_parts(scored: Sequence[Trajectory]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def open_scoring(reward: RewardConfig | None, around: Surroundings, deadline_s: float) -> Scoring | None:
+def open_scoring(reward: RewardConfig | None, around: RewardContext, deadline_s: float) -> Scoring | None:
     """Open a reward; return None where only the environment's own is used.
 
     Raises:

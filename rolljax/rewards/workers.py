@@ -17,7 +17,7 @@ from rolljax.envs.base import Env, EnvSpec, Runs, StepResult
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.envs.text import MAX_ANSWER_CHARS, clean
 from rolljax.errors import EnvError, InfraError
-from rolljax.rewards.base import Reward, RewardConfig, Scorer, Surroundings
+from rolljax.rewards.base import Reward, RewardConfig, RewardContext, Scorer
 from rolljax.types import FinishReason, Message, Task, Trajectory
 
 RuleWhere = Literal["thread", "process", "ray"]
@@ -116,7 +116,7 @@ class Rule(RewardConfig):
         """Return where it runs, and its time limit."""
         return PoolConfig()
 
-    def open(self, around: Surroundings) -> Scorer:
+    def open(self, around: RewardContext) -> Scorer:
         return RuleScorer(EnvPool(self.pool, _RuleSpec(around.env, self, self.runs)))
 
 

@@ -44,7 +44,7 @@ class Barrier:
                 asyncio.get_running_loop().call_soon(release)
 
 
-class Tally:
+class EpisodeCounts:
     """Episodes done and under way, by stream, of the streams that have any under way."""
 
     def __init__(self) -> None:

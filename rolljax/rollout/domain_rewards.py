@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rolljax.envs.mixture import Mixture
-from rolljax.rewards.base import Reward, RewardConfig, Scorer, Surroundings
+from rolljax.rewards.base import Reward, RewardConfig, RewardContext, Scorer
 from rolljax.rewards.scoring import Scoring, open_scoring
 from rolljax.rollout.domains import Domains
 from rolljax.types import Task, Trajectory
@@ -33,7 +33,7 @@ class DomainScorer:
         await self._scorer.close()
 
 
-def check_rewards(reward: RewardConfig | None, domains: Domains, around: Surroundings) -> None:
+def check_rewards(reward: RewardConfig | None, domains: Domains, around: RewardContext) -> None:
     """Look for what is wrong with the rewards before anything is allocated; raises like `RewardConfig.check`."""
     for _, config, own in _by_domain(reward, domains, around):
         config.check(own)
@@ -42,7 +42,7 @@ def check_rewards(reward: RewardConfig | None, domains: Domains, around: Surroun
 def open_rewards(
     reward: RewardConfig | None,
     domains: Domains,
-    around: Surroundings,
+    around: RewardContext,
     deadline_s: float,
     *,
     only_free: bool = False,
@@ -64,8 +64,8 @@ def open_rewards(
 
 
 def _by_domain(
-    reward: RewardConfig | None, domains: Domains, around: Surroundings
-) -> Iterator[tuple[str, RewardConfig, Surroundings]]:
+    reward: RewardConfig | None, domains: Domains, around: RewardContext
+) -> Iterator[tuple[str, RewardConfig, RewardContext]]:
     """The name of each domain that has a reward, that reward, and what it may look at."""
     if not isinstance(around.env, Mixture):
         if reward is not None:

@@ -17,7 +17,7 @@ from rolljax.trainer.algorithms.base import Algorithm
 from rolljax.types import Group, SamplingParams, Trajectory
 
 
-class Phase(Protocol):
+class MixturePhase(Protocol):
     """What of a `recipe.Phase` concerns a mixture."""
 
     @property
@@ -93,12 +93,12 @@ def filter_domains(groups: Sequence[Group], cfg: FilterConfig, domains: Domains)
     return sorted(kept, key=lambda trajectories: order[trajectories[0].key.draw])
 
 
-def open_shares(env: EnvSpec, phase: Phase) -> MixtureShares | None:
+def open_shares(env: EnvSpec, phase: MixturePhase) -> MixtureShares | None:
     """The shares of a phase; None where there is no mixture."""
     return MixtureShares(env.weights, phase.mixture) if isinstance(env, Mixture) else None
 
 
-def check(env: EnvSpec, domains: Domains, phases: Sequence[Phase], max_answer_tok: int, *, agent: bool) -> None:
+def check(env: EnvSpec, domains: Domains, phases: Sequence[MixturePhase], max_answer_tok: int, *, agent: bool) -> None:
     """Raise `ConfigError` for settings of domains that are not there, and for what mixtures cannot be combined with."""
     names = tuple(env.specs)
     if not isinstance(env, Mixture):
@@ -138,7 +138,7 @@ def check(env: EnvSpec, domains: Domains, phases: Sequence[Phase], max_answer_to
         _check_phase(phase, names)
 
 
-def _check_phase(phase: Phase, names: Sequence[str]) -> None:
+def _check_phase(phase: MixturePhase, names: Sequence[str]) -> None:
     if phase.tail_batching:
         raise ConfigError(
             "knows no domains: its long rounds train whatever was slow, so that shares could not be kept",

@@ -21,7 +21,7 @@ from rolljax.envs.text import clean, linear_pattern
 from rolljax.errors import ConfigError, EnvError, NeighbourError, RolljaxError, boundary, check_range
 from rolljax.model.tokenizer import Chat
 from rolljax.rewards.scoring import Scoring
-from rolljax.rollout.barrier import Barrier, Tally
+from rolljax.rollout.barrier import Barrier, EpisodeCounts
 from rolljax.rollout.builder import TrajectoryBuilder, fault_of
 from rolljax.rollout.policies import Policy, expert
 from rolljax.rollout.starts import Start, digest
@@ -103,7 +103,7 @@ class EpisodeRollouts(abc.ABC):
 
     pool: Pool
     cfg: RolloutConfig
-    tally: Tally
+    tally: EpisodeCounts
     scoring: Scoring | None
 
     @abc.abstractmethod
@@ -223,7 +223,7 @@ class Rollouts(EpisodeRollouts):
     max_answer_tok: int
     cfg: RolloutConfig = RolloutConfig()
     hash_observations: bool = False
-    tally: Tally = dataclasses.field(default_factory=Tally)
+    tally: EpisodeCounts = dataclasses.field(default_factory=EpisodeCounts)
     scoring: Scoring | None = None
     run_limits: RunLimits | None = None
 

@@ -140,7 +140,7 @@ class Admission:
 
 
 @dataclasses.dataclass
-class Entry:
+class GroupEntry:
     """A group in flight, or ready. version: of the policy at its start. kept: steps wait for it, and it is never
     cancelled. domain: of its task; empty without domains."""
 
@@ -173,9 +173,9 @@ class GroupBuffer:
         self.dropped: Counter[str] = Counter()
         self.ages: Counter[int] = Counter()
         """How many groups were trained at each age."""
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, GroupEntry] = {}
         self._again: dict[int, str] = {}  # cancelled draws that start again, with their domains
-        self._restart: list[Entry] = []  # groups in flight when the run ended
+        self._restart: list[GroupEntry] = []  # groups in flight when the run ended
         self._round: list[tuple[int, bool]] = []  # tail batching: draws to start next
         self._round_size, self._is_short = 0, False
         self._taken_at = -1
@@ -185,7 +185,7 @@ class GroupBuffer:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[GroupEntry]:
         return iter(self._entries.values())
 
     @property
@@ -200,7 +200,7 @@ class GroupBuffer:
 
     # ---- starting
 
-    def start(self, version: int) -> Entry | None:
+    def start(self, version: int) -> GroupEntry | None:
         """Start the next group and return it; None if no further group may start now."""
         found = self._next(version)
         if found is None:
@@ -209,7 +209,7 @@ class GroupBuffer:
         self._again.pop(draw, None)
         self.num_drawn = max(self.num_drawn, draw + 1)
         self.num_started += 1
-        self._entries[draw] = Entry(draw, version, kept, domain=domain)
+        self._entries[draw] = GroupEntry(draw, version, kept, domain=domain)
         return self._entries[draw]
 
     def _next(self, version: int) -> tuple[int, bool, str] | None:
@@ -332,17 +332,17 @@ class GroupBuffer:
         self._some_finished = self.num_ready < len(self)
         return draw in self._entries
 
-    def _drop(self, entry: Entry, why: Dropped) -> None:
+    def _drop(self, entry: GroupEntry, why: Dropped) -> None:
         del self._entries[entry.draw]
         self.dropped[why] += 1
 
     # ---- training
 
-    def take(self, version: int) -> list[Entry] | None:
+    def take(self, version: int) -> list[GroupEntry] | None:
         """Return the groups that the step at `version` trains, in the order of their draws; None: it must wait."""
         rules, places = self.admission, self.plan.places(self._step)
         room, of_oldest = Counter(places), Counter(places[: rules.num_oldest])
-        taken: list[Entry] = []
+        taken: list[GroupEntry] = []
         for entry in sorted((e for e in self if e.ready), key=lambda e: (not e.kept, e.version, e.draw)):
             is_oldest = entry.age(version) == rules.oldest
             if room[entry.domain] and not (is_oldest and not of_oldest[entry.domain]):
@@ -362,7 +362,7 @@ class GroupBuffer:
         self._check()
         return sorted(taken, key=lambda e: e.draw)
 
-    def _in_time(self, taken: list[Entry], version: int) -> bool:
+    def _in_time(self, taken: list[GroupEntry], version: int) -> bool:
         """Return whether all other kept groups can still be trained in time if `taken` are trained now."""
         chosen = {e.draw for e in taken}
         left = [e for e in self if e.kept and e.draw not in chosen]
@@ -372,7 +372,7 @@ class GroupBuffer:
                 return False
         return True
 
-    def expire(self, version: int) -> list[Entry]:
+    def expire(self, version: int) -> list[GroupEntry]:
         """Drop the groups that will be too old for the step at `version`.
 
         Returns:
@@ -432,7 +432,7 @@ class GroupBuffer:
             self._replaced, self._some_finished = state["replaced"], state["some_finished"]
             self._round = [(draw, kept) for draw, kept in state["round"]["next"]]
             self._round_size, self._is_short = state["round"]["size"], state["round"]["is_short"]
-        entries = [Entry(**e | {"domain": of.get(e["draw"], "")}) for e in state["entries"]]
+        entries = [GroupEntry(**e | {"domain": of.get(e["draw"], "")}) for e in state["entries"]]
         if "plan" in state:
             self.plan.restore(state["plan"])
         self._entries = {e.draw: e for e in entries if e.ready}

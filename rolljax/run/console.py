@@ -99,9 +99,9 @@ class Console:
     """
 
     def __init__(self, *, quiet: bool = False, color: bool = True) -> None:
-        from rolljax.run.lines import Lines
+        from rolljax.run.progress_bars import TolerantConsole
 
-        self._rich = Lines(stderr=True, highlight=False, no_color=None if color else True)
+        self._rich = TolerantConsole(stderr=True, highlight=False, no_color=None if color else True)
         self._quiet = quiet
         self._live: Any = None
         self._steps, self._phase, self._doing = 0, "", ""

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from rolljax.recipe import Phase
-from rolljax.rollout.group_buffer import DROPPED, Entry
+from rolljax.rollout.group_buffer import DROPPED, GroupEntry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class DrawAccount:
         Args:
           version: of the policy that was trained last.
         """
-        entries = [Entry(draw, version, kept=self._phase.late == "wait") for draw in sorted(self.in_flight)]
+        entries = [GroupEntry(draw, version, kept=self._phase.late == "wait") for draw in sorted(self.in_flight)]
         buffer = self._plan | {
             "num_started": self.num_started,
             "num_trained": self.num_trained,

@@ -35,24 +35,24 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class DeviceMemory:
     """Bytes that a device has for a run, and in words whose they are."""
 
     bytes: float
     text: str
 
 
-def room(resolved: ResolvedRecipe) -> Room:
+def room(resolved: ResolvedRecipe) -> DeviceMemory:
     """What each device of a run has: an accelerator what its allocator may use, a CPU device its share of what this
     host has to spare now."""
     devices = {d for mesh in (resolved.mesh, resolved.sampler_mesh) for d in mesh.devices.flat}
     own = sorted((d for d in devices if d.process_index == jax.process_index()), key=lambda d: d.id)
     stats = own[0].memory_stats() if own[0].platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return Room(float(stats["bytes_limit"]), f"{own[0].device_kind}, {said(stats['bytes_limit'])}")
+        return DeviceMemory(float(stats["bytes_limit"]), f"{own[0].device_kind}, {said(stats['bytes_limit'])}")
     free, total = host_memory()
     shared = f", shared by {len(own)} devices" if len(own) > 1 else ""
-    return Room(HOST_FRAC * free / len(own), f"this host has {said(free)} to spare of {said(total)}{shared}")
+    return DeviceMemory(HOST_FRAC * free / len(own), f"this host has {said(free)} to spare of {said(total)}{shared}")
 
 
 def host_memory() -> tuple[float, float]:
@@ -153,7 +153,7 @@ class Account:
 
     resolved: ResolvedRecipe
     uses: tuple[Use, ...]
-    room: Room
+    room: DeviceMemory
 
     @functools.cached_property
     def largest(self) -> Use:

@@ -14,11 +14,11 @@ from rolljax.errors import RolljaxError, TrainerError
 from rolljax.rollout.barrier import Barrier
 from rolljax.rollout.builder import fault_of
 from rolljax.rollout.domains import filter_domains, open_shares
-from rolljax.rollout.group_buffer import DROPPED, Dropped, Entry, GroupBuffer
+from rolljax.rollout.group_buffer import DROPPED, Dropped, GroupBuffer, GroupEntry
 from rolljax.rollout.shares import StepPlan
 from rolljax.rollout.starts import fallback
+from rolljax.run.alerts import unfilled_step
 from rolljax.run.consumed import ConsumedStep
-from rolljax.run.notices import unfilled_step
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import LoopRuntime, StepGroups, TaskSource
 from rolljax.run.step_metrics import ages_row
@@ -117,7 +117,7 @@ class PhaseRollouts:
             self._running[entry.draw] = asyncio.ensure_future(self._run(entry, spare, barrier))
             self._running[entry.draw].add_done_callback(self._ended)
 
-    async def _run(self, entry: Entry, spare: int, barrier: Barrier | None) -> None:
+    async def _run(self, entry: GroupEntry, spare: int, barrier: Barrier | None) -> None:
         """Play one group, and give it to the buffer."""
         self._finished(await self._group(self._tasks[entry.draw], entry.draw, spare, barrier))
 
@@ -191,7 +191,7 @@ class PhaseRollouts:
         self._check_signal(taken, groups, dropped)
         return StepGroups(groups, [e.age(version) for e in taken], dropped, waits_s)
 
-    async def _take(self, version: int) -> list[Entry]:
+    async def _take(self, version: int) -> list[GroupEntry]:
         while True:
             if self._error:
                 raise self._error
@@ -204,7 +204,7 @@ class PhaseRollouts:
             self._changed.clear()
             await self._changed.wait()
 
-    def _let_go(self, entry: Entry) -> None:
+    def _let_go(self, entry: GroupEntry) -> None:
         if entry.draw in self._running:
             self._running.pop(entry.draw).cancel()
         self._done.pop(entry.draw, None)
@@ -214,7 +214,7 @@ class PhaseRollouts:
             return  # its task is needed again
         del self._tasks[entry.draw]
 
-    def _check_signal(self, taken: Sequence[Entry], groups: Sequence[Group], dropped: Sequence[Group]) -> None:
+    def _check_signal(self, taken: Sequence[GroupEntry], groups: Sequence[Group], dropped: Sequence[Group]) -> None:
         phase, found = self._phase, sum(e.has_signal for e in taken)
         rounds, drawn = phase.algorithm.dynamic_sampling_rounds, len(groups) + len(dropped)
         if not found and filter_domains(groups, self._recipe.filters, self._recipe.domains):

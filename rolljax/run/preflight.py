@@ -26,7 +26,7 @@ from rolljax.model.folder import folder_remedy
 from rolljax.model.implementations import implementation
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
 from rolljax.recipe import Recipe
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.scoring import STAGE, Scoring
 from rolljax.rollout import domain_rewards
 from rolljax.rollout.agents.worker import check_machine
@@ -230,7 +230,7 @@ def check(recipe: Recipe) -> Preflight:
         check_machine(recipe.agent)
     if recipe.max_turns > 1:
         chat.delta_ids((Message("user", "x"),), closed=True)  # raises for a template whose streams cannot grow
-    around = Surroundings(recipe.env, recipe.seed)
+    around = RewardContext(recipe.env, recipe.seed)
     domain_rewards.check_rewards(recipe.reward, recipe.domains, around)
     heldout = held_out(recipe.env, recipe.evaluation.tasks, recipe.evaluation.held_out_frac)
     with contextlib.closing(EventLoop(lambda: False)) as beside:  # this thread may be in an event loop of its own
@@ -360,7 +360,7 @@ async def probe(recipe: Recipe, tasks: list[Task]) -> Probed:
         return episode.opening
 
     try:
-        around = Surroundings(recipe.env, recipe.seed)
+        around = RewardContext(recipe.env, recipe.seed)
         scoring = domain_rewards.open_rewards(recipe.reward, recipe.domains, around, recipe.wait_s, only_free=True)
         found: list[tuple[Message, ...] | EnvError] = []
         for first in range(0, len(tasks), PROBED_AT_ONCE):

@@ -12,11 +12,11 @@ import numpy as np
 
 from rolljax.errors import EnvError, TrainerError
 from rolljax.recipe import Phase, Recipe
+from rolljax.run.alerts import Alerts, samples
 from rolljax.run.console import Console
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.curves import draw
 from rolljax.run.folder import RunFolder
-from rolljax.run.notices import Notices, samples
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import StepGroups
 from rolljax.run.runtime import mean_reward
@@ -53,12 +53,12 @@ class Recorder:
         self._trainer, self.progress = trainer, progress
         self._saved = copy.deepcopy(saved)
         self.trackers = Trackers()
-        self._notices: Notices | None = None
+        self._notices: Alerts | None = None
         self._checkpoint_s = 0.0
 
     def start_phase(self, phase: Phase) -> None:
         """Start or continue a phase."""
-        self._notices = Notices(self._recipe, phase)
+        self._notices = Alerts(self._recipe, phase)
         self.console.start_phase(phase.name, phase.steps, self.progress.step)
 
     @contextlib.contextmanager

@@ -15,8 +15,8 @@ from rolljax.errors import HangError, needed
 from rolljax.model.axes import SLOT_AXES
 from rolljax.model.decoder import Params
 from rolljax.recipe import Phase
-from rolljax.rewards.base import Surroundings, TrainedModels
-from rolljax.rollout.barrier import Tally
+from rolljax.rewards.base import RewardContext, TrainedModels
+from rolljax.rollout.barrier import EpisodeCounts
 from rolljax.rollout.domain_rewards import open_rewards
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
@@ -69,9 +69,9 @@ class Runtime:
     ) -> None:
         self.preflight, self.recipe = preflight, preflight.recipe
         self.pool = open_pool(preflight.recipe.pool, preflight.recipe.env)  # first: its settings name a Ray cluster
-        around = Surroundings(self.recipe.env, self.recipe.seed, verdicts, preflight.chat, trained)
+        around = RewardContext(self.recipe.env, self.recipe.seed, verdicts, preflight.chat, trained)
         self.scoring = open_rewards(self.recipe.reward, self.recipe.domains, around, self.recipe.wait_s)
-        self.watchdog, self._tally, self._should_stop = watchdog or Watchdog(), Tally(), should_stop
+        self.watchdog, self._tally, self._should_stop = watchdog or Watchdog(), EpisodeCounts(), should_stop
         worker, self._channel = share_sampler(preflight, weights, team)
         self._channel.push(version)
         self.sampler = Sampler(

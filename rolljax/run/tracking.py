@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from rolljax.errors import ConfigError, RolljaxError, boundary
 from rolljax.recipe import Recipe
 from rolljax.run import durable
+from rolljax.run.alerts import best_and_worst
 from rolljax.run.folder import RunFolder
-from rolljax.run.notices import best_and_worst
 from rolljax.threads.event_loop import Stopped
 from rolljax.trackers import feed
 from rolljax.trackers.base import Outcome, RunInfo, TrackerConfig
@@ -77,7 +77,7 @@ def names(configs: Sequence[TrackerConfig]) -> list[str]:
 
 
 def answers_text(trajectories: Sequence[Trajectory]) -> str:
-    """The best and the worst answer (`notices.best_and_worst`), each with its task."""
+    """The best and the worst answer (`alerts.best_and_worst`), each with its task."""
     found = best_and_worst(trajectories)
     return "\n\n".join(_told(name, t) for name, t in zip(("best", "worst"), found, strict=False))
 

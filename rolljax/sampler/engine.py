@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model, Params
-from rolljax.model.layers import Mixture
+from rolljax.model.layers import ExpertRouting
 from rolljax.sampler.arrays import MAX_STOP_IDS, DecodeState, Inserts, PrefillChunks, ResultTokens
 from rolljax.sampler.kernels import paths_for
 from rolljax.sampler.kv import Path
@@ -289,7 +289,7 @@ class Engine:
             return jnp.zeros((slots, steps, 0, 0), jnp.int8)
         return jnp.full((slots, steps, self.model.cfg.num_layers, routing.per_token), -1, routing.dtype)
 
-    def _with_experts(self, experts: jax.Array, step: jax.Array, mixtures: Mixture | None) -> jax.Array:
+    def _with_experts(self, experts: jax.Array, step: jax.Array, mixtures: ExpertRouting | None) -> jax.Array:
         """What the tokens of this step took, if that is recorded."""
         if mixtures is None or not self.cfg.record_experts:
             return experts

@@ -103,7 +103,7 @@ def paths_for(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pages:
+class PageTable:
     """The input of these paths in addition to the pool: page ids `[B, W]`, and the number of their tokens `[B]`."""
 
     table: jax.Array
@@ -163,11 +163,11 @@ class RaggedPath:
 
     def open(
         self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
-    ) -> tuple[Pages, jax.Array]:
+    ) -> tuple[PageTable, jax.Array]:
         del room, read
-        return Pages(table_BW, length_B), pool
+        return PageTable(table_BW, length_B), pool
 
-    def attend(self, reading: Pages, first: jax.Array | int, count_B: jax.Array) -> Attend:
+    def attend(self, reading: PageTable, first: jax.Array | int, count_B: jax.Array) -> Attend:
         # The kernel lines up a row's last query with its last key, so a row whose tokens end in padding is given keys
         # for the padding, too. What those hold does not matter: no query that counts sees them.
         start_B = jnp.where(count_B > 0, reading.length + first, 0)
@@ -217,7 +217,7 @@ class RaggedPath:
 
         return attend
 
-    def close(self, pool: jax.Array, reading: Pages, cache: jax.Array, count_B: jax.Array) -> jax.Array:
+    def close(self, pool: jax.Array, reading: PageTable, cache: jax.Array, count_B: jax.Array) -> jax.Array:
         del pool, reading, count_B
         return cache
 
@@ -268,7 +268,7 @@ class TritonPath(DensePath):
         self, pool: jax.Array, table_BW: jax.Array, length_B: jax.Array, room: int, read: int
     ) -> tuple[Any, jax.Array]:
         del room, read
-        return Pages(table_BW, length_B), pool
+        return PageTable(table_BW, length_B), pool
 
     def attend(self, reading: Any, first: jax.Array | int, count_B: jax.Array) -> Attend:
         start_B = jnp.where(count_B > 0, reading.length + first, 0)

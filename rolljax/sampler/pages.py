@@ -32,7 +32,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class CachedPrefix:
     """A cached beginning: `length` tokens, in the full pages `nodes` and the first tokens of `tail`'s page."""
 
     nodes: list[Node]
@@ -82,10 +82,10 @@ class PageCache:
         """Give back pages that the caller owns."""
         self._free.extend(pages)
 
-    def find(self, data: bytes, limit: int) -> Found:
+    def find(self, data: bytes, limit: int) -> CachedPrefix:
         """The longest cached beginning of `data` that the rule allows, at most `limit` tokens of it."""
         if self.rule == "off":
-            return Found([], None, 0)
+            return CachedPrefix([], None, 0)
         size = self.page_size * TOKEN_BYTES
         data = data[: limit * TOKEN_BYTES]
         path = [self._root]
@@ -102,10 +102,10 @@ class PageCache:
                 holder = node.ends.get(beginning) or self._holder(node, beginning)
                 is_full = part == size
                 nodes = [*path[1 : depth + 1], holder] if is_full else path[1 : depth + 1]
-                return Found(nodes, None if is_full else holder, (start + part) // TOKEN_BYTES)
+                return CachedPrefix(nodes, None if is_full else holder, (start + part) // TOKEN_BYTES)
             if start and (self.rule == "any" or start // TOKEN_BYTES % self.chunk == 0):
-                return Found(path[1 : depth + 1], None, start // TOKEN_BYTES)
-        return Found([], None, 0)
+                return CachedPrefix(path[1 : depth + 1], None, start // TOKEN_BYTES)
+        return CachedPrefix([], None, 0)
 
     def _longest(self, node: Node, here: bytes) -> int:
         """Return the length in bytes of the longest prefix of `here` that a child starts with and the rule allows."""

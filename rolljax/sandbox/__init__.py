@@ -6,9 +6,9 @@ filter), `launcher.py` and `supervisor/` (the process that starts and reaps), `i
 `doctor.py` is `python -m rolljax.sandbox`.
 """
 
-from rolljax.sandbox.grade import Verdict, grade, grade_mbpp, grade_python
+from rolljax.sandbox.grade import GradeResult, grade, grade_mbpp, grade_python
 from rolljax.sandbox.group import SandboxGroup
-from rolljax.sandbox.host import Result, SandboxGone, SandboxHost, Stream, available, popen, run, shared_host
+from rolljax.sandbox.host import ProgramStream, Result, SandboxGone, SandboxHost, available, popen, run, shared_host
 from rolljax.sandbox.profile import CODE, MCP, PROFILES, SCORE, TERMINAL, Profile, SandboxConfig
 from rolljax.sandbox.session import CommandResult, Sandbox, collect
 
@@ -26,8 +26,8 @@ __all__ = [
     "SandboxGone",
     "SandboxGroup",
     "SandboxHost",
-    "Stream",
-    "Verdict",
+    "ProgramStream",
+    "GradeResult",
     "available",
     "collect",
     "grade",

@@ -27,7 +27,7 @@ EXTRA_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class GradeResult:
     """passed: every test, and there was one. reason: passed, wrong (an assertion), error (an exception), exited (the
     candidate's process ended or could not be loaded), timeout (wall clock or processor time), killed (memory), no tests
     (nothing was tested), broken tests (they could not be loaded: the task's fault, not the candidate's).
@@ -49,7 +49,7 @@ def grade_python(
     prompt: str = "",
     profile: Profile = SCORE,
     host: SandboxHost | None = None,
-) -> Verdict:
+) -> GradeResult:
     """Grade a program by a function `check(candidate)` full of assertions (the HumanEval format).
 
     candidate_source: the whole program. entry_point: the function of it that is tested. prompt: trusted text that the
@@ -72,7 +72,7 @@ def grade_mbpp(
     setup: str = "",
     profile: Profile = SCORE,
     host: SandboxHost | None = None,
-) -> Verdict:
+) -> GradeResult:
     """Grade a program by statements that call its function by name (the MBPP format), one test each.
 
     entry_point: the function that is tested. setup: trusted text with the helpers of the tests. Everything else that
@@ -87,7 +87,7 @@ def grade_mbpp(
 
 def grade(
     artefacts: Mapping[str, bytes], test_source: str, *, profile: Profile = CODE, host: SandboxHost | None = None
-) -> Verdict:
+) -> GradeResult:
     """Grade files. `test_source` defines functions `test_*(box)`; `box.run(argv, stdin)` runs a program in a fresh
     sandbox that holds nothing but the artefacts, `box.read(path)` reads a file there.
 
@@ -98,7 +98,9 @@ def grade(
     return _grade(("agent.py", "wire.py"), artefacts, task, 1, profile, host or shared_host())
 
 
-def _grade_program(source: str, task: dict[str, Any], num_tests: int, profile: Profile, host: SandboxHost) -> Verdict:
+def _grade_program(
+    source: str, task: dict[str, Any], num_tests: int, profile: Profile, host: SandboxHost
+) -> GradeResult:
     files = ("candidate.py", "wire.py", "plain.py")
     return _grade(files, {}, {**task, "source": source}, num_tests, profile, host)
 
@@ -110,7 +112,7 @@ def _grade(
     num_tests: int,
     profile: Profile,
     host: SandboxHost,
-) -> Verdict:
+) -> GradeResult:
     """Start both sandboxes on the two ends of a socket and wait for the verdict of the tests' side."""
     start = time.monotonic()
     ours, theirs = socket.socketpair()
@@ -155,7 +157,7 @@ def _grade(
 
 def _verdict(
     candidate: SandboxHandle, checker: SandboxHandle, said: bytes, errors: bytes, num_tests: int, ms: float
-) -> Verdict:
+) -> GradeResult:
     """Combine the report of the tests' side with how both sandboxes ended."""
     for handle in (candidate, checker):
         if not handle.exit:
@@ -170,9 +172,9 @@ def _verdict(
         if checker.exit["code"] == SIGKILL_CODE and checker.exit["killed_by"] in ("", "host"):
             raise InfraError(f"the tests were killed: {errors[-500:].decode(errors='replace')}") from None
         reason = reason or _out_of(checker) or "killed"
-        return Verdict(False, 0, num_tests, reason, f"the tests ended with code {checker.exit['code']}", ms)
+        return GradeResult(False, 0, num_tests, reason, f"the tests ended with code {checker.exit['code']}", ms)
     right = passed == total > 0 and found["reason"] == "passed"
-    return Verdict(right, passed, total, "passed" if right else reason or found["reason"], found["detail"], ms)
+    return GradeResult(right, passed, total, "passed" if right else reason or found["reason"], found["detail"], ms)
 
 
 def _out_of(handle: SandboxHandle) -> str:

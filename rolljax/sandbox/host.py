@@ -58,7 +58,7 @@ class Result:
         return self.stdout.decode(errors="replace")
 
 
-class Stream:
+class ProgramStream:
     """A program in a sandbox whose standard input and output are raw pipes of this process."""
 
     def __init__(self, handle: SandboxHandle, stdin: int, stdout: int, stderr: int) -> None:
@@ -108,7 +108,7 @@ class Stream:
         self._reader.join(END_S)
         self.stdout.close()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> ProgramStream:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,7 +174,9 @@ class SandboxHost:
         cut = out.truncated or err.truncated
         return Result(code, out.value(), err.value(), killed_by == "wall", killed_by, ms, cut)
 
-    def popen(self, argv: Sequence[str], *, files: Mapping[str, bytes] | None = None, profile: Profile = MCP) -> Stream:
+    def popen(
+        self, argv: Sequence[str], *, files: Mapping[str, bytes] | None = None, profile: Profile = MCP
+    ) -> ProgramStream:
         """Start a program whose standard input and output are pipes for the caller."""
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
         with contextlib.ExitStack() as on_failure:
@@ -186,7 +188,7 @@ class SandboxHost:
                 for fd in (in_r, out_w, err_w):
                     os.close(fd)
             on_failure.pop_all()
-        return Stream(handle, in_w, out_r, err_r)
+        return ProgramStream(handle, in_w, out_r, err_r)
 
     def start(
         self,
@@ -421,6 +423,6 @@ def popen(
     files: Mapping[str, bytes] | None = None,
     profile: Profile = MCP,
     host: SandboxHost | None = None,
-) -> Stream:
+) -> ProgramStream:
     """`SandboxHost.popen` on the shared host, or on `host`."""
     return (host or shared_host()).popen(argv, files=files, profile=profile)

@@ -40,7 +40,7 @@ HELD_BODIES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits and keys of a server.
 
     keys: bearer tokens that open it (none: it is open). concurrency: requests answered at the same time. body_bytes: of
@@ -71,7 +71,9 @@ class Service:
     in `limits` all other clients are refused.
     """
 
-    def __init__(self, sampler: Sampler, served: ServedModel, limits: Limits, sessions: Sessions | None = None) -> None:
+    def __init__(
+        self, sampler: Sampler, served: ServedModel, limits: ServerLimits, sessions: Sessions | None = None
+    ) -> None:
         self.sampler, self.served, self.limits, self.sessions = sampler, served, limits, sessions
         self.metrics = ServerMetrics(sampler)
         self.metrics.open.set_function(lambda: self.open)

@@ -20,7 +20,7 @@ from rolljax.model.tokenizer import Chat
 from rolljax.rollout.barrier import Barrier
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.starts import Start
-from rolljax.simulation.replica import Answer
+from rolljax.simulation.replica import SimulatedAnswer
 from rolljax.simulation.sampler import SimulatedSampler
 from rolljax.simulation.timings import Distribution, Timings
 from rolljax.types import Completion, FinishReason, Group, Key, Message, Sampled, Task, Trajectory
@@ -218,7 +218,7 @@ class SimulatedPolicy:
         limit = max(1, min(self.limit_tok, self.max_context - prompt_tok))
         loop = asyncio.get_running_loop()
         answer_tok, per = min(max(1, drawn), limit), self.steps_per_dispatch
-        answer = Answer(
+        answer = SimulatedAnswer(
             priority=(self.order[group], key.sibling),
             group=group,
             prompt_tok=prompt_tok,

@@ -19,7 +19,7 @@ STEP_ERROR = 1e-6
 
 
 @dataclasses.dataclass(eq=False)
-class Answer:
+class SimulatedAnswer:
     """An answer that is asked for, and then decoded.
 
     priority: the lowest is served first. group: draw and stream of its prompt. prompt_tok: of its context; new_tok: of
@@ -56,12 +56,14 @@ class Replica:
       finished: called with each answer when it has all of its tokens.
     """
 
-    def __init__(self, index: int, slots: int, timings: EngineTimings, finished: Callable[[Answer], None]) -> None:
+    def __init__(
+        self, index: int, slots: int, timings: EngineTimings, finished: Callable[[SimulatedAnswer], None]
+    ) -> None:
         self.index, self.free_slots = index, list(range(slots))
         self.steps, self.sequence_steps, self.running_s, self.peak_tok = 0.0, 0.0, 0.0, 0.0
         self._held_s = self._held_until_s = 0.0
         self._timings, self._finished = timings, finished
-        self._running: list[tuple[float, int, Answer]] = []  # by the step that ends them
+        self._running: list[tuple[float, int, SimulatedAnswer]] = []  # by the step that ends them
         self._num_running, self._context_tok, self._started = 0, 0.0, 0
         self._until_s = 0.0  # what was decoded is accounted for up to here; in the future while it does something else
         self._weights: list[tuple[float, int]] = [(0.0, 0)]  # decode step from which on a version is used
@@ -74,7 +76,7 @@ class Replica:
 
     # ---- what happens to it
 
-    def begin(self, answer: Answer) -> int:
+    def begin(self, answer: SimulatedAnswer) -> int:
         """Start to decode an answer; returns the prompt tokens that it had to compute."""
         self._count_held()
         now = self._advance()
@@ -102,7 +104,7 @@ class Replica:
         self._held_s += self._num_running * (now - self._held_until_s)
         self._held_until_s = now
 
-    def give_up(self, answer: Answer) -> None:
+    def give_up(self, answer: SimulatedAnswer) -> None:
         """Stop decoding an aborted answer."""
         self._advance()
         self._leave(answer)
@@ -208,7 +210,7 @@ class Replica:
             self._finished(answer)
         self._look_soon()
 
-    def _leave(self, answer: Answer) -> None:
+    def _leave(self, answer: SimulatedAnswer) -> None:
         self._count_held()
         decoded = self.steps - answer.first_step
         self._num_running -= 1
@@ -220,7 +222,7 @@ class Replica:
         answer.ended_s = asyncio.get_running_loop().time()
         answer.versions = self._versions(answer, min(answer.answer_tok, math.ceil(decoded - STEP_ERROR)))
 
-    def _versions(self, answer: Answer, tokens: int) -> np.ndarray:
+    def _versions(self, answer: SimulatedAnswer, tokens: int) -> np.ndarray:
         """The policy version of each token `[T]`."""
         first = bisect.bisect_right(self._weights, (answer.first_step + STEP_ERROR, math.inf)) - 1
         since = [(math.ceil(step - answer.first_step - STEP_ERROR), version) for step, version in self._weights[first:]]

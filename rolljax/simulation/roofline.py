@@ -14,7 +14,7 @@ BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ModelWork:
     """What a model asks for. flops: of a token, forward, without attention. attention_flops: of a token for each one
     before it, forward. weight_bytes: of all weights. kv_bytes: keys and values of a token."""
 
@@ -24,13 +24,13 @@ class Work:
     kv_bytes: float
 
     @staticmethod
-    def of(cfg: DecoderConfig) -> Work:
+    def of(cfg: DecoderConfig) -> ModelWork:
         size = Model(cfg).num_params()
         idle = 0
         if cfg.routing:
             idle = cfg.num_layers * 3 * cfg.hidden_size * (_all_experts(cfg) - cfg.active_ffn_size)
         heads = cfg.num_layers * cfg.head_dim
-        return Work(
+        return ModelWork(
             2.0 * (size - idle - cfg.vocab_size * cfg.hidden_size),
             4.0 * heads * cfg.num_heads,
             float(BYTES * size),
@@ -43,7 +43,7 @@ def _all_experts(cfg: DecoderConfig) -> int:
     return cfg.active_ffn_size // cfg.routing.per_token * cfg.routing.num_experts
 
 
-def engine(work: Work, slices: Slices, timings: EngineTimings) -> EngineTimings:
+def engine(work: ModelWork, slices: Slices, timings: EngineTimings) -> EngineTimings:
     """A replica of `chips_per_replica` chips, its layers split over all of them."""
     assumed, size = chip(slices.sample_chip), slices.chips_per_replica * chip(slices.sample_chip).cores
     bytes_s = size * assumed.hbm_bytes_s * slices.hbm_frac
@@ -60,7 +60,7 @@ def engine(work: Work, slices: Slices, timings: EngineTimings) -> EngineTimings:
     )
 
 
-def trainer(work: Work, slices: Slices, timings: TrainerTimings, mean_tok: float) -> TrainerTimings:
+def trainer(work: ModelWork, slices: Slices, timings: TrainerTimings, mean_tok: float) -> TrainerTimings:
     """A mesh of `train_chips`. mean_tok: of a sequence, half of which a token sees on average."""
     assumed, size = chip(slices.train_chip), slices.train_chips * chip(slices.train_chip).cores
     flops = 3 * (work.flops + work.attention_flops * mean_tok / 2)
@@ -76,7 +76,7 @@ def applied(timings: Timings, cfg: DecoderConfig) -> Timings:
     if timings.slices is None:
         return timings
     check_range(timings.slices, "sample_chips", low=timings.slices.chips_per_replica)
-    work = Work.of(cfg)
+    work = ModelWork.of(cfg)
     turns = max(1.0, timings.turns.mean)
     mean_tok = timings.prompt_tok.mean + turns * (timings.answer_tok.mean + timings.observation_tok.mean)
     return dataclasses.replace(

@@ -191,7 +191,7 @@ def packed_tok(group: Sequence[Trajectory]) -> int:
     return own - sum(len(t.turns[0].prompt_ids) for t in group) + shared
 
 
-class Notices:
+class RecordedAlerts:
     """Keeps what the loop has to tell a person."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class SimulatedRecorder:
     """Keeps what a run would write: metrics rows in `rows`, token ages in `ages`, trained groups in `trained`."""
 
     def __init__(self, runtime: SimulatedRuntime) -> None:
-        self.progress, self.console, self._runtime = RunProgress(), Notices(), runtime
+        self.progress, self.console, self._runtime = RunProgress(), RecordedAlerts(), runtime
         self.rows: list[dict[str, Any]] = []
         self.ages: Counter[int] = Counter()
         """Tokens that were trained at each age, in versions."""

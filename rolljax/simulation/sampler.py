@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from rolljax.errors import ConfigError
 from rolljax.sampler.request import SamplerStats
-from rolljax.simulation.replica import Answer, Replica
+from rolljax.simulation.replica import Replica, SimulatedAnswer
 from rolljax.simulation.timings import EngineTimings
 
 
@@ -30,12 +30,12 @@ class SimulatedSampler:
                 remedy="choose a multiple of EngineTimings.replicas",
             )
         self.slots, self.version = slots, 0
-        self.ended: list[Answer] = []
+        self.ended: list[SimulatedAnswer] = []
         """All decoded answers, in the order of their ends, including aborted ones."""
         self._per_dispatch = steps_per_dispatch
         self._timings, self._group_size, self._each = timings, group_size, slots // timings.replicas
         self.replicas = [Replica(i, self._each, timings, self._finished) for i in range(timings.replicas)]
-        self._waiting: list[tuple[tuple[int, ...], int, Answer]] = []
+        self._waiting: list[tuple[tuple[int, ...], int, SimulatedAnswer]] = []
         self._asked, self._num_waiting, self._episodes = 0, 0, 0
         self._homes: dict[tuple[int, int], Replica] = {}
         self._left: Counter[tuple[int, int]] = Counter()  # answers that a group on its own replica still has to get
@@ -65,7 +65,7 @@ class SimulatedSampler:
             self._episodes -= 1
             self._place_soon()
 
-    async def generate(self, answer: Answer) -> None:
+    async def generate(self, answer: SimulatedAnswer) -> None:
         """Decode an answer; cancelling the wait gives it up."""
         self._asked += 1
         self._num_waiting += 1
@@ -117,13 +117,13 @@ class SimulatedSampler:
                 free -= 1
             heapq.heappop(self._waiting)
 
-    def _begin(self, answer: Answer, replica: Replica) -> None:
+    def _begin(self, answer: SimulatedAnswer, replica: Replica) -> None:
         computed = replica.begin(answer)
         self._counts["prefill_tok"] += computed
         self._counts["reused_tok"] += answer.prompt_tok - computed
         self._num_waiting -= 1
 
-    def _replica(self, answer: Answer) -> Replica | None:
+    def _replica(self, answer: SimulatedAnswer) -> Replica | None:
         """Where an answer begins now: where it was before, else where most slots are free."""
         if self._timings.scheduling == "group":
             return self._group_replica(answer)
@@ -131,7 +131,7 @@ class SimulatedSampler:
             return self.replicas[answer.home]
         return max(self.replicas, key=lambda r: (len(r.free_slots), -r.index))
 
-    def _group_replica(self, answer: Answer) -> Replica | None:
+    def _group_replica(self, answer: SimulatedAnswer) -> Replica | None:
         if answer.group not in self._homes:
             groups = Counter(r.index for r in self._homes.values())
             best = min(self.replicas, key=lambda r: (groups[r.index], r.index))
@@ -143,12 +143,12 @@ class SimulatedSampler:
 
     # ---- the end
 
-    def _finished(self, answer: Answer) -> None:
+    def _finished(self, answer: SimulatedAnswer) -> None:
         self._counts["finished"] += 1
         self._end(answer)
         answer.done.set_result(None)
 
-    def _give_up(self, answer: Answer) -> None:
+    def _give_up(self, answer: SimulatedAnswer) -> None:
         self._counts["aborted"] += 1
         if answer.replica < 0:
             self._num_waiting -= 1
@@ -158,7 +158,7 @@ class SimulatedSampler:
             self._end(answer)
         self._place_soon()
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, answer: SimulatedAnswer) -> None:
         self.ended.append(answer)
         self._counts["sampled_tok"] += len(answer.versions)
         self._left[answer.group] -= 1

@@ -75,16 +75,16 @@ class AttentionMaps:
         return tuple(first + round(i * (last - first) / (self.num_layers - 1)) for i in range(self.num_layers))
 
 
-class Tokens(NamedTuple):
+class TokenRoles(NamedTuple):
     """What is known of the tokens of packed rows, apart from their ids; arrays `[B, T]`."""
 
-    places: attention.Tokens
+    places: attention.TokenPositions
     sampled: jax.Array
     """bool."""
 
     @staticmethod
-    def of(positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array, sampled: jax.Array) -> Tokens:
-        return Tokens(attention.Tokens.of(positions, segment_ids, branch_ids), sampled != 0)
+    def of(positions: jax.Array, segment_ids: jax.Array, branch_ids: jax.Array, sampled: jax.Array) -> TokenRoles:
+        return TokenRoles(attention.TokenPositions.of(positions, segment_ids, branch_ids), sampled != 0)
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +101,7 @@ class HeadStats:
     fai_LHBT: jax.Array
 
     @staticmethod
-    def empty(num_layers: int, num_heads: int, tokens: Tokens) -> HeadStats:
+    def empty(num_layers: int, num_heads: int, tokens: TokenRoles) -> HeadStats:
         """No layer measured yet."""
         zeros = jnp.zeros((num_layers, num_heads, *tokens.sampled.shape), jnp.float32)
         return HeadStats(zeros[..., 0, 0], tokens.sampled.sum(dtype=jnp.int32), zeros, zeros)
@@ -127,7 +127,7 @@ def attention_weights(q_BTHC: jax.Array, k_BSKC: jax.Array, mask_BTS: jax.Array)
 
 
 def block_stats(
-    weights_BHTS: jax.Array, query: Tokens, key: Tokens, cfg: AttentionMaps
+    weights_BHTS: jax.Array, query: TokenRoles, key: TokenRoles, cfg: AttentionMaps
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Statistics of a block of T query rows over all S keys.
 
@@ -156,12 +156,12 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def layer_stats(
-    q_BTHC: jax.Array, k_BTKC: jax.Array, tokens: Tokens, cfg: AttentionMaps, window: Window | None = None
+    q_BTHC: jax.Array, k_BTKC: jax.Array, tokens: TokenRoles, cfg: AttentionMaps, window: Window | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Span sums `[H]`, WAAD and FAI `[B, H, T]` of one layer; largest temporary `[B, H, block_rows, T]`."""
     B, T, H, _ = q_BTHC.shape
 
-    def body(sums: _Sums, block: tuple[jax.Array, Tokens]) -> tuple[_Sums, jax.Array]:
+    def body(sums: _Sums, block: tuple[jax.Array, TokenRoles]) -> tuple[_Sums, jax.Array]:
         q, query = block
         weights_BHTS = attention_weights(q, k_BTKC, visible(query.places, tokens.places, window))
         span_H, waad_BHT, fai_BHS, count_BS = block_stats(weights_BHTS, query, tokens, cfg)
@@ -174,7 +174,7 @@ def layer_stats(
     return span_H, waad_BHT, jnp.where(tokens.sampled[:, None], mean_BHT, 0)
 
 
-def packed_in_blocks(tokens: Tokens, block_rows: int) -> Attend:
+def packed_in_blocks(tokens: TokenRoles, block_rows: int) -> Attend:
     """What `model.attention.packed` computes, a block of query rows at a time: memory is linear in the row's length."""
 
     def attend(
@@ -194,7 +194,7 @@ def packed_in_blocks(tokens: Tokens, block_rows: int) -> Attend:
     return attend
 
 
-def measured(mix: Attend, tokens: Tokens, depth: int, cfg: AttentionMaps) -> Attend:
+def measured(mix: Attend, tokens: TokenRoles, depth: int, cfg: AttentionMaps) -> Attend:
     """`mix`, with a `HeadStats` as the cache: `mix` gets no cache, and every measured layer fills in its part.
 
     depth: number of layers of the model.
@@ -249,7 +249,7 @@ def make_attention_stats(
         branch_ids_BT: jax.Array,
         mask_BT: jax.Array,
     ) -> HeadStats:
-        tokens = Tokens.of(positions_BT, segment_ids_BT, branch_ids_BT, mask_BT)
+        tokens = TokenRoles.of(positions_BT, segment_ids_BT, branch_ids_BT, mask_BT)
         mix = packed_in_blocks(tokens, cfg.block_rows)
         if attend_for:
             mix = attend_for(segment_ids_BT, branch_ids_BT, positions_BT)

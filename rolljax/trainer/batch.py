@@ -321,7 +321,7 @@ class _Stream:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Part:
+class _RowPart:
     """Sequences of one group in one row, after the prompt that they share."""
 
     group: int
@@ -333,7 +333,7 @@ class _Part:
         return self.prefix + sum(len(s) - self.prefix for s in self.members)
 
 
-def _parts(index: int, group: Sequence[Sample], row_len: int, unsplit: bool) -> list[_Part]:
+def _parts(index: int, group: Sequence[Sample], row_len: int, unsplit: bool) -> list[_RowPart]:
     streams = [_Stream.all_of(sample, member) for member, sample in enumerate(group)]
     siblings, later = [s[0] for s in streams], [one for s in streams for one in s[1:]]
     if unsplit and later:
@@ -342,7 +342,7 @@ def _parts(index: int, group: Sequence[Sample], row_len: int, unsplit: bool) -> 
     return parts + [part for one in later for part in _side_by_side(index, [one], row_len, unsplit)]
 
 
-def _side_by_side(index: int, group: Sequence[_Stream], row_len: int, unsplit: bool) -> list[_Part]:
+def _side_by_side(index: int, group: Sequence[_Stream], row_len: int, unsplit: bool) -> list[_RowPart]:
     """Parts of siblings behind a shared prompt, as many in each as fit."""
     prefix = _shared_prefix(group)
     own = [len(s) - prefix for s in group]
@@ -360,7 +360,7 @@ def _side_by_side(index: int, group: Sequence[_Stream], row_len: int, unsplit: b
             free_tok = row_len - prefix
         members[-1].append(stream)
         free_tok -= length
-    return [_Part(index, prefix, tuple(streams)) for streams in members]
+    return [_RowPart(index, prefix, tuple(streams)) for streams in members]
 
 
 def _shared_prefix(group: Sequence[_Stream]) -> int:
@@ -376,9 +376,9 @@ def _shared_prefix(group: Sequence[_Stream]) -> int:
     return prefix
 
 
-def _first_fit(parts: Sequence[_Part], shape: PackShape) -> list[list[_Part]]:
+def _first_fit(parts: Sequence[_RowPart], shape: PackShape) -> list[list[_RowPart]]:
     """Rows of parts, the fullest row first."""
-    rows: list[list[_Part]] = []
+    rows: list[list[_RowPart]] = []
     used = np.zeros(shape.num_micro * shape.micro_rows, np.int64)
     for part in sorted(parts, key=lambda p: -p.size):
         fits = used[: len(rows)] + part.size <= shape.row_len
@@ -404,7 +404,7 @@ class _RowWriter:
         self.offset = row * len(self.arrays["tokens"])
         self.end = self.segment = self.sequence = self.turn = 0
 
-    def write(self, part: _Part, scales: Sequence[np.ndarray], indices: list[np.ndarray]) -> None:
+    def write(self, part: _RowPart, scales: Sequence[np.ndarray], indices: list[np.ndarray]) -> None:
         self.segment += 1
         start = self.end
         self._span(part.members[0].tokens, 0, part.prefix, branch=0, first_prev=start)

@@ -29,7 +29,7 @@ from rolljax.trainer.vocab_blocks import (
     KeptScores,
     Logits,
     Normaliser,
-    Scorer,
+    VocabScorer,
     normalisers,
     pick,
     scatter,
@@ -116,7 +116,7 @@ def topk(
     if not 1 <= k <= len(head_VD):
         raise ConfigError(f"must be 1 to {len(head_VD)}, the size of the vocabulary", setting="k", value=k)
     blocks, scale = Blocks(shards, block_bytes), Logits.of(temperature, softcap)
-    norms, best = normalisers(blocks, [Scorer(lax.stop_gradient(hidden), lax.stop_gradient(head_VD), scale)], k)
+    norms, best = normalisers(blocks, [VocabScorer(lax.stop_gradient(hidden), lax.stop_gradient(head_VD), scale)], k)
     return best.ids, norms[0].logp(best.z)
 
 
@@ -219,7 +219,7 @@ def _logp_entropy_forward(
     def of_shard(first: Any, head_VD: jax.Array) -> tuple[Normaliser, jax.Array]:
         def step(carry: tuple[Normaliser, jax.Array], start: Any, size: int) -> tuple[Normaliser, jax.Array]:
             norm, picked = carry
-            z = Scorer(hidden, head_VD, logits).scores(start, size)
+            z = VocabScorer(hidden, head_VD, logits).scores(start, size)
             return norm.add(z), picked + pick(z, first + start, ids)
 
         start = Normaliser.start(ids.shape[:-1]), jnp.zeros(ids.shape, jnp.float32)
@@ -251,7 +251,7 @@ def _logp_entropy_backward(
         weight = total + of_entropy[..., None] * (logp + entropy) if blocks.entropy_grad else total
         return scatter(of_logp, first + start, z.shape[-1], ids) - jnp.exp(logp) * weight
 
-    return *score_gradients(blocks, Scorer(hidden, head_VD, logits), slope, kept), None, None
+    return *score_gradients(blocks, VocabScorer(hidden, head_VD, logits), slope, kept), None, None
 
 
 _logp_entropy.defvjp(_logp_entropy_forward, _logp_entropy_backward)
@@ -317,7 +317,10 @@ def _divergence_forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Two walks: what makes scores log-probs, then the terms."""
     blocks, adaptive, terms = settings.blocks, settings.kind == "adaptive", settings.terms()
-    student, teacher = Scorer(hidden, head_VD, logits), Scorer(teacher_hidden, teacher_head_VE, teacher_logits)
+    student, teacher = (
+        VocabScorer(hidden, head_VD, logits),
+        VocabScorer(teacher_hidden, teacher_head_VE, teacher_logits),
+    )
     norms, best = normalisers(blocks, [student, teacher], min(_HEAD_K, len(head_VD)) if adaptive else 0)
     lowest = _lowest_of_head(norms[1].logp(best.z)) if adaptive else None
 

@@ -235,7 +235,7 @@ class TopK(NamedTuple):
         return TopK(*(jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in self)).best(k)
 
 
-class Scorer(NamedTuple):
+class VocabScorer(NamedTuple):
     """Who turns hidden states into scores."""
 
     hidden: jax.Array
@@ -247,7 +247,7 @@ class Scorer(NamedTuple):
         return self.logits.scores(self.hidden, block_VD)
 
 
-def normalisers(blocks: Blocks, scorers: Sequence[Scorer], k: int) -> tuple[tuple[Normaliser, ...], TopK]:
+def normalisers(blocks: Blocks, scorers: Sequence[VocabScorer], k: int) -> tuple[tuple[Normaliser, ...], TopK]:
     """Every scorer's normaliser, and the `k` best scores of the last one. No gradient passes."""
     blocks.check(len(scorers[0].head_VD))
     hidden = scorers[0].hidden
@@ -280,7 +280,7 @@ class KeptScores(NamedTuple):
 
 def score_gradients(
     blocks: Blocks,
-    reader: Scorer,
+    reader: VocabScorer,
     slope: Callable[..., jax.Array],
     kept: KeptScores | None,
     *others: Any,

@@ -11,10 +11,10 @@ from rolljax import metrics
 from rolljax.fields import Damaged, Json
 from rolljax.viewer.filters import Filter
 from rolljax.viewer.records import groups, heldout_pairs, read, summary, versions
-from rolljax.viewer.runs import NotThere, Run, Runs
+from rolljax.viewer.runs import NotThere, Runs, ViewedRun
 
 if TYPE_CHECKING:
-    from rolljax.viewer.records import Records
+    from rolljax.viewer.records import TrajectoryFile
     from rolljax.viewer.tokens import TokenTexts
 
 SEARCH_S = 0.4
@@ -32,13 +32,13 @@ def metric_table() -> Json:
     return {name: {"unit": m.unit, "meaning": m.meaning} for name, m in metrics.NAMES.items()}
 
 
-def rows(run: Run, after: int, generation: str) -> Json:
-    """Metrics of steps: see `Run.rows`."""
+def rows(run: ViewedRun, after: int, generation: str) -> Json:
+    """Metrics of steps: see `ViewedRun.rows`."""
     now, found = run.rows(after, generation)
     return {"generation": now, "rows": found, "all": now != generation}
 
 
-def step(run: Run, number: int, wanted: Filter) -> Json:
+def step(run: ViewedRun, number: int, wanted: Filter) -> Json:
     """A step's groups, with those of their trajectories that are wanted."""
     records = run.records(number)
     found = [summary(r) for r in records.found.values() if wanted.holds(r)]
@@ -46,13 +46,13 @@ def step(run: Run, number: int, wanted: Filter) -> Json:
     return {"step": number, "total": total, "found": len(found), "groups": groups(found), "damaged": damaged}
 
 
-def damage(records: Records) -> Json | None:
+def damage(records: TrajectoryFile) -> Json | None:
     """Return how many lines of a file cannot be read, and what is wrong with the first; None if all can."""
     line = next(iter(records.damaged), None)
     return None if line is None else {"n": len(records.damaged), "line": line, "why": records.damaged[line]}
 
 
-def search(run: Run, wanted: Filter, newest: int | None) -> Json:
+def search(run: ViewedRun, wanted: Filter, newest: int | None) -> Json:
     """Trajectories of all steps that are wanted, from the newest step down.
 
     Returns:
@@ -69,7 +69,7 @@ def search(run: Run, wanted: Filter, newest: int | None) -> Json:
     return {"hits": hits, "next": None}
 
 
-def heldout(run: Run) -> Json:
+def heldout(run: ViewedRun) -> Json:
     """The held-out answers of every evaluation, by task."""
     evaluations = run.heldout()
     pairs = heldout_pairs([(name, list(records.found.values())) for name, records in evaluations])
@@ -77,7 +77,7 @@ def heldout(run: Run) -> Json:
     return {"evaluations": [name for name, _ in evaluations], "tasks": pairs, "damaged": damaged}
 
 
-def trajectory(run: Run, where: int | str, line: int) -> Json:
+def trajectory(run: ViewedRun, where: int | str, line: int) -> Json:
     """Return all of one trajectory: its turns with the text of every token.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import Any
 from rolljax.fields import Json
 from rolljax.viewer import answers
 from rolljax.viewer.filters import Filter
-from rolljax.viewer.runs import NotThere, Run
+from rolljax.viewer.runs import NotThere, ViewedRun
 
 ASSETS = Path(__file__).parent / "assets"
 ENTRY = "main.js"
@@ -25,7 +25,7 @@ _IMPORT = re.compile(r"^import \{([^}]*)\} from '\./([\w]+\.js)';\n", re.M)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", re.M)
 
 
-def page_of(run: Run, step: int | str, line: int | None) -> bytes:
+def page_of(run: ViewedRun, step: int | str, line: int | None) -> bytes:
     """The page of a step, or of one of its trajectories.
 
     Args:
@@ -51,7 +51,7 @@ def page_of(run: Run, step: int | str, line: int | None) -> bytes:
     return html.replace('<script type="module" src="/assets/main.js"></script>', block).encode()
 
 
-def _frozen(run: Run, step: int | str, line: int | None) -> Json:
+def _frozen(run: ViewedRun, step: int | str, line: int | None) -> Json:
     """The server's answers that the page asks for, by their addresses."""
     overview = run.overview()
     private = ("path", "environment")  # of the machine, not of what is shown

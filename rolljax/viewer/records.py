@@ -55,7 +55,7 @@ class Record:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Records:
+class TrajectoryFile:
     """The trajectories of a file by line, and the errors of its other lines by line.
 
     A last line without its end is being written, and is in neither.
@@ -65,7 +65,7 @@ class Records:
     damaged: dict[int, str]
 
 
-def scan(data: bytes) -> Records:
+def scan(data: bytes) -> TrajectoryFile:
     """Read the trajectories of a file without their tokens."""
     found, damaged, start, line = dict[int, Record](), dict[int, str](), 0, 0
     while start < len(data):
@@ -77,7 +77,7 @@ def scan(data: bytes) -> Records:
             if whole and data[start:end].strip():
                 damaged[line] = str(e)
         start, line = end + 1, line + 1
-    return Records(found, damaged)
+    return TrajectoryFile(found, damaged)
 
 
 def read(path: Path, record: Record) -> Json:

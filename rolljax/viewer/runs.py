@@ -19,7 +19,7 @@ from rolljax.errors import ConfigError
 from rolljax.fields import Damaged, Json, as_number, as_text, as_whole, is_there, parse, read_object
 from rolljax.run import layout
 from rolljax.viewer.filters import Filter
-from rolljax.viewer.records import Record, Records, scan, summary
+from rolljax.viewer.records import Record, TrajectoryFile, scan, summary
 
 if TYPE_CHECKING:
     from rolljax.viewer.tokens import TokenTexts
@@ -32,7 +32,7 @@ class NotThere(LookupError):
     """A run, step or trajectory that is not there; the text says which."""
 
 
-class Run:
+class ViewedRun:
     """One run folder. Safe to use from several threads.
 
     Args:
@@ -42,7 +42,7 @@ class Run:
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
         self._rows = _Rows(path / layout.METRICS)
-        self._files: OrderedDict[Path, tuple[tuple[int, int], Records]] = OrderedDict()
+        self._files: OrderedDict[Path, tuple[tuple[int, int], TrajectoryFile]] = OrderedDict()
         self._lock = threading.Lock()
 
     # ---- what the run says of itself
@@ -117,7 +117,7 @@ class Run:
         except OSError:  # a folder that may not be read
             return []
 
-    def records(self, step: int) -> Records:
+    def records(self, step: int) -> TrajectoryFile:
         """The trajectories of a step.
 
         Raises:
@@ -125,7 +125,7 @@ class Run:
         """
         return self._of_file(layout.rollouts_file(self.path, step), f"step {step} of {self.name}")
 
-    def heldout(self) -> list[tuple[str, Records]]:
+    def heldout(self) -> list[tuple[str, TrajectoryFile]]:
         """Name and trajectories of every held-out evaluation on record, in the order in which they were made."""
         found = []
         for name, path in self._heldout_files():
@@ -184,7 +184,7 @@ class Run:
         found = sorted(files, key=lambda name: (order.get(name, len(order)), name))
         return [(encodable(name), files[name]) for name in found if is_there(files[name])]
 
-    def _of_file(self, path: Path, what: str) -> Records:
+    def _of_file(self, path: Path, what: str) -> TrajectoryFile:
         stamp = _stamp(path)
         with self._lock:
             kept = self._files.get(path)
@@ -247,7 +247,7 @@ class Runs:
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self._paths = [Path(os.path.abspath(p)) for p in paths]
-        self._runs: dict[Path, Run] = {}
+        self._runs: dict[Path, ViewedRun] = {}
         self._lock = threading.Lock()
         for path in self._paths:
             if not _run_folders(path):
@@ -258,15 +258,15 @@ class Runs:
                     remedy="name a folder that rolljax.train wrote, or one with such folders in it, such as runs/",
                 )
 
-    def all(self) -> list[Run]:
+    def all(self) -> list[ViewedRun]:
         """Every run that is there now."""
         with self._lock:
             for path in (folder for p in self._paths for folder in _run_folders(p)):
                 if path not in self._runs:
-                    self._runs[path] = Run(self._name(path), path)
+                    self._runs[path] = ViewedRun(self._name(path), path)
             return [run for run in self._runs.values() if is_there(run.path / layout.RESOLVED)]
 
-    def find(self, name: str) -> Run:
+    def find(self, name: str) -> ViewedRun:
         """A run by its name.
 
         Raises:

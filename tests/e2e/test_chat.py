@@ -45,13 +45,13 @@ def test_turns_probabilities_and_commands(folder, monkeypatch, capsys):
 
 
 def test_equal_seeds_give_equal_answers_and_the_stream_grows(folder, monkeypatch, capsys):
-    prompts, sample = [], chat.Conversation._generate
+    prompts, sample = [], chat.ChatSession._generate
 
     def generate(self, prompt, most):
         prompts.append(prompt)
         return sample(self, prompt, most)
 
-    monkeypatch.setattr(chat.Conversation, "_generate", generate)
+    monkeypatch.setattr(chat.ChatSession, "_generate", generate)
     outs = [talked(monkeypatch, capsys, folder, ["one", "two"])[1] for _ in range(2)]
     assert outs[0] == outs[1] and len(prompts) == 4
     first, second = prompts[:2]
@@ -77,13 +77,13 @@ class Scripted:
 
 
 def test_the_tools_of_an_environment_answer_calls(folder, monkeypatch, capsys):
-    made = chat.Conversation.__init__
+    made = chat.ChatSession.__init__
 
     def scripted(self, *args):
         made(self, *args)
         self._sampler = Scripted(self, ["calc(6*7)", "42", "calc(1+1)", "2", "calc(2+2)", "4"])
 
-    monkeypatch.setattr(chat.Conversation, "__init__", scripted)
+    monkeypatch.setattr(chat.ChatSession, "__init__", scripted)
     code, out, err = talked(monkeypatch, capsys, folder, ["6*7?", "and 1+1?", "/task 3"], "--env", "calculator")
     assert code == 0, err
     assert "calc(6*7)" in out and "[tool] 42" in out and "[tool] 2" in out and "[tool] 4" in out

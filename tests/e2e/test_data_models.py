@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rolljax.data import hidden, pipeline, vectors
+from rolljax.data import hidden_states, pipeline, vectors
 from rolljax.data.pipeline import Pipeline
 from rolljax.errors import ConfigError
 from rolljax.model import hf
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 def test_vectors_are_the_means_of_transformers_hidden_states(tmp_path, folder):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     texts = ["a", "the cat sat on the mat", "x" * 100, "cat"]
-    found = hidden.embedder(str(folder), 80)(texts)
+    found = hidden_states.embedder(str(folder), 80)(texts)
     reference = transformers.AutoModel.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     tokenizer = byte_tokenizer()
     for text, vector in zip(texts, found, strict=True):
@@ -42,9 +42,11 @@ def test_records_get_vectors_that_other_stages_use(tmp_path, folder):
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"prompt": t, "i": i}) + "\n" for i, t in enumerate(texts)))
     near = vectors.EmbeddingDedup(vectors.Embedding(vectors="vector"), threshold=0.9999)
-    found = pipeline.run(Pipeline((hidden.HiddenStates(str(folder), batch=3), near)), str(source), tmp_path / "out")
+    found = pipeline.run(
+        Pipeline((hidden_states.HiddenStates(str(folder), batch=3), near)), str(source), tmp_path / "out"
+    )
     rows = [json.loads(line) for line in (tmp_path / "out" / "data.jsonl").read_text().splitlines()]
     assert [r["i"] for r in rows] == [0, 1, 3] and len(rows[0]["vector"]) == Qwen3Config().hidden_size
     assert found.stages["02_embedding_dedup"]["dropped"] == {"near_duplicate": 1}
     with pytest.raises(ConfigError, match="no folder of a model"):
-        hidden.HiddenStates("nowhere")
+        hidden_states.HiddenStates("nowhere")

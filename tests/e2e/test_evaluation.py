@@ -22,7 +22,7 @@ from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, InfraError
 from rolljax.evaluation import answers, models
 from rolljax.evaluation.endpoint import EndpointModel
-from rolljax.evaluation.progress import Progress
+from rolljax.evaluation.progress import EvaluationProgress
 from rolljax.evaluation.run import evaluate
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.export import export as export_run
@@ -38,7 +38,7 @@ from rolljax.run.preflight import resolve
 from rolljax.run.progress import RunProgress
 from rolljax.run.trainer import make_trainer
 from rolljax.sampler.client import Sampler
-from rolljax.serving.server import Limits
+from rolljax.serving.server import ServerLimits
 from rolljax.types import Trajectory
 from tests.misbehaving import faults_in_turn, misbehaving
 
@@ -151,7 +151,7 @@ def test_an_evaluation_continues_when_its_progress_output_is_closed(local, monke
     os.close(reader)
     with open(writer, "w") as gone:
         monkeypatch.setattr("sys.stderr", gone)
-        with Progress("tiny") as progress:
+        with EvaluationProgress("tiny") as progress:
             found = evaluate(local, [writing(num_tasks=1)], show=progress.show, warn=progress.say)
         monkeypatch.undo()
         gone.buffer.raw.close()
@@ -190,7 +190,7 @@ def served(folder):
     args = serve.parse(["--model", str(folder), "--max_context", "256", "--slots", "8"])
     engine, params, version, model = serve.load(args)
     sampler = Sampler(engine, params, version, vocabulary=model.vocabulary, longest_prompt=0)
-    running = Running(sampler, model, Limits((KEY,)))
+    running = Running(sampler, model, ServerLimits((KEY,)))
     yield running
     running.close()
     sampler.close()

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rolljax import cli
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calibration import agreement, read_labelled
 from rolljax.train import main as train
 
@@ -73,5 +73,5 @@ def test_the_judge_has_a_verdict_on_every_labelled_answer_and_the_same_again(jud
     mixture = cli.load_recipe(["rlvr_mixture"], [f"LocalModel.path = '{judge}'"]).value
     reward, env = mixture.domains["thanks"].reward.terms["judge"], mixture.env.domains["thanks"].env
     labelled = read_labelled(ROOT / "configs" / "thanks_labelled.jsonl")[:24]
-    found = [asyncio.run(agreement(reward, Surroundings(env), labelled)) for _ in range(2)]
+    found = [asyncio.run(agreement(reward, RewardContext(env), labelled)) for _ in range(2)]
     assert found[0] == found[1] and found[0].lost == 0 and found[0].num == 24

@@ -23,12 +23,12 @@ from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calls import CallLimits
 from rolljax.rewards.judge import Judge
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.settings import SamplerConfig
-from rolljax.serving.server import Limits
+from rolljax.serving.server import ServerLimits
 from rolljax.types import Message
 
 from .serving import Running
@@ -52,7 +52,7 @@ def served(folder, sizes=SIZES):
     args = serve.parse(["--model", str(folder), *(str(word) for option in numbers.items() for word in option)])
     engine, params, version, model = serve.load(args)
     sampler = Sampler(engine, params, version, vocabulary=model.vocabulary, longest_prompt=0)
-    running = Running(sampler, model, Limits())
+    running = Running(sampler, model, ServerLimits())
     try:
         yield EndpointConfig(f"{running.url}/v1", retries=0)
     finally:
@@ -195,7 +195,7 @@ def test_a_judge_here_judges_as_behind_the_server(tmp_path):
     hf.save(tmp_path / "judge", *taught(judge_of(here), said), byte_tokenizer())
 
     async def verdicts(model, **changes):
-        scorer = dataclasses.replace(judge_of(model), **changes).open(Surroundings(SPEC))
+        scorer = dataclasses.replace(judge_of(model), **changes).open(RewardContext(SPEC))
         try:
             asked = (scorer.judge(SPEC.task(0), answer) for answer in ANSWERS)
             return await asyncio.gather(*asked, return_exceptions=True)

@@ -24,7 +24,7 @@ from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.lora import Adapted
 from rolljax.run.layout import RESOLVED
 from rolljax.run.preflight import check as check_run
-from rolljax.run.trained import trained_params
+from rolljax.run.trained_weights import trained_params
 from rolljax.train import main as train
 from rolljax.trainer.state import fingerprint
 

@@ -49,7 +49,7 @@ def compile_experts():
     )
     rows = PartitionSpec(BATCH_AXES)
     for E in (4, 32):
-        shapes = moe.Weights((E, D, F), (E, D, F), (E, F, D))
+        shapes = moe.ExpertWeights((E, D, F), (E, D, F), (E, F, D))
         where = moe._AXES.each(lambda names: spec(names, PARAM_RULES, mesh))
         experts = shapes.each(like, where)
         tokens = (TOKENS // 256, 256)

@@ -140,14 +140,14 @@ def test_an_updates_model_flops_are_six_per_parameter_and_token(updates):
 
 def test_a_step_is_its_programs_in_turn():
     """512 answers of 3072 tokens: rollout, two updates, publish. Nothing is said of a step of which a part is missing."""
-    from rolljax.aot.report import Memory, Report, Time
+    from rolljax.aot.report import Memory, ProgramReport, Time
     from rolljax.plan import step_times
     from rolljax.run.preflight import resolve
 
     recipe = loader.load(["qwen3_0p6b_grpo_v5e_1"], [], root=Recipe).value
     memory = Memory({}, 0.0, {}, 0.0, 0.0, 1.0)
     seconds = {"rl/update": 60.0, "decode": 0.5, "publish": 0.25}
-    reports = [Report(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0)) for name, s in seconds.items()]
+    reports = [ProgramReport(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0)) for name, s in seconds.items()]
     found = resolve(recipe, jax.devices()[:1])
     waves, dispatches = 512 // 16, 3072 // 8
     want = {"rollout_s": waves * dispatches * 0.5, "train_s": 120.0, "publish_s": 0.25}
@@ -160,7 +160,7 @@ def test_a_plan_feeds_a_simulation(tmp_path, capsys, parts):
     """The step of the simulation is that of the plan: the same programs, every answer of full length."""
     from rolljax import plan, simulate
     from rolljax.aot.chips import CHIPS
-    from rolljax.aot.report import Memory, Report, Time
+    from rolljax.aot.report import Memory, ProgramReport, Time
     from rolljax.run.preflight import resolve
 
     own = ["rl/Phase.prompts_per_step = 4", "rl/Phase.steps = 6"]
@@ -175,7 +175,7 @@ def test_a_plan_feeds_a_simulation(tmp_path, capsys, parts):
         "warm_start/update": 1.0,
     }
     reports = [
-        Report(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0), tokens=10)
+        ProgramReport(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0), tokens=10)
         for name, s in seconds.items()
         if parts == "whole" or name != "publish"
     ]
@@ -254,7 +254,7 @@ def test_on_separate_devices_trainer_and_sampler_share_no_memory(two_slices):
 
 def test_a_step_of_two_sides_at_once_is_the_longer_one(two_slices):
     from rolljax.aot.chips import CHIPS
-    from rolljax.aot.report import Memory, Report, Time
+    from rolljax.aot.report import Memory, ProgramReport, Time
     from rolljax.plan import Plan, devices, step_times
     from rolljax.run.preflight import resolve
 
@@ -279,7 +279,7 @@ def test_a_step_of_two_sides_at_once_is_the_longer_one(two_slices):
         Memory({}, 0.0, {}, 0.0, 0.0, 1.0),
         {"rl/update": 60.0, "decode": 0.5, "cast": 1.0, "publish": 0.25},
     )
-    reports = [Report(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0)) for name, s in seconds.items()]
+    reports = [ProgramReport(name, 0.0, memory, time=Time(0.0, 0.0, s, 0.0, 0.0)) for name, s in seconds.items()]
     found = plan("SamplerConfig.slots = 1024")
     (parts,) = step_times(found.resolved, reports, found.transfer).values()
     # 1024 slots hold the answers of two steps; every one of 3072 tokens

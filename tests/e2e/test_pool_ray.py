@@ -9,7 +9,7 @@ from rolljax.envs.catalog import make_spec
 from rolljax.envs.mixture import Domain, Mixture
 from rolljax.envs.pool import EnvPool, PoolConfig, open_pool
 from rolljax.errors import ConfigError, EnvError
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.function import Function
 from rolljax.train import main as train
 from tests.faulty import FaultyProcess, play_again
@@ -130,7 +130,7 @@ def test_environments_and_rewards_share_a_cluster_until_the_last_is_closed(ray_a
         EnvPool(PoolConfig(where="ray", ray_address="127.0.0.1:1"), spec)
     with pytest.raises(ConfigError, match="leaves nothing of the cluster's 4 CPUs"):
         EnvPool(PoolConfig(where="ray", workers=4), spec)
-    scorer = Function(half, where="ray").open(Surroundings(spec))
+    scorer = Function(half, where="ray").open(RewardContext(spec))
     texts = [said(text) for text in ("four", "two", "", "x" * 100)] * 4
 
     async def both():

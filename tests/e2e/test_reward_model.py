@@ -13,7 +13,7 @@ from rolljax.envs.games.guess_number import GuessNumber
 from rolljax.errors import CheckpointError, ConfigError, EnvError
 from rolljax.model import hf
 from rolljax.model.tokenizer import Chat, byte_tokenizer, save_tokenizer
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.reward_model import RewardModelScore
 from rolljax.types import EVAL_STREAM, Key, Task, Trajectory, Turn
 
@@ -55,7 +55,7 @@ def scored(config, trajectories, around=None):
     """Rewards of trajectories that are scored side by side."""
 
     async def run():
-        scorer = config.open(around or Surroundings(GuessNumber(max_turns=6), chat=CHAT))
+        scorer = config.open(around or RewardContext(GuessNumber(max_turns=6), chat=CHAT))
         try:
             return await asyncio.gather(*(scorer.score(t.task, t) for t in trajectories)), scorer.counts()
         finally:
@@ -98,7 +98,7 @@ def test_a_reward_model_of_another_vocabulary_reads_texts(tmp_path):
     task = spec.task(0)
     turn = Turn(CHAT.prompt_ids(()), tokens, tokens * np.float32(0), tokens * 0, "stop", 0.0, said)
     trajectory = Trajectory(Key(0, 0, 0), task, (turn,), 0.0, {}, False, "ok")
-    around = Surroundings(OneGuess(), chat=None)
+    around = RewardContext(OneGuess(), chat=None)
     (found,), _ = scored(RewardModelScore(path=str(tmp_path)), [trajectory], around)
     messages = [{"role": "user", "content": "1-50?"}, {"role": "assistant", "content": said}]
     ids = byte_tokenizer().apply_chat_template(messages, return_dict=False)
@@ -151,7 +151,7 @@ def test_what_a_model_cannot_read_is_no_reward(tmp_path, size):
 
 
 def test_folders_that_are_no_reward_model_are_refused(tmp_path):
-    around = Surroundings(GuessNumber(max_turns=6), chat=CHAT)
+    around = RewardContext(GuessNumber(max_turns=6), chat=CHAT)
     for settings, message in (
         ({}, "needs one of phase and path"),
         ({"phase": "a", "path": "b"}, "needs one of phase and path"),

@@ -21,7 +21,7 @@ from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.preflight import check as check_run
 from rolljax.run.progress import RunProgress
 from rolljax.run.runtime import Runtime
-from rolljax.run.trained import trained_params
+from rolljax.run.trained_weights import trained_params
 from rolljax.run.trainer import LocalTrainer
 from rolljax.threads.event_loop import Stopped
 from rolljax.train import main as train
@@ -29,7 +29,7 @@ from rolljax.train import parse, stopped
 from rolljax.types import Group, SamplingParams, Trajectory
 from rolljax.viewer import answers
 from rolljax.viewer.filters import Filter
-from rolljax.viewer.runs import Run
+from rolljax.viewer.runs import ViewedRun
 
 from .conftest import ROOT, StopAt, arguments, check_conserved, rows, summary
 
@@ -74,7 +74,7 @@ def test_rollouts_agree_with_metrics(trained):
 
 def test_the_run_can_be_looked_at(trained):
     """As it is: what training made of tokens, their texts, held-out answers before and after."""
-    run = Run("run", trained)
+    run = ViewedRun("run", trained)
     said = run.overview()
     assert said["heldout"] == summary(trained)["heldout_reward"] and said["evaluations"] == [
         "start",

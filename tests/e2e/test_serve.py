@@ -30,7 +30,7 @@ from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.serving.schema import ServedModel
-from rolljax.serving.server import Limits
+from rolljax.serving.server import ServerLimits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 from rolljax.types import SamplingParams
@@ -66,7 +66,7 @@ def served(model, chat):
 @pytest.fixture(scope="module")
 def running(sampler, served):
     serve.allow_open_files(4096)
-    running = Running(sampler, served, Limits(keys=("other", KEY), body_bytes=2**20))
+    running = Running(sampler, served, ServerLimits(keys=("other", KEY), body_bytes=2**20))
     yield running
     running.close()
 
@@ -541,7 +541,7 @@ def another(sampler, served):
     with contextlib.ExitStack() as stack:
 
         def start(limits=None, **changes):
-            running = Running(sampler, dataclasses.replace(served, **changes), limits or Limits())
+            running = Running(sampler, dataclasses.replace(served, **changes), limits or ServerLimits())
             stack.callback(running.close)
             return running
 
@@ -549,7 +549,7 @@ def another(sampler, served):
 
 
 def test_too_many_requests_and_draining(another, sampler):
-    running = another(Limits(concurrency=2))
+    running = another(ServerLimits(concurrency=2))
     connections = [raw_request(running, LONG), raw_request(running, LONG | {"stream": True})]
     until(lambda: running.service.open == 2)
     reply = running.post("/v1/completions", {"prompt": "x"})
@@ -565,7 +565,7 @@ def test_too_many_requests_and_draining(another, sampler):
 
 def test_a_sampler_that_has_stopped(start_sampler, served):
     sampler = start_sampler()
-    running = Running(sampler, served, Limits())
+    running = Running(sampler, served, ServerLimits())
     connections = [raw_request(running, LONG), raw_request(running, LONG | {"stream": True})]
     until(lambda: sampler.load().running == 32)
     sampler.close()

@@ -16,7 +16,7 @@ from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.serving import http_server
 from rolljax.serving.schema import ServedModel
-from rolljax.serving.server import LARGE_BODY, Limits
+from rolljax.serving.server import LARGE_BODY, ServerLimits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 
@@ -49,7 +49,7 @@ def start(sampler, model, chat):
         def start(keep_alive_s=5, **limits):
             limits = {"head_s": 600, "body_s": 600} | limits
             served = ServedModel("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT)
-            running = Running(sampler, served, Limits(keys=(KEY,), **limits), keep_alive_s)
+            running = Running(sampler, served, ServerLimits(keys=(KEY,), **limits), keep_alive_s)
             stack.callback(running.close)
             return running
 

@@ -12,7 +12,7 @@ from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.serving.schema import ServedModel
-from rolljax.serving.server import Limits
+from rolljax.serving.server import ServerLimits
 from rolljax.trainer.mesh import BATCH_AXES, MeshSpec
 from rolljax.trainer.publish import make_publish
 
@@ -29,7 +29,7 @@ def cold(model, params, chat):
     weights = make_publish(mesh, model)(params)
     sampler = Sampler(Engine(model, cfg, mesh, BATCH_AXES), weights, 0, vocabulary=chat.vocabulary, longest_prompt=0)
     running = Running(
-        sampler, ServedModel("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT), Limits(keys=(KEY,))
+        sampler, ServedModel("tiny", chat.tokenizer, chat, model.cfg.vocab_size, CONTEXT), ServerLimits(keys=(KEY,))
     )
     yield running
     running.close()

@@ -452,10 +452,10 @@ def channels(page, name):
 @pytest.mark.parametrize("step, line", [(12, None), (12, 9)])
 def test_an_exported_page_needs_no_server(page, run_dir, tmp_path, step, line):
     from rolljax.viewer.export import page_of
-    from rolljax.viewer.runs import Run
+    from rolljax.viewer.runs import ViewedRun
 
     file = tmp_path / "page.html"
-    file.write_bytes(page_of(Run("run", run_dir), step, line))
+    file.write_bytes(page_of(ViewedRun("run", run_dir), step, line))
     page.goto(f"file://{file}")
     if line is None:
         page.locator("li.group").first.wait_for()

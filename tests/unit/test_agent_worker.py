@@ -9,7 +9,7 @@ import pytest
 
 from rolljax.errors import ConfigError, EnvError, InfraError
 from rolljax.rollout.agents.program import AgentProgram
-from rolljax.rollout.agents.worker import STDERR_KEPT, Worker, check_machine, read_answer, resolve
+from rolljax.rollout.agents.worker import STDERR_KEPT, AgentProcess, check_machine, read_answer, resolve
 
 TASK = {
     "id": "0-1-2-3",
@@ -28,7 +28,7 @@ def play(code, *, tasks=(TASK,), variables=None, **settings):
     """The answers of one process."""
 
     async def run():
-        worker = await Worker.start(program(code, **settings), variables or {})
+        worker = await AgentProcess.start(program(code, **settings), variables or {})
         try:
             return [await worker.ask(task) for task in tasks]
         except EnvError:
@@ -118,7 +118,7 @@ def test_a_flood_of_errors_is_cut_and_blocks_nothing():
 
 def test_what_cannot_be_started_is_the_machines_fault():
     async def run():
-        await Worker.start(AgentProgram((sys.executable, "-c", "\x00"), sandbox="none"), {})
+        await AgentProcess.start(AgentProgram((sys.executable, "-c", "\x00"), sandbox="none"), {})
 
     with pytest.raises(InfraError, match="could not be started"):
         asyncio.run(run())
@@ -133,7 +133,7 @@ time.sleep(600)
 """
 
     async def run():
-        worker = await Worker.start(program(code), {})
+        worker = await AgentProcess.start(program(code), {})
         pid = int(await worker.ask(TASK))
         os.kill(pid, 0)
         await worker.stop(0.01)

@@ -15,7 +15,7 @@ from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.trainer.attention_stats import (
     AttentionMaps,
     HeadStats,
-    Tokens,
+    TokenRoles,
     block_stats,
     make_attention_stats,
     measured,
@@ -197,7 +197,7 @@ def test_hidden_states_are_those_of_the_plain_forward(model, params, packed_rows
 
     @functools.partial(jax.jit, static_argnums=1)
     def forward(rows, measure):
-        decoder, tokens = model.bind(params), Tokens.of(*(rows[f] for f in FIELDS[1:]))
+        decoder, tokens = model.bind(params), TokenRoles.of(*(rows[f] for f in FIELDS[1:]))
         attend, cache = packed(rows["segment_ids"], rows["branch_ids"], rows["positions"]), None
         if measure:
             mix = packed_in_blocks(tokens, 7) if blocks else attend
@@ -220,7 +220,7 @@ def test_statistics_are_float32_whatever_the_model_computes_in(model):
 
 def test_visible_rows_are_those_of_the_packed_mask(packed_rows):
     arrays = packed_rows[0]
-    tokens = Tokens.of(*(arrays[f] for f in FIELDS[1:])).places
+    tokens = TokenRoles.of(*(arrays[f] for f in FIELDS[1:])).places
     some = np.array([3, 11, 12, 30, 47])
     mask = np.asarray(packed_mask(arrays["segment_ids"], arrays["branch_ids"]))
     np.testing.assert_array_equal(visible(jax.tree.map(lambda x: x[:, some], tokens), tokens), mask[:, some])
@@ -249,7 +249,7 @@ WEIGHTS = np.array(
 @pytest.mark.parametrize("blocks", [[6], [2, 4]])
 def test_statistics_of_a_matrix_worked_out_by_hand(blocks):
     ones = jnp.ones((1, 6), jnp.int32)
-    tokens = Tokens.of(jnp.arange(6)[None] + 3, ones, ones, ones)
+    tokens = TokenRoles.of(jnp.arange(6)[None] + 3, ones, ones, ones)
     weights = jnp.asarray(WEIGHTS, jnp.float32)[None, None]
     cfg = AttentionMaps(waad_window=2, fai_low=1, fai_high=3)
     parts = []

@@ -9,13 +9,13 @@ from rolljax.chat_models.client import EndpointConfig
 from rolljax.envs.judging.digit_sums import DigitSums
 from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, InfraError
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calls import CallLimits
 from rolljax.rewards.critique import Critique
 from tests.judge_server import judge_server
 
 SPEC = Questions(records=[{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(9)])
-AROUND = Surroundings(SPEC, seed=7)
+AROUND = RewardContext(SPEC, seed=7)
 FAST = CallLimits(deadline_s=20.0, retries=3, backoff_s=0.001, probe_s=0.005)
 
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_is_refused():
     with judge_server(larger_is_better) as server:
         critique(server).check(AROUND)
         with pytest.raises(ConfigError, match="recorded answers"):
-            critique(server).check(Surroundings(DigitSums()))
+            critique(server).check(RewardContext(DigitSums()))
         with pytest.raises(ConfigError, match="no form of a verdict"):
             critique(server, verdict="stars")
         with pytest.raises(ConfigError, match="strength"):

@@ -35,13 +35,13 @@ from rolljax.data import dedup
 from rolljax.data import pipeline
 from rolljax.data import stagent
 
-pipeline.Pipeline.stages = [@dedup.Exact(), @attempts.Attempts(), @stagent.Learnability()]
+pipeline.Pipeline.stages = [@dedup.Exact(), @attempts.SampleAttempts(), @stagent.Learnability()]
 pipeline.Pipeline.model = @client.EndpointConfig()
 pipeline.Pipeline.split_by = 'route'
 pipeline.Pipeline.concurrency = 4
 client.EndpointConfig.url = '{url}'
 client.EndpointConfig.model = 'rule'
-attempts.Attempts.k = 4
+attempts.SampleAttempts.k = 4
 """
 
 
@@ -160,7 +160,7 @@ def test_a_journal_is_cut_where_a_line_was_not_finished(tmp_path):
 
 def test_a_server_that_fails_ends_the_pipeline_and_what_it_said_is_kept(tmp_path):
     source = write(tmp_path / "in.jsonl", sums(6))
-    stages = (attempts.Attempts(k=1, temperature=0),)
+    stages = (attempts.SampleAttempts(k=1, temperature=0),)
     down = [False]
 
     def fail(body):
@@ -182,7 +182,7 @@ def test_a_pipeline_runs_inside_of_an_event_loop(tmp_path):
     source = write(tmp_path / "in.jsonl", sums(6))
 
     async def cell():
-        recipe = Pipeline((attempts.Attempts(k=2),), EndpointConfig(server.url, "rule"), concurrency=2)
+        recipe = Pipeline((attempts.SampleAttempts(k=2),), EndpointConfig(server.url, "rule"), concurrency=2)
         return pipeline.run(recipe, source, tmp_path / "out")
 
     with RuleServer(adder) as server:
@@ -215,7 +215,7 @@ def test_another_pipeline_is_not_written_over_one(tmp_path):
     "settings, message",
     [
         ({"stages": ()}, "has no stage"),
-        ({"stages": (attempts.Attempts(),)}, "stage attempts asks a model"),
+        ({"stages": (attempts.SampleAttempts(),)}, "stage attempts asks a model"),
         ({"stages": (dedup.Exact(),), "output": "csv"}, "is no format"),
         ({"stages": (dedup.Exact(),), "concurrency": 0}, "at least 1"),
     ],
@@ -353,8 +353,8 @@ def test_records_that_share_words_with_evaluations_are_left_out(tmp_path):
     "stage, kept",
     [
         (filters.Length(min_words=3, max_chars=60), "abdghij"),
-        (filters.Language(), "abcdefgj"),
-        (filters.Language(scripts=("han", "kana")), "ghi"),
+        (filters.KeepScripts(), "abcdefgj"),
+        (filters.KeepScripts(scripts=("han", "kana")), "ghi"),
         (filters.Quality(), "abdghi"),
     ],
 )
@@ -449,7 +449,7 @@ def test_a_failed_start_leaves_the_folder_free(tmp_path):
 def test_answers_of_a_model_are_kept_when_a_start_fails_after_them(tmp_path):
     source = write(tmp_path / "in.jsonl", [*sums(2), {"prompt": "What is 3 + 4?"}])
     with RuleServer(adder) as server:
-        stages, model = (attempts.Attempts(k=1),), EndpointConfig(server.url, "rule")
+        stages, model = (attempts.SampleAttempts(k=1),), EndpointConfig(server.url, "rule")
         with pytest.raises(DataError, match="lacks 'answer'"):
             pipeline.run(Pipeline(stages, model, concurrency=1), source, tmp_path / "out")
         with pytest.raises(ConfigError, match="holds another pipeline"):

@@ -49,7 +49,7 @@ def test_tasks_that_can_be_learned_are_the_true_middle_band(tmp_path):
     chances = [1.0] * 80 + [0.0] * 80 + [rng.uniform(0.3, 0.7) for _ in range(80)]
     rng.shuffle(chances)
     records = [{"prompt": f"{i}: seven with {c} ?", "answer": "7", "chance": c} for i, c in enumerate(chances)]
-    stages = (attempts.Attempts(k=8), stagent.Learnability(keep_attempts=False))
+    stages = (attempts.SampleAttempts(k=8), stagent.Learnability(keep_attempts=False))
     rows, ledgers, server = through(tmp_path, *stages, records=records, rule=coin, split_by="route")
     middle = {r["prompt"] for r in records if 0 < r["chance"] < 1}
     found = {r["prompt"] for r in rows}
@@ -69,7 +69,7 @@ def test_routes(mu, sigma, route):
 
 def test_adaptive_synthesis_stops_at_the_first_success(tmp_path):
     records = [{"prompt": f"{i}: seven with {c} ?", "answer": "7"} for i, c in enumerate((1.0, 0.0, 0.5, 0.5, 0.5))]
-    rows, _, server = through(tmp_path, attempts.Attempts(until_success=True), records=records, rule=coin)
+    rows, _, server = through(tmp_path, attempts.SampleAttempts(until_success=True), records=records, rule=coin)
     assert [len(r["attempts"]) for r in rows[:2]] == [1, 8]
     assert all(sum(a["reward"] for a in r["attempts"]) == (i != 1) for i, r in enumerate(rows))
     assert server.num_asked == sum(len(r["attempts"]) for r in rows)
@@ -169,7 +169,7 @@ def test_difficulty_is_graded_and_what_cannot_be_read_is_asked_again(tmp_path):
         return json.dumps({"reasons": "{}", "difficulty": value}) if rng.random() < 0.7 else '{"difficulty": 9}'
 
     records = [{"prompt": f"level {n} ."} for n in (-1, 0, 3, 5)]
-    rows, _, _ = through(tmp_path, stagent.Grade(tries=9), records=records, rule=rule)
+    rows, _, _ = through(tmp_path, stagent.GradeDifficulty(tries=9), records=records, rule=rule)
     assert [r["difficulty"] for r in rows] == [-1, 0, 3, 5]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rolljax.envs import checks
 from rolljax.envs.judging import pairs, verdicts
-from rolljax.envs.judging.base import PreferencePair, Question
+from rolljax.envs.judging.base import JudgeQuestion, PreferencePair
 from rolljax.envs.judging.digit_sums import DigitSums, digit_sum
 from rolljax.envs.judging.pairs import Traces
 from rolljax.envs.judging.preferences import Preferences
@@ -423,4 +423,4 @@ def test_first_tasks_of_a_small_file_are_its_pairs():
     env = Preferences(records=ROWS)
     assert len(first_tasks(env, 10)) == 2 and env.num_pairs == 2
     pair = PreferencePair("q", "x", "y")
-    assert pair.content == PreferencePair("q", "y", "x").content and Question(pair, "b").a == "y"
+    assert pair.content == PreferencePair("q", "y", "x").content and JudgeQuestion(pair, "b").a == "y"

@@ -106,12 +106,12 @@ def test_the_account_counts_what_is_there():
 def test_the_compiler_is_asked_where_it_can_matter():
     found = memory.account(resolved())
     needed = max(use.total for use in found.uses)
-    asked = dataclasses.replace(found, room=memory.Room(5 * needed, "of a test")).by_compiler()
+    asked = dataclasses.replace(found, room=memory.DeviceMemory(5 * needed, "of a test")).by_compiler()
     for before, use in zip(found.uses, asked.uses, strict=True):
         assert use.temporaries is not None and use.temporaries >= 0
         assert use.total >= 0.95 * (before.total - before.sizes.get("gradients", 0.0))  # unused arguments are left out
     assert all(f"{use.program.name}: " in "\n".join(asked.lines()) for use in asked.uses)
-    none = dataclasses.replace(asked, room=memory.Room(asked.largest.total - 1, "of a test"))
+    none = dataclasses.replace(asked, room=memory.DeviceMemory(asked.largest.total - 1, "of a test"))
     with pytest.raises(ConfigError, match="there is .*of a test") as refused:
         none.check()
     assert refused.value.setting and " = " in refused.value.remedy

@@ -14,7 +14,7 @@ from rolljax.envs.questions import Questions
 from rolljax.envs.tasks import MixtureStream, TaskStream, first_tasks, held_out, is_held_out, open_stream
 from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.recipe import Phase, Recipe
-from rolljax.rewards.base import Reward, RewardConfig, Surroundings
+from rolljax.rewards.base import Reward, RewardConfig, RewardContext
 from rolljax.rollout.domain_rewards import open_rewards
 from rolljax.rollout.domains import DomainSettings, filter_domains
 from rolljax.rollout.filters import FilterConfig
@@ -350,7 +350,7 @@ class ConstantScorer:
 def test_each_domain_has_its_own_reward():
     spec = mixture(a=1.0, b=1.0, c=1.0)
     own = {"b": DomainSettings(reward=Constant(100.0))}
-    scoring = open_rewards(Constant(10.0), own, Surroundings(spec), 5.0)
+    scoring = open_rewards(Constant(10.0), own, RewardContext(spec), 5.0)
     base = group("a", 1).trajectories[0]
 
     async def score(index):
@@ -361,8 +361,8 @@ def test_each_domain_has_its_own_reward():
     scored = [asyncio.run(score(i)) for i in (0, 1, 2, 7)]
     assert [t.reward for t in scored] == [10.0, 100.0, 10.0, 102.0]
     assert [t.task for t in scored] == [spec.task(i) for i in (0, 1, 2, 7)]
-    assert open_rewards(None, {}, Surroundings(spec), 5.0) is None
-    only = open_rewards(None, own, Surroundings(spec), 5.0)
+    assert open_rewards(None, {}, RewardContext(spec), 5.0) is None
+    only = open_rewards(None, own, RewardContext(spec), 5.0)
     assert only.scorer(spec.task(0)) is None and only.scorer(spec.task(1)) is not None
 
 

@@ -41,7 +41,7 @@ def inputs():
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     experts = (normal(*shape) / shape[1] ** 0.5 for shape in ((E, D, F), (E, D, F), (E, F, D)))
-    return normal(N, D), jnp.abs(normal(N, K)), moe.Weights(*experts)
+    return normal(N, D), jnp.abs(normal(N, K)), moe.ExpertWeights(*experts)
 
 
 def choices(kind):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolljax.envs.programs.actions import Action, parse_action
+from rolljax.envs.programs.actions import ProgramAction, parse_action
 from rolljax.envs.programs.tampering import suspicious_files, suspicious_words
 from rolljax.envs.programs.terminal import clip
 
@@ -19,22 +19,22 @@ def call(name, arguments):
 @pytest.mark.parametrize(
     "text, action",
     [
-        ("ls -l", Action(command="ls -l")),
-        ("  cd /tmp\nls\n", Action(command="cd /tmp\nls")),
-        ("I look first.\n```bash\nls\n```\nThen I go on.", Action(command="ls")),
-        ("```\nls\n```", Action(command="ls")),
-        ("```sh\ncat <<'X'\na\nX\n```", Action(command="cat <<'X'\na\nX")),
-        ("```bash\nls", Action(command="ls")),
-        ("```bash\nls\n```\n```bash\nrm a\n```", Action(command="ls", ignored=1)),
-        ("```python\nprint(1)\n```", Action(problem="the code block is not marked bash")),
-        (call("bash", {"command": "ls"}), Action(command="ls")),
-        (call("bash", {"command": "ls"}) + call("finish", {}), Action(command="ls", ignored=1)),
-        ("Done. " + call("finish", {}), Action(finish=True)),
-        (call("exit", {}), Action(finish=True)),
-        ("finish", Action(finish=True)),
-        ("```bash\nfinish\n```", Action(finish=True)),
-        ("<think>finish, or ```bash\nls\n```?</think>pwd", Action(command="pwd")),
-        ("finish the job", Action(command="finish the job")),
+        ("ls -l", ProgramAction(command="ls -l")),
+        ("  cd /tmp\nls\n", ProgramAction(command="cd /tmp\nls")),
+        ("I look first.\n```bash\nls\n```\nThen I go on.", ProgramAction(command="ls")),
+        ("```\nls\n```", ProgramAction(command="ls")),
+        ("```sh\ncat <<'X'\na\nX\n```", ProgramAction(command="cat <<'X'\na\nX")),
+        ("```bash\nls", ProgramAction(command="ls")),
+        ("```bash\nls\n```\n```bash\nrm a\n```", ProgramAction(command="ls", ignored=1)),
+        ("```python\nprint(1)\n```", ProgramAction(problem="the code block is not marked bash")),
+        (call("bash", {"command": "ls"}), ProgramAction(command="ls")),
+        (call("bash", {"command": "ls"}) + call("finish", {}), ProgramAction(command="ls", ignored=1)),
+        ("Done. " + call("finish", {}), ProgramAction(finish=True)),
+        (call("exit", {}), ProgramAction(finish=True)),
+        ("finish", ProgramAction(finish=True)),
+        ("```bash\nfinish\n```", ProgramAction(finish=True)),
+        ("<think>finish, or ```bash\nls\n```?</think>pwd", ProgramAction(command="pwd")),
+        ("finish the job", ProgramAction(command="finish the job")),
     ],
 )
 def test_the_three_forms(text, action):

@@ -1,6 +1,6 @@
 """Dockerfiles: supported instructions, and refusals of others."""
 
-from rolljax.envs.programs.dockerfile import File, Put, Run, read_dockerfile
+from rolljax.envs.programs.dockerfile import File, Put, RunCommand, read_dockerfile
 
 CONTEXT = {"a.txt": File(b"a", 0o644), "bin/run.sh": File(b"run", 0o755), "bin/lib/x.py": File(b"x", 0o644)}
 
@@ -10,7 +10,7 @@ def puts(text, context=CONTEXT):
 
 
 def commands(text):
-    return [s.command for s in read_dockerfile(text, CONTEXT).steps if isinstance(s, Run)]
+    return [s.command for s in read_dockerfile(text, CONTEXT).steps if isinstance(s, RunCommand)]
 
 
 def test_folders_variables_and_commands_in_order():

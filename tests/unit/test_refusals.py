@@ -11,7 +11,7 @@ import pytest
 
 from rolljax import cli
 from rolljax.config.foreign import NAMES, foreign
-from rolljax.config.source import Source
+from rolljax.config.source import Bindings
 from rolljax.config.values import Ref, leaves
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.records import Records
@@ -689,7 +689,7 @@ def test_refused_from_a_file(name, tmp_path, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def quickstart():
     """The source of the quickstart's settings, which takes more of them."""
-    source = Source(Recipe)
+    source = Bindings(Recipe)
     source.read_file(QUICKSTART, (0,))
     return source
 
@@ -771,7 +771,7 @@ def test_every_config_of_a_folder_has_its_rates():
     paths = [p for p in CONFIGS.rglob("*.gin") if "recipe.Recipe.model = '" in p.read_text()]
     assert len(paths) > 4
     for path in paths:
-        source = Source(Recipe)
+        source = Bindings(Recipe)
         source.read_file(str(path), (0,))
         for phase in leaves(source.live[Recipe, "", "phases"].value, Ref):
             (optimizer,) = leaves(source.live[Phase, phase.scope, "optimizer"].value, Ref)

@@ -10,7 +10,7 @@ from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.pool import EnvPool, PoolConfig
 from rolljax.errors import ConfigError, EnvError, InfraError
 from rolljax.metrics import check_row
-from rolljax.rewards.base import Reward, RewardConfig, Surroundings
+from rolljax.rewards.base import Reward, RewardConfig, RewardContext
 from rolljax.rewards.compose import Clip, Gate, Shaping, Sum, Veto, on_curve
 from rolljax.rewards.environment import Environment
 from rolljax.rewards.scoring import Scoring, open_scoring, rewarded
@@ -21,7 +21,7 @@ from rolljax.types import Group
 from tests.synthetic_rewards import episode
 
 LAKE = FrozenLake(size=3, max_turns=8)
-AROUND = Surroundings(LAKE)
+AROUND = RewardContext(LAKE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, DataError, InfraError
 from rolljax.metrics import check_row
 from rolljax.rewards import calls
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rewards.calibration import agreed, agreement, isotonic, read_labelled
 from rolljax.rewards.calls import CallLimits, Calls, Unreadable
 from rolljax.rewards.function import Function
@@ -27,7 +27,7 @@ from tests.judge_server import judge_server, share
 from tests.synthetic_rewards import episode
 
 SPEC = Questions(records=[{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(50)])
-AROUND = Surroundings(SPEC, seed=7)
+AROUND = RewardContext(SPEC, seed=7)
 FAST = CallLimits(deadline_s=20.0, retries=3, backoff_s=0.001, probe_s=0.005, down_after=20, outage_s=120.0)
 RUBRIC = "Task: {question}\nRight: {gold}\nMark this:\n{answer}"
 
@@ -363,7 +363,7 @@ def test_what_is_put_in_is_not_looked_at_again():
 
 def test_both_orders_are_asked_and_one_that_always_says_a_is_worth_a_half():
     solved = Questions(records=[{"question": "1+1?", "solution": "it is 4", "answer": "2"}])
-    around = Surroundings(solved)
+    around = RewardContext(solved)
     better = lambda text: json.dumps({"better": "a"})  # noqa: E731
 
     def honest(text):

@@ -10,7 +10,7 @@ import pytest
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.questions import Questions
 from rolljax.errors import ConfigError, InfraError
-from rolljax.rewards.base import Reward, Surroundings
+from rolljax.rewards.base import Reward, RewardContext
 from rolljax.rewards.code import Code
 from rolljax.rewards.compose import Gate, Sum
 from rolljax.rewards.function import Function
@@ -71,7 +71,7 @@ def test_other_places_for_the_answer():
 
 
 def test_answers_that_nobody_recorded():
-    for cfg, around in [(Answer(), Surroundings(FrozenLake())), (Answer(answer_key="none"), AROUND)]:
+    for cfg, around in [(Answer(), RewardContext(FrozenLake())), (Answer(answer_key="none"), AROUND)]:
         with pytest.raises(ConfigError, match="no recorded answer|the tasks of frozen_lake have none"):
             cfg.check(around)
     for wrong in ({"where": "somewhere"}, {"pattern": "(?=x)"}, {"pattern": "(a)", "field": "b"}):
@@ -114,7 +114,7 @@ def test_bands_that_cannot_be():
         with pytest.raises(ConfigError):
             LengthBand(**wrong)
     with pytest.raises(ConfigError, match="the tasks of frozen_lake have none"):
-        LengthBand(ref_key="ref").check(Surroundings(FrozenLake()))
+        LengthBand(ref_key="ref").check(RewardContext(FrozenLake()))
     (done,) = scored(LengthBand(ref_key="ref"), said("x", 2))
     assert done.fault.kind == "env" and "no length in 'ref'" in done.fault.detail
 
@@ -243,7 +243,7 @@ def test_programs_against_the_tests_of_their_row():
         }
     ]  # fmt: skip
     spec = Questions(records=rows)
-    around = Surroundings(spec)
+    around = RewardContext(spec)
     programs = ["2*n", "4", "0", "__import__('os')._exit(0)"]
     texts = [f"```python\ndef double(n):\n    return {p}\n```" for p in programs] + ["\x00", "(" * 10_000]
     every = [dataclasses.replace(said(t), task=spec.task(0)) for t in texts]
@@ -254,4 +254,4 @@ def test_programs_against_the_tests_of_their_row():
     with pytest.raises(ConfigError, match="names no list of asserts"):
         Code().check(AROUND)
     with pytest.raises(ConfigError, match="have none"):
-        Code().check(Surroundings(FrozenLake()))
+        Code().check(RewardContext(FrozenLake()))

@@ -21,7 +21,7 @@ from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.recipe import Recipe
 from rolljax.simulate import simulate
 from rolljax.simulation import clock, fitting, report, roofline
-from rolljax.simulation.replica import Answer, Replica
+from rolljax.simulation.replica import Replica, SimulatedAnswer
 from rolljax.simulation.timings import (
     Distribution,
     EngineTimings,
@@ -69,7 +69,7 @@ def decode(engine, answers, publish=(), recompute=False):
         loop = asyncio.get_running_loop()
         replica = Replica(0, len(answers), engine, lambda answer: answer.done.set_result(None))
         made = [
-            Answer((i,), (0, i), prompt, prompt, tok, tok, loop.create_future(), 0.0)
+            SimulatedAnswer((i,), (0, i), prompt, prompt, tok, tok, loop.create_future(), 0.0)
             for i, (_, prompt, tok) in enumerate(answers)
         ]
         for (begin, _, _), answer in zip(answers, made, strict=True):
@@ -242,7 +242,7 @@ def test_timings_of_slices():
         vocab_size=151936, num_layers=64, hidden_size=5120, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=25600,
         tie_embeddings=False,
     )  # fmt: skip
-    work = roofline.Work.of(shape)
+    work = roofline.ModelWork.of(shape)
     assert work.weight_bytes == pytest.approx(65.5e9, rel=0.01) and work.kv_bytes == 256 * 1024
     slices = Slices(sample_chips=32, chips_per_replica=16, collective_s=0.0, hbm_frac=1.0, train_chips=256)
     engine = roofline.engine(work, slices, EngineTimings())

@@ -13,7 +13,7 @@ from rolljax import cli
 from rolljax.errors import EnvError
 from rolljax.run import streams
 from rolljax.run.console import Console
-from rolljax.run.lines import Lines
+from rolljax.run.progress_bars import TolerantConsole
 
 ROOT = Path(__file__).parents[2]
 VERB = """
@@ -77,7 +77,7 @@ def test_a_terminal_that_closes_ends_no_console(monkeypatch):
     console.start_phase("rl", 2, 0)
     console.warn("two")
     console.end_phase()
-    lines = Lines(file=Failing(), force_terminal=True)
+    lines = TolerantConsole(file=Failing(), force_terminal=True)
     lines.print("three")
     assert not lines.file.isatty() and console.is_terminal is False
 

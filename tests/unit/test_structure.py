@@ -29,6 +29,9 @@ VERBS = {
     "data/__main__.py",
 }
 
+SHARED_NAMES = {"Trainer"}
+"""Class names that stand in several modules on purpose."""
+
 
 def name_of(path):
     return path.relative_to(ROOT).as_posix()
@@ -185,6 +188,17 @@ def run(code, **environ):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_class_names_are_unique():
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        if "terminal_tasks" in path.parts:  # foreign files that a task puts into a sandbox
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name_of(path))
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED_NAMES} == {}
 
 
 def test_import_rolljax_is_light():

@@ -24,7 +24,7 @@ from rolljax.viewer import answers, records
 from rolljax.viewer.app import ASSETS, HEADERS, dump
 from rolljax.viewer.export import bundle, page_of
 from rolljax.viewer.filters import BadFilter, Filter
-from rolljax.viewer.runs import Run, Runs
+from rolljax.viewer.runs import Runs, ViewedRun
 from rolljax.viewer.tokens import TokenTexts, _Core
 from tests import viewing
 from tests.synthetic import episodes_of, groups_of
@@ -80,7 +80,7 @@ def test_lines_that_are_not_whole_keep_their_places(run_dir):
 
 
 def test_groups_whose_rewards_differ_most_come_first(run_dir):
-    found = answers.step(Run("run", run_dir), 1, Filter())["groups"]
+    found = answers.step(ViewedRun("run", run_dir), 1, Filter())["groups"]
     spreads = [g["spread"] for g in found]
     assert spreads == sorted(spreads, reverse=True) and spreads[0] == 0.5 and spreads[-1] == 0
     assert [t["sibling"] for t in found[0]["trajectories"]] == [0, 1, 2, 3]
@@ -98,7 +98,7 @@ def test_groups_whose_rewards_differ_most_come_first(run_dir):
     ],
 )  # fmt: skip
 def test_searches_find(run_dir, text, number):
-    assert answers.step(Run("run", run_dir), 2, Filter.parse(text))["found"] == number
+    assert answers.step(ViewedRun("run", run_dir), 2, Filter.parse(text))["found"] == number
 
 
 @pytest.mark.parametrize("text", ["colour:red", "reward>high", "env>3", "part:score", "status<ok"])
@@ -108,7 +108,7 @@ def test_searches_that_mean_nothing_are_refused(text):
 
 
 def test_a_search_goes_through_all_steps_from_the_newest(run_dir, monkeypatch):
-    run = Run("run", run_dir)
+    run = ViewedRun("run", run_dir)
     found = answers.search(run, Filter.parse("status:failed"), None)
     assert [h["step"] for h in found["hits"]] == [3, 2, 1] and found["next"] is None
     monkeypatch.setattr(answers, "SEARCH_S", -1)  # the page goes on where time ran out
@@ -134,7 +134,7 @@ def test_tokens_join_to_their_text():
 
 
 def test_a_trajectory_has_what_training_made_of_it(run_dir):
-    found = answers.trajectory(Run("run", run_dir), 2, 1)
+    found = answers.trajectory(ViewedRun("run", run_dir), 2, 1)
     for turn in found["turns"]:
         assert "".join(turn["texts"]).endswith("<|end|>") and turn["special"] == [len(turn["texts"]) - 1]
         assert turn["advantages"] == -0.5 and len(turn["logp"]) == len(turn["ids"]) and turn["versions"] == 1
@@ -161,7 +161,7 @@ def test_columns_of_tokens_are_small():
 
 def test_rows_are_read_where_they_were_left(tmp_path):
     path = viewing.write_run(tmp_path / "run", steps=2)
-    run = Run("run", path)
+    run = ViewedRun("run", path)
     generation, rows = run.rows(0)
     assert [r["step"] for r in rows] == [1, 2]
     with open(path / METRICS, "a") as f:
@@ -177,7 +177,7 @@ def test_rows_are_read_where_they_were_left(tmp_path):
 
 def test_a_run_that_goes_on_after_its_end_is_not_over(tmp_path):
     path = viewing.write_run(tmp_path / "run", steps=2)
-    run = Run("run", path)
+    run = ViewedRun("run", path)
     assert run.overview()["stop_reason"] == "all phases done" and len(run.overview()["heldout"]) == 2
     viewing.add_step(path, 3)
     assert run.overview()["stop_reason"] is None and [e["mean"] for e in run.overview()["heldout"]] == [0, 0.25, 0.5]
@@ -185,7 +185,7 @@ def test_a_run_that_goes_on_after_its_end_is_not_over(tmp_path):
 
 def test_rollouts_written_anew_are_read_anew(tmp_path):
     path = viewing.write_run(tmp_path / "run", steps=1)
-    run = Run("run", path)
+    run = ViewedRun("run", path)
     before = len(run.records(1).found)
     RunFolder(path).write_rollouts(1, viewing.step_of(1, groups=1))
     assert len(run.records(1).found) < before
@@ -298,7 +298,7 @@ def test_news_arrive(tmp_path):
 
 @pytest.mark.parametrize("step, line", [(2, None), (2, 3), ("start", 1)])
 def test_an_exported_page_is_whole_and_runs_nothing_of_the_run(run_dir, step, line):
-    html = page_of(Run("run", run_dir), step, line).decode()
+    html = page_of(ViewedRun("run", run_dir), step, line).decode()
     assert len(re.findall(r"<script", html)) == 2 and len(re.findall(r"<style", html)) == 1
     assert not re.search(r"\b(src|href)=", re.sub(r"<script.*?</script>|<style.*?</style>", "", html, flags=re.S))
     assert "default-src 'none'" in html and "unsafe" not in html

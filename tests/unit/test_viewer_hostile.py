@@ -14,7 +14,7 @@ import pytest
 
 from rolljax import view
 from rolljax.run.layout import METRICS, RESOLVED, SUMMARY
-from rolljax.viewer.runs import Run, Runs
+from rolljax.viewer.runs import Runs, ViewedRun
 from tests import damage, viewing
 
 SEED = 26
@@ -99,7 +99,7 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(healthy, tmp_path):
     )
     with open(damaged / METRICS, "a") as f:
         f.write('{"step": 4, "phase": 7, "reward/mean": "high", "time/step_s": true}\n{"step": true}\nx\n')
-    alone = Run("healthy", healthy).overview()
+    alone = ViewedRun("healthy", healthy).overview()
     one, two = (run.overview() for run in Runs([healthy, damaged]).all())
     assert one == alone and not one["damaged"]
     assert two["damaged"] == [f"{RESOLVED} is nested too deeply", f"{METRICS}: 2 lines"]
@@ -108,7 +108,7 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(healthy, tmp_path):
         and two["phase"] == ""
         and [e["phase"] for e in two["heldout"]] == ["start", "rl", "warm_start"]
     )
-    assert set(Run("damaged", damaged).rows(3)[1][3]) == {"step", "phase"}
+    assert set(ViewedRun("damaged", damaged).rows(3)[1][3]) == {"step", "phase"}
 
 
 @pytest.mark.parametrize(

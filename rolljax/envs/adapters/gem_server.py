@@ -26,11 +26,11 @@ from starlette.routing import Route
 
 from rolljax.envs.adapters.serving import (
     MAX_BODY_BYTES,
+    BearerAuth,
+    EnvSession,
+    EnvSessions,
     Full,
-    Gate,
-    Limits,
-    Session,
-    Sessions,
+    SessionLimits,
     message_list,
     metadata,
     parser,
@@ -44,9 +44,9 @@ Body = dict[str, Any]
 Verb = Callable[[Body], Awaitable[Body]]
 
 
-def make_app(offered: Sequence[str], limits: Limits, shells: bool = False) -> Any:
+def make_app(offered: Sequence[str], limits: SessionLimits, shells: bool = False) -> Any:
     """The ASGI application that serves the environments `offered`: references, or patterns like `rg:*`."""
-    server = _Server(Sessions(offered, limits))
+    server = _GemServer(EnvSessions(offered, limits))
     verbs: dict[str, Verb] = {
         PATH + "make": server.make,
         PATH + "reset": server.reset,
@@ -71,11 +71,11 @@ def make_app(offered: Sequence[str], limits: Limits, shells: bool = False) -> An
         if boxes is not None:
             await asyncio.to_thread(boxes.stop)
 
-    return Gate(Starlette(routes=routes, lifespan=lifespan), limits.token)
+    return BearerAuth(Starlette(routes=routes, lifespan=lifespan), limits.token)
 
 
-class _Server:
-    def __init__(self, sessions: Sessions) -> None:
+class _GemServer:
+    def __init__(self, sessions: EnvSessions) -> None:
         self.sessions = sessions
 
     async def make(self, body: Body) -> Body:
@@ -106,7 +106,7 @@ class _Server:
         await self.sessions.close(session)
         return {"sandbox_id": session.id}
 
-    def _session(self, body: Body) -> Session:
+    def _session(self, body: Body) -> EnvSession:
         name = text_of(body, "sandbox_id")
         if name not in self.sessions.open_ones:
             raise ConfigError("is not open (it may have been idle for too long)", setting="sandbox_id", value=name[:64])

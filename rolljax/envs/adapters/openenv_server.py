@@ -28,11 +28,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from rolljax.envs.adapters.border import library
 from rolljax.envs.adapters.serving import (
+    BearerAuth,
+    EnvSession,
+    EnvSessions,
     Full,
-    Gate,
-    Limits,
-    Session,
-    Sessions,
+    SessionLimits,
     message_list,
     metadata,
     parser,
@@ -70,7 +70,7 @@ SCHEMA = {
 }
 
 
-def make_app(ref: str, limits: Limits) -> Any:
+def make_app(ref: str, limits: SessionLimits) -> Any:
     """The ASGI application that serves the environment `ref`.
 
     Raises:
@@ -78,7 +78,7 @@ def make_app(ref: str, limits: Limits) -> Any:
     """
     library("websockets", "websockets")
     make_spec(ref)
-    server = _Server(ref, limits)
+    server = _OpenEnvServer(ref, limits)
     routes = [
         Route("/health", server.health),
         Route("/metadata", server.about),
@@ -91,12 +91,12 @@ def make_app(ref: str, limits: Limits) -> Any:
         yield
         server.sessions.shutdown()
 
-    return Gate(Starlette(routes=routes, lifespan=lifespan), limits.token)
+    return BearerAuth(Starlette(routes=routes, lifespan=lifespan), limits.token)
 
 
-class _Server:
-    def __init__(self, ref: str, limits: Limits) -> None:
-        self.ref, self.sessions = ref, Sessions([ref], limits)
+class _OpenEnvServer:
+    def __init__(self, ref: str, limits: SessionLimits) -> None:
+        self.ref, self.sessions = ref, EnvSessions([ref], limits)
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "healthy"})
@@ -110,10 +110,10 @@ class _Server:
     async def session(self, socket: WebSocket) -> None:
         """One client, from its connection to its end."""
         await socket.accept()
-        session: Session | None = None
+        session: EnvSession | None = None
         try:
             session = await self.sessions.open(self.ref)
-            talk = TokenStream(session)
+            talk = MessageHandler(session)
             while True:
                 async with asyncio.timeout(self.sessions.limits.idle_s):
                     text = await socket.receive_text()
@@ -141,10 +141,10 @@ async def _last_word(socket: WebSocket, answer: dict[str, Any]) -> None:
         await socket.send_text(json.dumps(answer))
 
 
-class TokenStream:
+class MessageHandler:
     """Answers messages of one session."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: EnvSession) -> None:
         self._session = session
         self._episode_id: str | None = None
 
@@ -182,7 +182,7 @@ class TokenStream:
             return _error("EXECUTION_ERROR", str(e), owner=e.owner)
 
 
-def _observation(session: Session, messages: Sequence[Message], result: StepResult | None) -> dict[str, Any]:
+def _observation(session: EnvSession, messages: Sequence[Message], result: StepResult | None) -> dict[str, Any]:
     about = metadata(session, result)
     seen = {"message": whole_text(messages), "messages": message_list(messages), "metadata": about}
     return {

@@ -31,7 +31,7 @@ _NAME = re.compile(r"[\w.]+")
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class SessionLimits:
     """token: bearer token of the server (empty: no token needed). sessions: most at a time. idle_s: seconds without a
     request after which a session is closed. pool: of each environment's host pool."""
 
@@ -49,7 +49,7 @@ class Full(InfraError):
     """No session is free."""
 
 
-class Session:
+class EnvSession:
     """One client's session: episodes of one environment, one after the other, one call at a time."""
 
     def __init__(self, ref: str, pool: EnvPool) -> None:
@@ -107,18 +107,18 @@ class Session:
             await episode.close()
 
 
-class Sessions:
+class EnvSessions:
     """All sessions of a server, and a host pool for each environment that clients requested.
 
     offered: references, or patterns of them (`rg:*`), that clients may request.
     """
 
-    def __init__(self, offered: Sequence[str], limits: Limits) -> None:
+    def __init__(self, offered: Sequence[str], limits: SessionLimits) -> None:
         self.offered, self.limits = tuple(offered), limits
-        self.open_ones: dict[str, Session] = {}
+        self.open_ones: dict[str, EnvSession] = {}
         self._pools: dict[str, EnvPool] = {}
 
-    async def open(self, ref: str) -> Session:
+    async def open(self, ref: str) -> EnvSession:
         """Open a session.
 
         Raises:
@@ -132,11 +132,11 @@ class Sessions:
             self._pools.setdefault(ref, EnvPool(self.limits.pool, spec))
         if len(self.open_ones) >= self.limits.sessions:
             raise Full(f"all {self.limits.sessions} sessions are taken")
-        session = Session(ref, self._pools[ref])
+        session = EnvSession(ref, self._pools[ref])
         self.open_ones[session.id] = session
         return session
 
-    async def close(self, session: Session) -> None:
+    async def close(self, session: EnvSession) -> None:
         if self.open_ones.pop(session.id, None) is not None:
             await session.close()
 
@@ -163,7 +163,7 @@ class Sessions:
         return known and any(fnmatch.fnmatchcase(ref, o) for o in fitting)
 
 
-class Gate:
+class BearerAuth:
     """ASGI: lets requests with the right bearer token through; `/health` is open. Bodies have a limit."""
 
     def __init__(self, app: Any, token: str) -> None:
@@ -185,7 +185,7 @@ class Gate:
         return not self._token or hmac.compare_digest(header, b"Bearer " + self._token)
 
 
-def metadata(session: Session, result: StepResult | None) -> dict[str, Any]:
+def metadata(session: EnvSession, result: StepResult | None) -> dict[str, Any]:
     """Return the information that a client receives in addition to the observation."""
     about: dict[str, Any] = {"env": session.ref, "index": session.index}
     if result is not None:
@@ -216,8 +216,12 @@ def parser(prog: str, what: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=what)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)")
-    parser.add_argument("--sessions", type=int, default=Limits.sessions, help="open at a time (default: %(default)s)")
-    parser.add_argument("--idle_s", type=float, default=Limits.idle_s, help="of a session (default: %(default)s)")
+    parser.add_argument(
+        "--sessions", type=int, default=SessionLimits.sessions, help="open at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--idle_s", type=float, default=SessionLimits.idle_s, help="of a session (default: %(default)s)"
+    )
     parser.add_argument(
         "--workers",
         type=int,
@@ -228,7 +232,7 @@ def parser(prog: str, what: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace, make_app: Callable[[Limits], Any]) -> int:
+def run(args: argparse.Namespace, make_app: Callable[[SessionLimits], Any]) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code. The token comes from `$ROLLJAX_ENV_TOKEN`; without one, a
     server that others can reach makes one and shows it."""
     import uvicorn
@@ -240,7 +244,9 @@ def run(args: argparse.Namespace, make_app: Callable[[Limits], Any]) -> int:
             if not token and not ipaddress.ip_address(host).is_loopback:
                 token = secrets.token_urlsafe(24)
                 _say(f"token, as this address is open to others: {token}")
-            limits = Limits(token, args.sessions, args.idle_s, PoolConfig(workers=args.workers, step_s=args.step_s))
+            limits = SessionLimits(
+                token, args.sessions, args.idle_s, PoolConfig(workers=args.workers, step_s=args.step_s)
+            )
             config = uvicorn.Config(
                 make_app(limits),
                 log_level="warning",

@@ -86,7 +86,7 @@ _tables: dict[Hashable, tuple[Any, Table[Any]]] = {}
 _lock = threading.Lock()
 
 
-class Source(Hashable, Protocol):
+class RowSource(Hashable, Protocol):
     """Settings of an environment that say where its rows are: in files, or in memory."""
 
     @property
@@ -97,12 +97,12 @@ class Source(Hashable, Protocol):
     def bad_rows(self) -> BadRows: ...
 
 
-def source_name(source: Source) -> str:
+def source_name(source: RowSource) -> str:
     """What the rows are called in messages."""
     return source.path or str(source.records)
 
 
-def check_source(source: Source, owner: str) -> None:
+def check_source(source: RowSource, owner: str) -> None:
     """What can be said of these settings without reading. owner: their class. Raises `ConfigError`."""
     if source.records is None:
         if not source.path:
@@ -121,7 +121,7 @@ def check_source(source: Source, owner: str) -> None:
         )
 
 
-def table(source: Source, owner: str, reader: Callable[[Rows, str], tuple[Reader[T], Taken]]) -> Table[T]:
+def table(source: RowSource, owner: str, reader: Callable[[Rows, str], tuple[Reader[T], Taken]]) -> Table[T]:
     """The table of an environment's rows, looked through again when one of their files has changed.
 
     source: the environment's settings. owner: their class. reader: makes the reader of rows when their columns are

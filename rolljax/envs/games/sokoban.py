@@ -82,7 +82,7 @@ class SokobanEnv(Game[Sokoban]):
     """One level."""
 
     def _begin(self, task: Task) -> str:
-        self._room = Room.read(task)
+        self._room = Level.read(task)
         player, boxes = self._room.at("@+"), self._room.at("$*")
         if len(player) != 1 or len(boxes) != len(self._room.targets):
             raise EnvError(f"task {task.index} is no level of Sokoban")
@@ -116,7 +116,7 @@ class SokobanEnv(Game[Sokoban]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class Level:
     """What does not move. rows: the level's text."""
 
     rows: tuple[str, ...]
@@ -124,13 +124,13 @@ class Room:
     targets: frozenset[Cell]
 
     @staticmethod
-    def read(task: Task) -> Room:
+    def read(task: Task) -> Level:
         rows = tuple(task.content.split("\n"))
         edge = rows[0] + rows[-1] + "".join(row[:1] + row[-1:] for row in rows)
         if {len(row) for row in rows} != {len(rows[0])} or set(edge) != {"#"}:
             raise EnvError(f"task {task.index} is no walled room")
-        room = Room(rows, frozenset(), frozenset())
-        return Room(rows, room.at("#"), room.at(".*+"))
+        room = Level(rows, frozenset(), frozenset())
+        return Level(rows, room.at("#"), room.at(".*+"))
 
     def at(self, chars: str) -> frozenset[Cell]:
         """Cells that show one of these characters in the level."""
@@ -208,7 +208,7 @@ def _level(spec: Sokoban, rng: random.Random) -> str:
         state = _pulled((player, targets), walls, targets, spec.max_turns, rng)
         if _far(state, targets) >= spec.distance:
             rows = ("#" * spec.size,) * spec.size
-            return Room(rows, frozenset(walls), targets).show(state)
+            return Level(rows, frozenset(walls), targets).show(state)
     raise DataError(f"no level with boxes {spec.distance} cells away turned up: lower Sokoban.distance or .boxes")
 
 

@@ -41,7 +41,7 @@ class PreferencePair:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Question:
+class JudgeQuestion:
     """A question to a judge about a pair.
 
     better: which response is. told: the label that a critic is given, right or wrong; None: it is a judge's question.
@@ -84,7 +84,7 @@ class Judging(EnvSpec):
         """How verdicts are written."""
         return "sentences"
 
-    def prompt(self, question: Question) -> tuple[Message, ...]:
+    def prompt(self, question: JudgeQuestion) -> tuple[Message, ...]:
         """Return the prompt of the judge or critic."""
         hint = f"It is known that Response ({question.told}) is better. " if question.told else ""
         text = (
@@ -94,19 +94,19 @@ class Judging(EnvSpec):
         )
         return (Message("system", SYSTEM), Message("user", text))
 
-    def answer(self, question: Question, better: Side) -> str:
+    def answer(self, question: JudgeQuestion, better: Side) -> str:
         """Return an answer with this conclusion; it is a good answer if that is the truth, or for a critic the label in
         its prompt."""
         return verdicts.write(self._verdict(question, better), self.verdict, self.wording)
 
-    def critic(self, question: Question, told: Side) -> Question:
+    def critic(self, question: JudgeQuestion, told: Side) -> JudgeQuestion:
         """Return the question with a label for the critic."""
         return dataclasses.replace(question, told=told)
 
-    def question(self, index: int) -> Question:
+    def question(self, index: int) -> JudgeQuestion:
         """Return the question of task `index`."""
         flip = random.Random(f"{self.seed} order {index // 2}").random() < 0.5
-        return Question(self.pair(index // 2), "a" if flip ^ bool(index % 2) else "b")
+        return JudgeQuestion(self.pair(index // 2), "a" if flip ^ bool(index % 2) else "b")
 
     def task(self, index: int) -> Task:
         return Task(self.name, index, self.pair(index // 2).content)
@@ -130,13 +130,13 @@ class Judging(EnvSpec):
         question = self.question(task.index)
         return self.answer(question, question.better)
 
-    def reward(self, verdict: Verdict | None, question: Question) -> float:
+    def reward(self, verdict: Verdict | None, question: JudgeQuestion) -> float:
         """Return the reward of a verdict. A critic's is compared with the label in its prompt; a wrong label has no
         known strength."""
         strength = question.pair.strength if question.conclusion == question.better else None
         return verdicts.reward(verdict, self.verdict, question.conclusion, strength)
 
-    def _verdict(self, question: Question, better: Side) -> Verdict:
+    def _verdict(self, question: JudgeQuestion, better: Side) -> Verdict:
         strength = round(question.pair.strength or 2)
         high_low = (50.0 + 50 * strength / 3, 50.0 - 50 * strength / 3)
         return Verdict(better, strength, high_low if better == "a" else high_low[::-1])
@@ -147,7 +147,7 @@ class JudgingEnv(PureEnv):
 
     def __init__(self, spec: Judging) -> None:
         self._spec = spec
-        self._question: Question | None = None
+        self._question: JudgeQuestion | None = None
 
     def reset(self, task: Task) -> tuple[Message, ...]:
         question = self._spec.question(task.index)
@@ -181,7 +181,7 @@ class JudgingEnv(PureEnv):
         question = self._open()
         return self._spec.answer(question, verdicts.other(question.conclusion))
 
-    def _open(self) -> Question:
+    def _open(self) -> JudgeQuestion:
         if self._question is None:
             raise EnvError("step before reset, or after the episode's end")
         return self._question

@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 from rolljax.envs.judging import verdicts
-from rolljax.envs.judging.base import Judging, PreferencePair, Question
+from rolljax.envs.judging.base import JudgeQuestion, Judging, PreferencePair
 from rolljax.envs.judging.verdicts import Form, Side, Verdict, Wording
 from rolljax.errors import check_range
 from rolljax.types import Message
@@ -63,19 +63,19 @@ class DigitSums(Judging):
                 return PreferencePair(INSTRUCTION, better, worse, self._strength(gain))
         raise AssertionError("chance")
 
-    def question(self, index: int) -> Question:
+    def question(self, index: int) -> JudgeQuestion:
         question = super().question(index)
         rng = random.Random(f"{self.seed} critic {index}")
         if rng.random() >= self.critic_frac:
             return question
         return self.critic(question, "a" if rng.random() < 0.5 else "b")
 
-    def prompt(self, question: Question) -> tuple[Message, ...]:
+    def prompt(self, question: JudgeQuestion) -> tuple[Message, ...]:
         if not self.brief:
             return super().prompt(question)
         return (Message("user", f"{question.a} {question.b}" + (f" {question.told}" if question.told else "")),)
 
-    def answer(self, question: Question, better: Side) -> str:
+    def answer(self, question: JudgeQuestion, better: Side) -> str:
         sums = digit_sum(question.a), digit_sum(question.b)
         if better != question.better:
             sums = sums[::-1]
@@ -83,7 +83,7 @@ class DigitSums(Judging):
             return f"{sums[0]} {sums[1]}\n{super().answer(question, better)}"
         return f"(a) adds up to {sums[0]}, (b) to {sums[1]}. {super().answer(question, better)}"
 
-    def _verdict(self, question: Question, better: Side) -> Verdict:
+    def _verdict(self, question: JudgeQuestion, better: Side) -> Verdict:
         sums = digit_sum(question.a), digit_sum(question.b)
         if better != question.better:
             sums = sums[::-1]

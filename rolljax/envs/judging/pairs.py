@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from rolljax.envs.judging.base import Judging, Question
+from rolljax.envs.judging.base import JudgeQuestion, Judging
 from rolljax.envs.judging.verdicts import Side, other
 
 Outcome = Literal["judge_right", "judge_wrong", "critic_failed", "leaked", "same"]
@@ -54,7 +54,7 @@ class Traces:
         return dataclasses.asdict(self)
 
 
-def label_for_critic(env: Judging, question: Question, judge: str) -> Side:
+def label_for_critic(env: Judging, question: JudgeQuestion, judge: str) -> Side:
     """The label in the critic's prompt, decided by the judge's trace: the wrong label if the judge is right, else the
     right one."""
     return other(question.better) if _concludes(env, judge) == question.better else question.better

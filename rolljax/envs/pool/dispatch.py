@@ -1,8 +1,8 @@
 """Episodes in workers outside of this process: placement, limits, and who is to blame when a worker ends.
 
-One thread owns all state here; event loops put calls into its inbox. A `Link` carries requests to workers and reports
-their replies. A worker answers its calls one after the other, so the first call without an answer is the one that
-runs: its limit counts from the moment it became the first, and when the worker hangs or dies, it is the one to blame
+One thread owns all state here; event loops put calls into its inbox. A `WorkerLink` carries requests to workers and
+reports their replies. A worker answers its calls one after the other, so the first call without an answer is the one
+that runs: its limit counts from the moment it became the first, and when the worker hangs or dies, it is the one to blame
 (`blame.py`). Neighbours whose reset was not answered are placed again and notice nothing; the others lose their
 episodes to a `NeighbourError`.
 """
@@ -22,10 +22,10 @@ from rolljax.envs.base import Action
 from rolljax.envs.pool import wire
 from rolljax.envs.pool.blame import SET_ASIDE, Blame
 from rolljax.envs.pool.checks import Verb, describe
-from rolljax.envs.pool.link import Cause, Link
+from rolljax.envs.pool.link import Cause, WorkerLink
 from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
-from rolljax.envs.pool.workers import Call, RemoteSlot, Worker, WorkerSlot
+from rolljax.envs.pool.workers import PoolWorker, RemoteSlot, WorkerCall, WorkerSlot
 from rolljax.errors import EnvError, InfraError, NeighbourError, RolljaxError
 from rolljax.types import Task
 
@@ -42,7 +42,7 @@ BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 class Dispatcher:
     """Places episodes on workers and keeps them alive."""
 
-    def __init__(self, cfg: PoolConfig, name: str, link: Link, mailbox: Mailbox) -> None:
+    def __init__(self, cfg: PoolConfig, name: str, link: WorkerLink, mailbox: Mailbox) -> None:
         self.cfg = cfg
         self.timeouts: collections.Counter[str] = collections.Counter()
         self.restarts = 0
@@ -50,12 +50,12 @@ class Dispatcher:
         self._name, self._link, self._mailbox = name, link, mailbox
         self._numbers = itertools.count(1)
         self._generations = itertools.count(1)
-        self._inbox: collections.deque[Call] = collections.deque()
-        self._backlog: collections.deque[Call] = collections.deque()
-        self._apart: collections.deque[Call] = collections.deque()
+        self._inbox: collections.deque[WorkerCall] = collections.deque()
+        self._backlog: collections.deque[WorkerCall] = collections.deque()
+        self._apart: collections.deque[WorkerCall] = collections.deque()
         """Resets of suspects, who wait for a worker each."""
         self._worker_slots: list[WorkerSlot] = []
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, PoolWorker] = {}
         self._awake = False
         self._closing = threading.Event()
         self._end_s = math.inf
@@ -79,7 +79,7 @@ class Dispatcher:
         future: asyncio.Future[Any] | None,
     ) -> None:
         """Put a call into the inbox."""
-        self._inbox.append(Call(next(self._numbers), slot, verb, argument, limit_s, future))
+        self._inbox.append(WorkerCall(next(self._numbers), slot, verb, argument, limit_s, future))
         if self._over:
             self._settle()
         elif not self._awake:
@@ -180,7 +180,7 @@ class Dispatcher:
                 times.append(worker_slot.worker.since_s + self._limit_s(worker_slot.worker))
         return max(0.0, min(times) - now)
 
-    def _limit_s(self, worker: Worker) -> float:
+    def _limit_s(self, worker: PoolWorker) -> float:
         if not worker.ready:
             return self.cfg.start_s
         return worker.calls[0].limit_s if worker.calls else math.inf
@@ -192,7 +192,7 @@ class Dispatcher:
         most = min(self._link.num_workers, max(self._link.num_warm, self._num_wanted()))
         for worker_slot in self._worker_slots[:most]:
             if worker_slot.worker is None and now >= worker_slot.start_at_s and not self._closing.is_set():
-                worker = worker_slot.worker = Worker(next(self._generations), worker_slot, now)
+                worker = worker_slot.worker = PoolWorker(next(self._generations), worker_slot, now)
                 self._workers[worker.generation] = worker
                 self._link.start(worker.generation)
 
@@ -205,19 +205,19 @@ class Dispatcher:
                 self._end(worker)
         self._worker_slots = [s for i, s in enumerate(self._worker_slots) if i < number or s.worker is not None]
 
-    def _leaving(self) -> list[Worker]:
+    def _leaving(self) -> list[PoolWorker]:
         """Mark workers to end with their last episode when fewer, or smaller ones, are allowed."""
         surplus = [s.worker for s in self._worker_slots[self._link.num_workers :] if s.worker is not None]
         oversized = [w for w in self._workers.values() if self._link.is_oversized(w.generation) and w not in surplus]
         return surplus + oversized
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: PoolWorker) -> None:
         """End a worker and free its slot."""
         self._link.kill(worker.generation)
         del self._workers[worker.generation]
         worker.worker_slot.worker = None
 
-    def _accept(self, call: Call) -> None:
+    def _accept(self, call: WorkerCall) -> None:
         """Take in a call of an event loop."""
         worker = call.slot.worker
         if call.verb == "reset":
@@ -257,18 +257,18 @@ class Dispatcher:
                 empty.is_apart = self.blame.is_suspect(call.slot.task)
                 self._put(call, empty)
 
-    def _open_workers(self) -> list[Worker]:
+    def _open_workers(self) -> list[PoolWorker]:
         leaving = self._leaving()
         stays = [w for w in self._workers.values() if w.ready and w not in leaving]
         return [w for w in stays if w.hosted < self.cfg.worker_lifetime]
 
-    def _emptied(self) -> list[Worker]:
+    def _emptied(self) -> list[PoolWorker]:
         """Return the workers reserved for suspects: those with the fewest episodes; chosen at most every second."""
         shared = [w for w in self._open_workers() if not w.is_apart]
         shared.sort(key=lambda w: (len(w.episodes), w.generation))
         return shared[: min(len(self._apart), max(1, len(self._worker_slots) // 2))]
 
-    def _is_wanted(self, call: Call) -> bool:
+    def _is_wanted(self, call: WorkerCall) -> bool:
         """Return whether to carry out a reset; if its task is set aside, its caller gets an error."""
         if call.future is not None and call.future.cancelled():
             return False
@@ -278,7 +278,7 @@ class Dispatcher:
             self._report(call, None, EnvError(text, stage=SET_ASIDE))
         return not why
 
-    def _put(self, call: Call, worker: Worker) -> None:
+    def _put(self, call: WorkerCall, worker: PoolWorker) -> None:
         worker.episodes[call.slot.number] = call.slot
         worker.hosted += 1
         call.slot.worker, call.slot.started_s = worker, time.monotonic()
@@ -295,13 +295,13 @@ class Dispatcher:
             return self.cfg.episodes_per_worker
         return min(self.cfg.episodes_per_worker, math.ceil(self._num_wanted() / len(self._workers)))
 
-    def _enqueue(self, call: Call, worker: Worker) -> None:
+    def _enqueue(self, call: WorkerCall, worker: PoolWorker) -> None:
         if not worker.calls:
             worker.since_s = time.monotonic()
         worker.calls.append(call)
         worker.unsent.append(call)
 
-    def _after(self, call: Call, worker: Worker) -> None:
+    def _after(self, call: WorkerCall, worker: PoolWorker) -> None:
         """Free the room of a closed episode; a worker at the end of its life goes with its last episode."""
         if call.verb == "close":
             worker.episodes.pop(call.slot.number, None)
@@ -323,7 +323,7 @@ class Dispatcher:
                 self.timeouts["start"] += 1
             self._lose(worker, f"no answer within {limit_s:g} s", "hang")
 
-    def _lose(self, worker: Worker, why: str, cause: Cause, output: str = "") -> None:
+    def _lose(self, worker: PoolWorker, why: str, cause: Cause, output: str = "") -> None:
         """Settle the calls of a worker that ended or must end, and have it replaced."""
         self._end(worker)
         worker.lost, worker.cause, worker_slot = why, cause, worker.worker_slot
@@ -345,7 +345,7 @@ class Dispatcher:
                 self._report(call, None, self._loss(call, worker, output))
         self._backlog.extendleft(reversed(again))
 
-    def _lay_blame(self, worker: Worker) -> None:
+    def _lay_blame(self, worker: PoolWorker) -> None:
         """Find the task that ended a worker, or the suspects."""
         slots = list(worker.episodes.values())
         if worker.cause == "machine":
@@ -362,7 +362,7 @@ class Dispatcher:
         else:
             self.blame.suspect([worker.culprit.task])
 
-    def _loss(self, call: Call, worker: Worker, output: str = "") -> EnvError:
+    def _loss(self, call: WorkerCall, worker: PoolWorker, output: str = "") -> EnvError:
         """Return the error for a call whose worker is gone."""
         doing = f"{call.verb} of {self._name}"
         error: EnvError
@@ -384,7 +384,7 @@ class Dispatcher:
         self._backlog.clear()
         self._apart.clear()
 
-    def _report(self, call: Call, value: Any, error: RolljaxError | None) -> None:
+    def _report(self, call: WorkerCall, value: Any, error: RolljaxError | None) -> None:
         if call.future is not None:
             self._mailbox.put(call.future, value, error)
 

@@ -25,7 +25,7 @@ class LinkEvents(Protocol):
         """The worker is gone."""
 
 
-class Link(Protocol):
+class WorkerLink(Protocol):
     """Starts, feeds and kills workers, each named by a generation. All but `wake` is for the dispatcher's thread."""
 
     num_warm: int

@@ -299,10 +299,10 @@ def _backend_of(cfg: PoolConfig, spec: EnvSpec) -> Backend:
         threads = cfg.io_threads if spec.runs == "thread" else cfg.workers or NUM_THREADS
         return ThreadBackend(cfg, spec, threads, mailbox)
     from rolljax.envs.pool.dispatch import Dispatcher
-    from rolljax.envs.pool.link import Link
+    from rolljax.envs.pool.link import WorkerLink
     from rolljax.envs.pool.processes import ProcessLink
 
-    link: Link
+    link: WorkerLink
     if where == "process":
         link = ProcessLink(cfg, spec)
     else:

@@ -67,7 +67,7 @@ def spec_bytes(spec: EnvSpec) -> bytes:
 
 
 @dataclasses.dataclass(eq=False)
-class _Peer:
+class _ProcessPeer:
     """A worker as seen from here."""
 
     generation: int
@@ -90,7 +90,7 @@ class ProcessLink:
         self.num_warm = 1
         memory_bytes = int(cfg.memory_gib * 2**30)
         self._first = pickle.dumps((spec_bytes(spec), cfg.max_observation_bytes, memory_bytes))
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, _ProcessPeer] = {}
         self._failed: collections.deque[tuple[int, str]] = collections.deque()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
@@ -120,7 +120,7 @@ class ProcessLink:
             self._failed.append((generation, f"it could not be started: {e}"))
             return
         ours.setblocking(False)
-        peer = _Peer(generation, ours, wire.Frames(wire.max_reply_bytes(self._cfg.max_observation_bytes)))
+        peer = _ProcessPeer(generation, ours, wire.Frames(wire.max_reply_bytes(self._cfg.max_observation_bytes)))
         self._peers[generation] = peer
         self._selector.register(ours, selectors.EVENT_READ, peer)
 
@@ -159,7 +159,7 @@ class ProcessLink:
             if key.fileobj is self._woken:
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(4096)
-            elif isinstance(key.data, _Peer):
+            elif isinstance(key.data, _ProcessPeer):
                 if mask & selectors.EVENT_WRITE and key.data.open:
                     self._write(key.data)
                 if mask & selectors.EVENT_READ and key.data.open:
@@ -179,7 +179,7 @@ class ProcessLink:
 
     # workers
 
-    def _write(self, peer: _Peer) -> None:
+    def _write(self, peer: _ProcessPeer) -> None:
         try:
             while peer.unsent:
                 del peer.unsent[: peer.sock.send(peer.unsent)]
@@ -192,7 +192,7 @@ class ProcessLink:
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.writing else 0)
             self._selector.modify(peer.sock, mask, peer)
 
-    def _read(self, peer: _Peer, events: LinkEvents) -> bool:
+    def _read(self, peer: _ProcessPeer, events: LinkEvents) -> bool:
         """Pass on what a worker sent; False when there is nothing more to read now."""
         try:
             data = peer.sock.recv(READ_BYTES)
@@ -216,7 +216,7 @@ class ProcessLink:
             events.ended(peer.generation, f"it sent {e}", "crash")
         return peer.open
 
-    def _shut(self, peer: _Peer) -> None:
+    def _shut(self, peer: _ProcessPeer) -> None:
         if peer.open:
             peer.open, peer.shut_s = False, time.monotonic()
             self._selector.unregister(peer.sock)

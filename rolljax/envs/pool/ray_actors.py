@@ -52,7 +52,7 @@ class _Pending:
 
 
 @dataclasses.dataclass(eq=False)
-class _Peer:
+class _ActorPeer:
     """An actor, and the CPUs that it holds."""
 
     actor: Any
@@ -74,7 +74,7 @@ class RayLink:
         import ray
 
         self._ray = ray
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, _ActorPeer] = {}
         self._news: Inbox[_Pending | None] = Inbox("the dispatcher of the environments")
 
     @property
@@ -88,7 +88,7 @@ class RayLink:
         cpus = self._share.cpus
         cls = self._ray.remote(Actor).options(num_cpus=cpus, **self._options)
         actor = cls.remote(self._spec, self._cfg.max_observation_bytes)
-        peer = self._peers[generation] = _Peer(actor, cpus)
+        peer = self._peers[generation] = _ActorPeer(actor, cpus)
         self._await(generation, peer, peer.actor.ready.remote())
 
     def send(self, generation: int, requests: Sequence[wire.Request]) -> None:
@@ -116,7 +116,7 @@ class RayLink:
             self.kill(generation)
         CLUSTER.leave(self._share)
 
-    def _await(self, generation: int, peer: _Peer, ref: Any) -> None:
+    def _await(self, generation: int, peer: _ActorPeer, ref: Any) -> None:
         pending = _Pending(generation)
         peer.pending.append(pending)
 

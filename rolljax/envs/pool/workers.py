@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Call:
+class WorkerCall:
     """A request of an episode on its way to a worker and back."""
 
     number: int
@@ -34,7 +34,7 @@ class Call:
 
 
 @dataclasses.dataclass(eq=False)
-class Worker:
+class PoolWorker:
     """A worker process or actor as the dispatcher sees it."""
 
     generation: int
@@ -52,15 +52,15 @@ class Worker:
     is_apart: bool = False
     """Its episode is that of a suspect."""
     episodes: dict[int, RemoteSlot] = dataclasses.field(default_factory=dict)
-    calls: collections.deque[Call] = dataclasses.field(default_factory=collections.deque)
-    unsent: list[Call] = dataclasses.field(default_factory=list)
+    calls: collections.deque[WorkerCall] = dataclasses.field(default_factory=collections.deque)
+    unsent: list[WorkerCall] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
 class WorkerSlot:
     """Holds one worker after another."""
 
-    worker: Worker | None = None
+    worker: PoolWorker | None = None
     failures: int = 0
     start_at_s: float = 0.0
 
@@ -72,7 +72,7 @@ class RemoteSlot:
         self.number = number
         self.started_s = 0.0
         self.task = ""
-        self.worker: Worker | None = None
+        self.worker: PoolWorker | None = None
         self.closing = False
         self._dispatcher = dispatcher
 

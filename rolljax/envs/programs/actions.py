@@ -17,7 +17,7 @@ _SHELLS = {"", "bash", "sh", "shell", "console"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Action:
+class ProgramAction:
     """A command to run, or the request to finish, or a problem to report to the policy (one of the three).
 
     ignored: further commands in the same answer, which are not run.
@@ -29,10 +29,10 @@ class Action:
     ignored: int = 0
 
 
-def parse_action(text: str, max_chars: int) -> Action:
+def parse_action(text: str, max_chars: int) -> ProgramAction:
     """Return the action in a text of any kind; never raises."""
     if len(text) > max_chars:
-        return Action(problem=f"an answer may have {max_chars} characters, this one has {len(text)}")
+        return ProgramAction(problem=f"an answer may have {max_chars} characters, this one has {len(text)}")
     text = after_thinking(text).strip()
     if "<tool_call>" in text:
         calls = _CALL.findall(text)
@@ -40,39 +40,39 @@ def parse_action(text: str, max_chars: int) -> Action:
     if "```" in text:
         shell = [body for language, body in code_blocks(text) if language.strip().lower() in _SHELLS]
         if not shell:
-            return Action(problem="the code block is not marked bash")
+            return ProgramAction(problem="the code block is not marked bash")
         return dataclasses.replace(_command(shell[0]), ignored=len(shell) - 1)
     return _command(text)
 
 
-def _call(text: str) -> Action:
+def _call(text: str) -> ProgramAction:
     try:
         call = read_json(text)
     except ValueError:
-        return Action(problem="the tool call is not JSON")
+        return ProgramAction(problem="the tool call is not JSON")
     if not isinstance(call, dict):
-        return Action(problem="the tool call is not an object with name and arguments")
+        return ProgramAction(problem="the tool call is not an object with name and arguments")
     if call.get("name") in (FINISH, "exit"):
-        return Action(finish=True)
+        return ProgramAction(finish=True)
     if call.get("name") != "bash":
-        return Action(problem="there are two tools: bash and finish")
+        return ProgramAction(problem="there are two tools: bash and finish")
     arguments = call.get("arguments")
     command = arguments.get("command") if isinstance(arguments, dict) else None
     if not isinstance(command, str):
-        return Action(problem='the tool bash takes {"command": "..."}')
+        return ProgramAction(problem='the tool bash takes {"command": "..."}')
     return _command(command)
 
 
-def _command(text: str) -> Action:
+def _command(text: str) -> ProgramAction:
     text = text.strip()
     if text == FINISH:
-        return Action(finish=True)
+        return ProgramAction(finish=True)
     if not text:
-        return Action(problem="there is no command in the answer")
+        return ProgramAction(problem="there is no command in the answer")
     if "\0" in text:
-        return Action(problem="a command cannot hold a NUL character")
+        return ProgramAction(problem="a command cannot hold a NUL character")
     try:
         text.encode()
     except UnicodeEncodeError:
-        return Action(problem="the command holds half of a surrogate pair, which is no character")
-    return Action(command=text)
+        return ProgramAction(problem="the command holds half of a surrogate pair, which is no character")
+    return ProgramAction(command=text)

@@ -26,7 +26,7 @@ from rolljax.errors import ConfigError, DataError, EnvError, check_range
 from rolljax.types import Message, Task
 
 if TYPE_CHECKING:
-    from rolljax.sandbox import Verdict
+    from rolljax.sandbox import GradeResult
 
 MAX_ANSWER_CHARS = 65_536
 
@@ -171,12 +171,12 @@ class CodeEnv(Env):
             raise EnvError("gold before reset, or after the episode's end")
         return f"```python\n{self._problem.gold.rstrip()}\n```"
 
-    def _judge(self, problem: Problem, action: str) -> Verdict:
-        from rolljax.sandbox import SCORE, Verdict, grade_mbpp, grade_python
+    def _judge(self, problem: Problem, action: str) -> GradeResult:
+        from rolljax.sandbox import SCORE, GradeResult, grade_mbpp, grade_python
 
         program = program_of(action, problem)
         if program is None:
-            return Verdict(False, 0, len(problem.tests), "no code")
+            return GradeResult(False, 0, len(problem.tests), "no code")
         limit_s = self.run_limit_s or self._spec.timeout_s
         limits = dataclasses.replace(SCORE, wall_s=limit_s, cpu_s=int(limit_s) + 1)
         if problem.head:

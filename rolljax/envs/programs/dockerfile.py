@@ -5,7 +5,7 @@
     COPY data.csv scripts/ ./      (ADD of local files is the same)
     RUN mkdir -p out && chmod 700 out
 
-Whatever needs another system is not guessed at but listed in `Recipe.unsupported`, in the words of the file.
+Whatever needs another system is not guessed at but listed in `BuildPlan.unsupported`, in the words of the file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Put:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class RunCommand:
     """Run a command with bash in a folder, with these variables."""
 
     command: str
@@ -61,11 +61,11 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recipe:
+class BuildPlan:
     """What to do, in order; where and with which variables commands run afterwards; packages that are to be installed,
     besides `PROVIDED`; what cannot be done."""
 
-    steps: tuple[Put | Run, ...]
+    steps: tuple[Put | RunCommand, ...]
     workdir: str
     env: Mapping[str, str]
     packages: tuple[str, ...]
@@ -80,13 +80,13 @@ class File:
     mode: int
 
 
-def read_dockerfile(text: str, context: Mapping[str, File]) -> Recipe:
+def read_dockerfile(text: str, context: Mapping[str, File]) -> BuildPlan:
     """Read a Dockerfile. context: files next to it, by path relative to it."""
-    reader = _Reader(context)
+    reader = _DockerfileReader(context)
     for word, rest, heredoc in _instructions(text):
         reader.do(word, rest, heredoc)
     packages = tuple(dict.fromkeys(reader.packages))
-    return Recipe(tuple(reader.steps), reader.workdir, dict(reader.env), packages, tuple(reader.unsupported))
+    return BuildPlan(tuple(reader.steps), reader.workdir, dict(reader.env), packages, tuple(reader.unsupported))
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str, str | None]]:
@@ -114,12 +114,12 @@ def _instructions(text: str) -> Iterator[tuple[str, str, str | None]]:
         yield word.upper(), rest.strip(), heredoc
 
 
-class _Reader:
+class _DockerfileReader:
     """The state of a build: where it stands, its variables, and what it has done."""
 
     def __init__(self, context: Mapping[str, File]) -> None:
         self.context = context
-        self.steps: list[Put | Run] = []
+        self.steps: list[Put | RunCommand] = []
         self.workdir = "/"
         self.env: dict[str, str] = {}
         self.packages: list[str] = []
@@ -135,7 +135,7 @@ class _Reader:
                     self.unsupported.append("a build in several stages (second FROM)")
             case "WORKDIR":
                 self.workdir = self._absolute(rest)
-                self.steps.append(Run(f"mkdir -p {shlex.quote(self.workdir)}", "/", {}))
+                self.steps.append(RunCommand(f"mkdir -p {shlex.quote(self.workdir)}", "/", {}))
             case "ENV":
                 self._set(self.env, rest)
             case "ARG":
@@ -223,7 +223,7 @@ class _Reader:
         if network:
             self.unsupported.append(f"RUN with {network[1]}, which needs a network: {command}"[:200])
         elif command.strip():
-            self.steps.append(Run(command, self.workdir, {**self._args, **self.env}))
+            self.steps.append(RunCommand(command, self.workdir, {**self._args, **self.env}))
 
     def _without_installs(self, command: str) -> str:
         """Return a command without the parts that install what is already installed."""

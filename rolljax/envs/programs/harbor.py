@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rolljax.envs.programs.dockerfile import File, Put, Run, read_dockerfile
+from rolljax.envs.programs.dockerfile import File, Put, RunCommand, read_dockerfile
 from rolljax.errors import DataError
 
 MAX_FILE_BYTES = 32 << 20
@@ -49,7 +49,7 @@ class HarborTask:
     instruction: str
     category: str
     difficulty: str
-    steps: tuple[Put | Run, ...]
+    steps: tuple[Put | RunCommand, ...]
     workdir: str
     env: Mapping[str, str]
     artifacts: tuple[str, ...]

@@ -295,12 +295,12 @@ class Fixtures:
         return self.made[name]
 
 
-class Raises:
+class ExpectedException:
     def __init__(self, kind: Any, match: str | None = None) -> None:
         self.kind, self.match = kind, match
         self.value: BaseException | None = None
 
-    def __enter__(self) -> Raises:
+    def __enter__(self) -> ExpectedException:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
@@ -365,7 +365,7 @@ def stand_in() -> types.ModuleType:
         function._skip = True
         return function
 
-    vars(pytest).update(skip=skip, fail=fail, fixture=fixture, mark=Mark(), raises=Raises, approx=Approx)
+    vars(pytest).update(skip=skip, fail=fail, fixture=fixture, mark=Mark(), raises=ExpectedException, approx=Approx)
     return pytest
 
 

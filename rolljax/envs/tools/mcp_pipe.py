@@ -71,7 +71,7 @@ class ServerProcess:
             await asyncio.wait_for(self.process.wait(), grace_s)
 
 
-class Lines:
+class LineCutter:
     """Cuts a stream of bytes into lines. Of a line that grows over `max_bytes` only its two ends are kept."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -110,7 +110,7 @@ async def pipe_transport(server: ServerProcess, max_bytes: int) -> AsyncIterator
     stdin, stdout = process.stdin, process.stdout
 
     async def read() -> None:
-        lines = Lines(max_bytes)
+        lines = LineCutter(max_bytes)
         async with to_client:
             with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError, ConnectionError):
                 while data := await stdout.read(CHUNK):

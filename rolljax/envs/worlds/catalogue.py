@@ -127,7 +127,7 @@ class Sizes:
         return self.num_categories * self.num_types * self.num_values**self.indexed_attributes * self.family_size
 
 
-class Catalogue:
+class ShopCatalog:
     """All products and the index of their titles."""
 
     def __init__(self, sizes: Sizes, seed: int) -> None:
@@ -140,9 +140,9 @@ class Catalogue:
 
 
 @functools.lru_cache(maxsize=16)
-def catalogue(sizes: Sizes, seed: int) -> Catalogue:
+def catalogue(sizes: Sizes, seed: int) -> ShopCatalog:
     """The catalogue of these settings; made once in a process."""
-    return Catalogue(sizes, seed)
+    return ShopCatalog(sizes, seed)
 
 
 @functools.lru_cache(maxsize=128)

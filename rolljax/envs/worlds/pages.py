@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from rolljax.envs.worlds.catalogue import Catalogue, Category, Product, Sizes, catalogue, schema
+from rolljax.envs.worlds.catalogue import Category, Product, ShopCatalog, Sizes, catalogue, schema
 
 Style = Literal["short", "full"]
 Shown = Literal["row", "item", "page"]
@@ -45,7 +45,7 @@ class PageView:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pages:
+class ShopPages:
     """How a shop's pages work and read.
 
     style: `short` numbers what can be clicked and says little else; `full` is prose with ids.
@@ -60,7 +60,7 @@ class Pages:
     page_size: int
 
     @property
-    def goods(self) -> Catalogue:
+    def goods(self) -> ShopCatalog:
         return catalogue(self.sizes, self.seed)
 
     def product(self, view: PageView) -> Product:

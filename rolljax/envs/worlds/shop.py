@@ -22,7 +22,7 @@ from rolljax.envs.worlds.catalogue import (
     catalogue,
     schema,
 )
-from rolljax.envs.worlds.pages import Pages, PageView, Shown, Style, parse
+from rolljax.envs.worlds.pages import PageView, ShopPages, Shown, Style, parse
 from rolljax.envs.worlds.purchase import Score, hits, type_score
 from rolljax.errors import ConfigError, EnvError, check_range
 from rolljax.types import Message, Task
@@ -132,8 +132,8 @@ class Shop(EnvSpec):
         return Sizes(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sizes)})
 
     @property
-    def pages(self) -> Pages:
-        return Pages(self.sizes, self.seed, self.style, self.shown, self.page_size)
+    def pages(self) -> ShopPages:
+        return ShopPages(self.sizes, self.seed, self.style, self.shown, self.page_size)
 
     @property
     def turns_needed(self) -> int:

@@ -58,7 +58,7 @@ Write one JSON object and nothing else: {{"verdict": true or false, "reason": "o
 
 
 @dataclasses.dataclass(frozen=True)
-class Catalogue:
+class ItemCatalog:
     """Items that can be shown. categories, shares: by item, its leaf category and its share of all interactions. tags:
     tag -> its items, in the catalogue's order. order: item -> its place."""
 
@@ -146,7 +146,7 @@ class RecGpt(JudgedBenchmark):
         ]
 
     def facts(self, item: Item, answer: str) -> Mapping[str, Any]:
-        known: Catalogue = item.row["catalogue"]
+        known: ItemCatalog = item.row["catalogue"]
         tags = read_tags(answer, self.most_tags)
         ranked = known.ranked(tags)
         target, shown = str(item.row["target"]), ranked[: self.k]
@@ -214,7 +214,7 @@ def read_tags(answer: str, most: int) -> list[str]:
     return list(dict.fromkeys(tag for tag in found if 0 < len(tag) <= 100))[:most]
 
 
-def read_catalogue(path: str) -> Catalogue:
+def read_catalogue(path: str) -> ItemCatalog:
     """The items of a file.
 
     Raises:
@@ -236,7 +236,7 @@ def read_catalogue(path: str) -> Catalogue:
         for tag in dict.fromkeys(str(t).strip().lower() for t in every):
             tags[tag].append(name)
     all_users = sum(users.values())
-    return Catalogue(categories, {name: n / all_users for name, n in users.items()}, tags, order)
+    return ItemCatalog(categories, {name: n / all_users for name, n in users.items()}, tags, order)
 
 
 def _passes(judged: Judged, names: Iterable[str]) -> bool | None:

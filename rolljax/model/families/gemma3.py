@@ -20,7 +20,7 @@ from rolljax.errors import CheckpointError
 from rolljax.model.attention import Attend, Window
 from rolljax.model.decoder import DecoderConfig
 from rolljax.model.folder import Folder, Multimodal, Tensor, attention_tensors, ffn_tensors, written_shape
-from rolljax.model.layers import Layers, Mixture, rope, rope_frequencies
+from rolljax.model.layers import ExpertRouting, Layers, rope, rope_frequencies
 
 
 def offset_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -178,7 +178,7 @@ class Gemma3Layers(Layers):
         cache: Any,
         index: jax.Array | int,
         expert_ids_BTk: jax.Array | None,
-    ) -> tuple[jax.Array, Any, Mixture | None]:
+    ) -> tuple[jax.Array, Any, ExpertRouting | None]:
         cfg = self.cfg
         norm = functools.partial(offset_norm, eps=cfg.rms_norm_eps)
         local = jnp.asarray(cfg.is_local)[index]

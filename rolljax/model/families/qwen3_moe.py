@@ -12,7 +12,7 @@ from flax import nnx
 from rolljax.model import moe
 from rolljax.model.decoder import DecoderConfig
 from rolljax.model.folder import MOST_LAYERS, Folder, Tensor, attention_tensors, transposed, written_plain
-from rolljax.model.layers import Layers, Mixture, PreNormLayers
+from rolljax.model.layers import ExpertRouting, Layers, PreNormLayers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Qwen3MoeLayers(PreNormLayers):
 
     def feed(
         self, h_BTD: jax.Array, index: jax.Array | int, expert_ids_BTk: jax.Array | None
-    ) -> tuple[jax.Array, Mixture | None]:
+    ) -> tuple[jax.Array, ExpertRouting | None]:
         mixture, weights = self.cfg.routing.choose(self.project(h_BTD, "router"), expert_ids_BTk)
-        experts = moe.Weights(self.gate[...], self.up[...], self.down[...])
+        experts = moe.ExpertWeights(self.gate[...], self.up[...], self.down[...])
         if experts.gate.ndim > 3:
             experts = experts._replace(layer=index)
         return moe.mixed(h_BTD, mixture.expert_ids_BTk, weights, experts), mixture

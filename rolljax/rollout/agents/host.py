@@ -23,14 +23,14 @@ from rolljax.envs.pool import Episode
 from rolljax.errors import EnvError, InfraError, SamplerError
 from rolljax.model.tokenizer import Chat
 from rolljax.rollout.agents.program import AgentProgram
-from rolljax.rollout.agents.worker import Worker
+from rolljax.rollout.agents.worker import AgentProcess
 from rolljax.rollout.builder import TrajectoryBuilder
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.policies import SamplerPolicy
 from rolljax.rollout.starts import Start
 from rolljax.sampler.client import Sampler
 from rolljax.serving.schema import ServedModel
-from rolljax.serving.server import Limits, Service
+from rolljax.serving.server import ServerLimits, Service
 from rolljax.serving.session import Call, Session, SessionRules, Sessions
 from rolljax.types import Turn
 
@@ -57,14 +57,14 @@ class AgentHost:
         self.program, self.sampler, self.sessions = program, sampler, Sessions()
         vocab_size = sampler.engine.model.cfg.vocab_size
         served = ServedModel(model_name, chat.tokenizer, chat, vocab_size, max_context)
-        self.service = Service(sampler, served, Limits(), self.sessions)
+        self.service = Service(sampler, served, ServerLimits(), self.sessions)
         self.url = ""
         self._opening = asyncio.Lock()
         self._places = asyncio.Semaphore(program.concurrency)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Future[None] | None = None
-        self._workers: set[Worker] = set()
-        self._idle: list[Worker] = []
+        self._workers: set[AgentProcess] = set()
+        self._idle: list[AgentProcess] = []
         self._stopping: set[asyncio.Future[None]] = set()
 
     async def open(self) -> None:
@@ -95,7 +95,7 @@ class AgentHost:
         self.service.close()
 
     @contextlib.asynccontextmanager
-    async def worker(self, session: Session) -> AsyncIterator[Worker]:
+    async def worker(self, session: Session) -> AsyncIterator[AgentProcess]:
         """A program that plays nothing else. It is kept for the next episode where that is wanted and all went well."""
         async with self._places:
             while self._idle and not self._idle[-1].alive:
@@ -111,7 +111,7 @@ class AgentHost:
                 else:
                     self._retire(worker, kill=not well)
 
-    async def play(self, worker: Worker, episode: Episode, name: str, session: Session) -> str:
+    async def play(self, worker: AgentProcess, episode: Episode, name: str, session: Session) -> str:
         """The program's answer.
 
         Raises:
@@ -131,13 +131,13 @@ class AgentHost:
         finally:
             asking.cancel()
 
-    async def _start(self, session: Session) -> Worker:
+    async def _start(self, session: Session) -> AgentProcess:
         variables = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": session.key}
-        worker = await Worker.start(self.program, {} if self.program.reuse else variables)
+        worker = await AgentProcess.start(self.program, {} if self.program.reuse else variables)
         self._workers.add(worker)
         return worker
 
-    def _retire(self, worker: Worker, *, kill: bool = False) -> None:
+    def _retire(self, worker: AgentProcess, *, kill: bool = False) -> None:
         """End a program in the background, while other episodes run."""
         if kill:
             worker.kill()

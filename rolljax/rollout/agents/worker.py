@@ -28,7 +28,7 @@ GRACE_S = 2.0
 """Seconds a program has to end by itself once its input is closed."""
 
 
-class Worker:
+class AgentProcess:
     """A running program. `await Worker.start(...)` makes one."""
 
     def __init__(self, program: AgentProgram, process: asyncio.subprocess.Process) -> None:
@@ -37,7 +37,7 @@ class Worker:
         self._reading_errors = asyncio.ensure_future(self._read_errors())
 
     @staticmethod
-    async def start(program: AgentProgram, variables: Mapping[str, str]) -> Worker:
+    async def start(program: AgentProgram, variables: Mapping[str, str]) -> AgentProcess:
         """A new process, in a process group of its own.
 
         Raises:
@@ -56,7 +56,7 @@ class Worker:
             )
         except (OSError, ValueError) as e:
             raise InfraError(f"{program.command[0]} could not be started: {e}", stage="program") from e
-        return Worker(program, process)
+        return AgentProcess(program, process)
 
     @property
     def alive(self) -> bool:

@@ -8,7 +8,8 @@ through `load`, which repairs what keeps 0.2.2 from running:
     the root logger                   0.2.2 sets it to DEBUG and adds a handler; both are taken back
     token prompts without BOS         end 0.2.2's process; `JetStream.Driver` takes them
 
-`Engine`, `ResultTokens` and `ExistingPrefix` below have the names of the head of the repository.
+`JetStreamEngineApi`, `JetStreamResultTokens` and `ExistingPrefix` below stand in for `Engine`, `ResultTokens` and
+`ExistingPrefix` of the head of the repository.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ class _NoSentencePiece:
         raise ConfigError("needs seqio", setting="JetStream's SentencePieceVocabulary", remedy="pip install seqio")
 
 
-def run_server(engine: Engine, port: int, *, prefill_engine: Engine | None = None, host: str = "127.0.0.1") -> Any:
+def run_server(
+    engine: JetStreamEngineApi, port: int, *, prefill_engine: JetStreamEngineApi | None = None, host: str = "127.0.0.1"
+) -> Any:
     """JetStream's gRPC server, started; `stop()` it. JetStream's own would listen on all interfaces.
 
     Args:
@@ -173,7 +176,7 @@ class SlotData:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class ResultTokens:
+class JetStreamResultTokens:
     """Tokens of one step, a row per slot: `data` has columns of tokens, of whether they hold, and of lengths so far."""
 
     data: Any
@@ -187,7 +190,7 @@ class ResultTokens:
         if isinstance(self.data, jax.Array):
             self.data.copy_to_host_async()
 
-    def convert_to_numpy(self) -> ResultTokens:
+    def convert_to_numpy(self) -> JetStreamResultTokens:
         return dataclasses.replace(self, data=np.array(self.data))
 
     def get_result_at_slot(self, slot: int) -> SlotData:
@@ -208,7 +211,7 @@ class ExistingPrefix:
     common_prefix_tokens: Any
 
 
-class Engine(abc.ABC):
+class JetStreamEngineApi(abc.ABC):
     """What an engine has to define, and `free_resource`, which it may."""
 
     @abc.abstractmethod

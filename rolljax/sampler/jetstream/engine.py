@@ -41,12 +41,12 @@ try:
 except ConfigError:
     API, TokenizerBase = compat, object
 if TYPE_CHECKING:
-    from rolljax.sampler.jetstream.compat import Engine as EngineBase
+    from rolljax.sampler.jetstream.compat import JetStreamEngineApi as EngineBase
 else:
     EngineBase = API.Engine
 
 
-class Weights:
+class LoadedWeights:
     """What `load_params` returns. JetStream's threads keep it for good, so new weights are put into it.
 
     Every prefill and every decode step reads it once: a swap lands between two of them.
@@ -71,12 +71,12 @@ class Weights:
 
 
 class JetStreamEngine(EngineBase):
-    """An `Engine` that JetStream can drive.
+    """An engine that JetStream can drive.
 
     Args:
       engine: with `steps_per_dispatch=1`, since JetStream alone knows when a request has its tokens, and with pages for
         every slot at full length (the default).
-      params: as the engine wants them; or the `Weights` of another engine on the same mesh.
+      params: as the engine wants them; or the `LoadedWeights` of another engine on the same mesh.
       tokenizer: of `transformers`. stop_ids: tokens that end an answer (default: the tokenizer's eos).
       temperature, top_k, top_p, min_p: the sampling distribution of all requests (see `rolljax.types.SamplingParams`);
         temperature 0 is greedy.
@@ -90,7 +90,7 @@ class JetStreamEngine(EngineBase):
     def __init__(
         self,
         engine: Engine,
-        params: Params | Weights,
+        params: Params | LoadedWeights,
         tokenizer: Any,
         *,
         stop_ids: Sequence[int] | None = None,
@@ -105,7 +105,7 @@ class JetStreamEngine(EngineBase):
         cfg = engine.cfg
         _check(engine, max_prefill_length)
         self.engine, self.seed = engine, seed
-        self.weights = params if isinstance(params, Weights) else Weights(params)
+        self.weights = params if isinstance(params, LoadedWeights) else LoadedWeights(params)
         ids = [tokenizer.eos_token_id] if stop_ids is None else stop_ids
         self.tokenizer = Tokenizer(tokenizer, [i for i in ids if i is not None])
         if len(self.tokenizer.stop_tokens) > MAX_STOP_IDS:
@@ -127,7 +127,7 @@ class JetStreamEngine(EngineBase):
 
     # ---- what both interfaces have
 
-    def load_params(self, *args: Any, **kwargs: Any) -> Weights:
+    def load_params(self, *args: Any, **kwargs: Any) -> LoadedWeights:
         return self.weights
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> ServedState:
@@ -138,7 +138,7 @@ class JetStreamEngine(EngineBase):
     def prefill(
         self,
         *,
-        params: Weights | Params,
+        params: LoadedWeights | Params,
         existing_prefix: Any = None,
         padded_tokens: jax.Array | np.ndarray,
         true_length: int,
@@ -160,13 +160,13 @@ class JetStreamEngine(EngineBase):
         return self.bulk_insert(prefix, decode_state, [slot])
 
     def generate(
-        self, params: Weights | Params, decode_state: ServedState, sampler: Any = None
+        self, params: LoadedWeights | Params, decode_state: ServedState, sampler: Any = None
     ) -> tuple[ServedState, Any]:
         """One decode step; the tokens of a slot hold up to its stop token, or until its context is full."""
         _refuse(sampler=sampler)
         active = self._slots.step()
         width = self.engine.width(max(int(self._slots.reach.max()), 1))
-        weights = params.params if isinstance(params, Weights) else params
+        weights = params.params if isinstance(params, LoadedWeights) else params
         state, data, logp = self.programs.step(weights, decode_state, active, width=width)
         return state, self._result(data, logp, 1)
 
@@ -207,7 +207,7 @@ class JetStreamEngine(EngineBase):
     def prefill_multisampling(
         self,
         *,
-        params: Weights | Params,
+        params: LoadedWeights | Params,
         existing_prefix: Any = None,
         padded_tokens: jax.Array | np.ndarray,
         true_length: int,
@@ -250,7 +250,7 @@ class JetStreamEngine(EngineBase):
     ) -> Prefix:
         """Prefill in chunks of at most `prefill_chunk`. The arrays are the caller's own: JetStream deletes them."""
         _refuse(**unsupported)
-        cfg, weights = self.engine.cfg, params.params if isinstance(params, Weights) else params
+        cfg, weights = self.engine.cfg, params.params if isinstance(params, LoadedWeights) else params
         cache, start = _existing(existing)
         ids = self._ids(padded, true_length)
         total = start + len(ids)

@@ -7,7 +7,7 @@ import pytest
 
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.recipe import Phase, Recipe
-from rolljax.run.notices import SHOWN_CHARS, STILL_STEPS, Notices, PreemptionRule, samples, unfilled_step
+from rolljax.run.alerts import SHOWN_CHARS, STILL_STEPS, Alerts, PreemptionRule, samples, unfilled_step
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.algorithms.dapo import Dapo
 from rolljax.trainer.algorithms.reinforce import Reinforce
@@ -29,7 +29,7 @@ def cut(stage, turns=1):
 
 
 def of(phase):
-    return Notices(Recipe(env=FrozenLake(max_turns=8), phases=(phase,), max_answer_tok=12), phase)
+    return Alerts(Recipe(env=FrozenLake(max_turns=8), phases=(phase,), max_answer_tok=12), phase)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_the_split_of_the_weights_follows_preemptions(preemptions, factors):
 def told(preemptions, long_rounds=(), **settings):
     """Return the notices after steps with these numbers of preemptions; the steps of `long_rounds` are long rounds."""
     sampler = SamplerConfig(max_context=64, **settings)
-    notices = Notices(Recipe(FrozenLake(max_turns=8), (PHASE,), max_answer_tok=12, sampler=sampler), PHASE)
+    notices = Alerts(Recipe(FrozenLake(max_turns=8), (PHASE,), max_answer_tok=12, sampler=sampler), PHASE)
     rows = [{"sampler/preempt_n": n, "groups/long_rounds_n": i in long_rounds} for i, n in enumerate(preemptions)]
     return [notices.row(row) for row in rows]
 

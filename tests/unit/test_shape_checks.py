@@ -23,7 +23,7 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Phase
-from rolljax.run import reference_answers, rehearsal
+from rolljax.run import reference_answers, shape_checks
 from rolljax.run.reference_answers import ReferenceAnswer
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.train import main as train
@@ -55,7 +55,7 @@ def test_every_algorithm_passes(cls, max_turns, monkeypatch):
         sampler=SamplerConfig(slots=8, max_context=80), pack_shape=lambda phase: PackShape(1, 1, 512),
     )  # fmt: skip
     plan = types.SimpleNamespace(mesh=MeshSpec(data=1).build(), model=Model(Qwen3Config()), recipe=recipe)
-    rehearsal.rehearse(plan, 0)
+    shape_checks.rehearse(plan, 0)
 
 
 # ---- what users write -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rolljax.data.base import Place, Record, Source, Stage, text_of
+from rolljax.data.base import Place, Record, RecordSource, Stage, text_of
 from rolljax.errors import ConfigError, check_range
 
 Embedder = Callable[[Sequence[str]], np.ndarray]
@@ -37,7 +37,7 @@ class HiddenStates(Stage):
                 "is no folder of a model", setting="HiddenStates.folder", value=self.folder, remedy="with a config.json"
             )
 
-    def run(self, source: Source, place: Place) -> Iterator[Record]:
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         embed = embedder(self.folder, self.max_tok)
         records = iter(source)
         while block := list(itertools.islice(records, self.batch)):

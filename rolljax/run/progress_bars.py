@@ -12,7 +12,7 @@ from rolljax.run.streams import Unfailing
 LINE_EVERY_S = 5.0
 
 
-class Lines(Console):
+class TolerantConsole(Console):
     """A console that drops what it cannot write (rich's own would end the process)."""
 
     @property
@@ -36,7 +36,7 @@ class ProgressLines:
     def __init__(self, title: str = "", *, at_once: bool = False) -> None:
         self._title = title
         self._last_line_s = float("-inf") if at_once else time.monotonic()
-        self._console = Lines(stderr=True, highlight=False)
+        self._console = TolerantConsole(stderr=True, highlight=False)
         self._bar: Any = None
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A rehearsal: what a run will do with its weights and its algorithms, before anything is allocated or compiled.
+"""Check the weights, algorithms and rewards of a run on shapes, before anything is allocated or compiled.
 
 Weights: the headers of their files. Algorithms: credit on made-up episodes; objective and gradient as JAX traces them,
 for shapes only. (The environment is asked by `run.preflight`.)
@@ -20,7 +20,7 @@ import rolljax
 from rolljax.errors import ConfigError
 from rolljax.model import hf
 from rolljax.recipe import Phase
-from rolljax.rewards.base import Surroundings
+from rolljax.rewards.base import RewardContext
 from rolljax.rollout import domain_rewards
 from rolljax.run import reference_policies, tracking
 from rolljax.run.preflight import ResolvedRecipe
@@ -51,7 +51,7 @@ def check(resolved: ResolvedRecipe) -> list[str]:
     recipe = resolved.recipe
     reference_policies.check(resolved)
     tracking.check(recipe.trackers)
-    around = Surroundings(recipe.env, recipe.seed, trained=TrainedRewardModels(resolved))
+    around = RewardContext(recipe.env, recipe.seed, trained=TrainedRewardModels(resolved))
     domain_rewards.check_rewards(recipe.reward, recipe.domains, around)
     folders = [recipe.model] if isinstance(recipe.model, str) else []
     folders += [s for p in recipe.phases for s in p.algorithm.needs().references if s not in reference_policies.OWN]

@@ -46,7 +46,7 @@ class PreemptionRule:
         return 1.0
 
 
-class Notices:
+class Alerts:
     """Notices about the steps of a phase, each given once."""
 
     def __init__(self, recipe: Recipe, phase: Phase) -> None:
