@@ -2,8 +2,8 @@
 
 One thread owns all state here; event loops put calls into its inbox. A `WorkerLink` carries requests to workers and
 reports their replies. A worker answers its calls one after the other, so the first call without an answer is the one
-that runs: its limit counts from the moment it became the first, and when the worker hangs or dies, it is the one to blame
-(`blame.py`). Neighbours whose reset was not answered are placed again and notice nothing; the others lose their
+that runs: its limit counts from the moment it became the first, and when the worker hangs or dies, it is the one to
+blame (`blame.py`). Neighbours whose reset was not answered are placed again and notice nothing; the others lose their
 episodes to a `NeighbourError`.
 """
 
