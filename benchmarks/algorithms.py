@@ -4,9 +4,9 @@
     python benchmarks/algorithms.py --only grpo.Grpo topr.Topr --seeds 3    # some of them, printed only
     python benchmarks/algorithms.py --lm grpo.Grpo cispo.Cispo              # the quickstart's model; all without names
 
-Numbers go to docs/curves/algorithms.json (numbers of other parts stay), tables to docs/algorithms_bench.md.
-`--redraw` makes both again from the numbers. The problems are in `toys.py`: policy and critics are tables, everything
-else is the trainer's own code. A new file in rolljax/trainer/algorithms is found by itself.
+Numbers go to docs/curves/algorithms.json (numbers of other parts stay). `--redraw` runs nothing: it prints the tables
+of the stored numbers, and draws them with `--figure`. The problems are in `toys.py`: policy and critics are tables,
+everything else is the trainer's own code. A new file in rolljax/trainer/algorithms is found by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import inspect
 import json
 import os
 import pkgutil
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +53,6 @@ from rolljax.trainer.optimizer import AdamW
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "curves" / "algorithms.json"
-PAGE = ROOT / "docs" / "algorithms_bench.md"
 LAGS = (0, 8, 32)
 EVERY = 5
 """Steps between the points of a curve that are kept."""
@@ -425,7 +423,7 @@ def success_table(part: Mapping[str, Numbers]) -> str:
 
 
 def tables(data: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of the page, by their name there."""
+    """Return every table by its name."""
     stale = [[name, *(f"{data[p][f'{name}|{lag}']['final_logit']:.1f}" for p, lag in _STALE)] for name in SURROGATES]
     chain = [
         [n, *(f"{x.get(f'at_{k}', float('nan')):.3f}" for k in (100, 200, 300))] for n, x in _by_name(data["chain"])
@@ -469,20 +467,10 @@ def _lm_table(runs: Mapping[str, Numbers]) -> str:
     return table(["", "async ratio", "steps", "held-out reward before", "after", "seconds"], rows)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\")
-
-
-def write_page(data: Mapping[str, Any]) -> None:
-    """Put new tables between the page's markers; its text is written by hand."""
-    text = PAGE.read_text()
-    for name, new in tables(data).items():
-        text, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{_escaped(new)}\n\g<2>", text, flags=re.S
-        )
-        if count != 1:
-            raise SystemExit(f"{PAGE} has {count} places for the table {name!r}")
-    PAGE.write_text(text)
+def print_tables(data: Mapping[str, Any]) -> None:
+    """Print every table under its name."""
+    for name, text in tables(data).items():
+        print(f"{name}\n{text}\n")
 
 
 _STALE = (("stale easy", 0), ("stale easy", 32), ("stale rare", 32))
@@ -594,8 +582,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="these algorithms on the bandit, printed and not saved")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--figure", type=Path, help="draw everything there, and write the page and the numbers")
-    parser.add_argument("--redraw", action="store_true", help="run nothing, use the saved numbers")
+    parser.add_argument("--figure", type=Path, help="draw everything there, and save the numbers")
+    parser.add_argument("--redraw", action="store_true", help="run nothing, print and draw the saved numbers")
     parser.add_argument("--lm", nargs="*", help="train the quickstart's model with these algorithms (none: all)")
     parser.add_argument("--lm_out", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--lm_steps", type=int, default=150)
@@ -604,7 +592,7 @@ def main() -> None:
     if args.lm is not None:
         names = args.lm or [n for n, cls in found().items() if not why_not(make(n, cls))]
         save({"lm": lm(names, args.lm_out.resolve(), args.lm_steps, args.async_ratio)})
-        write_page(load())
+        print_tables(load())
         return
     if not args.redraw:
         seeds, steps = args.seeds, args.steps
@@ -620,8 +608,9 @@ def main() -> None:
         print(success_table(results["bandit"]), success_table(results["surrogates"]), sep="\n\n")
         if args.figure:
             save({**results, "settings": {"seeds": seeds, "steps": steps}})
+    if args.redraw or args.figure:
+        print_tables(load())
     if args.figure:
-        write_page(load())
         figure(load(), args.figure)
 
 

@@ -1,8 +1,8 @@
-"""Makes docs/algorithms/*.md and the index in docs/algorithms.md: `python docs/make_algorithm_pages.py`.
+"""Make the site's pages of algorithms: `make docs` writes them into build/docs/algorithms.
 
-A page has what the code has: docstrings, settings with their defaults, gradients that come out of differentiating the
-objective itself, and the shipped recipe. docs/algorithms/defaults.md sets what papers state (`Algorithm.paper`) beside
-our defaults. Only `WHEN` and `ORACLES` are written here.
+A page shows the code: docstrings, settings with their defaults, gradients computed by differentiating the objective
+itself, and the shipped recipe. The page of defaults compares the papers' settings (`Algorithm.paper`) with ours. Only
+`WHEN` and `ORACLES` are written here. `python docs/make_algorithm_pages.py` draws the measured learning curves again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "algorithms"
 CURVES = ROOT / "docs" / "curves" / "algorithms.json"
 NOTICE = "<!-- made by docs/make_algorithm_pages.py from the code: do not edit -->"
-INDEX = ("<!-- index: made by docs/make_algorithm_pages.py -->", "<!-- end of the index -->")
 LEVELS = {
     "token": "token",
     "turn": "turn (geometric mean)",
@@ -416,7 +415,7 @@ def figure(cls: type[Algorithm], measured: Collection[str]) -> list[str]:
         return []
     text = "Success on a bandit, with samples from the newest policy and from older ones; [how it is measured]"
     picture = f"![Learning curve of {cls.__name__}](curves/{recipe_name(cls)}.png)"
-    return ["", "### Learning curve", "", f"{text}(../algorithms_bench.md).", "", picture]
+    return ["", "### Learning curve", "", f"{text}(../algorithms.md#measured-on-small-problems).", "", picture]
 
 
 def bench_name(cls: type[Algorithm]) -> str:
@@ -426,7 +425,7 @@ def bench_name(cls: type[Algorithm]) -> str:
 
 def page(module: types.ModuleType, classes: list[type[Algorithm]], measured: Collection[str]) -> str:
     title = inspect.cleandoc(module.__doc__ or "").rstrip(".")
-    lines = [NOTICE, "", f"# {title}", "", "[All algorithms](../algorithms.md)"]
+    lines = [NOTICE, "", f"# {title}", "", "[All algorithms](index.md)"]
     for cls in classes:
         names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
         lines += ["", f"## {module_of(cls)}.{cls.__name__}", ""]
@@ -459,7 +458,7 @@ def oracles(cls: type[Algorithm]) -> list[tuple[str, str]]:
 
 
 def stated(cls: type[Algorithm]) -> list[str]:
-    """A class's section of docs/algorithms/defaults.md."""
+    """Return a class's section of the page of defaults."""
     module = module_of(cls)
     lines = [f"## {cls.__name__}", "", f"[`{module}.{cls.__name__}`]({module}.md). **Papers.** {papers(cls)}", ""]
     defaults = {f.name: field_default(f) for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -481,7 +480,7 @@ def _oracle(where: str, what: str) -> str:
 
 
 def defaults_page() -> str:
-    """docs/algorithms/defaults.md."""
+    """Return the page of defaults."""
     classes = [cls for group in algorithm_classes().values() for cls in group]
     differ = sum(bool(s.why) for cls in classes for s in paper_of(cls).values())
     every = sum(len(paper_of(cls)) for cls in classes)
@@ -500,27 +499,18 @@ def defaults_page() -> str:
 
 
 def index() -> str:
-    """The table in docs/algorithms.md."""
-    lines = ["| algorithm | learns from | papers | recipe |", "|---|---|---|---|"]
+    """Return the page that lists every algorithm."""
+    lines = [NOTICE, "", "# All algorithms", "", "[How to choose one, and write your own](../algorithms.md).", ""]
+    lines += ["| algorithm | learns from | papers | recipe |", "|---|---|---|---|"]
     for module, classes in algorithm_classes().items():
         for cls in classes:
-            source = {"gold": "gold answers", "sampler": "own answers", "pairs": "recorded pairs"}[cls.source]
-            name = recipe_name(cls)
+            source = {"gold": "reference answers", "sampler": "own answers", "pairs": "recorded pairs"}[cls.source]
             anchor = f"{module}{cls.__name__}".lower()
             lines.append(
-                f"| [`{module}.{cls.__name__}`](algorithms/{module}.md#{anchor}) | {source} | {papers(cls)} "
-                f"| `--gin algorithms/{name}` |"
+                f"| [`{module}.{cls.__name__}`]({module}.md#{anchor}) | {source} | {papers(cls)} "
+                f"| `--gin algorithms/{recipe_name(cls)}` |"
             )
-    return "\n".join(lines)
-
-
-def with_index(text: str) -> str:
-    """docs/algorithms.md with the index of today."""
-    before, _, rest = text.partition(INDEX[0])
-    _, found, after = rest.partition(INDEX[1])
-    if not found:
-        raise ValueError(f"docs/algorithms.md lacks the lines {INDEX[0]} and {INDEX[1]}")
-    return f"{before}{INDEX[0]}\n{index()}\n{INDEX[1]}{after}"
+    return "\n".join(lines) + "\n"
 
 
 def measured_in(curves: Path) -> set[str]:
@@ -529,16 +519,14 @@ def measured_in(curves: Path) -> set[str]:
     return {name.partition("|")[0] for name in data.get("bandit", {})}
 
 
-def make(docs: Path, curves: Path = CURVES) -> None:
-    """Write the pages into `docs/algorithms/` and bring the index in `docs/algorithms.md` up to date."""
+def pages(curves: Path = CURVES) -> dict[str, str]:
+    """Make every page, by its file name; links are relative to docs/algorithms."""
     measured = measured_in(curves)
-    (docs / "algorithms").mkdir(parents=True, exist_ok=True)
+    made = {"index.md": index(), "defaults.md": defaults_page()}
     for name, classes in algorithm_classes().items():
         module = importlib.import_module(f"{algorithms.__name__}.{name}")
-        (docs / "algorithms" / f"{name}.md").write_text(page(module, classes, measured))
-    (docs / "algorithms" / "defaults.md").write_text(defaults_page())
-    path = docs / "algorithms.md"
-    path.write_text(with_index(path.read_text()))
+        made[f"{name}.md"] = page(module, classes, measured)
+    return made
 
 
 def draw(folder: Path) -> None:
@@ -555,5 +543,4 @@ def draw(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(ROOT / "docs")
     draw(ROOT / "docs" / "algorithms" / "curves")

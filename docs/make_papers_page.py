@@ -1,4 +1,4 @@
-"""Makes docs/papers.md: `python docs/make_papers_page.py`.
+"""Make the list of papers, a page of the site: `make docs` writes it into build/docs/papers.md.
 
 Every paper that the code names: what of it is here, the config that runs it and the figure that shows it. Algorithms
 say their papers in their docstrings; what else comes from a paper stands in `PARTS`.
@@ -7,12 +7,12 @@ say their papers in their docstrings; what else comes from a paper stands in `PA
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from make_algorithm_pages import CURVES, algorithm_classes, bench_name, measured_in, module_of, papers, recipe_name
 
-DOCS = Path(__file__).resolve().parent
-PACKAGE = DOCS.parent / "rolljax"
+PACKAGE = Path(__file__).resolve().parents[1] / "rolljax"
 NOTICE = "<!-- made by docs/make_papers_page.py from the code: do not edit -->"
 NAMES = """
 1503.02531 Distillation (Hinton)
@@ -129,14 +129,15 @@ def part_rows() -> list[str]:
 
 
 def page() -> str:
-    """docs/papers.md."""
+    """Return the page."""
     lines = [
         NOTICE,
         "",
         "# Papers",
         "",
         "The implemented parts of each paper, their configs and figures. [Defaults](algorithms/defaults.md) compares",
-        "the papers' settings with our defaults; [the figures](algorithms_bench.md) show small problems.",
+        "the papers' settings with our defaults; [the figures](algorithms.md#measured-on-small-problems) show small",
+        "problems.",
         "",
         "## Algorithms",
         "",
@@ -157,4 +158,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    (DOCS / "papers.md").write_text(page())
+    sys.stdout.write(page())

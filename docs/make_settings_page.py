@@ -1,8 +1,8 @@
-"""Makes docs/settings.md: `python docs/make_settings_page.py`.
+"""Make the settings reference, a page of the site: `make docs` writes it into build/docs/settings.md.
 
 Every field that a config can set, of every class that it can name: those that the fields of `Recipe` mention, at any
 depth, and those that derive from them. Names, types and defaults are the code's, meanings its docstrings'. Settings of
-algorithms have pages of their own (docs/make_algorithm_pages.py).
+algorithms have pages of their own (docs/make_algorithm_pages.py). `python docs/make_settings_page.py` prints the page.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import inspect
 import os
 import pkgutil
 import re
+import sys
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -32,7 +32,6 @@ from rolljax.recipe import Recipe
 from rolljax.simulation.timings import Timings
 from rolljax.trainer.algorithms.base import Algorithm
 
-DOCS = Path(__file__).resolve().parent
 NOTICE = "<!-- made by docs/make_settings_page.py from the code: do not edit -->"
 ROOTS = (Recipe, Timings, Pipeline, JudgedEvaluation)
 """Of runs, of simulations (`rolljax.simulate` takes both), of data pipelines (`rolljax.data`), and of evaluations by
@@ -65,8 +64,8 @@ INTRO = f"""{NOTICE}
 # Settings reference
 
 Everything that a gin file or `--set` can set: `--set 'Phase.steps = 300'`, and in one phase of several
-`--set 'rl/Phase.steps = 300'`. [Settings](config.md) says how files are written and what is refused; this page is made
-from the dataclasses by `python docs/make_settings_page.py`.
+`--set 'rl/Phase.steps = 300'`. [Settings](config.md) says how files are written and what is refused. This page is made
+from the dataclasses.
 
 A type that is a class takes an object: `Recipe.lora = @lora.Lora()`, with its own settings beside it
 (`lora.Lora.rank = 16`). `required`: there is no default.
@@ -142,7 +141,7 @@ def group_of(cls: type) -> str:
 
 
 def page_of(cls: type) -> str:
-    """The link to what a class's settings are, from docs/settings.md."""
+    """Return the link to the settings of a class, relative to the page."""
     if cls in FAMILIES:
         return FAMILIES[cls]
     if issubclass(cls, Algorithm):
@@ -204,7 +203,7 @@ def algorithms_index(classes: list[type]) -> list[str]:
 
 
 def page() -> str:
-    """docs/settings.md."""
+    """Return the page."""
     classes = setting_classes()
     known = {c for c in classes if not (issubclass(c, Algorithm) and inspect.isabstract(c))}
     lines, group = [INTRO.rstrip()], ""
@@ -219,4 +218,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    (DOCS / "settings.md").write_text(page())
+    sys.stdout.write(page())

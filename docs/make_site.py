@@ -1,21 +1,27 @@
-"""Builds the site into build/site: `make docs`, or `python docs/make_site.py`.
+"""Build the site into build/site: `make docs`, or `python docs/make_site.py`.
 
-Pages in docs/ are written for a reader of the repository. Links that lead out of docs/ lead there to files; on the site
-they lead to pages that are made of them here, as is the API reference. What is staged in build/docs is plain Markdown,
-which mkdocs.yml says how to build; nothing is loaded from elsewhere, then or by a reader.
+The site has four kinds of pages. Hand-written pages are in docs/ and at the root of the repository. The README of each
+recipe is a page. Generated pages (settings, metrics, algorithms, papers, the API) are made from the code here and are
+not committed. Files of code that a page links to become pages too.
+
+Links on hand-written pages work in the repository: a link to the source of a generated page (`rolljax/metrics.py`,
+`docs/make_settings_page.py`, an algorithm's file) leads on the site to the generated page. The staged pages in
+build/docs are plain Markdown; building and reading the site needs no network.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import posixpath
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -26,6 +32,14 @@ ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 """Pages at the root of the repository, and where the site has them."""
+MADE_FROM = {
+    "docs/make_settings_page.py": "settings.md",
+    "docs/make_papers_page.py": "papers.md",
+    "docs/make_algorithm_pages.py": "algorithms/index.md",
+    "rolljax/trainer/paper.py": "algorithms/defaults.md",
+    "rolljax/metrics.py": "metrics.md",
+}
+"""Generated pages, by the source that a page of the repository links to instead. `made_from` adds the algorithms."""
 LANGUAGES = {".py": "python", ".gin": "python", ".sh": "bash", ".json": "json"}
 """What code is highlighted as; gin's syntax is Python's."""
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
@@ -44,15 +58,34 @@ def outside_of_fences(change: Callable[[str], str], text: str) -> str:
 # ---- links ----------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def generators() -> ModuleType:
+    """Import and return the module that makes the pages of algorithms."""
+    return importlib.import_module("make_algorithm_pages")
+
+
+@functools.cache
+def made_from() -> dict[str, str]:
+    """Return the generated pages by the source that they are made from."""
+    names = generators().algorithm_classes()
+    return MADE_FROM | {f"rolljax/trainer/algorithms/{name}.py": f"algorithms/{name}.md" for name in names}
+
+
 def in_repo(page: str) -> str:
-    """Where a page of the site stands in the repository."""
+    """Return the file of the repository that a page of the site is made from; its links are relative to this file."""
+    if recipe := re.fullmatch(r"recipes/(\w+)\.md", page):
+        return f"rolljax/recipes/{recipe[1]}/README.md"
     root = {site: path for path, site in ROOT_PAGES.items()}
     return root.get(page) or f"docs/{page}"
 
 
 def site_path(path: str) -> str:
-    """Where the site has a file of the repository."""
-    return ROOT_PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md")
+    """Return where the site has a file of the repository."""
+    if recipe := re.fullmatch(r"rolljax/recipes/(\w+)/(?:README\.md|(\w+\.(?:png|svg)))", path):
+        return f"recipes/{recipe[2] or recipe[1] + '.md'}"
+    if page := ROOT_PAGES.get(path) or made_from().get(path):
+        return page
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
 
 
 def target(page: str, link: str) -> str | None:
@@ -82,10 +115,10 @@ def links(text: str) -> list[str]:
 
 
 def linked_code(page: str, text: str) -> Iterator[str]:
-    """Files of the repository, neither in docs/ nor a page, that a page links to."""
+    """Yield the files of code that a page links to and that have no page of their own."""
     for link in links(text):
         path = target(page, link)
-        if path and not path.startswith("docs/") and path not in ROOT_PAGES and (ROOT / path).is_file():
+        if path and site_path(path).startswith("source/") and (ROOT / path).is_file():
             yield path
 
 
@@ -133,24 +166,57 @@ def as_markdown(page: str, text: str) -> str:
     return relinked(page, text)
 
 
+def generated() -> dict[str, str]:
+    """Make the pages that the code has: settings, metrics, papers, algorithms. Links are relative to docs/."""
+    settings, papers = (importlib.import_module(f"make_{name}_page") for name in ("settings", "papers"))
+    made = {"settings.md": settings.page(), "papers.md": papers.page(), "metrics.md": metrics_page()}
+    return made | {f"algorithms/{name}": text for name, text in generators().pages().items()}
+
+
+def metrics_page() -> str:
+    """Return the table of every metric."""
+    table = importlib.import_module("rolljax.metrics").markdown()
+    return f"# Metrics\n\nEvery number that a run may write. The source is `rolljax/metrics.py`.\n\n{table}"
+
+
+def hand_written() -> dict[str, Path]:
+    """Return the hand-written pages by their path on the site."""
+    paths = [*DOCS.glob("*.md"), *(ROOT / name for name in ROOT_PAGES), *ROOT.glob("rolljax/recipes/*/README.md")]
+    return {site_path(p.relative_to(ROOT).as_posix()): p for p in sorted(paths)}
+
+
 def pages() -> dict[str, str]:
-    """Every page of the site by its path there."""
-    written = {f"docs/{p.relative_to(DOCS).as_posix()}": p for p in sorted(DOCS.rglob("*.md"))}
-    written |= {name: ROOT / name for name in ROOT_PAGES}
-    texts = {site_path(path): p.read_text() for path, p in written.items()}
+    """Return every page of the site by its path there."""
+    texts = {page: path.read_text() for page, path in hand_written().items()} | generated()
     linked = {path for page, text in texts.items() for path in linked_code(page, text)}
     made = {page: as_markdown(page, text) for page, text in texts.items()}
     made |= {f"api/{room}.md": api_page(room, names) for room, names in modules().items()}
     return made | {site_path(path): code_page(path) for path in sorted(linked)}
 
 
+def pictures() -> list[Path]:
+    """Return the pictures in docs/ and in the folders of recipes."""
+    folders = (DOCS.rglob, (ROOT / "rolljax" / "recipes").rglob)
+    return [path for find in folders for kind in ("*.png", "*.svg") for path in find(kind)]
+
+
+def with_folders(config: str, found: Iterable[str]) -> str:
+    """Replace each folder in the navigation (`- algorithms/`) by the pages in it, its index first."""
+
+    def lines(m: re.Match[str]) -> str:
+        inside = sorted((p for p in found if p.startswith(m[2])), key=lambda p: (not p.endswith("index.md"), p))
+        return "".join(f"{m[1]}- {page}\n" for page in inside)
+
+    return re.sub(r"^( +)- (\w+/)\n", lines, config, flags=re.M)
+
+
 def stage(folder: Path) -> None:
-    """Write what the site is built from: its pages, the pictures in docs/, and a script for its search."""
+    """Write the parts that the site is built from: its pages, the pictures, and a script for its search."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "assets").mkdir(parents=True)
     shutil.copy(DOCS / "iframe-worker.js", folder / "assets")
-    for picture in [*DOCS.rglob("*.png"), *DOCS.rglob("*.svg")]:
-        target_file = folder / picture.relative_to(DOCS)
+    for picture in pictures():
+        target_file = folder / site_path(picture.relative_to(ROOT).as_posix())
         target_file.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, target_file)
     for page, text in pages().items():
@@ -159,9 +225,10 @@ def stage(folder: Path) -> None:
 
 
 def build(folder: Path) -> int:
-    """Stage into `folder`/docs and build `folder`/site of it; the exit code is mkdocs', which warns of nothing."""
+    """Stage into `folder`/docs, build `folder`/site from it, and return mkdocs' exit code; a warning is an error."""
     stage(folder / "docs")
-    config = (ROOT / "mkdocs.yml").read_text()
+    found = [p.relative_to(folder / "docs").as_posix() for p in (folder / "docs").rglob("*.md")]
+    config = with_folders((ROOT / "mkdocs.yml").read_text(), found)
     moved = config.replace("docs_dir: build/docs", f"docs_dir: {folder / 'docs'}")
     moved = moved.replace("site_dir: build/site", f"site_dir: {folder / 'site'}").replace(
         "paths: [.]", f"paths: [{ROOT}]"

@@ -1,5 +1,5 @@
-"""The pages made from the code say what it says, every page is in the site's navigation, and public names explain
-themselves."""
+"""Generated pages explain every setting and metric, every page is in the site's navigation, and public names have
+docstrings."""
 
 import ast
 import dataclasses
@@ -25,6 +25,7 @@ make_papers_page, make_settings_page, make_site = (
     importlib.import_module(name) for name in ("make_papers_page", "make_settings_page", "make_site")
 )
 sys.path.remove(str(DOCS))
+GENERATED = make_site.generated()
 CLASSES = {cls.__name__: cls for cls in make_settings_page.setting_classes()}
 
 
@@ -39,11 +40,11 @@ def table_rows(text):
 
 def told_settings():
     """The settings that pages tell of, by class: those of its section, and of the sections that this one points to."""
-    pages = [DOCS / "settings.md", *(p for p in (DOCS / "algorithms").glob("*.md") if p.stem != "defaults")]
+    pages = [text for page, text in GENERATED.items() if page == "settings.md" or page.startswith("algorithms/")]
     own, more = {}, {}
     for page in pages:
         for heading, body in re.findall(
-            r"^##+ (?:\w+\.)?(\w+)\n(.*?)(?=^## |^### [A-Z]\w+\n\n`rolljax|\Z)", page.read_text(), re.S | re.M
+            r"^##+ (?:\w+\.)?(\w+)\n(.*?)(?=^## |^### [A-Z]\w+\n\n`rolljax|\Z)", page, re.S | re.M
         ):
             own[heading] = {
                 m: row for row in table_rows(body) if len(row) == 4 for m in re.findall(r"^`(\w+)`$", row[0])
@@ -65,10 +66,12 @@ def test_the_reference_has_every_setting():
     assert lacking == [] and sum(len(dataclasses.fields(c)) for c in CLASSES.values()) > 1000
 
 
-def test_pages_made_from_the_code_are_up_to_date():
-    for name, made in (("settings", make_settings_page.page()), ("papers", make_papers_page.page())):
-        assert (DOCS / f"{name}.md").read_text() == made, f"run: python docs/make_{name}_page.py"
-    assert (DOCS / "metrics.md").read_text() == importlib.import_module("rolljax.metrics").markdown()
+def test_generated_pages_explain_every_metric_and_are_not_committed():
+    metrics = importlib.import_module("rolljax.metrics")
+    explained = {row[0]: row for row in table_rows(GENERATED["metrics.md"])}
+    assert all(all(explained[f"`{name}`"][1:]) for name in metrics.NAMES)
+    assert GENERATED.keys() >= {"settings.md", "papers.md", "algorithms/index.md", "algorithms/defaults.md"}
+    assert [page for page in GENERATED if (DOCS / page).exists()] == []
 
 
 def test_a_setting_that_no_docstring_explains_is_an_error():
@@ -84,7 +87,7 @@ def test_a_setting_that_no_docstring_explains_is_an_error():
 
 
 def test_every_paper_of_the_code_is_on_the_page():
-    told = set(re.findall(r"arxiv\.org/abs/([\d.]+)", (DOCS / "papers.md").read_text()))
+    told = set(re.findall(r"arxiv\.org/abs/([\d.]+)", GENERATED["papers.md"]))
     assert make_papers_page.named_in_code() == told
 
 
@@ -234,14 +237,16 @@ def leaves(nav):
 
 def test_every_page_is_in_the_navigation():
     """A new page: one line below `nav` in mkdocs.yml."""
-    listed = list(leaves(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]))
     pages = {page for page in make_site.pages() if not page.startswith("source/")}
+    config = make_site.with_folders((ROOT / "mkdocs.yml").read_text(), pages)
+    listed = list(leaves(yaml.load(config, Loader)["nav"]))
     assert pages - set(listed) == set() and set(listed) - pages == set()
     assert len(listed) == len(set(listed))
 
 
 def test_links_lead_to_pages_of_the_site():
     pages = make_site.pages()
+    pictures = {make_site.site_path(p.relative_to(ROOT).as_posix()) for p in make_site.pictures()}
     assert "source/configs/algorithms/grpo.gin.md" in pages
     for page, text in pages.items():
         if page.startswith(("api/", "source/")):
@@ -250,7 +255,23 @@ def test_links_lead_to_pages_of_the_site():
             path = link.partition("#")[0]
             to = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
             outside = re.match(r"[a-z]+:", link) or not path
-            assert outside or to in pages or (DOCS / to).is_file(), f"{page}: {link}"
+            assert outside or to in pages or to in pictures, f"{page}: {link}"
+
+
+def test_links_to_the_source_of_a_generated_page_lead_to_the_page():
+    links = {
+        "[metrics](../rolljax/metrics.py)": "[metrics](metrics.md)",
+        "[the reference](make_settings_page.py#phase)": "[the reference](settings.md#phase)",
+        "[GRPO](../rolljax/trainer/algorithms/grpo.py)": "[GRPO](algorithms/grpo.md)",
+        "[the base](../rolljax/trainer/algorithms/base.py)": "[the base](source/rolljax/trainer/algorithms/base.py.md)",
+    }
+    assert [make_site.relinked("async.md", link) for link in links] == list(links.values())
+
+
+def test_a_recipe_is_a_page_next_to_its_pictures():
+    assert make_site.site_path("rolljax/recipes/ddk/README.md") == "recipes/ddk.md"
+    text = make_site.relinked("recipes/ddk.md", "![curve](ddk.png) [settings](../../../docs/make_settings_page.py)")
+    assert text == "![curve](ddk.png) [settings](../settings.md)"
 
 
 @pytest.mark.slow
