@@ -141,7 +141,7 @@ def test_names_of_modules_are_right(page):
 @pytest.mark.parametrize("page", PAGES, ids=title)
 def test_paths_are_right(page):
     """Paths that start with a folder of the repository, and paths that start with a room."""
-    first = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - {"runs"}
+    first = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - {"runs", "build"}
     rooms = {p.name for p in PACKAGE.iterdir() if p.is_dir()}
     wrong = []
     for span in spans(page):
