@@ -76,7 +76,7 @@ def ours(args: argparse.Namespace) -> None:
         groups_per_step=a.prompts,
         limit_tok=a.new_tokens,
     )
-    state = trainer.init(jax.jit(lambda: model.init(a.seed))())
+    state = trainer.states.init(jax.jit(lambda: model.init(a.seed))())
     before = compared(state.params)
     publish = make_publish(mesh, model)
     engine = Engine(model, SamplerConfig(slots=a.prompts * a.generations, max_context=longest), mesh, BATCH_AXES)
@@ -112,7 +112,7 @@ def ours(args: argparse.Namespace) -> None:
             [trajectory(p, answers[g * a.generations + s], i, g, s) for s in range(a.generations)]
             for g, p in enumerate(prompts)
         ]
-        state = trainer.step(state, groups, {}, i).state
+        state, _ = trainer.step(state, groups, {}, i)
         jax.block_until_ready(state.params)
         rec.add_train(start)
     rec.begin_step()

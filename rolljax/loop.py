@@ -39,7 +39,7 @@ from rolljax.run.folder import RunFolder
 from rolljax.run.layout import VERDICTS
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import ALL_STEPS, RunProgress
-from rolljax.run.protocols import LoopRecorder, LoopRuntime, StepSource, TaskSource
+from rolljax.run.protocols import LoopRecorder, LoopRuntime, LoopTrainer, StepSource, TaskSource
 from rolljax.run.recorder import Recorder
 from rolljax.run.replay import RunLog, open_rollouts
 from rolljax.run.reward_models import TrainedRewardModels
@@ -55,7 +55,7 @@ from rolljax.run.step_metrics import (
     trajectories_row,
 )
 from rolljax.run.tracking import tracking
-from rolljax.run.trainer import LOCKSTEP_CALLS, LocalTrainer, Trainer
+from rolljax.run.trainer import LOCKSTEP_CALLS, Trainer
 from rolljax.threads.event_loop import Stopped
 from rolljax.threads.watchdog import Watchdog
 
@@ -83,8 +83,7 @@ def train(
       EnvError: no trajectory survived for `recorder.MAX_FAILED_STEPS` steps. HangError: a wait ran past its deadline.
     """
     recipe = preflight.recipe
-    local = LocalTrainer(preflight, folder, preflight.chat.tokenizer)
-    trainer: Trainer = team.share("trainer", local, LOCKSTEP_CALLS)
+    trainer = team.share("trainer", Trainer(preflight, folder, preflight.chat.tokenizer), LOCKSTEP_CALLS)
     progress, on_disk = open_trainer(trainer, preflight, folder, console)
     watchdog = Watchdog(console.say, console.waiting, folder.path / "crash")
     recorder = Recorder(recipe, folder, console, watchdog, trainer, progress, on_disk)
@@ -119,7 +118,7 @@ def train(
 
 async def train_phases(
     stream: TaskSource,
-    trainer: Trainer,
+    trainer: LoopTrainer,
     runtime: LoopRuntime,
     recorder: LoopRecorder,
     began: float | None = None,
@@ -157,7 +156,7 @@ async def train_phases(
 
 
 async def train_step(
-    phase: Phase, rollouts: StepSource, trainer: Trainer, runtime: LoopRuntime, recorder: LoopRecorder
+    phase: Phase, rollouts: StepSource, trainer: LoopTrainer, runtime: LoopRuntime, recorder: LoopRecorder
 ) -> None:
     """Train one step of a phase. At its end state and progress agree, so that they can be saved as they are."""
     progress, recipe, version = recorder.progress, runtime.recipe, recorder.progress.version

@@ -146,11 +146,11 @@ def follow(config: Loaded[Recipe], folder: RunFolder, team: Follower) -> int:
     """
     from rolljax.run import preflight, reference_policies
     from rolljax.run.runtime import share_sampler
-    from rolljax.run.trainer import LOCKSTEP_CALLS, LocalTrainer
+    from rolljax.run.trainer import LOCKSTEP_CALLS, Trainer
 
     resolved = preflight.resolve(config.value)
     reference_policies.check(resolved)
-    trainer = team.share("trainer", LocalTrainer(resolved, folder), LOCKSTEP_CALLS)
+    trainer = team.share("trainer", Trainer(resolved, folder), LOCKSTEP_CALLS)
     share_sampler(resolved, trainer.weights, team)
     with stop_on_signal(team.ask_to_stop):
         team.serve(lambda mark: folder.check_shared(config, mark))

@@ -12,6 +12,7 @@ import numpy as np
 
 from rolljax.trainer import algorithms, masked
 from rolljax.trainer.algorithms.base import Algorithm, PolicyOutputs
+from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.phase_trainer import PhaseTrainer
@@ -103,7 +104,7 @@ def credited(algorithm, groups, seed=0):
     """Groups that take part, with their columns."""
     rng = np.random.default_rng(seed)
     e = episodes_of(rng, groups, algorithm.needs())
-    return trainer(algorithm).apply_credit(samples_of(groups), e, algorithm.credit(e, {}))
+    return apply_credit(algorithm.needs(), samples_of(groups), e, algorithm.credit(e, {}))
 
 
 class Objective:
@@ -169,7 +170,7 @@ def trained(algorithm, groups, e, logps, shape=SHAPE, *, carry=None, mask=None):
     credit = algorithm.credit(e, carry)
     if mask is not None:
         credit = dataclasses.replace(credit, mask=mask if credit.mask is None else mask & credit.mask)
-    kept = trainer(algorithm).apply_credit(samples, e, credit)
+    kept = apply_credit(algorithm.needs(), samples, e, credit)
     grads = [np.zeros((3, len(x))) for x in logps]
     if not kept:
         return 0.0, grads

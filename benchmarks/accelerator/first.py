@@ -61,7 +61,7 @@ def body(piece: Piece) -> None:
     length, rows = (64, 2) if piece.tiny else (2048, 4)
     with piece.attempt({"what": "update", "shape": name, "length": length, "rows": rows}) as row:
         trainer = make_trainer(shape, length, rows, "full")
-        policy = trainer.init(random_weights(trainer.model, computed=False)).policy
+        policy = trainer.states.init(random_weights(trainer.model, computed=False)).policy
         _, figures = update_figures(trainer, policy, piece.peaks)
         row |= figures
 

@@ -68,7 +68,7 @@ def body(piece: Piece) -> None:
                 figures = decode_figures(model, random_weights(model), piece.peaks, attention="auto", **sizes)
             else:
                 trainer = make_trainer(shape, one["length"], one["rows"], "full")
-                policy = trainer.init(random_weights(trainer.model, computed=False)).policy
+                policy = trainer.states.init(random_weights(trainer.model, computed=False)).policy
                 figures = update_figures(trainer, policy, piece.peaks)[1]
                 del policy
             row |= {"tok_s": figures["tok_s"], "ratio": figures["tok_s"] / theirs["tok_s"]}

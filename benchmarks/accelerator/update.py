@@ -172,7 +172,7 @@ def body(piece: Piece) -> None:
             if of != one.shape or policy is None:
                 policy = None
                 gc.collect()
-                policy, of = trainer.init(random_weights(trainer.model, computed=False)).policy, one.shape
+                policy, of = trainer.states.init(random_weights(trainer.model, computed=False)).policy, one.shape
             held, policy = policy, None  # an update that fails has given the state up
             policy, figures = update_figures(trainer, held, piece.peaks)
             row |= figures

@@ -220,7 +220,7 @@ def batch_shapes(trainer: PhaseTrainer) -> TokenBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainer:
+class TrainerShapes:
     """Shapes of all that a phase's trainer keeps on its devices."""
 
     trainer: PhaseTrainer
@@ -229,10 +229,10 @@ class Trainer:
     references: Mapping[str, Any]
 
     @staticmethod
-    def of(trainer: PhaseTrainer) -> Trainer:
-        state = placed(trainer.abstract(), trainer.shardings)
+    def of(trainer: PhaseTrainer) -> TrainerShapes:
+        state = placed(trainer.states.abstract(), trainer.states.shardings)
         references = {name: params for name, (_, params) in trainer.references.items()}
-        return Trainer(trainer, state, batch_shapes(trainer), references)
+        return TrainerShapes(trainer, state, batch_shapes(trainer), references)
 
     def resident(self) -> dict[str, float]:
         """Bytes of one device between updates."""
@@ -289,7 +289,7 @@ class Trainer:
             yield program("critics", trainer.critic_update, (critics, batch, *base), own, 0.0, critics.params)
         if needs.trainer_logp:
             own = ("parameters", "base weights")
-            args = (trainer.full_params(policy.params), batch)
+            args = (model.full_params(policy.params, trainer.base), batch)
             yield program("logprobs", trainer.forward_passes.policy_program, args, own, forward, None)
 
 

@@ -95,7 +95,7 @@ def programs(resolved: ResolvedRecipe) -> Iterator[aot.Program]:
     trainers, seen = [], set()
     for index, phase in enumerate(recipe.phases):
         trainer = make_trainer(resolved, index, aot.reference_shapes(mesh, model, phase.algorithm, base), base)
-        trainers.append(aot.Trainer.of(trainer))
+        trainers.append(aot.TrainerShapes.of(trainer))
         key = (phase.algorithm, phase.optimizer, trainer.shape)
         if key not in seen:
             yield from trainers[-1].programs(phase.name, {} if way else sampler.resident())
@@ -104,7 +104,7 @@ def programs(resolved: ResolvedRecipe) -> Iterator[aot.Program]:
     arriving = {aot.ARRIVING: way.moved_bytes / way.received.size} if way else {}
     yield from sampler.programs(arriving or largest)
     trainer = trainers[0].trainer
-    trained = trainer.full_params(trainers[0].state.policy.params)
+    trained = model.full_params(trainers[0].state.policy.params, trainer.base)
     yield from aot.publish_programs(mesh, model, trained, sampler, largest, way)
 
 

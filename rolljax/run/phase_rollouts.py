@@ -20,9 +20,8 @@ from rolljax.rollout.starts import fallback
 from rolljax.run.alerts import unfilled_step
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
-from rolljax.run.protocols import LoopRuntime, StepGroups, TaskSource
+from rolljax.run.protocols import LoopRuntime, LoopTrainer, StepGroups, TaskSource
 from rolljax.run.step_metrics import ages_row
-from rolljax.run.trainer import Trainer
 from rolljax.run.validation import gold_groups
 from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.credit.episodes import Episodes
@@ -86,7 +85,7 @@ class PhaseRollouts:
         """Whether another step can be had from here: of a stream of tasks without end, always."""
         return True
 
-    async def measure(self, trainer: Trainer) -> None:
+    async def measure(self, trainer: LoopTrainer) -> None:
         """Tell the mixture's rule how student and teacher stand, if it asks before this step."""
         step = self._progress.step
         if self._shares is None or not (tasks := self._shares.asks(step)):

@@ -10,14 +10,16 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from rolljax.envs.pool import Pool
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.mixture_rules import Perplexities
 from rolljax.rollout.policies import Policy
 from rolljax.rollout.starts import StartCurriculum
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.run.step_metrics import StepTimer
-from rolljax.run.trainer import Trainer
 from rolljax.sampler.request import SamplerStats
 from rolljax.threads.watchdog import Watchdog
+from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.phase_trainer import TrainedStep
 from rolljax.types import Group, Key, Task, TokenColumn, Trajectory
 
 T = TypeVar("T")
@@ -60,6 +62,14 @@ class TaskSource(Protocol):
     def of(self, domain: str) -> Task: ...
     def state(self) -> str: ...
     def restore(self, state: str) -> None: ...
+
+
+class LoopTrainer(Protocol):
+    """The methods of the trainer that the loop calls; see `run.trainer.Trainer`."""
+
+    def open_phase(self, progress: RunProgress) -> None: ...
+    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep: ...
+    def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]: ...
 
 
 class LoopSampler(Protocol):
@@ -106,7 +116,7 @@ class StepSource(Protocol):
     """Where the groups of steps come from; see `phase_rollouts.PhaseRollouts` and `replay.ReplayedRollouts`."""
 
     def has_step(self) -> bool: ...
-    async def measure(self, trainer: Trainer) -> None: ...
+    async def measure(self, trainer: LoopTrainer) -> None: ...
     def start(self, version: int) -> None: ...
     async def take(self, version: int) -> StepGroups: ...
     def end_step(self, step: StepGroups) -> tuple[dict[str, float], ConsumedStep]: ...

@@ -24,8 +24,7 @@ from rolljax.run.folder import RunFolder, setting_of_phase
 from rolljax.run.layout import CONSUMED, RESOLVED, rollouts_file
 from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.progress import RunProgress
-from rolljax.run.protocols import LoopRuntime, StepGroups, TaskSource
-from rolljax.run.trainer import Trainer
+from rolljax.run.protocols import LoopRuntime, LoopTrainer, StepGroups, TaskSource
 from rolljax.types import Group, Trajectory
 
 COMPUTING = ("mesh.", "placement", "attention", "remat")
@@ -204,7 +203,7 @@ class ReplayedRollouts:
         """Return whether the log has another step of this phase."""
         return self._log.after(self._progress, self._phase) is not None
 
-    async def measure(self, trainer: Trainer) -> None:
+    async def measure(self, trainer: LoopTrainer) -> None:
         """Do nothing: the log has the domains of the groups."""
 
     def start(self, version: int) -> None:

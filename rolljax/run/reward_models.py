@@ -27,7 +27,7 @@ from rolljax.run.policy import policy_recipe, stored_phases
 from rolljax.run.preflight import ResolvedRecipe, micro_tok
 from rolljax.trainer.algorithms.reward_model import RewardModel, score_spread
 from rolljax.trainer.mesh import param_shardings
-from rolljax.trainer.state_builder import stacked
+from rolljax.trainer.state import stacked
 
 SCORES = "scores.json"
 """Mean and standard deviation of a model's scores for the answers that its training ended with."""

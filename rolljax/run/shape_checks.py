@@ -28,6 +28,7 @@ from rolljax.run.reward_models import TrainedRewardModels
 from rolljax.run.trainer import make_trainer
 from rolljax.trainer import masked
 from rolljax.trainer.algorithms.base import Algorithm, Needs, PolicyOutputs, TokenLoss
+from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import Packed, PackShape, Sample, TokenBatch, pack
 from rolljax.trainer.credit.emptiness import could_teach
 from rolljax.trainer.credit.episodes import Credit, Episodes
@@ -84,7 +85,7 @@ def rehearse(resolved: ResolvedRecipe, index: int) -> None:
     phase, rng = resolved.recipe.phases[index], np.random.default_rng(resolved.recipe.seed)
     algorithm, trainer = phase.algorithm, make_trainer(resolved, index, {})
     with _blamed(phase, "the optimizer's state cannot be made"):
-        trainer.abstract()
+        trainer.states.abstract()
     kept: list[list[Sample]] = []
     carry: Any = {}
     for alike in (False, True):  # a second step, whose rewards are all the same
@@ -95,7 +96,7 @@ def rehearse(resolved: ResolvedRecipe, index: int) -> None:
             algorithm.has_signal(episodes)
             result = algorithm.credit(episodes, carry)
             _check_credit(result, episodes)
-            kept = kept or trainer.apply_credit(samples, episodes, result)
+            kept = kept or apply_credit(algorithm.needs(), samples, episodes, result)
             lost = not kept and not could_teach(algorithm, episodes, carry)
             carry = result.carry
         if lost:
@@ -108,7 +109,7 @@ def rehearse(resolved: ResolvedRecipe, index: int) -> None:
             )
     if not kept:  # it has no use for these rewards: the objective is tried all the same
         everyone = dataclasses.replace(result, keep=None, mask=None)
-        kept = trainer.apply_credit(samples, episodes, everyone)
+        kept = apply_credit(algorithm.needs(), samples, episodes, everyone)
     with _blamed(phase, "the objective cannot be traced"):
         trace(algorithm, _packed(trainer, kept).batch)
 

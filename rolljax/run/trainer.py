@@ -1,4 +1,4 @@
-"""The trainer of a run: what the loop asks for, and how one process does it with the devices of its mesh."""
+"""The trainer of a run, phase by phase: its weights, its state, its checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rolljax.model import hf
 from rolljax.model.decoder import Params
@@ -21,73 +21,25 @@ from rolljax.run.layout import RESULT
 from rolljax.run.preflight import ResolvedRecipe
 from rolljax.run.progress import RunProgress
 from rolljax.trainer.algorithms.base import Carry
-from rolljax.trainer.phase_trainer import PhaseTrainer
+from rolljax.trainer.phase_trainer import PhaseTrainer, TrainedStep
 from rolljax.trainer.state import TrainState, fingerprint
 from rolljax.trainer.update import ReferencePolicies
-from rolljax.types import Group, Key, TokenColumn, Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedStep:
-    """What a training step tells the loop: what the algorithm carries on, metrics, groups that were trained on, and
-    what it made of the tokens of each trajectory."""
-
-    carry: Carry
-    row: dict[str, float]
-    num_trained: int
-    columns: Mapping[Key, Mapping[str, TokenColumn]] = dataclasses.field(default_factory=dict)
-
-
-class Trainer(Protocol):
-    """Trains the policy of a run, phase by phase. Its state is its own.
-
-    On one process it is a `LocalTrainer`; on several, one in each, in lock step (`cluster.lockstep`).
-    """
-
-    def open_phase(self, progress: RunProgress) -> None:
-        """Start phase `progress.phase` with the current weights, which in the first phase are the initial weights."""
-
-    def restore(self, saved: Saved) -> None:
-        """Continue from a checkpoint."""
-
-    def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
-        """Credit and all updates of step `step` of the phase.
-
-        Args:
-          groups: trajectories that take part. carry: what the step before returned; empty at first.
-
-        Raises:
-          NotFinite: a loss or gradient was not finite.
-          TrainerError: nothing of these trajectories can be trained on, whatever their rewards.
-        """
-        ...
-
-    def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]:
-        """Perplexities of the policy and of the phase's teacher on gold answers, by domain."""
-        ...
-
-    def weights(self) -> Params:
-        """The policy's weights now, as `Model.bind` takes them; on the devices."""
-        ...
-
-    def save(self, name: str, progress: RunProgress) -> None:
-        """Commit a checkpoint of the state and of `progress` as `name`."""
-
-    def result(self) -> str:
-        """Write the policy as a Hugging Face folder; returns the fingerprint of the whole state, in hexadecimal."""
-        ...
-
+from rolljax.types import Group, Trajectory
 
 LOCKSTEP_CALLS = ("open_phase", "restore", "step", "perplexities", "save", "result")
 """Methods that all processes of a mesh must call in one order."""
 
 
-class LocalTrainer:
-    """What each process does of a `Trainer`'s work, on the devices of its mesh.
+class Trainer:
+    """Trains the policy of a run, phase by phase, on the devices of its mesh. It holds the state; the programs of the
+    current phase are a `PhaseTrainer`.
+
+    Every process of a run has one. `lockstep.Leader.share` turns the leader's into a proxy that makes the calls of
+    `LOCKSTEP_CALLS` in all processes.
 
     Args:
-      folder: where checkpoints and the result go. tokenizer: goes along with the result; None in processes that do not
-        lead, which write none.
+      folder: where checkpoints and the result go. tokenizer: saved with the result; None in the processes that follow,
+        which write none.
     """
 
     def __init__(self, resolved: ResolvedRecipe, folder: RunFolder, tokenizer: Any = None) -> None:
@@ -112,19 +64,21 @@ class LocalTrainer:
         return self._state
 
     def open_phase(self, progress: RunProgress) -> None:
+        """Start phase `progress.phase` with the current weights, which in the first phase are the initial weights."""
         self._keep_reward_model()
         base, self._phase, self._carry = self._base, progress.phase, {}
         params = start_params(self._resolved) if self._state is None else self._state.params
         critics = None if self._state is None else self._state.critics
         references = reference_policies.load(self._resolved, progress.phase, self._folder, params, base, begins=True)
         self._phase_trainer = make_trainer(self._resolved, progress.phase, references, base)
-        self._state = self._phase_trainer.init(params, critics)
+        self._state = self._phase_trainer.states.init(params, critics)
 
     def restore(self, saved: Saved) -> None:
+        """Continue from a checkpoint."""
         progress, base = saved.progress, self._base
         self._phase, self._carry = progress.phase, dict(progress.carry)
         trainer = make_trainer(self._resolved, progress.phase, {}, base)
-        self._state = self._folder.checkpoints.state(saved.name, trainer.abstract(), trainer.shardings)
+        self._state = self._folder.checkpoints.state(saved.name, trainer.states.abstract(), trainer.states.shardings)
         if not progress.finished:  # else it is only looked at
             references = reference_policies.load(
                 self._resolved, progress.phase, self._folder, self._state.params, base, begins=progress.step == 0
@@ -133,12 +87,21 @@ class LocalTrainer:
         self._phase_trainer = trainer
 
     def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
-        made = self.phase_trainer.step(self.state, groups, carry, step)
-        self._state, self._carry = made.state, dict(made.carry)
-        keys = [t.key for group in groups for t in group]
-        return TrainedStep(dict(made.carry), made.row, made.num_trained, dict(zip(keys, made.columns, strict=True)))
+        """Compute credit and make all updates of step `step` of the phase.
+
+        Args:
+          groups: the trajectories that take part. carry: what the step before returned; empty at first.
+
+        Raises:
+          NotFinite: a loss or gradient was not finite.
+          TrainerError: nothing of these trajectories can be trained on, whatever their rewards.
+        """
+        self._state, trained = self.phase_trainer.step(self.state, groups, carry, step)
+        self._carry = dict(trained.carry)
+        return trained
 
     def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]:
+        """Return the perplexities of the policy and of the phase's teacher on gold answers, by domain."""
         trainer, found = self.phase_trainer, {}
         for name, of_domain in groups.items():
             nats = trainer.cross_entropies(self.state, [list(group.trajectories) for group in of_domain])
@@ -146,9 +109,11 @@ class LocalTrainer:
         return found
 
     def weights(self) -> Params:
-        return self.phase_trainer.full_params(self.state.params)
+        """Return the policy's weights as they are now, on the devices, in the form that `Model.bind` takes."""
+        return self._resolved.model.full_params(self.state.params, self._base)
 
     def save(self, name: str, progress: RunProgress) -> None:
+        """Commit a checkpoint of the state and of `progress` as `name`."""
         self._folder.checkpoints.save(name, self.state, progress)
 
     def _keep_reward_model(self) -> None:
@@ -158,6 +123,7 @@ class LocalTrainer:
             reward_models.keep(self._folder, phase, self._state.critics.params, self._carry)
 
     def result(self) -> str:
+        """Write the policy as a Hugging Face folder; return the fingerprint of the whole state, in hexadecimal."""
         self._keep_reward_model()
         recipe, model = self._resolved.recipe, self._resolved.model
         source = recipe.model if isinstance(recipe.model, str) else None

@@ -12,22 +12,20 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from rolljax.envs.pool import EnvPool
-from rolljax.model.decoder import Params
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import Rollouts
 from rolljax.rollout.mixture_rules import Perplexities
 from rolljax.rollout.policies import Policy
-from rolljax.run.checkpoint import Saved
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.run.protocols import StepGroups
 from rolljax.run.step_metrics import StepTimer, token_ages
-from rolljax.run.trainer import TrainedStep
 from rolljax.simulation.episodes import GroupSpan, ObservedRollouts, SimulatedEnvs, SimulatedPolicy, TokenCounts
 from rolljax.simulation.sampler import SimulatedSampler
 from rolljax.simulation.timings import Timings
 from rolljax.threads.watchdog import Watchdog
 from rolljax.trainer.algorithms.base import Carry
+from rolljax.trainer.phase_trainer import TrainedStep
 from rolljax.types import EVAL_STREAM, Group, Task, Trajectory
 
 T = TypeVar("T")
@@ -155,7 +153,7 @@ class SimulatedRuntime:
 
 
 class SimulatedTrainer:
-    """A `Trainer` that trains nothing, in the time that it would take."""
+    """The loop's trainer, which trains nothing in the time that training would take."""
 
     def __init__(self, runtime: SimulatedRuntime) -> None:
         self._runtime, self._timings = runtime, runtime.timings
@@ -171,17 +169,9 @@ class SimulatedTrainer:
         return TrainedStep({}, row, len(groups))
 
     def open_phase(self, progress: RunProgress) -> None: ...
-    def restore(self, saved: Saved) -> None: ...
-    def save(self, name: str, progress: RunProgress) -> None: ...
 
     def perplexities(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, Perplexities]:
         raise NotImplementedError("a simulation has no models")
-
-    def weights(self) -> Params:
-        raise NotImplementedError("a simulation has none")
-
-    def result(self) -> str:
-        return ""
 
 
 def packed_tok(group: Sequence[Trajectory]) -> int:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from rolljax.errors import TrainerError
 from rolljax.metrics import NAMES, reduce_parts
-from rolljax.model.decoder import Model, Params
+from rolljax.model.decoder import Model
 from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
 from rolljax.trainer.algorithms.base import Algorithm, Carry
@@ -30,10 +30,9 @@ from rolljax.trainer.critic import Critic
 from rolljax.trainer.forward import without_experts
 from rolljax.trainer.forward_passes import ForwardPasses, PlacedBatch
 from rolljax.trainer.optimizer import Optimizer
-from rolljax.trainer.state import ParamState, TrainState
-from rolljax.trainer.state_builder import CriticSettings, StateBuilder
+from rolljax.trainer.state import CriticSettings, StateBuilder, TrainState
 from rolljax.trainer.update import ReferencePolicies, make_critic_update, make_policy_update
-from rolljax.types import TokenColumn, Trajectory
+from rolljax.types import Key, TokenColumn, Trajectory
 
 MetricsRow = dict[str, float]
 """Numbers by the names of `metrics.NAMES`."""
@@ -50,15 +49,14 @@ class NotFinite(TrainerError):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
-    """What a step made: the state, what the algorithm carries on, metrics, how many groups were trained on, and columns
-    of each trajectory (`apply_credit.token_columns`)."""
+class TrainedStep:
+    """The result of a training step, next to the new state: what the algorithm carries on, metrics, the number of
+    groups that were trained, and columns of each trajectory (`apply_credit.token_columns`)."""
 
-    state: TrainState
     carry: Carry
     row: MetricsRow
     num_trained: int
-    columns: Sequence[dict[str, TokenColumn]] = ()
+    columns: Mapping[Key, Mapping[str, TokenColumn]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,8 +88,10 @@ class PhaseTrainer:
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
-    def step(self, state: TrainState, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> Step:
-        """Credit and all updates of a step.
+    def step(
+        self, state: TrainState, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int
+    ) -> tuple[TrainState, TrainedStep]:
+        """Compute credit and make all updates of a step; return the new state and the step's result.
 
         Args:
           groups: the trajectories that take part. carry: what the step before returned; empty at first.
@@ -101,7 +101,7 @@ class PhaseTrainer:
           TrainerError: nothing of these trajectories can be trained on, whatever their rewards.
         """
         if not groups:  # not one trajectory survived
-            return Step(state, carry, update_metrics([], []), 0)
+            return state, TrainedStep(carry, update_metrics([], []), 0)
         clock = Stopwatch()
         with clock:
             samples = [[Sample.of(t, self._unknown_experts) for t in group] for group in groups]
@@ -110,7 +110,7 @@ class PhaseTrainer:
         episodes = self.compute_credit_inputs(state, batches, episodes)
         with clock:
             credit = self.algorithm.credit(episodes, carry)
-            kept = self.apply_credit(samples, episodes, credit)
+            kept = apply_credit(self.algorithm.needs(), samples, episodes, credit)
             self._check_signal(kept, episodes, carry)
             if step == 0:
                 state, kept = self._center_critics(state, kept)
@@ -120,19 +120,22 @@ class PhaseTrainer:
             episodes = dataclasses.replace(episodes, values=self.compute_values(state, batches, episodes))
             with clock:
                 credit = _with_stats_before(credit, self.algorithm.credit(episodes, carry))
-                kept = self.apply_credit(samples, episodes, credit)
+                kept = apply_credit(self.algorithm.needs(), samples, episodes, credit)
                 micro_batches = self.pack_micro_batches(kept, self._kl_coef(carry))
         state, policy_rows = self.update_policy(state, micro_batches, step)
         row = update_metrics(micro_batches, critic_rows + policy_rows) | credit_metrics(episodes, credit)
         row |= {"time/pack_s": clock.seconds}
-        return Step(state, credit.carry, row, len(kept), token_columns(episodes, credit))
+        keys = [t.key for group in groups for t in group]
+        columns = dict(zip(keys, token_columns(episodes, credit), strict=True))
+        return state, TrainedStep(dict(credit.carry), row, len(kept), columns)
 
     def cross_entropies(self, state: TrainState, groups: Sequence[Sequence[Trajectory]]) -> tuple[float, float]:
         """Mean cross-entropy of the gold tokens of some trajectories, in nats at temperature 1: of the policy, and of
         the teacher that `algorithm.needs().divergence` names."""
         term = self.algorithm.needs().divergence
         assert term is not None, "the algorithm has no teacher"
-        policies = [(self.model, self.full_params(state.params)), self.references[term.policy]]
+        own = self.model.full_params(state.params, self.base)
+        policies = [(self.model, own), self.references[term.policy]]
         samples = [[Sample.of(t, self._unknown_experts) for t in group] for group in groups]
         size, total, number = -(-self.groups_per_step // self.updates_per_step), np.zeros(2), 0
         for start in range(0, len(samples), size):
@@ -153,27 +156,18 @@ class PhaseTrainer:
         Args:
           batches: `pack_samples` of the same trajectories.
         """
-        needs, found = self.algorithm.needs(), self.compute_logprobs(state, batches, episodes)
+        needs = self.algorithm.needs()
+        found = self.forward_passes.compute_logprobs(state.params, batches, episodes.mask)
         if needs.attention:
             found |= self.forward_passes.compute_attention_stats(state.params, batches, episodes.mask)
         if needs.critics:
             found["values"] = self.compute_values(state, batches, episodes)
         return dataclasses.replace(episodes, **found)  # type: ignore[arg-type]
 
-    def compute_logprobs(
-        self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes
-    ) -> dict[str, np.ndarray]:
-        """Return the log-probs by the policy and by references that the algorithm needs."""
-        return self.forward_passes.compute_logprobs(state.params, batches, episodes.mask)
-
     def compute_values(self, state: TrainState, batches: Sequence[PlacedBatch], episodes: Episodes) -> np.ndarray:
         """Values `[critics, N, T]` of the state before every token."""
         assert state.critics is not None
         return self.forward_passes.compute_values(state.critics.params, batches, episodes.mask)
-
-    def apply_credit(self, samples: Samples, episodes: Episodes, credit: Credit) -> list[list[Sample]]:
-        """The groups that take part, every sample with its columns."""
-        return apply_credit(self.algorithm.needs(), samples, episodes, credit)
 
     def pack_samples(self, samples: Samples) -> list[PlacedBatch]:
         """Pack all samples for forward passes, in batches of this phase's shape; none if the algorithm needs none.
@@ -268,26 +262,11 @@ class PhaseTrainer:
 
     # ---- the state --------------------------------------------------------------------------------------------------
 
-    def init(self, params: Params, previous: ParamState | None = None) -> TrainState:
-        """A fresh state around the policy's `params`.
-
-        Args:
-          previous: the critics of the phase before, for `Critic.model = 'previous'`.
-        """
-        return self.states.init(params, previous)
-
-    def abstract(self) -> TrainState:
-        """Shapes and dtypes of the state."""
-        return self.states.abstract()
-
-    @property
-    def shardings(self) -> TrainState:
-        """Where every leaf of the state lives."""
-        return self.states.shardings
-
-    def full_params(self, params: Params) -> Params:
-        """Return the policy's parameters as `Model.bind` takes them: together with the frozen weights, if any."""
-        return self.model.full_params(params, self.base)
+    @functools.cached_property
+    def states(self) -> StateBuilder:
+        """Makes the phase's states, their shapes and their shardings."""
+        critics = CriticSettings(self.critic, self.value_model, self.num_critic_updates) if self.critic else None
+        return StateBuilder(self.mesh, self.model, self.optimizer, self.num_updates, critics, self.seed)
 
     @property
     def critic(self) -> Critic | None:
@@ -312,11 +291,6 @@ class PhaseTrainer:
         return self.critic.value_model(self.model)
 
     @functools.cached_property
-    def states(self) -> StateBuilder:
-        critics = CriticSettings(self.critic, self.value_model, self.num_critic_updates) if self.critic else None
-        return StateBuilder(self.mesh, self.model, self.optimizer, self.num_updates, critics, self.seed)
-
-    @functools.cached_property
     def forward_passes(self) -> ForwardPasses:
         value_model = self.value_model if self.critic else None
         return ForwardPasses(
@@ -328,15 +302,26 @@ class PhaseTrainer:
         """See `update.make_policy_update`."""
         models = {name: model for name, (model, _) in self.references.items()}
         return make_policy_update(
-            self.mesh, self.model, self.algorithm, self.optimizer, self.num_updates, self.shardings.policy, models
+            self.mesh,
+            self.model,
+            self.algorithm,
+            self.optimizer,
+            self.num_updates,
+            self.states.shardings.policy,
+            models,
         )
 
     @functools.cached_property
     def critic_update(self) -> jax.stages.Wrapped:
         """See `update.make_critic_update`."""
-        assert self.critic is not None and self.shardings.critics is not None
+        assert self.critic is not None and self.states.shardings.critics is not None
         return make_critic_update(
-            self.mesh, self.value_model, self.algorithm, self.critic, self.num_critic_updates, self.shardings.critics
+            self.mesh,
+            self.value_model,
+            self.algorithm,
+            self.critic,
+            self.num_critic_updates,
+            self.states.shardings.critics,
         )
 
 

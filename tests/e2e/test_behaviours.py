@@ -26,6 +26,7 @@ from rolljax.trainer.algorithms.reinforce import Reinforce
 from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
+from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import PackShape, Sample
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.shaping import GroupFilter
@@ -119,7 +120,7 @@ def test_a_step_of_a_toy_is_what_the_trainer_would_pack(case):
         limit_tok=e.limit_tok,
     )  # type: ignore[arg-type]
     samples = [[Sample.of(t) for t in group] for group in groups]
-    packed = trainer.pack(trainer.apply_credit(samples, e, credit))
+    packed = trainer.pack(apply_credit(trainer.algorithm.needs(), samples, e, credit))
     theirs = packed.batch
     assert theirs.num_tokens == ours.num_tokens and theirs.num_sequences == ours.num_sequences
     keep = e.mask.any(1) if credit.keep is None else credit.keep & e.mask.any(1)

@@ -343,7 +343,7 @@ def run(tmp_path_factory):
         progress = RunProgress(total_steps=step, step=step, version=step, weights_reward=reward, heldout_reward=heldout)
         row = {"step": step, "phase": "warm_start", "reward/mean": 0.5}
         folder.write_row(row)
-        state = make_trainer(resolved, 0, {}).init(params)
+        state = make_trainer(resolved, 0, {}).states.init(params)
         folder.checkpoints.save(folder.checkpoints.next_name(progress), state, progress)
     return folder.path
 

@@ -94,7 +94,7 @@ def update(spec, lora=None):
         base = like(shapes, param_shardings(mesh, lora.base_axes(model.plain.axes()), shapes))
     trainer = PhaseTrainer(mesh, model, Grpo(), AdamW(), PackShape(1, B, T), 10, 4, base=base)
     batch = trainer.pack([]).batch
-    state = like(trainer.abstract().policy, trainer.shardings.policy)
+    state = like(trainer.states.abstract().policy, trainer.states.shardings.policy)
     args = state, like(batch, batch_shardings(mesh, batch)), {}, base
     text = trainer.policy_update.lower(*args).compile().as_text()
     computations = read(text)

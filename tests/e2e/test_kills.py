@@ -20,7 +20,7 @@ from rolljax.errors import ConfigError
 from rolljax.run import durable
 from rolljax.run.checkpoint import MANIFEST, Checkpoints
 from rolljax.run.folder import RunFolder
-from rolljax.run.trainer import LocalTrainer
+from rolljax.run.trainer import Trainer
 from rolljax.train import main as train
 from rolljax.train import parse
 from rolljax.train import train as train_recipe
@@ -400,7 +400,7 @@ def test_every_write_may_fail(watched, tmp_path, capsys):
 def test_108_corruptions_of_a_real_run(watched, tmp_path, capsys, monkeypatch):
     """Corrupt every file of a checkpoint, of the phase's first weights, and of the run's position: the run either
     resumes exactly one of the checkpoints, and no other file differs, or names the damaged file."""
-    state, restore, begun = watched.state("before rollouts/step_5.jsonl", tmp_path / "run"), LocalTrainer.restore, []
+    state, restore, begun = watched.state("before rollouts/step_5.jsonl", tmp_path / "run"), Trainer.restore, []
 
     def look(self, saved):
         restore(self, saved)
@@ -408,7 +408,7 @@ def test_108_corruptions_of_a_real_run(watched, tmp_path, capsys, monkeypatch):
         begun.append((saved.progress.step, fingerprint((self.state, references))))
         raise Killed
 
-    monkeypatch.setattr(LocalTrainer, "restore", look)
+    monkeypatch.setattr(Trainer, "restore", look)
 
     def starts(run_dir):
         with contextlib.suppress(Killed):

@@ -125,7 +125,7 @@ def test_a_step_replays_and_reports(params, trajectories):
         replay_experts=True,
     )
     groups = [trajectories[:2], trajectories[2:]]
-    step = trainer.step(trainer.init(jax.tree.map(jnp.copy, params)), groups, {}, 0)
+    _, step = trainer.step(trainer.states.init(jax.tree.map(jnp.copy, params)), groups, {}, 0)
     router = {k: v for k, v in step.row.items() if k.startswith("router/")}
     assert len(router) == 5 and metrics.check_row(step.row) == []
     known = sum(int((t.turns[0].experts[:, 0, 0] >= 0).sum()) for t in trajectories)

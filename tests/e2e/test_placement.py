@@ -21,7 +21,7 @@ from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.preflight import check as check_run
 from rolljax.run.preflight import meshes
-from rolljax.run.trainer import LocalTrainer
+from rolljax.run.trainer import Trainer
 from rolljax.run.weight_channel import BetweenMeshes, open_channel
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
@@ -189,7 +189,7 @@ def test_trainer_and_sampler_work_at_the_same_time(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, call)
 
     timed(EngineWorker, "generate", dispatches)
-    timed(LocalTrainer, "step", steps)
+    timed(Trainer, "step", steps)
     loop.train(checked, folder, Console())
     assert len(steps) == 5
     inside = [sum(a < c and d < b for c, d in dispatches) for a, b in steps]

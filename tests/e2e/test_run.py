@@ -21,8 +21,13 @@ from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.preflight import check as check_run
 from rolljax.run.progress import RunProgress
 from rolljax.run.runtime import Runtime
+<<<<<<< HEAD
 from rolljax.run.trained_weights import trained_params
 from rolljax.run.trainer import LocalTrainer
+=======
+from rolljax.run.trained import trained_params
+from rolljax.run.trainer import Trainer
+>>>>>>> 7bb8db1 (One Trainer and one TrainedStep: no forwarding methods, aot's shapes are TrainerShapes)
 from rolljax.threads.event_loop import Stopped
 from rolljax.train import main as train
 from rolljax.train import parse, stopped
@@ -373,7 +378,7 @@ def test_cancelled_requests_are_aborted_in_the_engine_at_once(tmp_path):
     changes = {"rl__Phase_dot_spare_prompts": 2, "rl__Phase_dot_late": "'drop'", "SamplerConfig_dot_max_context": 1024}
     config, plan = load(arguments(tmp_path / "run", MeshSpec_dot_data=1, **changes))
     phase, progress = plan.recipe.phases[1], RunProgress(phase=1)
-    trainer, spares = LocalTrainer(plan, RunFolder(tmp_path / "run")), 2 * plan.recipe.phases[1].group_size
+    trainer, spares = Trainer(plan, RunFolder(tmp_path / "run")), 2 * plan.recipe.phases[1].group_size
     trainer.open_phase(progress)
     stream = TaskStream(plan.recipe.env, 0, 0.1)
     with Runtime(plan, trainer.weights, 0) as runtime:

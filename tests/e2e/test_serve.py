@@ -630,7 +630,7 @@ def run_folder(tmp_path_factory, params):
     config = cli.load_recipe([QUICKSTART], ["MeshSpec.data = 1"])
     plan = check_run(config.value)
     folder.prepare(config, fresh=False)
-    state = make_trainer(plan, 0, {}).init(params)
+    state = make_trainer(plan, 0, {}).states.init(params)
     progress = RunProgress(total_steps=5, step=5, version=5)
     folder.checkpoints.save(folder.checkpoints.next_name(progress), state, progress)
     return folder.path

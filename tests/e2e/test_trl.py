@@ -25,6 +25,7 @@ from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.gspo import Gspo
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.sft import Sft
+from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.mismatch import Correction
@@ -170,7 +171,7 @@ def ours(model, params, algorithm, frozen, temperature=1.0):
     if frozen.advantages is not None:
         credit = dataclasses.replace(credit, advantages=padded(frozen.advantages))
     samples = [[Sample.of(t) for t in group] for group in groups]
-    packed = trainer.pack(trainer.apply_credit(samples, episodes, credit), algorithm.kl_coef)
+    packed = trainer.pack(apply_credit(trainer.algorithm.needs(), samples, episodes, credit), algorithm.kl_coef)
     assert (packed.batch.segment_ids > 0).any(-1).sum() > 1
     update = jax.jit(lambda p, b: gradients(model, algorithm, p, b), compiler_options=QUICKER)
     grads, stats = update(params, packed.batch)

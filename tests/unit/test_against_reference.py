@@ -46,6 +46,7 @@ from rolljax.trainer.algorithms.sft import Sft
 from rolljax.trainer.algorithms.tis import Tis
 from rolljax.trainer.algorithms.topr import SequenceTopr, Topr
 from rolljax.trainer.algorithms.turn_reinforce import TurnReinforce
+from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.mismatch import Correction
@@ -55,7 +56,7 @@ from rolljax.trainer.kl import AdaptiveKl, KlLoss, KlReward
 from rolljax.trainer.update import critic_loss, policy_loss
 from rolljax.types import Expert, Key, Task, Trajectory, Turn
 from tests.reference import algorithms as ref
-from tests.synthetic import CLASSES, LIMIT_TOK, Objective, samples_of, trained, trainer
+from tests.synthetic import CLASSES, LIMIT_TOK, Objective, samples_of, trained
 
 ROWS = PackShape(2, 4, 96)
 REWARDS = {
@@ -766,7 +767,7 @@ class Rows:
     def __init__(self, algorithm, groups, e, width, seed):
         samples = samples_of(groups)
         place = {id(s.tokens): n for n, s in enumerate(s for group in samples for s in group)}
-        kept = trainer(algorithm).apply_credit(samples, e, algorithm.credit(e, {}))
+        kept = apply_credit(algorithm.needs(), samples, e, algorithm.credit(e, {}))
         self.which = [place[id(s.tokens)] for group in kept for s in group]
         self.packed = Objective(algorithm).rows(kept, ONE)
         batch = self.packed.batch

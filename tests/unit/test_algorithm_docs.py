@@ -263,14 +263,14 @@ def test_the_example_learns(example, name, model, params):
     trainer = PhaseTrainer(
         mesh, model, algorithm, optimizer, PackShape(1, 4, 64), steps=1, groups_per_step=4, limit_tok=6
     )
-    state = trainer.init(jax.tree.map(jnp.copy, params))
+    state = trainer.states.init(jax.tree.map(jnp.copy, params))
     samples = [[Sample.of(t) for t in group] for group in groups]
     e = Episodes.of(groups, limit_tok=6)
 
     reader = dataclasses.replace(trainer, algorithm=grpo.Grpo(anchor="proximal"))  # it reads log-probs
     before = reader.compute_credit_inputs(state, reader.pack_samples(samples), e).trainer_logp
-    step = trainer.step(state, groups, {}, 0)
-    after = reader.compute_credit_inputs(step.state, reader.pack_samples(samples), e).trainer_logp
+    step_state, step = trainer.step(state, groups, {}, 0)
+    after = reader.compute_credit_inputs(step_state, reader.pack_samples(samples), e).trainer_logp
     rise = (after - before).mean(1)
     assert step.num_trained == 4 and rise[e.rewards == 1].min() > 0.02
     assert rise[e.rewards == 1].mean() > 2 * np.abs(rise[e.rewards == 0]).mean()

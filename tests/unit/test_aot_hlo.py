@@ -170,7 +170,7 @@ def update():
         steps=1,
         groups_per_step=1,
     )
-    program = next(programs.Trainer.of(trainer).programs("rl", {}))
+    program = next(programs.TrainerShapes.of(trainer).programs("rl", {}))
     return trainer, program, program.lower().compile()
 
 

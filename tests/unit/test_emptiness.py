@@ -104,7 +104,7 @@ def step(model, params, algorithm, *rewards):
     settings = {"steps": 1, "groups_per_step": 2, "limit_tok": 16}
     trainer = PhaseTrainer(mesh, model, algorithm, AdamW(), PackShape(2, 2, 96), **settings)
     groups = groups_of(np.random.default_rng(0), num_groups=2, group_size=2, rewards=[rewards] * 2)
-    return trainer.step(trainer.init(jax.tree.map(jnp.copy, params)), groups, {}, 0)
+    return trainer.step(trainer.states.init(jax.tree.map(jnp.copy, params)), groups, {}, 0)[1]
 
 
 def test_a_step_that_can_train_on_nothing_is_an_error(model, params):

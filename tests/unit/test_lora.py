@@ -194,10 +194,10 @@ def test_fifty_updates_leave_the_base_as_it_was(groups):
     trainer = make_trainer(model, Sft())
     before = fingerprint(trainer.base)
     start = jax.device_get(jax.jit(lambda: model.init(0))())
-    state, carry, losses = trainer.init(start), {}, []
+    state, carry, losses = trainer.states.init(start), {}, []
     for step in range(50):
-        done = trainer.step(state, groups, carry, step)
-        state, carry = done.state, done.carry
+        state, done = trainer.step(state, groups, carry, step)
+        carry = done.carry
         losses.append(done.row["loss/total"])
         assert done.row["optim/updates_n"] == 1
     assert losses[-1] < 0.6 * losses[0]
@@ -221,10 +221,10 @@ def test_losses_and_updates_are_the_same_on_every_mesh(groups):
         ("both", MeshSpec(data=1, fsdp=2, tensor=4), 8),
     ):
         trainer = make_trainer(model, Sft(), mesh=spec.build(jax.devices()[:n]), base=base, optimizer=optimizer)
-        done = trainer.step(trainer.init(start), groups, {}, 0)
-        found[name] = done.row, jax.device_get(done.state.params)
+        done_state, done = trainer.step(trainer.states.init(start), groups, {}, 0)
+        found[name] = done.row, jax.device_get(done_state.params)
         if name == "both":
-            layers = done.state.params["layers"]
+            layers = done_state.params["layers"]
             assert layers["down_a"].addressable_shards[0].data.shape == (2, 40 // 4, RANK)
             assert layers["q_a"].addressable_shards[0].data.shape == (2, 32 // 2, RANK)
     row, params = found["one"]
@@ -247,13 +247,13 @@ def test_the_state_is_that_of_the_adapters():
         * 2
         * sum(ins + out for ins, out in [(32, 48), (32, 24), (32, 24), (48, 32), (32, 40), (32, 40), (40, 32)])
     )
-    state = make_trainer(model, Sft()).abstract()
+    state = make_trainer(model, Sft()).states.abstract()
     assert num_bytes(state.policy.params) == adapters
     counters = 64
     assert 2 * adapters <= num_bytes(state.policy.opt_state) <= 2 * adapters + counters
     assert num_bytes(state) <= 3 * adapters + 2 * counters
     # every critic: adapters and a head of its own, on the one base
-    critics = make_trainer(model, Ppo(critic=Critic(num=2))).abstract().critics
+    critics = make_trainer(model, Ppo(critic=Critic(num=2))).states.abstract().critics
     assert num_bytes(critics.params) == 2 * (adapters + 4 * 33)
     assert num_bytes(critics.opt_state) <= 2 * 2 * (adapters + 4 * 33) + counters
 
@@ -267,7 +267,7 @@ def test_no_gradient_of_a_whole_weight_exists(groups):
     columns = lambda s: {"mask": np.ones(len(s.indices), bool), "advantages": np.ones(len(s.indices), np.float32)}  # noqa: E731
     samples = [[s.with_columns(**columns(s)) for s in group] for group in samples_of(groups)]
     batch = put_batch(trainer.mesh, trainer.pack(samples).batch)
-    state = trainer.init(model.init(0))
+    state = trainer.states.init(model.init(0))
     text = trainer.policy_update.lower(state.policy, batch, {}, trainer.base).compile().as_text()
     sums = [
         line for line in text.splitlines() if re.search(r"= f32\[[\d,]+\]\S* (add|dot|dynamic-update-slice)\(", line)
@@ -282,16 +282,16 @@ def test_critics_stand_on_the_same_base(groups):
     model = model_of()
     trainer = make_trainer(model, RewardModel(critic=Critic(num=2, shard="all", optimizer=AdamW(lr=1e-2))))
     before = fingerprint(trainer.base)
-    state = trainer.init(noisy(model.init(0)))
+    state = trainer.states.init(noisy(model.init(0)))
     trunk = state.critics.params["trunk"]["layers"]
     assert trunk.keys() == state.params["layers"].keys()
     np.testing.assert_array_equal(trunk["q_b"][1], state.params["layers"]["q_b"])
-    done = trainer.step(state, groups, {}, 0)
+    state, done = trainer.step(state, groups, {}, 0)
     assert np.isfinite(done.row["critic/loss"]) and fingerprint(trainer.base) == before
-    now = done.state.critics.params["trunk"]["layers"]["q_b"]
+    now = state.critics.params["trunk"]["layers"]["q_b"]
     assert (np.asarray(now[0]) != np.asarray(now[1])).any()
     own = make_trainer(model, Ppo(critic=Critic(model=dataclasses.replace(FAMILIES["qwen3"], num_layers=1))))
-    assert own.value_model.trunk.lora is None and "embed" in own.abstract().critics.params["trunk"]
+    assert own.value_model.trunk.lora is None and "embed" in own.states.abstract().critics.params["trunk"]
 
 
 @pytest.mark.sampled(1)

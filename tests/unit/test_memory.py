@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rolljax.aot.programs import SamplerShapes, Trainer, device_bytes
+from rolljax.aot.programs import SamplerShapes, TrainerShapes, device_bytes
 from rolljax.envs.games.countdown import Countdown
 from rolljax.errors import ConfigError, OutOfMemory, SamplerError, boundary
 from rolljax.model.attention import packed
@@ -71,7 +71,7 @@ def test_an_update_writes_new_moments_over_the_old_ones(num_micro, most):
     """Sizes are in units of the parameters. One micro-batch needs no sum of gradients in addition to the gradient."""
     model, mesh = Model(Qwen3Config(8192, 2, 64, 4, 2, 16, 96)), MeshSpec().build(jax.devices()[:1])
     shape = PackShape(num_micro, 1, 32)
-    shapes = Trainer.of(PhaseTrainer(mesh, model, Grpo(), AdamW(), shape, steps=1, groups_per_step=1))
+    shapes = TrainerShapes.of(PhaseTrainer(mesh, model, Grpo(), AdamW(), shape, steps=1, groups_per_step=1))
     (update,) = shapes.programs("rl", {})
     memory = update.lower().compile().memory_analysis()
     assert memory.alias_size_in_bytes >= device_bytes(shapes.state)

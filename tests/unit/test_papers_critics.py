@@ -19,6 +19,7 @@ from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.rft import Rft
 from rolljax.trainer.algorithms.segment_reward import SegmentDpo, SegmentPairDpo, SegmentPpo, SegmentReward, SegmentRft
+from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.batch import PackShape
 from rolljax.trainer.credit.episodes import Episodes
 from rolljax.trainer.credit.segments import agreement_mask
@@ -74,12 +75,12 @@ def test_values_and_masks_are_those_of_the_updated_critics(model, params, groups
     critic = Critic(num=2, model=SMALL, epochs=4, first=True, optimizer=AdamW(lr=1e-2))
     algorithm = Watched(critic=critic)
     found = trainer(model, algorithm, epochs=2)
-    state = found.init(params)
+    state = found.states.init(params)
     samples, plain = samples_of(groups), Episodes.of(groups, limit_tok=16)
     before = found.compute_credit_inputs(state, found.pack_samples(samples), plain).values
-    first = found.step(state, groups, {}, 0)
-    after = found.compute_credit_inputs(first.state, found.pack_samples(samples), plain).values
-    assert first.state.critics.num_updates.tolist() == [4, 4] and int(first.state.policy.num_updates) == 2
+    first_state, first = found.step(state, groups, {}, 0)
+    after = found.compute_credit_inputs(first_state, found.pack_samples(samples), plain).values
+    assert first_state.critics.num_updates.tolist() == [4, 4] and int(first_state.policy.num_updates) == 2
     (old, _), (new, result) = algorithm.seen
     np.testing.assert_array_equal(old.values, before)
     np.testing.assert_array_equal(new.values, after)
@@ -105,11 +106,11 @@ def test_the_policy_learns_from_the_second_credit(model, params, groups):
     """The advantages of updated critics are what is trained on: the same update, made by hand."""
     algorithm = Watched(critic=Critic(num=2, model=SMALL, epochs=2, first=True, optimizer=AdamW(lr=1e-2)))
     found = trainer(model, algorithm)
-    first = found.step(found.init(params), groups, {}, 0)
+    first_state, first = found.step(found.states.init(params), groups, {}, 0)
     e, result = algorithm.seen[-1]
-    kept = found.apply_credit(samples_of(groups), e, result)
-    again, _ = found.update_policy(found.init(params), found.pack_micro_batches(kept), 0)
-    assert fingerprint(again.policy) == fingerprint(first.state.policy)
+    kept = apply_credit(found.algorithm.needs(), samples_of(groups), e, result)
+    again, _ = found.update_policy(found.states.init(params), found.pack_micro_batches(kept), 0)
+    assert fingerprint(again.policy) == fingerprint(first_state.policy)
 
 
 def baselines_gae(last_rewards, values, mask, gamma=1.0, lam=0.95):
@@ -157,7 +158,7 @@ def test_critics_average_over_tokens_whatever_the_policy_does(groups):
     algorithm = AsyPpo()
     e = episodes_of(np.random.default_rng(4), groups, algorithm.needs())
     found = synthetic.trainer(algorithm)
-    batch = found.pack(found.apply_credit(samples_of(groups), e, algorithm.credit(e, {}))).batch
+    batch = found.pack(apply_credit(found.algorithm.needs(), samples_of(groups), e, algorithm.credit(e, {}))).batch
     assert len(np.unique(batch.scale)) > 3  # the policy's shares hang on lengths
     share = np.asarray(algorithm.critic_scale(batch))[..., None] * batch.critic_weights_C
     each = share.reshape(-1, 2)

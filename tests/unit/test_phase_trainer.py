@@ -22,6 +22,7 @@ from rolljax.trainer.algorithms.dpo import Dpo
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.ppo import Ppo
 from rolljax.trainer.algorithms.reward_model import PairRewardModel
+from rolljax.trainer.apply_credit import apply_credit
 from rolljax.trainer.attention_stats import AttentionMaps
 from rolljax.trainer.batch import PackShape, pack
 from rolljax.trainer.credit.episodes import Episodes
@@ -95,7 +96,7 @@ def references(model):
 
 def read(model, params, references, groups, **settings):
     found = make_trainer(model, Curious(), references=references, seed=5, **settings)
-    state = found.init(params)
+    state = found.states.init(params)
     episodes = found.compute_credit_inputs(
         state, found.pack_samples(samples_of(groups)), Episodes.of(groups, limit_tok=16, step=2)
     )
@@ -184,11 +185,11 @@ def test_a_stream_that_starts_anew_is_read_from_its_new_start(model, params, gro
             cut[-1].append(dataclasses.replace(t, turns=tuple(turns)))
     assert any(len(t.starts) == 2 for g in cut for t in g)
     e = Episodes.of(cut, limit_tok=16)
-    got = one.compute_credit_inputs(one.init(params), one.pack_samples(samples_of(cut)), e)
+    got = one.compute_credit_inputs(one.states.init(params), one.pack_samples(samples_of(cut)), e)
     parts = [[dataclasses.replace(t, turns=p) for p in (t.turns[:1], t.turns[1:]) if p] for group in cut for t in group]
     logp = iter(direct_logp(model, params, parts))
     assert_rows(got.trainer_logp, [np.concatenate([next(logp) for _ in p]) for p in parts], e.mask)
-    kept = one.apply_credit(samples_of(cut), got, one.algorithm.credit(got, {}))
+    kept = apply_credit(one.algorithm.needs(), samples_of(cut), got, one.algorithm.credit(got, {}))
     batch = one.pack(kept).batch
     assert batch.num_tokens == sum(t.num_sampled_tok for g in cut for t in g) == (np.asarray(batch.scale) > 0).sum()
 
@@ -243,7 +244,7 @@ def test_more_groups_than_one_pack_holds_are_read_in_lots(model, params, groups)
     samples, e = samples_of(groups), Episodes.of(groups, limit_tok=16)
     with pytest.raises(DataError, match="more than 4 rows"):
         one.pack(samples)
-    got = one.compute_credit_inputs(one.init(params), one.pack_samples(samples), e)
+    got = one.compute_credit_inputs(one.states.init(params), one.pack_samples(samples), e)
     assert_rows(got.trainer_logp, direct_logp(model, params, groups), e.mask)
 
 
@@ -254,9 +255,11 @@ def test_pairs_are_chosen_from_more_answers_than_fit_beside_each_other(model, pa
     shape = PackShape(1, len(groups), row_len)
     found = make_trainer(model, Dpo(), shape=shape, references={"phase_start": (model, params)})
     samples = samples_of(groups)
-    e = found.compute_credit_inputs(found.init(params), found.pack_samples(samples), Episodes.of(groups, limit_tok=16))
+    e = found.compute_credit_inputs(
+        found.states.init(params), found.pack_samples(samples), Episodes.of(groups, limit_tok=16)
+    )
     assert_rows(e.ref_logp, direct_logp(model, params, groups), e.mask)
-    kept = found.apply_credit(samples, e, found.algorithm.credit(e, {}))
+    kept = apply_credit(found.algorithm.needs(), samples, e, found.algorithm.credit(e, {}))
     assert [len(g) for g in kept] == [2] * len(groups)
     assert found.pack(kept).batch.num_sequences == 2 * len(groups)
 
@@ -284,7 +287,7 @@ def test_columns_carry_what_credit_said(model, groups, asked):
         keep=keep,
         critic_weights=np.stack([np.arange(e.num) % 2 == c for c in range(2)])[..., None] * e.mask,
     )
-    kept = found.apply_credit(samples_of(groups), e, credit)
+    kept = apply_credit(found.algorithm.needs(), samples_of(groups), e, credit)
     took_part = [n for n in range(e.num) if keep[n] and credit.mask[n].any()]
     assert keep[4] and 4 not in took_part
     assert len(kept) == 3 and sum(map(len, kept)) == len(took_part)
@@ -311,11 +314,11 @@ def test_updates_are_counted_over_shares_and_epochs(model, params, groups):
     """Two shares, three passes; the recomputed log-probs are those of the first update, whose ratio is therefore 1."""
     before = fingerprint(params)
     found = make_trainer(model, PROXIMAL, updates_per_step=2, epochs=3)
-    state = found.init(params)
+    state = found.states.init(params)
     assert found.num_updates == STEPS * 6 == 30
-    step = found.step(state, groups, {}, 0)
+    step_state, step = found.step(state, groups, {}, 0)
     row = step.row
-    assert int(step.state.policy.num_updates) == 6 == row["optim/updates_n"] and step.num_trained == len(groups)
+    assert int(step_state.policy.num_updates) == 6 == row["optim/updates_n"] and step.num_trained == len(groups)
     assert row["optim/lr"] == pytest.approx(float(found.optimizer.rate(30)(5)), rel=1e-6)
     assert 0 < row["time/pack_s"] < 60
     assert row["train/sequences_n"] == 16 and row["train/trained_tok_n"] == sum(
@@ -325,7 +328,7 @@ def test_updates_are_counted_over_shares_and_epochs(model, params, groups):
     assert fingerprint(params) == before, "the caller's parameters were donated"
 
     once = dataclasses.replace(found, updates_per_step=1, epochs=1, steps=30)
-    step = once.step(once.init(params), groups, {}, 0)
+    _, step = once.step(once.states.init(params), groups, {}, 0)
     assert step.row["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
     assert step.row["policy/ratio_mean"] == pytest.approx(1, abs=1e-4) and step.row["optim/updates_n"] == 1
     assert row["policy/ratio_max"] > 1.05
@@ -337,14 +340,14 @@ def test_fewer_groups_than_updates_make_fewer_updates(model, params, groups):
     """Groups whose rewards are equal teach nothing, and a share without a group is no update."""
     flat = [[dataclasses.replace(t, reward=1.0) for t in g] for g in groups]
     found = make_trainer(model, PROXIMAL, updates_per_step=2, steps=15)
-    state = found.init(params)
+    state = found.states.init(params)
     before = fingerprint(state)
-    nothing = found.step(state, flat, {"x": 1.0}, 0)
-    assert nothing.num_trained == 0 and fingerprint(nothing.state) == before
+    nothing_state, nothing = found.step(state, flat, {"x": 1.0}, 0)
+    assert nothing.num_trained == 0 and fingerprint(nothing_state) == before
     assert nothing.row["optim/updates_n"] == 0 and nothing.row["reward/zero_std_frac"] == 1
     assert metrics.check_row(nothing.row) == []
-    one = found.step(state, [*flat[:3], groups[3]], {}, 0)
-    assert one.num_trained == 1 == one.row["optim/updates_n"] == int(one.state.policy.num_updates)
+    one_state, one = found.step(state, [*flat[:3], groups[3]], {}, 0)
+    assert one.num_trained == 1 == one.row["optim/updates_n"] == int(one_state.policy.num_updates)
     assert one.row["credit/masked_frac"] == pytest.approx(
         1 - one.row["train/trained_tok_n"] / sum(t.num_sampled_tok for g in groups for t in g)
     )
@@ -353,9 +356,9 @@ def test_fewer_groups_than_updates_make_fewer_updates(model, params, groups):
 @pytest.mark.parametrize("algorithm", [Ppo(), Curious(), Dpo(), PairRewardModel()], ids=lambda a: type(a).__name__)
 def test_a_step_without_a_surviving_trajectory_changes_nothing(model, params, algorithm):
     found = make_trainer(model, algorithm, references=dict.fromkeys(algorithm.needs().references, (model, params)))
-    state = found.init(params)
-    step = found.step(state, [], {"kl_coef": 0.5}, 0)
-    assert step.state is state and step.carry == {"kl_coef": 0.5} and step.num_trained == 0
+    state = found.states.init(params)
+    step_state, step = found.step(state, [], {"kl_coef": 0.5}, 0)
+    assert step_state is state and step.carry == {"kl_coef": 0.5} and step.num_trained == 0
     assert metrics.check_row(step.row) == [] and step.row["optim/updates_n"] == 0
 
 
@@ -365,15 +368,15 @@ def test_an_adaptive_coefficient_is_carried_on_without_another_program(model, pa
         Grpo(aggregation="token-mean", kl=KlLoss(0.1, adaptive=AdaptiveKl(0.01, horizon=16))),
         references=references,
     )
-    state, carry, used = found.init(params), {}, []
+    state, carry, used = found.states.init(params), {}, []
     for step in range(3):
-        result = found.step(state, groups, carry, step)
+        state, result = found.step(state, groups, carry, step)
         row = result.row
         used.append(row["kl/coef"])
         assert used[-1] == carry.get("kl_coef", 0.1)
         assert row["loss/total"] - row["loss/policy"] == pytest.approx(used[-1] * row["kl/ref_nat"], rel=1e-4)
         assert row["kl/ref_nat"] > 0.02 and metrics.check_row(row) == []
-        state, carry = result.state, result.carry
+        carry = result.carry
     assert used == pytest.approx([0.1, 0.12, 0.144])  # the KL is above its target: a fifth more each step
     assert found.policy_update._cache_size() == 1
 
@@ -387,7 +390,7 @@ def test_what_is_not_finite_is_named_and_handed_over(model, params, groups):
     broken = [list(g) for g in groups]
     broken[1][2] = dataclasses.replace(bad, turns=turns)
     with pytest.raises(NotFinite, match="step 4 of the phase, optim: loss nan, gradient norm nan") as raised:
-        found.step(found.init(params), broken, {}, 3)
+        found.step(found.states.init(params), broken, {}, 3)
     assert isinstance(raised.value, TrainerError)
     assert np.isnan(raised.value.batch.sampler_logp).sum() == 1
 
@@ -409,7 +412,7 @@ def test_critics_learn_first_and_start_from_the_mean_return(model, params, group
     algorithm = Ppo(critic=FIXED, lam=1.0)
     found = make_trainer(model, algorithm, updates_per_step=2)
     assert found.num_critic_updates == STEPS * 4
-    state = found.init(params)
+    state = found.states.init(params)
     assert not np.any(state.critics.params["value"]["b"])
     before = fingerprint(state.policy)
     e = found.compute_credit_inputs(state, found.pack_samples(samples_of(shifted)), Episodes.of(shifted, limit_tok=16))
@@ -418,19 +421,19 @@ def test_critics_learn_first_and_start_from_the_mean_return(model, params, group
         returns[e.mask].mean() == pytest.approx(np.repeat(e.rewards, e.lengths).mean()) and returns[e.mask].mean() > 2
     )
 
-    first = found.step(state, shifted, {}, 0)
-    np.testing.assert_allclose(first.state.critics.params["value"]["b"], returns[e.mask].mean(), atol=1e-4)
-    assert fingerprint(first.state.policy) == before and int(first.state.policy.num_updates) == 0
-    assert first.state.critics.num_updates.tolist() == [4, 4]
+    first_state, first = found.step(state, shifted, {}, 0)
+    np.testing.assert_allclose(first_state.critics.params["value"]["b"], returns[e.mask].mean(), atol=1e-4)
+    assert fingerprint(first_state.policy) == before and int(first_state.policy.num_updates) == 0
+    assert first_state.critics.num_updates.tolist() == [4, 4]
     assert first.row["optim/updates_n"] == 0 and "loss/total" not in first.row
     # what they said before the shift was shifted, too: else the clip around it would hold them back
     assert first.row["critic/abs_error"] < 1.5 and first.row["critic/loss"] < 1
     assert metrics.check_row(first.row) == []
 
-    second = found.step(first.state, shifted, {}, 1)
-    np.testing.assert_allclose(second.state.critics.params["value"]["b"], returns[e.mask].mean(), atol=1e-4)
-    assert fingerprint(second.state.policy) != before and second.row["optim/updates_n"] == 2
-    assert second.state.critics.num_updates.tolist() == [8, 8] and metrics.check_row(second.row) == []
+    second_state, second = found.step(first_state, shifted, {}, 1)
+    np.testing.assert_allclose(second_state.critics.params["value"]["b"], returns[e.mask].mean(), atol=1e-4)
+    assert fingerprint(second_state.policy) != before and second.row["optim/updates_n"] == 2
+    assert second_state.critics.num_updates.tolist() == [8, 8] and metrics.check_row(second.row) == []
     # the values of the second step know the mean return
     assert second.row["critic/value_mean"] == pytest.approx(returns[e.mask].mean(), abs=0.3)
 
@@ -456,13 +459,12 @@ def reward_model(model, params):
     rng = np.random.default_rng(0)
     algorithm = PairRewardModel(critic=Critic(num=2, optimizer=AdamW(lr=3e-3)))
     found = make_trainer(model, algorithm, groups_per_step=16, steps=40)
-    state = found.init(params)
+    state = found.states.init(params)
     before = fingerprint(state.policy)
     rows = []
     for step in range(40):
-        result = found.step(state, learnable_pairs(rng), {}, step)
+        state, result = found.step(state, learnable_pairs(rng), {}, step)
         rows.append(result.row)
-        state = result.state
         if np.mean([r["preference/accuracy_frac"] for r in rows[-3:]]) > 0.95:
             break
     return before, rows, state
@@ -483,16 +485,16 @@ def test_the_next_phase_takes_the_critics_over(model, params, groups, reward_mod
     trained = reward_model[2].critics
     held = fingerprint(trained)
     found = make_trainer(model, Ppo(critic=dataclasses.replace(FIXED, model="previous")))
-    state = found.init(params, trained)
+    state = found.states.init(params, trained)
     assert fingerprint(state.critics.params) == fingerprint(trained.params)
     assert state.critics.num_updates.tolist() == [0, 0]
     assert not any(np.any(x) for x in jax.tree.leaves(state.critics.opt_state))
     bias = np.array(state.critics.params["value"]["b"])
-    after = found.step(state, groups, {}, 0)
-    np.testing.assert_allclose(after.state.critics.params["value"]["b"], bias, atol=1e-6)
+    after_state, after = found.step(state, groups, {}, 0)
+    np.testing.assert_allclose(after_state.critics.params["value"]["b"], bias, atol=1e-6)
     assert metrics.check_row(after.row) == [] and fingerprint(trained) == held
     with pytest.raises(TrainerError, match="phase before has no critics"):
-        found.init(params)
+        found.states.init(params)
 
 
 # ---- the state ------------------------------------------------------------------------------------------------------
@@ -520,8 +522,8 @@ def test_what_is_promised_of_the_state_is_what_it_is(model, params, kind, device
     if kind == "previous":
         stack = jax.jit(jax.vmap(lambda seed: found.value_model.init(seed, params)))(jnp.arange(2))
         previous = ParamState(stack, None, jnp.zeros(2, jnp.int32))
-    state = found.init(params, previous)
-    promised, where = found.abstract(), found.shardings
+    state = found.states.init(params, previous)
+    promised, where = found.states.abstract(), found.states.shardings
     assert jax.tree.structure(promised) == jax.tree.structure(state) == jax.tree.structure(where)
     for x, like, s in zip(*map(jax.tree.leaves, (state, promised, where)), strict=True):
         assert (x.shape, x.dtype) == (like.shape, like.dtype)
@@ -552,9 +554,9 @@ def test_critics_may_have_experts(model, params, groups):
     made = []
     for mesh in (on_devices(), on_devices(8, data=1, fsdp=2, expert=2, tensor=2)):
         found = make_trainer(model, algorithm, mesh=mesh, shape=shape)
-        state = found.init(params)
+        state = found.states.init(params)
         before = jax.device_get(state.critics.params)
-        made.append(jax.device_get(found.step(state, groups, {}, 0).state.critics.params))
+        made.append(jax.device_get(found.step(state, groups, {}, 0)[0].critics.params))
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), made[0], before)
     assert all(moved["trunk"]["layers"][name] > 1e-4 for name in ("router", "gate", "up", "down"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *made)

@@ -176,7 +176,7 @@ def start(model, params):
     """A fresh state with critics, on the host: placed on every mesh without another program."""
     mesh = MeshSpec().build(jax.devices()[:1])
     trainer = PhaseTrainer(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4, seed=3)
-    return jax.device_get(trainer.init(params))
+    return jax.device_get(trainer.states.init(params))
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,9 @@ def on_mesh(start):
     def get(algorithm, name, model):
         spec, num_devices = MESHES[name]
         mesh = spec.build(jax.devices()[:num_devices])
-        where = PhaseTrainer(mesh, model, algorithm, OPTIMIZER, SHAPE, steps=10, groups_per_step=4).shardings.policy
+        where = PhaseTrainer(
+            mesh, model, algorithm, OPTIMIZER, SHAPE, steps=10, groups_per_step=4
+        ).states.shardings.policy
         update = quick(make_policy_update(mesh, model, algorithm, OPTIMIZER, 10, where, {}))
         return update, lambda: jax.device_put(start.policy, where), mesh
 
@@ -460,7 +462,7 @@ def test_distillation_reads_the_frozen_policy_it_is_given(model, params, start, 
     """On a mesh that splits the vocabulary: the KL of the two softmaxes, written out. The teacher has another shape."""
     algorithm = Distill(teacher="run_start", coef=1.0, cross_entropy=0.0, tau=1.3)
     on = MESHES["all"][0].build()
-    where = PhaseTrainer(on, model, algorithm, OPTIMIZER, SHAPE, steps=10, groups_per_step=4).shardings.policy
+    where = PhaseTrainer(on, model, algorithm, OPTIMIZER, SHAPE, steps=10, groups_per_step=4).states.shardings.policy
     frozen_model = dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, num_layers=1, hidden_size=32))
     update = quick(make_policy_update(on, model, algorithm, OPTIMIZER, 10, where, {"run_start": frozen_model}))
     teacher = jax.jit(lambda: frozen_model.init(5))()
@@ -495,7 +497,7 @@ def critics_on(model, start):
         spec, num_devices = MESHES[name]
         mesh = spec.build(jax.devices()[:num_devices])
         trainer = PhaseTrainer(mesh, model, PPO, OPTIMIZER, SHAPE, steps=10, groups_per_step=4)
-        where = trainer.shardings.critics
+        where = trainer.states.shardings.critics
         update = quick(make_critic_update(mesh, trainer.value_model, PPO, PPO.critic, 10, where))
         return update, lambda: jax.device_put(start.critics, where), mesh
 
