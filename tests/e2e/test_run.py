@@ -21,13 +21,8 @@ from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.preflight import check as check_run
 from rolljax.run.progress import RunProgress
 from rolljax.run.runtime import Runtime
-<<<<<<< HEAD
 from rolljax.run.trained_weights import trained_params
-from rolljax.run.trainer import LocalTrainer
-=======
-from rolljax.run.trained import trained_params
 from rolljax.run.trainer import Trainer
->>>>>>> 7bb8db1 (One Trainer and one TrainedStep: no forwarding methods, aot's shapes are TrainerShapes)
 from rolljax.threads.event_loop import Stopped
 from rolljax.train import main as train
 from rolljax.train import parse, stopped
