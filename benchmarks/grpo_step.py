@@ -112,6 +112,7 @@ def ours(args: argparse.Namespace) -> None:
             [trajectory(p, answers[g * a.generations + s], i, g, s) for s in range(a.generations)]
             for g, p in enumerate(prompts)
         ]
+        sampler.sleep()
         state, _ = trainer.step(state, groups, {}, i)
         jax.block_until_ready(state.params)
         rec.add_train(start)

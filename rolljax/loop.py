@@ -7,6 +7,7 @@
 | `rollouts.take`      | complete groups, oldest first  | the groups of this step          | `GroupBuffer.take`     |
 | `rollouts.start`     | the task stream                | groups of later steps            | nothing                |
 | `filter_groups`      | trajectories                   | the trajectories to train on     | nothing                |
+| `runtime.sleep`      |                                | the sampler's memory             | at most one dispatch   |
 | `trainer.step`       | these, the train state         | the next train state, statistics | the device             |
 | `rollouts.end_step`  | trajectories                   | where the next episodes start    | nothing                |
 | `progress.end_step`  |                                | version + 1                      | nothing                |
@@ -17,7 +18,9 @@
 `trainer.step` is credit, packing, all updates, and the gate: a step that is not finite ends the run before anything of
 it is published or saved. `Phase.async_ratio` alone sets synchronous or asynchronous training: at 0 the second
 `rollouts.start` starts nothing, so every token is of the newest weights; above 0 the groups of later steps are in
-flight while the trainer works, and continue after `runtime.publish`. All time is read from the event loop: on a virtual
+flight while the trainer works, and continue after `runtime.publish`. At 0, on shared devices, the sampler also frees
+its weights and KV pages (`runtime.sleep`) until `runtime.publish` makes them again, so that the memory of a step is
+that of sampling or that of the update, whichever is more. All time is read from the event loop: on a virtual
 clock the same coroutine is the simulator (`rolljax.simulation`). If `rollouts` are the log of another run
 (`rolljax.run.replay`), nothing is sampled, and weights are published for evaluations alone.
 """
@@ -169,6 +172,7 @@ async def train_step(
     rollouts.start(version)
     with timer.part("update"), recorder.keeping_crashes():
         kept = filter_domains(groups.trained, recipe.filters, recipe.domains)
+        await runtime.call(runtime.sleep, phase)
         trained = await runtime.call(trainer.step, kept, progress.carry, progress.step)
     groups, progress.carry = groups.with_columns(trained.columns), dict(trained.carry)
     recorder.warn(groups.all)

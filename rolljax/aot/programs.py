@@ -6,7 +6,7 @@
     cast                       before it, where both have their own chips
 
 Whatever is in HBM while a program runs and is no argument of it is added to what the compiler says that the program
-needs: where trainer and sampler share their chips, all of the other's.
+needs: where trainer and sampler share their chips, all of the other's, unless the sampler sleeps.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class TrainerShapes:
         return sizes
 
     def programs(self, phase: str, beside: Sizes) -> Iterator[Program]:
-        """Return the programs of this phase. beside: the sampler's share of HBM."""
+        """Return the programs of this phase. beside: the sampler's share of HBM; empty if it sleeps meanwhile."""
         trainer, batch = self.trainer, self.batch
         shape, model, needs = trainer.shape, trainer.model, trainer.algorithm.needs()
         tokens = shape.num_micro * shape.micro_rows * shape.row_len
@@ -357,20 +357,29 @@ class SamplerShapes:
 
 
 def publish_programs(
-    mesh: Mesh, model: Model, trained: Any, sampler: SamplerShapes, trainer: Sizes, reshard: Reshard | None
+    mesh: Mesh,
+    model: Model,
+    trained: Any,
+    sampler: SamplerShapes,
+    trainer: Sizes,
+    reshard: Reshard | None,
+    *,
+    asleep: bool = False,
 ) -> Iterator[Program]:
     """The copy from the trainer's weights to the sampler's; from one mesh to another (`reshard`) two, one on each.
 
     Args:
       mesh: of the trainer. trained: what `Model.bind` takes, with shardings. trainer: bytes of all that it keeps.
+      asleep: the sampler always sleeps until then, so that it has no pages yet.
     """
-    pool, weights = sampler.resident()["KV pool"], sampler.resident()["sampler weights"]
+    weights = sampler.resident()["sampler weights"]
+    pages = {} if asleep else {"KV pool": sampler.resident()["KV pool"]}
     mine = {k: v for k, v in trainer.items() if k in ("parameters", "base weights")}
     others = {k: v for k, v in trainer.items() if k not in mine}
     old, to = sampler.params, sampler.engine.mesh
     if reshard is None:
         write = make_write(mesh, model, to)
-        own, beside = mine | {"sampler weights": weights}, others | {"KV pool": pool}
+        own, beside = mine | {"sampler weights": weights}, others | pages
         yield Program("publish", lambda: write.lower(trained, old), mesh, own, beside)
         return
     sent, received = (computed_params(m, model) for m in (reshard.sent, reshard.received))
@@ -378,4 +387,4 @@ def publish_programs(
     yield Program("cast", lambda: reshard.cast_program.lower(trained, sent), mesh, own, others)
     own = {"sampler weights": weights, ARRIVING: device_bytes(received)}
     lower = lambda: reshard.write_program.lower(received, old)  # noqa: E731
-    yield Program("publish", lower, reshard.received, own, {"KV pool": pool})
+    yield Program("publish", lower, reshard.received, own, pages)

@@ -96,16 +96,18 @@ def programs(resolved: ResolvedRecipe) -> Iterator[aot.Program]:
     for index, phase in enumerate(recipe.phases):
         trainer = make_trainer(resolved, index, aot.reference_shapes(mesh, model, phase.algorithm, base), base)
         trainers.append(aot.TrainerShapes.of(trainer))
-        key = (phase.algorithm, phase.optimizer, trainer.shape)
+        is_alone = bool(way) or resolved.sampler_sleeps(phase)
+        key = (phase.algorithm, phase.optimizer, trainer.shape, is_alone)
         if key not in seen:
-            yield from trainers[-1].programs(phase.name, {} if way else sampler.resident())
+            yield from trainers[-1].programs(phase.name, {} if is_alone else sampler.resident())
         seen.add(key)
     largest = max((t.resident() for t in trainers), key=lambda sizes: sum(sizes.values()))
     arriving = {aot.ARRIVING: way.moved_bytes / way.received.size} if way else {}
     yield from sampler.programs(arriving or largest)
     trainer = trainers[0].trainer
     trained = model.full_params(trainers[0].state.policy.params, trainer.base)
-    yield from aot.publish_programs(mesh, model, trained, sampler, largest, way)
+    asleep = all(map(resolved.sampler_sleeps, recipe.phases))
+    yield from aot.publish_programs(mesh, model, trained, sampler, largest, way, asleep=asleep)
 
 
 def reshard(resolved: ResolvedRecipe) -> Reshard | None:

@@ -25,7 +25,7 @@ from rolljax.model.decoder import DecoderConfig, Model
 from rolljax.model.folder import folder_remedy
 from rolljax.model.implementations import implementation
 from rolljax.model.tokenizer import Chat, byte_tokenizer, load_tokenizer
-from rolljax.recipe import Recipe
+from rolljax.recipe import Phase, Recipe
 from rolljax.rewards.base import RewardContext
 from rolljax.rewards.scoring import STAGE, Scoring
 from rolljax.rollout import domain_rewards
@@ -36,6 +36,7 @@ from rolljax.run.reference_answers import ReferenceAnswer
 from rolljax.threads.event_loop import EventLoop
 from rolljax.trainer.critic import Critic
 from rolljax.trainer.mesh import Colocated, available_devices, num_batch_shards, num_slot_shards, param_shardings
+from rolljax.trainer.publish import share_devices
 from rolljax.types import Key, Message, Task, Trajectory, Turn
 
 PROBED_TASKS = 64
@@ -61,6 +62,14 @@ class ResolvedRecipe:
     mesh: Mesh
     sampler_mesh: Mesh
     model: Model
+
+    def sampler_sleeps(self, phase: Phase) -> bool:
+        """Return whether the sampler frees its weights and KV pages while the trainer updates (`Sampler.sleep`).
+
+        It does so if both share devices and nothing is sampled meanwhile, unless pages must outlive an update.
+        """
+        is_shared = share_devices(self.mesh, self.sampler_mesh)
+        return is_shared and not phase.async_ratio and not self.recipe.sampler.reuse_stale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,19 +129,25 @@ class Runtime:
             raise Stopped
 
     def publish(self, version: int) -> dict[str, float]:
-        """Give the sampler the trainer's weights, as policy version `version`.
+        """Give the sampler the trainer's weights, as policy version `version`; a sampler that is asleep wakes up.
 
         Returns:
           Metrics: the seconds of its parts.
         """
         seconds: dict[str, float] = {}
-        if version != self.sampler.version:
+        if version != self.sampler.version or self.sampler.asleep:
             with self.watchdog.waiting_for("the sampler to take new weights"):
                 with timed(seconds, "time/push_s"):
                     self._channel.push(version)
                 with timed(seconds, "time/swap_s"):
                     self.sampler.publish(lambda _: self._channel.pull(version), version)
         return seconds
+
+    def sleep(self, phase: Phase) -> None:
+        """Free the memory of the sampler until the next `publish`, where a step of `phase` is trained without it."""
+        if self.preflight.sampler_sleeps(phase):
+            with self.watchdog.waiting_for("the sampler to free its memory"):
+                self.sampler.sleep()
 
     def policy(
         self,
@@ -237,7 +243,8 @@ class Runtime:
     def _state(self) -> str:
         """Where the work stands: episodes by step, the sampler, the environments."""
         load, did, stats = self.sampler.load(), self.sampler.stats, self.pool.stats
-        sampler = f"{load.running} running, {load.waiting} waiting" if load.running or load.waiting else "idle"
+        idle = "asleep" if self.sampler.asleep else "idle"
+        sampler = f"{load.running} running, {load.waiting} waiting" if load.running or load.waiting else idle
         calls = ", ".join(f"{count} {verb}" for verb, count in sorted(stats.under_way.items())) or "none"
         parts = (
             str(self._tally),

@@ -76,6 +76,8 @@ class Sampler:
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._closing = threading.Lock()
         self._error: SamplerError | None = None
+        self._until_awake: list[Callable[[], None]] = []
+        """Calls of `_ask` that came while the sampler was asleep."""
         self._thread = threading.Thread(target=self._run, name="rolljax-sampler", daemon=True)
         self._thread.start()
 
@@ -83,6 +85,11 @@ class Sampler:
     def version(self) -> int:
         """Policy version of the weights in use."""
         return self._scheduler.version
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it has no weights and no KV pages (see `sleep`)."""
+        return self._scheduler.asleep
 
     @property
     def stats(self) -> SamplerStats:
@@ -204,34 +211,34 @@ class Sampler:
     def publish(self, make: Callable[[Params], Params], version: int, timeout_s: float = 600.0) -> None:
         """Swap the weights between two dispatches. Running requests continue; their next tokens have the new version.
 
+        A sampler that is asleep wakes up.
+
         Args:
           make: returns the new weights; its argument is the weights in use, whose memory it may reuse
-            (`trainer.publish`). Called in the sampler's thread; if it fails, so does the sampler.
+            (`trainer.publish`), or None if the sampler is asleep. Called in the sampler's thread; if it fails, so does
+            the sampler.
 
         Raises:
           SamplerError: the sampler has stopped, or does so now. HangError: no dispatch has ended in `timeout_s`.
         """
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def swap() -> None:
-            if self._error:
-                done.set_exception(self._error)
-                return
-            try:
-                with boundary(SamplerError, f"weights of version {version} could not be taken"):
-                    self._scheduler.publish(make, version)
-            except RolljaxError as e:
-                done.set_exception(e)
-                raise  # the weights in use may be gone: the thread ends with it
-            done.set_result(None)
+            self._scheduler.publish(make, version)
+            waiting, self._until_awake = self._until_awake, []
+            for call in waiting:
+                call()
 
-        self._send(swap)
-        try:
-            done.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            raise self._error or HangError(
-                f"weights of version {version} were not taken within {timeout_s:.0f} s"
-            ) from None
+        self._change(swap, f"weights of version {version}", "taken", timeout_s)
+
+    def sleep(self, timeout_s: float = 600.0) -> None:
+        """Free the memory of the weights and the KV pages, between two dispatches; return when it is free.
+
+        The sampler is asleep until the next `publish`: requests that run or arrive wait for it, and can be aborted.
+
+        Raises:
+          SamplerError: the sampler has stopped, or does so now. HangError: no dispatch has ended in `timeout_s`.
+        """
+        self._change(self._scheduler.sleep, "weights and KV pages", "freed", timeout_s)
 
     def close(self) -> None:
         """Stop the thread; requests that are still running fail."""
@@ -266,16 +273,42 @@ class Sampler:
         with contextlib.suppress(SamplerError):  # a sampler that has stopped has ended the request already
             self._send(lambda: self._scheduler.abort(request))
 
+    def _change(self, change: Callable[[], None], what: str, done_to_it: str, timeout_s: float) -> None:
+        """Run `change` in the scheduler's thread, between two dispatches, and wait until it is done. If it fails, so
+        does the sampler."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def run() -> None:
+            if self._error:
+                done.set_exception(self._error)
+                return
+            try:
+                with boundary(SamplerError, f"{what} could not be {done_to_it}"):
+                    change()
+            except RolljaxError as e:
+                done.set_exception(e)
+                raise  # the weights in use may be gone: the thread ends with it
+            done.set_result(None)
+
+        self._send(run)
+        try:
+            done.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            raise self._error or HangError(f"{what} were not {done_to_it} within {timeout_s:.0f} s") from None
+
     async def _ask(self, call: Callable[[], T]) -> T:
-        """Run `call` in the scheduler's thread, between two dispatches."""
+        """Run `call` in the scheduler's thread, between two dispatches; while the sampler is asleep, it waits."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
         def run() -> None:
             result: object
+            if self._scheduler.asleep and not self._error:
+                self._until_awake.append(run)
+                return
             try:
                 with boundary(SamplerError, "a call between two dispatches"):
-                    result = call()
+                    result = self._error or call()
             except RolljaxError as e:  # it fails this call alone
                 result = e
             self._post(loop, lambda: _settle(future, result))
@@ -314,6 +347,8 @@ class Sampler:
         while self.inbox:
             if item := self.inbox.take():
                 item()
+        for call in self._until_awake:
+            call()
         for request in self._scheduler.open_requests():
             request.fail(error)
         self._flush()

@@ -72,6 +72,7 @@ class Engine:
                 unroll=self.unroll,
             )
         replicated = NamedSharding(mesh, PartitionSpec()) if mesh.is_multi_process else None  # what one host is to read
+        self._init = jax.jit(self._empty_state, out_shardings=self.state_shardings())
         self._prefill = self._jit(self._prefill_local, donate=(1,), num_row_args=2, static=1)
         self._insert = self._jit(
             self._insert_local, donate=(0,), num_row_args=3, params=False, static=2, out=(None, replicated)
@@ -112,7 +113,7 @@ class Engine:
 
     def init_decode_state(self) -> DecodeState:
         """An empty state: no slot is active."""
-        return jax.jit(self._empty_state, out_shardings=self.state_shardings())()
+        return self._init()
 
     def state_shardings(self) -> DecodeState:
         """How a decode state lies on the mesh: rows over the batch axes, heads of the pool over `tensor`."""

@@ -52,6 +52,8 @@ class Scheduler:
         self._table = np.full((self.cfg.slots, self.cfg.pages_per_sequence), -1, np.int32)
         self._first_tokens: FirstTokens = []
         """First tokens that were sampled and not delivered yet."""
+        self.asleep = False
+        """Whether weights and pages are freed; then requests wait."""
         self._order = 0
         self._held_until_s = time.perf_counter()  # `stats.held_s` is up to date up to here
 
@@ -59,7 +61,8 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._running or self._queue.prompts)
+        """Whether `step` has something to do."""
+        return not self.asleep and bool(self._running or self._queue.prompts)
 
     def load(self) -> SamplerLoad:
         """A snapshot; safe from other threads."""
@@ -103,20 +106,41 @@ class Scheduler:
         self._deliver(request, "abort")
 
     def publish(self, make: Callable[[Params], Params], version: int) -> None:
-        """Swap the weights. Running requests continue; their next tokens have the new version.
+        """Swap the weights, and wake up. Running requests continue; their next tokens have the new version.
 
-        make: returns the new weights; its argument is the weights in use, whose memory it may reuse.
+        make: returns the new weights; its argument is the weights in use, whose memory it may reuse (None: asleep).
         """
         self._hand_out(self._take_first_tokens())
         self._worker.set_params(make(self._worker.params))
         self.version = version
+        if self.asleep:
+            self._worker.init()
+            self.asleep = False
+            return
         if not self.cfg.reuse_stale:
-            for prompt in list(self._queue.started.values()):
-                self._queue.release(prompt)
-            for cache in self._capacity.caches:
-                cache.clear()
+            self._empty_caches()
         if self.cfg.on_publish == "recompute":
             self._recompute()
+
+    def sleep(self) -> None:
+        """Free the memory of the weights and the KV pages until the next `publish`.
+
+        All requests wait; running requests resume from their tokens afterwards.
+        """
+        if self.asleep:
+            return
+        self._hand_out(self._take_first_tokens())
+        self._empty_caches()
+        self._recompute()
+        self._worker.sleep()
+        self.asleep = True
+
+    def _empty_caches(self) -> None:
+        """Forget all keys and values but those of running requests."""
+        for prompt in list(self._queue.started.values()):
+            self._queue.release(prompt)
+        for cache in self._capacity.caches:
+            cache.clear()
 
     def step(self) -> None:
         """Admit what fits, decode one dispatch, hand out what came of it."""

@@ -15,7 +15,7 @@ from rolljax.model.decoder import Params
 from rolljax.sampler.arrays import DecodeState, Inserts, PrefillChunks, ResultTokens
 from rolljax.sampler.engine import Engine
 
-LOCKSTEP_CALLS = ("init", "prefill", "insert", "release", "generate", "score")
+LOCKSTEP_CALLS = ("init", "prefill", "insert", "release", "generate", "score", "sleep")
 """Methods that all processes of a mesh must call in one order. Arguments and tickets are the same on all of them."""
 
 
@@ -35,7 +35,7 @@ class EngineWorker:
 
     @property
     def params(self) -> Params:
-        """The weights in use; None before the first are set."""
+        """The weights in use; None before the first are set, and from `sleep` until the next are set."""
         return self._params
 
     def set_params(self, params: Params) -> None:
@@ -45,6 +45,11 @@ class EngineWorker:
     def init(self) -> None:
         """Make an empty decode state: no slot is active."""
         self._state = self.engine.init_decode_state()
+
+    def sleep(self) -> None:
+        """Free the memory of the weights and the decode state. To wake up, call `set_params` and `init`."""
+        self.wait()
+        self._params = self._state = self._prefilling = None
 
     def prefill(self, chunks: PrefillChunks, *, read: int) -> int:
         """Write chunks of prompts into the cache (see `Engine.prefill`).

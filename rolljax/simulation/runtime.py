@@ -112,6 +112,9 @@ class SimulatedRuntime:
             swap()
         return {}
 
+    def sleep(self, phase: Phase) -> None:
+        """Do nothing: a simulation has no memory to free, and freeing takes no time."""
+
     def actor(self, phase: Phase) -> Policy:
         recipe = self.recipe
         limits = (recipe.max_answer_tok, recipe.sampler.max_context, recipe.sampler.steps_per_dispatch)

@@ -23,6 +23,7 @@ from rolljax.run.progress import RunProgress
 from rolljax.run.runtime import Runtime
 from rolljax.run.trained_weights import trained_params
 from rolljax.run.trainer import Trainer
+from rolljax.sampler.scheduler import Scheduler
 from rolljax.threads.event_loop import Stopped
 from rolljax.train import main as train
 from rolljax.train import parse, stopped
@@ -203,6 +204,19 @@ def load(argv):
     return config, check_run(config.value)
 
 
+@pytest.fixture
+def sleeps(monkeypatch):
+    """The version of the policy each time the sampler is sent to sleep."""
+    versions, sleep = [], Scheduler.sleep
+
+    def noted(scheduler):
+        versions.append(scheduler.version)
+        sleep(scheduler)
+
+    monkeypatch.setattr(Scheduler, "sleep", noted)
+    return versions
+
+
 def recorded(run_dir, changes):
     """A whole run, and what was compiled in it."""
     config, plan = load(arguments(run_dir, **changes))
@@ -213,7 +227,7 @@ def recorded(run_dir, changes):
 
 
 @pytest.mark.parametrize(("steps", "lengths"), [(32, 13), pytest.param(52, 20, marks=pytest.mark.slow)])
-def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths):
+def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths, sleeps):
     changes = {
         "ReasoningGym_dot_config": "{'min_word_len': 3, 'max_word_len': 10}",
         "Recipe_dot_max_answer_tok": 12,
@@ -228,6 +242,7 @@ def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths):
     assert len(counts) == 6 + steps
     assert counts[0] > 0
     assert counts[7:] == [counts[6]] * (steps - 1), "something was compiled after the first RL step"
+    assert sleeps[6:] == [*range(6, 6 + steps)], "the sampler is asleep in every update"
     assert len({r["train/tokens_n"] for r in rows(tmp_path / "run")}) > lengths  # and the lengths did vary
     lines = (tmp_path / "run" / "rollouts" / f"step_{6 + steps}.jsonl").read_text().splitlines()
     turns = [turn for line in lines for turn in Trajectory.from_json(json.loads(line)).turns]
@@ -258,12 +273,13 @@ def test_what_is_recomputed_at_a_publish_was_compiled_before(tmp_path):
     assert of_sampler not in recorder.compiled[recorder.after_step[1] :], "the sampler compiled during RL"
 
 
-def test_async_ratio_bounds_the_age_and_loses_nothing(tmp_path):
+def test_async_ratio_bounds_the_age_and_loses_nothing(tmp_path, sleeps):
     changes = {"rl__Phase_dot_async_ratio": 1.5, "MeshSpec_dot_data": 1}
     config, plan = load(arguments(tmp_path / "run", **changes))
     folder = RunFolder(tmp_path / "run")
     folder.prepare(config, fresh=False)
     loop.train(plan, folder, Console())
+    assert len(sleeps) == 6, "in the steps of the warm start alone"
     rl = rows(tmp_path / "run")[6:]
     assert [check_row(row) for row in rl] == [[]] * 14
     assert max(r["stale/start_max_ver"] for r in rl) == 2 == max(r["stale/max_ver"] for r in rl)

@@ -30,9 +30,9 @@ def worker():
     return made
 
 
-def sample(engine_worker):
-    """Twelve requests, long and short, siblings among them, two aborted and the weights swapped on the way; too few
-    pages for all."""
+def sample(engine_worker, make):
+    """Twelve requests, long and short, siblings among them, two aborted, the weights swapped and the sampler asleep on
+    the way; too few pages for all. make: returns the weights after the sleep."""
     scheduler, done, requests = Scheduler(engine_worker, 0), {}, []
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 40, n).astype(np.int32) for n in (3, 70, 33, 8)]
@@ -48,6 +48,9 @@ def sample(engine_worker):
     for i in (0, 11):
         scheduler.abort(requests[i])
     scheduler.publish(lambda params: params, 1)
+    scheduler.step()
+    scheduler.sleep()
+    scheduler.publish(make, 2)
     while scheduler.busy:
         scheduler.step()
     assert len(done) == 12
@@ -57,7 +60,7 @@ def sample(engine_worker):
 @pytest.fixture(scope="module")
 def alone():
     one = worker()
-    return one, sample(one)
+    return one, sample(one, lambda _: MODEL.init(1))
 
 
 def test_no_logits_are_kept_when_nothing_runs(alone):
@@ -78,7 +81,12 @@ def test_another_worker_repeats_the_calls_from_host_data(alone):
             getattr(other, name)(*args, **kwargs)
             yield
 
-    assert sample(Lockstep(Leader(), "engine", ours, LOCKSTEP_CALLS)) == alone[1]
+    def make(asleep):
+        assert asleep is None and other.params is None and other._state is None, "both sleep"
+        other.set_params(MODEL.init(1))
+        return MODEL.init(1)
+
+    assert sample(Lockstep(Leader(), "engine", ours, LOCKSTEP_CALLS), make) == alone[1]
     assert set(names) == set(LOCKSTEP_CALLS) - {"score"} and names.count("prefill") == names.count("release")
     for mine, its in zip(jax.tree.leaves(ours._state), jax.tree.leaves(other._state), strict=True):
         np.testing.assert_array_equal(mine, its)

@@ -95,12 +95,29 @@ def test_the_account_counts_what_is_there():
     params = 4 * Model(SHAPE).num_params()
     assert update.sizes["parameters"] == update.sizes["gradients"] == params
     assert params * 2 <= update.sizes["optimizer"] < params * 2 + 100  # and its counters
-    assert update.sizes["sampler weights"] == params
+    decode = next(use for use in found.uses if use.program.name == "decode")
+    assert decode.sizes["sampler weights"] == params
     pool = 4 * 9 * 8 * (128 // 16 + 1) * 16 * 2 * 2 * 16  # layers, slots, pages, tokens of each, keys and values, heads
-    assert pool <= update.sizes["KV pool"] < 1.05 * pool
+    assert pool <= decode.sizes["KV pool"] < 1.05 * pool
     assert update.activations > 0 and update.temporaries is None
     assert found.fits and found.by_compiler() is found, "small runs are not compiled"
     found.check()
+
+
+def test_an_update_of_a_synchronous_phase_does_not_count_the_sampler():
+    """It sleeps meanwhile; if answers are sampled meanwhile, or its pages must stay, it does not."""
+    sampler = {"sampler weights", "KV pool"}
+
+    def with_update(found):
+        found = {use.program.name: use.sizes.keys() for use in memory.account(found).uses}
+        assert sampler <= found["decode"] and "optimizer" in found["decode"]
+        return found["rl/update"] & sampler, found["publish"] & sampler
+
+    assert with_update(resolved()) == (set(), {"sampler weights"})
+    ahead = resolved()
+    phase = dataclasses.replace(ahead.recipe.phases[0], async_ratio=1.0)
+    ahead = dataclasses.replace(ahead, recipe=dataclasses.replace(ahead.recipe, phases=(phase,)))
+    assert with_update(ahead) == with_update(resolved(reuse_stale=True)) == (sampler, sampler)
 
 
 def test_the_compiler_is_asked_where_it_can_matter():
