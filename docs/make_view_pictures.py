@@ -1,4 +1,4 @@
-"""The pictures of docs/view.md: `python docs/make_view_pictures.py runs/quickstart runs/frozen_lake`, with Chromium.
+"""The pictures of docs/runs.md: `python docs/make_view_pictures.py runs/quickstart runs/frozen_lake`, with Chromium.
 
 The first run has curves that climb, the second one episodes of several turns. Needs playwright and a chromium on the
 path, or in $CHROMIUM.
@@ -62,12 +62,11 @@ def main() -> None:
     while not server.started:
         time.sleep(0.01)
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    step, several = mixed_step(first, 0.7), mixed_step(second, 0.5)
+    several = mixed_step(second, 0.5)
     try:
         with sync_playwright() as p:
             browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             picture(browser, f"{url(listener)}/#/{first.name}?smooth=0.8", "view_run.png", dark=False)
-            picture(browser, f"{url(listener)}/#/{first.name}/{step}", "view_step.png", dark=False)
             line = solved_in_turns(second, several)
             address = f"{url(listener)}/#/{second.name}/{several}/{line}?colour=logp"
             picture(browser, address, "view_trajectory.png", dark=True, hover=".said-box .tok[class*=' q']")

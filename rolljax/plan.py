@@ -1,5 +1,5 @@
 """Plan: `python -m rolljax.plan --gin FILE --topology v5p:4x4x4 [--json OUT]` compiles a run's real programs for a TPU
-that is not there, and tells whether they fit and how long they take at best. docs/plan.md explains the figures.
+that is not there, and tells whether they fit and how long they take at best. docs/scaling.md explains the figures.
 
 Exit codes: 0 everything fits, 1 something does not, 2 a wrong setting or no TPU compiler.
 """

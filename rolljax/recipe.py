@@ -221,12 +221,12 @@ class Recipe:
       turns.
     dtype: of computing; trained parameters are float32, cast at every use. remat: activations that the backward pass
       recomputes: nothing, all of a layer (`full`), all but matmuls (`dots`), all but mixed values (`attention`).
-    lora: train low-rank adapters and leave the weights of the model as they are (docs/lora.md).
-    router_aux_coef: coefficient of the load-balancing loss, in place of a folder's config.json (docs/moe.md).
+    lora: train low-rank adapters and leave the weights of the model as they are (docs/algorithms.md).
+    router_aux_coef: coefficient of the load-balancing loss, in place of a folder's config.json (docs/scaling.md).
     reward: rewards of sampled episodes, in place of the environment's (docs/rewards.md).
     agent: a program that plays the episodes and calls the model through an OpenAI-compatible server (docs/agents.md).
-    attention: the implementation of attention in training (docs/sharding.md).
-    placement: whether trainer and sampler share devices or have their own (docs/sharding.md).
+    attention: the implementation of attention in training (docs/scaling.md).
+    placement: whether trainer and sampler share devices or have their own (docs/scaling.md).
     max_answer_tok: most tokens of one answer (one turn).
     sampler: slots, pages and programs of the engine. mesh: the trainer's devices by axis. pool: where environments run.
     domains: settings of single domains of a mixture, by name (docs/domains.md).
@@ -238,7 +238,7 @@ class Recipe:
       and the ends of phases). A checkpoint is saved whenever an evaluation is among the best.
     rollouts_every: steps between files of rollouts. keep_rollouts: number of newest files to keep (None: all).
     wait_s: longest wait for the groups of a step.
-    trackers: experiment trackers that also receive the rows of metrics.jsonl (docs/trackers.md).
+    trackers: experiment trackers that also receive the rows of metrics.jsonl (docs/runs.md).
     """
 
     env: EnvSpec

@@ -1,7 +1,7 @@
 """Serve a model over HTTP: `python -m rolljax.serve --run RUN | --model HF_DIR --port P`, OpenAI's API on 127.0.0.1.
 
 Compiles what requests can need, then prints the address; `/ready` says so too. SIGTERM or Ctrl-C lets open requests
-finish (`--drain_s`) and ends with code 0; a second one ends at once. `docs/serving.md` says what it understands.
+finish (`--drain_s`) and ends with code 0; a second one ends at once. docs/export_and_serve.md lists the requests.
 """
 
 from __future__ import annotations

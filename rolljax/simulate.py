@@ -1,7 +1,7 @@
 """Simulate a run: `python -m rolljax.simulate --gin FILE [--timings FILE | --run RUN] [--sweep async_ratio=0,.5,1,2]`.
 
 The loop, the group buffer and the rollouts are those of a run; the engine, the environments and the trainer only take
-time, on a virtual clock. docs/simulate.md says what comes out, and how timings are written.
+time, on a virtual clock. docs/scaling.md says what comes out, and how timings are written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train: `python -m rolljax.train --gin FILE [--set 'name = value'] [--run_dir DIR] [--replay RUN] [--fresh]
 [--dry_run]`.
 
-The same command continues a run that was stopped; on several hosts it is started on each of them (docs/sharding.md).
+The same command continues a run that was stopped; on several hosts it is started on each of them (docs/scaling.md).
 Exit codes: 0 done, 2 config, 3 data, environment or a lost process, 4 sampler, 5 trainer (not finite), 6 checkpoint,
 7 a wait past its deadline, 8 out of memory, 74 the run folder cannot be written, 75 stopped and saved: run it again to
 continue, 130 interrupted by a second Ctrl-C.

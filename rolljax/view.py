@@ -1,4 +1,4 @@
-"""Look at runs in a browser: `python -m rolljax.view RUN...`, a page on 127.0.0.1; `docs/view.md` shows it.
+"""Look at runs in a browser: `python -m rolljax.view RUN...`, a page on 127.0.0.1; `docs/runs.md` shows it.
 
 RUN is a run folder, or a folder with run folders in it. Runs may be in progress: the page follows them. Nothing is
 written to them. `--export FILE.html` makes one page of a step or a trajectory instead, which needs no server.

@@ -3,7 +3,7 @@
 A row says what was computed, by which implementation, in which dtype. `error` is the largest difference from plain XLA
 in float32 at the highest precision, as a share of the largest number there, over outputs and gradients; `bound` is the
 largest that is `ok`. `cannot` is the reason why an implementation does not run here. Rows of speed decide what 'auto'
-takes (docs/tpu.md). Inputs are random, and the same for all implementations.
+takes (docs/scaling.md). Inputs are random, and the same for all implementations.
 """
 
 from __future__ import annotations

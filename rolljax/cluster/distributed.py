@@ -65,5 +65,5 @@ def require_one(processes: int) -> None:
             f"joins {processes} processes, but this works in one",
             setting="JAX_COORDINATOR_ADDRESS",
             value=os.environ.get("JAX_COORDINATOR_ADDRESS"),
-            remedy="leave it out here; several processes are for training (docs/sharding.md)",
+            remedy="leave it out here; several processes are for training (docs/scaling.md)",
         )

@@ -41,7 +41,7 @@ class SamplerConfig:
     reuse_stale: let new requests start from keys and values that older weights made.
     attention: how decode steps read pages. 'dense' copies the context out of them, once per dispatch (XLA, any device);
     'ragged' (Pallas, TPU; prefill too) and 'triton' (Pallas, GPU; deprecated by JAX) read them where they are. 'auto':
-    'ragged' on TPU, on other devices 'dense' (docs/tpu.md).
+    'ragged' on TPU, on other devices 'dense' (docs/scaling.md).
     tensor, expert: devices that the layers of the sampler's weights are split over, and their experts; the rest share
     out the slots (default: as the trainer's mesh has them). Decoding reads all of a device's weights for every token of
     its slots, so it wants them split further than training does.

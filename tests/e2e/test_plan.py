@@ -1,6 +1,6 @@
 """`python -m rolljax.plan` on shipped configs, by the real TPU compiler, each in a process of its own.
 
-A few of them at full size; docs/plan.md lists the results of all.
+A few of them at full size; docs/scaling.md lists the results of all.
 """
 
 import functools
