@@ -25,9 +25,9 @@ Implementation = Literal["auto", Name]
 Mosaic GPU). 'auto': the first of the device's list that can run."""
 
 MEASURED: dict[str, tuple[Name, ...]] = {}
-"""By `jax.Device.device_kind` ("NVIDIA H100 80GB HBM3"): implementations, fastest first. docs/scaling.md describes how to make
-an entry from the rows of `benchmarks/accelerator/numerics.py`. An implementation whose error is above its bound may not
-be listed."""
+"""By `jax.Device.device_kind` ("NVIDIA H100 80GB HBM3"): implementations, fastest first. docs/scaling.md describes how
+to make an entry from the rows of `benchmarks/accelerator/numerics.py`. An implementation whose error is above its bound
+may not be listed."""
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("splash", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
 """By platform: the list of a device that is not in `MEASURED`."""
 

@@ -40,7 +40,7 @@ GPU_TOKENS_PER_BLOCK, GPU_SPLITS = 64, 4
 
 Name = Literal["dense", "ragged", "triton"]
 MEASURED: dict[str, tuple[Name, ...]] = {}
-"""By `jax.Device.device_kind`: paths of decode steps, fastest first (docs/scaling.md describes how to make an entry)."""
+"""By `jax.Device.device_kind`: paths of decode steps, fastest first (docs/scaling.md says how to add an entry)."""
 UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("ragged",)}
 """By platform: the list of a device that is not in `MEASURED`; `DensePath` is its end."""
 
