@@ -221,7 +221,8 @@ def test_every_invariant_names_tests_that_are_there():
         for name in re.findall(r"`((?:unit|e2e|contract)/[\w.]+)`", row[1])
         if not (ROOT / "tests" / name).is_file()
     ]
-    assert not wrong and all("`" in row[1] for row in rows)
+    heads = [row for row in rows if re.fullmatch(r"\*\*[\w ,]+\*\*", row[0])]
+    assert not wrong and all("`" in row[1] for row in rows if row not in heads) and not any(row[1] for row in heads)
 
 
 def test_concepts_list_at_most_forty_words_of_ours():
