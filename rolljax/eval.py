@@ -5,7 +5,7 @@ all of them; `--json` prints the same as one JSON object. Without `--env` the ta
 of the recipe that `--gin` names. `--to DIR` keeps every answer; the same command continues an evaluation that was
 interrupted. `--compare DIR_A DIR_B` compares two that are complete (docs/evaluation.md).
 
-`--benchmark bsa|usb|recgpt|FILE --items FILE --judge URL` has judges look at the answers (docs/benchmarks.md).
+`--benchmark bsa|usb|recgpt|FILE --items FILE --judge URL` has judges look at the answers (docs/evaluation.md).
 """
 
 from __future__ import annotations

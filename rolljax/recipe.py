@@ -217,13 +217,13 @@ class Recipe:
     model: shape of a decoder that starts from random weights with a byte tokenizer, or the path of a local Hugging Face
       folder whose config, weights, tokenizer and chat template are used.
     chat_template: path of a file with the chat template to use in place of the folder's; `plain` for a base model: the
-      texts as they are (docs/models.md). Empty: the folder's own, or its training template where episodes have several
-      turns.
+      texts as they are (docs/my_model.md). Empty: the folder's own, or its training template where episodes have
+      several turns.
     dtype: of computing; trained parameters are float32, cast at every use. remat: activations that the backward pass
       recomputes: nothing, all of a layer (`full`), all but matmuls (`dots`), all but mixed values (`attention`).
     lora: train low-rank adapters and leave the weights of the model as they are (docs/algorithms.md).
     router_aux_coef: coefficient of the load-balancing loss, in place of a folder's config.json (docs/scaling.md).
-    reward: rewards of sampled episodes, in place of the environment's (docs/rewards.md).
+    reward: rewards of sampled episodes, in place of the environment's (docs/my_model.md).
     agent: a program that plays the episodes and calls the model through an OpenAI-compatible server (docs/agents.md).
     attention: the implementation of attention in training (docs/scaling.md).
     placement: whether trainer and sampler share devices or have their own (docs/scaling.md).

@@ -296,7 +296,7 @@ def described_template(recipe: Recipe) -> str:
     """Say where the chat template comes from that takes the place of the folder's."""
     if recipe.chat_template:
         return recipe.chat_template
-    return "the training template of the folder's own, which keeps earlier turns (docs/models.md, Chat templates)"
+    return "the training template of the folder's own, which keeps earlier turns (docs/my_model.md, Chat templates)"
 
 
 def describe(checked: Preflight, account: Account, lines_of_checks: Sequence[str] = ()) -> str:

@@ -25,7 +25,7 @@ PLAIN = "plain"
 MAX_BYTES = 2**20
 """Most bytes of a file with a template."""
 SETTING = "Recipe.chat_template"
-DOCS = "docs/models.md, Chat templates"
+DOCS = "docs/my_model.md, Chat templates"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,13 @@ socket buffers succeeds and changes nothing, as in the kernel past its own limit
 of the protocols TCP, UDP and ICMP; they join no multicast groups. Threads share their descriptors, and a child is the
 child of the process that made it. `clone3` does not exist (libraries fall back to `clone`, whose flags a filter can
 read). A foreign instruction set kills the process.
+
+Calls that allocate kernel memory and are allowed, and what bounds them: `clone`, `fork` (number of processes; copies of
+mappings are estimated); `mmap`, `mremap`, `brk`, `mprotect`, `madvise` (memory, page tables, estimated mappings);
+`open`, `pipe`, `eventfd`, `epoll_create`, `dup` and the like, `socket`, `accept` (each descriptor is counted);
+`epoll_ctl`, locks of files, reads of `/proc` (estimated; the kernel bounds watched descriptors per user);
+`timer_create`, `sigqueue` (256 per user); `mkdir`, `link`, `write`, `fallocate` (size of the file system and number of
+files); `splice`, `tee`, `sendfile` (pipes, each counted); `mlock` (64 KiB).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pairs of a recorded answer and an answer, with the verdict that graders of others give, and where ours differs.
 
 The pairs are those of the test suites of others, by source; `science` has what GPQA and its like ask for. `OURS` has
-the pairs about which we decided otherwise, with our verdict and the rule that it follows from (docs/data.md).
+the pairs about which we decided otherwise, with our verdict and the rule that it follows from (docs/my_model.md).
 """
 
 # fmt: off

@@ -109,7 +109,7 @@ def test_pairs_from_outside():
 
 
 RULES = [
-    # (recorded, answer, verdict): docs/data.md
+    # (recorded, answer, verdict): docs/my_model.md
     ("8", "2**3", True), ("23", "2**3", False), ("1024", "2**10", True), 
     ("999", "9**9**9", False), ("512", "2^{3^2}", True), ("512", "2^3^2", True), ("1", "1^{9^9}", True), ("0", "9**9**9", False),
     ("5", "**5**", True), ("5", "**x** = 5", True), ("30", "3**0**", False), ("10^{-2}", "10^-2", True),
@@ -149,7 +149,7 @@ def test_texts_that_are_right(text, gold, right):
 
 
 def test_the_table_of_rules_in_the_docs_is_true():
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "my_model.md").read_text()
     table = page.split("## When two answers are the same")[1].split("\n## ")[0]
     rows = [re.split(r" \| ", line.strip("| ")) for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 17

@@ -274,8 +274,8 @@ def test_the_calculator_task():
 
 
 def test_the_example_of_the_page_runs(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    code = page[page.index("# trip.py\n") :].split("```")[0]
     exec(compile(code, "trip.py", "exec"), {"__name__": "trip"})
     said = capsys.readouterr().out
     assert "convert" in said and "user: 592-7503=" in said and "Message(role='tool', content='3000.00')" in said

@@ -1,1 +1,1 @@
-"""Environments of other libraries and other machines, in rolljax's terms. docs/adapters.md says what each maps."""
+"""Environments of other libraries and other machines, in rolljax's terms. docs/environments.md says what each maps."""

@@ -10,7 +10,7 @@ An answer states one thing. Where it states several, all of them must be right, 
 - `a, b`, `a; b`, `a and b`, `a or b`: a list of values in any order; it is right if the recorded answer lists the same;
 - `a < b`, `a \to b`, `a \cup b` of what are neither sets nor intervals: not an answer to a question for a value.
 
-docs/data.md has the rules for users; tests/data/answer_pairs.py has a table of pairs with their verdicts.
+docs/my_model.md has the rules for users; tests/data/answer_pairs.py has a table of pairs with their verdicts.
 """
 
 from __future__ import annotations
