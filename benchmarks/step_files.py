@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio.events
+import json
 import os
 import sys
 import tempfile
@@ -44,7 +45,7 @@ STEP = 3
 SETTINGS = {
     "Recipe.save_every": "1000",
     "Evaluation.tasks": "4",
-    "warm_start/Phase.steps": "2",
+    "warm_start/Phase.steps": "20",
     "warm_start/Phase.stop_at_reward": "None",
     "warm_start/Phase.eval_every": "0",
     "rl/Phase.steps": str(STEP),
@@ -94,9 +95,10 @@ def caller_file(frame: FrameType) -> str | None:
 def traced(step: Callable[..., Awaitable[None]], tracer: Tracer) -> Callable[..., Awaitable[None]]:
     """Return `loop.train_step` with the tracer on during step `STEP` of the phase `rl`."""
 
-    async def train_step(phase: Any, rollouts: Any, trainer: Any, runtime: Any, recorder: Any) -> None:
-        tracer.is_on = phase.name == "rl" and recorder.progress.step == STEP - 1
-        await step(phase, rollouts, trainer, runtime, recorder)
+    async def train_step(recipe: Any, phase: Any, *parts: Any) -> None:
+        progress = parts[-1].progress
+        tracer.is_on = phase.name == "rl" and progress.step == STEP - 1
+        await step(recipe, phase, *parts)
         tracer.is_on = False
 
     return train_step
@@ -114,8 +116,11 @@ def main() -> None:
         tracer.install()
         code = train(command)
         sys.setprofile(None)
-    if code:
-        sys.exit(code)
+        if code:
+            sys.exit(code)
+        rows = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    if not json.loads(rows[-1])["optim/updates_n"]:
+        sys.exit("the traced step made no update: no group had a signal")
     entered = Counter(callee for _, callee in tracer.calls)
     calls = Counter[str]()
     for (_, callee), count in tracer.calls.items():

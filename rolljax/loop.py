@@ -1,62 +1,64 @@
 """The loop: from tasks to published weights, step after step. One coroutine runs every phase in every mode.
 
-| call                 | consumes                       | produces                         | waits for              |
-|----------------------|--------------------------------|----------------------------------|------------------------|
-| `rollouts.measure`   | the train state                | shares of a mixture's domains    | the device             |
-| `rollouts.start`     | the task stream                | groups in flight                 | nothing                |
-| `rollouts.take`      | complete groups, oldest first  | the groups of this step          | `GroupBuffer.take`     |
-| `rollouts.start`     | the task stream                | groups of later steps            | nothing                |
-| `filter_groups`      | trajectories                   | the trajectories to train on     | nothing                |
-| `runtime.sleep`      |                                | the sampler's memory             | at most one dispatch   |
-| `trainer.step`       | these, the train state         | the next train state, statistics | the device             |
-| `rollouts.end_step`  | trajectories                   | where the next episodes start    | nothing                |
-| `progress.end_step`  |                                | version + 1                      | nothing                |
-| `runtime.publish`    | the trainer's weights, version | the sampler's weights            | at most one dispatch   |
-| `runtime.evaluate`   | held-out tasks                 | held-out reward (`eval_every`)   | the slowest trajectory |
-| `recorder.commit`    | all of the above               | rollouts, a row, a checkpoint    | the disk               |
+| call                       | consumes                   | produces                  | waits for, unblocked by        |
+|----------------------------|----------------------------|---------------------------|--------------------------------|
+| `recorder.start_step`      |                            | the report of the step    | nothing                        |
+| `rollouts.measure`         | the train state            | shares of domains         | the device                     |
+| `rollouts.start`           | the task stream            | groups in flight          | nothing                        |
+| `rollouts.take`            | complete groups, by age    | the groups of this step   | groups; the end of an episode  |
+| `rollouts.start`           | the task stream            | groups of later steps     | nothing                        |
+| `recorder.keeping_crashes` | a batch that is not finite | its file                  | the disk                       |
+| `channel.sleep`            |                            | the sampler's memory      | the end of a dispatch          |
+| `trainer.step`             | kept trajectories, state   | train state, metrics      | the device                     |
+| `rollouts.end_step`        | trajectories               | start states; a log line  | nothing                        |
+| `player.reward_row`        | trajectories               | metrics of rewards        | nothing                        |
+| `progress.end_step`        |                            | version + 1               | nothing                        |
+| `channel.publish`          | the trainer's weights      | the sampler's weights     | the end of a dispatch          |
+| `player.evaluate`          | held-out tasks             | their trajectories        | the slowest episode            |
+| `recorder.show_evaluation` | these trajectories         | lines of the console      | nothing                        |
+| `recorder.commit`          | all of the above           | rollouts, row, checkpoint | the disk                       |
 
 `trainer.step` is credit, packing, all updates, and the gate: a step that is not finite ends the run before anything of
-it is published or saved. `Phase.async_ratio` alone sets synchronous or asynchronous training: at 0 the second
-`rollouts.start` starts nothing, so every token is of the newest weights; above 0 the groups of later steps are in
-flight while the trainer works, and continue after `runtime.publish`. At 0, on shared devices, the sampler also frees
-its weights and KV pages (`runtime.sleep`) until `runtime.publish` makes them again, so that the memory of a step is
-that of sampling or that of the update, whichever is more. All time is read from the event loop: on a virtual
-clock the same coroutine is the simulator (`rolljax.simulation`). If `rollouts` are the log of another run
-(`rolljax.run.replay`), nothing is sampled, and weights are published for evaluations alone.
+it is published or saved. `rollouts.take` returns the groups, and the trajectories of them that filters kept
+(`StepGroups.kept`).
+
+`Phase.async_ratio` alone sets synchronous or asynchronous training: at 0 the second `rollouts.start` starts nothing, so
+every token is of the newest weights; above 0 the groups of later steps are in flight while the trainer works, and
+continue after `channel.publish`. At 0, on shared devices, the sampler also frees its weights and KV pages
+(`channel.sleep`) until `channel.publish` makes them again, so that the memory of a step is that of sampling or that of
+the update, whichever is more. All time is read from the event loop: on a virtual clock the same coroutine is the
+simulator (`rolljax.simulation`). If `rollouts` are the log of another run (`rolljax.run.replay`), nothing is sampled,
+and weights are published for evaluations alone.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import math
 from collections.abc import Callable
 
 from rolljax.cluster.lockstep import SINGLE_PROCESS, Leader, SingleProcess
 from rolljax.envs.tasks import open_stream
-from rolljax.recipe import Phase
-from rolljax.rollout.domains import filter_domains
-from rolljax.rollout.filters import faults_row
+from rolljax.recipe import Phase, Recipe
 from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
 from rolljax.run.layout import VERDICTS
 from rolljax.run.preflight import Preflight
 from rolljax.run.progress import ALL_STEPS, RunProgress
-from rolljax.run.protocols import LoopRecorder, LoopRuntime, LoopTrainer, StepSource, TaskSource
+from rolljax.run.protocols import (
+    LoopChannel,
+    LoopClock,
+    LoopPlayer,
+    LoopRecorder,
+    LoopSampler,
+    LoopTrainer,
+    StepSource,
+    TaskSource,
+)
 from rolljax.run.recorder import Recorder
 from rolljax.run.replay import RunLog, open_rollouts
 from rolljax.run.reward_models import TrainedRewardModels
 from rolljax.run.runtime import Runtime
-from rolljax.run.step_metrics import (
-    StepTimer,
-    domains_row,
-    env_row,
-    groups_row,
-    heldout_row,
-    sampler_row,
-    timed,
-    trajectories_row,
-)
+from rolljax.run.step_metrics import add_groups, add_heldout, add_sampler, timed
 from rolljax.run.tracking import tracking
 from rolljax.run.trainer import LOCKSTEP_CALLS, Trainer
 from rolljax.threads.event_loop import Stopped
@@ -110,7 +112,8 @@ def train(
         ) as runtime,
     ):
         try:
-            runtime.event_loop.run(train_phases(stream, trainer, runtime, recorder, began, log))
+            parts = (runtime.player, runtime.sampler, trainer, runtime.channel, runtime.clock, recorder)
+            runtime.clock.run(train_phases(recipe, stream, *parts, began, log))
         except Stopped:
             recorder.save()
             raise
@@ -120,92 +123,99 @@ def train(
 
 
 async def train_phases(
+    recipe: Recipe,
     stream: TaskSource,
+    player: LoopPlayer,
+    sampler: LoopSampler,
     trainer: LoopTrainer,
-    runtime: LoopRuntime,
+    channel: LoopChannel,
+    clock: LoopClock,
     recorder: LoopRecorder,
     began: float | None = None,
     log: RunLog | None = None,
 ) -> None:
     """Train every phase of the run that is not done yet, and evaluate each at its end."""
-    progress, recipe = recorder.progress, runtime.recipe
+    progress = recorder.progress
     is_new = not progress.heldout_reward
     with timed(progress.other_wall_s, "start", began):
         if is_new:
-            recorder.put_evaluation("start", await runtime.evaluate(progress.total_steps))
+            recorder.put_evaluation("start", await player.evaluate(progress.total_steps))
     if is_new:
-        await runtime.call(recorder.save)
+        await clock.call(recorder.save)
     while not progress.finished:
         phase = recipe.phases[progress.phase]
         recorder.start_phase(phase)
         while progress.is_in(phase):
-            await runtime.call(runtime.publish, progress.version)  # steps of a log publish nothing
-            async with open_rollouts(runtime, stream, progress, recorder.console.warn, log) as rollouts:
+            await clock.call(channel.publish, progress.version)  # steps of a log publish nothing
+            warn = recorder.console.warn
+            async with open_rollouts(recipe, player, sampler, clock, stream, progress, warn, log) as rollouts:
                 while progress.is_in(phase) and rollouts.has_step():
-                    await train_step(phase, rollouts, trainer, runtime, recorder)
-                    runtime.check_stop()
+                    await train_step(recipe, phase, rollouts, player, sampler, trainer, channel, clock, recorder)
+                    clock.check_stop()
         recorder.console.wait("evaluating on held-out tasks")
         with timed(progress.phase_wall_s, phase.name):
-            await runtime.call(runtime.publish, progress.version)
-            recorder.put_evaluation(phase.name, await runtime.evaluate(progress.total_steps))
+            await clock.call(channel.publish, progress.version)
+            recorder.put_evaluation(phase.name, await player.evaluate(progress.total_steps))
         progress.phase_end.setdefault(phase.name, ALL_STEPS)
         progress.finished = progress.phase + 1 == len(recipe.phases)
         if not progress.finished:
             progress.begin_next_phase()
             with timed(progress.other_wall_s, "start"):
-                await runtime.call(trainer.open_phase, progress)
-        await runtime.call(recorder.save)
+                await clock.call(trainer.open_phase, progress)
+        await clock.call(recorder.save)
         recorder.end_phase(phase)
 
 
 async def train_step(
-    phase: Phase, rollouts: StepSource, trainer: LoopTrainer, runtime: LoopRuntime, recorder: LoopRecorder
+    recipe: Recipe,
+    phase: Phase,
+    rollouts: StepSource,
+    player: LoopPlayer,
+    sampler: LoopSampler,
+    trainer: LoopTrainer,
+    channel: LoopChannel,
+    clock: LoopClock,
+    recorder: LoopRecorder,
 ) -> None:
     """Train one step of a phase. At its end state and progress agree, so that they can be saved as they are."""
-    progress, recipe, version = recorder.progress, runtime.recipe, recorder.progress.version
-    timer, before = StepTimer(runtime.watchdog, asyncio.get_running_loop().time), runtime.sampler.stats
-    with timer.part("rollout"):
+    progress, version = recorder.progress, recorder.progress.version
+    report, before = recorder.start_step(), sampler.stats
+    with report.part("rollout"):
         await rollouts.measure(trainer)
     rollouts.start(version)
-    with timer.part("rollout"):
+    with report.part("rollout"):
         groups = await rollouts.take(version)
     rollouts.start(version)
-    with timer.part("update"), recorder.keeping_crashes():
-        kept = filter_domains(groups.trained, recipe.filters, recipe.domains)
-        await runtime.call(runtime.sleep, phase)
-        trained = await runtime.call(trainer.step, kept, progress.carry, progress.step)
+    with report.part("update"), recorder.keeping_crashes():
+        await clock.call(channel.sleep, phase)
+        trained = await clock.call(trainer.step, groups.kept, progress.carry, progress.step)
     groups, progress.carry = groups.with_columns(trained.columns), dict(trained.carry)
-    recorder.warn(groups.all)
-    row = trained.row | trajectories_row(groups.all, version) | faults_row(groups.all)
-    ended, logged = rollouts.end_step(groups)
-    row |= domains_row(groups.trained, groups.all, recipe.env)
-    row |= ended | groups_row(len(groups.trained), len(kept), trained.num_trained)
-    if groups.logged is None:
-        row |= env_row(groups.all)
+    report.add_row(trained.row)
+    add_groups(report, groups, trained.num_trained, version, recipe.env)
+    logged = rollouts.end_step(groups, report)
     is_sampled = phase.samples and groups.logged is None
     if is_sampled:
-        row |= runtime.reward_row(groups.all)
-        row |= sampler_row(before, runtime.sampler.stats, recipe.sampler.slots * timer.total_s())
+        report.add_row(player.reward_row(groups.all))
+        add_sampler(report, before, sampler.stats, recipe.sampler.slots * report.total_s())
     progress.end_step(phase)
     evaluate_now = phase.eval_every > 0 and progress.step % phase.eval_every == 0
     if is_sampled or evaluate_now:
-        with timer.part("publish"):
-            row |= await runtime.call(runtime.publish, progress.version)
+        with report.part("publish"):
+            report.add_row(await clock.call(channel.publish, progress.version))
     if evaluate_now:
-        with timer.part("eval"):
-            found = await runtime.evaluate(progress.total_steps, interruptible=False)
-        row |= heldout_row(found, recipe.env)
+        with report.part("eval"):
+            found = await player.evaluate(progress.total_steps, interruptible=False)
+        add_heldout(report, found, recipe.env)
         recorder.show_evaluation(found)
-    if end := groups.logged.phase_end if groups.logged else early_end(phase, row):
+    if end := groups.logged.phase_end if groups.logged else early_end(phase, report.get("heldout/reward_mean")):
         progress.phase_end[phase.name] = end
-    recorder.check_alive(groups.all)
-    await runtime.call(recorder.commit, phase, groups, logged, row, timer)
+    await clock.call(recorder.commit, phase, groups, logged, report)
 
 
-def early_end(phase: Phase, row: dict[str, float]) -> str:
+def early_end(phase: Phase, heldout_reward: float | None) -> str:
     """Return why a phase ends with this step, before its last one; empty if it does not."""
     goal = phase.stop_at_reward
-    is_reached = goal is not None and row.get("heldout/reward_mean", -math.inf) >= goal
+    is_reached = goal is not None and heldout_reward is not None and heldout_reward >= goal
     return f"held-out reward reached {goal:g}" if is_reached else ""
 
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
+
 Reduction = Literal["mean", "sum", "max", "first", "last"]
 
 
@@ -249,18 +251,64 @@ def metric(name: str) -> Metric | None:
 
 
 def reduce_parts(name: str, values: Sequence[float]) -> float:
-    """Reduce a metric's values in the parts of a step to one number."""
-    match NAMES[name].reduction:
+    """Reduce the parts of a metric to one number, as its row in `NAMES` says. The metrics of environments and rewards,
+    which have no row, are averaged.
+
+    Raises:
+      KeyError: there is no such metric.
+    """
+    known = metric(name)
+    if known is None and not is_known(name):
+        raise KeyError(name)
+    match known.reduction if known else "mean":
         case "mean":
-            return sum(values) / len(values)
+            return float(np.mean(values))
         case "sum":
-            return sum(values)
+            return float(sum(values))
         case "max":
-            return max(values)
+            return float(max(values))
         case "first":
-            return values[0]
+            return float(values[0])
         case "last":
-            return values[-1]
+            return float(values[-1])
+
+
+class MetricsReport:
+    """Collects metrics: parts are added under their names, and `row` reduces the parts of each to one number."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[float]] = {}
+
+    def add(self, name: str, *parts: float) -> None:
+        """Add parts of a metric; they are averaged, added up, or the largest, first or last counts, as `NAMES` says."""
+        self._parts.setdefault(name, []).extend(parts)
+
+    def add_row(self, row: Mapping[str, float]) -> None:
+        """Add one part of each metric of a row."""
+        for name, value in row.items():
+            self.add(name, value)
+
+    def add_histogram(self, prefix: str, counts: np.ndarray) -> None:
+        """Add mean, median, 99th percentile and maximum of a histogram of ages in versions.
+
+        Args:
+          prefix: of the metrics' names. counts: how many items have each age; int `[A]`, all 0 if there are none.
+        """
+        ages, weights = np.arange(len(counts)), counts if counts.any() else np.eye(1, len(counts))[0]
+        p50, p99 = np.percentile(ages, (50, 99), weights=weights, method="inverted_cdf")
+        self.add(f"{prefix}mean_ver", float(np.average(ages, weights=weights)))
+        self.add(f"{prefix}p50_ver", float(p50))
+        self.add(f"{prefix}p99_ver", float(p99))
+        self.add(f"{prefix}max_ver", float(ages[weights > 0][-1]))
+
+    def get(self, name: str) -> float | None:
+        """Return a metric's number as of now; None: it has no part."""
+        parts = self._parts.get(name)
+        return reduce_parts(name, parts) if parts else None
+
+    def row(self) -> dict[str, float]:
+        """Return the number of every metric that has a part."""
+        return {name: reduce_parts(name, parts) for name, parts in self._parts.items() if parts}
 
 
 def check_row(row: Mapping[str, float]) -> list[str]:

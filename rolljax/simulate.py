@@ -104,14 +104,14 @@ def simulate(recipe: Recipe, timings: Timings, steps: int | None = None) -> tupl
     from rolljax import loop
     from rolljax.simulation import clock
     from rolljax.simulation.episodes import SimulatedTasks
-    from rolljax.simulation.runtime import SimulatedRecorder, SimulatedRuntime, SimulatedTrainer
+    from rolljax.simulation.runtime import SimulatedRecorder, SimulatedRuntime
 
     recipe = sampling_part(recipe, steps)
 
     async def play() -> tuple[SimulatedRuntime, SimulatedRecorder]:
         runtime = SimulatedRuntime(recipe, timings)
         recorder = SimulatedRecorder(runtime)
-        await loop.train_phases(SimulatedTasks(), SimulatedTrainer(runtime), runtime, recorder)
+        await loop.train_phases(recipe, SimulatedTasks(), *runtime.parts(), recorder)
         return runtime, recorder
 
     return clock.run(play())

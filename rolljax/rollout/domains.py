@@ -10,11 +10,11 @@ from rolljax.envs.base import EnvSpec
 from rolljax.envs.mixture import Mixture
 from rolljax.errors import ConfigError, check_range
 from rolljax.rewards.base import RewardConfig
-from rolljax.rollout.filters import FilterConfig, filter_groups
+from rolljax.rollout.filters import FilterConfig, GroupFilters
 from rolljax.rollout.group_buffer import TailBatching
 from rolljax.rollout.mixture_rules import MixtureRule, MixtureShares, check_domains
 from rolljax.trainer.algorithms.base import Algorithm
-from rolljax.types import Group, SamplingParams, Trajectory
+from rolljax.types import SamplingParams
 
 
 class MixturePhase(Protocol):
@@ -80,17 +80,9 @@ Domains = Mapping[str, DomainSettings]
 """By the names of `Mixture.domains`; a domain that is not there has no settings of its own."""
 
 
-def filter_domains(groups: Sequence[Group], cfg: FilterConfig, domains: Domains) -> list[list[Trajectory]]:
-    """`filters.filter_groups` with each domain's own filter; groups in their order."""
-    own = {name: settings.filters for name, settings in domains.items() if settings.filters}
-    if not own:
-        return filter_groups(groups, cfg)
-    parts: dict[str, list[Group]] = {}
-    for group in groups:
-        parts.setdefault(group.task.env if group.task.env in own else "", []).append(group)
-    kept = [one for name, part in parts.items() for one in filter_groups(part, own.get(name) or cfg)]
-    order = {group.draw: i for i, group in enumerate(groups)}
-    return sorted(kept, key=lambda trajectories: order[trajectories[0].key.draw])
+def group_filters(cfg: FilterConfig, domains: Domains) -> GroupFilters:
+    """Return the filters of a recipe and of its domains."""
+    return GroupFilters(cfg, {name: settings.filters for name, settings in domains.items() if settings.filters})
 
 
 def open_shares(env: EnvSpec, phase: MixturePhase) -> MixtureShares | None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from rolljax.envs.pool.blame import SET_ASIDE
 from rolljax.errors import check_range
 from rolljax.types import Group, Trajectory
-
-Row = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +35,44 @@ class FilterConfig:
         check_range(self, "drop_failures_over_tok", low=0)
 
 
-def filter_groups(groups: Sequence[Group], cfg: FilterConfig = FilterConfig()) -> list[list[Trajectory]]:
-    """Return the trajectories to train on, by group, with the expert's demonstration if a group failed. Groups with too
-    few trajectories are left out. Empty if the step is skipped."""
-    every = [t for g in groups for t in g.trajectories]
-    if sum(t.lost for t in every) > cfg.max_failed_frac * len(every):
-        return []
-    alive = [[adjusted(t, cfg) for t in g.trajectories if takes_part(t, cfg)] for g in groups]
-    return [
-        [*a, g.demonstration] if g.demonstration else a
-        for a, g in zip(alive, groups, strict=True)
-        if len(a) >= min(2, len(g.trajectories))
-    ]
+class GroupFilters:
+    """Filters groups by the rules of a recipe, and by the own rules of a mixture's domains. Every group is filtered
+    once, when it is complete; a step looks only at how many trajectories were lost.
+
+    Args:
+      own: by domain; the groups of a domain without an entry follow `cfg`.
+    """
+
+    def __init__(self, cfg: FilterConfig, own: Mapping[str, FilterConfig]) -> None:
+        self._cfg, self._own = cfg, own
+
+    def group(self, group: Group) -> list[Trajectory]:
+        """Return the trajectories of a group to train on, with the expert's demonstration if the group has one; empty
+        if too few are left."""
+        cfg = self._own.get(group.task.env, self._cfg)
+        alive = [adjusted(t, cfg) for t in group.trajectories if takes_part(t, cfg)]
+        if len(alive) < min(2, len(group.trajectories)):
+            return []
+        return [*alive, group.demonstration] if group.demonstration else alive
+
+    def step(self, groups: Sequence[Group], kept: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:
+        """Return the trajectories of a step to train on, by group: without empty groups, and without the domains in
+        which too many trajectories were lost.
+
+        Args:
+          kept: `group` of each of the groups.
+        """
+        lost, total = Counter[str](), Counter[str]()
+        for g in groups:
+            domain = self._domain(g)
+            lost[domain] += sum(t.lost for t in g.trajectories)
+            total[domain] += len(g.trajectories)
+        skipped = {d for d in total if lost[d] > self._own.get(d, self._cfg).max_failed_frac * total[d]}
+        return [k for g, k in zip(groups, kept, strict=True) if k and self._domain(g) not in skipped]
+
+    def _domain(self, group: Group) -> str:
+        """Return the domain whose rules a group follows; empty: the recipe's."""
+        return group.task.env if group.task.env in self._own else ""
 
 
 def takes_part(t: Trajectory, cfg: FilterConfig) -> bool:
@@ -72,17 +95,3 @@ def adjusted(t: Trajectory, cfg: FilterConfig) -> Trajectory:
 def tampered(t: Trajectory) -> bool:
     """Whether the environment saw the policy tamper with its task."""
     return t.metrics.get("tamper_n", 0) > 0
-
-
-def faults_row(groups: Sequence[Group]) -> Row:
-    """Return the counts of episodes by kind of fault, of restarts, loops, tampering, and cancelled episodes."""
-    every = [t for g in groups for t in g.trajectories]
-    kinds = Counter(t.fault.kind for t in every if t.fault)
-    return {
-        **{f"faults/{kind}_n": float(kinds[kind]) for kind in ("infra", "env", "agent", "limit")},
-        "faults/set_aside_n": float(sum(t.fault is not None and t.fault.stage == SET_ASIDE for t in every)),
-        "faults/retried_n": float(sum(t.attempts - 1 for t in every)),
-        "faults/looped_n": float(sum(t.loops for t in every)),
-        "faults/tampered_n": float(sum(map(tampered, every))),
-        "rollout/cancelled_n": float(sum(g.cancelled for g in groups)),
-    }

@@ -11,17 +11,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rolljax.errors import RolljaxError, TrainerError
+from rolljax.metrics import MetricsReport
+from rolljax.recipe import Recipe
 from rolljax.rollout.barrier import Barrier
 from rolljax.rollout.builder import fault_of
-from rolljax.rollout.domains import filter_domains, open_shares
+from rolljax.rollout.domains import group_filters, open_shares
 from rolljax.rollout.group_buffer import DROPPED, Dropped, GroupBuffer, GroupEntry
 from rolljax.rollout.shares import StepPlan
 from rolljax.rollout.starts import fallback
 from rolljax.run.alerts import unfilled_step
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
-from rolljax.run.protocols import LoopRuntime, LoopTrainer, StepGroups, TaskSource
-from rolljax.run.step_metrics import ages_row
+from rolljax.run.protocols import LoopClock, LoopPlayer, LoopSampler, LoopTrainer, TaskSource
+from rolljax.run.step_metrics import StepGroups
 from rolljax.run.validation import gold_groups
 from rolljax.threads.event_loop import Stopped
 from rolljax.trainer.credit.episodes import Episodes
@@ -30,26 +32,35 @@ from rolljax.types import Group, Key, Task, Trajectory
 
 class PhaseRollouts:
     """Groups of trajectories for the steps of phase `progress.phase`, from the task stream. Use as an asynchronous
-    context manager, in the event loop of `runtime`.
+    context manager, in the event loop of `clock`.
 
     Args:
       warn: receives a sentence, once, if dynamic sampling cannot fill a step.
     """
 
     def __init__(
-        self, runtime: LoopRuntime, stream: TaskSource, progress: RunProgress, warn: Callable[[str], None]
+        self,
+        recipe: Recipe,
+        player: LoopPlayer,
+        sampler: LoopSampler,
+        clock: LoopClock,
+        stream: TaskSource,
+        progress: RunProgress,
+        warn: Callable[[str], None],
     ) -> None:
-        recipe, phase = runtime.recipe, runtime.recipe.phases[progress.phase]
-        self._runtime, self._recipe, self._phase, self._index = runtime, recipe, phase, progress.phase
-        self._stream, self._progress = stream, progress
-        self._starts = runtime.start_curriculum(phase, progress)
-        rollouts = runtime.rollouts(runtime.actor(phase), hash_observations=self._starts is not None)
+        phase = recipe.phases[progress.phase]
+        self._recipe, self._phase, self._index = recipe, phase, progress.phase
+        self._clock, self._stream, self._progress = clock, stream, progress
+        self._starts = player.start_curriculum(phase, progress)
+        rollouts = player.rollouts(player.actor(phase), hash_observations=self._starts is not None)
+        self._hold = sampler.hold if phase.samples and player.agents is None else None
+        self._filters = group_filters(recipe.filters, recipe.domains)
         self._run_limits = recipe.env.run_limits()
         if self._run_limits:
             self._run_limits.restore(progress.run_times)
         self._rollouts = dataclasses.replace(rollouts, run_limits=self._run_limits)
         self._warn: Callable[[str], None] | None = warn
-        self._together = runtime.pool.opens_at_once and not phase.async_ratio
+        self._together = player.pool.opens_at_once and not phase.async_ratio
         self._shares = open_shares(recipe.env, phase)
         if self._shares and progress.mixture:
             self._shares.restore(progress.mixture)
@@ -59,6 +70,8 @@ class PhaseRollouts:
         self._tasks: dict[int, Task] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._done: dict[int, Group] = {}
+        self._kept: dict[int, list[Trajectory]] = {}
+        """The trajectories to train on, of each group in `_done`."""
         self._dropped: list[Group] = []
         self._ready_s: dict[int, float] = {}
         """When each group that waits was ready, on the event loop's clock."""
@@ -92,10 +105,10 @@ class PhaseRollouts:
             return
         if not self._validation:
             played = gold_groups(self._recipe, self._rollouts, tasks)
-            self._validation = await self._runtime.event_loop.within(
+            self._validation = await self._clock.within(
                 played, "the validation tasks of the mixture", self._recipe.wait_s
             )
-        self._shares.measured(step, await self._runtime.call(trainer.perplexities, self._validation))
+        self._shares.measured(step, await self._clock.call(trainer.perplexities, self._validation))
 
     # ---- starting
 
@@ -105,11 +118,8 @@ class PhaseRollouts:
         entries = list(iter(lambda: self._buffer.start(version), None))
         if not entries:
             return
-        phase, hold = self._phase, None
-        spares = [phase.spares(kept=e.kept) for e in entries]
-        if phase.samples and self._runtime.agents is None:
-            hold = self._runtime.sampler.hold
-        barrier = Barrier(sum(phase.group_size + s for s in spares), hold) if self._together else None
+        phase, spares = self._phase, [self._phase.spares(kept=e.kept) for e in entries]
+        barrier = Barrier(sum(phase.group_size + s for s in spares), self._hold) if self._together else None
         for entry, spare in zip(entries, spares, strict=True):
             if entry.draw not in self._tasks:
                 self._tasks[entry.draw] = self._stream.of(entry.domain)
@@ -151,9 +161,9 @@ class PhaseRollouts:
 
     def _finished(self, group: Group) -> None:
         del self._running[group.draw]
-        failed = all(t.status == "failed" for t in group.trajectories)
-        if self._buffer.finished(group.draw, has_signal=self._has_signal(group), failed=failed):
-            self._done[group.draw] = group
+        failed, kept = all(t.status == "failed" for t in group.trajectories), self._filters.group(group)
+        if self._buffer.finished(group.draw, has_signal=self._has_signal(group, kept), failed=failed):
+            self._done[group.draw], self._kept[group.draw] = group, kept
             self._ready_s[group.draw] = asyncio.get_running_loop().time()
         else:
             del self._tasks[group.draw]
@@ -161,13 +171,13 @@ class PhaseRollouts:
             self._unlogged["failed" if failed else "no_signal"].append(group.draw)
         self.start(self._version)  # which is further by now, maybe, than where this one began
 
-    def _has_signal(self, group: Group) -> bool:
-        """Whether the phase's algorithm learns anything from a group, if it asks."""
+    def _has_signal(self, group: Group, kept: list[Trajectory]) -> bool:
+        """Return whether the phase's algorithm learns anything from a group, if it asks."""
         if not self._phase.algorithm.dynamic_sampling_rounds:
             return True
-        kept = filter_domains([group], self._recipe.filters, self._recipe.domains)
-        episodes = Episodes.of(kept, limit_tok=self._recipe.max_answer_tok, step=self._progress.step)
-        return bool(kept) and bool(self._phase.algorithm.has_signal(episodes).any())
+        trained = self._filters.step([group], [kept])
+        episodes = Episodes.of(trained, limit_tok=self._recipe.max_answer_tok, step=self._progress.step)
+        return bool(trained) and bool(self._phase.algorithm.has_signal(episodes).any())
 
     # ---- collecting
 
@@ -180,15 +190,16 @@ class PhaseRollouts:
           TrainerError: no group has a signal, after as many replacements as are allowed. HangError: it took longer than
             `Recipe.wait_s`. Stopped: the run stops on request.
         """
-        taken = await self._runtime.event_loop.within(
+        taken = await self._clock.within(
             self._take(version), f"the groups of step {self._progress.step + 1}", self._recipe.wait_s
         )
         now = asyncio.get_running_loop().time()
         waits_s = [now - self._ready_s.pop(e.draw) for e in taken]
         groups = [self._done.pop(e.draw) for e in taken]
+        kept = self._filters.step(groups, [self._kept.pop(e.draw) for e in taken])
         dropped, self._dropped = self._dropped, []
-        self._check_signal(taken, groups, dropped)
-        return StepGroups(groups, [e.age(version) for e in taken], dropped, waits_s)
+        self._check_signal(taken, len(groups) + len(dropped), bool(kept))
+        return StepGroups(groups, [e.age(version) for e in taken], dropped, waits_s, kept=kept)
 
     async def _take(self, version: int) -> list[GroupEntry]:
         while True:
@@ -207,16 +218,17 @@ class PhaseRollouts:
         if entry.draw in self._running:
             self._running.pop(entry.draw).cancel()
         self._done.pop(entry.draw, None)
+        self._kept.pop(entry.draw, None)
         self._ready_s.pop(entry.draw, None)
         self._unlogged["late"].append(entry.draw)
         if self._phase.begins_again:
             return  # its task is needed again
         del self._tasks[entry.draw]
 
-    def _check_signal(self, taken: Sequence[GroupEntry], groups: Sequence[Group], dropped: Sequence[Group]) -> None:
+    def _check_signal(self, taken: Sequence[GroupEntry], drawn: int, is_trained: bool) -> None:
         phase, found = self._phase, sum(e.has_signal for e in taken)
-        rounds, drawn = phase.algorithm.dynamic_sampling_rounds, len(groups) + len(dropped)
-        if not found and filter_domains(groups, self._recipe.filters, self._recipe.domains):
+        rounds = phase.algorithm.dynamic_sampling_rounds
+        if not found and is_trained:
             raise TrainerError(
                 f"step {self._progress.step + 1} of {phase.name}: after {rounds} dynamic-sampling rounds none of "
                 f"{drawn} groups has a signal; look at rollouts/ for whether tasks are all too easy or all too hard, "
@@ -228,42 +240,43 @@ class PhaseRollouts:
 
     # ---- what a step leaves behind
 
-    def end_step(self, step: StepGroups) -> tuple[dict[str, float], ConsumedStep]:
+    def end_step(self, step: StepGroups, report: MetricsReport) -> ConsumedStep:
         """Learn from how a step's episodes went where the next ones start; note in the progress what comes next.
 
+        Args:
+          report: gets the metrics of the step's groups.
+
         Returns:
-          Metrics of the step, and what the run's log says of it.
+          The step's line in the run's log.
         """
         progress, buffer = self._progress, self._buffer
         now = Counter({"started": buffer.num_started, **buffer.dropped})
         since = {name: float(now[name] - self._before[name]) for name in ("started", "no_signal", "failed", "late")}
         self._before = now
         lengths = [t.num_sampled_tok for g in step.dropped for t in g.trajectories if t.status != "failed"]
-        row = {
-            "groups/started_n": since["started"],
-            "groups/no_signal_n": since["no_signal"],
-            "groups/spare_failed_n": since["failed"],
-            "groups/late_n": since["late"],
-            "groups/waiting_n": float(len(buffer)),
-            "groups/ready_n": float(buffer.num_ready),
-            "groups/wait_s": float(np.mean(step.waits_s or [0.0])),
-            **ages_row("stale/start_", np.bincount(step.start_ages or [0])),
-        }
+        report.add("groups/started_n", since["started"])
+        report.add("groups/no_signal_n", since["no_signal"])
+        report.add("groups/spare_failed_n", since["failed"])
+        report.add("groups/late_n", since["late"])
+        report.add("groups/waiting_n", len(buffer))
+        report.add("groups/ready_n", buffer.num_ready)
+        report.add("groups/wait_s", *step.waits_s or [0.0])
+        report.add("groups/no_signal_len_tok", *lengths)
+        report.add_histogram("stale/start_", np.bincount(step.start_ages or [0]))
         if self._phase.tail_batching:
-            row["groups/long_rounds_n"] = float(buffer.in_long_round)
-        if lengths:
-            row["groups/no_signal_len_tok"] = float(np.mean(lengths))
+            report.add("groups/long_rounds_n", buffer.in_long_round)
         if self._shares:
-            shares = self._buffer.plan.shares(progress.step)
-            row |= {f"domain/{name}/share_frac": share for name, share in shares.items()} | self._shares.row()
+            for name, share in self._buffer.plan.shares(progress.step).items():
+                report.add(f"domain/{name}/share_frac", share)
+            report.add_row(self._shares.row())
             self._shares.learn(step.all)
         if self._starts:
             self._starts.learn(step.all, progress.step)
             progress.starts = self._starts.state()
-            row |= self._starts.row(step.all)
+            report.add_row(self._starts.row(step.all))
         dropped, self._unlogged = self._unlogged, {why: [] for why in DROPPED}
         self.note(is_saved=(progress.total_steps + 1) % self._recipe.save_every == 0)
-        return row, self._logged(step, dropped)
+        return self._logged(step, dropped)
 
     def _logged(self, step: StepGroups, dropped: dict[Dropped, list[int]]) -> ConsumedStep:
         progress, every = self._progress, step.all
@@ -310,6 +323,7 @@ class PhaseRollouts:
         self._buffer.restore(progress.groups["buffer"], domains)
         groups = [Group.from_json(json.loads(line)) for line in progress.waiting.splitlines()]
         self._done = {g.draw: g for g in groups}
+        self._kept = {g.draw: self._filters.group(g) for g in groups}
         self._before = Counter(progress.groups["counted"])
         self._unlogged = {why: list(progress.groups["unlogged"][why]) for why in DROPPED}
 

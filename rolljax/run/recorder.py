@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -18,9 +19,7 @@ from rolljax.run.consumed import ConsumedStep
 from rolljax.run.curves import draw
 from rolljax.run.folder import RunFolder
 from rolljax.run.progress import RunProgress
-from rolljax.run.protocols import StepGroups
-from rolljax.run.runtime import mean_reward
-from rolljax.run.step_metrics import StepTimer, timed
+from rolljax.run.step_metrics import StepGroups, StepReport, mean_reward, timed
 from rolljax.run.tracking import answers_text
 from rolljax.run.trainer import Trainer
 from rolljax.threads.watchdog import Watchdog
@@ -53,12 +52,12 @@ class Recorder:
         self._trainer, self.progress = trainer, progress
         self._saved = copy.deepcopy(saved)
         self.trackers = Trackers()
-        self._notices: Alerts | None = None
+        self._alerts: Alerts | None = None
         self._checkpoint_s = 0.0
 
     def start_phase(self, phase: Phase) -> None:
         """Start or continue a phase."""
-        self._notices = Alerts(self._recipe, phase)
+        self._alerts = Alerts(self._recipe, phase)
         self.console.start_phase(phase.name, phase.steps, self.progress.step)
 
     @contextlib.contextmanager
@@ -75,17 +74,11 @@ class Recorder:
             path = self._folder.write_crash(f"step_{self.progress.total_steps + 1}", arrays)
             raise TrainerError(f"{e}; nothing of this step was published or saved; the batch is in {path}") from e
 
-    def warn(self, groups: Sequence[Group]) -> None:
-        """Say what a person should hear about the trajectories of a step.
+    def start_step(self) -> StepReport:
+        """Return the report of a step that starts now."""
+        return StepReport(self._watchdog, asyncio.get_running_loop().time)
 
-        Raises:
-          EnvError: nothing has survived for `MAX_FAILED_STEPS` steps.
-        """
-        assert self._notices is not None
-        for text in self._notices.step(groups):
-            self.console.warn(text)
-
-    def check_alive(self, groups: Sequence[Group]) -> None:
+    def _check_alive(self, groups: Sequence[Group]) -> None:
         """Stop a run whose environments or sampler only fail.
 
         Raises:
@@ -97,20 +90,28 @@ class Recorder:
         if self.progress.failed_steps >= MAX_FAILED_STEPS:
             raise EnvError(f"no trajectory survived for {MAX_FAILED_STEPS} steps; the last one: {failed[-1].fault}")
 
-    def commit(
-        self, phase: Phase, step: StepGroups, logged: ConsumedStep, row: dict[str, float], timer: StepTimer
-    ) -> None:
-        """A step is done: its rollouts, log and metrics are written, and a checkpoint if one is due."""
+    def commit(self, phase: Phase, step: StepGroups, logged: ConsumedStep, report: StepReport) -> None:
+        """Write the rollouts, the log and the metrics of a step that is done, and a checkpoint if one is due.
+
+        Raises:
+          EnvError: no trajectory survived for `MAX_FAILED_STEPS` steps.
+        """
         progress, recipe, groups, digest = self.progress, self._recipe, step.all, ""
-        with timer.part("save"):
+        assert self._alerts is not None
+        for text in self._alerts.step(groups):
+            self.console.warn(text)
+        self._check_alive(groups)
+        with report.part("save"):
             if progress.total_steps % recipe.rollouts_every == 0:
                 every = (t for g in groups for t in g.trajectories)
                 digest = self._folder.write_rollouts(progress.total_steps, every)
             end = progress.phase_end.get(phase.name, "")
             self._folder.write_consumed(dataclasses.replace(logged, phase_end=end, rollouts=digest))
-        row = row | timer.row
-        seconds = timer.total_s()
-        row["time/step_s"], row["time/checkpoint_s"], self._checkpoint_s = seconds, self._checkpoint_s, 0.0
+        seconds = report.total_s()
+        report.add("time/step_s", seconds)
+        report.add("time/checkpoint_s", self._checkpoint_s)
+        self._checkpoint_s = 0.0
+        row = report.row()
         if phase.samples and not step.logged:
             sampled = row["rollout/len_tok"] * len(groups) * phase.group_size
             row["tput/sample_tok_s"] = sampled / max(row["time/rollout_s"], 1e-9)
@@ -122,8 +123,7 @@ class Recorder:
         if phase.samples:
             self.console.answers(samples([t for g in groups for t in g.trajectories]))
         self.console.step(place | row)
-        assert self._notices is not None
-        for text in self._notices.row(row):
+        for text in self._alerts.row(row):
             self.console.warn(text)
         progress.weights_reward = _finite(row.get("heldout/reward_mean"))
         if progress.total_steps % recipe.save_every == 0 or self._is_to_stay():

@@ -18,13 +18,16 @@ import numpy as np
 
 from rolljax import reading
 from rolljax.errors import CheckpointError, ConfigError, boundary
+from rolljax.metrics import MetricsReport
 from rolljax.recipe import Phase, Recipe
+from rolljax.rollout.domains import group_filters
 from rolljax.run.consumed import ConsumedStep, DrawAccount
 from rolljax.run.folder import RunFolder, setting_of_phase
 from rolljax.run.layout import CONSUMED, RESOLVED, rollouts_file
 from rolljax.run.phase_rollouts import PhaseRollouts
 from rolljax.run.progress import RunProgress
-from rolljax.run.protocols import LoopRuntime, LoopTrainer, StepGroups, TaskSource
+from rolljax.run.protocols import LoopClock, LoopPlayer, LoopSampler, LoopTrainer, TaskSource
+from rolljax.run.step_metrics import StepGroups
 from rolljax.types import Group, Trajectory
 
 COMPUTING = ("mesh.", "placement", "attention", "remat")
@@ -184,10 +187,13 @@ class ReplayedRollouts:
     """The groups of the steps in another run's log. It has the methods of `PhaseRollouts`, but opens no environment and
     samples nothing."""
 
-    def __init__(self, runtime: LoopRuntime, progress: RunProgress, log: RunLog) -> None:
-        self._runtime, self._progress, self._log = runtime, progress, log
-        self._phase = runtime.recipe.phases[progress.phase]
-        self._starts = runtime.start_curriculum(self._phase, progress)
+    def __init__(
+        self, recipe: Recipe, player: LoopPlayer, clock: LoopClock, progress: RunProgress, log: RunLog
+    ) -> None:
+        self._clock, self._progress, self._log = clock, progress, log
+        self._phase = recipe.phases[progress.phase]
+        self._starts = player.start_curriculum(self._phase, progress)
+        self._filters = group_filters(recipe.filters, recipe.domains)
         self._account = DrawAccount(self._phase)
         for line in log.steps[: progress.total_steps]:
             if line.phase == self._phase.name:
@@ -217,43 +223,48 @@ class ReplayedRollouts:
         """
         line = self._log.after(self._progress, self._phase)
         assert line is not None and line.version == version, "the log has no such step"
-        return await self._runtime.call(self._log.groups, line)
+        step = await self._clock.call(self._log.groups, line)
+        kept = self._filters.step(step.trained, [self._filters.group(g) for g in step.trained])
+        return dataclasses.replace(step, kept=kept)
 
-    def end_step(self, step: StepGroups) -> tuple[dict[str, float], ConsumedStep]:
+    def end_step(self, step: StepGroups, report: MetricsReport) -> ConsumedStep:
         """Note in the progress what the other run noted; see `PhaseRollouts.end_step`."""
         progress, account, line = self._progress, self._account, step.logged
         assert line is not None, "the step is not of the log"
         before = account.num_started
         account.add(line)
-        ages = np.array(step.start_ages or [0])
-        row = {
-            "groups/started_n": float(account.num_started - before),
-            "groups/no_signal_n": float(len(line.dropped["no_signal"])),
-            "groups/spare_failed_n": float(len(line.dropped["failed"])),
-            "groups/late_n": float(len(line.dropped["late"])),
-            "groups/waiting_n": float(len(account.in_flight)),
-            "stale/start_mean_ver": float(ages.mean()),
-            "stale/start_max_ver": float(ages.max()),
-        }
+        report.add("groups/started_n", account.num_started - before)
+        report.add("groups/no_signal_n", len(line.dropped["no_signal"]))
+        report.add("groups/spare_failed_n", len(line.dropped["failed"]))
+        report.add("groups/late_n", len(line.dropped["late"]))
+        report.add("groups/waiting_n", len(account.in_flight))
+        report.add_histogram("stale/start_", np.bincount(step.start_ages or [0]))
         if self._starts:
             self._starts.learn(step.all, progress.step)
             progress.starts = self._starts.state()
-            row |= self._starts.row(step.all)
+            report.add_row(self._starts.row(step.all))
         progress.stream_position, progress.waiting = line.stream_position, ""
         progress.mixture = line.mixture.get("shares", {})
         progress.groups = account.groups(line.version)
-        return row, line
+        return line
 
 
 def open_rollouts(
-    runtime: LoopRuntime, stream: TaskSource, progress: RunProgress, warn: Callable[[str], None], log: RunLog | None
+    recipe: Recipe,
+    player: LoopPlayer,
+    sampler: LoopSampler,
+    clock: LoopClock,
+    stream: TaskSource,
+    progress: RunProgress,
+    warn: Callable[[str], None],
+    log: RunLog | None,
 ) -> PhaseRollouts | ReplayedRollouts:
     """Where the next steps of a phase come from: the log of another run while there is one, else the task stream."""
     if log is None:
-        return PhaseRollouts(runtime, stream, progress, warn)
-    replayed = ReplayedRollouts(runtime, progress, log)
+        return PhaseRollouts(recipe, player, sampler, clock, stream, progress, warn)
+    replayed = ReplayedRollouts(recipe, player, clock, progress, log)
     if replayed.has_step():
         return replayed
     if progress.stream_position:
         stream.restore(progress.stream_position)
-    return PhaseRollouts(runtime, stream, progress, warn)
+    return PhaseRollouts(recipe, player, sampler, clock, stream, progress, warn)

@@ -1,20 +1,24 @@
-"""The metrics of a step's row, except the trainer's own."""
+"""The groups of a step, the report of its metrics, and what the loop adds to it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.mixture import Mixture
-from rolljax.metrics import ENV_PREFIX
+from rolljax.envs.pool.blame import SET_ASIDE
+from rolljax.metrics import ENV_PREFIX, MetricsReport
+from rolljax.rollout.filters import tampered
+from rolljax.run.consumed import ConsumedStep
 from rolljax.sampler.client import SamplerStats
 from rolljax.threads.watchdog import Watchdog
-from rolljax.types import Group, Trajectory
+from rolljax.types import Group, Key, TokenColumn, Trajectory
 
 PARTS = {
     "rollout": "rollouts",
@@ -26,25 +30,57 @@ PARTS = {
 """Parts of a step, and what is waited for in them."""
 
 
-class StepTimer:
-    """Measures the seconds of each part of a step, in `row`, and names the current part to the watchdog."""
+@dataclasses.dataclass(frozen=True)
+class StepGroups:
+    """The groups of a step.
+
+    trained: groups to train, in the order of their draws. start_ages: their ages in versions. dropped: groups without a
+    signal, dropped since the step before. waits_s: seconds between each group's completion and this step. logged: the
+    line of the log that this step was read from; None if its groups were played. kept: the trajectories to train on, by
+    group, without groups and trajectories that filters left out (`GroupFilters`).
+    """
+
+    trained: list[Group]
+    start_ages: list[int]
+    dropped: list[Group]
+    waits_s: list[float]
+    logged: ConsumedStep | None = None
+    kept: list[list[Trajectory]] = dataclasses.field(default_factory=list)
+
+    def with_columns(self, columns: Mapping[Key, Mapping[str, TokenColumn]]) -> StepGroups:
+        """Return the same groups with training's numbers for each token, for the record."""
+        return dataclasses.replace(self, trained=[_with_columns(g, columns) for g in self.trained])
+
+    @property
+    def all(self) -> list[Group]:
+        """Every group that was completed for the step."""
+        return self.trained + self.dropped
+
+
+def _with_columns(group: Group, columns: Mapping[Key, Mapping[str, TokenColumn]]) -> Group:
+    trajectories = (dataclasses.replace(t, trained=columns.get(t.key)) for t in group.trajectories)
+    return dataclasses.replace(group, trajectories=tuple(trajectories))
+
+
+class StepReport(MetricsReport):
+    """Collects the metrics of a step. It measures the seconds of each part, and names the current part to the
+    watchdog."""
 
     def __init__(self, watchdog: Watchdog, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.row: dict[str, float] = {}
+        super().__init__()
         self._watchdog, self._clock = watchdog, clock
         self._start = clock()
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Around a part of the step, one of `PARTS`."""
+        """Measure a part of the step, one of `PARTS`."""
         start = self._clock()
         with self._watchdog.waiting_for(PARTS[name]):
             yield
-        key = f"time/{name}_s"
-        self.row[key] = self.row.get(key, 0.0) + self._clock() - start
+        self.add(f"time/{name}_s", self._clock() - start)
 
     def total_s(self) -> float:
-        """Seconds since it was made."""
+        """Return the seconds since the step began."""
         return self._clock() - self._start
 
 
@@ -56,76 +92,86 @@ def timed(seconds: dict[str, float], name: str, since: float | None = None) -> I
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def trajectories_row(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Statistics of a step's trajectories, trained by policy version `version`."""
+def add_groups(report: MetricsReport, step: StepGroups, num_trained: int, version: int, env: EnvSpec) -> None:
+    """Add the metrics of a step's groups, and of their trajectories.
+
+    Args:
+      num_trained: groups with a token that was trained. version: of the policy that was trained.
+    """
+    report.add("groups/trained_n", num_trained)
+    report.add("groups/dropped_failed_n", len(step.trained) - len(step.kept))
+    report.add("groups/dropped_credit_n", len(step.kept) - num_trained)
+    add_trajectories(report, step.all, version)
+    add_faults(report, step.all)
+    add_domains(report, step.trained, step.all, env)
+    if step.logged is None:  # else their episodes were played by another run
+        report.add("time/env_s", *[t.env_s for g in step.all for t in g.trajectories] or [0.0])
+
+
+def add_trajectories(report: MetricsReport, groups: Sequence[Group], version: int) -> None:
+    """Add the metrics of a step's trajectories, trained by policy version `version`."""
     trajectories = [t for g in groups for t in g.trajectories]
     alive = [t for t in trajectories if t.status != "failed"]
-    rewards = np.array([t.reward for t in alive]) if alive else np.zeros(1)
-    own = sorted({name for t in alive for name in t.metrics})
-    return {
-        **{f"{ENV_PREFIX}{name}": _mean(t.metrics.get(name, 0.0) for t in alive) for name in own},
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/success_frac": _mean(t.success for t in alive),
-        "rollout/len_tok": _mean(t.num_sampled_tok for t in alive),
-        "rollout/turns_n": _mean(len(t.turns) for t in alive),
-        "rollout/trunc_frac": _mean(t.status == "truncated" for t in trajectories),
-        "rollout/fail_frac": _mean(t.status == "failed" for t in trajectories),
-        **ages_row("stale/", token_ages(alive, version)),
-    }
+    rewards = [t.reward for t in alive] or [0.0]
+    for name in sorted({name for t in alive for name in t.metrics}):
+        report.add(f"{ENV_PREFIX}{name}", *(t.metrics.get(name, 0.0) for t in alive))
+    report.add("reward/mean", *rewards)
+    report.add("reward/std", float(np.std(rewards)))
+    report.add("reward/success_frac", *[t.success for t in alive] or [False])
+    report.add("rollout/len_tok", *[t.num_sampled_tok for t in alive] or [0])
+    report.add("rollout/turns_n", *[len(t.turns) for t in alive] or [0])
+    report.add("rollout/trunc_frac", *[t.status == "truncated" for t in trajectories] or [False])
+    report.add("rollout/fail_frac", *[t.status == "failed" for t in trajectories] or [False])
+    report.add_histogram("stale/", token_ages(alive, version))
 
 
-def env_row(groups: Sequence[Group]) -> dict[str, float]:
-    """Seconds that the episodes of a step, which were played for it, spent in their environments."""
-    return {"time/env_s": max((t.env_s for g in groups for t in g.trajectories), default=0.0)}
+def add_faults(report: MetricsReport, groups: Sequence[Group]) -> None:
+    """Add the counts of episodes by kind of fault, of restarts, loops, tampering, and cancelled episodes."""
+    every = [t for g in groups for t in g.trajectories]
+    kinds = Counter(t.fault.kind for t in every if t.fault)
+    for kind in ("infra", "env", "agent", "limit"):
+        report.add(f"faults/{kind}_n", kinds[kind])
+    report.add("faults/set_aside_n", sum(t.fault is not None and t.fault.stage == SET_ASIDE for t in every))
+    report.add("faults/retried_n", sum(t.attempts - 1 for t in every))
+    report.add("faults/looped_n", sum(t.loops for t in every))
+    report.add("faults/tampered_n", sum(map(tampered, every)))
+    report.add("rollout/cancelled_n", sum(g.cancelled for g in groups))
 
 
-def domains_row(trained: Sequence[Group], every: Sequence[Group], env: EnvSpec) -> dict[str, float]:
-    """Return the same metrics for each domain of a mixture; otherwise nothing. A domain without a trajectory in the
-    step has no means.
+def add_domains(report: MetricsReport, trained: Sequence[Group], every: Sequence[Group], env: EnvSpec) -> None:
+    """Add the same metrics for each domain of a mixture; otherwise nothing. A domain without a trajectory in the step
+    has no means.
 
     Args:
       trained: the groups that the step took. every: these, and the groups that were dropped since the step before.
     """
     if not isinstance(env, Mixture):
-        return {}
-    row: dict[str, float] = {}
+        return
     for name in env.specs:
         alive = [t for g in every if g.task.env == name for t in g.trajectories if t.status != "failed"]
-        row[f"domain/{name}/trained_n"] = float(sum(g.task.env == name for g in trained))
-        if alive:
-            row[f"domain/{name}/reward_mean"] = _mean(t.reward for t in alive)
-            row[f"domain/{name}/success_frac"] = _mean(t.success for t in alive)
-            row[f"domain/{name}/len_tok"] = _mean(t.num_sampled_tok for t in alive)
-    return row
+        report.add(f"domain/{name}/trained_n", float(sum(g.task.env == name for g in trained)))
+        report.add(f"domain/{name}/reward_mean", *(t.reward for t in alive))
+        report.add(f"domain/{name}/success_frac", *(t.success for t in alive))
+        report.add(f"domain/{name}/len_tok", *(t.num_sampled_tok for t in alive))
 
 
-def heldout_row(trajectories: Sequence[Trajectory], env: EnvSpec) -> dict[str, float]:
-    """Return the metrics of a held-out evaluation: the mean reward of the trajectories that did not fail (NaN if all
+def add_heldout(report: MetricsReport, trajectories: Sequence[Trajectory], env: EnvSpec) -> None:
+    """Add the metrics of a held-out evaluation: the mean reward of the trajectories that did not fail (NaN if all
     failed), of all and of each domain of a mixture."""
-    alive = [t for t in trajectories if t.status != "failed"]
-    row = {"heldout/reward_mean": float(np.mean([t.reward for t in alive])) if alive else float("nan")}
-    if isinstance(env, Mixture):
-        for name in env.specs:
-            if own := [t.reward for t in alive if t.task.env == name]:
-                row[f"domain/{name}/heldout_mean"] = float(np.mean(own))
-    return row
+    report.add("heldout/reward_mean", mean_reward(trajectories))
+    for name in env.specs if isinstance(env, Mixture) else ():
+        report.add(f"domain/{name}/heldout_mean", *(t.reward for t in trajectories if counts_in(t, name)))
 
 
-def ages_row(prefix: str, counts: np.ndarray) -> dict[str, float]:
-    """Return mean, median, 99th percentile and maximum of ages in versions.
+def counts_in(t: Trajectory, domain: str) -> bool:
+    """Return whether a trajectory counts in a domain's mean: it is one of the domain's, and did not fail."""
+    return t.task.env == domain and t.status != "failed"
 
-    Args:
-      prefix: of the metrics' names. counts: how many items have each age; int `[A]`, all 0 if there are none.
-    """
-    ages, weights = np.arange(len(counts)), counts if counts.any() else np.eye(1, len(counts))[0]
-    p50, p99 = np.percentile(ages, (50, 99), weights=weights, method="inverted_cdf")
-    return {
-        f"{prefix}mean_ver": float(np.average(ages, weights=weights)),
-        f"{prefix}p50_ver": float(p50),
-        f"{prefix}p99_ver": float(p99),
-        f"{prefix}max_ver": float(ages[weights > 0][-1]),
-    }
+
+def mean_reward(trajectories: Sequence[Trajectory]) -> float:
+    """Return the mean reward of the trajectories that did not fail; NaN if all failed."""
+    rewards = [t.reward for t in trajectories if t.status != "failed"]
+    return float(np.mean(rewards)) if rewards else float("nan")
 
 
 def token_ages(trajectories: Iterable[Trajectory], version: int) -> np.ndarray:
@@ -138,38 +184,23 @@ def token_ages(trajectories: Iterable[Trajectory], version: int) -> np.ndarray:
     return found
 
 
-def groups_row(taken: int, kept: int, trained: int) -> dict[str, float]:
-    """Return how many groups of a step were trained, and how many filters and credit dropped."""
-    return {
-        "groups/trained_n": trained,
-        "groups/dropped_failed_n": taken - kept,
-        "groups/dropped_credit_n": kept - trained,
-    }
-
-
-def sampler_row(before: SamplerStats, now: SamplerStats, slot_s: float) -> dict[str, float]:
-    """What the sampler did between two looks at its counters.
+def add_sampler(report: MetricsReport, before: SamplerStats, now: SamplerStats, slot_s: float) -> None:
+    """Add the sampler's work between two looks at its counters.
 
     Args:
       slot_s: seconds between them, times the sampler's slots.
     """
     did = {name: value - getattr(before, name) for name, value in dataclasses.asdict(now).items()}
-    return {
-        "sampler/prefill_tok": did["prefill_tok"],
-        "sampler/reuse_frac": did["reused_tok"] / max(did["reused_tok"] + did["prefill_tok"], 1),
-        "sampler/prefills_n": did["prefills"],
-        "sampler/dispatches_n": did["dispatches"],
-        "sampler/slot_frac": did["busy_slot_steps"] / max(did["slot_steps"], 1),
-        "sampler/idle_frac": 1 - min(did["held_s"] / max(slot_s, 1e-9), 1.0),
-        "sampler/preempt_n": did["preemptions"],
-        "sampler/abort_n": did["aborted"],
-        **({"sampler/abort_len_tok": did["aborted_tok"] / did["aborted"]} if did["aborted"] else {}),
-        "time/prefill_s": did["prefill_s"],
-        "time/decode_s": did["generate_s"],
-        "time/schedule_s": did["host_s"],
-    }
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return float(np.mean(found)) if found else 0.0
+    report.add("sampler/prefill_tok", did["prefill_tok"])
+    report.add("sampler/reuse_frac", did["reused_tok"] / max(did["reused_tok"] + did["prefill_tok"], 1))
+    report.add("sampler/prefills_n", did["prefills"])
+    report.add("sampler/dispatches_n", did["dispatches"])
+    report.add("sampler/slot_frac", did["busy_slot_steps"] / max(did["slot_steps"], 1))
+    report.add("sampler/idle_frac", 1 - min(did["held_s"] / max(slot_s, 1e-9), 1.0))
+    report.add("sampler/preempt_n", did["preemptions"])
+    report.add("sampler/abort_n", did["aborted"])
+    if did["aborted"]:
+        report.add("sampler/abort_len_tok", did["aborted_tok"] / did["aborted"])
+    report.add("time/prefill_s", did["prefill_s"])
+    report.add("time/decode_s", did["generate_s"])
+    report.add("time/schedule_s", did["host_s"])

@@ -10,8 +10,12 @@ import jax
 
 from rolljax.errors import SamplerError
 from rolljax.model.decoder import Params
+from rolljax.recipe import Phase
 from rolljax.run.preflight import ResolvedRecipe
+from rolljax.run.step_metrics import timed
+from rolljax.sampler.client import Sampler
 from rolljax.sampler.worker import EngineWorker
+from rolljax.threads.watchdog import Watchdog
 from rolljax.trainer.publish import Reshard, checksums, differing, make_publish, share_devices
 
 LOCKSTEP_CALLS = ("pull",)
@@ -41,6 +45,40 @@ def open_channel(resolved: ResolvedRecipe, source: Callable[[], Params], worker:
     """
     shared = share_devices(resolved.mesh, resolved.sampler_mesh)
     return (InPlace if shared else BetweenMeshes)(resolved, source, worker)
+
+
+class Publisher:
+    """Gives the sampler the trainer's weights, through a `WeightChannel`, and frees its memory while it needs none.
+
+    Args:
+      sleeps: whether the steps of a phase are trained without the sampler's memory.
+    """
+
+    def __init__(
+        self, channel: WeightChannel, sampler: Sampler, watchdog: Watchdog, sleeps: Callable[[Phase], bool]
+    ) -> None:
+        self._channel, self._sampler, self._watchdog, self._sleeps = channel, sampler, watchdog, sleeps
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Give the sampler the trainer's weights as policy version `version`; a sampler that is asleep wakes up.
+
+        Returns:
+          Metrics: the seconds of its parts.
+        """
+        seconds: dict[str, float] = {}
+        if version != self._sampler.version or self._sampler.asleep:
+            with self._watchdog.waiting_for("the sampler to take new weights"):
+                with timed(seconds, "time/push_s"):
+                    self._channel.push(version)
+                with timed(seconds, "time/swap_s"):
+                    self._sampler.publish(lambda _: self._channel.pull(version), version)
+        return seconds
+
+    def sleep(self, phase: Phase) -> None:
+        """Free the memory of the sampler until the next `publish`, where a step of `phase` is trained without it."""
+        if self._sleeps(phase):
+            with self._watchdog.waiting_for("the sampler to free its memory"):
+                self._sampler.sleep()
 
 
 class InPlace:

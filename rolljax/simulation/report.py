@@ -68,11 +68,11 @@ def summarize(runtime: SimulatedRuntime, recorder: SimulatedRecorder) -> Summary
 
     waits = [
         recorder.trained[g.stream, g.draw] - g.end_s
-        for g in runtime.groups
+        for g in runtime.player.groups
         if (g.stream, g.draw) in recorder.trained and g.start_s >= start_s and math.isfinite(g.end_s)
     ]
     busy = overlap(((a.started_s, a.ended_s) for a in runtime.sampler.ended), start_s, end_s)
-    trainer = overlap(((s.start_s, s.end_s) for s in runtime.thread.spans if s.name == "update"), start_s, end_s)
+    trainer = overlap(((s.start_s, s.end_s) for s in runtime.clock.spans if s.name == "update"), start_s, end_s)
     ages = dict(sorted(recorder.ages.items()))
     tokens = max(sum(ages.values()), 1)
     numbers = {
@@ -93,7 +93,7 @@ def summarize(runtime: SimulatedRuntime, recorder: SimulatedRecorder) -> Summary
         "buffer_wait_p90_s": float(np.percentile(waits, 90)) if waits else 0.0,
         "late_groups": mean("groups/late_n"),
         "no_signal_groups": mean("groups/no_signal_n"),
-        "longest_wait_s": runtime.event_loop.longest_s,
+        "longest_wait_s": runtime.clock.longest_s,
     }
     return Summary(numbers, {a: n / tokens for a, n in ages.items()}, _warnings(runtime, recorder, numbers))
 
@@ -111,7 +111,7 @@ def _warnings(runtime: SimulatedRuntime, recorder: SimulatedRecorder, numbers: M
             f"a replica held {needed:,.0f} tokens of context and has room for {room:,}: a real sampler would preempt; "
             "lower SamplerConfig.slots or raise Slices.chips_per_replica"
         )
-    waits = runtime.event_loop
+    waits = runtime.clock
     if waits.longest_s > runtime.recipe.wait_s:
         found.append(
             f"{waits.name} took {waits.longest_s:,.0f} s: a run would end after Recipe.wait_s = "
@@ -172,7 +172,7 @@ def timeline(runtime: SimulatedRuntime, recorder: SimulatedRecorder) -> bytes:
         2, 1, figsize=(12, 7), sharex=True, height_ratios=(1, 4), constrained_layout=True
     )
     for name, colour in (("update", "tab:blue"), ("publish", "tab:orange")):
-        spans = [(s.start_s, s.end_s - s.start_s) for s in runtime.thread.spans if s.name == name]
+        spans = [(s.start_s, s.end_s - s.start_s) for s in runtime.clock.spans if s.name == name]
         top.broken_barh(spans, (0, 0.9), facecolors=colour, label=name)
     waits = [(r["end_s"] - r["time/step_s"], r["time/rollout_s"]) for r in recorder.rows]
     top.broken_barh(waits, (0, 0.9), facecolors="0.85", label="waits for groups", zorder=0)

@@ -18,8 +18,7 @@ from rolljax.rollout.mixture_rules import Perplexities
 from rolljax.rollout.policies import Policy
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
-from rolljax.run.protocols import StepGroups
-from rolljax.run.step_metrics import StepTimer, token_ages
+from rolljax.run.step_metrics import StepGroups, StepReport, token_ages
 from rolljax.simulation.episodes import GroupSpan, ObservedRollouts, SimulatedEnvs, SimulatedPolicy, TokenCounts
 from rolljax.simulation.sampler import SimulatedSampler
 from rolljax.simulation.timings import Timings
@@ -41,16 +40,19 @@ class Span:
     end_s: float
 
 
-class BlockingThread:
-    """Simulates the thread for blocking calls: the called function `spend`s its seconds, and the caller waits for that
-    time while the event loop keeps running."""
+class SimulatedClock:
+    """The loop's clock: waits of any length, of which the longest is kept with its name, and calls that take time.
+
+    A blocking call `spend`s its seconds, and the caller waits for that time while the event loop keeps running.
+    """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.longest_s, self.name = 0.0, ""
         self._spent_s = 0.0
 
     def spend(self, name: str, seconds: float) -> None:
-        """What is called now takes so long."""
+        """Say that the current call takes so long."""
         now = asyncio.get_running_loop().time()
         self.spans.append(Span(name, now, now + seconds))
         self._spent_s += seconds
@@ -62,13 +64,6 @@ class BlockingThread:
             await asyncio.sleep(seconds)
         return result
 
-
-class LongWaits:
-    """Waits of any length; `longest_s` and its name are kept."""
-
-    def __init__(self) -> None:
-        self.longest_s, self.name = 0.0, ""
-
     async def within(self, work: Awaitable[T], name: str, deadline_s: float, *, interruptible: bool = True) -> T:
         clock = asyncio.get_running_loop().time
         start = clock()
@@ -77,30 +72,74 @@ class LongWaits:
             self.longest_s, self.name = clock() - start, name
         return result
 
-
-class SimulatedRuntime:
-    """What `run.runtime.Runtime` is to a run, without weights and processes: the loop's `LoopRuntime`."""
-
-    def __init__(self, recipe: Recipe, timings: Timings) -> None:
-        self.recipe, self.timings, self.watchdog, self.agents = recipe, timings, Watchdog(), None
-        group = max(p.group_size for p in recipe.phases)
-        self.sampler = SimulatedSampler(timings.engine, recipe.sampler.slots, group, recipe.sampler.steps_per_dispatch)
-        self.pool = EnvPool(recipe.pool, recipe.env, SimulatedEnvs(timings, recipe.env.max_turns, recipe.seed))
-        self.thread, self.event_loop = BlockingThread(), LongWaits()
-        self.groups: list[GroupSpan] = []
-        self._order: dict[tuple[int, int], int] = {}
-
-    async def call(self, blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.thread.call(blocking, *args, **kwargs)
-
     def check_stop(self) -> None:
         """Do nothing: a simulation is not stopped."""
+
+
+class SimulatedPlayer:
+    """The loop's player: episodes that take time, without a model."""
+
+    def __init__(self, recipe: Recipe, timings: Timings, sampler: SimulatedSampler) -> None:
+        self.pool = EnvPool(recipe.pool, recipe.env, SimulatedEnvs(timings, recipe.env.max_turns, recipe.seed))
+        self.agents = None
+        self.groups: list[GroupSpan] = []
+        self._recipe, self._timings, self._sampler = recipe, timings, sampler
+        self._order: dict[tuple[int, int], int] = {}
+
+    def actor(self, phase: Phase) -> Policy:
+        recipe = self._recipe
+        limits = (recipe.max_answer_tok, recipe.sampler.max_context, recipe.sampler.steps_per_dispatch)
+        return SimulatedPolicy(self._sampler, self._timings, *limits, recipe.seed, self._order)
+
+    def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
+        r = self._recipe
+        return ObservedRollouts(
+            self.pool,
+            TokenCounts(),
+            policy,
+            r.env.max_turns,
+            r.sampler.max_context,
+            r.max_answer_tok,
+            r.rollout,
+            sampler=self._sampler,
+            order=self._order,
+            spans=self.groups,
+        )
+
+    def reward_row(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return no metrics: nothing is scored here."""
+        return {}
+
+    def start_curriculum(self, phase: Phase, progress: RunProgress) -> None:
+        """Return none: a simulation knows no start states."""
+
+    async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
+        """Play held-out tasks in the midst of a phase; those at its ends are left out."""
+        if not any(0 < step < p.steps for p in self._recipe.phases):
+            return []
+        number = self._recipe.evaluation.tasks
+        rollouts = self.rollouts(self.actor(self._recipe.phases[0]))
+        tasks = [Task("held out", 10**9 + i, str(i)) for i in range(number)]
+        groups = (
+            rollouts.group(t, stream=EVAL_STREAM, draw=step * number + i, group_size=1) for i, t in enumerate(tasks)
+        )
+        return [t for group in await asyncio.gather(*groups) for t in group.trajectories]
+
+
+class SimulatedRuntime:
+    """The parts of a run without weights and processes: the loop's sampler, player, clock and channel (`publish`)."""
+
+    def __init__(self, recipe: Recipe, timings: Timings) -> None:
+        self.recipe, self.timings, self.clock = recipe, timings, SimulatedClock()
+        group = max(p.group_size for p in recipe.phases)
+        self.sampler = SimulatedSampler(timings.engine, recipe.sampler.slots, group, recipe.sampler.steps_per_dispatch)
+        self.player = SimulatedPlayer(recipe, timings, self.sampler)
 
     def publish(self, version: int) -> dict[str, float]:
         t = self.timings.trainer
         if version == self.sampler.version:
             return {}
-        self.thread.spend("publish", t.publish_s)
+        self.clock.spend("publish", t.publish_s)
         recompute = self.recipe.sampler.on_publish == "recompute"
 
         def swap() -> None:
@@ -115,44 +154,11 @@ class SimulatedRuntime:
     def sleep(self, phase: Phase) -> None:
         """Do nothing: a simulation has no memory to free, and freeing takes no time."""
 
-    def actor(self, phase: Phase) -> Policy:
-        recipe = self.recipe
-        limits = (recipe.max_answer_tok, recipe.sampler.max_context, recipe.sampler.steps_per_dispatch)
-        return SimulatedPolicy(self.sampler, self.timings, *limits, recipe.seed, self._order)
-
-    def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
-        r = self.recipe
-        return ObservedRollouts(
-            self.pool,
-            TokenCounts(),
-            policy,
-            r.env.max_turns,
-            r.sampler.max_context,
-            r.max_answer_tok,
-            r.rollout,
-            sampler=self.sampler,
-            order=self._order,
-            spans=self.groups,
-        )
-
-    def reward_row(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Nothing is scored here."""
-        return {}
-
-    def start_curriculum(self, phase: Phase, progress: RunProgress) -> None:
-        """Where episodes start is nothing that a simulation knows of."""
-
-    async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
-        """Held-out tasks in the midst of a phase; those at its ends are left out."""
-        if not any(0 < step < p.steps for p in self.recipe.phases):
-            return []
-        number = self.recipe.evaluation.tasks
-        rollouts = self.rollouts(self.actor(self.recipe.phases[0]))
-        tasks = [Task("held out", 10**9 + i, str(i)) for i in range(number)]
-        groups = (
-            rollouts.group(t, stream=EVAL_STREAM, draw=step * number + i, group_size=1) for i, t in enumerate(tasks)
-        )
-        return [t for group in await asyncio.gather(*groups) for t in group.trajectories]
+    def parts(
+        self,
+    ) -> tuple[SimulatedPlayer, SimulatedSampler, SimulatedTrainer, SimulatedRuntime, SimulatedClock]:
+        """Return the loop's player, sampler, trainer, channel and clock."""
+        return self.player, self.sampler, SimulatedTrainer(self), self, self.clock
 
 
 class SimulatedTrainer:
@@ -164,7 +170,7 @@ class SimulatedTrainer:
     def step(self, groups: Sequence[Sequence[Trajectory]], carry: Carry, step: int) -> TrainedStep:
         tokens, t = sum(packed_tok(g) for g in groups), self._timings.trainer
         seconds = t.step_s + t.token_s * tokens
-        self._runtime.thread.spend("update", seconds)
+        self._runtime.clock.spend("update", seconds)
         if self._timings.shared_devices:
             self._runtime.sampler.pause(seconds)
         same = [len({t.reward for t in g}) == 1 for g in groups]
@@ -211,24 +217,25 @@ class SimulatedRecorder:
     def keeping_crashes(self) -> Iterator[None]:
         yield
 
-    def commit(
-        self, phase: Phase, step: StepGroups, logged: ConsumedStep, row: dict[str, float], timer: StepTimer
-    ) -> None:
+    def start_step(self) -> StepReport:
+        return StepReport(Watchdog(), asyncio.get_running_loop().time)
+
+    def commit(self, phase: Phase, step: StepGroups, logged: ConsumedStep, report: StepReport) -> None:
         groups, version, save_s = step.all, self.progress.version - 1, self._runtime.timings.trainer.save_s
-        self._runtime.thread.spend("save", save_s)
+        self._runtime.clock.spend("save", save_s)
         now = asyncio.get_running_loop().time() + save_s
         for group in groups:
             self.trained[self.progress.phase, group.draw] = now
             self.ages.update(dict(enumerate(token_ages(group.trajectories, version).tolist())))
+        report.add("time/step_s", report.total_s() + save_s)
+        report.add("time/save_s", save_s)
+        row = report.row()
         sampled = row["rollout/len_tok"] * len(groups) * phase.group_size
-        row = row | timer.row | {"time/step_s": timer.total_s() + save_s, "time/save_s": save_s}
         row["tput/sample_tok_s"] = sampled / max(row["time/rollout_s"], 1e-9)
         place = {"step": self.progress.total_steps, "phase": phase.name, "end_s": now, "sampled_tok": sampled}
         self.rows.append(place | row)
 
-    def warn(self, groups: Sequence[Group]) -> None: ...
     def start_phase(self, phase: Phase) -> None: ...
-    def check_alive(self, groups: Sequence[Group]) -> None: ...
     def save(self) -> None: ...
     def put_evaluation(self, name: str, trajectories: Sequence[Trajectory]) -> None: ...
     def show_evaluation(self, trajectories: Sequence[Trajectory]) -> None: ...

@@ -62,6 +62,11 @@ class EventLoop:
         finally:
             future.cancel()
 
+    def check_stop(self) -> None:
+        """Raise `Stopped` if the run is to stop."""
+        if self._should_stop():
+            raise Stopped
+
     async def call(self, blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `blocking` in the thread for blocking calls, one call at a time; return its result. Not interrupted."""
         future = self._blocking.submit(blocking, *args, **kwargs)

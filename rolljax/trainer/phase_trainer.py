@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rolljax.errors import TrainerError
-from rolljax.metrics import NAMES, reduce_parts
+from rolljax.metrics import NAMES, MetricsReport
 from rolljax.model.decoder import Model
 from rolljax.model.lora import Base
 from rolljax.model.value import ValueModel
@@ -101,7 +101,8 @@ class PhaseTrainer:
           TrainerError: nothing of these trajectories can be trained on, whatever their rewards.
         """
         if not groups:  # not one trajectory survived
-            return state, TrainedStep(carry, update_metrics([], []), 0)
+            add_updates(report := MetricsReport(), [], [])
+            return state, TrainedStep(carry, report.row(), 0)
         clock = Stopwatch()
         with clock:
             samples = [[Sample.of(t, self._unknown_experts) for t in group] for group in groups]
@@ -123,11 +124,13 @@ class PhaseTrainer:
                 kept = apply_credit(self.algorithm.needs(), samples, episodes, credit)
                 micro_batches = self.pack_micro_batches(kept, self._kl_coef(carry))
         state, policy_rows = self.update_policy(state, micro_batches, step)
-        row = update_metrics(micro_batches, critic_rows + policy_rows) | credit_metrics(episodes, credit)
-        row |= {"time/pack_s": clock.seconds}
+        report = MetricsReport()
+        add_updates(report, micro_batches, critic_rows + policy_rows)
+        report.add_row(credit_metrics(episodes, credit))
+        report.add("time/pack_s", clock.seconds)
         keys = [t.key for group in groups for t in group]
         columns = dict(zip(keys, token_columns(episodes, credit), strict=True))
-        return state, TrainedStep(dict(credit.carry), row, len(kept), columns)
+        return state, TrainedStep(dict(credit.carry), report.row(), len(kept), columns)
 
     def cross_entropies(self, state: TrainState, groups: Sequence[Sequence[Trajectory]]) -> tuple[float, float]:
         """Mean cross-entropy of the gold tokens of some trajectories, in nats at temperature 1: of the policy, and of
@@ -355,16 +358,15 @@ def _with_stats_before(before: Credit, after: Credit) -> Credit:
     return dataclasses.replace(after, stats={**after.stats, **kept})
 
 
-def update_metrics(batches: Sequence[PlacedBatch], rows: Sequence[MetricsRow]) -> MetricsRow:
-    """Metrics of a step's updates, from its batches and from each update's own metrics."""
-    row = {name: reduce_parts(name, [r[name] for r in rows if name in r]) for name in set[str]().union(*rows)}
+def add_updates(report: MetricsReport, batches: Sequence[PlacedBatch], rows: Sequence[MetricsRow]) -> None:
+    """Add the metrics of a step's updates, from its batches and from each update's own metrics."""
+    for row in rows:
+        report.add_row(row)
     packed = [batch.host for batch in batches]
     filled = sum(int((b.segment_ids > 0).sum()) for b in packed)
     computed = sum(int(b.num_micro) * b.tokens.shape[1] * b.tokens.shape[2] for b in packed)
-    return row | {
-        "optim/updates_n": float(sum("optim/grad_norm" in r for r in rows)),
-        "train/tokens_n": float(filled),
-        "train/trained_tok_n": float(sum(float(b.num_tokens) for b in packed)),
-        "train/sequences_n": float(sum(float(b.num_sequences) for b in packed)),
-        "train/pack_frac": filled / max(computed, 1),
-    }
+    report.add("optim/updates_n", float(sum("optim/grad_norm" in r for r in rows)))
+    report.add("train/tokens_n", float(filled))
+    report.add("train/trained_tok_n", float(sum(float(b.num_tokens) for b in packed)))
+    report.add("train/sequences_n", float(sum(float(b.num_sequences) for b in packed)))
+    report.add("train/pack_frac", filled / max(computed, 1))

@@ -13,7 +13,7 @@ from rolljax import eval as eval_verb
 from rolljax import loop
 from rolljax.envs.tasks import TaskStream
 from rolljax.export import main as export
-from rolljax.metrics import check_row
+from rolljax.metrics import MetricsReport, check_row
 from rolljax.rollout.policies import GoldPolicy, SamplerPolicy
 from rolljax.run.console import Console
 from rolljax.run.folder import RunFolder
@@ -121,7 +121,7 @@ def test_export_in_transformers_decodes_as_our_sampler(trained):
         async def everything():
             return await asyncio.gather(*(runtime.sampler.generate(p, greedy, ()) for p in prompts))
 
-        ours = runtime.event_loop.run(everything())
+        ours = runtime.clock.run(everything())
     model = AutoModelForCausalLM.from_pretrained(trained / "hf", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(trained / "hf")
     for prompt, completion, task in zip(prompts, ours, plan.heldout, strict=True):
@@ -311,7 +311,7 @@ def test_the_best_checkpoint_stays_however_often_a_run_is_stopped(tmp_path):
     assert len(folder.checkpoints.names()) in (2, 3)
     params, _ = trained_params(plan, folder.path, "best")
     with Runtime(plan, lambda: params, saved.progress.version) as runtime:
-        again = runtime.event_loop.run(runtime.evaluate(best))
+        again = runtime.clock.run(runtime.player.evaluate(best))
     assert np.mean([t.reward for t in again]) == pytest.approx(found[best], abs=1e-12)
 
 
@@ -394,10 +394,11 @@ def test_cancelled_requests_are_aborted_in_the_engine_at_once(tmp_path):
     stream = TaskStream(plan.recipe.env, 0, 0.1)
     with Runtime(plan, trainer.weights, 0) as runtime:
         policy = SparesOnly(runtime, plan, phase.prompts_per_step, spares)
-        runtime.actor = lambda phase: policy
+        runtime.player.actor = lambda phase: policy
 
         async def step():
-            async with PhaseRollouts(runtime, stream, progress, print) as rollouts:
+            parts = (plan.recipe, runtime.player, runtime.sampler, runtime.clock)
+            async with PhaseRollouts(*parts, stream, progress, print) as rollouts:
                 rollouts.start(0)
                 groups = await rollouts.take(0)
                 while policy.ended < spares:  # the requests have ended
@@ -406,10 +407,10 @@ def test_cancelled_requests_are_aborted_in_the_engine_at_once(tmp_path):
                 policy.release()
                 while runtime.sampler.load().running:
                     await asyncio.sleep(0)
-                row, line = rollouts.end_step(groups)
-            return before, runtime.sampler.stats, row, line
+                line = rollouts.end_step(groups, report := MetricsReport())
+            return before, runtime.sampler.stats, report.row(), line
 
-        before, after, row, line = runtime.event_loop.run(step())
+        before, after, row, line = runtime.clock.run(step())
     assert line.draws == list(range(8)) and line.dropped["late"] == [8, 9] and row["groups/late_n"] == 2
     assert (before.aborted, after.aborted) == (0, spares) and after.dispatches <= before.dispatches + 1  # under way
 

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from rolljax.errors import ConfigError
-from rolljax.rollout.filters import FilterConfig, faults_row, filter_groups
+from rolljax.metrics import MetricsReport
+from rolljax.rollout.filters import FilterConfig, GroupFilters
+from rolljax.run.step_metrics import add_faults
 from rolljax.types import Fault, Group, Key, Task
 from tests.synthetic import trajectory
 
@@ -22,6 +24,16 @@ def made():
         return Group(Task("toy", index, str(index)), index, tuple(ts))
 
     return group
+
+
+def filter_groups(groups, cfg=None):
+    filters = GroupFilters(cfg or FilterConfig(), {})
+    return filters.step(groups, [filters.group(g) for g in groups])
+
+
+def faults_of(groups):
+    add_faults(report := MetricsReport(), groups)
+    return report.row()
 
 
 def failing(group, *which, kind="infra"):
@@ -68,7 +80,7 @@ def test_tampering(made, do, rewards):
     group = made(1.0, 0.0, 1.0)
     first, *rest = group.trajectories
     group = dataclasses.replace(group, trajectories=(dataclasses.replace(first, metrics={"tamper_n": 2.0}), *rest))
-    assert faults_row([group])["faults/tampered_n"] == 1
+    assert faults_of([group])["faults/tampered_n"] == 1
     (left,) = filter_groups([group], FilterConfig(tampering=do))
     if do == "drop":
         assert siblings([left]) == [[1, 2]]
@@ -92,7 +104,7 @@ def test_faults_are_counted_by_kind(made):
     )
     ts = (groups[0].trajectories[0], limit, groups[0].trajectories[2])
     groups[0] = dataclasses.replace(groups[0], trajectories=ts, cancelled=2)
-    assert faults_row(groups) == {
+    assert faults_of(groups) == {
         "faults/infra_n": 1,
         "faults/env_n": 1,
         "faults/agent_n": 0,
@@ -104,9 +116,9 @@ def test_faults_are_counted_by_kind(made):
         "rollout/cancelled_n": 2,
     }
     looped = dataclasses.replace(limit, loops=2)
-    assert faults_row([dataclasses.replace(groups[0], trajectories=(looped,))])["faults/looped_n"] == 2
+    assert faults_of([dataclasses.replace(groups[0], trajectories=(looped,))])["faults/looped_n"] == 2
     aside = dataclasses.replace(limit, status="failed", fault=Fault("env", "set_aside", ""))
-    row = faults_row([dataclasses.replace(groups[0], trajectories=(aside,))])
+    row = faults_of([dataclasses.replace(groups[0], trajectories=(aside,))])
     assert row["faults/set_aside_n"] == row["faults/env_n"] == 1
 
 

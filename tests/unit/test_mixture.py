@@ -13,14 +13,15 @@ from rolljax.envs.pool import MixedPool, PoolConfig, open_pool
 from rolljax.envs.questions import Questions
 from rolljax.envs.tasks import MixtureStream, TaskStream, first_tasks, held_out, is_held_out, open_stream
 from rolljax.errors import ConfigError, DataError, EnvError
+from rolljax.metrics import MetricsReport
 from rolljax.recipe import Phase, Recipe
 from rolljax.rewards.base import Reward, RewardConfig, RewardContext
 from rolljax.rollout.domain_rewards import open_rewards
-from rolljax.rollout.domains import DomainSettings, filter_domains
+from rolljax.rollout.domains import DomainSettings, group_filters
 from rolljax.rollout.filters import FilterConfig
 from rolljax.rollout.group_buffer import TailBatching
 from rolljax.rollout.mixture_rules import Curriculum, Ddk, MixtureShares, Perplexities, Scheduled
-from rolljax.run.step_metrics import domains_row, heldout_row
+from rolljax.run.step_metrics import add_domains, add_heldout
 from rolljax.trainer.algorithms.distill import Distill
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.algorithms.opd import Opd, Teacher
@@ -290,15 +291,25 @@ def group(domain, *solved, status="ok", draw=0):
 # ---- what training does with domains
 
 
+def row_of(add, *args):
+    add(report := MetricsReport(), *args)
+    return report.row()
+
+
 def test_rows_by_domain():
     spec = mixture(a=1.0, b=1.0, c=1.0)
     groups = [group("a", 1, 0), group("b", 1, 1, draw=1), group("b", 0, 0, draw=2)]
-    row = domains_row(groups[:2], groups, spec)
+    row = row_of(add_domains, groups[:2], groups, spec)
     assert row["domain/a/reward_mean"] == 0.5 and row["domain/b/success_frac"] == 0.5
     assert (row["domain/a/trained_n"], row["domain/b/trained_n"], row["domain/c/trained_n"]) == (1, 1, 0)
-    assert "domain/c/reward_mean" not in row and domains_row(groups, groups, Say("a")) == {}
-    held = heldout_row([t for g in groups for t in g.trajectories], spec)
+    assert "domain/c/reward_mean" not in row and row_of(add_domains, groups, groups, Say("a")) == {}
+    held = row_of(add_heldout, [t for g in groups for t in g.trajectories], spec)
     assert held["heldout/reward_mean"] == 0.5 and held["domain/b/heldout_mean"] == 0.5
+
+
+def filtered(groups, cfg, own):
+    filters = group_filters(cfg, own)
+    return filters.step(groups, [filters.group(g) for g in groups])
 
 
 def test_each_domain_has_its_own_filter():
@@ -306,11 +317,11 @@ def test_each_domain_has_its_own_filter():
     lost = group("b", 0, 0, status="failed", draw=2)
     groups = [tampering, group("b", 1, 0, draw=3), lost, group("a", 1, 0, draw=4)]
     own = {"a": DomainSettings(filters=FilterConfig(tampering="drop"))}
-    kept = filter_domains(groups, FilterConfig(max_failed_frac=0.5), own)
+    kept = filtered(groups, FilterConfig(max_failed_frac=0.5), own)
     assert [k[0].key.draw for k in kept] == [3, 4]
-    kept = filter_domains(groups, FilterConfig(max_failed_frac=0.4), own)
+    kept = filtered(groups, FilterConfig(max_failed_frac=0.4), own)
     assert [k[0].key.draw for k in kept] == [4]  # too much of b was lost, which says nothing of a
-    assert len(filter_domains(groups, FilterConfig(max_failed_frac=0.4), {})) == 3
+    assert len(filtered(groups, FilterConfig(max_failed_frac=0.4), {})) == 3
 
 
 def dataclass_metrics(of):

@@ -22,6 +22,7 @@ from rolljax.envs.pool import PoolConfig, open_pool
 from rolljax.envs.run_limits import RUN_S, AdaptiveTimeout, RunLimits
 from rolljax.envs.tasks import TaskStream, open_stream
 from rolljax.errors import EnvError, HangError, TrainerError
+from rolljax.metrics import MetricsReport
 from rolljax.model.tokenizer import byte_tokenizer
 from rolljax.recipe import Phase, Recipe
 from rolljax.rollout.episodes import RolloutConfig, Rollouts
@@ -31,7 +32,6 @@ from rolljax.run.consumed import ConsumedStep, DrawAccount
 from rolljax.run.folder import RunFolder
 from rolljax.run.progress import RunProgress
 from rolljax.run.replay import RunLog, open_rollouts
-from rolljax.run.step_metrics import groups_row
 from rolljax.threads.event_loop import EventLoop, Stopped
 from rolljax.trainer.algorithms.grpo import Grpo
 from rolljax.trainer.credit.shaping import GroupFilter
@@ -170,9 +170,6 @@ class Run:
     def start_curriculum(self, phase, progress):
         return None
 
-    async def call(self, blocking, *args):
-        return await self.event_loop.call(blocking, *args)
-
     def rollouts(self, policy, *, hash_observations=False):
         return Rollouts(self.pool, self.preflight.chat, policy, 1, 1000, LIMIT, self.recipe.rollout)
 
@@ -186,8 +183,9 @@ class Run:
         for group, age in zip(groups.trained, groups.start_ages, strict=True):
             told = [t.turns[0].versions[0] for t in group.trajectories if t.turns]
             assert not told or version - min(told) <= age <= np.ceil(self.phase.async_ratio)
-        ended, line = rollouts.end_step(groups)
-        row = groups_row(len(groups.trained), len(groups.trained), len(groups.trained)) | ended
+        line = rollouts.end_step(groups, report := MetricsReport())
+        report.add("groups/trained_n", len(groups.trained))
+        row = report.row()
         self.steps.append(groups)
         self.rows.append(row)
         self.lines.append(line)
@@ -198,7 +196,8 @@ class Run:
         try:
             last = min(step, self.phase.steps)
             while stop or self.progress.step < last:
-                async with open_rollouts(self, self.stream, self.progress, self.warned.append, self.log) as rollouts:
+                parts = (self.recipe, self, self.sampler, self.event_loop, self.stream)
+                async with open_rollouts(*parts, self.progress, self.warned.append, self.log) as rollouts:
                     while self.progress.step < last and rollouts.has_step():
                         await self.train_step(rollouts)
                     if stop and self.progress.step == last:

@@ -306,19 +306,19 @@ def keeping_groups(run, world):
     """What a run would write, and the groups of each step."""
     from rolljax import loop
     from rolljax.simulation.episodes import SimulatedTasks
-    from rolljax.simulation.runtime import SimulatedRecorder, SimulatedRuntime, SimulatedTrainer
+    from rolljax.simulation.runtime import SimulatedRecorder, SimulatedRuntime
 
     kept = []
 
     class Keeping(SimulatedRecorder):
-        def commit(self, phase, step, logged, row, timer):
+        def commit(self, phase, step, logged, report):
             kept.append(step.all)
-            super().commit(phase, step, logged, row, timer)
+            super().commit(phase, step, logged, report)
 
     async def play():
         runtime = SimulatedRuntime(verb.sampling_part(run, None), world)
         recorder = Keeping(runtime)
-        await loop.train_phases(SimulatedTasks(), SimulatedTrainer(runtime), runtime, recorder)
+        await loop.train_phases(runtime.recipe, SimulatedTasks(), *runtime.parts(), recorder)
         return recorder
 
     return clock.run(play()), kept

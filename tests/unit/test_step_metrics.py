@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolljax.metrics import check_row
-from rolljax.run.step_metrics import ages_row, sampler_row, trajectories_row
+from rolljax.metrics import MetricsReport, check_row
+from rolljax.run.step_metrics import add_sampler, add_trajectories
 from rolljax.sampler.request import SamplerStats
 from rolljax.types import Group
 from tests.synthetic import groups_of
 
 VERSION = 9
+
+
+def row_of(add, *args, **kwargs):
+    add(report := MetricsReport(), *args, **kwargs)
+    return report.row()
 
 
 def groups(seed, oldest):
@@ -35,7 +40,7 @@ def groups(seed, oldest):
 @pytest.mark.parametrize(("seed", "oldest"), [(0, 0), (1, 1), (2, 3), (3, 8)])
 def test_ages_of_tokens(seed, oldest):
     step = groups(seed, oldest)
-    row = trajectories_row(step, VERSION)
+    row = row_of(add_trajectories, step, VERSION)
     ages = VERSION - np.concatenate([turn.versions for g in step for t in g.trajectories for turn in t.turns])
     p50, p99 = np.percentile(ages, (50, 99), method="inverted_cdf")
     assert row["stale/mean_ver"] == pytest.approx(ages.mean())
@@ -45,24 +50,24 @@ def test_ages_of_tokens(seed, oldest):
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=40))
 def test_ages_that_are_counted(ages):
-    row = ages_row("stale/start_", np.bincount(ages))
+    row = row_of(MetricsReport.add_histogram, "stale/start_", np.bincount(ages))
     p50, p99 = np.percentile(ages, (50, 99), method="inverted_cdf")
     want = {"mean": np.mean(ages), "p50": p50, "p99": p99, "max": max(ages)}
     assert row == pytest.approx({f"stale/start_{name}_ver": value for name, value in want.items()})
 
 
 def test_without_a_token_nothing_is_old():
-    assert set(ages_row("stale/", np.zeros(3, np.int64)).values()) == {0}
+    assert set(row_of(MetricsReport.add_histogram, "stale/", np.zeros(3, np.int64)).values()) == {0}
 
 
 def test_what_the_sampler_did():
     before = SamplerStats(aborted=2, aborted_tok=50, held_s=10.0, slot_steps=100, busy_slot_steps=60)
     now = SamplerStats(aborted=5, aborted_tok=140, held_s=22.0, slot_steps=300, busy_slot_steps=110)
-    row = sampler_row(before, now, slot_s=16.0)
+    row = row_of(add_sampler, before, now, slot_s=16.0)
     assert row["sampler/idle_frac"] == pytest.approx(1 - 12 / 16)
     assert row["sampler/slot_frac"] == pytest.approx(50 / 200)
     assert (row["sampler/abort_n"], row["sampler/abort_len_tok"]) == (3, 30)
     assert check_row(row) == []
-    idle = sampler_row(now, now, slot_s=16.0)
+    idle = row_of(add_sampler, now, now, slot_s=16.0)
     assert idle["sampler/idle_frac"] == 1 and "sampler/abort_len_tok" not in idle
-    assert sampler_row(before, now, slot_s=11.999)["sampler/idle_frac"] == 0
+    assert row_of(add_sampler, before, now, slot_s=11.999)["sampler/idle_frac"] == 0

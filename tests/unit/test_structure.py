@@ -333,3 +333,19 @@ def test_everything_is_caught_at_named_borders_only():
                 if "# border: " not in lines[node.lineno - 1]:
                     wrong.append(f"{name_of(f)}:{node.lineno}: {lines[node.lineno - 1].strip()}")
     assert not wrong and found <= num_lines / 2000
+
+
+def test_the_table_of_the_loop_lists_the_calls_of_its_body():
+    """In the order of the body; a call in the trainer thread (`clock.call`) is that of the called method."""
+    tree = ast.parse((ROOT / "loop.py").read_text())
+    (body,) = (n for n in ast.walk(tree) if isinstance(n, ast.AsyncFunctionDef) and n.name == "train_step")
+    parts = {argument.arg for argument in body.args.args} | {"progress"}
+    calls = []
+    for node in ast.walk(body):
+        method = node.func if isinstance(node, ast.Call) else None
+        if isinstance(method, ast.Attribute) and ast.unparse(method) == "clock.call":
+            method = node.args[0]
+        if isinstance(method, ast.Attribute) and ast.unparse(method.value) in parts:
+            calls.append((node.lineno, node.col_offset, ast.unparse(method)))
+    rows = [line.split("`")[1] for line in ast.get_docstring(tree).splitlines() if line.startswith("| `")]
+    assert rows == [name for *_, name in sorted(calls)]

@@ -1,0 +1,150 @@
+"""Plays episodes of a run: environments, policies, rewards and agent programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rolljax.envs.pool import Pool
+from rolljax.recipe import Phase
+from rolljax.rewards.scoring import Scoring
+from rolljax.rollout.barrier import EpisodeCounts
+from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
+from rolljax.rollout.starts import StartCurriculum
+from rolljax.run.preflight import Preflight
+from rolljax.run.progress import RunProgress
+from rolljax.sampler.client import Sampler
+from rolljax.threads.event_loop import EventLoop
+from rolljax.types import EVAL_STREAM, Group, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from rolljax.rollout.agents.host import AgentHost
+
+
+class EpisodePlayer:
+    """Plays the episodes of a run with its sampler and its pool of environments.
+
+    Args:
+      scoring: the recipe's own rewards; None: the environment's. agents: the server of agent programs; None: none.
+    """
+
+    def __init__(
+        self,
+        preflight: Preflight,
+        sampler: Sampler,
+        pool: Pool,
+        clock: EventLoop,
+        scoring: Scoring | None,
+        agents: AgentHost | None,
+    ) -> None:
+        self.pool, self.agents, self._preflight, self._recipe = pool, agents, preflight, preflight.recipe
+        self._sampler, self._clock, self._scoring = sampler, clock, scoring
+        self._counts = EpisodeCounts()
+        self._may_train = asyncio.Event()
+        self._may_train.set()
+
+    def policy(
+        self,
+        temperature: float,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        may_ask: asyncio.Event | None = None,
+        in_training: bool = False,
+    ) -> Policy:
+        """The model as a policy. may_ask: see `SamplerPolicy`. in_training: domains are sampled as their settings
+        say."""
+        limit, stop = self._recipe.max_answer_tok, self._preflight.chat.stop_ids
+        shown = self._recipe.sampler.record_alternatives
+        params = SamplingParams(temperature, limit, stop, top_k=top_k, top_p=top_p, min_p=min_p, top_logprobs=shown)
+        own = {name: d.sampling(params, in_training=in_training) for name, d in self._recipe.domains.items()}
+        return SamplerPolicy(self._sampler, params, self._recipe.seed, may_ask, own)
+
+    def actor(self, phase: Phase) -> Policy:
+        """Whoever acts in a phase: the model, or the environments' own answers."""
+        source = phase.algorithm.source
+        if source == "sampler":
+            return self.policy(
+                phase.temperature,
+                top_k=phase.top_k,
+                top_p=phase.top_p,
+                min_p=phase.min_p,
+                may_ask=self._may_train,
+                in_training=True,
+            )
+        return GoldPolicy(self._preflight.chat, self._recipe.max_answer_tok, pairs=source == "pairs")
+
+    def rollouts(self, policy: Policy, *, hash_observations: bool = False) -> Rollouts:
+        r = self._recipe
+        limits = (r.env.max_turns, r.sampler.max_context, r.max_answer_tok)
+        scoring = self._scoring if isinstance(policy, SamplerPolicy) else None  # gold answers are imitated as they are
+        if self.agents and isinstance(policy, SamplerPolicy):
+            from rolljax.rollout.agents.host import AgentRollouts
+
+            return AgentRollouts(
+                self.pool,
+                self._preflight.chat,
+                policy,
+                *limits,
+                r.rollout,
+                hash_observations,
+                self._counts,
+                scoring,
+                host=self.agents,
+            )
+        return Rollouts(
+            self.pool, self._preflight.chat, policy, *limits, r.rollout, hash_observations, self._counts, scoring
+        )
+
+    def reward_row(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics of a step's rewards, where the recipe has one of its own."""
+        return self._scoring.row(groups) if self._scoring else {}
+
+    def start_curriculum(self, phase: Phase, progress: RunProgress) -> StartCurriculum | None:
+        """Where a phase's episodes start, as far as that was learned already."""
+        if phase.starts is None:
+            return None
+        starts = StartCurriculum(
+            phase.starts, self.pool, self._preflight.chat, self._recipe.seed, self._recipe.env.max_turns
+        )
+        if progress.starts:
+            starts.restore(progress.starts)
+        return starts
+
+    async def evaluate(self, step: int, *, interruptible: bool = True) -> list[Trajectory]:
+        """One trajectory for each held-out task, with the weights that are published now.
+
+        Args:
+          step: of the run; each has randomness of its own. interruptible: a stop of the run ends the wait (`Stopped`).
+        """
+        rollouts, tasks = self.rollouts(self.policy(self._recipe.evaluation.temperature)), self._preflight.heldout
+        groups = asyncio.gather(
+            *(
+                rollouts.group(task, stream=EVAL_STREAM, draw=step * len(tasks) + i, group_size=1)
+                for i, task in enumerate(tasks)
+            )
+        )
+        wait_s = self._recipe.wait_s
+        if self._recipe.evaluation.pauses_rollouts:
+            self._may_train.clear()
+        try:
+            done = await self._clock.within(groups, "the held-out evaluation", wait_s, interruptible=interruptible)
+        finally:
+            self._may_train.set()
+        return [t for group in done for t in group.trajectories]
+
+    def state(self) -> str:
+        """Say where the work stands: episodes by step, the sampler, the environments."""
+        load, did, stats = self._sampler.load(), self._sampler.stats, self.pool.stats
+        idle = "asleep" if self._sampler.asleep else "idle"
+        sampler = f"{load.running} running, {load.waiting} waiting" if load.running or load.waiting else idle
+        calls = ", ".join(f"{count} {verb}" for verb, count in sorted(stats.under_way.items())) or "none"
+        parts = (
+            str(self._counts),
+            f"sampler {sampler}, {did.dispatches + did.prefills} dispatches done",
+            f"calls of environments under way: {calls}, {stats.steps} steps done, {stats.open} episodes open",
+        )
+        return "; ".join(filter(None, parts))
