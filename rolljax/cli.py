@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolljax.errors import EXIT_INTERRUPTED, RolljaxError
-from rolljax.run import streams
+from rolljax.run import terminal
 
 if TYPE_CHECKING:
     from rolljax.config.loaded import Loaded
@@ -163,7 +163,7 @@ def run_verb(
     from rolljax.run.terminal import visible
 
     is_main = threading.current_thread() is threading.main_thread()
-    with streams.safe():
+    with terminal.safe():
         try:
             with _raising_on_sigterm() if at_sigterm and is_main else contextlib.nullcontext():
                 code = main()
@@ -181,7 +181,7 @@ def run_verb(
             assert at_sigterm is not None
             print(at_sigterm[1], file=sys.stderr)
             return at_sigterm[0]
-        except streams.ReaderGone:
+        except terminal.ReaderGone:
             return 1
         print(visible(f"{error.owner} error: {error}"), file=sys.stderr)
         return error.exit_code

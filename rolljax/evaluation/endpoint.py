@@ -15,11 +15,9 @@ from rolljax.envs.pool import Episode, Pool
 from rolljax.errors import ConfigError, RolljaxError
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.rewards.scoring import Scoring
-from rolljax.rollout.barrier import EpisodeCounts
-from rolljax.rollout.builder import TrajectoryBuilder
-from rolljax.rollout.episodes import EpisodeRollouts, RolloutConfig
+from rolljax.rollout.builder import TokenStream, TrajectoryBuilder
+from rolljax.rollout.episodes import EpisodeCounts, EpisodeRollouts, RolloutConfig
 from rolljax.rollout.starts import Start
-from rolljax.rollout.token_stream import TokenStream
 from rolljax.threads.watchdog import Sleeper
 from rolljax.types import Completion, Message, Sampled
 

@@ -13,9 +13,9 @@ import numpy as np
 from rolljax.errors import RolljaxError, TrainerError
 from rolljax.metrics import MetricsReport
 from rolljax.recipe import Recipe
-from rolljax.rollout.barrier import Barrier
 from rolljax.rollout.builder import fault_of
 from rolljax.rollout.domains import group_filters, open_shares
+from rolljax.rollout.episodes import Barrier
 from rolljax.rollout.group_buffer import DROPPED, Dropped, GroupBuffer, GroupEntry
 from rolljax.rollout.shares import StepPlan
 from rolljax.rollout.starts import fallback

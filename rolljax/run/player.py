@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from rolljax.envs.pool import Pool
 from rolljax.recipe import Phase
 from rolljax.rewards.scoring import Scoring
-from rolljax.rollout.barrier import EpisodeCounts
-from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.episodes import EpisodeCounts, Rollouts
 from rolljax.rollout.policies import GoldPolicy, Policy, SamplerPolicy
 from rolljax.rollout.starts import StartCurriculum
 from rolljax.run.preflight import Preflight

@@ -7,7 +7,7 @@ from typing import IO, Any, Self, cast
 
 from rich.console import Console
 
-from rolljax.run.streams import Unfailing
+from rolljax.run.terminal import Unfailing
 
 LINE_EVERY_S = 5.0
 

@@ -17,8 +17,7 @@ from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
 from rolljax.errors import EnvError
 from rolljax.model.tokenizer import Chat
-from rolljax.rollout.barrier import Barrier
-from rolljax.rollout.episodes import Rollouts
+from rolljax.rollout.episodes import Barrier, Rollouts
 from rolljax.rollout.starts import Start
 from rolljax.simulation.replica import SimulatedAnswer
 from rolljax.simulation.sampler import SimulatedSampler

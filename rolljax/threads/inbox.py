@@ -1,14 +1,17 @@
-"""Queues between threads of this process."""
+"""Queues between threads of this process, and the delivery of answers to the event loops that wait for them."""
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import itertools
 import queue
 import threading
 import time
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from rolljax.errors import RolljaxError
 
 T = TypeVar("T")
 
@@ -73,3 +76,39 @@ class Inbox(Generic[T]):
                 self._filled.wait(left_s)
         finally:
             del self._waits[threading.get_ident()]
+
+
+Delivery = tuple["asyncio.Future[Any]", Any, RolljaxError | None]
+
+
+class Mailbox:
+    """Delivers answers to futures. Answers that arrive before the event loop runs share one wake-up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[asyncio.AbstractEventLoop, collections.deque[Delivery]] = {}
+
+    def put(self, future: asyncio.Future[Any], value: Any, error: RolljaxError | None) -> None:
+        """Deliver an answer. Thread-safe. An answer for a cancelled future or a closed loop is dropped."""
+        loop = future.get_loop()
+        with self._lock:
+            waiting = self._waiting.setdefault(loop, collections.deque())
+            waiting.append((future, value, error))
+            if len(waiting) > 1:
+                return
+        try:
+            loop.call_soon_threadsafe(self._deliver, loop)
+        except RuntimeError:  # the loop is closed: no future waits
+            with self._lock:
+                self._waiting.pop(loop, None)
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            answers = self._waiting.pop(loop, ())
+        for future, value, error in answers:
+            if future.done():
+                continue
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(value)

@@ -11,7 +11,7 @@ import pytest
 
 from rolljax import cli
 from rolljax.errors import EnvError
-from rolljax.run import streams
+from rolljax.run import terminal
 from rolljax.run.console import Console
 from rolljax.run.progress_bars import TolerantConsole
 
@@ -106,7 +106,7 @@ def test_streams_are_as_they_were_behind_a_verb(capsys):
     before = sys.stdout, sys.stderr
 
     def main():
-        assert isinstance(sys.stderr, streams.Unfailing) and isinstance(sys.stdout, streams.Results)
+        assert isinstance(sys.stderr, terminal.Unfailing) and isinstance(sys.stdout, terminal.Results)
         sys.stdout.write("a result\n")
         raise EnvError("no luck")
 

@@ -23,10 +23,10 @@ from rolljax.envs.pool import wire
 from rolljax.envs.pool.blame import SET_ASIDE, Blame
 from rolljax.envs.pool.checks import Verb, describe
 from rolljax.envs.pool.link import Cause, WorkerLink
-from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.workers import PoolWorker, RemoteSlot, WorkerCall, WorkerSlot
 from rolljax.errors import EnvError, InfraError, NeighbourError, RolljaxError
+from rolljax.threads.inbox import Mailbox
 from rolljax.types import Task
 
 MAX_START_FAILURES = 5

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from rolljax.envs.base import Action, EnvSpec, StepResult
 from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
-from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.envs.pool.threads import ThreadBackend
 from rolljax.errors import ConfigError, EnvError, InfraError, NeighbourError
+from rolljax.threads.inbox import Mailbox
 from rolljax.threads.watchdog import Sleeper
 from rolljax.types import Message, Task
 

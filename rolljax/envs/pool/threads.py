@@ -19,10 +19,9 @@ from rolljax.envs.base import Action, EnvSpec
 from rolljax.envs.pool.blame import Blame
 from rolljax.envs.pool.checks import Verb
 from rolljax.envs.pool.episode_runner import EpisodeRunner
-from rolljax.envs.pool.mailbox import Mailbox
 from rolljax.envs.pool.settings import PoolConfig
 from rolljax.errors import EnvError, InfraError, RolljaxError
-from rolljax.threads.inbox import Inbox
+from rolljax.threads.inbox import Inbox, Mailbox
 from rolljax.types import Task
 
 AT_ONCE = 16
