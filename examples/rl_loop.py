@@ -26,9 +26,8 @@ from rolljax.model.attention import packed
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import Chat, byte_tokenizer
-from rolljax.sampler.arrays import Inserts, PrefillChunks
+from rolljax.sampler.arrays import ADDRESS_LEN, Inserts, PrefillChunks
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.sampling import ADDRESS_LEN
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.trainer.batch import PackShape, Sample, pack
 from rolljax.trainer.mesh import MeshSpec

@@ -11,9 +11,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rolljax.sampler.sampling import ADDRESS_LEN, SamplingDistribution
-
 MAX_STOP_IDS = 4
+ADDRESS_LEN = 5
+"""Integers in the address of a request's randomness: run seed, stream, draw, sibling, turn."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingDistribution:
+    """What each row is drawn from, `[S]` each: the fields of `rolljax.types.SamplingParams` of these names."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+
+    @staticmethod
+    def empty(rows: int) -> SamplingDistribution:
+        """Host arrays that leave the model's own distribution as it is."""
+        one, none = np.ones(rows, np.float32), np.zeros(rows, np.int32)
+        return SamplingDistribution(one, none, one.copy(), np.zeros(rows, np.float32))  # type: ignore[arg-type]
 
 
 @jax.tree_util.register_dataclass

@@ -18,10 +18,10 @@ import numpy as np
 from rolljax.errors import HangError, RolljaxError, SamplerError, boundary
 from rolljax.model.decoder import Params
 from rolljax.model.vocabulary import Vocabulary
-from rolljax.sampler.arrays import MAX_STOP_IDS
+from rolljax.sampler.arrays import ADDRESS_LEN, MAX_STOP_IDS
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.request import Request, SamplerLoad, SamplerStats
-from rolljax.sampler.sampling import ADDRESS_LEN, MAX_TOP_LOGPROBS
+from rolljax.sampler.sampling import MAX_TOP_LOGPROBS
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import MIN_CHUNK
 from rolljax.sampler.worker import EngineWorker

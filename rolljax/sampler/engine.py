@@ -27,10 +27,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rolljax.model.attention import packed
 from rolljax.model.decoder import Model, Params
 from rolljax.model.layers import ExpertRouting
-from rolljax.sampler.arrays import MAX_STOP_IDS, DecodeState, Inserts, PrefillChunks, ResultTokens
+from rolljax.sampler.arrays import MAX_STOP_IDS, DecodeState, Inserts, PrefillChunks, ResultTokens, SamplingDistribution
 from rolljax.sampler.kernels import paths_for
 from rolljax.sampler.kv import Path
-from rolljax.sampler.sampling import MAX_TOP_LOGPROBS, SamplingDistribution, draw, fold_address
+from rolljax.sampler.sampling import MAX_TOP_LOGPROBS, draw, fold_address
 from rolljax.sampler.settings import MIN_CHUNK, MIN_ROWS, SamplerConfig
 
 Carry = tuple[jax.Array, DecodeState, Any, ResultTokens]

@@ -23,11 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rolljax.errors import ConfigError, SamplerError
 from rolljax.model.decoder import Params
-from rolljax.sampler.arrays import MAX_STOP_IDS
+from rolljax.sampler.arrays import ADDRESS_LEN, MAX_STOP_IDS
 from rolljax.sampler.engine import Engine
 from rolljax.sampler.jetstream import compat
 from rolljax.sampler.jetstream.programs import Prefix, Programs, ServedState
-from rolljax.sampler.sampling import ADDRESS_LEN
 from rolljax.sampler.settings import MIN_CHUNK
 
 BUCKETS = tuple(16 * 2**i for i in range(12))

@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rolljax.model.decoder import Params
-from rolljax.sampler.arrays import MAX_STOP_IDS, DecodeState, Inserts, PrefillChunks
+from rolljax.sampler.arrays import ADDRESS_LEN, MAX_STOP_IDS, DecodeState, Inserts, PrefillChunks, SamplingDistribution
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.sampling import ADDRESS_LEN, SamplingDistribution, draw, fold_address
+from rolljax.sampler.sampling import draw, fold_address
 
 Prefix = Mapping[str, Any]
 """cache: pages of every layer `[L, W, ...]`. logits `[V]` after the last token. length: tokens in the cache.
