@@ -16,7 +16,7 @@ from rolljax.rollout.starts import StartCurriculum
 from rolljax.run.consumed import ConsumedStep
 from rolljax.run.progress import RunProgress
 from rolljax.run.step_metrics import StepGroups, StepReport
-from rolljax.sampler.request import SamplerStats
+from rolljax.sampler.prompt_queue import SamplerStats
 from rolljax.trainer.algorithms.base import Carry
 from rolljax.trainer.phase_trainer import TrainedStep
 from rolljax.types import Group, Task, Trajectory

@@ -20,7 +20,7 @@ from rolljax.model.decoder import Params
 from rolljax.model.vocabulary import Vocabulary
 from rolljax.sampler.arrays import ADDRESS_LEN, MAX_STOP_IDS
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.request import Request, SamplerLoad, SamplerStats
+from rolljax.sampler.prompt_queue import Request, SamplerLoad, SamplerStats
 from rolljax.sampler.sampling import MAX_TOP_LOGPROBS
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import MIN_CHUNK

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from rolljax.errors import ConfigError
-from rolljax.sampler.request import SamplerStats
+from rolljax.sampler.prompt_queue import SamplerStats
 from rolljax.simulation.replica import Replica, SimulatedAnswer
 from rolljax.simulation.timings import EngineTimings
 

@@ -13,7 +13,7 @@ from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.sampler.client import Sampler
 from rolljax.sampler.engine import Engine
-from rolljax.sampler.request import Request
+from rolljax.sampler.prompt_queue import Request
 from rolljax.sampler.scheduler import Scheduler
 from rolljax.sampler.settings import SamplerConfig
 from rolljax.sampler.worker import EngineWorker

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rolljax.metrics import MetricsReport, check_row
 from rolljax.run.step_metrics import add_sampler, add_trajectories
-from rolljax.sampler.request import SamplerStats
+from rolljax.sampler.prompt_queue import SamplerStats
 from rolljax.types import Group
 from tests.synthetic import groups_of
 
