@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rolljax.evaluation.run import Standing
-from rolljax.run.progress_bars import ProgressLines
+from rolljax.run.console import ProgressLines
 
 
 class EvaluationProgress(ProgressLines):

@@ -8,7 +8,6 @@ these files, so the run continues without them.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
@@ -27,29 +26,12 @@ _NAMED = 4
 _READERS = 8
 
 
-@dataclasses.dataclass
-class Written:
-    """Length and SHA-256 of what a run has written to a file that grows."""
-
-    size: int = 0
-    sha256: Any = dataclasses.field(default_factory=hashlib.sha256)
-
-    def add(self, data: bytes) -> None:
-        """Take in what was appended."""
-        self.size += len(data)
-        self.sha256.update(data)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint records."""
-        return {"bytes": self.size, "sha256": self.sha256.hexdigest()}
-
-
 def of_log(path: Path, data: bytes, step: int, recorded: Mapping[str, Any]) -> str:
     """Return what is wrong with a log of steps, a sentence; empty if it is as it was written.
 
     Args:
-      data: what the file holds. step: the last one that is done. recorded: see `Written.to_json`, by name; a checkpoint
-        of an earlier rolljax has none.
+      data: what the file holds. step: the last one that is done. recorded: see `durable.Written.to_json`, by name; a
+        checkpoint of an earlier rolljax has none.
     """
     steps = {row["step"] for line in data.split(b"\n") if (row := records.row(line))}
     missing = sorted({*range(1, step + 1)} - steps)

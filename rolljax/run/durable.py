@@ -7,7 +7,9 @@ files of a killed writer. All writes and deletions of a run go through this modu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -230,3 +232,20 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@dataclasses.dataclass
+class Written:
+    """Length and SHA-256 of what a run has written to a file that grows."""
+
+    size: int = 0
+    sha256: Any = dataclasses.field(default_factory=hashlib.sha256)
+
+    def add(self, data: bytes) -> None:
+        """Take in what was appended."""
+        self.size += len(data)
+        self.sha256.update(data)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint records."""
+        return {"bytes": self.size, "sha256": self.sha256.hexdigest()}

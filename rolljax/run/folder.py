@@ -95,7 +95,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._written: dict[str, damage.Written] = {}
+        self._written: dict[str, durable.Written] = {}
         """Logs, by name, as far as this process has written them."""
         self._heldout: dict[str, str] = {}
         """SHA-256 of the files of held-out answers, by evaluation."""
@@ -339,7 +339,7 @@ class RunFolder:
             kept = b"".join(rows[s] + b"\n" for s in sorted(rows) if s <= step)
             if path.exists():
                 durable.write(path, kept)
-            self._written[name] = damage.Written()
+            self._written[name] = durable.Written()
             self._written[name].add(kept)
         for of_step, file in rollout_files(self.path).items():
             if of_step > step:
@@ -364,9 +364,9 @@ class RunFolder:
         logs = {name: self._log(name).to_json() for name in damage.LOGS}
         return {**logs, HELDOUT: dict(self._heldout)}
 
-    def _log(self, name: str) -> damage.Written:
+    def _log(self, name: str) -> durable.Written:
         if name not in self._written:
-            self._written[name] = damage.Written()
+            self._written[name] = durable.Written()
             if (self.path / name).is_file():
                 self._written[name].add(reading.read_bytes(self.path / name))
         return self._written[name]

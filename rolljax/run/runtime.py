@@ -72,7 +72,8 @@ class Runtime:
             vocabulary=chat.vocabulary,
             multi_turn=recipe.max_turns > 1 or preflight.recomputes,
         )
-        self.channel = Publisher(channel, self.sampler, self._watchdog, preflight.sampler_sleeps)
+        sleeping = {phase.name for phase in recipe.phases if preflight.sampler_sleeps(phase)}
+        self.channel = Publisher(channel, self.sampler, self._watchdog, sleeping)
         self.clock = EventLoop(should_stop, self._watchdog)
         self._agents = None
         if recipe.agent:

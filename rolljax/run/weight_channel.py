@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import jax
@@ -51,13 +51,11 @@ class Publisher:
     """Gives the sampler the trainer's weights, through a `WeightChannel`, and frees its memory while it needs none.
 
     Args:
-      sleeps: whether the steps of a phase are trained without the sampler's memory.
+      sleeping: names of the phases whose steps are trained without the sampler's memory.
     """
 
-    def __init__(
-        self, channel: WeightChannel, sampler: Sampler, watchdog: Watchdog, sleeps: Callable[[Phase], bool]
-    ) -> None:
-        self._channel, self._sampler, self._watchdog, self._sleeps = channel, sampler, watchdog, sleeps
+    def __init__(self, channel: WeightChannel, sampler: Sampler, watchdog: Watchdog, sleeping: Collection[str]) -> None:
+        self._channel, self._sampler, self._watchdog, self._sleeping = channel, sampler, watchdog, sleeping
 
     def publish(self, version: int) -> dict[str, float]:
         """Give the sampler the trainer's weights as policy version `version`; a sampler that is asleep wakes up.
@@ -76,7 +74,7 @@ class Publisher:
 
     def sleep(self, phase: Phase) -> None:
         """Free the memory of the sampler until the next `publish`, where a step of `phase` is trained without it."""
-        if self._sleeps(phase):
+        if phase.name in self._sleeping:
             with self._watchdog.waiting_for("the sampler to free its memory"):
                 self._sampler.sleep()
 

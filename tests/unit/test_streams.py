@@ -12,8 +12,7 @@ import pytest
 from rolljax import cli
 from rolljax.errors import EnvError
 from rolljax.run import terminal
-from rolljax.run.console import Console
-from rolljax.run.progress_bars import TolerantConsole
+from rolljax.run.console import Console, TolerantConsole
 
 ROOT = Path(__file__).parents[2]
 VERB = """
