@@ -251,16 +251,15 @@ def metric(name: str) -> Metric | None:
 
 
 def reduce_parts(name: str, values: Sequence[float]) -> float:
-    """Reduce the parts of a metric to one number, as its row in `NAMES` says. The metrics of environments and rewards,
-    which have no row, are averaged.
+    """Reduce the parts of a metric to one number, as its row in `NAMES` says.
 
     Raises:
-      KeyError: there is no such metric.
+      KeyError: the metric has no row.
     """
     known = metric(name)
-    if known is None and not is_known(name):
+    if known is None:
         raise KeyError(name)
-    match known.reduction if known else "mean":
+    match known.reduction:
         case "mean":
             return float(np.mean(values))
         case "sum":
@@ -274,7 +273,10 @@ def reduce_parts(name: str, values: Sequence[float]) -> float:
 
 
 class MetricsReport:
-    """Collects metrics: parts are added under their names, and `row` reduces the parts of each to one number."""
+    """Collects metrics: parts are added under their names, and `row` reduces the parts of each to one number.
+
+    A metric without a row in `NAMES` (an environment's, a reward's, an own algorithm's) is the mean of its parts.
+    """
 
     def __init__(self) -> None:
         self._parts: dict[str, list[float]] = {}
@@ -304,11 +306,15 @@ class MetricsReport:
     def get(self, name: str) -> float | None:
         """Return a metric's number as of now; None: it has no part."""
         parts = self._parts.get(name)
-        return reduce_parts(name, parts) if parts else None
+        return _number(name, parts) if parts else None
 
     def row(self) -> dict[str, float]:
         """Return the number of every metric that has a part."""
-        return {name: reduce_parts(name, parts) for name, parts in self._parts.items() if parts}
+        return {name: _number(name, parts) for name, parts in self._parts.items() if parts}
+
+
+def _number(name: str, parts: Sequence[float]) -> float:
+    return reduce_parts(name, parts) if metric(name) else float(np.mean(parts))
 
 
 def check_row(row: Mapping[str, float]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from rolljax import metrics
@@ -69,3 +70,26 @@ def test_parts_of_a_step_become_one_number():
 def test_a_metric_that_nobody_knows_cannot_be_reduced():
     with pytest.raises(KeyError, match="reward/men"):
         metrics.reduce_parts("reward/men", [1.0])
+
+
+def test_a_report_reduces_the_parts_of_each_metric():
+    report = metrics.MetricsReport()
+    for row in ({"loss/total": 1.0, "policy/ratio_max": 2.0}, {"loss/total": 2.0, "policy/ratio_max": 1.5}):
+        report.add_row(row)
+    report.add("faults/env_n", 1, 2)
+    report.add("groups/no_signal_len_tok")
+    report.add("my/own", 1, 4)
+    report.add("domain/a/trained_n", 3, 4)
+    report.add_histogram("stale/", np.array([1, 2, 0, 1]))
+    assert report.get("loss/total") == 1.5 and report.get("groups/no_signal_len_tok") is None
+    assert report.row() == {
+        "loss/total": 1.5,
+        "policy/ratio_max": 2.0,
+        "faults/env_n": 3.0,
+        "my/own": 2.5,
+        "domain/a/trained_n": 7.0,
+        "stale/mean_ver": 1.25,
+        "stale/p50_ver": 1.0,
+        "stale/p99_ver": 3.0,
+        "stale/max_ver": 3.0,
+    }
