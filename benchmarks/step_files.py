@@ -45,7 +45,7 @@ STEP = 3
 SETTINGS = {
     "Recipe.save_every": "1000",
     "Evaluation.tasks": "4",
-    "warm_start/Phase.steps": "20",
+    "warm_start/Phase.steps": "60",
     "warm_start/Phase.stop_at_reward": "None",
     "warm_start/Phase.eval_every": "0",
     "rl/Phase.steps": str(STEP),
