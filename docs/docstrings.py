@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import re
+import textwrap
 from typing import Any
 
 
-def read_doc(cls: type, names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Paragraphs of a docstring, and what it says about settings (`name, name: meaning.`)."""
-    paragraphs, meanings = [], {}
-    either = "|".join(map(re.escape, names))
-    entry = re.compile(rf"(?:^|(?<=[.;)] ))((?:{either})(?:, (?:{either}))*): ") if names else re.compile("(?!)")
-    for block in re.split(r"\n\s*\n", inspect.cleandoc(cls.__doc__ or "")):
-        text = " ".join(block.split())
-        found = list(entry.finditer(text))
-        prose = text[: found[0].start()].strip() if found else text
-        if prose:
-            paragraphs.append(prose)
-        for match, after in zip(found, [*found[1:], None], strict=False):
-            meaning = text[match.end() : after.start() if after else len(text)].strip()
-            meanings.update(dict.fromkeys(match[1].split(", "), meaning))
-    return paragraphs, meanings
+def paragraphs_of(cls: type) -> list[str]:
+    """Return the paragraphs of a class docstring, a line each."""
+    blocks = re.split(r"\n\s*\n", inspect.cleandoc(cls.__doc__ or ""))
+    return [" ".join(block.split()) for block in blocks if block.strip()]
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """Return the attribute docstrings of a class: the string under each field, by the field's name."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
 
 
 def meanings_of(cls: type) -> dict[str, str]:
-    """What docstrings say about each setting, a class over its bases.
+    """Return the explanation of each setting; a class overrides its bases.
 
     Raises:
-      KeyError: a setting that no docstring explains.
+      KeyError: a setting has no attribute docstring.
     """
-    names = [f.name for f in dataclasses.fields(cls)]
     found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            found |= read_doc(base, names)[1]
+    for base in reversed(cls.__mro__[:-1]):
+        if not base.__module__.startswith(("abc", "typing", "collections")):
+            found |= attribute_docs(base)
+    names = [f.name for f in dataclasses.fields(cls)]
     if unexplained := [name for name in names if name not in found]:
-        raise KeyError(f"{cls.__module__}.{cls.__qualname__}: the docstring explains no {', '.join(unexplained)}")
-    return found
+        raise KeyError(f"{cls.__module__}.{cls.__qualname__}: no string under {', '.join(unexplained)}")
+    return {name: found[name] for name in names}
 
 
 def linked(text: str) -> str:

@@ -23,7 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-from docstrings import cell, field_default, linked, meanings_of, read_doc, shown
+from docstrings import cell, field_default, linked, meanings_of, paragraphs_of, shown
 
 from rolljax.config import check
 from rolljax.trainer import algorithms
@@ -222,7 +222,7 @@ def recipe_name(cls: type[Algorithm]) -> str:
 
 def papers(cls: type) -> str:
     """Links to the papers that the docstring names."""
-    text = " ".join(read_doc(cls, [f.name for f in dataclasses.fields(cls)])[0])
+    text = " ".join(paragraphs_of(cls))
     ids = re.findall(r"arXiv \d{4}\.\d{4,5}|doi 10\.\d+/[\w.]+\w", text)
     return ", ".join(linked(i) for i in dict.fromkeys(ids)) or "none: standard practice"
 
@@ -427,9 +427,8 @@ def page(module: types.ModuleType, classes: list[type[Algorithm]], measured: Col
     title = inspect.cleandoc(module.__doc__ or "").rstrip(".")
     lines = [NOTICE, "", f"# {title}", "", "[All algorithms](index.md)"]
     for cls in classes:
-        names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
         lines += ["", f"## {module_of(cls)}.{cls.__name__}", ""]
-        lines += [line for text in read_doc(cls, names)[0] for line in (linked(text), "")]
+        lines += [line for text in paragraphs_of(cls) for line in (linked(text), "")]
         lines += [f"**When.** {when(cls)}", "", f"**At a glance.** {at_a_glance(cls)}", ""]
         lines += [f"**Papers.** {papers(cls)}", "", "### Settings", "", *settings(cls), ""]
         lines += ["### Gradient", "", *gradient(cls), "", "### Recipe", "", *recipe(cls), *figure(cls, measured)]

@@ -20,7 +20,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from docstrings import cell, field_default, linked, meanings_of, read_doc, shown
+from docstrings import cell, field_default, linked, meanings_of, paragraphs_of, shown
 
 from rolljax.config import check
 from rolljax.config.classes import closure, default_classes, fields, is_config
@@ -184,7 +184,7 @@ def section(cls: type, known: set[type]) -> list[str]:
     """What a class is, and its settings."""
     meanings, hints = meanings_of(cls), check.hints(cls)
     lines = ["", f"### {cls.__name__}", "", f"`{cls.__module__}.{cls.__name__}`", ""]
-    if prose := read_doc(cls, list(fields(cls)))[0]:
+    if prose := paragraphs_of(cls):
         lines += [linked(prose[0]), ""]
     if own := own_fields(cls, known):
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]

@@ -54,19 +54,19 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Why an episode is not "ok".
-
-    kind: infra (machine, worker, sandbox, server, sampler), env (the environment itself), agent (what the policy did),
-      limit (tokens, turns, wall clock). After the first two the episode is "failed" and takes no part in credit. So is
-      an episode that ran out of time, because its policy and its environment share the time. After any other fault it
-      is "truncated" and does take part.
-    stage: reset, step, sample, ... detail: for a person. retryable: the same episode may be tried again from its start.
-    """
+    """Why an episode is not "ok"."""
 
     kind: FaultKind
+    """Infra (machine, worker, sandbox, server, sampler), env (the environment itself), agent (what the policy did),
+    limit (tokens, turns, wall clock). After the first two the episode is "failed" and takes no part in credit. So is an
+    episode that ran out of time, because its policy and its environment share the time. After any other fault it is
+    "truncated" and does take part."""
     stage: str
+    """Reset, step, sample, ..."""
     detail: str
+    """Description of the fault for a human reader."""
     retryable: bool = False
+    """The same episode may be tried again from its start."""
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.stage}): {self.detail}" if self.stage else f"{self.kind}: {self.detail}"
@@ -93,19 +93,19 @@ class SamplingParams:
     The sampling distribution: logits over temperature, then only the `top_k` largest (0: all), then the smallest set of
     them that holds `top_p` of the probability, then those with at least `min_p` times the largest probability;
     renormalised.
-
-    stop_ids: token ids that end the answer (they are part of it). stop: texts that end it, at the token that completes
-    one. top_logprobs: report this many most likely tokens for every sampled token.
     """
 
     temperature: float = 1.0
     max_tokens: int = 16
     stop_ids: tuple[int, ...] = ()
+    """Token ids that end the answer (they are part of it)."""
     stop: tuple[str, ...] = ()
+    """Texts that end it, at the token that completes one."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     top_logprobs: int = 0
+    """Report this many most likely tokens for every sampled token."""
 
     @property
     def truncates(self) -> bool:
@@ -115,19 +115,18 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """Tokens as they were sampled; arrays `[T]`, one entry per token, stop token included.
-
-    sampler_logp: log-prob under the sampling distribution. model_logp: under the model's own (temperature 1,
-    nothing cut). versions: policy version that sampled the token. The `top_` arrays `[T, n]` hold the most likely
-    tokens of every position, largest first, and their log-probs under either (-inf: left out of sampling).
-    experts `[T, L, k]`: experts that the token before was routed to when this one was sampled, in every layer (-1: it
-    came from a prefill; `[T, 0, 0]`: not recorded, see `SamplerConfig.record_experts`).
-    """
+    """Tokens as they were sampled; arrays `[T]`, one entry per token, stop token included."""
 
     tokens: np.ndarray
     sampler_logp: np.ndarray
+    """Log-prob under the sampling distribution."""
     model_logp: np.ndarray
+    """Log-prob under the model's own distribution (temperature 1, no tokens left out)."""
     versions: np.ndarray
+    """Policy version that sampled the token. The `top_` arrays `[T, n]` hold the most likely tokens of every position,
+    largest first, and their log-probs under either (-inf: left out of sampling). experts `[T, L, k]`: experts that the
+    token before was routed to when this one was sampled, in every layer (-1: it came from a prefill; `[T, 0, 0]`: not
+    recorded, see `SamplerConfig.record_experts`)."""
     top_ids: np.ndarray
     top_sampler_logp: np.ndarray
     top_model_logp: np.ndarray
@@ -153,28 +152,26 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Alternatives:
-    """The most likely tokens at every position of an answer, most likely first; they may include the sampled token.
-
-    ids: `[T, n]`. logp: `[T, n]` under the sampling distribution, nats; tokens that were left out of sampling have the
-    lowest finite number.
-    """
+    """The most likely tokens at every position of an answer, most likely first; they may include the sampled token."""
 
     ids: np.ndarray
+    """Ids of the most likely tokens at every position, `[T, n]`."""
     logp: np.ndarray
+    """`[T, n]` under the sampling distribution, nats; tokens that were left out of sampling have the lowest finite
+    number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What the sampler returns for one request.
-
-    cached_tok: prompt tokens whose keys and values were in the cache. queue_s: until the first token was sampled.
-    """
+    """What the sampler returns for one request."""
 
     sampled: Sampled
     finish_reason: FinishReason
     queue_s: float = 0.0
+    """Seconds until the first token was sampled."""
     sample_s: float = 0.0
     cached_tok: int = 0
+    """Prompt tokens whose keys and values were in the cache."""
 
     @property
     def tokens(self) -> np.ndarray:
@@ -218,9 +215,6 @@ class Turn:
 
     `prompt_ids [P]` are only the tokens since the previous turn's last sampled token, so that the token stream of a
     trajectory is the plain concatenation of its turns: sampled ids are never tokenised again.
-
-    restart: a new sequence starts with this turn, and `prompt_ids` is its whole prompt, because the conversation was
-    cut or this is a second one. The trajectory is then several sequences to the model, and still one episode to credit.
     """
 
     prompt_ids: np.ndarray
@@ -233,6 +227,8 @@ class Turn:
     weight: float = 1.0
     """Weight of its loss in supervised training: 0 leaves a turn of a recorded conversation out."""
     restart: bool = False
+    """A new sequence starts with this turn, and `prompt_ids` is its whole prompt, because the conversation was cut or
+    this is a second one. The trajectory is then several sequences to the model, and still one episode to credit."""
     experts: np.ndarray | None = dataclasses.field(default=None, metadata={"written": False})
     """See `Completion`. Not written to disk: they are too large."""
     alternatives: Alternatives | None = None
@@ -241,10 +237,12 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expert:
-    """A recorded episode whose first turns others replay. id: a hash of its text. turns: of the whole episode."""
+    """A recorded episode whose first turns others replay."""
 
     id: str
+    """A hash of its text."""
     turns: int
+    """Number of turns of the whole episode."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -29,21 +29,21 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What is assumed of one JAX device: a chip, or half of one where `cores` is 2.
-
-    bf16_flops, hbm_bytes_s: peaks per second. link_bytes_s: one link of the interconnect, one way. dcn_bytes_s: its
-      share of its host's network, one way.
-    usable_hbm_gib: what libtpu 0.0.42 lets a program use, measured by programs that it refuses.
-    ring: a dimension of the torus closes into a ring where its length is a multiple of this; else it is a line.
-    """
+    """What is assumed of one JAX device: a chip, or half of one where `cores` is 2."""
 
     name: str
     bf16_flops: float
+    """Peak bfloat16 FLOPs per second of one device."""
     hbm_bytes_s: float
+    """Peak HBM bandwidth of one device, in bytes per second."""
     link_bytes_s: float
+    """One link of the interconnect, one way."""
     dcn_bytes_s: float
+    """The device's share of its host's network bandwidth, one way, in bytes per second."""
     usable_hbm_gib: float
+    """HBM in GiB that libtpu 0.0.42 lets a program use, measured by programs that it refuses."""
     ring: int
+    """A dimension of the torus closes into a ring where its length is a multiple of this; else it is a line."""
     source: str
     cores: int = 1
 

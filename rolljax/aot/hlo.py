@@ -36,20 +36,20 @@ _Key = tuple[str, tuple[str, ...], str, bool, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind over the same mesh axes.
-
-    payload_bytes: of the larger side. sent_bytes: what each device sends, by a ring. hidden: the compiler started it
-    asynchronously, so that it may run behind matmuls. group: devices of one group, by their index in the mesh.
-    """
+    """Collectives of one kind over the same mesh axes."""
 
     kind: str
     axes: tuple[str, ...]
     dtype: str
     hidden: bool
+    """The compiler started it asynchronously, so that it may run behind matmuls."""
     times: float
     payload_bytes: float
+    """Bytes on the larger side (inputs or outputs) of these collectives, summed over all executions."""
     sent_bytes: float
+    """Bytes that each device sends with a ring algorithm, summed over all executions."""
     group: tuple[int, ...]
+    """Devices of one group, by their index in the mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +69,14 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramWork:
-    """What one execution of a program does on one device.
-
-    ops: per instruction that runs on the chip's cores, but for Pallas kernels: `(flops, HBM bytes, times)`.
-    unknown_loops: loops whose length only the run knows; they were counted as `trips` says.
-    """
+    """What one execution of a program does on one device."""
 
     ops: tuple[tuple[float, float, float], ...]
+    """One `(flops, HBM bytes, times)` per instruction that runs on the chip's cores, except Pallas kernels."""
     collectives: tuple[Collective, ...]
     kernels: tuple[Kernel, ...]
     unknown_loops: int
+    """Loops whose length only the run knows; they were counted as `trips` says."""
 
     @property
     def matmul_flops(self) -> float:

@@ -19,11 +19,12 @@ _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of a shape. space: memory space; 0 is HBM."""
+    """One array of a shape."""
 
     dtype: str
     dims: tuple[int, ...]
     space: int
+    """Memory space; 0 is HBM."""
 
     @property
     def size(self) -> int:

@@ -49,21 +49,22 @@ LEAVING, ARRIVING = "leaving weights", "arriving weights"
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One program, ready to be compiled.
-
-    own: its arguments and results. beside: other arrays in HBM. trips: of its outermost loop whose length only the run
-    knows. model_flops, tokens: see `ProgramReport`.
-    """
+    """One program, ready to be compiled."""
 
     name: str
     lower: Callable[[], Any]
     mesh: Mesh
     own: Sizes
+    """Bytes per device of the program's arguments and results, by name."""
     beside: Sizes
+    """Other arrays in HBM."""
     host: float = 0.0
     trips: int = 1
+    """Iterations of the program's outermost loop whose length is only known at run time."""
     model_flops: float = 0.0
+    """FLOPs that the model requires, over all devices (see `Report`)."""
     tokens: int = 0
+    """Tokens that one execution computes (see `Report`)."""
 
     def compile(self, chip: Chip, folder: Path | None = None) -> ProgramReport:
         """Compile, and read what came out. A program that the compiler refuses is a report, not an error.

@@ -16,20 +16,19 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """GiB of one device while a program runs.
-
-    own: the program's arguments and results, by name; with `temporaries` they are the peak that the compiler
-      reports. beside: arrays in HBM that are no argument of this program. host: arguments in host memory. aliased:
-      results that are an argument's own buffer.
-    """
+    """GiB of one device while a program runs."""
 
     own: Mapping[str, float]
+    """The program's arguments and results, by name; with `temporaries` they are the peak that the compiler reports."""
     temporaries: float
     beside: Mapping[str, float]
+    """Arrays in HBM that are no argument of this program."""
     host: float
+    """Arguments in host memory."""
     peak: float
     usable: float
     aliased: float = 0.0
+    """Results that are an argument's own buffer."""
 
     @property
     def total(self) -> float:
@@ -42,17 +41,18 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Roofline seconds of one execution.
-
-    chip_s: every operation at the slower of the chip's peak and its memory, one after the other; compute_s, hbm_s: at
-    each of them alone. hidden_ici_s: collectives that the compiler starts asynchronously; exposed_ici_s: the others.
-    """
+    """Roofline seconds of one execution."""
 
     compute_s: float
+    """Seconds of all operations, limited by the chip's peak compute rate alone."""
     hbm_s: float
+    """Seconds of all operations, limited by the chip's memory (HBM) alone."""
     chip_s: float
+    """Every operation at the slower of the chip's peak and its memory, one after the other;."""
     hidden_ici_s: float
+    """Collectives that the compiler starts asynchronously;."""
     exposed_ici_s: float
+    """Seconds of the collectives that the compiler does not start asynchronously."""
 
     @property
     def step_s(self) -> float:
@@ -76,11 +76,7 @@ class CollectiveTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """What is known of one program. time and what follows it are None where the compiler refused it.
-
-    flops: what a device computes, Pallas kernels by formula. model_flops: what the model asks for, over all devices.
-    tokens: that one execution computes.
-    """
+    """What is known of one program. time and what follows it are None where the compiler refused it."""
 
     program: str
     compile_s: float
@@ -88,11 +84,14 @@ class ProgramReport:
     refused: str = ""
     time: Time | None = None
     flops: float = 0.0
+    """FLOPs that one device computes, with Pallas kernels counted by formula."""
     kernel_flops: float = 0.0
     hbm_gib: float = 0.0
     collectives: tuple[CollectiveTraffic, ...] = ()
     model_flops: float = 0.0
+    """FLOPs that the model requires, over all devices."""
     tokens: int = 0
+    """Tokens that one execution computes."""
     mfu: float | None = None
     kernels: int = 0
 

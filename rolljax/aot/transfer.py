@@ -12,16 +12,17 @@ from rolljax.trainer.publish import Reshard
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """The way of one publish.
-
-    gib: of all devices together. parts: that weights are cut into on the way. link: between chips of one slice (one
-    link of each), or the network between slices. seconds: of the busiest device.
-    """
+    """The way of one publish."""
 
     gib: float
+    """GiB transferred by all devices together."""
     parts: int
+    """Number of parts that the weights are cut into for the transfer."""
     link: Literal["ICI", "DCN"]
+    """Link that the weights cross: `ICI` between chips of one slice (one link of each chip), `DCN` for the network
+    between slices."""
     seconds: float
+    """Transfer time of the busiest device, in seconds."""
 
     @staticmethod
     def of(reshard: Reshard, chip: Chip, *, one_slice: bool) -> Transfer:

@@ -16,15 +16,14 @@ from rolljax.types import FinishReason, Message
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asking:
-    """How one question is asked.
-
-    temperature: 0 is greedy. max_tok: most tokens of the answer. seed: equal seeds, messages and weights give equal
-      answers, as far as the model's server keeps to that.
-    """
+    """How one question is asked."""
 
     temperature: float = 0.0
+    """0 is greedy."""
     max_tok: int = 1024
+    """Maximum number of tokens in the answer."""
     seed: int = 0
+    """Equal seeds, messages and weights give equal answers, as far as the model's server keeps to that."""
 
 
 def seed_of(address: str) -> int:
@@ -34,11 +33,13 @@ def seed_of(address: str) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """A model's answer. finish_reason: `length` where `max_tok` cut it. num_tok: its tokens, 0 if unknown."""
+    """A model's answer."""
 
     text: str
     finish_reason: FinishReason
+    """`length` where `max_tok` cut it."""
     num_tok: int = 0
+    """Number of tokens in the answer; 0 if unknown."""
 
     @property
     def is_whole(self) -> bool:

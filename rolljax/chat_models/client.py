@@ -47,28 +47,28 @@ _TOO_LONG = re.compile(r"context.?(?:length|window|size)|maximum context|prompt 
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig(ChatModelConfig):
-    """A chat model behind an OpenAI-compatible server, and how to call it.
-
-    url: up to `/v1`. model: the name in requests; empty: the only one that `/models` lists.
-    timeout_s: longest time for an answer, from the connection to its last byte. retries: how often a request is
-      repeated. backoff_s: approximate pause before the first retry; doubled before each further one.
-    concurrency: most requests at a time.
-    key_env: the environment variable that holds the bearer token; where it is not set, none is sent.
-    request: fields to add to every request, which override the usual ones; None removes a field
-      (`{"max_tokens": None, "max_completion_tokens": 4096, "return_token_ids": True}`).
-    completions: for base models, whose servers have no chat template: use `/completions`. The prompt is the texts of
-      the messages as they are, with blank lines between them.
-    """
+    """A chat model behind an OpenAI-compatible server, and how to call it."""
 
     url: str
+    """Up to `/v1`."""
     model: str = ""
+    """The name in requests; empty: the only one that `/models` lists."""
     timeout_s: float = 600.0
+    """Longest time for an answer, from the connection to its last byte."""
     retries: int = 5
+    """Number of times a failed request is repeated."""
     backoff_s: float = 1.0
+    """Approximate pause before the first retry; doubled before each further one."""
     concurrency: int = 64
+    """Maximum number of concurrent requests."""
     key_env: str = "OPENAI_API_KEY"
+    """The environment variable that holds the bearer token; where it is not set, none is sent."""
     request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields to add to every request, which override the usual ones; None removes a field (`{"max_tokens": None,
+    "max_completion_tokens": 4096, "return_token_ids": True}`)."""
     completions: bool = False
+    """Whether to use `/completions`, for base models whose servers have no chat template. The prompt is then the
+    unmodified texts of the messages, separated by blank lines."""
 
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/]", self.url):

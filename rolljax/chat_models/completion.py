@@ -37,18 +37,22 @@ _CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """A completion, of a chat or of a prompt. prompt_ids, token_ids, sampler_logp: empty if the server does not send
-    them; tokens: number of the answer's tokens, 0 if not sent; thinking: the server's
-    `reasoning_content`, or `reasoning`. finish_reason: `stop` also if it is not sent."""
+    """A completion, of a chat or of a prompt."""
 
     text: str
     finish_reason: FinishReason
+    """`stop` also if it is not sent."""
     prompt_ids: tuple[int, ...]
+    """Token ids of the prompt; empty if the server does not send them."""
     token_ids: tuple[int, ...]
+    """Token ids of the answer; empty if the server does not send them."""
     sampler_logp: tuple[float, ...]
+    """The sampler's log-probs of the answer's tokens; empty if the server does not send them."""
     tokens: int
+    """Number of the answer's tokens, 0 if not sent;."""
     seconds: float
     thinking: str = ""
+    """The server's `reasoning_content`, or `reasoning`."""
 
 
 async def reply_of(body: bytes, content_type: str, seconds: float, *, of_prompt: bool = False) -> Reply:

@@ -39,17 +39,16 @@ WHOLE = {**PARAM_RULES, "embed": (), "expert_embed": ()}
 @dataclasses.dataclass(frozen=True)
 class LocalModel(ChatModelConfig):
     """A chat model in this process. Equal settings share one: it is loaded when the first opens it, and freed when the
-    last has closed it.
-
-    path: a Hugging Face folder with a chat template, or a run folder: then its result, `hf/`.
-    sampler: slots, context and programs of its engine. dtype: of computing; None: float32 on CPU, else bfloat16.
-    devices: numbers of this process's devices to use; empty: all of them, next to anything else on them.
-    """
+    last has closed it."""
 
     path: str
+    """A Hugging Face folder with a chat template, or a run folder: then its result, `hf/`."""
     sampler: SamplerConfig = SamplerConfig(slots=32, max_context=2048, prefix_match="any")
+    """Slots, context and programs of its engine."""
     dtype: Dtype | None = None
+    """Compute dtype; None: float32 on CPU, otherwise bfloat16."""
     devices: tuple[int, ...] = ()
+    """Numbers of this process's devices to use; empty: all of them, next to anything else on them."""
 
     @property
     def folder(self) -> Path:

@@ -17,19 +17,18 @@ ABSENT = "(absent)"
 class Loaded(Generic[T]):
     """A config, built and checked.
 
-    Attributes:
-      value: the root object.
-      resolved: dotted path -> JSON-able value for every field of the tree, defaults included; `<path>.__class__` names
-        each dataclass, `phases[0].steps` is a field of an item.
-      operative: one gin file with the imports and bindings that were read; loading it gives an equal `value`. Where
-        objects were given (`config.objects`), the file is written from these.
-      where: origin of a setting ("Class.field"): file:line, --set text, or default.
+    Attributes: value: the root object.
     """
 
     value: T
     resolved: dict[str, object]
+    """Dotted path -> JSON-able value for every field of the tree, defaults included; `<path>.__class__` names each
+    dataclass, `phases[0].steps` is a field of an item."""
     operative: str
+    """One gin file with the imports and bindings that were read; loading it gives an equal `value`. Where objects were
+    given (`config.objects`), the file is written from these."""
     where: Callable[[str], str] = dataclasses.field(repr=False, compare=False)
+    """Origin of a setting ("Class.field"): file:line, --set text, or default."""
 
     def locate(self, error: ConfigError) -> ConfigError:
         """The error with `where` filled from its `setting` ("Class.field"): file:line, --set text, or default."""

@@ -62,13 +62,11 @@ class Binding:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """Where a statement stands, and how names are resolved there.
-
-    layer: index of the file among the files, extended by its includes; `()` for a setting.
-    """
+    """Where a statement stands, and how names are resolved there."""
 
     where: str
     layer: tuple[int, ...]
+    """Index of the file among the files, extended by its includes; `()` for a setting."""
     resolve: Callable[[str], Any]
 
 

@@ -30,25 +30,30 @@ Score = Callable[[Record, str], float]
 
 @dataclasses.dataclass(frozen=True)
 class SampleAttempts(AskingStage):
-    r"""Ask a model to answer each record k times, and score the answers against the recorded one, as `Questions` does.
-
-    model: who answers. k: attempts at a record. temperature, max_tok: of an answer.
-    key: the column of the question, a text or messages; empty: `Pipeline.key`. prompt: template for a question that is
-    a text; `{question}` is replaced. answer_key: the column of the recorded answer. answer_in: where an answer is read,
-    as `Questions.answer_in`. score: instead, a custom function (record, answer) that returns 0 to 1.
-    until_success: stop at the first attempt that is worth 1, as adaptive synthesis does; k is then the most.
-    """
+    r"""Ask a model to answer each record k times, and score the answers against the recorded one, as `Questions`
+    does."""
 
     model: ChatModelConfig | None = None
+    """Model that answers the records."""
     k: int = 8
+    """Attempts at a record."""
     temperature: float = 1.0
+    """Sampling temperature of an answer."""
     max_tok: int = 1024
+    """Maximum number of tokens in an answer."""
     key: str = ""
+    """The column of the question, a text or messages; empty: `Pipeline.key`."""
     prompt: str = BOXED
+    """Template for a question that is a text; `{question}` is replaced."""
     answer_key: str = "answer"
+    """The column of the recorded answer."""
     answer_in: str = "any"
+    """Place in the model's text from which the answer is read, with the values of `Questions.answer_in`."""
     score: Score | None = None
+    """Custom scoring function (record, answer) that returns 0 to 1 and replaces the comparison with the recorded
+    answer."""
     until_success: bool = False
+    """Stop at the first attempt that is worth 1, as adaptive synthesis does; k is then the most."""
 
     def __post_init__(self) -> None:
         check_range(self, "k", "max_tok", low=1)
@@ -113,16 +118,14 @@ class SampleAttempts(AskingStage):
 class FromRollouts(Stage):
     """Take the attempts from the rollouts that runs wrote (`rollouts/step_N.jsonl`), or from an evaluation's answers:
     those at tasks whose content is the record's question. Records without an attempt are left out. Attempts wait in a
-    file: 8 bytes of memory are taken for each.
-
-    paths: files, or folders of them. key: the column of the question, what `Questions` makes the task's content;
-      empty: `Pipeline.key`.
-    solved: whether an attempt is worth 1 where it solved the task, and else 0; if not, its reward.
-    """
+    file: 8 bytes of memory are taken for each."""
 
     paths: tuple[str, ...] = ()
+    """Files, or folders of them."""
     key: str = ""
+    """The column of the question, what `Questions` makes the task's content; empty: `Pipeline.key`."""
     solved: bool = True
+    """Whether an attempt is scored 1 if it solved the task and 0 otherwise; if False, its score is its reward."""
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -180,13 +183,15 @@ def _line_at(file: BinaryIO, place: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Statistics of a task's rewards. mu: their mean. sigma: their standard deviation. score: mu times the variance,
-    which is highest at a pass rate of 2/3."""
+    """Statistics of a task's rewards."""
 
     k: int
     mu: float
+    """Mean of the task's rewards."""
     sigma: float
+    """Standard deviation of the task's rewards."""
     score: float
+    """Mu times the variance, which is highest at a pass rate of 2/3."""
 
 
 def rates(rewards: Sequence[float]) -> Rates:
@@ -199,12 +204,10 @@ def rates(rewards: Sequence[float]) -> Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Difficulty(Stage):
-    """Sum up the attempts at each record: a column `rollouts` with `k`, `mu`, `sigma`, `score` (`rates`).
-
-    keep_attempts: leave their texts in the record.
-    """
+    """Sum up the attempts at each record: a column `rollouts` with `k`, `mu`, `sigma`, `score` (`rates`)."""
 
     keep_attempts: bool = False
+    """Leave their texts in the record."""
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:

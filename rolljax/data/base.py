@@ -44,17 +44,22 @@ class RecordSource(Protocol):
 
 @dataclasses.dataclass
 class Ledger:
-    """The report of a stage. num_in, num_out: records. dropped: by reason. counts, numbers: what the stage
-    counted and measured itself. samples: a few of the dropped, by reason. observed: values by name, `seen` how many
-    there were."""
+    """The report of a stage."""
 
     num_in: int = 0
+    """Number of records that entered the stage."""
     num_out: int = 0
+    """Number of records that left the stage."""
     dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Number of dropped records, by reason."""
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Counts that the stage itself recorded, by name."""
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers that the stage itself measured, by name."""
     samples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """A few of the dropped, by reason."""
     observed: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    """Values by name, `seen` how many there were."""
     seen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def to_json(self) -> dict[str, Any]:

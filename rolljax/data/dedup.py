@@ -19,13 +19,12 @@ BLOCK = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Stage):
-    """Leave out records with a text that came before. 16 bytes and their place in a set are kept of each.
-
-    key: the column; empty: `Pipeline.key`. normalise: compare without case, punctuation and white space.
-    """
+    """Leave out records with a text that came before. 16 bytes and their place in a set are kept of each."""
 
     key: str = ""
+    """The column; empty: `Pipeline.key`."""
     normalise: bool = True
+    """Compare without case, punctuation and white space."""
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         seen: set[bytes] = set()
@@ -44,18 +43,18 @@ class Exact(Stage):
 class MinHash(Stage):
     """Leave out records whose text is nearly that of one before it that stays: MinHash signatures (datasketch), bands
     of them to find candidates (LSH), and the Jaccard similarity of the texts' shingles itself to decide. Kept of each
-    record is 8 bytes a band; signatures are made in blocks.
-
-    key: the column; empty: `Pipeline.key`. threshold: a higher similarity makes a duplicate. unit, n: shingles are runs
-      of n characters or words of the normalised text. num_perm: length of a signature; longer ones miss fewer
-      duplicates.
-    """
+    record is 8 bytes a band; signatures are made in blocks."""
 
     key: str = ""
+    """The column; empty: `Pipeline.key`."""
     threshold: float = 0.8
+    """A higher similarity makes a duplicate."""
     unit: Unit = "char"
+    """Unit of the shingles, which are runs of `n` characters or words of the normalised text."""
     n: int = 5
+    """Length of a shingle, in characters or words (see `unit`) of the normalised text."""
     num_perm: int = 128
+    """Length of a signature; longer ones miss fewer duplicates."""
 
     def __post_init__(self) -> None:
         check_range(self, "threshold", above=0, below=1)

@@ -64,20 +64,20 @@ def _plain(sentence: str) -> str:
 @dataclasses.dataclass(frozen=True)
 class Trace:
     """A trace taken apart. `head` (question repeat and understanding), solutions, steps of the verification, and the
-    conclusion: joined they are the trace.
-
-    labels: of the solutions. errors: whether a solution holds errors. spans: the sentences of each that do, quoted.
-    clusters: numbers of solutions and steps with the same approach; a number in no cluster is alone.
-    """
+    conclusion: joined they are the trace."""
 
     head: str
     solutions: tuple[str, ...]
     steps: tuple[str, ...]
     conclusion: str
     labels: tuple[Label, ...]
+    """Labels of the solutions, in order."""
     errors: tuple[bool, ...]
+    """Whether each solution contains errors, in the order of the solutions."""
     spans: tuple[tuple[str, ...], ...]
+    """The sentences of each that do, quoted."""
     clusters: tuple[tuple[int, ...], ...]
+    """Numbers of solutions and steps with the same approach; a number in no cluster is alone."""
 
     @property
     def text(self) -> str:

@@ -73,20 +73,24 @@ class Deconstruct(AskingStage):
     A model's repetition is aligned with the trace, so that the parts joined are the trace; a proposal that is too
     unlike it, or that cannot be parsed, is requested again. If that does not help, the trace is left out, and the
     reason is the question that failed.
-
-    model: who is asked (the authors: one of 72B, and a stronger one for clusters). question_key,
-      answer_key, trace_key: columns; an empty `question_key`: `Pipeline.key`. least: Jaccard similarity of a proposal.
-    tries: for an answer that can be used. temperature, max_tok: of an answer.
     """
 
     model: ChatModelConfig | None = None
+    """Model that takes the traces apart (the authors used a 72B model, and a stronger one for clusters)."""
     question_key: str = ""
+    """Column of the question; empty: `Pipeline.key`."""
     answer_key: str = "answer"
+    """Column of the answer."""
     trace_key: str = "trace"
+    """Column of the trace."""
     least: float = 0.95
+    """Jaccard similarity of a proposal."""
     tries: int = 10
+    """Maximum number of requests for a usable answer."""
     temperature: float = 0.8
+    """Sampling temperature of an answer."""
     max_tok: int = 8192
+    """Maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
         check_range(self, "tries", "max_tok", low=1)
@@ -182,19 +186,19 @@ How = Literal["redundant", "redundant_1", "redundant_2", "incorrect"]
 
 @dataclasses.dataclass(frozen=True)
 class Prune(Stage):
-    """Cut redundant or failed parts out of traces; the remaining text is written to `column`. Reads the column `dlcot`.
-
-    how: redundant: of every cluster all but the first go; redundant_1, redundant_2: only the last one or two of these;
-      incorrect: as `dlcot.incorrect`, which keeps the way to the first correct solution. Traces without a correct
-      solution are left out.
-    spans: also cut sentences with errors out of solutions that stay beyond the trunk (incorrect). trunk_spans: and out
-      of those of the trunk. column: of the text that is left.
-    """
+    """Cut redundant or failed parts out of traces; the remaining text is written to `column`. Reads the column
+    `dlcot`."""
 
     how: How = "incorrect"
+    """`redundant`: of every cluster all but the first go; redundant_1, redundant_2: only the last one or two of these;
+    `incorrect`: as `dlcot.incorrect`, which keeps the way to the first correct solution. Traces without a correct
+    solution are left out."""
     spans: bool = False
+    """Also cut sentences with errors out of solutions that stay beyond the trunk (incorrect)."""
     trunk_spans: bool = False
+    """And out of those of the trunk."""
     column: str = "trace"
+    """Column to which the remaining text is written."""
 
     def __post_init__(self) -> None:
         hows = ("redundant", "redundant_1", "redundant_2", "incorrect")
@@ -228,20 +232,23 @@ class Prune(Stage):
 @dataclasses.dataclass(frozen=True)
 class Rewrite(AskingStage):
     r"""Have a model repair pruned traces, with as few changes as it can; an answer counts that is near the pruned text
-    (edit distance) and ends with the same `\boxed{...}` as the trace.
-
-    model: the model that repairs. column: of the text. tolerance: largest edit distance, as a share of the text.
-    keep_unmended: where no answer counts, keep the pruned text if it ends with the trace's answer; else the record is
-      left out. tries: for an answer that counts. temperature, max_tok: of an answer.
-    """
+    (edit distance) and ends with the same `\boxed{...}` as the trace."""
 
     model: ChatModelConfig | None = None
+    """The model that repairs."""
     column: str = "trace"
+    """Column of the text to repair."""
     tolerance: float = 0.05
+    """Largest edit distance, as a share of the text."""
     keep_unmended: bool = False
+    """Whether to keep the pruned text if no answer is accepted and the pruned text ends with the trace's answer; the
+    record is left out otherwise."""
     tries: int = 3
+    """Maximum number of requests for an acceptable answer."""
     temperature: float = 0.7
+    """Sampling temperature of an answer."""
     max_tok: int = 8192
+    """Maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
         check_range(self, "tries", "max_tok", low=1)

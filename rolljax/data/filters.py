@@ -33,17 +33,18 @@ _SCRIPTS: dict[str, Script] = {
 
 @dataclasses.dataclass(frozen=True)
 class Length(Stage):
-    """Keep records whose number of characters and words is in a range.
-
-    key: the column; empty: `Pipeline.key`. min_chars, max_chars, min_words, max_words: the range, ends included; None:
-      no end.
-    """
+    """Keep records whose number of characters and words is in a range."""
 
     key: str = ""
+    """The column; empty: `Pipeline.key`."""
     min_chars: int | None = 1
+    """Minimum number of characters, inclusive; None: no minimum."""
     max_chars: int | None = None
+    """Maximum number of characters, inclusive; None: no maximum."""
     min_words: int | None = None
+    """Minimum number of words, inclusive; None: no minimum."""
     max_words: int | None = None
+    """Maximum number of words, inclusive; None: no maximum."""
 
     def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
         for record in source:
@@ -60,15 +61,15 @@ class Length(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class KeepScripts(Stage):
-    """Keep records whose letters are of some scripts. A script is not a language, but separates most, without a model.
-
-    key: the column; empty: `Pipeline.key`. scripts: those that count, such as `('latin',)` or `('han', 'kana')`.
-      min_frac: least share of the text's letters that are theirs. Texts without letters stay.
-    """
+    """Keep records whose letters are of some scripts. A script is not a language, but separates most, without a
+    model."""
 
     key: str = ""
+    """The column; empty: `Pipeline.key`."""
     scripts: tuple[Script, ...] = ("latin",)
+    """Accepted scripts, such as `('latin',)` or `('han', 'kana')`."""
     min_frac: float = 0.8
+    """Least share of the text's letters that are theirs. Texts without letters stay."""
 
     def __post_init__(self) -> None:
         check_range(self, "min_frac", above=0, high=1)
@@ -99,19 +100,18 @@ def scripts(text: str) -> collections.Counter[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Quality(Stage):
-    """Leave out texts that are broken or repeat themselves, by rules as Gopher's.
-
-    key: the column; empty: `Pipeline.key`. max_symbol_frac: most characters that are neither letters, digits nor white
-      space, of all.
-    max_line_repeats: most lines that occurred before in the text, of all its lines.
-    max_gram_repeats: most runs of `gram` words that occurred before, of all runs. gram: words of a run.
-    """
+    """Leave out texts that are broken or repeat themselves, by rules as Gopher's."""
 
     key: str = ""
+    """The column; empty: `Pipeline.key`."""
     max_symbol_frac: float = 0.4
+    """Largest share of a text's characters that may be neither letters, digits nor white space."""
     max_line_repeats: float = 0.3
+    """Largest share of a text's lines that may repeat an earlier line of the text."""
     max_gram_repeats: float = 0.3
+    """Largest share of a text's runs of `gram` words that may repeat an earlier run."""
     gram: int = 4
+    """Words of a run."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_symbol_frac", "max_line_repeats", "max_gram_repeats", low=0, high=1)
@@ -141,14 +141,14 @@ class Quality(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class Between(Stage):
-    """Keep records with a number in a range. Records without one are left out as `missing`.
-
-    key: the column; dots reach into objects (`rollouts.mu`). low, high: the range, ends included; None: no end.
-    """
+    """Keep records with a number in a range. Records without one are left out as `missing`."""
 
     key: str = ""
+    """The column; dots reach into objects (`rollouts.mu`)."""
     low: float | None = None
+    """Lower bound of the range, inclusive; None: no lower bound."""
     high: float | None = None
+    """Upper bound of the range, inclusive; None: no upper bound."""
 
     def __post_init__(self) -> None:
         if not self.key:
@@ -169,18 +169,18 @@ class Between(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class Decontaminate(Stage):
-    """Leave out records that share a run of words with the tasks of evaluations.
-
-    key: the column; empty: `Pipeline.key`. against: files of these tasks. against_key: their column; empty: the same as
-      `key`. n: words of a run (13, as GPT-3's); shorter tasks are searched for as a whole, if they have
-      `min_words`. min_words: fewest words of a task that is searched for.
-    """
+    """Leave out records that share a run of words with the tasks of evaluations."""
 
     against: tuple[str, ...] = ()
+    """Files of these tasks."""
     key: str = ""
+    """The column; empty: `Pipeline.key`."""
     against_key: str = ""
+    """Column of the text in the evaluation tasks; empty: the same as `key`."""
     n: int = 13
+    """Words of a run (13, as GPT-3's); shorter tasks are searched for as a whole, if they have `min_words`."""
     min_words: int = 5
+    """Fewest words of a task that is searched for."""
 
     def __post_init__(self) -> None:
         check_range(self, "n", "min_words", low=1)

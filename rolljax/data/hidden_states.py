@@ -18,17 +18,18 @@ Embedder = Callable[[Sequence[str]], np.ndarray]
 @dataclasses.dataclass(frozen=True)
 class HiddenStates(Stage):
     """Write a vector for each record into a column, for `vectors.Embedding.vectors`: the mean of a decoder's last
-    hidden states over the text's tokens, scaled to length 1. Computed in float32 on the first device.
-
-    folder: a local Hugging Face folder. key: the column of the text; empty: `Pipeline.key`. column: of the vectors.
-      max_tok: tokens of a text that are read, from its beginning. batch: texts at a time.
-    """
+    hidden states over the text's tokens, scaled to length 1. Computed in float32 on the first device."""
 
     folder: str = ""
+    """A local Hugging Face folder."""
     key: str = ""
+    """The column of the text; empty: `Pipeline.key`."""
     column: str = "vector"
+    """Column to which the vectors are written."""
     max_tok: int = 512
+    """Tokens of a text that are read, from its beginning."""
     batch: int = 16
+    """Texts at a time."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_tok", "batch", low=1)

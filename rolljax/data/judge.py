@@ -48,24 +48,27 @@ async def ask_until(
 
 @dataclasses.dataclass(frozen=True)
 class JudgeFilter(AskingStage):
-    """Keep records that a model accepts.
-
-    model: the judge. prompt: its prompt; `{column}` is replaced by the record's text. verdict: a regular
-      expression with one group; its last match in the answer is the verdict, in small letters. accept: verdicts that
-      keep a record. votes: independent answers, of which the majority decides; ties reject. tries: how often it is
-      asked again where an answer holds no verdict; a record without one is left out as `no_verdict`.
-    column: where the share of accepting votes is written; empty: nowhere. temperature, max_tok: of an answer.
-    """
+    """Keep records that a model accepts."""
 
     model: ChatModelConfig | None = None
+    """Model that acts as the judge."""
     prompt: str = ""
+    """Prompt of the judge; `{column}` is replaced by the record's text in that column."""
     verdict: str = r"(?i)verdict:\s*(\w+)"
+    """A regular expression with one group; its last match in the answer is the verdict, in small letters."""
     accept: tuple[str, ...] = ("yes",)
+    """Verdicts that keep a record."""
     votes: int = 1
+    """Independent answers, of which the majority decides; ties reject."""
     tries: int = 3
+    """Maximum number of requests per vote for an answer with a verdict; a record without a verdict is left out as
+    `no_verdict`."""
     column: str = ""
+    """Column to which the share of accepting votes is written; empty: not written."""
     temperature: float = 0.7
+    """Sampling temperature of an answer."""
     max_tok: int = 512
+    """Maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
         check_range(self, "votes", "tries", "max_tok", low=1)

@@ -54,24 +54,25 @@ FORMATS = ("jsonl", "jsonl.gz", "parquet")
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A data pipeline: stages, one after the other.
-
-    stages: in their order. model: for stages that name none themselves. key: the column of the questions, for all
-      stages that name none themselves; dots reach into objects.
-    seed: of all that is drawn. concurrency: most questions to a model at a time.
-    output: format of what comes out. split_by: a column whose values (texts) name the files that records go to; empty:
-      all go into one, `data`. bad_rows: what becomes of rows of the input that are no records: an error that names the
-      first, or left out and counted.
-    """
+    """A data pipeline: stages, one after the other."""
 
     stages: tuple[Stage, ...] = ()
+    """Stages, in the order in which they run."""
     model: ChatModelConfig | None = None
+    """Default model for stages that name none themselves."""
     key: str = "prompt"
+    """The column of the questions, for all stages that name none themselves; dots reach into objects."""
     seed: int = 0
+    """Seed of all random draws."""
     concurrency: int = 32
+    """Maximum number of concurrent requests to a model."""
     output: Format = "jsonl"
+    """Format of what comes out."""
     split_by: str = ""
+    """A column whose values (texts) name the files that records go to; empty: all go into one, `data`."""
     bad_rows: Literal["error", "skip"] = "error"
+    """Handling of input rows that are not records: `error` raises an error that names the first such row, `skip` leaves
+    them out and counts them."""
 
     def __post_init__(self) -> None:
         check_range(self, "concurrency", low=1)
@@ -110,11 +111,13 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineResult:
-    """The output of a pipeline. files: name -> records in it. stages: label -> its ledger, as JSON."""
+    """The output of a pipeline."""
 
     folder: Path
     files: Mapping[str, int]
+    """Name -> records in it."""
     stages: Mapping[str, Mapping[str, Any]]
+    """Label -> its ledger, as JSON."""
 
 
 def run(

@@ -15,17 +15,17 @@ from rolljax.errors import check_range
 @dataclasses.dataclass(frozen=True)
 class RejectionSampling(Stage):
     """A record for each attempt that is kept: its text in the column `answer`, which `Records` trains on (RFT). Records
-    without one are left out.
-
-    min_reward: of an attempt that may be kept. cap: most that are kept of a record. similarity: an attempt is left out
-      whose final answer, in any notation, is that of a kept one, and whose text is more similar to it (edit
-      distance). answer_key: the column that the text is written to.
-    """
+    without one are left out."""
 
     min_reward: float = 1.0
+    """Minimum reward of an attempt that may be kept."""
     cap: int = 4
+    """Maximum number of attempts kept per record."""
     similarity: float = 0.9
+    """An attempt is left out whose final answer, in any notation, is that of a kept one, and whose text is more similar
+    to it (edit distance)."""
     answer_key: str = "answer"
+    """The column that the text is written to."""
 
     def __post_init__(self) -> None:
         check_range(self, "cap", low=1)

@@ -47,23 +47,28 @@ class Taxonomy(AskingStage):
 
     The intents are given, or a model names them from samples. It then tags every record; while too many are tagged
     Other, it is shown some of those, names further intents, and tags them again.
-
-    model: who names and tags. intents: known beforehand; empty: they are induced. most: intents in all.
-    key: the column of the text; empty: `Pipeline.key`. samples: texts that are shown for naming. other_frac: share of
-      Other from which on the taxonomy is extended. rounds: how often at most. tries: for an answer that can be read;
-      records without a tag are left out. temperature, max_tok: of an answer.
     """
 
     model: ChatModelConfig | None = None
+    """Model that names the intents and tags the records."""
     intents: tuple[str, ...] = ()
+    """Known beforehand; empty: they are induced."""
     most: int = 30
+    """Intents in all."""
     key: str = ""
+    """The column of the text; empty: `Pipeline.key`."""
     samples: int = 40
+    """Texts that are shown for naming."""
     other_frac: float = 0.1
+    """Share of Other from which on the taxonomy is extended."""
     rounds: int = 2
+    """Maximum number of times the taxonomy is extended."""
     tries: int = 3
+    """Maximum number of requests for an answer that can be parsed; records without a tag are left out."""
     temperature: float = 0.7
+    """Sampling temperature of an answer."""
     max_tok: int = 512
+    """Maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
         check_range(self, "most", "samples", "tries", "max_tok", low=1)
@@ -142,18 +147,20 @@ class Taxonomy(AskingStage):
 @dataclasses.dataclass(frozen=True)
 class GradeDifficulty(AskingStage):
     """Have a model grade how difficult each request is: a column `difficulty`, from 1 to 5; -1: irrelevant, 0: needs no
-    tool. Both are kept on purpose, to learn to decline and to answer directly; `filters.Between` chooses.
-
-    model: who grades. key: the column of the text; empty: `Pipeline.key`. prompt: `{text}` is replaced; the answer
-      holds a JSON object with `difficulty`. tries: for an answer that can be read. temperature, max_tok: of an answer.
-    """
+    tool. Both are kept on purpose, to learn to decline and to answer directly; `filters.Between` chooses."""
 
     model: ChatModelConfig | None = None
+    """Model that grades the requests."""
     key: str = ""
+    """The column of the text; empty: `Pipeline.key`."""
     prompt: str = GRADE
+    """`{text}` is replaced; the answer holds a JSON object with `difficulty`."""
     tries: int = 3
+    """Maximum number of requests for an answer that can be parsed."""
     temperature: float = 0.7
+    """Sampling temperature of an answer."""
     max_tok: int = 512
+    """Maximum number of tokens in an answer."""
 
     def __post_init__(self) -> None:
         check_range(self, "tries", "max_tok", low=1)
@@ -189,17 +196,18 @@ class Learnability(Stage):
     and `score` say how learnable: mean times variance.
 
     Reads the column `attempts` (`attempts.SampleAttempts`).
-
-    trivial: a mean from which on nothing is left to learn. noise: a mean up to which nothing can be learned, or the
-      task is broken. certain_mu, certain_sigma: from which mean, and up to which deviation, a task goes to SFT.
-    keep_attempts: leave them in the record, for `rejection.RejectionSampling`.
     """
 
     trivial: float = 0.9
+    """A mean from which on nothing is left to learn."""
     noise: float = 0.05
+    """A mean up to which nothing can be learned, or the task is broken."""
     certain_mu: float = 0.75
+    """Lowest mean reward at which a task goes to SFT (if its deviation is at most `certain_sigma`)."""
     certain_sigma: float = 0.45
+    """Highest standard deviation of the reward at which a task goes to SFT (if its mean is at least `certain_mu`)."""
     keep_attempts: bool = True
+    """Leave them in the record, for `rejection.RejectionSampling`."""
 
     def __post_init__(self) -> None:
         check_range(self, "trivial", "noise", "certain_mu", "certain_sigma", low=0, high=1)
@@ -229,15 +237,14 @@ class Learnability(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class RareTools(Stage):
-    """Repeat records whose combination of tools is rare, so that it is seen more often.
-
-    key: a column with the list of tools that a record's conversation uses. target: records of each combination in the
-    output; None: as many as the median combination. most: most copies of a record.
-    """
+    """Repeat records whose combination of tools is rare, so that it is seen more often."""
 
     key: str = "tools"
+    """A column with the list of tools that a record's conversation uses."""
     target: int | None = None
+    """Records of each combination in the output; None: as many as the median combination."""
     most: int = 4
+    """Maximum number of copies of a record."""
 
     def __post_init__(self) -> None:
         check_range(self, "target", "most", low=1)

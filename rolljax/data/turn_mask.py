@@ -29,18 +29,20 @@ class TurnMask(AskingStage):
 
     A turn has an error where its message has `"error": true`, or what follows it matches `error_pattern`. It counts as
     relevant unless its message has `"relevant": false`, or a model is asked and says no.
-
-    model: who says which turns were relevant, where `judge` is set. judge: ask it. key: the column of the messages.
-    error_pattern: of a tool's message that tells of an error; empty: only the messages' own flags count.
-    tries: for an answer that can be read; conversations without one are left out. max_tok: of an answer.
     """
 
     model: ChatModelConfig | None = None
+    """Model that decides which turns were relevant, if `judge` is set."""
     judge: bool = False
+    """Whether to ask the model which turns were relevant."""
     key: str = "messages"
+    """The column of the messages."""
     error_pattern: str = ""
+    """Regular expression for tool messages that report an error; empty: only the messages' own flags count."""
     tries: int = 3
+    """Maximum number of requests for an answer that can be parsed; conversations without one are left out."""
     max_tok: int = 512
+    """Maximum number of tokens in an answer."""
 
     @property
     def asks(self) -> bool:

@@ -21,13 +21,14 @@ MAX_BYTES = 512 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Embedding:
-    """The source of vectors. key: the column of the text; empty: `Pipeline.key`. vectors: a column of lists of
-      numbers instead, such as an
-    encoder wrote. dim: bins of hashed TF-IDF."""
+    """The source of vectors."""
 
     key: str = ""
+    """The column of the text; empty: `Pipeline.key`."""
     vectors: str = ""
+    """A column of lists of numbers instead, such as an encoder wrote."""
     dim: int = 512
+    """Bins of hashed TF-IDF."""
 
     def __post_init__(self) -> None:
         check_range(self, "dim", low=8)
@@ -98,15 +99,14 @@ def matrix(
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingDedup(Stage):
-    """Leave out records whose vector is nearly that of one before it that stays, within a bucket.
-
-    embedding: what vectors are made of. threshold: a higher cosine makes a duplicate. bucket: a column; only records
-      with equal values are compared. Empty: all are.
-    """
+    """Leave out records whose vector is nearly that of one before it that stays, within a bucket."""
 
     embedding: Embedding = Embedding()
+    """Embedding from which the vectors are made."""
     threshold: float = 0.92
+    """A higher cosine makes a duplicate."""
     bucket: str = ""
+    """A column; only records with equal values are compared. Empty: all are."""
 
     def __post_init__(self) -> None:
         check_range(self, "threshold", above=-1, below=1)
@@ -134,16 +134,16 @@ def first_of_kind(vectors: np.ndarray, threshold: float) -> np.ndarray:
 @dataclasses.dataclass(frozen=True)
 class KCenter(Stage):
     """Keep records that cover the others: K-center greedy. In each bucket, it starts with the first record and
-    repeatedly adds the record that is farthest from all chosen ones.
-
-    embedding: what vectors are made of. num: how many are kept of a bucket; None: `frac` of it. frac: share of a
-      bucket, rounded up. bucket: a column; empty: there is one.
-    """
+    repeatedly adds the record that is farthest from all chosen ones."""
 
     embedding: Embedding = Embedding()
+    """Embedding from which the vectors are made."""
     num: int | None = None
+    """Number of records kept per bucket; None: the share `frac` of the bucket."""
     frac: float = 0.5
+    """Share of a bucket, rounded up."""
     bucket: str = ""
+    """A column; empty: there is one."""
 
     def __post_init__(self) -> None:
         check_range(self, "num", low=1)

@@ -25,32 +25,35 @@ NUM_INDICES = 1_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of an action.
-
-    messages: the next messages to the policy (empty when the episode is over).
-    reward: of this step. reward_parts: the same by name, for the record. metrics: other numbers, summed over the
-      episode (tool calls, illegal moves); a name says its unit (`tool_calls_n`).
-    terminated: the episode reached its end. truncated: it was cut by a limit of the environment. Never both.
-    success: whether the task is solved; separate from reward.
-    weight: of the action just taken, in a supervised loss (0: part of a recorded conversation, but no example).
-    """
+    """The result of an action."""
 
     messages: tuple[Message, ...]
+    """The next messages to the policy (empty when the episode is over)."""
     reward: float
+    """Reward of this step."""
     terminated: bool
+    """The episode reached its end."""
     truncated: bool = False
+    """Whether a limit of the environment cut the episode. Never set together with `terminated`."""
     success: bool = False
+    """Whether the task is solved; separate from the reward."""
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The same by name, for the record."""
     weight: float = 1.0
+    """Weight of the action just taken in a supervised loss (0: part of a recorded conversation, but not a training
+    example)."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Other numbers, summed over the episode (tool calls, illegal moves); a name says its unit (`tool_calls_n`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Action:
-    """The policy's text on its way to an environment. run_limit_s: see `Env.run_limit_s`."""
+    """The policy's text on its way to an environment."""
 
     text: str
     run_limit_s: float | None = None
+    """Longest time in seconds that the program in this action may run; None: the environment's own setting (see
+    `Env.run_limit_s`)."""
 
 
 class Env(abc.ABC):
@@ -103,15 +106,13 @@ class PureEnv(Env):
 
 
 class EnvSpec(abc.ABC):
-    """Settings of an environment family. Subclasses are frozen dataclasses.
-
-    runs: where the pool runs its episodes. process: in a worker process that can be killed, so that no answer can keep
-      the trainer's own waiting; inline: in threads of the trainer, for calls that take microseconds whatever the answer
-      is, because its length is bounded and every reader of it takes time linear in that; thread: the same, for calls
-      that wait for something outside this process (a server, a sandbox).
-    """
+    """Settings of an environment family. Subclasses are frozen dataclasses."""
 
     runs: ClassVar[Runs] = "process"
+    """Place where the pool runs the episodes. `process`: in a worker process that can be killed, so that no answer can
+    keep the trainer waiting. `inline`: in threads of the trainer, for calls that take microseconds whatever the answer
+    is, because its length is bounded and every reader of it takes time linear in that. `thread`: the same, for calls
+    that wait for something outside this process (a server, a sandbox)."""
 
     @property
     def needs_worker(self) -> str:

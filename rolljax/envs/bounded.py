@@ -52,9 +52,10 @@ def or_default(score: Callable[[], T], default: T, *, raises: tuple[type[Excepti
 
 @dataclasses.dataclass(frozen=True)
 class TooMuch:
-    """A call that was ended. what: processor time and memory passed their limits; crash: the process died of it."""
+    """A call that was ended."""
 
     what: Literal["time", "memory", "crash"]
+    """Processor time and memory passed their limits; crash: the process died of it."""
 
 
 def scored(

@@ -60,16 +60,15 @@ _MAX_PICKS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Wins:
-    """The result of one of these answers.
-
-    gold: share of tasks whose gold answer it is. hollow: share of tasks that it solves without being gold. reward: mean
-    over the tasks that it does not solve.
-    """
+    """The result of one of these answers."""
 
     name: str
     gold: float
+    """Share of tasks whose gold answer it is."""
     hollow: float
+    """Share of tasks that it solves without being gold."""
     reward: float
+    """Mean over the tasks that it does not solve."""
 
     @property
     def share(self) -> float:
@@ -114,16 +113,14 @@ def _read(token: str) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class ConstantAnswerResults:
-    """The results of all of them on some tasks.
-
-    chance, chance_reward: share of tasks solved, and mean reward for a wrong answer, of a player who knows the form of
-    an answer and nothing of the task.
-    """
+    """The results of all of them on some tasks."""
 
     wins: tuple[Wins, ...]
     num_tasks: int
     chance: float
+    """Share of tasks solved by a player who knows the form of an answer but nothing about the task."""
     chance_reward: float
+    """Mean reward for a wrong answer of a player who knows the form of an answer but nothing about the task."""
 
     @property
     def best(self) -> Wins:

@@ -26,20 +26,21 @@ NAME = re.compile(r"[\w.:-]+")
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """One environment of a mixture.
-
-    env: its tasks. weight: its share among the weights of all domains, where no rule says otherwise (`Phase.mixture`).
-    num_tasks: train on its first so many different tasks only (0: on all).
-    max_turns: most turns of its episodes, at most what the environment allows (0: that).
-    when_dry: what happens when training has gone through all tasks of a domain that has an end (recorded data, every
-      row once, or `num_tasks`). renew: they come again, in another order; error: the run ends.
-    """
+    """One environment of a mixture."""
 
     env: EnvSpec
+    """Environment that provides the domain's tasks."""
     weight: float = 1.0
+    """Weight of the domain; its share is this weight over the sum of all domains' weights, unless a rule sets the
+    shares (`Phase.mixture`)."""
     num_tasks: int = 0
+    """Train on its first so many different tasks only (0: on all)."""
     max_turns: int = 0
+    """Maximum number of turns in the domain's episodes, at most the environment's own maximum (0: the environment's
+    maximum)."""
     when_dry: Literal["renew", "error"] = "renew"
+    """Action when training has used all tasks of a finite domain (recorded data, every row once, or `num_tasks`).
+    renew: the tasks are repeated in another order; error: the run ends."""
 
     def __post_init__(self) -> None:
         check_range(self, "weight", "num_tasks", "max_turns", low=0)
@@ -61,11 +62,11 @@ class Mixture(EnvSpec):
     Every step trains each domain's exact share of its groups; fractions of a group are carried over to the following
     steps (docs/domains.md). Held-out tasks are shared out by the weights too. Task `index` is task
     `index // number of domains` of domain `index % number of domains`.
-
-    domains: by name, a `Domain` each; a reference (`'rg:chain_sum'`, `envs/catalog.py`) stands for one of weight 1.
     """
 
     domains: Mapping[str, Domain | str]
+    """Domains by name, each a `Domain`; a reference (`'rg:chain_sum'`, `envs/catalog.py`) stands for a domain of weight
+    1."""
 
     def __post_init__(self) -> None:
         if not self.domains:

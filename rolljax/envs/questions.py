@@ -49,41 +49,45 @@ class Questions(EnvSpec):
     Text of the policy is parsed in worker processes, and an answer that keeps the verifier busy for too long is wrong.
 
     Every row is checked when the files are first used. Index i is record i modulo their number.
-
-    path: a file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax.
-    records: the rows themselves, as dicts, instead of a path.
-    prompt_key, answer_key, solution_key: columns, with dots into objects; empty: the usual names are looked for
-      (`USUAL_PROMPTS`, `USUAL_ANSWERS`, `USUAL_SOLUTIONS`). A prompt is a text, or messages, also as JSON text; a last
-      message of the assistant is dropped. Solutions may be missing.
-    prompt: how a question is put; `{question}` is replaced. None: `BOXED` for prompts that are texts; messages stay.
-    system: a system message, instead of the recorded one.
-    answer_in: where the policy's answer is read: `boxed`; `last`: the last number; `full`: the text; a text with
-      `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`; `any`: the first that exists of a box, a
-      line after `####`, a line after `Answer:`, the text if it is one line without words, the last number.
-    reward: a custom function (`Reward`), instead of checking the answer; rows then need no answer. An exception or a
-      result that is not finite is a fault of the environment, not a reward. The recorded answer is then the
-      full text of its column, and `gold` gives it as it stands, after the solution if there is one.
-    solved_at: reward from which on a task counts as solved.
-    bad_rows: what becomes of rows that are no question with an answer: an error that names them, or left out with a
-      warning. domain: name of these tasks in metrics. category_key: a column that says what kind of question it is,
-      for the tables of an evaluation; empty: none.
     """
 
     runs: ClassVar[Runs] = "process"
 
     path: str = ""
+    """A file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax."""
     records: InMemoryRows | Sequence[Row] | None = None
+    """The rows themselves, as dicts, instead of a path."""
     prompt_key: str = ""
+    """Column of the prompt, with dots into objects; empty: the usual names are looked for (`USUAL_PROMPTS`). A prompt
+    is a text or messages, also as JSON text; a final assistant message is dropped."""
     answer_key: str = ""
+    """Column of the answer, with dots into objects; empty: the usual names are looked for (`USUAL_ANSWERS`)."""
     solution_key: str = ""
+    """Column of the solution, with dots into objects; empty: the usual names are looked for (`USUAL_SOLUTIONS`).
+    Solutions may be missing."""
     prompt: str | None = None
+    """Template of the question; `{question}` is replaced. None: `BOXED` for prompts that are texts; prompts that are
+    messages stay unchanged."""
     system: str = ""
+    """A system message, instead of the recorded one."""
     answer_in: str = "any"
+    """Place from which the policy's answer is read. `boxed`: a box; `last`: the last number; `full`: the whole text; a
+    text with `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`: the part at `{answer}`; `any`: the
+    first that exists of a box, a line after `####`, a line after `Answer:`, the text if it is one line without words,
+    the last number."""
     reward: Reward | None = None
+    """A custom function (`Reward`), instead of checking the answer; rows then need no answer. An exception or a result
+    that is not finite is a fault of the environment, not a reward. The recorded answer is then the full text of its
+    column, and `gold` gives it as it stands, after the solution if there is one."""
     solved_at: float = 1.0
+    """Reward from which on a task counts as solved."""
     bad_rows: BadRows = "error"
+    """Handling of rows that are not a question with an answer: `error` raises an error that names them, `skip` leaves
+    them out with a warning."""
     domain: str = "questions"
+    """Name of these tasks in metrics."""
     category_key: str = ""
+    """A column that says what kind of question it is, for the tables of an evaluation; empty: none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "records", in_memory(self.records))

@@ -53,26 +53,30 @@ class Records(EnvSpec):
     Index i is record i modulo their number. Records with equal messages to the policy are the same task, so that a
     held-out prompt is never trained on with another answer. Reward: among the answers that are part of the loss, the
     share that equals the recorded ones, white space at the ends aside; solved: all of them.
-
-    path: a file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax.
-    records: the rows themselves, as dicts, instead of a path.
-    kind: of the rows; auto: as the columns say, an error where they say more than one thing.
-    prompt_key, answer_key, chosen_key, rejected_key, messages_key: columns, with dots into objects; empty: the usual
-      names are looked for (`USUAL`).
-    bad_rows: what becomes of rows that are no record: an error that names them, or left out with a warning.
-    domain: name of these tasks in metrics.
     """
 
     path: str = ""
+    """A file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax."""
     records: InMemoryRows | Sequence[Row] | None = None
+    """The rows themselves, as dicts, instead of a path."""
     kind: Kind = "auto"
+    """Kind of the rows; auto: determined from the columns, with an error if they fit more than one kind."""
     prompt_key: str = ""
+    """Column of the prompt, with dots into objects; empty: the usual names are looked for (`USUAL`)."""
     answer_key: str = ""
+    """Column of the answer, with dots into objects; empty: the usual names are looked for (`USUAL`)."""
     chosen_key: str = ""
+    """Column of the chosen answer, with dots into objects; empty: the usual names are looked for (`USUAL`)."""
     rejected_key: str = ""
+    """Column of the rejected answer, with dots into objects; empty: the usual names are looked for (`USUAL`)."""
     messages_key: str = ""
+    """Column of the conversation's messages, with dots into objects; empty: the usual names are looked for
+    (`USUAL`)."""
     bad_rows: BadRows = "error"
+    """Handling of rows that are not a record: `error` raises an error that names them, `skip` leaves them out with a
+    warning."""
     domain: str = "records"
+    """Name of these tasks in metrics."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "records", in_memory(self.records))

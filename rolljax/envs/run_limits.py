@@ -20,14 +20,14 @@ class AdaptiveTimeout:
     """A separate time-out for every task, from the longest run of a correct program so far; the environment's own
     time-out applies until a run was correct, and is the upper limit.
 
-    factor: times that longest run. low_s: the shortest time-out, seconds.
-
     It gives up "equal actions, equal episode": whether a slow program passes depends on the answers before it and on
     how busy the machine was. A run that is repeated or continued is then not the same to the bit.
     """
 
     factor: float = 1.5
+    """Times that longest run."""
     low_s: float = 2.0
+    """The shortest time-out, seconds."""
 
     def __post_init__(self) -> None:
         check_range(self, "factor", low=1)

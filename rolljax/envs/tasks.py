@@ -127,15 +127,17 @@ class TaskStream:
 
     `task_order.shuffled` does the work: shuffle, generate, filter, repeat, and the position as a small JSON state.
     Without the settings of a `Domain` there is no end to them.
-
-    frac: of the tasks, the held-out ones, which do not come. num_tasks, when_dry: see `envs.mixture.Domain`.
     """
 
     spec: EnvSpec
     seed: int
     frac: float
+    """Held-out share of the tasks, which the stream never returns."""
     num_tasks: int = 0
+    """Number of different tasks to train on, the first ones (0: all tasks); see `envs.mixture.Domain`."""
     when_dry: Literal["renew", "error", ""] = ""
+    """Action after the last task of a finite training set: `renew` repeats the tasks in another order, `error` ends the
+    run; see `envs.mixture.Domain`."""
 
     def __post_init__(self) -> None:
         spec, frac = self.spec, self.frac

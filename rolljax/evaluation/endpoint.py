@@ -24,18 +24,18 @@ from rolljax.types import Completion, Message, Sampled
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EndpointRollouts(EpisodeRollouts):
-    """Episodes that a model behind a server plays. It sees messages, not tokens: the server applies its template.
-
-    fields: of every request. seed: of the run; every request gets one of its own, from its address. thinking: see
-      `Benchmark`.
-    """
+    """Episodes that a model behind a server plays. It sees messages, not tokens: the server applies its template."""
 
     pool: Pool
     endpoint: Endpoint
     fields: Mapping[str, Any]
+    """Fields added to every request."""
     seed: int
+    """Seed of the run; every request gets its own seed, derived from its address."""
     cfg: RolloutConfig = RolloutConfig()
     thinking: bool = False
+    """Whether to put a server's `reasoning_content` before its answer, between <think> and </think> (see
+    `Benchmark`)."""
     tally: EpisodeCounts = dataclasses.field(default_factory=EpisodeCounts)
     scoring: Scoring | None = None
 

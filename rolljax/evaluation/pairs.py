@@ -38,18 +38,17 @@ METRICS = ("accuracy", "pair accuracy", "agreement", "says (a)", "no verdict")
 
 @dataclasses.dataclass(frozen=True)
 class PairScores:
-    """A judge's scores on one pair, over its attempts in both orders.
-
-    values: by metric (`METRICS`): shares of verdicts that are right; of attempts that are right in both orders; that
-      prefer the same answer in both orders; of verdicts for Response (a); of answers without a verdict. Without any
-      verdict `says (a)` is missing.
-    attempts: that were made in both orders, and did not fail.
-    """
+    """A judge's scores on one pair, over its attempts in both orders."""
 
     id: str
     subset: str
     values: Mapping[str, float]
+    """Scores by metric (`METRICS`). `accuracy`: share of verdicts that are right; `pair accuracy`: share of attempts
+    that are right in both orders; `agreement`: share of attempts that prefer the same answer in both orders; `says
+    (a)`: share of verdicts for Response (a), missing if there is no verdict; `no verdict`: share of answers without a
+    verdict."""
     attempts: int
+    """Number of attempts that were made in both orders and did not fail."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +62,12 @@ class PairRow:
 
 @dataclasses.dataclass(frozen=True)
 class PairTable:
-    """Results of one judging environment. left_out: pairs without an attempt that was answered in both orders."""
+    """Results of one judging environment."""
 
     env: str
     rows: Sequence[PairRow]
     left_out: int
+    """Pairs without an attempt that was answered in both orders."""
 
     def __getitem__(self, name: str) -> PairRow:
         """The row of a subset or section, or `all pairs`."""

@@ -25,35 +25,37 @@ ALL, MEAN, WEIGHTED = "all tasks", "mean of environments", "weighted mean"
 
 @dataclasses.dataclass(frozen=True)
 class TaskScores:
-    """The scores of the attempts at one task.
-
-    answers: attempts that did not fail. failed: attempts that failed, by a fault of the infrastructure or the
-      environment; no number includes them. cut: answers that a limit ended. tokens: of all answers together.
-    values: by metric; one that needs more answers than there are is missing.
-    category: what kind of task it is (`EnvSpec.category`). solved: by attempt; None where it failed.
-    """
+    """The scores of the attempts at one task."""
 
     env: str
     id: str
     draw: int
     answers: int
+    """Attempts that did not fail."""
     failed: int
+    """Attempts that failed, by a fault of the infrastructure or the environment; no number includes them."""
     cut: int
+    """Answers that a limit ended."""
     tokens: float
+    """Number of tokens in all answers together."""
     values: Mapping[str, float]
+    """Score by metric; a metric that needs more answers than there are is missing."""
     category: str = ""
+    """Kind of the task (`EnvSpec.category`)."""
     solved: tuple[bool | None, ...] = ()
+    """Whether each attempt solved the task; None for an attempt that failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A mean over tasks with its confidence interval. num: tasks that are in it."""
+    """A mean over tasks with its confidence interval."""
 
     mean: float
     low: float
     high: float
     method: str
     num: int
+    """Tasks that are in it."""
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -61,34 +63,39 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Results of one environment, or over several, or of one category of tasks. cut_frac: of the answers. tok: mean
-    tokens of an answer. std: of the share of tasks that one attempt at each solves, over the attempts (sample standard
-    deviation); None of one attempt, or where some failed."""
+    """Results of one environment, or over several, or of one category of tasks."""
 
     name: str
     tasks: int
     answers: int
     failed: int
     cut_frac: float
+    """Share of the answers that a limit ended."""
     tok: float
+    """Mean tokens of an answer."""
     estimates: Mapping[str, Estimate]
     std: float | None = None
+    """Sample standard deviation, over the attempts, of the share of tasks that one attempt at each task solves; None if
+    there is only one attempt, or if some failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationReport:
-    """The results of an evaluation. notes: sentences below the table. counts: of an endpoint's requests, by kind.
-    categories: rows by environment and kind of task, of environments whose tasks have kinds. trajectories: every
-    attempt; they are no part of the JSON record. pairs: a table for each judging environment."""
+    """The results of an evaluation."""
 
     title: str
     rows: Sequence[Row]
     tasks: Sequence[TaskScores] = dataclasses.field(repr=False)
     notes: Sequence[str]
+    """Sentences below the table."""
     counts: Mapping[str, int]
+    """Counts of an endpoint's requests, by kind."""
     categories: Sequence[Row] = ()
+    """Rows by environment and kind of task, of environments whose tasks have kinds."""
     trajectories: Sequence[Trajectory] = dataclasses.field(default=(), repr=False, compare=False)
+    """Every attempt; they are no part of the JSON record."""
     pairs: Sequence[PairTable] = ()
+    """A table for each judging environment."""
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of an environment, of a category ("environment: category"), or `ALL`, `MEAN` or `WEIGHTED`."""

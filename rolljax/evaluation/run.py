@@ -38,14 +38,17 @@ ALL_FAILED = 32
 
 @dataclasses.dataclass
 class Standing:
-    """The progress of an evaluation. answers: attempts with an answer. right: number of right ones. total: attempts in
-    all. scored: whether answers are right or wrong; judges' verdicts come later."""
+    """The progress of an evaluation."""
 
     total: int
+    """Attempts in all."""
     answers: int = 0
+    """Attempts with an answer."""
     right: int = 0
+    """Number of right ones."""
     failed: int = 0
     scored: bool = True
+    """Whether answers are already scored as right or wrong; False for judged answers, whose verdicts come later."""
 
     def count(self, trajectory: Trajectory) -> None:
         """Count a finished attempt."""

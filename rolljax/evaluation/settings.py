@@ -20,28 +20,28 @@ from rolljax.types import Task
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """Tasks of one environment, and the limits within which they are played.
-
-    num_tasks: the first `num_tasks` different tasks in index order, or all if there are fewer. A judge's are asked in
-      both orders of the answers (`EnvSpec.variants`).
-    held_out_frac: of the split they are taken from: that share of all tasks, by the hash of their content, which
-      training with the same `Evaluation.held_out_frac` never sees. 1: all tasks.
-    max_answer_tok: most tokens of one answer (one turn). agent: the program that plays the episodes, if one does.
-    reward: the reward of episodes; None: the environment's own. domains: of a mixture, see `Recipe.domains`.
-    thinking: have a server's `reasoning_content` before its answer, between <think> and </think>, as models of this
-      process write it.
-    """
+    """Tasks of one environment, and the limits within which they are played."""
 
     env: EnvSpec
     num_tasks: int = 256
+    """The first `num_tasks` different tasks in index order, or all if there are fewer. A judge's are asked in both
+    orders of the answers (`EnvSpec.variants`)."""
     held_out_frac: float = 1.0
+    """Share of all tasks that forms the split from which the tasks are taken, chosen by the hash of their content;
+    training with the same `Evaluation.held_out_frac` never sees these tasks. 1: all tasks."""
     max_answer_tok: int = 512
+    """Maximum number of tokens in one answer (one turn)."""
     rollout: RolloutConfig = RolloutConfig()
     pool: PoolConfig = PoolConfig()
     agent: AgentProgram | None = None
+    """The program that plays the episodes, if one does."""
     reward: RewardConfig | None = None
+    """The reward of episodes; None: the environment's own."""
     domains: Mapping[str, DomainSettings] = dataclasses.field(default_factory=dict)
+    """Settings of single domains of a mixture, by name (see `Recipe.domains`)."""
     thinking: bool = False
+    """Whether to put a server's `reasoning_content` before its answer, between <think> and </think>, as models of this
+    process write it."""
 
     def __post_init__(self) -> None:
         check_range(self, "num_tasks", "max_answer_tok", low=1)
@@ -74,27 +74,30 @@ class Benchmark:
 
 @dataclasses.dataclass(frozen=True)
 class Attempts:
-    """How every task is tried.
-
-    num: attempts at each task. at: the k of pass@k and maj@k; empty: 1, 2, 4, ... and `num`.
-    temperature (0: greedy), top_p, top_k, min_p: of sampling. seed: of everything that is sampled.
-    confidence, resamples: of the intervals. concurrency: most episodes at a time.
-    weights: of environments by name, in any unit: the table then has their weighted mean. All of them, or none.
-    stall_s: longest that no answer may become complete while some are under way.
-    """
+    """How every task is tried."""
 
     num: int = 1
+    """Attempts at each task."""
     at: tuple[int, ...] = ()
+    """The k of pass@k and maj@k; empty: 1, 2, 4, ... and `num`. temperature (0: greedy), top_p, top_k, min_p: of
+    sampling."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
+    """Seed of everything that is sampled."""
     confidence: float = 0.95
+    """Confidence level of the intervals."""
     resamples: int = 10_000
+    """Number of bootstrap resamples for the intervals."""
     concurrency: int = 256
+    """Maximum number of concurrent episodes."""
     stall_s: float = 3600.0
+    """Longest that no answer may become complete while some are under way."""
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Weights of environments by name, in any unit, for a weighted mean in the table. Give weights for all
+    environments, or for none."""
 
     def __post_init__(self) -> None:
         check_range(self, "num", "concurrency", low=1)

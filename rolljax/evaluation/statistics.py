@@ -20,25 +20,26 @@ CHUNK = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interval:
-    """A two-sided confidence interval. method: `wilson` or `bootstrap`."""
+    """A two-sided confidence interval."""
 
     low: float
     high: float
     method: str
+    """`wilson` or `bootstrap`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of the second model to the first on the same tasks.
-
-    mean: of the differences by task. p: two-sided, under the hypothesis that there is none. tasks: how many there are.
-    """
+    """The difference of the second model to the first on the same tasks."""
 
     mean: float
+    """Mean of the differences by task."""
     low: float
     high: float
     p: float
+    """Two-sided, under the hypothesis that there is none."""
     tasks: int
+    """Number of tasks."""
 
 
 # ---- several attempts at one task -----------------------------------------------------------------------------------

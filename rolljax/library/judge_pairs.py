@@ -32,11 +32,12 @@ DEADLINE_S = 7 * 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class JudgePairs:
-    """What came of it. pairs: their file, rows of prompt, chosen and rejected. counts: questions by what became of them
-    (`envs.judging.pairs.Outcome`)."""
+    """What came of it."""
 
     pairs: Path
+    """Path of the file of pairs, with rows of prompt, chosen and rejected."""
     counts: Mapping[str, int]
+    """Questions by what became of them (`envs.judging.pairs.Outcome`)."""
 
     @property
     def num(self) -> int:

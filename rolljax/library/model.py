@@ -31,16 +31,15 @@ DEADLINE_S = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class ModelAnswer:
-    """The model's answer to one prompt; `str(answer)` is its text.
-
-    tokens, logprobs: `[T]`, the sampled tokens, including the token that ended the answer, and their log-probs under
-      the sampling distribution. finish_reason: `stop`, or `length` if a limit cut the answer.
-    """
+    """The model's answer to one prompt; `str(answer)` is its text."""
 
     text: str
     tokens: np.ndarray = dataclasses.field(repr=False)
+    """Sampled tokens, `[T]`, including the token that ended the answer."""
     logprobs: np.ndarray = dataclasses.field(repr=False)
+    """Log-probs of the sampled tokens under the sampling distribution, `[T]`."""
     finish_reason: str
+    """`stop`, or `length` if a limit cut the answer."""
 
     def __str__(self) -> str:
         return self.text

@@ -43,25 +43,30 @@ class DecoderConfig(abc.ABC):
 
     A family is one file in `families/`: a subclass with the rest of its shape, its `Layers`, and its names in Hugging
     Face folders.
-
-    vocab_size: tokens of the vocabulary. num_layers: decoder blocks. hidden_size: width of the residual stream.
-      num_heads: query heads. num_kv_heads: key and value heads, a divisor of `num_heads`. head_dim: width of a head.
-      ffn_size: width of the feed-forward part. rope_theta: base of the rotary embedding's wavelengths. rms_norm_eps:
-      added to mean squares in norms. tie_embeddings: the output matrix is the embedding. max_position: most tokens of
-      context. init_std: standard deviation of random weights.
     """
 
     vocab_size: int = 264
+    """Tokens of the vocabulary."""
     num_layers: int = 2
+    """Number of decoder blocks."""
     hidden_size: int = 64
+    """Width of the residual stream."""
     num_heads: int = 4
+    """Number of query heads."""
     num_kv_heads: int = 2
+    """Key and value heads, a divisor of `num_heads`."""
     head_dim: int = 16
+    """Width of a head."""
     ffn_size: int = 192
+    """Width of the feed-forward part."""
     rope_theta: float = 10_000.0
+    """Base of the rotary embedding's wavelengths."""
     rms_norm_eps: float = 1e-6
+    """Added to mean squares in norms."""
     tie_embeddings: bool = True
+    """The output matrix is the embedding."""
     max_position: int = 4096
+    """Maximum number of tokens of context."""
     init_std: float = 0.02
     """Standard deviation of random weights. About `hidden_size ** -0.5` makes small models learn fastest."""
 
@@ -245,21 +250,19 @@ def softcapped(logits: jax.Array, cap: float | None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder as pure functions over a parameter dict.
-
-    dtype: compute type; parameters are kept in float32 and cast where they are used.
-    remat: what the backward pass recomputes: nothing; everything inside a layer; all but the matmul outputs; all but
-      what attention mixed.
-    attention: what computes attention in packed rows (`implementations.Implementation`).
-    lora: adapters. They are then what `init`, `abstract` and `axes` speak of, and `bind` takes them with the frozen
-      base weights (`full_params`).
-    """
+    """A decoder as pure functions over a parameter dict."""
 
     cfg: DecoderConfig
     dtype: Dtype = "float32"
+    """Compute type; parameters are kept in float32 and cast where they are used."""
     remat: Remat = "none"
+    """Recomputation in the backward pass. `none`: nothing; `full`: everything inside a layer; `dots`: all but the
+    matmul outputs; `attention`: all but the attention output."""
     attention: Implementation = "auto"
+    """Implementation of attention in packed rows (`implementations.Implementation`)."""
     lora: Lora | None = None
+    """adapters. They are then what `init`, `abstract` and `axes` speak of, and `bind` takes them with the frozen base
+    weights (`full_params`)."""
 
     def init(self, seed: int) -> Params:
         """Random parameters, a nested dict of float32 arrays."""

@@ -33,9 +33,10 @@ def folder_remedy(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """`config.json` as it was read. path: the file, for errors."""
+    """`config.json` as it was read."""
 
     path: str
+    """The file, for errors."""
     fields: Mapping[str, Any]
 
     def get(self, name: str, default: Any = _NEEDED) -> Any:
@@ -154,17 +155,17 @@ def _shown(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Multimodal:
-    """An architecture of which a family is the text part; the other parts are left where they are.
-
-    prefix: of the text part's tensors. module: what `transformers` calls that part. others: prefixes of the rest.
-    defaults: what `text_config` may leave out.
-    """
+    """An architecture of which a family is the text part; the other parts are left where they are."""
 
     architecture: str
     prefix: str
+    """Prefix of the names of the text part's tensors."""
     module: str
+    """The name `transformers` gives to the decoder of the text part."""
     others: tuple[str, ...]
+    """Prefixes of the rest."""
     defaults: Mapping[str, Any]
+    """Default values for settings that `text_config` may leave out."""
 
     def text(self, raw: Folder) -> Folder:
         """`config.json` of the text part."""
@@ -211,18 +212,20 @@ def same(w: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a folder and the parameter of one layer that it becomes, or a part of it.
-
-    ours: name in the layer. theirs: name behind `model.layers.N.`. to_ours, to_theirs: transpose and reshape, nothing
-    else: a view of an array of the host stays one.
-    expert: which slice of the parameter's first axis it is, where that counts experts.
-    """
+    """A tensor of a folder and the parameter of one layer that it becomes, or a part of it."""
 
     ours: str
+    """Name in the layer."""
     theirs: str
+    """Name behind `model.layers.N.`."""
     to_ours: Transform = same
+    """Conversion from the folder's tensor to the layer's parameter. Transpose and reshape only: a view of a host array
+    stays a view."""
     to_theirs: Transform = same
+    """Conversion from the layer's parameter to the folder's tensor. Transpose and reshape only: a view of a host array
+    stays a view."""
     expert: int | None = None
+    """Index of the tensor's slice along the parameter's first axis, if that axis counts experts."""
 
 
 def turned(w: np.ndarray) -> np.ndarray:

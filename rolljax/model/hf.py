@@ -127,14 +127,12 @@ def write_config(cfg: DecoderConfig, tokenizer: Any, dtype: Dtype = "float32") -
 
 @dataclasses.dataclass(frozen=True)
 class FolderTensor:
-    """A tensor of the folder: its name, the parameter's path in our tree, and its index in that parameter.
-
-    index: empty, the layer, or layer and expert.
-    """
+    """A tensor of the folder: its name, the parameter's path in our tree, and its index in that parameter."""
 
     name: str
     path: tuple[str, ...]
     index: tuple[int, ...]
+    """Empty, the layer, or layer and expert."""
     to_ours: Transform
     to_theirs: Transform
 

@@ -33,15 +33,15 @@ UNMEASURED: dict[str, tuple[Name, ...]] = {"tpu": ("splash", "xla"), "gpu": ("xl
 
 
 class Case(NamedTuple):
-    """Attention to compute, as far as implementations care.
-
-    device: one of the devices that compute it. part: queries of a row on one device. head_dim: numbers of a head.
-    """
+    """Attention to compute, as far as implementations care."""
 
     device: Any
+    """One of the devices that compute it."""
     dtype: Any
     part: int
+    """Queries of a row on one device."""
     head_dim: int
+    """Numbers of a head."""
 
     @property
     def capability(self) -> float:

@@ -102,12 +102,10 @@ class ExpertRouting(NamedTuple):
 
 
 class Layers(nnx.Module):
-    """All layers of a decoder, stacked. A family's subclass declares its parameters and computes `layer`.
-
-    indexed: names of parameters that `layer` takes of all layers at once as well.
-    """
+    """All layers of a decoder, stacked. A family's subclass declares its parameters and computes `layer`."""
 
     indexed: ClassVar[tuple[str, ...]] = ()
+    """Names of parameters that `layer` also takes of all layers at once."""
 
     def __init__(self, cfg: Any, *, rngs: nnx.Rngs) -> None:
         self.cfg = cfg

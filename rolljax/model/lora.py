@@ -60,18 +60,17 @@ class Adapted:
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters on the linear maps of every layer.
-
-    rank: columns of A. alpha: the output of an adapter is scaled by `alpha / rank`.
-    targets: patterns of names of maps (`fnmatch`): `q`, `k`, `v`, `o`, `gate`, `up`, `down`. Weights of experts have no
-      adapters.
-    int8_base: keep the base weights of all these maps as int8, one scale for each output: a quarter of float32.
-    """
+    """Low-rank adapters on the linear maps of every layer."""
 
     rank: int = 16
+    """Columns of A."""
     alpha: float = 32.0
+    """The output of an adapter is scaled by `alpha / rank`."""
     targets: tuple[str, ...] = ("*",)
+    """Patterns of names of maps (`fnmatch`): `q`, `k`, `v`, `o`, `gate`, `up`, `down`. Weights of experts have no
+    adapters."""
     int8_base: bool = False
+    """Keep the base weights of all these maps as int8, one scale for each output: a quarter of float32."""
 
     def __post_init__(self) -> None:
         check_range(self, "rank", low=1)

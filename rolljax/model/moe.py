@@ -35,16 +35,14 @@ ROW_TILES, TILE = (128, 512), 1024
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts: the `per_token` likeliest of `num_experts` by the router's probabilities.
-
-    normalise: the weights of a token's experts sum to 1.
-    aux_coef: of the load-balancing loss in the loss (0: it has none).
-    """
+    """How tokens choose experts: the `per_token` likeliest of `num_experts` by the router's probabilities."""
 
     num_experts: int
     per_token: int
     normalise: bool
+    """The weights of a token's experts sum to 1."""
     aux_coef: float
+    """Coefficient of the load-balancing loss in the training loss (0: no such loss)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.num_experts:
@@ -349,17 +347,18 @@ def _tiling(rows: int, m: int, k: int, n: int) -> tuple[int, int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Sums over tokens, float32; those of several batches add up.
-
-    assigned_LE: tokens that took each expert. probs_LE: the router's probabilities. entropy: of these, over all layers.
-    tokens: how many there are. replayed: those whose experts were prescribed.
-    """
+    """Sums over tokens, float32; those of several batches add up."""
 
     assigned_LE: jax.Array
+    """Tokens that took each expert."""
     probs_LE: jax.Array
+    """The router's probabilities."""
     entropy: jax.Array
+    """Entropy of the router's probabilities, summed over tokens and all layers."""
     tokens: jax.Array
+    """Number of tokens."""
     replayed: jax.Array
+    """Number of tokens whose experts were prescribed instead of chosen by the router."""
 
     @staticmethod
     def of(mixtures: ExpertRouting, counted_BT: jax.Array, expert_ids_LBTk: jax.Array | None = None) -> Load:

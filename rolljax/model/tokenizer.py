@@ -172,15 +172,13 @@ _CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chat:
-    """A tokenizer with its chat template, seen as token streams.
-
-    replaced: the template is another one than the tokenizer came with. day: that it is for templates that write the
-      date, as ISO 8601 writes it; None: today.
-    """
+    """A tokenizer with its chat template, seen as token streams."""
 
     tokenizer: Any
     replaced: bool = False
+    """The template is another one than the tokenizer came with."""
     day: str | None = None
+    """Current date for templates that write the date, in ISO 8601 format; None: today."""
 
     def __post_init__(self) -> None:
         if not getattr(self.tokenizer, "chat_template", None):

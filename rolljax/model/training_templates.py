@@ -30,13 +30,12 @@ DOCS = "docs/my_model.md, Chat templates"
 
 @dataclasses.dataclass(frozen=True)
 class Original:
-    """A chat template as it was published.
-
-    models: which models have it. edits: what makes its training template of it.
-    """
+    """A chat template as it was published."""
 
     models: str
+    """Name of the models that have this chat template."""
     edits: tuple[Edit, ...]
+    """Edits that turn the original template into its training template."""
 
 
 _KEEP_THOUGHTS: Edit = ("loop.index0 > ns.last_query_index", "true")

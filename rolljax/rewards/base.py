@@ -23,17 +23,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reward:
-    """The reward of an episode.
-
-    value: the number to train on. parts: named numbers it was computed from, for the record (they need not sum to it).
-    success: whether the task is solved; None: this reward does not decide, and the environment's verdict stays.
-    by_turn: the share of the value that belongs to each turn, in order. The last turn gets the rest; empty: everything.
-    """
+    """The reward of an episode."""
 
     value: float
+    """The number to train on."""
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Named numbers it was computed from, for the record (they need not sum to it)."""
     success: bool | None = None
+    """Whether the task is solved. None: this reward does not decide, and the environment's verdict stays."""
     by_turn: tuple[float, ...] = ()
+    """The share of the value that belongs to each turn, in order. The last turn gets the rest; empty: everything."""
 
 
 class Scorer(Protocol):
@@ -76,18 +75,18 @@ class TrainedModels(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RewardContext:
-    """The surroundings a reward can use when it is opened.
-
-    env: the environment whose tasks are scored; it has the reference answers. seed: of the run. cache_dir: folder that
-      keeps verdicts for a resumed run; empty: verdicts are not kept. chat: the policy's tokenizer.
-      trained: reward models of runs; None: outside of a run.
-    """
+    """The surroundings a reward can use when it is opened."""
 
     env: EnvSpec
+    """The environment whose tasks are scored; it has the reference answers."""
     seed: int = 0
+    """Random seed of the run."""
     cache_dir: str = ""
+    """Folder that keeps verdicts for a resumed run; empty: verdicts are not kept."""
     chat: Chat | None = None
+    """The policy's tokenizer."""
     trained: TrainedModels | None = None
+    """Reward models of runs; None: outside of a run."""
 
 
 class RewardConfig(abc.ABC):

@@ -22,32 +22,34 @@ from rolljax.types import Key, Trajectory, Turn
 
 @dataclasses.dataclass(frozen=True)
 class Labelled:
-    """An answer to a task and what it is worth.
-
-    index: of the task. answer: its text. gold: what it is worth, 0 to 1.
-    """
+    """An answer to a task and what it is worth."""
 
     index: int
+    """Index of the task."""
     answer: str
+    """Text of the answer."""
     gold: float
+    """Labelled worth of the answer, 0 to 1."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """The agreement between a reward and a labelled set.
-
-    num: answers with a verdict. lost: answers without one. accuracy, kappa: agreement on whether the worth is at least
-    0.5, and its Cohen's kappa (0: as good as chance, NaN: undefined). mean_error: mean of |reward - gold|.
-    scores, golds: of every answer with a verdict.
-    """
+    """The agreement between a reward and a labelled set."""
 
     num: int
+    """Answers with a verdict."""
     lost: int
+    """Answers without one."""
     accuracy: float
+    """Share of answers on which reward and label agree whether the worth is at least 0.5."""
     kappa: float
+    """Cohen's kappa of the agreement on whether the worth is at least 0.5 (0: as good as chance, NaN: undefined)."""
     mean_error: float
+    """Mean of |reward - gold|."""
     scores: tuple[float, ...]
+    """Reward of every answer with a verdict."""
     golds: tuple[float, ...]
+    """Labelled worth of every answer with a verdict."""
 
 
 def read_labelled(path: str | Path) -> list[Labelled]:

@@ -38,24 +38,25 @@ class Unreadable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CallLimits:
-    """How a reward calls the service that gives its verdicts.
-
-    deadline_s: longest call. retries: how often a call is repeated. backoff_s: approximate seconds before the first
-      retry; doubled for each further one. concurrency: most calls at a time.
-    max_calls: limit for the whole run, resumed ones included; 0: no limit. Calls beyond it give no verdict.
-    down_after: consecutive failures of any calls after which the service counts as down. Then a single call probes the
-      service from time to time and all others wait. Failures during that time do not use up retries.
-    probe_s: seconds between probes. outage_s: longest time that a call waits for a service that is down.
-    """
+    """How a reward calls the service that gives its verdicts."""
 
     deadline_s: float = 120.0
+    """Longest time in seconds that a call may take."""
     retries: int = 2
+    """Maximum number of times that a failed call is repeated."""
     backoff_s: float = 1.0
+    """Approximate seconds before the first retry; doubled for each further one."""
     concurrency: int = 64
+    """Maximum number of simultaneous calls."""
     max_calls: int = 0
+    """Limit for the whole run, resumed ones included; 0: no limit. Calls beyond it give no verdict."""
     down_after: int = 8
+    """Consecutive failures of any calls after which the service counts as down. Then a single call probes the service
+    from time to time and all others wait. Failures during that time do not use up retries."""
     probe_s: float = 5.0
+    """Seconds between probes."""
     outage_s: float = 300.0
+    """Longest time that a call waits for a service that is down."""
 
     def __post_init__(self) -> None:
         check_range(self, "deadline_s", "probe_s", "outage_s", above=0)

@@ -22,21 +22,25 @@ class Code(Rule):
 
     The program runs in one sandbox and the tests in another (docs/sandbox.md); a program that crashes, hangs or passes
     a limit fails them. A sandbox failure is an infrastructure fault and gives no reward.
-
-    pay: share: of the tests; all: 1 where every one passed, else 0. timeout_s: longest run of a program.
-    tests_key, entry_key, setup_key: columns of the rows with a list of asserts, the name of the function that they
-      call, and what runs before them; for tasks of envs.programs.code_problems, which have tests, they have no effect.
-    sandbox: `bwrap`, or `none` to run programs without any isolation: only for answers that you trust.
     """
 
     runs: ClassVar[Runs] = "thread"
 
     pay: Literal["share", "all"] = "share"
+    """`share`: of the tests; `all`: 1 where every one passed, else 0."""
     timeout_s: float = 5.0
+    """Longest run of a program."""
     tests_key: str = "test_list"
+    """Name of the dataset column with the tests, a list of asserts. No effect for tasks of envs.programs.code_problems,
+    which have tests."""
     entry_key: str = "entry_point"
+    """Name of the dataset column with the name of the function that the tests call. No effect for tasks of
+    envs.programs.code_problems, which have tests."""
     setup_key: str = "test_setup_code"
+    """Name of the dataset column with the code that runs before the tests. No effect for tasks of
+    envs.programs.code_problems, which have tests."""
     sandbox: Literal["bwrap", "none"] = "bwrap"
+    """`bwrap`, or `none` to run programs without any isolation: only for answers that you trust."""
 
     def __post_init__(self) -> None:
         check_range(self, "timeout_s", above=0)

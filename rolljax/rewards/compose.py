@@ -83,13 +83,12 @@ class Composition(RewardConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Sum(Composition):
-    """A weighted sum of named terms. `success` is taken from the first term that defines it.
-
-    terms: rewards by the names that they get in `reward_parts`. weights: of the terms, 1 where none is named.
-    """
+    """A weighted sum of named terms. `success` is taken from the first term that defines it."""
 
     terms: Mapping[str, RewardConfig]
+    """Rewards by the names that they get in `reward_parts`."""
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Weights of the terms by name; a term that is not named has weight 1."""
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -124,16 +123,16 @@ class Sum(Composition):
 
 @dataclasses.dataclass(frozen=True)
 class Gate(Composition):
-    """A reward that counts only where another one is high enough, or the episode succeeded.
-
-    reward: the reward to gate. by: the reward that opens the gate; None: the environment's `success` opens it.
-    at_least: least value of `by` that opens it. otherwise: the value while it is closed.
-    """
+    """A reward that counts only where another one is high enough, or the episode succeeded."""
 
     reward: RewardConfig
+    """The reward to gate."""
     by: RewardConfig | None = None
+    """The reward that opens the gate; None: the environment's `success` opens it."""
     at_least: float = 1.0
+    """Least value of `by` that opens it."""
     otherwise: float = 0.0
+    """The value while it is closed."""
 
     @property
     def name(self) -> str:
@@ -153,14 +152,14 @@ class Gate(Composition):
 
 @dataclasses.dataclass(frozen=True)
 class Clip(Composition):
-    """A reward within bounds.
-
-    reward: the reward to bound. low, high: its least and greatest value; None: no bound.
-    """
+    """A reward within bounds."""
 
     reward: RewardConfig
+    """The reward to bound."""
     low: float | None = None
+    """Lower bound of the reward; None: no bound."""
     high: float | None = None
+    """Upper bound of the reward; None: no bound."""
 
     def __post_init__(self) -> None:
         if self.low is None and self.high is None:
@@ -187,17 +186,18 @@ class Clip(Composition):
 @dataclasses.dataclass(frozen=True)
 class Veto(Composition):
     """A reward with a veto by another one: an answer with made-up facts is worth nothing, however good the rest is
-    (STAgent). A vetoed episode did not succeed.
-
-    reward: the reward without a veto. by: the reward that decides. below, above: the veto holds where `by` is less than
-      `below`, or greater than `above`. to: the value under a veto.
-    """
+    (STAgent). A vetoed episode did not succeed."""
 
     reward: RewardConfig
+    """The reward without a veto."""
     by: RewardConfig
+    """The reward that decides."""
     below: float | None = None
+    """Threshold below which the reward `by` triggers the veto (None: no such threshold)."""
     above: float | None = None
+    """Threshold above which the reward `by` triggers the veto (None: no such threshold)."""
     to: float = 0.0
+    """The value under a veto."""
 
     def __post_init__(self) -> None:
         if self.below is None and self.above is None:
@@ -222,14 +222,12 @@ class Veto(Composition):
 
 @dataclasses.dataclass(frozen=True)
 class Shaping(Composition):
-    """A reward through a curve of straight lines: another scale, a bonus near the top, a calibration.
-
-    reward: the reward to shape. points: `(before, after)` in rising order of the first; linear in between, constant
-      beyond the ends.
-    """
+    """A reward through a curve of straight lines: another scale, a bonus near the top, a calibration."""
 
     reward: RewardConfig
+    """The reward to shape."""
     points: tuple[tuple[float, float], ...]
+    """`(before, after)` in rising order of the first; linear in between, constant beyond the ends."""
 
     def __post_init__(self) -> None:
         if not self.points or any(b[0] <= a[0] for a, b in itertools.pairwise(self.points)):

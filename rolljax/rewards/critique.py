@@ -23,34 +23,42 @@ from rolljax.types import Message, Task, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Critique(Asked):
-    """A thinking judge that compares the policy's answer with the task's reference answer and ends with a verdict. The
-    reward is that of a verdict which prefers the policy's answer.
+    """A thinking judge that compares the policy's answer with the task's reference answer and ends with a verdict.
 
-    By the form of the verdict: plain: 1 where it is for the policy's answer, else 0. strength: where it is, 1 less an
-    eighth for each step between its strength and `strength`, else 0. scores: 1 + d/100 where the policy's answer has
-    the higher score, else -d/100, d being their distance; 0 for equal ones. A critique without a verdict, with a
-    invalid strength or with scores beyond 100 is requested again: it gives no reward.
+    The reward depends on the form of the verdict:
 
-    model: who judges, for instance one that `think_j.gin` trained. verdict: form of its verdict.
-    strength: by how much the policy's answer must be better for the full reward, 1 to 3.
-    orders: both: asked twice, the policy's answer first and second, and the mean taken; random: once, in an order that
-      the answer's hash decides. A judge that always says the same then gives every answer the same.
-    solved_at: reward from which on the task counts as solved; None: the judge does not decide.
-    part: its name in `reward_parts`. num: how often each order is asked; the mean is taken. temperature, max_tok: of
-      the judge's answers. max_chars: of an answer that it is shown. limits: of its calls, beyond those of its model.
+    - `plain`: 1 if the verdict prefers the policy's answer, else 0.
+    - `strength`: if it does, 1 less an eighth for each step between its strength and the setting `strength`, else 0.
+    - `scores`: 1 + d/100 if the policy's answer has the higher score, else -d/100, where d is the distance of the
+      scores; 0 for equal scores.
+
+    A critique without a verdict, with an invalid strength or with scores beyond 100 is requested again: it gives no
+    reward.
     """
 
     model: ChatModelConfig
+    """The judge model, for instance one that `think_j.gin` trained."""
     verdict: Form = "strength"
+    """Form of the judge's verdict."""
     strength: int = 3
+    """Margin by which the policy's answer must be better for the full reward, 1 to 3."""
     orders: Literal["both", "random"] = "both"
+    """`both`: asked twice, the policy's answer first and second, and the mean taken; `random`: once, in an order that
+    the answer's hash decides. A judge that always says the same then gives every answer the same."""
     solved_at: float | None = None
+    """Reward from which on the task counts as solved; None: the judge does not decide."""
     part: str = "critique"
+    """Name of this reward in `reward_parts`."""
     num: int = 1
+    """Number of times that the judge is asked in each order; the mean is taken."""
     temperature: float = 0.0
+    """Sampling temperature of the judge's answers."""
     max_tok: int = 2048
+    """Maximum number of tokens in an answer of the judge."""
     max_chars: int = 20_000
+    """Maximum number of characters of an answer that the judge is shown."""
     limits: CallLimits = CallLimits()
+    """Limits on the judge's calls, in addition to the limits of its model."""
 
     def __post_init__(self) -> None:
         self.check_fields()

@@ -31,22 +31,23 @@ class Function(Rule):
 
     An exception, or a result that is not finite, is a fault of the function and gives no reward. `InfraError` says that
     the machine failed; the function is called again. The same arguments must give the same result.
-
-    fn: `fn(task, said)`, with `types.Task` and `rewards.workers.Said`. part: its name in `reward_parts`.
-    where: threads of this process; process: worker processes, which are killed when they hang or crash, and replaced;
-      ray: Ray actors. Coroutines run on the run's event loop, which they must not block, whatever this says.
-    timeout_s: longest call of plain Python. workers: threads, processes or actors, 0 for what `PoolConfig` takes.
-    limits: of the calls of a coroutine. version: change it when the function has changed: verdicts of coroutines are
-      kept in the run's folder.
     """
 
     fn: Plain | Waiting
+    """`fn(task, said)`, with `types.Task` and `rewards.workers.Said`."""
     part: str = "function"
+    """Name of this reward in `reward_parts`."""
     where: RuleWhere = "process"
+    """Threads of this process; process: worker processes, which are killed when they hang or crash, and replaced; ray:
+    Ray actors. Coroutines run on the run's event loop, which they must not block, whatever this says."""
     timeout_s: float = 30.0
+    """Longest call of plain Python."""
     workers: int = 0
+    """Threads, processes or actors, 0 for what `PoolConfig` takes."""
     limits: CallLimits = CallLimits()
+    """Limits on the calls of a coroutine."""
     version: str = ""
+    """Change it when the function has changed: verdicts of coroutines are kept in the run's folder."""
 
     def __post_init__(self) -> None:
         check_range(self, "timeout_s", above=0)

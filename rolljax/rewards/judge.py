@@ -72,34 +72,40 @@ class Judge(Asked):
     The prompt has the judge end with one JSON object, `{"facts": 8, "service": 6, "made_up": false}`: every dimension a
     number within `scale`, the veto true or false. The reward is the weighted mean of the marks, each from 0 to 1; 0
     where the veto is true (STAgent).
-
-    model: who judges. rubric: the judge's prompt; `{question}`, `{answer}` and `{gold}` are replaced by the task, the
-      last answer, and the task's reference answer.
-    dimensions: weights of the marks by name. scale: worst and best mark. veto: name of the veto; empty: there is none.
-    labels: instead of dimensions: the judge ends with `{"verdict": "..."}`, one of these, each with its worth.
-    num: how often the judge is asked. combine: mean of these verdicts, or the most frequent of `labels`.
-    calibration: `(mark, worth)` in rising order, as `calibration.isotonic` makes it of a labelled set; the reward goes
-      through it in straight lines. solved_at: reward from which on the task counts as solved; None: the judge does not
-      decide.
-    part: its name in `reward_parts`. temperature, max_tok: of the judge's answers. max_chars: of an answer that it is
-      shown. limits: of its calls, beyond those of its model.
     """
 
     model: ChatModelConfig
+    """The judge model."""
     rubric: str
+    """The judge's prompt; `{question}`, `{answer}` and `{gold}` are replaced by the task, the last answer, and the
+    task's reference answer."""
     dimensions: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"score": 1.0})
+    """Weights of the marks by name."""
     scale: tuple[float, float] = (0.0, 10.0)
+    """Worst and best mark."""
     veto: str = ""
+    """Name of the veto; empty: there is none."""
     labels: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Instead of dimensions: the judge ends with `{"verdict": "..."}`, one of these, each with its worth."""
     num: int = 1
+    """Number of times that the judge is asked about an answer."""
     combine: Literal["mean", "majority"] = "mean"
+    """Mean of these verdicts, or the most frequent of `labels`."""
     calibration: tuple[tuple[float, float], ...] = ()
+    """`(mark, worth)` in rising order, as `calibration.isotonic` makes it of a labelled set; the reward goes through it
+    in straight lines."""
     solved_at: float | None = None
+    """Reward from which on the task counts as solved; None: the judge does not decide."""
     part: str = "judge"
+    """Name of this reward in `reward_parts`."""
     temperature: float = 0.0
+    """Sampling temperature of the judge's answers."""
     max_tok: int = 1024
+    """Maximum number of tokens in an answer of the judge."""
     max_chars: int = 20_000
+    """Maximum number of characters of an answer that the judge is shown."""
     limits: CallLimits = CallLimits()
+    """Limits on the judge's calls, in addition to the limits of its model."""
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -235,23 +241,27 @@ class JudgeScorer:
 @dataclasses.dataclass(frozen=True)
 class Comparison(Asked):
     """A judge that compares the policy's answer with the task's reference answer. The reward is 1 where the policy's is
-    better, 0 where the other is, 0.5 for a tie.
-
-    model: who judges. rubric: the judge's prompt; `{question}`, `{a}`, `{b}` are replaced by the task and both answers.
-    orders: both: asked twice, the policy's answer first and second, and the mean taken; random: once, in an order that
-      the answer's hash decides.
-    part: its name in `reward_parts`. num, temperature, max_tok, max_chars, limits: see `Judge`.
-    """
+    better, 0 where the other is, 0.5 for a tie."""
 
     model: ChatModelConfig
+    """The judge model."""
     rubric: str
+    """The judge's prompt; `{question}`, `{a}`, `{b}` are replaced by the task and both answers."""
     orders: Literal["both", "random"] = "both"
+    """`both`: asked twice, the policy's answer first and second, and the mean taken; `random`: once, in an order that
+    the answer's hash decides."""
     num: int = 1
+    """Number of times that the judge is asked, as in `Judge`."""
     part: str = "comparison"
+    """Name of this reward in `reward_parts`."""
     temperature: float = 0.0
+    """Sampling temperature of the judge's answers, as in `Judge`."""
     max_tok: int = 1024
+    """Maximum number of tokens in an answer of the judge, as in `Judge`."""
     max_chars: int = 20_000
+    """Maximum number of characters of an answer that the judge is shown, as in `Judge`."""
     limits: CallLimits = CallLimits()
+    """Limits on the judge's calls, in addition to the limits of its model, as in `Judge`."""
 
     def __post_init__(self) -> None:
         self.check_fields()

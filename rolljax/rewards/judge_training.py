@@ -26,19 +26,20 @@ class JudgeTraining(EnvSpec):
     cannot be parsed. The gold verdict is the label, or the marks, nearest to the labelled worth, without a veto; the
     task is solved if both verdicts say 0.5 or more, or both less. Tasks about one question have the same content, so
     that a question is held out with all its answers.
-
-    judge: how the policy is prompted and its verdict parsed. Its `model` is not called. Its `calibration`, made for a
-      trained judge, is not used. env: the environment whose tasks were answered.
-    labelled: a labelled set (JSON Lines, `{"index": 3, "answer": "...", "gold": 1}`: the task, an answer, what it is
-      worth, 0 to 1), or the name of one that comes with rolljax. domain: name of these tasks in metrics.
     """
 
     runs = "inline"
 
     judge: Judge
+    """Judge that defines how the policy is prompted and how its verdict is parsed. Its `model` is not called, and its
+    `calibration`, made for a trained judge, is not used."""
     env: EnvSpec
+    """The environment whose tasks were answered."""
     labelled: str
+    """A labelled set (JSON Lines, `{"index": 3, "answer": "...", "gold": 1}`: the task, an answer, what it is worth, 0
+    to 1), or the name of one that comes with rolljax."""
     domain: str = "judge"
+    """Name of these tasks in metrics."""
 
     @property
     def name(self) -> str:

@@ -37,30 +37,31 @@ PROXY, GOLD = "reward_model", "environment"
 @dataclasses.dataclass(frozen=True)
 class RewardModelScore(RewardConfig):
     """The output of a trained reward model for an episode. It replaces the environment's reward in training,
-    which is recorded as the part `environment`.
-
-    phase: the phase of this run that trains it (`RewardModel`, `PairRewardModel`); episodes of that phase and of those
-      before it are worth what the environment says.
-    path: instead, the folder of a finished run with such a phase, or a Hugging Face folder of a sequence classifier
-      with one label, whose score is read after the last token of the conversation.
-    mean, std: what is taken off its score, and what the rest is divided by. None: of its scores for the answers that
-      its training ended with; 0 and 1 of a Hugging Face folder, which does not say.
-    clip: how far from 0 the result may be (None: any).
-    heldout: whose reward held-out evaluations report.
-    dtype: of computing, of a Hugging Face folder; None: float32 on CPU, else bfloat16.
-    mesh: the devices it is computed on. batch_tok: tokens of a batch. Rows are padded to a power of two, and each
-    padded length has one compiled program of about `batch_tok` tokens; None: 2048 on CPU, else 16384.
-    """
+    which is recorded as the part `environment`."""
 
     phase: str = ""
+    """The phase of this run that trains it (`RewardModel`, `PairRewardModel`); episodes of that phase and of those
+    before it are worth what the environment says."""
     path: str = ""
+    """Instead of `phase`, the folder of a finished run with such a phase, or a Hugging Face folder of a sequence
+    classifier with one label, whose score is read after the last token of the conversation."""
     mean: float | None = None
+    """Value subtracted from the reward model's score. None: the mean of its scores for the answers that its training
+    ended with, or 0 for a Hugging Face folder, which does not record it."""
     std: float | None = None
+    """Divisor of the reward model's score after `mean` is subtracted. None: the standard deviation of its scores for
+    the answers that its training ended with, or 1 for a Hugging Face folder, which does not record it."""
     clip: float | None = None
+    """Largest absolute value of the normalised score (None: no limit)."""
     heldout: Literal["environment", "model"] = "environment"
+    """Whose reward held-out evaluations report."""
     dtype: Dtype | None = None
+    """Data type of the computation for a Hugging Face folder; None: float32 on CPU, else bfloat16."""
     mesh: MeshSpec = MeshSpec()
+    """The devices it is computed on."""
     batch_tok: int | None = None
+    """Tokens of a batch. Rows are padded to a power of two, and each padded length has one compiled program of about
+    `batch_tok` tokens; None: 2048 on CPU, else 16384."""
 
     def __post_init__(self) -> None:
         check_range(self, "std", "clip", above=0)

@@ -36,18 +36,19 @@ CPU_BATCH_TOK, DEVICE_BATCH_TOK = 2048, 16_384
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedValue:
-    """A frozen value model.
-
-    params: of one model, or stacked ones of `num` whose mean counts (0: one, not stacked). base: the frozen weights of
-    a model with adapters. mean, std: of its values for answers that it was trained with.
-    """
+    """A frozen value model."""
 
     model: ValueModel
     params: Params
+    """Parameters of one value model, or stacked parameters of `num` models whose mean counts (`num` = 0: one model, not
+    stacked)."""
     num: int = 0
     base: Base | None = None
+    """The frozen weights of a model with adapters."""
     mean: float = 0.0
+    """Mean of the model's values for answers that it was trained with."""
     std: float = 1.0
+    """Standard deviation of the model's values for answers that it was trained with."""
 
 
 class RowScores:

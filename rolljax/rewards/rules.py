@@ -34,21 +34,20 @@ _SCRIPTS: dict[str, tuple[str, ...]] = {
 @dataclasses.dataclass(frozen=True)
 class Answer(Rule):
     r"""1 where the last answer gives the task's reference answer, in any notation, else 0; the task is solved then.
-    Formulas are compared by math-verify, in a separate process with limits; an answer that exceeds them is wrong.
-
-    where: in which place of the answer its final answer is read, as `Questions.answer_in` has it.
-    pattern: instead, a regular expression of RE2, whose first group is the final answer (its last match counts).
-    field: instead, a field of the JSON object that the answer, apart from its thinking, consists of.
-    answer_key: the column with the right answer; empty: the reference answer. timeout_s: longest check.
-    """
+    Formulas are compared by math-verify, in a separate process with limits; an answer that exceeds them is wrong."""
 
     runs: ClassVar[Runs] = "process"
 
     where: str = "any"
+    """Place in the answer from which its final answer is read, as in `Questions.answer_in`."""
     pattern: str = ""
+    """Instead of `where`, an RE2 regular expression whose first group is the final answer (its last match counts)."""
     field: str = ""
+    """Instead of `where`, a field of the JSON object that makes up the answer, apart from its thinking."""
     answer_key: str = ""
+    """The column with the right answer; empty: the reference answer."""
     timeout_s: float = 30.0
+    """Longest time in seconds that the check of an answer may take."""
 
     def __post_init__(self) -> None:
         check_range(self, "timeout_s", above=0)
@@ -104,19 +103,21 @@ class LengthBand(Rule):
     referred to.
 
     Pay it only where the answer is right (`compose.Gate`): else short and wrong is worth something.
-
-    ref_tok: L, the same for all tasks. ref_key: instead, a column of the rows with L (the length of the answer
-      that was imitated).
-    low, high: of the band, shares of L. eps_frac: eps, a share of L.
-    count: all: every sampled token; thinking: those before the last `</think>`, by their share of the characters.
     """
 
     ref_tok: float = 0.0
+    """L, the same for all tasks."""
     ref_key: str = ""
+    """Instead of `ref_tok`, the dataset column with the reference length L (the length of the answer that was
+    imitated)."""
     low: float = 0.3
+    """Lower end of the band, as a share of the reference length L."""
     high: float = 0.6
+    """Upper end of the band, as a share of the reference length L."""
     eps_frac: float = 0.25
+    """Eps, a share of L."""
     count: Literal["all", "thinking"] = "all"
+    """`all`: every sampled token; `thinking`: those before the last `</think>`, by their share of the characters."""
 
     def __post_init__(self) -> None:
         check_range(self, "ref_tok", "low", low=0)
@@ -159,14 +160,13 @@ class LengthBand(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Format(Rule):
-    """1 where every answer has the required form, else 0.
-
-    pattern: a regular expression of RE2 that all of an answer must match (`.` is any character).
-    json_fields: instead, an answer is, apart from its thinking, one JSON object with these fields.
-    """
+    """1 where every answer has the required form, else 0."""
 
     pattern: str = ""
+    """A regular expression of RE2 that all of an answer must match (`.` is any character)."""
     json_fields: tuple[str, ...] = ()
+    """Instead of `pattern`, fields of the single JSON object that an answer must consist of, apart from its
+    thinking."""
 
     def __post_init__(self) -> None:
         if bool(self.pattern) == bool(self.json_fields):
@@ -196,13 +196,12 @@ class Format(Rule):
 @dataclasses.dataclass(frozen=True)
 class Repetition(Rule):
     """Minus the share of an answer's word n-grams that occurred in it before: 0 without repetition, near -1
-    for one that says the same over and over.
-
-    ngram: words of each. free: a share up to which nothing is taken off.
-    """
+    for one that says the same over and over."""
 
     ngram: int = 3
+    """Words of each."""
     free: float = 0.0
+    """A share up to which nothing is taken off."""
 
     def __post_init__(self) -> None:
         check_range(self, "ngram", low=1)
@@ -219,14 +218,13 @@ class Repetition(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Language(Rule):
-    """The share of an answer's letters that are of the wanted scripts; 1 where it has no letters.
-
-    scripts: one or more of latin, han, cyrillic, arabic, devanagari, greek, hangul, hebrew, kana, thai.
-    at_least: where it is not None, 1 for a share of at least this, else 0.
-    """
+    """The share of an answer's letters that are of the wanted scripts; 1 where it has no letters."""
 
     scripts: tuple[Script, ...] = ("latin",)
+    """One or more of latin, han, cyrillic, arabic, devanagari, greek, hangul, hebrew, kana, thai."""
     at_least: float | None = None
+    """Share of letters from which on the reward is 1; below it the reward is 0. None: the reward is the share
+    itself."""
 
     def __post_init__(self) -> None:
         unknown = [s for s in self.scripts if s not in _SCRIPTS]

@@ -28,19 +28,22 @@ ROOM = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """The view that a rule gets of an episode.
-
-    texts: the policy's answers, turn by turn; only the end of an answer beyond a million characters. num_tok: tokens of
-    each. ends: why each ended. reward, reward_parts, success, metrics: from the environment.
-    """
+    """The view that a rule gets of an episode."""
 
     texts: tuple[str, ...]
+    """The policy's answers, turn by turn; only the end of an answer beyond a million characters."""
     num_tok: tuple[int, ...]
+    """Tokens of each."""
     ends: tuple[FinishReason, ...]
+    """Finish reason of each answer."""
     reward: float
+    """Reward from the environment."""
     reward_parts: Mapping[str, float]
+    """Parts of the reward by name, from the environment."""
     success: bool
+    """Whether the environment counts the task as solved."""
     metrics: Mapping[str, float]
+    """Metrics from the environment."""
 
     @property
     def text(self) -> str:
@@ -161,14 +164,14 @@ class RuleScorer:
 
 @dataclasses.dataclass(frozen=True)
 class _RuleSpec(EnvSpec):
-    """A rule as the environment pool runs it: the episode is the action, and the step's reward is the rule's.
-
-    env: the environment whose tasks are scored. rule: scores them. runs: as the rule says.
-    """
+    """A rule as the environment pool runs it: the episode is the action, and the step's reward is the rule's."""
 
     env: EnvSpec
+    """The environment whose tasks are scored."""
     rule: Rule
+    """Rule that scores the episodes."""
     runs: Runs = "inline"  # type: ignore[misc]  # of the rule
+    """Where the rule runs, as declared by the rule."""
 
     @property
     def name(self) -> str:

@@ -60,7 +60,7 @@ class TokenStream:
 
 @dataclasses.dataclass(eq=False)
 class TrajectoryBuilder:
-    """A trajectory in the making. last_turn: which of its turns was said last, where they are in another order."""
+    """A trajectory in the making."""
 
     task: Task
     key: Key
@@ -80,6 +80,7 @@ class TrajectoryBuilder:
     repeats: int = 0
     last: tuple[str, tuple[Message, ...]] | None = None
     last_turn: int = -1
+    """Index of the turn that was sampled last, if the turns are in another order."""
     reference: str | None = None
 
     @contextlib.contextmanager

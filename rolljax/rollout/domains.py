@@ -33,21 +33,21 @@ class MixturePhase(Protocol):
 @dataclasses.dataclass(frozen=True)
 class DomainSettings:
     """How a domain's episodes are sampled, scored and chosen, where it is not as the phase or the recipe says. The
-    temperature is the phase's: the trainer's log-probs are taken at it.
-
-    max_answer_tok: most tokens of one answer, at most `Recipe.max_answer_tok` (0: that).
-    top_k, top_p, min_p: tokens left out of sampling in training; None: as the phase says.
-    filters: which of the domain's trajectories take part; None: `Recipe.filters`. Its `max_failed_frac` is of the
-      domain's own trajectories, and leaves out the domain's part of a step.
-    reward: what its episodes are worth; None: `Recipe.reward`, or what its environment says.
-    """
+    temperature is the phase's: the trainer's log-probs are taken at it."""
 
     max_answer_tok: int = 0
+    """Maximum number of tokens in one answer, at most `Recipe.max_answer_tok` (0: equal to it)."""
     top_k: int | None = None
+    """Top-k limit of sampling in training: tokens outside of it are left out. None: the phase's setting."""
     top_p: float | None = None
+    """Top-p limit of sampling in training: tokens outside of it are left out. None: the phase's setting."""
     min_p: float | None = None
+    """Min-p limit of sampling in training: tokens below it are left out. None: the phase's setting."""
     filters: FilterConfig | None = None
+    """Rules that decide which of the domain's trajectories take part; None: `Recipe.filters`. `max_failed_frac` refers
+    to the domain's own trajectories, and exceeding it leaves out the domain's part of a step."""
     reward: RewardConfig | None = None
+    """Reward of the domain's episodes; None: `Recipe.reward`, or the environment's reward."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_answer_tok", low=0)

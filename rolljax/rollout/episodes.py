@@ -104,32 +104,30 @@ MAX_ATTEMPTS = 100
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """How episodes are conducted.
-
-    context: what happens when the next answer might not fit into the context. truncate: the episode continues until the
-      context is full and ends there. drop_oldest: the oldest exchanges after the opening are left out, and a new
-      sequence starts with the rest, at most `restarts` times in an episode. keep_frac: share of the context that the
-      kept part may take.
-    retries: how often an episode is restarted from the same start: with the same randomness after a fault of the
-      infrastructure, with other randomness after a loop. A restart because of another episode in the same worker is not
-      counted.
-    repeats: a loop is an answer that the policy gives, and the environment answers, in the same way this many times in
-      a row (0: off). In training the episode is then discarded and restarted, and left out if it loops each time; in
-      an evaluation it ends there, and counts.
-    answer_format: a regular expression that the whole answer must match; otherwise `format_penalty` is added to the
-      turn's reward, as the part `format`. The syntax is RE2's, which takes time linear in any answer: no look-ahead, no
-      back-references. `.` is any character.
-    restarts: most restarts of the stream in an episode, with context = 'drop_oldest'. format_penalty: see
-      `answer_format`; 0 or less.
-    """
+    """How episodes are conducted."""
 
     context: Literal["truncate", "drop_oldest"] = "truncate"
+    """Behaviour if the next answer might not fit into the context. truncate: the episode continues until the context is
+    full and ends there. drop_oldest: the oldest exchanges after the opening are left out, and a new sequence starts
+    with the rest, at most `restarts` times in an episode."""
     restarts: int = 3
+    """Maximum number of restarts of the token stream in an episode, with context = 'drop_oldest'."""
     keep_frac: float = 0.5
+    """Share of the context that the kept part may take."""
     retries: int = 2
+    """Maximum number of times that an episode is restarted from the same start: with the same randomness after a fault
+    of the infrastructure, with other randomness after a loop. A restart because of another episode in the same worker
+    is not counted."""
     repeats: int = 0
+    """A loop is an answer that the policy gives, and the environment answers, in the same way this many times in a row
+    (0: off). In training the episode is then discarded and restarted, and left out if it loops each time; in an
+    evaluation it ends there, and counts."""
     answer_format: str = ""
+    """A regular expression that the whole answer must match; otherwise `format_penalty` is added to the turn's reward,
+    as the part `format`. The syntax is RE2's, which takes time linear in any answer: no look-ahead, no back-references.
+    `.` is any character."""
     format_penalty: float = 0.0
+    """Penalty added to a turn's reward if its answer does not match `answer_format`; 0 or less."""
 
     def __post_init__(self) -> None:
         check_range(self, "restarts", "retries", "repeats", low=0)
@@ -158,16 +156,16 @@ class RolloutConfig:
 
 
 class EpisodeRollouts(abc.ABC):
-    """Groups of episodes, restarted when the infrastructure failed. Subclasses say in `run_episode` who acts in one.
-
-    pool: of the environments. cfg: how episodes are conducted. tally: counts them. scoring: their rewards, in place of
-    the environment's.
-    """
+    """Groups of episodes, restarted when the infrastructure failed. Subclasses say in `run_episode` who acts in one."""
 
     pool: Pool
+    """Pool of environments."""
     cfg: RolloutConfig
+    """Settings of episodes."""
     tally: EpisodeCounts
+    """Counts of episodes by stream."""
     scoring: Scoring | None
+    """Rewards of the episodes, in place of the environment's."""
 
     @abc.abstractmethod
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
@@ -270,25 +268,26 @@ class EpisodeRollouts(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollouts(EpisodeRollouts):
-    """Everything that a rollout needs in addition to its task.
-
-    max_turns, max_context, max_answer_tok: most answers of an episode, tokens of a sequence, tokens of an answer.
-    hash_observations: keep a hash of the environment's messages (`Trajectory.observation_hashes`). tally: counts
-    episodes. scoring: their rewards; None: the environment's. run_limits: time limits of the policy's programs, for
-    environments that use them (`EnvSpec.run_limits`).
-    """
+    """Everything that a rollout needs in addition to its task."""
 
     pool: Pool
     chat: Chat
     policy: Policy
     max_turns: int
+    """Maximum number of answers in an episode."""
     max_context: int
+    """Maximum number of tokens in a sequence."""
     max_answer_tok: int
+    """Maximum number of tokens in one answer."""
     cfg: RolloutConfig = RolloutConfig()
     hash_observations: bool = False
+    """Keep a hash of the environment's messages (`Trajectory.observation_hashes`)."""
     tally: EpisodeCounts = dataclasses.field(default_factory=EpisodeCounts)
+    """Counter of episodes."""
     scoring: Scoring | None = None
+    """Scoring that gives the episodes' rewards; None: the environment's rewards."""
     run_limits: RunLimits | None = None
+    """Time limits of the policy's programs, for environments that use them (`EnvSpec.run_limits`)."""
 
     async def run_episode(self, episode: Episode, builder: TrajectoryBuilder, start: Start | None) -> None:
         stream = TokenStream(self.chat.prompt_ids(episode.opening))

@@ -45,13 +45,12 @@ class TailBatching:
     to complete are trained on; the other prompts wait in a queue. Once the queue holds enough prompts for a step, or no
     new prompts are left, a long round starts the queued prompts alone and waits for all of them. Every prompt is
     trained once, with answers of the newest policy; only the order changes.
-
-    eta: factor on the prompts, and on the siblings of a group, of a short round.
-    epoch: number of prompts after which the queue must be empty (0: only at the end of the phase).
     """
 
     eta: float = 1.25
+    """Factor on the prompts, and on the siblings of a group, of a short round."""
     epoch: int = 0
+    """Number of prompts after which the queue must be empty (0: only at the end of the phase)."""
 
     def __post_init__(self) -> None:
         check_range(self, "eta", above=1)
@@ -76,28 +75,27 @@ def favours(spare_siblings: int, late: Late) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """The rules of a `GroupBuffer`.
-
-    prompts_per_step: groups of a step. num_steps: of the phase.
-    async_ratio: most versions between the start of a group and its training; 0 is synchronous. With a fractional ratio,
-      such as 1.5, that fraction of a step's groups (here half of them) may be one version older.
-    spare_prompts: groups in flight in excess of the groups that a step needs; with `redraw`, prompts of later steps.
-    late: what to do with a group that would exceed this bound. wait: steps wait until the group is complete, so no
-      group exceeds it. redraw: it starts again, with the newest policy and the same randomness, and steps wait for it
-      then. drop: it is cancelled, and its prompt is not trained.
-    max_replaced: groups without a signal that a step may replace; further ones are trained on as they are.
-    in_rounds: replacements start only when nothing is in flight, so that a request always shares the sampler with the
-      same requests.
-    """
+    """The rules of a `GroupBuffer`."""
 
     prompts_per_step: int
+    """Groups of a step."""
     num_steps: int
+    """Number of steps of the phase."""
     async_ratio: float = 0.0
+    """Maximum number of policy versions between the start of a group and its training; 0 is synchronous. With a
+    fractional ratio, such as 1.5, that fraction of a step's groups (here half of them) may be one version older."""
     spare_prompts: int = 0
+    """Groups in flight in excess of the groups that a step needs; with `redraw`, prompts of later steps."""
     late: Late = "wait"
+    """Treatment of a group that would exceed the bound `async_ratio`. wait: steps wait until the group is complete, so
+    no group exceeds it. redraw: the group starts again, with the newest policy and the same randomness, and steps then
+    wait for it. drop: the group is cancelled, and its prompt is not trained."""
     max_replaced: int = 0
+    """Groups without a signal that a step may replace; further ones are trained on as they are."""
     tail: TailBatching | None = None
     in_rounds: bool = False
+    """Replacements start only when nothing is in flight, so that a request always shares the sampler with the same
+    requests."""
 
     def __post_init__(self) -> None:
         check_range(self, "prompts_per_step", "num_steps", low=1)
@@ -141,15 +139,17 @@ class Admission:
 
 @dataclasses.dataclass
 class GroupEntry:
-    """A group in flight, or ready. version: of the policy at its start. kept: steps wait for it, and it is never
-    cancelled. domain: of its task; empty without domains."""
+    """A group in flight, or ready."""
 
     draw: int
     version: int
+    """Policy version at the start of the group."""
     kept: bool
+    """Steps wait for it, and it is never cancelled."""
     ready: bool = False
     has_signal: bool = True
     domain: str = ""
+    """Domain of the group's task; empty without domains."""
 
     def age(self, version: int) -> int:
         """Return the number of versions since its start."""

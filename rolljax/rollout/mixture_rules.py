@@ -73,18 +73,17 @@ class MixtureRule(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled(MixtureRule):
-    """Weights by step.
-
-    at: by step of the phase the weights of all domains from there on; step 0 must be among them.
-    between: what holds between two of these steps. step: the earlier one; linear: the straight line to the next.
-    every: steps between two looks at perplexities, for the metrics alone (0: none); goes with `Distill`.
-    tasks: of each domain that they are taken of.
-    """
+    """Weights by step."""
 
     at: Mapping[int, Mapping[str, float]]
+    """Weights of all domains by the step of the phase from which on they hold; step 0 must be included."""
     between: Literal["step", "linear"] = "linear"
+    """Rule for the weights between two of the listed steps. step: the weights of the earlier step; linear: linear
+    interpolation to the next step."""
     every: int = 0
+    """Steps between two looks at perplexities, for the metrics alone (0: none); goes with `Distill`."""
     tasks: int = 500
+    """Number of tasks of each domain on which perplexities are measured."""
 
     def __post_init__(self) -> None:
         check_range(self, "every", low=0)
@@ -133,17 +132,16 @@ class Scheduled(MixtureRule):
 @dataclasses.dataclass(frozen=True)
 class Curriculum(MixtureRule):
     """More of the domains whose tasks are neither too hard nor too easy: a domain's weight counts by how near its pass
-    rate is to a target.
-
-    target: pass rate that is wanted. width: a domain whose pass rate is so far from it counts e^-1/2.
-    floor: share of a step that goes by the weights whatever the pass rates are, so that no domain starves.
-    memory: share of the old mean in a domain's running pass rate; a domain that was not seen yet counts in full.
-    """
+    rate is to a target."""
 
     target: float = 0.5
+    """Pass rate that is wanted."""
     width: float = 0.2
+    """A domain whose pass rate is so far from it counts e^-1/2."""
     floor: float = 0.3
+    """Share of a step that goes by the weights whatever the pass rates are, so that no domain starves."""
     memory: float = 0.9
+    """Share of the old mean in a domain's running pass rate; a domain that was not seen yet counts in full."""
 
     def __post_init__(self) -> None:
         check_range(self, "target", low=0, high=1)
@@ -177,15 +175,16 @@ class Ddk(MixtureRule):
     Every `every` steps both models' perplexities `l` are measured on the same held-out tasks of each of the N domains.
     The first shares are `softmax(l_student / l_teacher)`; later ones `r <- a psi / sum psi + (1 - a) / N` with
     `psi = r exp(l_student / l_teacher)`. The domains' own weights have no effect.
-
-    every: steps between two measurements. tasks: number of tasks of each domain in a measurement. smoothing: a above.
-    max_ratio: a larger ratio counts as this one (the paper: none; e^ratio overflows).
     """
 
     every: int = 1000
+    """Steps between two measurements."""
     tasks: int = 500
+    """Number of tasks of each domain in a measurement."""
     smoothing: float = 0.5
+    """Smoothing factor a in the formula of the shares, `r <- a psi / sum psi + (1 - a) / N`."""
     max_ratio: float = 10.0
+    """A larger ratio counts as this one (the paper: none; e^ratio overflows)."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "every": Stated(1000, "arXiv 2407.16154, section 4.1: the distillation interval"),

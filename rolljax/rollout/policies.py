@@ -32,16 +32,15 @@ class Policy(Protocol):
 @dataclasses.dataclass(frozen=True, eq=False)
 class SamplerPolicy:
     """The model, through the sampler; randomness is addressed by run seed, key and turn. Requests of groups that began
-    earlier are served first, those of evaluations before all.
-
-    may_ask: requests wait until it is set. domains: how each domain of a mixture is sampled, where it is otherwise.
-    """
+    earlier are served first, those of evaluations before all."""
 
     sampler: Sampler
     params: SamplingParams
     seed: int
     may_ask: asyncio.Event | None = None
+    """Requests wait until it is set."""
     domains: Mapping[str, SamplingParams] = dataclasses.field(default_factory=dict)
+    """Sampling parameters of the domains of a mixture that differ from `params`, by domain."""
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
         address = (self.seed % 2**31, key.stream, key.draw, key.sibling, turn)
@@ -54,15 +53,13 @@ class SamplerPolicy:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GoldPolicy:
-    """The environment's own answers, as tokens; their log-probs are 0 and their version is -1.
-
-    max_answer_tok: a longer answer is an error, and its trajectory lost. pairs: every second sibling gives the rejected
-    answer instead of the gold one.
-    """
+    """The environment's own answers, as tokens; their log-probs are 0 and their version is -1."""
 
     chat: Chat
     max_answer_tok: int
+    """A longer answer is an error, and its trajectory lost."""
     pairs: bool = False
+    """Every second sibling gives the rejected answer instead of the gold one."""
 
     async def act(self, prompt_ids: np.ndarray, episode: Episode, key: Key, turn: int) -> Completion:
         text = await (episode.rejected() if self.pairs and key.sibling % 2 else episode.gold())

@@ -43,17 +43,16 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """The chunks of an expert to replay before the policy takes over; may be none.
-
-    opening: hash of the opening messages. imitate: number of first chunks to imitate; replayed chunks after them are
-    not imitated. crucial: the next chunk, if it is the crucial one; imitated if all episodes from this start fail.
-    """
+    """The chunks of an expert to replay before the policy takes over; may be none."""
 
     expert: Expert
     opening: str
+    """Hash of the opening messages."""
     chunks: tuple[Chunk, ...]
     imitate: int
+    """Number of first chunks to imitate; replayed chunks after them are not imitated."""
     crucial: Chunk | None = None
+    """The next chunk, if it is the crucial one; imitated if all episodes from this start fail."""
 
     @staticmethod
     def full(opening: str, chunks: Sequence[Chunk]) -> Start:
@@ -73,28 +72,26 @@ def _hash(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertStarts:
-    """Chunk-level initialised resampling.
-
-    mode: rollback replays all but the last `distance` chunks; the distance, the same for all tasks, is 1 at first
-      and grows by one whenever the success rate of the last `window` episodes at it reaches `threshold`, until episodes
-      start at the beginning. parallel draws a start for every group, uniformly over all chunks.
-    expert: gold plays the environment's scripted answers; success replays the policy's own newest success on the same
-      task (tasks without a success start at their beginning).
-    refresh_every: steps between updates of the replayed successes to newer ones.
-    fork_gap: least gain in success rate that makes a chunk the crucial one: from starts before it to starts after it,
-      with one-sided p below .05 and at least 8 of the last 32 episodes on either side; the rate after the whole episode
-      is 1. Chunks after the crucial one are not imitated. The crucial chunk is imitated when it is replayed, and when a
-      whole group that starts before it fails.
-    threshold: success rate, 0 to 1, at which the distance grows. window: number of newest episodes at a distance for
-      its success rate.
-    """
+    """Chunk-level initialised resampling."""
 
     mode: Literal["rollback", "parallel"] = "rollback"
+    """Rollback replays all but the last `distance` chunks; the distance, the same for all tasks, is 1 at first and
+    grows by one whenever the success rate of the last `window` episodes at it reaches `threshold`, until episodes start
+    at the beginning. parallel draws a start for every group, uniformly over all chunks."""
     expert: Literal["gold", "success"] = "gold"
+    """Gold plays the environment's scripted answers; success replays the policy's own newest success on the same task
+    (tasks without a success start at their beginning)."""
     threshold: float = 0.7
+    """Success rate, 0 to 1, at which the distance grows."""
     window: int = 64
+    """Number of newest episodes at a distance for its success rate."""
     refresh_every: int = 20
+    """Steps between updates of the replayed successes to newer ones."""
     fork_gap: float = 0.3
+    """Least gain in success rate that makes a chunk the crucial one: from starts before it to starts after it, with
+    one-sided p below .05 and at least 8 of the last 32 episodes on either side; the rate after the whole episode is 1.
+    Chunks after the crucial one are not imitated. The crucial chunk is imitated when it is replayed, and when a whole
+    group that starts before it fails."""
 
     def __post_init__(self) -> None:
         check_range(self, "threshold", "fork_gap", above=0, high=1)

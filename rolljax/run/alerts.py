@@ -24,13 +24,12 @@ SHOWN_CHARS = 60
 class PreemptionRule:
     """By what factor the devices that a sampler's weights are split over should change, from how often sequences gave
     their pages back in rounds of rollouts (RollPacker, arXiv 2509.21009): 2 when that grew, 1/2 when it did not happen
-    for a while.
-
-    growth: from round to round, beyond which it is too often. quiet_rounds: without any, after which fewer devices do.
-    """
+    for a while."""
 
     growth: float = 1.05
+    """Growth factor of the number of preemptions from one round to the next above which they are too frequent."""
     quiet_rounds: int = 4
+    """Without any, after which fewer devices do."""
     _before: int | None = None
     _quiet: int = 0
 

@@ -12,32 +12,34 @@ from rolljax.rollout.group_buffer import DROPPED, GroupEntry
 
 @dataclasses.dataclass(frozen=True)
 class ConsumedStep:
-    """A line of `consumed.jsonl`. A replay needs nothing else but the rollouts of the step (`run.replay`).
-
-    step: of the run. phase: its name. version: of the policy that was trained.
-    draws: of the groups that it trained, in order. start_versions: of the policy at the start of each of them.
-    dropped: draws that were dropped since the line before, by reason (`group_buffer.Dropped`).
-    waiting: index of the task of each group that is in flight, ready, or starts again, by draw.
-    stream_position: of the task stream. cancelled: number of cancelled spare episodes of each group, by draw.
-    demonstrations: demonstration of an expert for the task (`Group.demonstration`), by draw, as JSON.
-    mixture: state of the shares of a mixture's domains (`MixtureShares.state`, `StepPlan.state`); else empty.
-    phase_end: why the phase ended with this step, if it ended early.
-    rollouts: SHA-256 of the step's file of rollouts; empty if none was written.
-    """
+    """A line of `consumed.jsonl`. A replay needs nothing else but the rollouts of the step (`run.replay`)."""
 
     step: int
+    """Step of the run."""
     phase: str
+    """Name of the phase."""
     version: int
+    """Version of the policy that was trained."""
     draws: list[int]
+    """Draws of the groups that the step trained, in order."""
     start_versions: list[int]
+    """Policy version at the start of each trained group."""
     dropped: dict[str, list[int]]
+    """Draws that were dropped since the line before, by reason (`group_buffer.Dropped`)."""
     waiting: dict[str, int]
+    """Index of the task of each group that is in flight, ready, or starts again, by draw."""
     stream_position: str
+    """Position of the task stream."""
     cancelled: dict[str, int]
+    """Number of cancelled spare episodes of each group, by draw."""
     demonstrations: dict[str, Any]
+    """Demonstration of an expert for the task (`Group.demonstration`), by draw, as JSON."""
     mixture: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """State of the shares of a mixture's domains (`MixtureShares.state`, `StepPlan.state`); else empty."""
     phase_end: str = ""
+    """Reason why the phase ended with this step, if it ended early."""
     rollouts: str = ""
+    """SHA-256 of the step's file of rollouts; empty if none was written."""
 
 
 class DrawAccount:

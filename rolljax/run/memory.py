@@ -119,17 +119,15 @@ def reshard(resolved: ResolvedRecipe) -> Reshard | None:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """Bytes of one device while a program runs.
-
-    sizes: by name, of arguments, results and all other live arrays; gradients are a part of the temporaries.
-    activations: an estimate of what a backward pass keeps, from the widths of the layers. compiled: arguments, results
-    and temporaries by XLA's analysis (None: not compiled).
-    """
+    """Bytes of one device while a program runs."""
 
     program: aot.Program
     sizes: Mapping[str, float]
+    """Bytes by name of arguments, results and all other live arrays; gradients are a part of the temporaries."""
     activations: float
+    """An estimate of what a backward pass keeps, from the widths of the layers."""
     compiled: float | None = None
+    """Arguments, results and temporaries by XLA's analysis (None: not compiled)."""
 
     @property
     def total(self) -> float:
@@ -148,14 +146,13 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """What every program of a run takes of a device, next to what the device has.
-
-    uses: of each program. room: what the device has.
-    """
+    """What every program of a run takes of a device, next to what the device has."""
 
     resolved: ResolvedRecipe
     uses: tuple[Use, ...]
+    """Memory use of each program."""
     room: DeviceMemory
+    """Memory that the device has."""
 
     @functools.cached_property
     def largest(self) -> Use:

@@ -53,14 +53,13 @@ SMALL_MEMORY = 16 << 30
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe checked against its model's shape and the devices.
-
-    mesh, sampler_mesh: of the trainer and of the sampler: over the same devices, or over others (`Recipe.placement`).
-    """
+    """A recipe checked against its model's shape and the devices."""
 
     recipe: Recipe
     mesh: Mesh
+    """Device mesh of the trainer: the same devices as the sampler's, or separate ones (`Recipe.placement`)."""
     sampler_mesh: Mesh
+    """Device mesh of the sampler: the same devices as the trainer's, or separate ones (`Recipe.placement`)."""
     model: Model
 
     def sampler_sleeps(self, phase: Phase) -> bool:
@@ -324,15 +323,14 @@ def load_chat(resolved: ResolvedRecipe, run: str | Path | None = None) -> Chat:
 
 @dataclasses.dataclass(frozen=True)
 class Probed:
-    """What tasks were found to be.
-
-    openings: the messages that each begins with. replies: what some of them answer to a first action. references: the
-    answers that a phase would imitate, where one does.
-    """
+    """What tasks were found to be."""
 
     openings: list[tuple[Message, ...]]
+    """The messages that each begins with."""
     replies: list[tuple[Message, ...]]
+    """Messages with which some of the tasks reply to a first action."""
     references: list[ReferenceAnswer]
+    """The answers that a phase would imitate, where one does."""
 
 
 async def probe(recipe: Recipe, tasks: list[Task]) -> Probed:

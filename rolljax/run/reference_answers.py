@@ -19,15 +19,15 @@ SHOWN_CHARS = 400
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceAnswer:
-    """The reference answers of one episode.
-
-    texts: one for each turn that was looked at. reward, success: of the whole episode; None if it was not played.
-    """
+    """The reference answers of one episode."""
 
     task: Task
     texts: tuple[str, ...]
+    """One for each turn that was looked at."""
     reward: float | None = None
+    """Reward of the whole episode; None if it was not played."""
     success: bool = False
+    """Whether the whole episode succeeded."""
 
 
 async def read(episode: Episode, task: Task, max_turns: int, *, play: bool) -> ReferenceAnswer | None:

@@ -39,13 +39,12 @@ RECORDING = "a run that is to be replayed needs rollouts_every = 1 and keep_roll
 
 @dataclasses.dataclass(frozen=True)
 class RunLog:
-    """What a run trained.
-
-    folder: of that run. steps: the lines of its log, from step 1 on.
-    """
+    """What a run trained."""
 
     folder: RunFolder
+    """Folder of the logged run."""
     steps: Sequence[ConsumedStep]
+    """The lines of its log, from step 1 on."""
 
     def describe(self) -> str:
         """One line: what there is to replay."""

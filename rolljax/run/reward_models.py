@@ -51,10 +51,11 @@ def keep(folder: RunFolder, phase: Phase, params: Params, carry: Mapping[str, fl
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRewardModels:
-    """What a run's rewards may find (`rewards.base.TrainedModels`). folder: of the run; None: it has none yet."""
+    """What a run's rewards may find (`rewards.base.TrainedModels`)."""
 
     resolved: ResolvedRecipe
     folder: RunFolder | None = None
+    """Folder of the run; None: the run has no folder yet."""
 
     def check(self, phase: str, run: str) -> int:
         if run:

@@ -114,14 +114,15 @@ class PageTable:
 class RaggedPath:
     """TPU: JAX's Pallas kernel `ragged_paged_attention`, one call per layer, for prefill and decode steps alike.
 
-    A head size that is no multiple of 128 is padded with zeros to one. dtype: float32 or bfloat16. num_pages: of one
-    batch shard.
+    A head size that is no multiple of 128 is padded with zeros to one.
     """
 
     cfg: DecoderConfig
     dtype: str
+    """Float32 or bfloat16."""
     page_size: int
     num_pages: int
+    """Number of KV pages of one batch shard."""
     mesh: Mesh
     head_axis = 2
     sized = False
@@ -256,12 +257,11 @@ class TritonPath(DensePath):
     """GPU, decode steps: JAX's Pallas (Triton) kernel for paged attention over the pool of `DensePath`.
 
     JAX 0.11 and later call this kernel deprecated.
-
-    interpret: run the kernel in Pallas' interpreter, on any device.
     """
 
     mesh: Mesh
     interpret: bool = False
+    """Run the kernel in Pallas' interpreter, on any device."""
     sized = False
 
     def open(

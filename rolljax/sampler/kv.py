@@ -30,14 +30,13 @@ from rolljax.model.decoder import DecoderConfig
 
 
 class Path(Protocol):
-    """How keys and values are kept in the pool of pages, and how new tokens attend to them.
-
-    head_axis: the dimension of the pool that counts key/value heads. sized: what is computed grows with the width of
-    the tables and the number of rows, so programs for smaller ones are worth compiling. pool_dtype: of the pool.
-    """
+    """How keys and values are kept in the pool of pages, and how new tokens attend to them."""
 
     head_axis: int
+    """The dimension of the pool that counts key/value heads."""
     sized: bool
+    """Whether the amount of computation grows with the width of the page tables and the number of rows, so that
+    programs for smaller sizes are worth compiling."""
 
     @property
     def pool_dtype(self) -> str: ...
@@ -63,20 +62,19 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class DensePath:
-    """Attention by XLA over a copy of the context.
-
-    num_pages: pages of one shard. unroll: the decoder's layers are written out, so everything per layer is a tuple;
-    else it is one array with a leading L. as_bits: the pool holds the bits of bfloat16 as uint16. XLA's CPU compiler
-    computes in float32 what it is given in bfloat16, also where nothing is computed: a scatter of a few tokens would
-    make a float32 copy of the whole pool.
-    """
+    """Attention by XLA over a copy of the context."""
 
     cfg: DecoderConfig
     dtype: str
     page_size: int
     num_pages: int
+    """Pages of one shard."""
     unroll: bool
+    """The decoder's layers are written out, so everything per layer is a tuple; else it is one array with a leading
+    L."""
     as_bits: bool = dataclasses.field(default=False, kw_only=True)
+    """The pool holds the bits of bfloat16 as uint16. XLA's CPU compiler computes in float32 what it is given in
+    bfloat16, also where nothing is computed: a scatter of a few tokens would make a float32 copy of the whole pool."""
     head_axis = 1
     sized = True
 

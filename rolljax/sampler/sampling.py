@@ -21,14 +21,13 @@ MAX_TOP_LOGPROBS = 20
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """One token per row `[S]`, and the most likely tokens `[S, n]`, with log-probs.
-
-    sampler_logp: of the distribution that was sampled from. model_logp: of the model's own.
-    """
+    """One token per row `[S]`, and the most likely tokens `[S, n]`, with log-probs."""
 
     token: jax.Array
     sampler_logp: jax.Array
+    """Log-prob of the token under the distribution that was sampled from."""
     model_logp: jax.Array
+    """Log-prob of the token under the model's own distribution."""
     top_ids: jax.Array
     top_sampler_logp: jax.Array
     top_model_logp: jax.Array

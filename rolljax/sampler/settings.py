@@ -25,49 +25,53 @@ MIN_ROWS = 4
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-    """Sizes of the sampler, and its choices.
-
-    slots: sequences that decode at the same time. max_context: most tokens of a prompt and its answer together.
-    page_size: tokens per KV page. pages: KV pages (default: for every slot a sequence of full length, and the last page
-    of its prompt, which its siblings copy).
-    prefill_chunk: prompt tokens computed at once; a longer prompt is prefilled in chunks, and decoding never waits for
-    more than one. steps_per_dispatch: decode steps between two looks of the host.
-
-    prefix_match: which keys and values a prompt may start from. 'turns': those of a complete earlier prompt or answer
-    that it extends (and every full `prefill_chunk`), so that what is computed never depends on what else ran before;
-    'any': the longest common beginning with anything in the cache (best for serving); 'off': none.
-    on_publish: what happens to running requests when the weights change. 'recompute': their keys and values are made
-    again by the new weights; 'keep': they go on with what the old weights made (PipelineRL, arXiv:2509.19128).
-    reuse_stale: let new requests start from keys and values that older weights made.
-    attention: how decode steps read pages. 'dense' copies the context out of them, once per dispatch (XLA, any device);
-    'ragged' (Pallas, TPU; prefill too) and 'triton' (Pallas, GPU; deprecated by JAX) read them where they are. 'auto':
-    'ragged' on TPU, on other devices 'dense' (docs/scaling.md).
-    tensor, expert: devices that the layers of the sampler's weights are split over, and their experts; the rest share
-    out the slots (default: as the trainer's mesh has them). Decoding reads all of a device's weights for every token of
-    its slots, so it wants them split further than training does.
-    programs: how many sizes of prompts and contexts get their own program. A server compiles all of them at its start:
-    on CPU 'few' take a fourth of that time, and pad more.
-    record_experts: of models with experts, hand out which ones each decoded token took; the trainer then takes the same
-    (router replay, arXiv:2510.11370).
-    record_alternatives: number of most likely tokens to write into the rollouts for each sampled token; `rolljax.view`
-    shows them. Each takes about forty bytes.
-    """
+    """Sizes of the sampler, and its choices."""
 
     slots: int = 64
+    """Sequences that decode at the same time."""
     max_context: int = 512
+    """Maximum number of tokens of a prompt and its answer together."""
     page_size: int = 16
+    """Tokens per KV page."""
     pages: int | None = None
+    """KV pages (default: for every slot a sequence of full length, and the last page of its prompt, which its siblings
+    copy)."""
     prefill_chunk: int = 512
+    """Prompt tokens computed at once; a longer prompt is prefilled in chunks, and decoding never waits for more than
+    one."""
     steps_per_dispatch: int = 8
+    """Decode steps between two looks of the host."""
     prefix_match: Literal["turns", "any", "off"] = "turns"
+    """Cached keys and values that a prompt may start from. 'turns': from a complete earlier prompt or answer that it
+    extends (and every full `prefill_chunk`), so that the computation never depends on earlier requests; 'any': the
+    longest common prefix with anything in the cache (best for serving); 'off': none."""
     on_publish: Literal["recompute", "keep"] = "recompute"
+    """Treatment of running requests when the weights change. 'recompute': their keys and values are computed again with
+    the new weights; 'keep': they continue with the keys and values of the old weights (PipelineRL,
+    arXiv:2509.19128)."""
     reuse_stale: bool = False
+    """Let new requests start from keys and values that older weights made."""
     attention: Literal["auto", "dense", "ragged", "triton"] = "auto"
+    """Method by which decode steps read KV pages. 'dense' copies the context out of the pages, once per dispatch (XLA,
+    any device); 'ragged' (Pallas, TPU; prefill too) and 'triton' (Pallas, GPU; deprecated by JAX) read the pages in
+    place. 'auto': 'ragged' on TPU, 'dense' on other devices (docs/scaling.md)."""
     tensor: int | None = None
+    """Number of devices over which the layers of the sampler's weights are split (default: as in the trainer's mesh);
+    the remaining devices share out the slots. Decoding reads all of a device's weights for every token of its slots, so
+    it wants them split further than training does."""
     expert: int | None = None
+    """Number of devices over which the experts of the sampler's weights are split (default: as in the trainer's mesh);
+    the remaining devices share out the slots. Decoding reads all of a device's weights for every token of its slots, so
+    it wants them split further than training does."""
     programs: Literal["many", "few"] = "many"
+    """Number of prompt and context sizes that get a compiled program of their own. A server compiles all of them at its
+    start: on CPU 'few' takes a fourth of the time of 'many', and pads more."""
     record_experts: bool = False
+    """Whether to return the experts that each decoded token took, for models with experts; the trainer then uses the
+    same experts (router replay, arXiv:2510.11370)."""
     record_alternatives: int = 0
+    """Number of most likely tokens to write into the rollouts for each sampled token; `rolljax.view` shows them. Each
+    takes about forty bytes."""
 
     def __post_init__(self) -> None:
         check_range(self, "record_alternatives", low=0, high=MAX_TOP_LOGPROBS)

@@ -47,17 +47,16 @@ MERGED_USR = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 
 @dataclasses.dataclass(frozen=True)
 class SandboxCommand:
-    """Everything the supervisor needs to start a sandbox.
-
-    data: contents for descriptors `FIRST_DATA_FD`, `FIRST_DATA_FD + 1`, ... rlimits: soft and hard, by name.
-    tree: the writable file system to mount first (`namespaces.mount_tree`).
-    """
+    """Everything the supervisor needs to start a sandbox."""
 
     argv: list[str]
     env: dict[str, str]
     data: list[bytes]
+    """Contents for descriptors `FIRST_DATA_FD`, `FIRST_DATA_FD + 1`, ..."""
     rlimits: dict[str, tuple[int, int]]
+    """Soft and hard, by name."""
     tree: dict[str, Any] | None
+    """The writable file system to mount first (`namespaces.mount_tree`)."""
     chdir: str = ""
 
 

@@ -19,12 +19,14 @@ MAX_USERNS = Path("/proc/sys/user/max_user_namespaces")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A line of the table. ok: whether it holds, None for information only. cure: the remedy if it does not hold."""
+    """A line of the table."""
 
     name: str
     ok: bool | None
+    """Whether the check passes; None: for information only."""
     detail: str
     cure: str = ""
+    """The remedy if it does not hold."""
 
 
 PROBE = r"""

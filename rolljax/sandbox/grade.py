@@ -28,16 +28,18 @@ EXTRA_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class GradeResult:
-    """passed: every test, and there was one. reason: passed, wrong (an assertion), error (an exception), exited (the
-    candidate's process ended or could not be loaded), timeout (wall clock or processor time), killed (memory), no tests
-    (nothing was tested), broken tests (they could not be loaded: the task's fault, not the candidate's).
-    detail: one line for the record (it may quote a test: not for the policy)."""
+    """The result of a program's tests."""
 
     passed: bool
+    """Every test, and there was one."""
     num_passed: int
     num_tests: int
     reason: str
+    """Passed, wrong (an assertion), error (an exception), exited (the candidate's process ended or could not be
+    loaded), timeout (wall clock or processor time), killed (memory), no tests (nothing was tested), broken tests (they
+    could not be loaded: the task's fault, not the candidate's)."""
     detail: str = ""
+    """One line for the record (it may quote a test: not for the policy)."""
     ms: float = 0.0
 
 

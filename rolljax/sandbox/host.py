@@ -42,16 +42,18 @@ class SandboxGone(EnvError):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a program ended. returncode: as a shell says it (128 + signal). killed_by: empty, wall, cpu, memory or
-    output. truncated: output was cut in the middle."""
+    """How a program ended."""
 
     returncode: int
+    """Exit code as a shell reports it (128 + signal)."""
     stdout: bytes
     stderr: bytes
     timed_out: bool = False
     killed_by: str = ""
+    """Empty, wall, cpu, memory or output."""
     ms: float = 0.0
     truncated: bool = False
+    """Output was cut in the middle."""
 
     @property
     def text(self) -> str:

@@ -12,33 +12,36 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Limits of one sandbox. Past any of them the sandbox (or the process, for per-process limits) is killed.
-
-    memory_bytes: proportional set size of all processes together with what the kernel holds for them (page tables,
-      sockets, descriptors), measured every quarter second (or the limit of a control group, where one was delegated).
-    address_bytes: address space of one process.
-    cpu_s: processor seconds of one process. total_cpu_s: those of all processes together.
-    wall_s: life of a one-shot sandbox; session_s: of a live one.
-    nproc: processes and threads. nofile: open files of one process. tmpfs_bytes, inodes: everything written, all
-      directories together. output_bytes: kept of each output stream, half from its start and half from its end.
-    flood_bytes: output after which a one-shot sandbox is killed.
-    writable_root: `/`, `/etc`, `/opt`, `/usr/local` and so on can be written (only inside, gone with the sandbox).
-    """
+    """Limits of one sandbox. Past any of them the sandbox (or the process, for per-process limits) is killed."""
 
     name: str
     memory_bytes: int = 1 * GIB
+    """Proportional set size of all processes together with what the kernel holds for them (page tables, sockets,
+    descriptors), measured every quarter second (or the limit of a control group, where one was delegated)."""
     address_bytes: int = 2 * GIB
+    """Address space of one process."""
     cpu_s: int = 15
+    """Processor seconds of one process."""
     total_cpu_s: float = 60.0
+    """Limit on processor seconds of all processes together."""
     wall_s: float = 15.0
+    """Life of a one-shot sandbox;."""
     session_s: float = 3600.0
+    """Maximum lifetime in seconds of a live sandbox."""
     nproc: int = 64
+    """Processes and threads."""
     nofile: int = 256
+    """Open files of one process."""
     tmpfs_bytes: int = 64 * MIB
+    """Limit on bytes of all written files, over all directories together."""
     inodes: int = 20_000
+    """Limit on inodes of all written files, over all directories together."""
     output_bytes: int = 128 * KIB
+    """Kept of each output stream, half from its start and half from its end."""
     flood_bytes: int = 64 * MIB
+    """Output after which a one-shot sandbox is killed."""
     writable_root: bool = False
+    """`/`, `/etc`, `/opt`, `/usr/local` and so on can be written (only inside, gone with the sandbox)."""
 
     def __post_init__(self) -> None:
         check_range(self, "memory_bytes", "address_bytes", "tmpfs_bytes", "output_bytes", "flood_bytes", above=0)
@@ -82,22 +85,21 @@ PROFILES = {p.name: p for p in (SCORE, CODE, TERMINAL, MCP)}
 
 @dataclasses.dataclass(frozen=True)
 class SandboxConfig:
-    """How sandboxes are made here.
-
-    backend: `bwrap` isolates with bubblewrap; `none` does not isolate at all and is for trusted code only.
-    slots: sandboxes alive at the same time. slot_wait_s: longest wait for a free one.
-    warm: idle live sandboxes kept started, of the profile that was opened last.
-    first_uid: a host that runs as root gives slot n the user id `first_uid + n`.
-    cgroup: a delegated control group (v2) to make one group per sandbox in; empty: the process's own, if it is marked
-      as delegated.
-    """
+    """How sandboxes are made here."""
 
     backend: Literal["bwrap", "none"] = "bwrap"
+    """`bwrap` isolates with bubblewrap; `none` does not isolate at all and is for trusted code only."""
     slots: int = 64
+    """Sandboxes alive at the same time."""
     slot_wait_s: float = 60.0
+    """Longest wait for a free one."""
     warm: int = 0
+    """Idle live sandboxes kept started, of the profile that was opened last."""
     first_uid: int = 300_000
+    """A host that runs as root gives slot n the user id `first_uid + n`."""
     cgroup: str = ""
+    """A delegated control group (v2) to make one group per sandbox in; empty: the process's own, if it is marked as
+    delegated."""
 
     def __post_init__(self) -> None:
         if self.backend not in ("bwrap", "none"):

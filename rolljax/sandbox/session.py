@@ -29,18 +29,17 @@ AGENT_FILES = ("agent.py", "wire.py")
 
 @dataclasses.dataclass(frozen=True)
 class CommandResult:
-    """How a command of a shell ended. output: both streams as a terminal shows them; `truncated`: cut in the middle.
-
-    timed_out: it was interrupted (130) or killed. restarted: its shell is gone and a new one has started in the same
-    directory. killed_by: not empty when the whole sandbox is gone: memory, cpu, wall, or agent (it killed its own
-    sandbox).
-    """
+    """How a command of a shell ended."""
 
     returncode: int
     output: str
+    """Both streams as a terminal shows them; `truncated`: cut in the middle."""
     timed_out: bool = False
+    """Whether the command ran out of time and was interrupted (130) or killed."""
     restarted: bool = False
+    """Whether the command's shell is gone and a new one has started in the same directory."""
     killed_by: str = ""
+    """Reason why the whole sandbox is gone, else empty: memory, cpu, wall, or agent (it killed its own sandbox)."""
     truncated: bool = False
     ms: float = 0.0
 

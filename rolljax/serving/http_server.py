@@ -29,15 +29,14 @@ LINGER_S = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What connections may hold.
-
-    connections: at the same time; beyond that, idle connections are closed. head_s: seconds for a request
-    line and headers to arrive. body_bytes: of one request.
-    """
+    """What connections may hold."""
 
     connections: int
+    """Maximum number of simultaneous connections; beyond it, idle connections are closed."""
     head_s: float
+    """Seconds for a request line and headers to arrive."""
     body_bytes: int
+    """Maximum number of bytes in the body of one request."""
 
 
 def make_server(

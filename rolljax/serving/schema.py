@@ -94,11 +94,12 @@ def refuse(param: str, message: str, value: Any = ...) -> ApiError:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServedModel:
-    """The context for checking a request. chat: None for a tokenizer without a chat template."""
+    """The context for checking a request."""
 
     name: str
     tokenizer: Any
     chat: Chat | None
+    """None for a tokenizer without a chat template."""
     vocab_size: int
     max_context: int
 
@@ -134,27 +135,26 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """One HTTP request as the sampler understands it.
-
-    alternatives: likely tokens reported next to each sampled one; None: no log-probs at all. raw_logprobs: those of the
-    model's own distribution instead of the one sampled from. seed: None draws one. conversation: of a chat.
-    In a session: overridden are the fields that have no effect, call is the record, and address that of the randomness
-    (else it follows from the seed).
-    """
+    """One HTTP request as the sampler understands it."""
 
     chat: bool
     prompts: tuple[TokenizedPrompt, ...]
     params: SamplingParams
     n: int
     seed: int | None
+    """None draws one."""
     priority: int
     alternatives: int | None
+    """Likely tokens reported next to each sampled one; None: no log-probs at all."""
     raw_logprobs: bool
+    """Whether to report log-probs of the model's own distribution instead of the distribution sampled from."""
     echo: bool
     return_token_ids: bool
     stream: bool
     include_usage: bool
     conversation: Conversation | None = None
+    """Conversation of a chat request. In a session, `overridden` lists the fields that have no effect, `call` is the
+    record, and `address` is the address of the randomness (otherwise it follows from the seed)."""
     overridden: tuple[str, ...] = ()
     call: Call | None = None
     address: tuple[int, ...] | None = None

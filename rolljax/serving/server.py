@@ -41,17 +41,18 @@ HELD_BODIES = 8
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """Limits and keys of a server.
-
-    keys: bearer tokens that open it (none: it is open). concurrency: requests answered at the same time. body_bytes: of
-    one request. body_s, head_s: seconds for a body, and for its head, to arrive.
-    """
+    """Limits and keys of a server."""
 
     keys: tuple[str, ...] = ()
+    """Bearer tokens that open it (none: it is open)."""
     concurrency: int = 1024
+    """Requests answered at the same time."""
     body_bytes: int = 8 * 2**20
+    """Maximum number of bytes in the body of one request."""
     body_s: float = 30.0
+    """Maximum time in seconds for the body of a request to arrive."""
     head_s: float = 10.0
+    """Maximum time in seconds for the head of a request to arrive."""
 
     @property
     def bounds(self) -> Bounds:

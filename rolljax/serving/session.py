@@ -32,17 +32,16 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclasses.dataclass(frozen=True)
 class SessionRules:
-    """What the trainer decides about a session.
-
-    params: the sampling distribution, the ids that end an answer, and the most tokens of one.
-    address: of the session's randomness, up to 4 integers; the number of the call is the next.
-    max_calls: calls that are answered. max_restarts: how many conversations may start without continuing another one.
-    """
+    """What the trainer decides about a session."""
 
     params: SamplingParams
+    """The sampling distribution, the ids that end an answer, and the most tokens of one."""
     address: tuple[int, ...]
+    """Address of the session's randomness, up to 4 integers; the number of the call is the next integer."""
     max_calls: int
+    """Calls that are answered."""
     max_restarts: int
+    """Maximum number of conversations that may start without continuing another one."""
 
 
 class Call:

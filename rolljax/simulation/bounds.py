@@ -10,18 +10,18 @@ from rolljax.errors import check_range
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A step of `samples` answers on `workers` devices, which take turns or share out both roles.
-
-    generate_s, longest_s: seconds of an answer on one device: mean, and the longest. train_s: mean seconds to train
-    one; epochs: how often.
-    """
+    """A step of `samples` answers on `workers` devices, which take turns or share out both roles."""
 
     samples: int
     workers: int
     generate_s: float
+    """Mean time in seconds to generate an answer on one device."""
     longest_s: float
+    """Time in seconds to generate the longest answer on one device."""
     train_s: float = 0.0
+    """Mean seconds to train one;."""
     epochs: int = 1
+    """Number of times that each answer is trained on."""
 
     def __post_init__(self) -> None:
         check_range(self, "samples", "workers", "epochs", low=1)

@@ -85,12 +85,14 @@ class TokenCounts(Chat):
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedStart:
-    """A task. turns: of its episodes. chance: below `Timings.solved_frac` all answers are right,
-    else all are wrong; None: each has its own."""
+    """A task."""
 
     prompt_tok: int
     turns: Distribution
+    """Distribution of the number of turns of the task's episodes."""
     chance: float | None
+    """Random number of the task: below `Timings.solved_frac` all answers are right, else all are wrong; None: each
+    answer has its own."""
 
 
 class SimulatedEnvs:
@@ -189,10 +191,7 @@ def _settle(future: asyncio.Future[Any], value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SimulatedPolicy:
-    """Answers of drawn lengths, through the simulated sampler.
-
-    order: of the starts of groups, by stream and draw; groups that started first are served first.
-    """
+    """Answers of drawn lengths, through the simulated sampler."""
 
     sampler: SimulatedSampler
     timings: Timings
@@ -201,6 +200,7 @@ class SimulatedPolicy:
     steps_per_dispatch: int
     seed: int
     order: dict[tuple[int, int], int]
+    """Order in which groups started, by stream and draw; groups that started first are served first."""
     before: dict[Key, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """The replica of each episode's last answer, and the context it has there."""
 
@@ -238,11 +238,12 @@ class SimulatedPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpan:
-    """A group from its start to its end; end_s is infinite if it was cancelled. version: of the policy at its start."""
+    """A group from its start to its end; end_s is infinite if it was cancelled."""
 
     stream: int
     draw: int
     version: int
+    """Policy version at the start of the group."""
     start_s: float
     end_s: float
 

@@ -20,19 +20,21 @@ STEP_ERROR = 1e-6
 
 @dataclasses.dataclass(eq=False)
 class SimulatedAnswer:
-    """An answer that is asked for, and then decoded.
-
-    priority: the lowest is served first. group: draw and stream of its prompt. prompt_tok: of its context; new_tok: of
-    these, behind what its replica `home` may still have (-1: it had none). answer_tok: that it will have. num_steps:
-    decode steps that it has its slot for: up to the end of a dispatch.
-    """
+    """An answer that is asked for, and then decoded."""
 
     priority: tuple[int, ...]
+    """The lowest is served first."""
     group: tuple[int, int]
+    """Draw and stream of its prompt."""
     prompt_tok: int
+    """Number of tokens of the answer's context."""
     new_tok: int
+    """Number of tokens of the context after the part that its replica `home` may still have in its cache (`home` = -1:
+    there was no such replica)."""
     answer_tok: int
+    """Number of tokens that the answer will have."""
     num_steps: int
+    """Decode steps that it has its slot for: up to the end of a dispatch."""
     done: asyncio.Future[None]
     asked_s: float
     home: int = -1

@@ -39,13 +39,15 @@ LINES = {
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """numbers: see `LINES`; means over the steps between the first
-    ones, in which the buffer fills, and the last ones, in which nothing new begins. token_ages: share of
-    the trained tokens at each age in versions. warnings: what a real run would stumble over."""
+    """The results of a simulation."""
 
     numbers: Mapping[str, float]
+    """Numbers of the simulation by name, as described in `LINES`: means over the steps between the first ones, in which
+    the buffer fills, and the last ones, in which nothing new begins."""
     token_ages: Mapping[int, float]
+    """Share of the trained tokens at each age in versions."""
     warnings: Sequence[str]
+    """Warnings about problems that a real run would have."""
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -15,13 +15,16 @@ BYTES = 2
 
 @dataclasses.dataclass(frozen=True)
 class ModelWork:
-    """What a model asks for. flops: of a token, forward, without attention. attention_flops: of a token for each one
-    before it, forward. weight_bytes: of all weights. kv_bytes: keys and values of a token."""
+    """What a model asks for."""
 
     flops: float
+    """FLOPs of a token in the forward pass, without attention."""
     attention_flops: float
+    """FLOPs of a token's attention to each token before it, in the forward pass."""
     weight_bytes: float
+    """Bytes of all weights."""
     kv_bytes: float
+    """Keys and values of a token."""
 
     @staticmethod
     def of(cfg: DecoderConfig) -> ModelWork:

@@ -17,25 +17,27 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """Of a number that is not negative.
-
-    kind: lognormal: `center` is the median, `spread` the standard deviation of the logarithm. normal: mean and standard
-      deviation; what would be negative is 0. recorded: one of `values`, times `center`.
-    group_spread: standard deviation of the logarithm of a factor that all siblings of a group share.
-    group_values: such factors; each group has one of them, in addition to the factor of `group_spread`.
-    cap: upper bound of the values. hang_frac, hang: `hang` is added to this share of the values, cap or not.
-    center, spread: location and width of the distribution; see `kind`. values: of kind `recorded`.
-    """
+    """Of a number that is not negative."""
 
     kind: Literal["lognormal", "normal", "recorded"] = "normal"
+    """`lognormal`: `center` is the median, `spread` the standard deviation of the logarithm. `normal`: mean and
+    standard deviation; what would be negative is 0. `recorded`: one of `values`, times `center`."""
     center: float = 0.0
+    """Location of the distribution, as defined by `kind`."""
     spread: float = 0.0
+    """Width of the distribution, as defined by `kind`."""
     group_spread: float = 0.0
+    """Standard deviation of the logarithm of a factor that all siblings of a group share."""
     group_values: tuple[float, ...] = ()
+    """Such factors; each group has one of them, in addition to the factor of `group_spread`."""
     cap: float = math.inf
+    """Upper bound of the values."""
     hang_frac: float = 0.0
+    """Share of the values to which `hang` is added, even beyond `cap`."""
     hang: float = 0.0
+    """Amount added to the share `hang_frac` of the values, even beyond `cap`."""
     values: tuple[float, ...] = ()
+    """Recorded values to draw from, for the kind `recorded`."""
 
     def __post_init__(self) -> None:
         check_range(self, "center", "spread", "group_spread", "cap", "hang", low=0)
@@ -86,26 +88,29 @@ class EngineTimings:
     keys and values). A prompt token takes `prefill_s`, in which the replica decodes nothing; siblings share a prompt.
     Programs of a fixed size take `prefill_call_s` each in addition, however many prompts they have: the prompts that
     arrive before the program starts, padded to one length of `prefill_sizes`, of which the largest is its capacity.
-
-    scheduling: queue: a free slot takes the answer at once whose group began first. group: all answers of a prompt go
-      to one replica, whose slots are free for others when the last of them is done (episodes have one turn). batch:
-      answers begin together, when all episodes wait for one, and no other does before all are done. The last two are
-      there to be compared with.
-    kv_tok: tokens of context that a replica has room for (0: not known); where more were needed a warning says so.
-    replicas: copies of the weights. step_s: of a decode step, whatever it does. sequence_s: added for each sequence.
-      context_s: added for each token of context. prefill_s: of a prompt token. prefill_call_s: of a prefill program.
-    prefill_sizes: padded lengths in tokens, ascending.
     """
 
     replicas: int = 1
+    """Copies of the weights."""
     step_s: float = 0.02
+    """Fixed seconds of every decode step, whatever its load."""
     sequence_s: float = 0.0
+    """Added for each sequence."""
     context_s: float = 0.0
+    """Added for each token of context."""
     prefill_s: float = 0.0
+    """Seconds to prefill one prompt token."""
     prefill_call_s: float = 0.0
+    """Seconds of each prefill program, in addition to its tokens."""
     prefill_sizes: tuple[int, ...] = ()
+    """Padded lengths in tokens, ascending."""
     scheduling: Literal["queue", "group", "batch"] = "queue"
+    """`queue`: a free slot takes the answer at once whose group began first. `group`: all answers of a prompt go to one
+    replica, whose slots are free for others when the last of them is done (episodes have one turn). `batch`: answers
+    begin together, when all episodes wait for one, and no other does before all are done. The last two are there to be
+    compared with."""
     kv_tok: int = 0
+    """Tokens of context that a replica has room for (0: not known); where more were needed a warning says so."""
 
     def __post_init__(self) -> None:
         check_range(self, "replicas", low=1)
@@ -121,19 +126,20 @@ class EngineTimings:
 
 @dataclasses.dataclass(frozen=True)
 class EnvTimings:
-    """Environments: seconds of `reset`, of `step`, and of the last step, in which the answer is scored, on top of that.
-
-    fail_frac: episodes whose reset fails for good, after its time.
-    reset_s: of the beginning. step_s: of each action. score_s: added to the last one.
-    alike: the actions of an episode take as long as each other: `step_s` is drawn once for it. What is fitted to a run
-      is of this kind, for a run records the seconds of whole episodes; slow ones stay as slow as they were.
-    """
+    """Environments: seconds of `reset`, of `step`, and of the last step, in which the answer is scored, on top of
+    that."""
 
     reset_s: Distribution = Distribution()
+    """Seconds of the environment's `reset` at the beginning of an episode."""
     step_s: Distribution = Distribution()
+    """Seconds of each action."""
     alike: bool = False
+    """The actions of an episode take as long as each other: `step_s` is drawn once for it. What is fitted to a run is
+    of this kind, for a run records the seconds of whole episodes; slow ones stay as slow as they were."""
     score_s: Distribution = Distribution()
+    """Added to the last one."""
     fail_frac: float = 0.0
+    """Episodes whose reset fails for good, after its time."""
 
     def __post_init__(self) -> None:
         check_range(self, "fail_frac", low=0, high=1)
@@ -141,17 +147,18 @@ class EnvTimings:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerTimings:
-    """A training step takes `step_s` and `token_s` for each token of its packed rows. publish_s: until new weights are
-    with the sampler; pause_s: that decoding stops for them. save_s: to write the rollouts of a step.
-
-    step_s: of each step. token_s: of each token of its packed rows.
-    """
+    """A training step takes `step_s` and `token_s` for each token of its packed rows."""
 
     step_s: float = 0.0
+    """Fixed seconds of each training step."""
     token_s: float = 0.0
+    """Seconds for each token of a step's packed rows."""
     publish_s: float = 0.0
+    """Seconds until new weights have reached the sampler."""
     pause_s: float = 0.0
+    """Seconds for which decoding stops when new weights are published."""
     save_s: float = 0.0
+    """Seconds to write the rollouts of a step."""
 
     def __post_init__(self) -> None:
         check_range(self, "step_s", "token_s", "publish_s", "pause_s", "save_s", low=0)
@@ -159,28 +166,32 @@ class TrainerTimings:
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """TPU slices for trainer and sampler, in place of seconds for both (`simulation.roofline`).
-
-    train_chip, sample_chip: kinds of chips (`aot.chips`). train_chips, sample_chips: how many of them.
-    chips_per_replica: chips that a copy of the sampler's weights is split over.
-    train_mfu, prefill_mfu, decode_mfu: share of the peak of arithmetic that is reached. hbm_frac: of that of memory,
-    while decoding. memory_frac: of usable memory that weights, keys and values may fill.
-    collective_s: of a decode step, for collectives between the chips of a replica. publish_bytes_s: at which each
-    replica gets new weights, all at the same time.
-    """
+    """TPU slices for trainer and sampler, in place of seconds for both (`simulation.roofline`)."""
 
     train_chip: str = "v5p"
+    """Kind of the trainer's chips (`aot.chips`)."""
     train_chips: int = 64
+    """Number of the trainer's chips."""
     sample_chip: str = "v5e"
+    """Kind of the sampler's chips (`aot.chips`)."""
     sample_chips: int = 64
+    """Number of the sampler's chips."""
     chips_per_replica: int = 8
+    """Chips that a copy of the sampler's weights is split over."""
     train_mfu: float = 0.45
+    """Share of the chips' peak arithmetic that training reaches."""
     prefill_mfu: float = 0.45
+    """Share of the chips' peak arithmetic that prefill reaches."""
     decode_mfu: float = 0.45
+    """Share of the chips' peak arithmetic that decoding reaches."""
     hbm_frac: float = 0.7
+    """Share of the peak memory bandwidth that is reached while decoding."""
     memory_frac: float = 0.9
+    """Share of usable memory that weights, keys and values may fill."""
     collective_s: float = 0.002
+    """Seconds of a decode step spent on collectives between the chips of a replica."""
     publish_bytes_s: float = 10e9
+    """Bytes per second at which each replica receives new weights, all replicas at the same time."""
 
     def __post_init__(self) -> None:
         check_range(self, "train_chips", "sample_chips", "chips_per_replica", low=1)
@@ -191,28 +202,30 @@ class Slices:
 
 @dataclasses.dataclass(frozen=True)
 class Timings:
-    """All that a simulation knows of the world.
-
-    answer_tok: tokens of an answer; it is cut at `Recipe.max_answer_tok`. prompt_tok: of the opening.
-    observation_tok: of the environment's message after an answer. turns: of an episode, at most those of the recipe.
-    shared_devices: trainer and sampler have the same devices: nothing is decoded in a training step.
-    slices: chips that the seconds of engine and trainer follow from; None: they are given.
-    solved_frac: answers with reward 1. no_signal_frac: groups whose rewards are all equal, in addition to equal rewards
-      by chance; dynamic sampling replaces them.
-    engine, env, trainer: seconds of each (`EngineTimings`, `EnvTimings`, `TrainerTimings`).
-    """
+    """All that a simulation knows of the world."""
 
     answer_tok: Distribution = Distribution("lognormal", 200.0, 1.0)
+    """Tokens of an answer; it is cut at `Recipe.max_answer_tok`."""
     prompt_tok: Distribution = Distribution()
+    """Number of tokens of the opening prompt."""
     observation_tok: Distribution = Distribution()
+    """Number of tokens of the environment's message after an answer."""
     turns: Distribution = Distribution(center=1.0)
+    """Number of turns of an episode, at most the number that the recipe allows."""
     engine: EngineTimings = EngineTimings()
+    """Timings of the sampler in seconds (`EngineTimings`)."""
     env: EnvTimings = EnvTimings()
+    """Timings of environments in seconds (`EnvTimings`)."""
     trainer: TrainerTimings = TrainerTimings()
+    """Timings of the trainer in seconds (`TrainerTimings`)."""
     slices: Slices | None = None
+    """Chips that the seconds of engine and trainer follow from; None: they are given."""
     shared_devices: bool = False
+    """Trainer and sampler have the same devices: nothing is decoded in a training step."""
     solved_frac: float = 0.5
+    """Answers with reward 1."""
     no_signal_frac: float = 0.0
+    """Groups whose rewards are all equal, in addition to equal rewards by chance; dynamic sampling replaces them."""
 
     def __post_init__(self) -> None:
         check_range(self, "solved_frac", "no_signal_frac", low=0, high=1)

@@ -10,15 +10,14 @@ from rolljax.trackers.base import EVERY_ROW, Outcome, Row, RunInfo, TrackerConfi
 
 @dataclasses.dataclass(frozen=True)
 class Aim(TrackerConfig):
-    """A run in an Aim repository.
-
-    repo: a folder, or `aim://HOST:PORT`. None: Aim's own default, `.aim` in the working directory.
-    experiment: its name. system_metrics: have it record CPU, memory and accelerators too.
-    """
+    """A run in an Aim repository."""
 
     repo: str | None = None
+    """A folder, or `aim://HOST:PORT`. None: Aim's own default, `.aim` in the working directory."""
     experiment: str = "rolljax"
+    """Name of the experiment."""
     system_metrics: bool = False
+    """Whether Aim also records CPU, memory and accelerators."""
 
     package: ClassVar[str] = "aim"
     extra: ClassVar[str] = "aim"

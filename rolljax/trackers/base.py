@@ -47,20 +47,20 @@ class Tracker(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """The run that a tracker is opened for.
-
-    name: of the run folder. id: 16 hex digits, the same whenever this run resumes.
-    run_dir: the run folder. folder: one in it for the tracker's own state.
-    settings: every setting of the run by its path, defaults included.
-    done: steps that are done. Rows of later ones that a tracker holds are of a process that was killed, and come again.
-    """
+    """The run that a tracker is opened for."""
 
     name: str
+    """Name of the run folder."""
     id: str
+    """16 hex digits, the same whenever this run resumes."""
     run_dir: Path
+    """The run folder."""
     folder: Path
+    """One in it for the tracker's own state."""
     settings: Mapping[str, Any]
+    """Every setting of the run by its path, defaults included."""
     done: int = 0
+    """Steps that are done. Rows of later ones that a tracker holds are of a process that was killed, and come again."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,10 @@ from rolljax.trackers.base import Outcome, Row, RunInfo, TrackerConfig, flat, nu
 
 @dataclasses.dataclass(frozen=True)
 class TensorBoard(TrackerConfig):
-    """Event files for `tensorboard --logdir runs`.
-
-    log_dir: folder for them; each run gets one of its name below it. None: in the run folder.
-    """
+    """Event files for `tensorboard --logdir runs`."""
 
     log_dir: str | None = None
+    """Folder for them; each run gets one of its name below it. None: in the run folder."""
 
     package: ClassVar[str] = "tensorboard"
     extra: ClassVar[str] = "tensorboard"

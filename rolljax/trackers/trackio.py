@@ -15,17 +15,18 @@ from rolljax.trackers.base import EVERY_ROW, Outcome, Row, RunInfo, TrackerConfi
 class Trackio(TrackerConfig):
     """A run in a trackio project.
 
-    project: its name. dir: of its databases; None: what `TRACKIO_DIR` says, else trackio's own default.
-    space_id: a Hugging Face Space that gets the rows instead. system_metrics: have it record CPU and accelerators too.
-
     It cannot take a step back: steps that are made again after a kill keep the values of their first time. Settings
     whose names begin with `_`, which trackio keeps for itself, lose it there: `__class__` is `class__`.
     """
 
     project: str = "rolljax"
+    """Name of the project."""
     dir: str | None = None
+    """Folder of trackio's databases; None: the value of `TRACKIO_DIR`, else trackio's own default."""
     space_id: str | None = None
+    """A Hugging Face Space that gets the rows instead."""
     system_metrics: bool = False
+    """Whether trackio also records CPU and accelerators."""
 
     package: ClassVar[str] = "trackio"
     extra: ClassVar[str] = "trackio"

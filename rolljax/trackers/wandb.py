@@ -13,18 +13,22 @@ from rolljax.trackers.base import Outcome, Row, RunInfo, TrackerConfig, flat, pn
 class WandB(TrackerConfig):
     """A run at Weights & Biases, or in files for `wandb sync`.
 
-    project, entity, group, tags: theirs. mode: online, offline (files in the run folder, for `wandb sync --append`), or
-      None: what `WANDB_MODE` says, else online. system_metrics: have it record CPU, memory and accelerators too.
-
     It cannot take a step back: steps that are made again after a kill keep the values of their first time.
     """
 
     project: str = "rolljax"
+    """Name of the project at Weights & Biases."""
     entity: str | None = None
+    """Entity at Weights & Biases."""
     group: str | None = None
+    """Group of the run at Weights & Biases."""
     tags: tuple[str, ...] = ()
+    """Tags of the run at Weights & Biases."""
     mode: Literal["online", "offline"] | None = None
+    """Online, offline (files in the run folder, for `wandb sync --append`), or None: what `WANDB_MODE` says, else
+    online."""
     system_metrics: bool = True
+    """Whether Weights & Biases also records CPU, memory and accelerators."""
 
     package: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"

@@ -37,21 +37,20 @@ AttendFor = Callable[[jax.Array, jax.Array, jax.Array], Attend]
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMaps:
-    """What is measured, and over which layers and heads.
-
-    waad_window: W, the distance in tokens at which WAAD stops to count further.
-    fai_low, fai_high: nearest and farthest distance in tokens, both included, of the later tokens FAI averages over.
-    head_frac: share of the selected layers' heads that is local, and that is global; at least one head each.
-    num_layers: layers measured, spread evenly from depth/3 to 2 depth/3, both included (all if there are fewer).
-    block_rows: query rows handled at once; memory grows with it, results do not depend on it.
-    """
+    """What is measured, and over which layers and heads."""
 
     waad_window: int = 10
+    """W, the distance in tokens at which WAAD stops to count further."""
     fai_low: int = 10
+    """Nearest distance in tokens, included, of the later tokens that FAI averages over."""
     fai_high: int = 100
+    """Farthest distance in tokens, included, of the later tokens that FAI averages over."""
     head_frac: float = 0.3
+    """Share of the selected layers' heads that is local, and that is global; at least one head each."""
     num_layers: int = 5
+    """Layers measured, spread evenly from depth/3 to 2 depth/3, both included (all if there are fewer)."""
     block_rows: int = 128
+    """Query rows handled at once; memory grows with it, results do not depend on it."""
 
     def __post_init__(self) -> None:
         check_range(self, "waad_window", "num_layers", "block_rows", low=1)

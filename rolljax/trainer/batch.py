@@ -155,16 +155,16 @@ class Sample:
     """One trajectory ready for packing.
 
     tokens [T]: its full stream. indices [n]: positions of its n sampled tokens in it. turns [n]: the turn of each.
-    starts: where in `tokens` its sequences begin (0 first).
-    columns: arrays with a value for each sampled token, `[n]` or with further axes, by their names in `TokenBatch`;
-    `mask` (bool) selects the tokens to train on.
     """
 
     tokens: np.ndarray
     indices: np.ndarray
     turns: np.ndarray
     columns: Mapping[str, np.ndarray]
+    """Arrays with a value for each sampled token, `[n]` or with further axes, by their names in `TokenBatch`; `mask`
+    (bool) selects the tokens to train on."""
     starts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
+    """Positions in `tokens` at which the trajectory's sequences begin (0 first)."""
 
     @property
     def mask(self) -> np.ndarray:

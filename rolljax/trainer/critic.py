@@ -13,27 +13,27 @@ from rolljax.trainer.optimizer import AdamW, Optimizer
 
 @dataclasses.dataclass(frozen=True)
 class Critic:
-    """How many value models, of which size, and how they are fitted.
-
-    num: critics; their mean is the value. model: their shape with random weights, or None: the policy's shape and, at
-      the start of the phase, its weights. `previous` keeps the critics (or the reward model) of the phase before.
-    shard: what each of several critics learns from: some `response`s of every prompt, all responses of some `prompt`s
-      (disjoint shares either way), or `all`.
-    epochs: passes over each step's data (of the policy: `Phase.epochs`). warmup_steps: steps at the start in which only
-      critics learn. first: a step's advantages come from critics that have learned from it already; False: from the
-      values before.
-    clip: how far a value may move from what it was at the start of the step before its loss stops counting (None: any).
-    optimizer: of the critics.
-    """
+    """How many value models, of which size, and how they are fitted."""
 
     num: int = 1
+    """Critics; their mean is the value."""
     model: DecoderConfig | Literal["previous"] | None = None
+    """Shape of critics that start from random weights. None: the policy's shape and, at the start of the phase, its
+    weights; `previous` keeps the critics (or the reward model) of the phase before."""
     shard: Literal["response", "prompt", "all"] = "response"
+    """Data that each of several critics learns from: some `response`s of every prompt, all responses of some `prompt`s
+    (disjoint shares either way), or `all`."""
     epochs: int = 1
+    """Passes over each step's data (of the policy: `Phase.epochs`)."""
     warmup_steps: int = 0
+    """Steps at the start in which only critics learn."""
     first: bool = False
+    """A step's advantages come from critics that have learned from it already; False: from the values before."""
     clip: float | None = None
+    """Distance that a value may move from its value at the start of the step before its loss stops counting (None: no
+    bound)."""
     optimizer: Optimizer = AdamW(lr=1e-5)
+    """Optimizer of the critics."""
 
     def value_model(self, policy: Model) -> ValueModel:
         """What each of them is: of a shape of its own, all of its weights are trained; of the policy's, what is trained

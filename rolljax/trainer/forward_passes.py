@@ -47,17 +47,18 @@ class ForwardPasses:
 
     Arrays that its methods return are `[N, T]` like the mask they take: the sampled tokens of each trajectory, left
     aligned, 0 behind them. Batches hold the trajectories in their order.
-
-    needs: what the algorithm asks for. references: the policies that it names. value_model: what each critic is.
-    base: the frozen weights of a model with adapters.
     """
 
     mesh: Mesh
     model: Model
     needs: Needs
+    """Inputs that the algorithm requires."""
     references: ReferencePolicies
+    """The policies that it names."""
     value_model: ValueModel | None = None
+    """Model of each critic."""
     base: Base | None = None
+    """The frozen weights of a model with adapters."""
 
     @property
     def are_needed(self) -> bool:

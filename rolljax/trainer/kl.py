@@ -58,14 +58,12 @@ def kl_estimate(log_ratio: Any, estimator: KlEstimator, xp: ModuleType) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveKl:
-    """A KL coefficient that follows the KL (Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593).
-
-    target: the KL to the reference, in nats per token, that the coefficient is adapted to. horizon: in trajectories;
-      the longer, the slower the coefficient moves.
-    """
+    """A KL coefficient that follows the KL (Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593)."""
 
     target: float
+    """The KL to the reference, in nats per token, that the coefficient is adapted to."""
     horizon: int = 10_000
+    """Horizon of the adaptation in trajectories; the longer, the slower the coefficient moves."""
 
     def __post_init__(self) -> None:
         check_range(self, "target", "horizon", above=0, remedy="adaptive = None keeps the coefficient as it is")
@@ -81,15 +79,14 @@ class AdaptiveKl:
 
 @dataclasses.dataclass(frozen=True)
 class KlTerm:
-    """What holds a policy near a reference: `KlLoss` or `KlReward`.
-
-    coef: its weight. adaptive: how the weight follows the KL (None: it stays). reference: the policy that the KL is to:
-      `phase_start`, `run_start`, or a local Hugging Face folder.
-    """
+    """What holds a policy near a reference: `KlLoss` or `KlReward`."""
 
     coef: float
+    """Weight of the KL term."""
     adaptive: AdaptiveKl | None = None
+    """Rule by which the weight follows the KL (None: the weight is constant)."""
     reference: PolicySource = "phase_start"
+    """The policy that the KL is to: `phase_start`, `run_start`, or a local Hugging Face folder."""
 
     def __post_init__(self) -> None:
         check_range(self, "coef", above=0, remedy="leave the term out (kl = None) for none")
@@ -97,13 +94,11 @@ class KlTerm:
 
 @dataclasses.dataclass(frozen=True)
 class KlLoss(KlTerm):
-    """A KL term in the loss.
-
-    estimator: k2, k3, or full = KL(policy || reference) over the full vocabulary. Of tokens that the policy drew, k2
-      has the gradient of `full` on average, k3 that of KL(reference || policy).
-    """
+    """A KL term in the loss."""
 
     estimator: Literal["k2", "k3", "full"] = "k3"
+    """K2, k3, or full = KL(policy || reference) over the full vocabulary. Of tokens that the policy drew, k2 has the
+    gradient of `full` on average, k3 that of KL(reference || policy)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,9 +124,7 @@ class KlLoss(KlTerm):
 
 @dataclasses.dataclass(frozen=True)
 class KlReward(KlTerm):
-    """A KL penalty in the reward of every token.
-
-    estimator: k1 (unbiased, any sign), abs, k2 or k3 (`kl_estimate`).
-    """
+    """A KL penalty in the reward of every token."""
 
     estimator: KlEstimator = "k1"
+    """K1 (unbiased, any sign), abs, k2 or k3 (`kl_estimate`)."""

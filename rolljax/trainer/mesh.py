@@ -39,16 +39,19 @@ class MeshSpec:
     """How many devices each mesh axis takes; one axis may be -1, "all that are left".
 
     With none at -1, the first devices of the machine are used.
-
-    data: rows of the batch. fsdp: rows of the batch, and parameters with their optimizer state. expert: as fsdp, and
-    the experts of each layer. context: the tokens of each row. tensor: heads, feed-forward and vocabulary.
     """
 
     data: int = -1
+    """Rows of the batch."""
     fsdp: int = 1
+    """Rows of the batch, and parameters with their optimizer state."""
     expert: int = 1
+    """Number of devices over which the rows of the batch, parameters with their optimizer state (as with `fsdp`), and
+    the experts of each layer are split."""
     context: int = 1
+    """The tokens of each row."""
     tensor: int = 1
+    """Heads, feed-forward and vocabulary."""
 
     def __post_init__(self) -> None:
         for name in MESH_AXES:
@@ -93,14 +96,14 @@ class Colocated:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Trainer and sampler have devices of their own; with `Phase.async_ratio` above 0 both are busy at once.
-
-    sampler, trainer: devices of each. The first devices of the machine train, those behind them sample. One may be -1,
-    "all that are left"; without one, devices behind both shares are not used.
-    """
+    """Trainer and sampler have devices of their own; with `Phase.async_ratio` above 0 both are busy at once."""
 
     sampler: int
+    """Number of the sampler's devices, which come after the trainer's. -1: all that are left; if neither number is -1,
+    devices after both shares are not used."""
     trainer: int = -1
+    """Number of the trainer's devices, the first ones of the machine. -1: all that are left; if neither number is -1,
+    devices after both shares are not used."""
 
     def __post_init__(self) -> None:
         for name in ("sampler", "trainer"):

@@ -38,39 +38,34 @@ Axes before those count matrices: layers, and whatever else is stacked."""
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer(abc.ABC):
-    """What all optimizers share: a clip by global norm, a learning rate by update, a rule, and where the state lives.
-
-    offload: keep the optimizer's state in host memory. An update then brings it to the device one parameter at a time,
-      after the backward pass, so that the device never holds all of it.
-    lr: highest learning rate. None: `random_lr`, which suits small models with random weights; a run that starts from
-      a folder's weights must set it. weight_decay: share of a parameter that is taken off at an update, times the
-      rate. clip_norm: largest global norm of a gradient; larger ones are scaled down to it. warmup_updates: updates
-      in which the rate rises from 0 in equal steps. schedule: what follows the warm-up: `constant`; `linear` or
-      `cosine`, a fall to `final_lr_frac` of `lr` until the phase ends; `wsd`, constant and then a fall.
-      final_lr_frac: rate at the end, as a share of `lr`. decay_frac: last share of a phase's updates in which `wsd`
-      falls. mu_dtype: of momentum in memory.
-    """
+    """What all optimizers share: a clip by global norm, a learning rate by update, a rule, and where the state
+    lives."""
 
     random_lr: ClassVar[float] = 1e-3
     """The learning rate where none is set: far more than pre-trained weights bear."""
 
     lr: float | None = None
-    """Highest learning rate; None: `random_lr`."""
+    """Highest learning rate. None: `random_lr`, which suits small models with random weights; a run that starts from a
+    folder's weights must set it."""
     weight_decay: float = 0.0
-    """Decoupled: each update takes `rate * weight_decay` of every parameter away."""
+    """Decoupled weight decay: each update subtracts `rate * weight_decay` of every parameter."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this norm over all parameters."""
+    """Largest global norm of a gradient; larger ones are scaled down to it."""
     warmup_updates: int = 0
-    """Updates of linear warm-up from 0."""
+    """Number of updates in which the rate rises linearly from 0."""
     schedule: Schedule = "constant"
-    """What follows the warm-up: stay; fall to `final_lr_frac` of `lr` until the phase ends; or stay, then fall."""
+    """Learning rate after the warm-up: `constant`; `linear` or `cosine`, a fall to `final_lr_frac` of `lr` until the
+    phase ends; `wsd`, constant and then a fall."""
     final_lr_frac: float = 0.1
+    """Rate at the end, as a share of `lr`."""
     decay_frac: float = 0.1
     """With `wsd`, warm-up stable decay (MiniCPM, arXiv:2404.06395): the share of the phase's updates in which the rate
     falls, linearly."""
     mu_dtype: Dtype = "float32"
-    """What momentum is kept in. bfloat16 halves it; second moments stay float32."""
+    """Data type of the momentum. bfloat16 halves its memory; second moments stay float32."""
     offload: bool = False
+    """Keep the optimizer's state in host memory. An update then brings it to the device one parameter at a time, after
+    the backward pass, so that the device never holds all of it."""
 
     def __post_init__(self) -> None:
         check_range(self, "lr", "clip_norm", above=0)
@@ -168,15 +163,14 @@ class Optimizer(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (arXiv:1711.05101).
-
-    b1, b2: share of the first and of the second moment that stays at an update. eps: added to the square root of the
-      second moment.
-    """
+    """Adam with decoupled weight decay (arXiv:1711.05101)."""
 
     b1: float = 0.9
+    """Share of the first moment that stays at an update."""
     b2: float = 0.95
+    """Share of the second moment that stays at an update."""
     eps: float = 1e-8
+    """Added to the square root of the second moment."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,23 +189,26 @@ class Muon(Optimizer):
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks". Embeddings, the output matrix,
     norm scales and vectors are AdamW's. A projection of attention is one matrix over all of its heads.
-
-    consistent_rms: root mean square of a matrix' update in units of the rate. 0.2 is what AdamW's typically has, so
-      that its rate and decay fit Muon too (arXiv:2502.16982). None: Jordan's scaling, for which rates near 0.02 are
-      usual; set `adam_lr` then.
-    adam_lr: highest rate of AdamW's part, on the same schedule (None: `lr`).
-    beta: share of the momentum that stays. nesterov: look one step ahead with it. ns_steps: Newton-Schulz steps.
-      adam_b1, adam_b2, adam_eps: `b1`, `b2` and `eps` of AdamW's part.
     """
 
     beta: float = 0.95
+    """Share of the momentum that stays."""
     nesterov: bool = True
+    """Look one step ahead with it."""
     ns_steps: int = 5
+    """Number of Newton-Schulz steps."""
     consistent_rms: float | None = 0.2
+    """Root mean square of a matrix' update in units of the rate. 0.2 is what AdamW's typically has, so that its rate
+    and decay fit Muon too (arXiv:2502.16982). None: Jordan's scaling, for which rates near 0.02 are usual; set
+    `adam_lr` then."""
     adam_lr: float | None = None
+    """Highest rate of AdamW's part, on the same schedule (None: `lr`)."""
     adam_b1: float = 0.9
+    """`b1` of AdamW's part."""
     adam_b2: float = 0.95
+    """`b2` of AdamW's part."""
     adam_eps: float = 1e-8
+    """`eps` of AdamW's part."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -253,19 +250,18 @@ class Adafactor(Optimizer):
     """Second moments as row and column means; no momentum unless asked for (arXiv:1804.04235).
 
     A matrix of size n x m has n + m numbers of state; one without two axes of `min_dim_to_factor` has n * m.
-
-    decay_rate: exponent of the second moments' memory: update t forgets t ** -decay_rate of it.
-    relative: `lr` is in units of a parameter's root mean square (at least 1e-3).
-    clip_rms: bound on the root mean square of a parameter's update, before the rate.
-    momentum: share of the first moment that stays (None: no first moment). min_dim_to_factor: smallest axis for which
-      second moments are factored.
     """
 
     momentum: float | None = None
+    """Share of the first moment that stays (None: no first moment)."""
     decay_rate: float = 0.8
+    """Exponent of the second moments' memory: update t forgets t ** -decay_rate of it."""
     relative: bool = True
+    """`lr` is in units of a parameter's root mean square (at least 1e-3)."""
     clip_rms: float = 1.0
+    """Bound on the root mean square of a parameter's update, before the rate."""
     min_dim_to_factor: int = 128
+    """Smallest axis for which second moments are factored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -297,14 +293,14 @@ class Lion(Optimizer):
     """The sign of a momentum (arXiv:2302.06675): one moment, and every parameter moves by exactly the rate.
 
     Its paper advises a rate 3 to 10 times smaller, and a weight decay as much larger, than AdamW's.
-
-    b1: share of the momentum in the direction of a step. b2: share of it that stays.
     """
 
     random_lr: ClassVar[float] = 1e-4
 
     b1: float = 0.9
+    """Share of the momentum in the direction of a step."""
     b2: float = 0.99
+    """Share of it that stays."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -61,30 +61,31 @@ class TrainedStep:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PhaseTrainer:
-    """The programs of one phase.
-
-    steps, updates_per_step, epochs: how many updates there will be, for the schedule and for dealing out groups.
-    groups_per_step, shape: groups of a full step, and the fixed shape that holds one update's share of them.
-    references: the policies that `algorithm.needs().references` names. base: the frozen weights of a model with
-      adapters; the policy's parameters are then its adapters. replay_experts: tokens take the experts that they took
-      in the sampler.
-    """
+    """The programs of one phase."""
 
     mesh: Mesh
     model: Model
     algorithm: Algorithm
     optimizer: Optimizer
     shape: PackShape
+    """Fixed shape that holds one update's share of a full step's groups."""
     steps: int
+    """Number of steps; sets the number of updates for the schedule."""
     groups_per_step: int
+    """Number of groups of a full step."""
     updates_per_step: int = 1
+    """Number of updates per step, for the schedule and for distributing groups."""
     epochs: int = 1
+    """Number of passes over each step's data; sets the number of updates for the schedule."""
     temperature: float = 1.0
     limit_tok: int = 1
     seed: int = 0
     references: ReferencePolicies = dataclasses.field(default_factory=dict)
+    """The policies that `algorithm.needs().references` names."""
     base: Base | None = None
+    """The frozen weights of a model with adapters; the policy's parameters are then its adapters."""
     replay_experts: bool = False
+    """Tokens take the experts that they took in the sampler."""
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 

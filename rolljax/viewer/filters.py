@@ -42,9 +42,10 @@ class BadFilter(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One condition. field: empty for a text."""
+    """One condition."""
 
     field: str
+    """Empty for a text."""
     relation: str
     value: str
     negated: bool

@@ -34,16 +34,17 @@ STATUSES = ("ok", "truncated", "failed")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """One trajectory of a file.
-
-    line: its place among the lines of the file, from 0. start, end: its bytes. outline: the fields that lists show. In
-    place of arrays of tokens it has their length, in place of `versions` the number of tokens that no policy sampled.
-    """
+    """One trajectory of a file."""
 
     line: int
+    """Index of the trajectory's line in the file, from 0."""
     start: int
+    """Offset of the trajectory's first byte in the file."""
     end: int
+    """Offset after the trajectory's last byte in the file."""
     outline: Json
+    """The fields that lists show. In place of arrays of tokens it has their length, in place of `versions` the number
+    of tokens that no policy sampled."""
 
     @property
     def texts(self) -> Iterator[str]:

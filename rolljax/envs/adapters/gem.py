@@ -17,22 +17,22 @@ from rolljax.types import Message, Task
 
 @dataclasses.dataclass(frozen=True)
 class Gem(EnvSpec):
-    """One environment of GEM (https://github.com/axon-rl/gem), or any object that is called in the same way.
-
-    id: what `maker` is given, such as `game:GuessTheNumber-v0-easy`. settings: its further keyword arguments. maker:
-    function that makes the object; `gem.make` is that of the package gem-llm. success_reward: an episode whose last
-    reward is at least this is solved. max_turns: the episode is cut after as many. seed: of the tasks; task i is
-    `reset` with a seed made of it and i.
-    """
+    """One environment of GEM (https://github.com/axon-rl/gem), or any object that is called in the same way."""
 
     runs: ClassVar[Runs] = "process"
 
     id: str = "game:GuessTheNumber-v0-easy"
+    """Id passed to `maker`, such as `game:GuessTheNumber-v0-easy`."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further keyword arguments of `maker`."""
     maker: str = "gem.make"
+    """Function that makes the object; `gem.make` is that of the package gem-llm."""
     success_reward: float = 1.0
+    """An episode whose last reward is at least this is solved."""
     max_turns: int = 30
+    """The episode is cut after as many."""
     seed: int = 0
+    """Seed of the tasks; task i is `reset` with a seed derived from this seed and i."""
 
     def __post_init__(self) -> None:
         if "." not in self.maker:

@@ -45,24 +45,24 @@ class Gymnasium(EnvSpec):
     """One environment of gymnasium (https://gymnasium.farama.org) whose actions are numbered and whose state is text
     or a few numbers: FrozenLake-v1, Taxi-v4, CliffWalking-v1, Blackjack-v1, and others of that kind.
 
-    id: its id there; `module:Id-v0` imports the module first, which registers the id (as `gymnasium.make` reads it).
-    settings: keyword arguments of `gymnasium.make` (`{'is_slippery': False}`). reward: `env` is the
-    environment's own, step by step; `success` is 1 for a solved task and 0 for all else. seed: of the tasks.
-
     An answer that is no action changes nothing and costs a turn. Solved: the goal of FrozenLake, CliffWalking and Taxi,
     a hand of Blackjack that is won; elsewhere a whole episode (gymnasium's own limit of steps, so `max_turns` must
     allow it) whose rewards sum to the `reward_threshold` that gymnasium gives.
-
-    max_turns: actions before the episode is cut.
     """
 
     runs: ClassVar[Runs] = "process"
 
     id: str = "FrozenLake-v1"
+    """Id of the environment in gymnasium; `module:Id-v0` first imports the module, which registers the id (as
+    `gymnasium.make` reads it)."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Keyword arguments of `gymnasium.make` (`{'is_slippery': False}`)."""
     reward: Literal["env", "success"] = "env"
+    """`env` is the environment's own, step by step; `success` is 1 for a solved task and 0 for all else."""
     max_turns: int = 32
+    """Actions before the episode is cut."""
     seed: int = 0
+    """Seed of the tasks."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_turns", low=1)
@@ -103,16 +103,15 @@ class Gymnasium(EnvSpec):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Shape:
-    """What is known of an id: an environment to look at, action names, and whether chance plays no part in it.
-
-    num_steps: gymnasium's own limit. threshold: the sum of rewards from which it calls an episode solved.
-    """
+    """What is known of an id: an environment to look at, action names, and whether chance plays no part in it."""
 
     env: Any
     actions: tuple[str, ...]
     certain: bool
     num_steps: int | None
+    """Gymnasium's own limit."""
     threshold: float | None
+    """The sum of rewards from which it calls an episode solved."""
     lock: threading.Lock
 
 

@@ -25,28 +25,29 @@ MAX_FRAME_BYTES = 2**22
 class OpenEnv(EnvSpec):
     """The environment of an OpenEnv server (https://github.com/meta-pytorch/OpenEnv), by the wire format of 0.10.
 
-    url: `http://host:port` of the server; it serves one environment. action_key: the field of the server's action that
-    takes the policy's text (its `/schema` tells); empty: the text is the whole action, as a JSON object. text_key: the
-    field of the observation that is shown; empty: `messages` where it has such a list, else its first text among
-    `message`, `text`, `prompt`, `observation`, `result`, `output`, else all of it as JSON. success_reward: an episode
-    whose last reward is at least this is solved, where the server's metadata do not say. token_env: environment
-    variable that holds a bearer token, if it is set. timeout_s: of connecting, and of each answer.
-
     Task i is the server's reset with seed + i. A server that ignores seeds gives other tasks each time.
-
-    max_turns: actions before the episode is cut. seed: of the first task.
     """
 
     runs: ClassVar[Runs] = "thread"
 
     url: str = "http://127.0.0.1:8000"
+    """`http://host:port` of the server; it serves one environment."""
     action_key: str = "message"
+    """The field of the server's action that takes the policy's text (its `/schema` tells); empty: the text is the whole
+    action, as a JSON object."""
     text_key: str = ""
+    """The field of the observation that is shown; empty: `messages` where it has such a list, else its first text among
+    `message`, `text`, `prompt`, `observation`, `result`, `output`, else all of it as JSON."""
     success_reward: float = 1.0
+    """An episode whose last reward is at least this is solved, where the server's metadata do not say."""
     max_turns: int = 16
+    """Actions before the episode is cut."""
     seed: int = 0
+    """Seed of the first task."""
     token_env: str = "ROLLJAX_ENV_TOKEN"
+    """Environment variable that holds a bearer token, if it is set."""
     timeout_s: float = 60.0
+    """Time limit in seconds for connecting, and for each answer."""
 
     def __post_init__(self) -> None:
         check_url(self.url, "OpenEnv.url")

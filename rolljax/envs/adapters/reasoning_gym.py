@@ -32,20 +32,20 @@ NUM_TASKS = {"acre": 1000, "word_ladder": 20_000}
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningGym(EnvSpec):
-    """One family of reasoning-gym (https://github.com/open-thought/reasoning-gym).
-
-    family: its name there, such as `spell_backward` or `chain_sum`. config: its own settings (`{'min_word_len': 3}`).
-    seed: of its generator. partial_credit: reward is the library's score; off: 1 for a solved task and 0 for all else.
-    prompt: how a question is put to the policy; `{question}` is replaced.
-    """
+    """One family of reasoning-gym (https://github.com/open-thought/reasoning-gym)."""
 
     runs: ClassVar[Runs] = "process"
 
     family: str = "chain_sum"
+    """Name of the family in reasoning-gym, such as `spell_backward` or `chain_sum`."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The family's own settings (`{'min_word_len': 3}`)."""
     seed: int = 0
+    """Seed of the family's generator."""
     partial_credit: bool = False
+    """Reward is the library's score; off: 1 for a solved task and 0 for all else."""
     prompt: str = "{question}"
+    """Template of the question to the policy; `{question}` is replaced."""
 
     def __post_init__(self) -> None:
         if self.family in REFUSED:

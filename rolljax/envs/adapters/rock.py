@@ -24,24 +24,25 @@ MAX_ANSWER_BYTES = 2**22
 class Rock(EnvSpec):
     """An environment of a ROCK server (https://github.com/alibaba/ROCK), or of `rolljax.envs.adapters.gem_server`.
 
-    url: `http://host:port` of the server. env_id: of the environment there. success_reward: an episode whose last
-    reward is at least this is solved, where the server's `info` has no `success`. token_env: environment variable that
-    holds a bearer token, if it is set. timeout_s: of each call, from the connection to the last byte.
-
     Task i is the server's reset with seed + i.
-
-    max_turns: actions before the episode is cut. seed: of the first task.
     """
 
     runs: ClassVar[Runs] = "thread"
 
     url: str = "http://127.0.0.1:8080"
+    """`http://host:port` of the server."""
     env_id: str = "game:GuessTheNumber-v0-easy"
+    """Id of the environment on the server."""
     success_reward: float = 1.0
+    """An episode whose last reward is at least this is solved, where the server's `info` has no `success`."""
     max_turns: int = 30
+    """Actions before the episode is cut."""
     seed: int = 0
+    """Seed of the first task."""
     token_env: str = "ROLLJAX_ENV_TOKEN"
+    """Environment variable that holds a bearer token, if it is set."""
     timeout_s: float = 60.0
+    """Time limit in seconds for each call, from the connection to the last byte."""
 
     def __post_init__(self) -> None:
         check_url(self.url, "Rock.url")

@@ -32,13 +32,16 @@ _NAME = re.compile(r"[\w.]+")
 
 @dataclasses.dataclass(frozen=True)
 class SessionLimits:
-    """token: bearer token of the server (empty: no token needed). sessions: most at a time. idle_s: seconds without a
-    request after which a session is closed. pool: of each environment's host pool."""
+    """Limits of a server of environments, and its key."""
 
     token: str = ""
+    """Bearer token of the server (empty: no token needed)."""
     sessions: int = 64
+    """Maximum number of concurrent sessions."""
     idle_s: float = 900.0
+    """Seconds without a request after which a session is closed."""
     pool: PoolConfig = PoolConfig()
+    """Settings of each environment's host pool."""
 
     def __post_init__(self) -> None:
         check_range(self, "sessions", low=1)

@@ -37,24 +37,25 @@ _FENCE = re.compile(r"(?:<tool_call>|```(?:json)?)?\s*(\{.*\})\s*(?:</tool_call>
 class TauBench(EnvSpec):
     """Tasks of tau-bench (Yao et al. 2024, arXiv:2406.12045; https://github.com/sierra-research/tau-bench).
 
-    path: of a checkout, the folder that holds `tau_bench`; nothing is downloaded. domain and split: retail has test
-    (115 tasks), train (500) and dev (20); airline has test (50). An index beyond begins again.
-
     The policy reads the rules, the tools and what the user wants; it answers with tool calls as JSON, or with what it
     says to the user. There is no language model for the user: the script tells everything in its first message and
     then agrees to everything; the episode ends when the policy says DONE or transfers the user. The reward is
     tau-bench's: 1 when the data base is as the reference actions leave it and the user got the required information.
     Doing nothing is right where they change nothing (7 of retail's 115 test tasks, 19 of airline's 50).
-
-    domain: which shop. split: which of its tasks. max_turns: messages of the policy before the episode is cut.
     """
 
     runs: ClassVar[Runs] = "process"
 
     path: str = ""
+    """Path of a tau-bench checkout, the folder that contains `tau_bench`; nothing is downloaded. The retail domain has
+    the splits test (115 tasks), train (500) and dev (20), the airline domain has test (50); an index beyond the last
+    task starts again from the first."""
     domain: Literal["retail", "airline"] = "retail"
+    """Domain of the tasks: `retail` or `airline`."""
     split: str = "test"
+    """Split of the domain's tasks, such as `test`."""
     max_turns: int = 40
+    """Messages of the policy before the episode is cut."""
 
     def __post_init__(self) -> None:
         if not (Path(self.path) / "tau_bench" / "envs" / "base.py").is_file():

@@ -34,9 +34,6 @@ NEEDS: Mapping[str, str] = {
 class TextArena(EnvSpec):
     """One game of textarena (https://github.com/LeonGuertler/TextArena).
 
-    id: its id there without a wrapper's ending, such as `GuessTheNumber-v0` or `Sudoku-v0-easy`; one of `GAMES`. seed:
-    of the tasks. max_turns: the episode is cut after as many; games have limits of their own besides.
-
     The reward comes at the end, as the game gives it: 1 for a solved game, a share of 1 for what was reached in most,
     and in the same way after a second illegal move in a row, which ends a game. A game that is cut by `max_turns` gives
     0; so does an illegal end in the three games that put its reason into the reward's place.
@@ -45,8 +42,12 @@ class TextArena(EnvSpec):
     runs: ClassVar[Runs] = "process"
 
     id: str = "GuessTheNumber-v0"
+    """Id of the game in textarena, without the ending of a wrapper, such as `GuessTheNumber-v0` or `Sudoku-v0-easy`;
+    one of `GAMES`."""
     seed: int = 0
+    """Seed of the tasks."""
     max_turns: int = 30
+    """The episode is cut after as many; games have limits of their own besides."""
 
     def __post_init__(self) -> None:
         game = self.id.partition("-")[0]

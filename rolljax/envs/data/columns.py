@@ -27,28 +27,25 @@ _DEPTH = 3
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """The role of a column (question, answer, ...).
-
-    setting: `Class.field` that names it. key: what the user set it to; empty: look for the usual names.
-    usual: names in tiers; a name of an earlier tier is preferred, two of the same tier are a choice for the user.
-    rivals: usual name -> one of a later tier that may hold the same; where both are there, the user chooses as well.
-    """
+    """The role of a column (question, answer, ...)."""
 
     setting: str
+    """`Class.field` that names it."""
     key: str
+    """Column name set by the user; empty: look for the usual names."""
     usual: Sequence[Sequence[str]]
+    """Names in tiers; a name of an earlier tier is preferred, two of the same tier are a choice for the user."""
     rivals: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Usual name -> one of a later tier that may hold the same; where both are there, the user chooses as well."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Columns of the first rows, in order; those inside of objects with dots.
-
-    common: columns that are not empty in at least half of these rows; only those are found by their names.
-    """
+    """Columns of the first rows, in order; those inside of objects with dots."""
 
     every: Sequence[str]
     common: Sequence[str]
+    """Columns that are not empty in at least half of these rows; only those are found by their names."""
 
     @classmethod
     def of(cls, rows: Rows) -> Columns:

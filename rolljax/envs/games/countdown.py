@@ -32,22 +32,26 @@ class Countdown(EnvSpec):
     `(5-3)*8`, in which each given number stands at most once; division is exact, in fractions. Any expression of the
     right value is right. Reward: 1 for one. With more than one turn a wrong expression is answered with its value, and
     what is no expression of these numbers with the task again.
-
-    use_all: every number must be used. max_target: largest target. format_reward: for an expression of the given
-    numbers with another value. boxed: read the expression from `\boxed{}`.
-    count: given numbers. largest: of them. max_turns: expressions before the episode is cut. seed: of the tasks.
     """
 
     runs = "inline"
 
     count: int = 3
+    """Number of given numbers."""
     largest: int = 9
+    """Largest value of the given numbers."""
     max_target: int = 99
+    """Largest possible target."""
     max_turns: int = 1
+    """Expressions before the episode is cut."""
     use_all: bool = False
+    """Every number must be used."""
     format_reward: float = 0.0
+    """Reward for an expression of the given numbers with a wrong value."""
     boxed: bool = False
+    r"""Read the expression from `\boxed{}`."""
     seed: int = 0
+    """Seed of the tasks."""
 
     def __post_init__(self) -> None:
         check_range(self, "count", low=2, high=6)

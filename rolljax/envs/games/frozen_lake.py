@@ -26,20 +26,21 @@ class FrozenLake(EnvSpec):
     Observation: the lake row by row, with the player as P. Actions: left, down, right, up; a move off the lake stays
     where it is. Reward: 1 at the goal; a hole ends the episode with 0. An answer that is no move changes nothing and
     costs a turn.
-
-    frozen_prob: share of cells that are frozen, among lakes that can be crossed in `max_turns` moves. slippery: a move
-    goes the way it says, or to one of its two sides, with a third each; then even the best player (`gold`: the move
-    most likely to arrive in the turns left) may fail. max_turns: moves before the episode is cut.
-    size: cells of a side. seed: of the tasks.
     """
 
     runs = "inline"
 
     size: int = 4
+    """Cells of a side."""
     frozen_prob: float = 0.8
+    """Share of cells that are frozen, among lakes that can be crossed in `max_turns` moves."""
     max_turns: int = 8
+    """Moves before the episode is cut."""
     seed: int = 0
+    """Seed of the tasks."""
     slippery: bool = False
+    """A move goes the way it says, or to one of its two sides, with a third each; then even the best player (`gold`:
+    the move most likely to arrive in the turns left) may fail."""
 
     def __post_init__(self) -> None:
         check_range(self, "size", low=2)

@@ -24,15 +24,17 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """The effect of an answer. text: the reply to the policy, if the episode continues. legal: whether it was a valid
-    answer. parts: of the reward, by name."""
+    """The effect of an answer."""
 
     text: str
+    """The reply to the policy, if the episode continues."""
     reward: float = 0.0
     over: bool = False
     success: bool = False
     legal: bool = True
+    """Whether the answer was valid."""
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Parts of the reward, by name."""
 
 
 class Game(PureEnv, Generic[S]):

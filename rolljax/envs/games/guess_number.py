@@ -20,22 +20,25 @@ class GuessNumber(EnvSpec):
     Observation: `1-50?` at first, then `higher` or `lower`: where the secret lies from the guess. Actions: a number.
     Reward: 1 for the secret. Games with the same secret are different tasks: what is learned is how to ask, and a
     secret that training never saw would only teach that it never is one.
-
-    boxed: read the number from `\boxed{}`. shaped: an episode that is cut is worth 1 - |guess - secret| / (largest - 1)
-    by its last guess. format_reward: for an answer without a number; format_ends: such an answer ends the episode
-    (GEM: -0.1 and True). A number outside the range is illegal too, but changes nothing.
-    largest: number that the secret can be. max_turns: guesses before the episode is cut. seed: of the tasks.
     """
 
     runs = "inline"
 
     largest: int = 50
+    """Number that the secret can be."""
     max_turns: int = 7
+    """Guesses before the episode is cut."""
     boxed: bool = False
+    r"""Read the number from `\boxed{}`."""
     shaped: bool = False
+    """An episode that is cut is worth 1 - |guess - secret| / (largest - 1) by its last guess."""
     format_reward: float = 0.0
+    """Reward for an answer without a number."""
     format_ends: bool = False
+    """Such an answer ends the episode (GEM: -0.1 and True). A number outside the range is illegal too, but changes
+    nothing."""
     seed: int = 0
+    """Seed of the tasks."""
 
     def __post_init__(self) -> None:
         check_range(self, "largest", low=2, high=10**8)

@@ -44,17 +44,18 @@ class House(EnvSpec):
     sink. Reward: 1 as soon as the thing is in its place as it should be.
 
     Gold knows only what was seen: it looks through the rooms in order until it finds the thing.
-
-    goals: kinds of tasks, of place, cool, hot, clean. things: in the house.
-    max_turns: actions before the episode is cut. seed: of the tasks.
     """
 
     runs = "inline"
 
     goals: tuple[str, ...] = GOALS
+    """Kinds of tasks, of place, cool, hot, clean."""
     things: int = 4
+    """Number of things in the house."""
     max_turns: int = 30
+    """Actions before the episode is cut."""
     seed: int = 0
+    """Seed of the tasks."""
 
     def __post_init__(self) -> None:
         if not self.goals or set(self.goals) - set(GOALS):

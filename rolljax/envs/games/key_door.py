@@ -28,17 +28,18 @@ class KeyDoor(EnvSpec):
     Observation: the grid row by row: `P` player, `K` key, `D` locked door, `G` goal, `#` wall, `.` floor. Actions:
     left, down, right, up. A key is taken by walking onto it, a door is opened by walking into it with a key, which is
     used up; both then look like floor. Reward: 1 at the goal. Gold is a shortest way.
-
-    max_turns: moves before the episode is cut; at least what the longest way takes.
-    doors: locked ones. room: cells of a room's side. seed: of the tasks.
     """
 
     runs = "inline"
 
     doors: int = 1
+    """Number of locked doors."""
     room: int = 3
+    """Cells of a room's side."""
     max_turns: int = 20
+    """Moves before the episode is cut; at least what the longest way takes."""
     seed: int = 0
+    """Seed of the tasks."""
 
     def __post_init__(self) -> None:
         check_range(self, "doors", low=1, high=8)

@@ -23,20 +23,21 @@ class KeyDoorChain(EnvSpec):
     Observation: chain and room, `c0 r3`. Actions: a letter from a on. Reward: 1 after the last door. Nothing but
     experience says which key a door takes, so a random policy gets through with probability actions ** -length; the way
     to learn is from the last doors backwards, from states that a `snapshot` or the gold actions lead to.
-
-    num_tasks: different chains. Walks of one chain are different tasks with the same doors: a held-out walk shows
-    whether the way was found, not whether it carries over to other doors.
-    length: doors of a chain. actions: different keys. max_turns: keys tried before the episode is cut. seed: of the
-      chains.
     """
 
     runs = "inline"
 
     length: int = 8
+    """Doors of a chain."""
     actions: int = 4
+    """Number of different keys."""
     num_tasks: int = 4
+    """Different chains. Walks of one chain are different tasks with the same doors: a held-out walk shows whether the
+    way was found, not whether it carries over to other doors."""
     max_turns: int = 8
+    """Keys tried before the episode is cut."""
     seed: int = 0
+    """Seed of the chains."""
 
     def __post_init__(self) -> None:
         check_range(self, "length", low=1, high=1000)

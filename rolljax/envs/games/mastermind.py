@@ -26,19 +26,20 @@ class Mastermind(EnvSpec):
     and 2 more are in the code at another place (white). Actions: a code, `1234`. Reward: 1 for the
     secret. Gold is the first code that agrees with all answers so far; it breaks every
     default code in 8 turns or fewer.
-
-    boxed: read the code from `\boxed{}`.
-    length: digits of the code. digits: the largest one. max_turns: guesses before the episode is cut. seed: of the
-      tasks.
     """
 
     runs = "inline"
 
     length: int = 3
+    """Digits of the code."""
     digits: int = 6
+    """The largest one."""
     max_turns: int = 8
+    """Guesses before the episode is cut."""
     boxed: bool = False
+    r"""Read the code from `\boxed{}`."""
     seed: int = 0
+    """Seed of the tasks."""
 
     def __post_init__(self) -> None:
         check_range(self, "digits", low=2, high=9)

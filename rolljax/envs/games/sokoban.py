@@ -33,23 +33,26 @@ class Sokoban(EnvSpec):
     target. Actions: left, down, right, up; a move into a wall or a box that is stuck changes nothing. Reward: 1 when
     all boxes are on targets. Gold is a shortest solution from where things stand; once a box is stuck for good there is
     none, and `gold` raises.
-
-    wall_frac: share of inner cells that are walls. distance: rows plus columns from the boxes to their nearest targets,
-    together, at least: the larger, the less a random walk solves. shaped: the rewards of that paper instead: -0.1 per
-    turn, +1 for a box pushed onto a target, -1 for one pushed off, +10 when solved.
-    size: cells of a side, at least 5. boxes: in a room. max_turns: moves before the episode is cut. seed: of the
-      tasks.
     """
 
     runs = "inline"
 
     size: int = 6
+    """Cells of a side, at least 5."""
     boxes: int = 1
+    """Number of boxes in a room."""
     wall_frac: float = 0.1
+    """Share of inner cells that are walls."""
     distance: int = 2
+    """Rows plus columns from the boxes to their nearest targets, together, at least: the larger, the less a random walk
+    solves."""
     max_turns: int = 20
+    """Moves before the episode is cut."""
     shaped: bool = False
+    """The rewards of that paper instead: -0.1 per turn, +1 for a box pushed onto a target, -1 for one pushed off, +10
+    when solved."""
     seed: int = 0
+    """Seed of the tasks."""
 
     def __post_init__(self) -> None:
         check_range(self, "size", low=5, high=20)
@@ -117,9 +120,10 @@ class SokobanEnv(Game[Sokoban]):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """What does not move. rows: the level's text."""
+    """What does not move."""
 
     rows: tuple[str, ...]
+    """The level's text."""
     walls: frozenset[Cell]
     targets: frozenset[Cell]
 

@@ -23,16 +23,15 @@ SYSTEM = "You are an impartial judge. You compare two responses of assistants to
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """Two answers to an instruction, of which one is better.
-
-    strength: by how much, 1 to 3; None: unknown. subset: the part of a benchmark that it belongs to.
-    """
+    """Two answers to an instruction, of which one is better."""
 
     instruction: str
     better: str
     worse: str
     strength: float | None = None
+    """Strength of the preference, from 1 to 3; None: unknown."""
     subset: str = ""
+    """The part of a benchmark that it belongs to."""
 
     @property
     def content(self) -> str:
@@ -42,14 +41,13 @@ class PreferencePair:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JudgeQuestion:
-    """A question to a judge about a pair.
-
-    better: which response is. told: the label that a critic is given, right or wrong; None: it is a judge's question.
-    """
+    """A question to a judge about a pair."""
 
     pair: PreferencePair
     better: Side
+    """Label of the better response."""
     told: Side | None = None
+    """The label that a critic is given, right or wrong; None: it is a judge's question."""
 
     @property
     def a(self) -> str:

@@ -22,20 +22,22 @@ class DigitSums(Judging):
     In one half of the pairs it is the smaller number, so that comparing numbers instead of sums is right half of the
     time. The strength is 1 for a difference of at most `2 x digits`, 2 for one of twice that, else 3. The gold answer
     thinks: it writes both sums, then the verdict. Reward: that of the verdict's form (`verdicts`).
-
-    digits: of each number. verdict: its form, plain, strength or scores. brief: prompts like `38 41` and verdicts like
-      `a2`, for models of a few thousand parameters; else the sentences of every judging environment.
-    critic_frac: share of tasks that tell which number is better, half of them wrongly (`38 41 b`), and ask for thoughts
-      that lead there: this trains a critic. The thoughts of a gold critic with the wrong label exchange the sums.
-    num_pairs: pairs in all; 0: no limit. seed: of the pairs and their order.
     """
 
     digits: int = 2
+    """Number of digits of each number."""
     verdict: Form = "strength"
+    """Form of the verdict: plain, strength or scores."""
     brief: bool = True
+    """Prompts like `38 41` and verdicts like `a2`, for models of a few thousand parameters; else the sentences of every
+    judging environment."""
     critic_frac: float = 0.0
+    """Share of tasks that tell which number is better, half of them wrongly (`38 41 b`), and ask for thoughts that lead
+    there: this trains a critic. The thoughts of a gold critic with the wrong label exchange the sums."""
     num_pairs: int = 0
+    """Pairs in all; 0: no limit."""
     seed: int = 0
+    """Seed of the pairs and their order."""
 
     def __post_init__(self) -> None:
         check_range(self, "digits", low=2, high=9)

@@ -40,14 +40,14 @@ _LEAKS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Traces:
-    """The traces of one question. index: of the task.
-
-    judge: J. critic: C- where J is right, else C+; None: not requested yet.
-    """
+    """The traces of one question."""
 
     index: int
+    """Index of the task."""
     judge: str
+    """Trace J that the judge wrote."""
     critic: str | None = None
+    """C- where J is right, else C+; None: not requested yet."""
 
     def to_json(self) -> dict[str, Any]:
         """A line of a file."""

@@ -42,32 +42,39 @@ class Preferences(Judging):
     A row has chosen and rejected, or two responses with a label (1, 2, a, b, ...) or a signed strength (below 0: the
     first is better). Tasks 2k and 2k + 1 are pair k modulo their number, in both orders; which is first is drawn.
     Reward: that of the verdict's form (`verdicts`). Solved: the right response. An evaluation asks in both orders.
-
-    path: a file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax.
-    records: the rows themselves, as dicts, instead of a path.
-    verdict: form of a verdict: plain, strength (1 to 3), or scores (0 to 100). Where a row states no strength, every
-      strength from 1 to 3 is right.
-    prompt_key, chosen_key, rejected_key, first_key, second_key, label_key, strength_key, subset_key: columns, with dots
-      into objects; empty: the usual names are looked for. Strengths above 3 count as 3.
-    bad_rows: what becomes of rows that are no pair with a better answer, draws among them: an error that names them, or
-      left out with a warning.
-    domain: name of these tasks in metrics. seed: of the order of the responses.
     """
 
     path: str = ""
+    """A file, a folder, a pattern (`data/train-*.parquet`), or the name of a file that comes with rolljax."""
     records: InMemoryRows | Sequence[Row] | None = None
+    """The rows themselves, as dicts, instead of a path."""
     verdict: Form = "strength"
+    """Form of a verdict: plain, strength (1 to 3), or scores (0 to 100). Where a row states no strength, every strength
+    from 1 to 3 is right."""
     prompt_key: str = ""
+    """Column of the prompt, with dots into objects; empty: the usual names are looked for."""
     chosen_key: str = ""
+    """Column of the chosen response, with dots into objects; empty: the usual names are looked for."""
     rejected_key: str = ""
+    """Column of the rejected response, with dots into objects; empty: the usual names are looked for."""
     first_key: str = ""
+    """Column of the first response, with dots into objects; empty: the usual names are looked for."""
     second_key: str = ""
+    """Column of the second response, with dots into objects; empty: the usual names are looked for."""
     label_key: str = ""
+    """Column of the label, with dots into objects; empty: the usual names are looked for."""
     strength_key: str = ""
+    """Column of the strength, with dots into objects; empty: the usual names are looked for. Strengths above 3 count as
+    3."""
     subset_key: str = ""
+    """Column of the subset, with dots into objects; empty: the usual names are looked for."""
     bad_rows: BadRows = "error"
+    """Handling of rows that are not a pair with a better answer, including draws: `error` raises an error that names
+    them, `skip` leaves them out with a warning."""
     domain: str = "preferences"
+    """Name of these tasks in metrics."""
     seed: int = 0
+    """Seed of the order of the responses."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "records", in_memory(self.records))

@@ -49,12 +49,14 @@ _STARTS = {"plain": "Therefore, Response (", "strength": "Therefore, Response ("
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """A judge's verdict. better: None for two equal scores. strength: any number that was written, in the form with
-    strength. scores: of a and of b, in the form with scores."""
+    """A judge's verdict."""
 
     better: Side | None
+    """None for two equal scores."""
     strength: int | None = None
+    """Any number that was written, in the form with strength."""
     scores: tuple[float, float] | None = None
+    """Scores of responses a and b, in the form with scores."""
 
 
 def check_form(form: str, setting: str) -> None:

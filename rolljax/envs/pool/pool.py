@@ -51,26 +51,28 @@ class Backend(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Counts since the pool was made; `opened == closed + open`.
-
-    opened: episodes whose reset succeeded. failed: episodes whose reset failed or was cancelled. steps: successful
-    steps. restarts: workers, actors or threads that were replaced. timeouts: limits that were exceeded, by
-    stage (start, reset, step, gold, rejected, close, episode). faults: episodes by the kind of their first fault (env,
-    infra, limit). crashes: ends of workers that a task is blamed for; set_aside: tasks that had too many of them.
-    under_way: calls without an answer, by what they do.
-    """
+    """Counts since the pool was made; `opened == closed + open`."""
 
     opened: int
+    """Episodes whose reset succeeded."""
     closed: int
     open: int
     failed: int
+    """Episodes whose reset failed or was cancelled."""
     steps: int
+    """Number of successful steps."""
     restarts: int
+    """Workers, actors or threads that were replaced."""
     timeouts: Mapping[str, int]
+    """Limits that were exceeded, by stage (start, reset, step, gold, rejected, close, episode)."""
     faults: Mapping[str, int]
+    """Episodes by the kind of their first fault (env, infra, limit)."""
     crashes: int
+    """Ends of workers that a task is blamed for;."""
     set_aside: int
+    """Tasks that had too many of them."""
     under_way: Mapping[str, int]
+    """Calls without an answer, by what they do."""
 
 
 class EnvPool:

@@ -12,52 +12,53 @@ Where = Literal["auto", "thread", "process", "ray"]
 
 @dataclasses.dataclass(frozen=True)
 class PoolConfig:
-    """Where episodes run, how many at a time, how long a call may take, and how many failures are accepted.
-
-    where: auto: as the environment says (`EnvSpec.runs`). thread: in this process, whatever it says; a hang then costs
-      a thread for good and a crash the run. process: in worker processes. ray: in Ray actors, on this and other hosts.
-    workers: threads for environments that compute in this process; worker processes; Ray actors. 0: 2 threads, two
-      processes for each processor (8 to 64), or as many actors as the pool's share of the cluster has processors for.
-    io_threads: most threads for environments that wait for something outside (`runs = "thread"`). Further threads are
-    started when calls occupy all existing ones.
-    episodes_per_worker: most open episodes of a worker process or actor; further ones wait until one is closed. They
-      share the worker's fate: a hang or crash of one costs the others a restart.
-    max_crashes: a task whose episodes ended their worker this often is set aside: its further episodes fail at once,
-      with a fault of the environment. From its first crash on its episodes have a worker to themselves. 0: never.
-    worker_lifetime: a worker process or actor is replaced after this many episodes, and with it what they leaked.
-
-    start_s, reset_s, step_s, close_s: longest a worker's start and one call may take, in seconds; time in a queue does
-      not count. `gold` and `rejected` are held to step_s.
-    episode_s: longest an episode may stay open, from the begin of its reset to its close, the policy's time included.
-    max_observation_bytes: of an observation after one step, as UTF-8; of a longer one the middle is cut out.
-    memory_gib: address space of a worker process, 0: no limit.
-
-    max_fault_frac: when more than this share of the last `fault_window` episodes was lost to the infrastructure, no
-    more are opened. Episodes lost because of a neighbour in their worker do not count. 1: never.
-    pass_env: environment variables that workers get although their names look like secrets.
-    ray_address: of a running cluster; empty: the one this process is connected to, else a new one on this host.
-    ray_cpus_per_worker: what an actor asks Ray for.
-    fault_window: newest episodes that `max_fault_frac` is a share of.
-    """
+    """Where episodes run, how many at a time, how long a call may take, and how many failures are accepted."""
 
     where: Where = "auto"
+    """`auto`: as the environment says (`EnvSpec.runs`). `thread`: in this process, whatever it says; a hang then costs
+    a thread for good and a crash the run. `process`: in worker processes. `ray`: in Ray actors, on this and other
+    hosts."""
     workers: int = 0
+    """Threads for environments that compute in this process; worker processes; Ray actors. 0: 2 threads, two processes
+    for each processor (8 to 64), or as many actors as the pool's share of the cluster has processors for."""
     io_threads: int = 1024
+    """Maximum number of threads for environments that wait for something outside (`runs = "thread"`). Further threads
+    are started when calls occupy all existing ones."""
     episodes_per_worker: int = 64
+    """Maximum number of open episodes per worker process or actor; further episodes wait until one is closed. Episodes
+    share their worker's fate: a hang or crash of one costs the rest a restart."""
     max_crashes: int = 3
+    """A task whose episodes ended their worker this often is set aside: its further episodes fail at once, with a fault
+    of the environment. From its first crash on its episodes have a worker to themselves. 0: never."""
     worker_lifetime: int = 1000
+    """A worker process or actor is replaced after this many episodes, and with it what they leaked."""
     start_s: float = 120.0
+    """Longest time in seconds that the start of a worker may take; time in a queue does not count."""
     reset_s: float = 60.0
+    """Longest time in seconds that one `reset` call may take; time in a queue does not count."""
     step_s: float = 30.0
+    """Longest time in seconds that one `step` call may take, also applied to `gold` and `rejected`; time in a queue
+    does not count."""
     close_s: float = 10.0
+    """Longest time in seconds that one `close` call may take; time in a queue does not count."""
     episode_s: float = 3600.0
+    """Longest an episode may stay open, from the begin of its reset to its close, the policy's time included."""
     max_observation_bytes: int = 262_144
+    """Maximum size in bytes (as UTF-8) of an observation after one step; the middle of a longer one is cut out."""
     memory_gib: float = 0.0
+    """Address space of a worker process, 0: no limit."""
     max_fault_frac: float = 0.5
+    """Largest share of the last `fault_window` episodes that may be lost to the infrastructure; above it, no more
+    episodes are opened. Episodes lost because of a neighbour in their worker do not count. 1: no limit."""
     fault_window: int = 64
+    """Newest episodes that `max_fault_frac` is a share of."""
     pass_env: tuple[str, ...] = ()
+    """Environment variables that workers get although their names look like secrets."""
     ray_address: str = ""
+    """Address of a running Ray cluster; empty: the cluster that this process is connected to, otherwise a new one on
+    this host."""
     ray_cpus_per_worker: float = 1.0
+    """Number of CPUs that an actor requests from Ray."""
 
     def __post_init__(self) -> None:
         if self.where not in (choices := ("auto", "thread", "process", "ray")):

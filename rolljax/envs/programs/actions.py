@@ -18,15 +18,13 @@ _SHELLS = {"", "bash", "sh", "shell", "console"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramAction:
-    """A command to run, or the request to finish, or a problem to report to the policy (one of the three).
-
-    ignored: further commands in the same answer, which are not run.
-    """
+    """A command to run, or the request to finish, or a problem to report to the policy (one of the three)."""
 
     command: str = ""
     finish: bool = False
     problem: str = ""
     ignored: int = 0
+    """Further commands in the same answer, which are not run."""
 
 
 def parse_action(text: str, max_chars: int) -> ProgramAction:

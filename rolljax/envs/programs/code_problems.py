@@ -33,19 +33,20 @@ MAX_ANSWER_CHARS = 65_536
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of either format.
-
-    question: the prompt for the policy. head: of the function to write (HumanEval), else empty. tests: one program that
-    defines `check` (HumanEval), or asserts (MBPP). setup: runs before the asserts. gold: a right program.
-    """
+    """One problem of either format."""
 
     id: str
     question: str
+    """The prompt for the policy."""
     head: str
+    """Head of the function to write (HumanEval); empty for MBPP."""
     entry_point: str
     tests: tuple[str, ...]
+    """One program that defines `check` (HumanEval), or asserts (MBPP)."""
     setup: str
+    """Runs before the asserts."""
     gold: str
+    """A right program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +55,21 @@ class CodeProblems(EnvSpec):
 
     The answer may be code or text with a code block; for HumanEval the whole function or what follows its head.
     A program that crashes, hangs or passes a limit gets 0. A sandbox that fails is an `InfraError`, and no reward.
-
-    path: the file. format: of its lines; auto tells by their keys. timeout_s: longest run of a program.
-    adaptive_timeout: while training, cut programs sooner whose problem has quick right answers. Equal actions are then
-      not always equal episodes (None: they are).
-    tests_shown: asserts of an MBPP problem that the prompt shows (they contain the name of the function).
-    sandbox: `bwrap`, or `none` to run programs without any isolation: only for answers that you trust.
     """
 
     path: str = ""
+    """Path of the file of problems."""
     format: Literal["auto", "humaneval", "mbpp"] = "auto"
+    """Format of the file's lines; auto: detected from their keys."""
     timeout_s: float = 5.0
+    """Longest run of a program."""
     adaptive_timeout: AdaptiveTimeout | None = None
+    """Shorter time-out during training for programs whose problem has fast correct answers (None: not used). With it,
+    equal actions do not always give equal episodes."""
     tests_shown: int = 1
+    """Asserts of an MBPP problem that the prompt shows (they contain the name of the function)."""
     sandbox: Literal["bwrap", "none"] = "bwrap"
+    """`bwrap`, or `none` to run programs without any isolation: only for answers that you trust."""
 
     runs = "thread"
 

@@ -42,10 +42,12 @@ class Left:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grade:
-    """passed: every test passed, and there was one. cases: by test, "" or why it failed."""
+    """The result of a task's tests."""
 
     passed: bool
+    """Every test passed, and there was one."""
     cases: Mapping[str, str]
+    """Result of each test, by name: "" if it passed, otherwise the reason for its failure."""
 
     @property
     def num_passed(self) -> int:

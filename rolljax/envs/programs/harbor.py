@@ -37,29 +37,29 @@ _PYTEST = {"approx", "fail", "fixture", "mark", "raises", "skip"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HarborTask:
-    """One task.
-
-    steps: make the machine, in order; then commands run in `workdir` with `env`. artifacts: files and folders that are
-    carried to the grading sandbox. tests: files by path under tests/. cases: names of the tests, by file, as they stand
-    in the source (empty: tests/test.sh decides). Times in seconds. packages: that its Dockerfile installs.
-    unsupported: why it cannot run in a sandbox.
-    """
+    """One task."""
 
     name: str
     instruction: str
     category: str
     difficulty: str
     steps: tuple[Put | RunCommand, ...]
+    """Make the machine, in order; then commands run in `workdir` with `env`."""
     workdir: str
     env: Mapping[str, str]
     artifacts: tuple[str, ...]
+    """Files and folders that are carried to the grading sandbox."""
     tests: Mapping[str, bytes]
+    """Files by path under tests/."""
     cases: Mapping[str, tuple[str, ...]]
+    """Names of the tests, by file, as they stand in the source (empty: tests/test.sh decides). Times in seconds."""
     solution: str
     agent_timeout_s: float
     verifier_timeout_s: float
     packages: tuple[str, ...]
+    """Packages that the task's Dockerfile installs."""
     unsupported: tuple[str, ...]
+    """Reasons why the task cannot run in a sandbox."""
 
     def lacking(self, have: Collection[str]) -> tuple[str, ...]:
         """Why it cannot run here: what is unsupported, and packages that are neither among `have` nor programs of this

@@ -36,25 +36,25 @@ class TerminalTasks(EnvSpec):
     Every command runs in one sandbox without a network, in a shell that keeps its state. The episode ends when the
     policy finishes, at `max_turns`, or when it repeats itself; then what the task names as its artifacts is carried
     into a fresh sandbox and tested there. Reward is 1 if all tests pass; the fraction that passed is a metric only.
-
-    only: names of the tasks to use; empty: all. max_turns: commands before the episode is cut.
-    command_timeout_s: longest run of one command; the policy gets a note, and the episode continues. test_timeout_s:
-    longest run of the tests, where the task does not set less. Both together, and the second it takes to start a
-    sandbox, must stay below `PoolConfig.step_s`.
-    max_output_chars: characters of a command's output that are shown, from its start and its end.
-    max_answer_chars: longest answer that is taken for a command.
-    max_repeats: the episode is cut when one command gave one result this many times in a row; 0: never.
-    prompt: the first message to the policy, with the task's {instruction}, its {workdir} and {max_turns}.
     """
 
     only: tuple[str, ...] = ()
+    """Names of the tasks to use; empty: all."""
     max_turns: int = 30
+    """Commands before the episode is cut."""
     command_timeout_s: float = 10.0
+    """Longest run of one command; the policy gets a note, and the episode continues."""
     test_timeout_s: float = 10.0
+    """Longest run of the tests, where the task does not set less. Both together, and the second it takes to start a
+    sandbox, must stay below `PoolConfig.step_s`."""
     max_output_chars: int = 2000
+    """Characters of a command's output that are shown, from its start and its end."""
     max_answer_chars: int = 16_384
+    """Longest answer that is taken for a command."""
     max_repeats: int = 3
+    """The episode is cut when one command gave one result this many times in a row; 0: never."""
     prompt: str = PROMPT
+    """The first message to the policy, with the task's {instruction}, its {workdir} and {max_turns}."""
 
     runs = "thread"
 
@@ -109,16 +109,15 @@ class TerminalTasks(EnvSpec):
 
 @dataclasses.dataclass(frozen=True)
 class HarborTasks(TerminalTasks):
-    """Tasks at a terminal from a folder of task folders, as Harbor and Terminal-Bench lay them out.
-
-    path: the folder with the task folders, or one of them. have: packages that Dockerfiles install and that are there
-      (or that the tasks do not need after all); programs in /usr/bin are found by themselves.
-    skip_unusable: pass over tasks that need what a sandbox does not have, instead of refusing the folder.
-    """
+    """Tasks at a terminal from a folder of task folders, as Harbor and Terminal-Bench lay them out."""
 
     path: str = ""
+    """The folder with the task folders, or one of them."""
     have: tuple[str, ...] = ()
+    """Packages that Dockerfiles install and that are there (or that the tasks do not need after all); programs in
+    /usr/bin are found by themselves."""
     skip_unusable: bool = False
+    """Pass over tasks that need what a sandbox does not have, instead of refusing the folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

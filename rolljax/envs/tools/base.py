@@ -28,17 +28,20 @@ class ToolError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ToolLimits:
-    """calls_per_turn, calls_per_episode: further calls are not run. told_bytes: of a result, to the policy; of a longer
-    one the middle is left out. kept_bytes: of a result, on record. call_s: longest one call may take; all calls of an
-    answer must fit into `PoolConfig.step_s`. concurrency: most calls of one server at once, in this process.
-    """
+    """Limits of tool calls."""
 
     calls_per_turn: int = 4
+    """Maximum number of tool calls in one turn; further calls are not run."""
     calls_per_episode: int = 5
+    """Maximum number of tool calls in one episode; further calls are not run."""
     told_bytes: int = 16 * 1024
+    """Maximum number of bytes of a result that the policy sees; the middle of a longer result is left out."""
     kept_bytes: int = 1024 * 1024
+    """Maximum number of bytes of a result that are recorded."""
     call_s: float = 5.0
+    """Longest one call may take; all calls of an answer must fit into `PoolConfig.step_s`."""
     concurrency: int = 64
+    """Maximum number of concurrent calls to one server, in this process."""
 
     def __post_init__(self) -> None:
         check_range(self, "calls_per_turn", "calls_per_episode", "concurrency", low=1)
@@ -58,15 +61,14 @@ DEFAULT_LIMITS = ToolLimits()
 
 @dataclasses.dataclass(frozen=True)
 class ToolSpec:
-    """The description of a tool for the policy.
-
-    input_schema: JSON schema of the object of its arguments. annotations: hints of MCP (`readOnlyHint`), not relied on.
-    """
+    """The description of a tool for the policy."""
 
     name: str
     description: str = ""
     input_schema: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"type": "object", "properties": {}})
+    """JSON schema of the object of its arguments."""
     annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Hints of MCP (`readOnlyHint`), not relied on."""
 
     @property
     def parameters(self) -> Mapping[str, Mapping[str, Any]]:
@@ -85,28 +87,31 @@ class ToolSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A call that a policy wrote. problem: why it could not be read; then there are no arguments."""
+    """A call that a policy wrote."""
 
     name: str
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     problem: str = ""
+    """Reason why the call could not be parsed; there are then no arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolResult:
-    """The result of a tool call.
-
-    text: at most `ToolLimits.kept_bytes` of it. structured: the JSON value behind the text, if the tool gave one.
-    kind: `ok`, or what went wrong. ms: time it took. bytes: size of the whole text. truncated: whether `text` is less.
-    """
+    """The result of a tool call."""
 
     text: str
+    """Text of the result, at most `ToolLimits.kept_bytes` of it."""
     structured: Any = None
+    """The JSON value behind the text, if the tool gave one."""
     is_error: bool = False
     kind: Kind = "ok"
+    """`ok`, or what went wrong."""
     ms: float = 0.0
+    """Time it took."""
     bytes: int = 0
+    """Size of the whole text."""
     truncated: bool = False
+    """Whether `text` is shorter than the whole result."""
 
     @staticmethod
     def error(kind: Kind, text: str) -> ToolResult:
@@ -118,12 +123,10 @@ class ToolResult:
 
 
 class ToolSet(abc.ABC):
-    """The tools of one episode.
-
-    stateful: whether a call changes something that the environment's own snapshot does not hold.
-    """
+    """The tools of one episode."""
 
     stateful: bool = False
+    """Whether a call changes something that the environment's own snapshot does not hold."""
 
     @abc.abstractmethod
     def list(self) -> tuple[ToolSpec, ...]:
@@ -196,12 +199,10 @@ class Tools(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class JoinedTools(Tools):
-    """Several kinds of tools in one episode. No two may have the same name.
-
-    parts: the kinds of tools.
-    """
+    """Several kinds of tools in one episode. No two may have the same name."""
 
     parts: tuple[Tools, ...]
+    """The kinds of tools."""
 
     @property
     def waits(self) -> bool:

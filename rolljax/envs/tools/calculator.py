@@ -72,18 +72,18 @@ def _factor(tokens: list[str], position: int, depth: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic(EnvSpec):
-    """Questions like `4817*93=`, to be answered in the head. Reward is 1 for the right number.
-
-    digits: most of each number; at least 2. terms: numbers in a question. operators: between them.
-    seed: of the tasks.
-    """
+    """Questions like `4817*93=`, to be answered in the head. Reward is 1 for the right number."""
 
     runs = "inline"
 
     digits: int = 4
+    """Maximum number of digits of each number; at least 2."""
     terms: int = 2
+    """Numbers in a question."""
     operators: str = "+-*"
+    """Operators that may stand between the numbers."""
     seed: int = 0
+    """Seed of the tasks."""
 
     def __post_init__(self) -> None:
         check_range(self, "digits", "terms", low=2, high=12)
@@ -139,17 +139,19 @@ class CalculatorTask(EnvSpec):
     """`Arithmetic` with a calculator: `calc(4817*93)` is a call, its result follows, and the next answer counts.
 
     A model too small for arithmetic has only to learn to call it, and to copy. The prompt does not mention the tool.
-
-    via: where the calculator is: a `python` function, an `mcp` server in this process, or one in its own (`mcp-stdio`).
-    digits: most of each number; at least 2. terms: numbers in a question. operators: between them. seed: of the
-      tasks.
     """
 
     digits: int = 4
+    """Maximum number of digits of each number; at least 2."""
     terms: int = 2
+    """Numbers in a question."""
     operators: str = "+-*"
+    """Operators that may stand between the numbers."""
     via: Literal["python", "mcp", "mcp-stdio"] = "python"
+    """Location of the calculator: a `python` function, an `mcp` server in this process, or an MCP server in its own
+    process (`mcp-stdio`)."""
     seed: int = 0
+    """Seed of the tasks."""
 
     def __post_init__(self) -> None:
         if self.via not in VIA:

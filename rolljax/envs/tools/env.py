@@ -24,25 +24,28 @@ from rolljax.types import Message, Task
 
 @dataclasses.dataclass(frozen=True)
 class ToolEnv(EnvSpec):
-    """`inner`, with tools.
-
-    tools: where they come from; None: the inner environment has its own (a method `tools()` of its `Env`, asked after
-      `reset`, that gives a `ToolSet`). parser: how a call is written (`rolljax.envs.tools.parsers`). style: how tools
-      are described in the system prompt: `json` schemas, `lines` of text, or `none`; empty: the parser's default.
-    tool_reward, tool_success_reward, tool_error_reward: of each use, each that worked, each that did not. last_note: is
-      added to the result of the last allowed use.
-    inner: the environment that gets tools. limits: of calls (`ToolLimits`).
-    """
+    """`inner`, with tools."""
 
     inner: EnvSpec
+    """The environment that gets tools."""
     tools: Tools | None = None
+    """Source of the tools; None: the inner environment has its own (a method `tools()` of its `Env`, called after
+    `reset`, that returns a `ToolSet`)."""
     parser: str = "hermes"
+    """Format in which a tool call is written (`rolljax.envs.tools.parsers`)."""
     style: Literal["", "json", "lines", "none"] = ""
+    """Form in which the system prompt describes the tools: `json` schemas, `lines` of text, or `none`; empty: the
+    parser's default."""
     limits: ToolLimits = ToolLimits()
+    """Limits of tool calls (`ToolLimits`)."""
     tool_reward: float = 0.0
+    """Reward for each tool use."""
     tool_success_reward: float = 0.0
+    """Additional reward for each tool use that succeeded."""
     tool_error_reward: float = 0.0
+    """Additional reward for each tool use that failed."""
     last_note: str = "That was the last use of tools. Give the final answer now."
+    """Note added to the result of the last allowed tool use."""
 
     def __post_init__(self) -> None:
         if self.parser not in PARSERS:

@@ -22,14 +22,14 @@ class PythonTools(Tools):
 
     A function returns a text, or a JSON value. The policy gets its exception as `Type: text`, and a `ToolError`
     as its text alone.
-
-    functions: each a function, or its import path (`module.function`). waits: whether they wait on something outside
-      (a data base, a web service); then each call has a thread of its own and `ToolLimits.call_s` to end in. Functions
-      that do not wait are run where they are called, and must end by themselves.
     """
 
     functions: tuple[Callable[..., Any] | str, ...]
+    """Each a function, or its import path (`module.function`)."""
     waits: bool = False
+    """Whether the functions wait on something outside (a database, a web service); each call then has its own thread
+    and must end within `ToolLimits.call_s`. Functions that do not wait are run where they are called, and must end by
+    themselves."""
 
     def __post_init__(self) -> None:
         _described(self.functions)

@@ -34,25 +34,26 @@ GRACE_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class McpTools(Tools):
-    """The tools of one MCP server. Exactly one of `command`, `url` and `server` is set.
-
-    command: what starts a server that speaks on its standard streams. where: `sandbox` (no network, no files of this
-      machine but `files`) or `process`, a plain process of this user, for servers that are trusted. files: put into the
-      sandbox's work folder, as (name there, path here). url: of a server that speaks streamable HTTP. server: import
-      path of one in this process (an `MCPServer` or `Server` of the SDK, or a function that makes one).
-    shared: whether all episodes of a process use one connection; off: each has its own, and with `command` its own
-      server. max_bytes: most that the server may send in one message; a longer result is refused. start_s: longest
-      time until the server has listed its tools.
-    """
+    """The tools of one MCP server. Exactly one of `command`, `url` and `server` is set."""
 
     command: tuple[str, ...] = ()
+    """Command that starts a server that communicates over its standard streams."""
     where: Literal["sandbox", "process"] = "sandbox"
+    """`sandbox` (no network, no files of this machine but `files`) or `process`, a plain process of this user, for
+    servers that are trusted."""
     files: tuple[tuple[str, str], ...] = ()
+    """Put into the sandbox's work folder, as (name there, path here)."""
     url: str = ""
+    """URL of a server that uses streamable HTTP."""
     server: str = ""
+    """Import path of one in this process (an `MCPServer` or `Server` of the SDK, or a function that makes one)."""
     shared: bool = True
+    """Whether all episodes of a process share one connection; if False, each episode has its own connection, and with
+    `command` its own server."""
     max_bytes: int = 4 * 1024 * 1024
+    """Maximum number of bytes that the server may send in one message; a longer result is refused."""
     start_s: float = 20.0
+    """Longest time until the server has listed its tools."""
 
     def __post_init__(self) -> None:
         targets = [n for n in ("command", "url", "server") if getattr(self, n)]

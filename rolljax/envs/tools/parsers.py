@@ -28,13 +28,12 @@ _NEVER = "(?!)"
 
 
 class Parser(abc.ABC):
-    """Reads the calls of one format, and writes them.
-
-    style: how tools are described by default (`ToolEnv.style`). how: the sentence that says how a call is written.
-    """
+    """Reads the calls of one format, and writes them."""
 
     style: ClassVar[str] = "lines"
+    """Default form of the description of tools (`ToolEnv.style`)."""
     how: ClassVar[str]
+    """Sentence that tells the policy how to write a call."""
 
     def parse(self, text: str, specs: Sequence[ToolSpec]) -> Iterator[ToolCall]:
         """The calls in `text`, in order. A text without a call gives nothing.

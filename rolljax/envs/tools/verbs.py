@@ -19,15 +19,14 @@ VERBS = ("bash", "python", "read_file", "write_file")
 
 @dataclasses.dataclass(frozen=True)
 class SandboxTools(Tools):
-    """A policy's tools in its own sandbox: no network, no files of this machine, limits on everything.
-
-    verbs: which of the four. profile: name of a profile of `rolljax.sandbox` (`CODE`, `TERMINAL`), or the import
-      path of one. files: contents of the work folder at the start, as (path, text).
-    """
+    """A policy's tools in its own sandbox: no network, no files of this machine, limits on everything."""
 
     verbs: tuple[str, ...] = VERBS
+    """Tools that the policy gets, out of `bash`, `python`, `read_file` and `write_file`."""
     profile: str = "TERMINAL"
+    """Name of a profile of `rolljax.sandbox` (`CODE`, `TERMINAL`), or the import path of one."""
     files: tuple[tuple[str, str], ...] = ()
+    """Contents of the work folder at the start, as (path, text)."""
 
     def __post_init__(self) -> None:
         unknown = [v for v in self.verbs if v not in VERBS]

@@ -13,16 +13,15 @@ from rolljax.envs.worlds.bm25 import Bm25
 
 @dataclasses.dataclass(frozen=True)
 class Category:
-    """A part of the shop. Slots are in order of importance; a value is one word and belongs to one slot.
-
-    options: slot -> values that every product of the category can be bought in. prices: usual ones, lowest and highest.
-    """
+    """A part of the shop. Slots are in order of importance; a value is one word and belongs to one slot."""
 
     department: str
     types: tuple[str, ...]
     attributes: Mapping[str, tuple[str, ...]]
     options: Mapping[str, tuple[str, ...]]
+    """Slot -> values that every product of the category can be bought in."""
     prices: tuple[int, int]
+    """Usual ones, lowest and highest."""
 
 
 _COLORS = ("red", "blue", "green", "white", "black", "grey")
@@ -98,14 +97,17 @@ MAX_VALUES = 6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Product:
-    """One thing on sale. category: index. attributes: slot -> value. price: usual one, before a task draws its own."""
+    """One thing on sale."""
 
     id: str
     category: int
+    """Index of the product's category."""
     type: str
     title: str
     attributes: Mapping[str, str]
+    """Slot -> value."""
     price: int
+    """Usual one, before a task draws its own."""
 
 
 @dataclasses.dataclass(frozen=True)

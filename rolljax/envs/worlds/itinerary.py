@@ -19,23 +19,28 @@ _CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a trip must be. start: city one comes from. budget: of everything. max_km: from the station to the hotel."""
+    """What a trip must be."""
 
     start: str
+    """City one comes from."""
     city: str
     date: str
     themes: tuple[str, ...]
     budget: int
+    """Budget for the whole trip."""
     max_km: float
+    """Maximum length in km of the way from the station through the places to the hotel."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """A visit. arrive, leave: minutes after midnight."""
+    """A visit."""
 
     poi: str
     arrive: int
+    """Arrival time, in minutes after midnight."""
     leave: int
+    """Departure time, in minutes after midnight."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,34 +29,32 @@ def parse(text: str) -> tuple[str, str] | None:
 
 @dataclasses.dataclass(slots=True)
 class PageView:
-    """The page that a visitor sees.
-
-    found: products (indices), best match first. first: position in `found` of the first on this page. item: the
-    product that is open. selected: option slot -> value, of that product.
-    """
+    """The page that a visitor sees."""
 
     page: Literal["index", "results", "item", "sub"] = "index"
     query: str = ""
     found: tuple[int, ...] = ()
+    """Products (indices), best match first."""
     first: int = 0
+    """Position in `found` of the first on this page."""
     item: int = -1
+    """The product that is open."""
     sub: str = ""
     selected: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Option slot -> value, of that product."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShopPages:
-    """How a shop's pages work and read.
-
-    style: `short` numbers what can be clicked and says little else; `full` is prose with ids.
-    shown: where attributes that search does not know are shown: in the row of the results, on the item's page, or on
-    its attributes page.
-    """
+    """How a shop's pages work and read."""
 
     sizes: Sizes
     seed: int
     style: Style
+    """`short` numbers what can be clicked and says little else; `full` is prose with ids."""
     shown: Shown
+    """Place where attributes that the search does not cover are shown: in the row of the results, on the item's page,
+    or on its attributes page."""
     page_size: int
 
     @property

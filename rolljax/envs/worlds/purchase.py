@@ -17,18 +17,16 @@ SAME = 0.85
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Score:
-    """A purchase against a wish.
-
-    type: 1, 0.5, 0.1 or 0. attribute_hits of attributes, option_hits of options: how many of the wished ones were
-    met. price: whether it is within the budget.
-    """
+    """A purchase against a wish."""
 
     type: float
+    """1, 0.5, 0.1 or 0. attribute_hits of attributes, option_hits of options: how many of the wished ones were met."""
     attribute_hits: int
     attributes: int
     option_hits: int
     options: int
     price: bool
+    """Whether the price is within the budget."""
 
     @property
     def parts(self) -> dict[str, float]:

@@ -63,41 +63,48 @@ class Shop(EnvSpec):
 
     The episode ends with the purchase. `reward_parts` holds the sub-scores type, attributes, options and price; success
     is all four being 1. Gold is a buyer who knows only what the shopper said and looks through the results one by one.
-
-    num_categories, num_types, num_attributes, num_options, num_values: kinds of goods, types of each, attributes and
-      options of each, and values of each of those.
-    indexed_attributes: how many attributes are in the title, which the search covers. shown: where the others are
-      found, in the rows of the results, on the item's page, or on its attributes page.
-    family_size: products that share a title, brand aside. page_size: results on a page.
-    dialogue: the shopper says only the type at first and must be asked; answers at most `answers_per_ask` slots of a
-      question, and refuses a purchase `refusals` times while something is not settled, naming it.
-    persona: a part of the wish is a habit in the shopper's persona, among habits for other kinds of goods.
-    reward: `strict`, the product of the sub-scores; `loose`, type times the share of wishes met.
-    style: `short` is for small models (few bytes, everything has a number: `click[2]`), `full` is prose.
-    num_products: goods of the shop. answers_per_ask: slots that one question is answered. refusals: purchases that
-      are refused, at most. max_turns: actions before the episode is cut. seed: of the goods and the tasks.
     """
 
     runs = "inline"
 
     num_products: int = 500
+    """Goods of the shop."""
     num_categories: int = 5
+    """Number of kinds of goods."""
     num_types: int = 4
+    """Number of types of each kind of goods."""
     num_attributes: int = 4
+    """Number of attributes of each kind of goods."""
     num_options: int = 2
+    """Number of options of each kind of goods."""
     num_values: int = 6
+    """Maximum number of values of each attribute and option."""
     indexed_attributes: int = 2
+    """Number of attributes in the title, which the search covers."""
     family_size: int = 6
+    """Products that share a title, brand aside."""
     shown: Shown = "page"
+    """Place where the attributes that are not in the title are shown: in the rows of the results, on the item's page,
+    or on its attributes page."""
     page_size: int = 10
+    """Results on a page."""
     dialogue: bool = False
+    """The shopper says only the type at first and must be asked; answers at most `answers_per_ask` slots of a question,
+    and refuses a purchase `refusals` times while something is not settled, naming it."""
     answers_per_ask: int = 2
+    """Slots that one question is answered."""
     refusals: int = 2
+    """Purchases that are refused, at most."""
     persona: bool = False
+    """A part of the wish is a habit in the shopper's persona, among habits for other kinds of goods."""
     reward: Literal["strict", "loose"] = "strict"
+    """`strict`, the product of the sub-scores; `loose`, type times the share of wishes met."""
     style: Style = "short"
+    """`short` is for small models (few bytes, everything has a number: `click[2]`), `full` is prose."""
     max_turns: int = 35
+    """Actions before the episode is cut."""
     seed: int = 0
+    """Seed of the goods and the tasks."""
 
     def __post_init__(self) -> None:
         bounds = {

@@ -18,11 +18,7 @@ _MEANS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wish:
-    """A shopper's wish, and how a task's prices are drawn.
-
-    habits: slot -> value that the policy sees from the start, as the shopper's persona; habits for other kinds of
-    goods are among them.
-    """
+    """A shopper's wish, and how a task's prices are drawn."""
 
     category: int
     type: str
@@ -31,6 +27,8 @@ class Wish:
     budget: int
     prices: int
     habits: Mapping[str, str]
+    """Slot -> value that the policy sees from the start, as the shopper's persona; habits for other kinds of goods are
+    among them."""
 
     def to_text(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -46,19 +46,19 @@ _DRAWS = 40
 
 @dataclasses.dataclass(frozen=True)
 class TravelDesk(EnvSpec):
-    """The requests of the travel desk and the check of an itinerary, without a way to call its tools: see `Travel`.
-
-    num_cities, num_pois: cities, and places of each. num_stops: themes that a request names. seed: of world and
-      requests.
-    reward: `share`, the share of wanted themes that is visited times the share of the other constraints that holds, or
-      `strict`, 1 for all of them. A made-up id makes either 0.
-    """
+    """The requests of the travel desk and the check of an itinerary, without a way to call its tools: see `Travel`."""
 
     num_cities: int = 5
+    """Number of cities."""
     num_pois: int = 24
+    """Number of places in each city."""
     num_stops: int = 3
+    """Themes that a request names."""
     reward: Literal["share", "strict"] = "share"
+    """`share`, the share of wanted themes that is visited times the share of the other constraints that holds, or
+    `strict`, 1 for all of them. A made-up id makes either 0."""
     seed: int = 0
+    """Seed of the world and the requests."""
 
     def __post_init__(self) -> None:
         check_range(self, "num_cities", low=2, high=MAX_CITIES)
@@ -156,15 +156,14 @@ class TravelDeskEnv(PureEnv):
 class Travel(TravelDesk):
     """A request, ten tools and an itinerary. Calls are written as
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` and their results returned; an answer without a call is
-    the itinerary (`rolljax.envs.worlds.itinerary.read`).
-
-    calls: most uses of tools in an episode, which has a turn more than that. calls_per_turn: in one answer.
-    told_bytes: most bytes of a result that the policy sees.
-    """
+    the itinerary (`rolljax.envs.worlds.itinerary.read`)."""
 
     calls: int = 19
+    """Maximum number of tool uses in an episode, which has one turn more than that."""
     calls_per_turn: int = 4
+    """Maximum number of tool uses in one answer."""
     told_bytes: int = 4096
+    """Maximum number of bytes of a result that the policy sees."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,8 +35,7 @@ _SKIES = ("sun", "clouds", "rain")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Poi:
-    """A place. x, y: km. opens, closes: minutes after midnight. closed_on: weekday, Monday is 0. price: of a ticket.
-    minutes: that a visit takes."""
+    """A place."""
 
     id: str
     name: str
@@ -45,17 +44,24 @@ class Poi:
     kind: str
     outdoor: bool
     x: int
+    """Position of the place along the x axis, in km."""
     y: int
+    """Position of the place along the y axis, in km."""
     opens: int
+    """Opening time, in minutes after midnight."""
     closes: int
+    """Closing time, in minutes after midnight."""
     closed_on: int
+    """Weekday, Monday is 0."""
     price: int
+    """Price of a ticket."""
     minutes: int
+    """Duration of a visit, in minutes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hotel:
-    """price: of a night."""
+    """A hotel of a city."""
 
     id: str
     name: str
@@ -64,11 +70,12 @@ class Hotel:
     x: int
     y: int
     price: int
+    """Price of one night."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ride:
-    """A train or flight. departs, arrives: minutes after midnight, of the same day."""
+    """A train or flight."""
 
     id: str
     means: str
@@ -76,7 +83,9 @@ class Ride:
     end: str
     date: str
     departs: int
+    """Departure time, in minutes after midnight of the same day."""
     arrives: int
+    """Arrival time, in minutes after midnight of the same day."""
     price: int
 
 

@@ -23,44 +23,47 @@ from rolljax.types import Message, Task
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """One request to a model. id: unique among the items. row: all columns of its record."""
+    """One request to a model."""
 
     id: str
+    """Unique among the items."""
     messages: tuple[Message, ...]
     row: Mapping[str, Any]
+    """All columns of its record."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask:
-    """A question to judges about one answer.
-
-    name: short, the same for all answers. field, labels: of the JSON object that they are to write, see
-      `labels.read_label`. known: the verdict where no judge is needed; None: judges are asked.
-    """
+    """A question to judges about one answer."""
 
     name: str
+    """Short, the same for all answers."""
     messages: tuple[Message, ...]
     field: str
+    """Field of the JSON object that the judges are to write (see `labels.read_label`)."""
     labels: Mapping[str, str]
+    """Labels by the value that judges write in the JSON object's field (see `labels.read_label`)."""
     known: str | None = None
+    """The verdict where no judge is needed; None: judges are asked."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """One answer and its verdicts, without the texts of item and answer.
-
-    draw, sibling: the item's number, and the sample's. labels: by question, None where there is no verdict. votes: the
-    labels by judge, None for a judge that failed. faults: of judges, by kind. facts: the benchmark's own record of the
-    answer itself.
-    """
+    """One answer and its verdicts, without the texts of item and answer."""
 
     draw: int
+    """Number of the item."""
     sibling: int
+    """Number of the sample."""
     item: str
     facts: Mapping[str, Any]
+    """The benchmark's own record of the answer itself."""
     labels: Mapping[str, str | None]
+    """Label by question; None if there is no verdict."""
     votes: Mapping[str, Sequence[str | None]]
+    """The labels by judge, None for a judge that failed."""
     faults: Mapping[str, int]
+    """Number of the judges' faults, by kind."""
 
     @property
     def complete(self) -> bool:
@@ -70,10 +73,11 @@ class Judged:
 
 @dataclasses.dataclass(frozen=True)
 class JudgedTable:
-    """One table of a report. rows: the first cell is a name."""
+    """One table of a report."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    """The first cell is a name."""
 
     def markdown(self) -> str:
         """Render the table as text."""
@@ -82,14 +86,16 @@ class JudgedTable:
 
 @dataclasses.dataclass(frozen=True)
 class JudgedReport:
-    """The results of an evaluation by judges. values: every number by its name, unrounded. notes: sentences below the
-    tables. counts: of requests to judges and model, by kind."""
+    """The results of an evaluation by judges."""
 
     title: str
     tables: Sequence[JudgedTable]
     values: Mapping[str, float]
+    """Every number by its name, unrounded."""
     notes: Sequence[str]
+    """Sentences below the tables."""
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Counts of requests to the judges and the model, by kind."""
 
     def markdown(self) -> str:
         """Render the tables as text."""
@@ -106,18 +112,18 @@ class JudgedReport:
 
 @dataclasses.dataclass(frozen=True)
 class JudgedBenchmark(abc.ABC):
-    """Items, and the questions about answers to them. Subclasses are frozen dataclasses with further settings.
-
-    path: of the items: JSON Lines, JSON, Parquet, Arrow or CSV. samples: answers to each item. temperature: of these.
-    max_answer_tok: most tokens of one.
-    """
+    """Items, and the questions about answers to them. Subclasses are frozen dataclasses with further settings."""
 
     needs_judge: ClassVar[bool] = True
 
     path: str = ""
+    """Path of the items: JSON Lines, JSON, Parquet, Arrow or CSV."""
     samples: int = 1
+    """Answers to each item."""
     temperature: float = 0.0
+    """Sampling temperature of the answers."""
     max_answer_tok: int = 2048
+    """Maximum number of tokens in one answer."""
 
     def __post_init__(self) -> None:
         check_range(self, "samples", "max_answer_tok", low=1)
@@ -156,23 +162,26 @@ class JudgedBenchmark(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class JudgedEvaluation:
-    """Answers of a model to a benchmark, judged by others.
-
-    benchmark: which items, which questions, which tables. judges: chat models that are asked; several vote.
-    votes: verdicts of each judge; more than one with a temperature only. judge_temperature, judge_max_tok: how judges
-      are asked. seed: of answers, verdicts and intervals. confidence, resamples: of the intervals. concurrency: most
-      answers under way at a time.
-    """
+    """Answers of a model to a benchmark, judged by others."""
 
     benchmark: JudgedBenchmark
+    """Benchmark that defines the items, the questions and the tables."""
     judges: tuple[ChatModelConfig, ...] = ()
+    """Chat models that are asked; several vote."""
     votes: int = 1
+    """Verdicts of each judge; more than one with a temperature only."""
     judge_temperature: float = 0.0
+    """Sampling temperature of the judges."""
     judge_max_tok: int = 512
+    """Maximum number of tokens in a judge's answer."""
     seed: int = 0
+    """Seed of the answers, verdicts and intervals."""
     confidence: float = 0.95
+    """Confidence level of the intervals."""
     resamples: int = 10_000
+    """Number of bootstrap resamples for the intervals."""
     concurrency: int = 64
+    """Maximum number of answers in progress at a time."""
 
     def __post_init__(self) -> None:
         check_range(self, "votes", "judge_max_tok", "concurrency", low=1)

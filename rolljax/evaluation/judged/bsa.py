@@ -70,18 +70,18 @@ _NO_THINKING = "No Thinking"
 @dataclasses.dataclass(frozen=True)
 class Bsa(JudgedBenchmark):
     """The benchmark Beyond Safe Answers: columns `id`, `query`, `risk_summary`, `dataset_name` (the scenario) and
-    `label` (the category of risk), as its authors' dataset.csv has them.
-
-    samples: answers to each item. temperature: of these, above 0. counts: items of each scenario, whose numbers are
-    the denominators of all shares; the file must hold exactly that many, so that no missing row goes unseen. alpha:
-    weight of thinking in F.
-    """
+    `label` (the category of risk), as its authors' dataset.csv has them."""
 
     samples: int = 5
+    """Answers to each item."""
     temperature: float = 0.6
+    """Sampling temperature of the answers, above 0."""
     max_answer_tok: int = 8192
     counts: Mapping[str, int] = dataclasses.field(default_factory=lambda: dict(COUNTS))
+    """Items of each scenario, whose numbers are the denominators of all shares; the file must hold exactly that many,
+    so that no missing row goes unseen."""
     alpha: float = metrics.ALPHA
+    """Weight of thinking in F."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

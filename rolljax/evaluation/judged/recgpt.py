@@ -59,13 +59,16 @@ Write one JSON object and nothing else: {{"verdict": true or false, "reason": "o
 
 @dataclasses.dataclass(frozen=True)
 class ItemCatalog:
-    """Items that can be shown. categories, shares: by item, its leaf category and its share of all interactions. tags:
-    tag -> its items, in the catalogue's order. order: item -> its place."""
+    """Items that can be shown."""
 
     categories: Mapping[str, str]
+    """Leaf category of each item."""
     shares: Mapping[str, float]
+    """Share of all interactions of each item."""
     tags: Mapping[str, Sequence[str]]
+    """Tag -> its items, in the catalogue's order."""
     order: Mapping[str, int]
+    """Item -> its place."""
 
     def ranked(self, tags: Sequence[str]) -> list[str]:
         """Items that have one of the tags, best first: an item's score is the sum of `1 / rank` of its tags; of equal
@@ -81,21 +84,21 @@ class ItemCatalog:
 class RecGpt(JudgedBenchmark):
     """Users: columns `id`, `history` (a text, what the user did without the last item) and `target` (the id of the last
     item); perhaps `human_tags` (a list) and `human` (true or false: whether people accept these), for the agreement of
-    judges with people.
-
-    catalogue: a file of items: `id`, `category` (its leaf), `tags` (a list), `users` (how many had it before).
-    k: items that are shown. most_tags: that are read of an answer. rubric: whether judges look at the tags: an answer
-    passes where all of `RUBRIC` is true. prompt: how a model is asked; `{history}` and `{most}` are replaced.
-    """
+    judges with people."""
 
     needs_judge: ClassVar[bool] = False
 
     max_answer_tok: int = 512
     catalogue: str = ""
+    """A file of items: `id`, `category` (its leaf), `tags` (a list), `users` (how many had it before)."""
     k: int = 30
+    """Items that are shown."""
     most_tags: int = 10
+    """Maximum number of tags read from an answer."""
     rubric: bool = True
+    """Whether judges rate the tags: an answer passes if all of `RUBRIC` is true."""
     prompt: str = _PROMPT
+    """Prompt of the model; `{history}` and `{most}` are replaced."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

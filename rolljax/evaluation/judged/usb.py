@@ -54,16 +54,16 @@ Write one JSON object and nothing else: {{"label": 0 or 1, "reason": "one senten
 
 @dataclasses.dataclass(frozen=True)
 class Usb(JudgedBenchmark):
-    """The text part of USB: columns `id`, `text` and `text_zh`, `level1_category`, `img_risk` and `text_risk` (0 or 1).
-
-    probes: a file of harmless requests (`id`, `text`, `text_zh`), of which a refusal counts into RR. language: which of
-      the columns is asked; nothing is translated. image_key: a column with a description in place of the image, put
-      before the text; items without one are left out and counted. Empty: the text is asked alone.
-    """
+    """The text part of USB: columns `id`, `text` and `text_zh`, `level1_category`, `img_risk` and `text_risk` (0 or
+    1)."""
 
     probes: str = ""
+    """A file of harmless requests (`id`, `text`, `text_zh`), of which a refusal counts into RR."""
     language: Literal["en", "zh"] = "en"
+    """Language of the column that is asked; nothing is translated."""
     image_key: str = ""
+    """A column with a description in place of the image, put before the text; items without one are left out and
+    counted. Empty: the text is asked alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,21 +32,22 @@ def offset_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Gemma3Config(DecoderConfig):
-    """Shape of a Gemma 3.
-
-    sliding_window: tokens that a local layer looks at. global_every: every so many layers one is global (those with a
-    rest of 0). rope_theta, rope_factor: of global layers, whose positions are divided by the factor; rope_local_theta:
-    of local ones. query_scalar: queries are scaled by its inverse square root (None: `head_dim`).
-    logit_softcap: logits z become `cap * tanh(z / cap)`.
-    """
+    """Shape of a Gemma 3."""
 
     rope_theta: float = 1_000_000.0
+    """Base of the rotary embedding in global layers."""
     rope_factor: float = 1.0
+    """Factor by which the positions in global layers are divided."""
     rope_local_theta: float = 10_000.0
+    """Base of the rotary embedding in local layers."""
     sliding_window: int = 512
+    """Tokens that a local layer looks at."""
     global_every: int = 6
+    """Every so many layers one is global (those with a rest of 0)."""
     query_scalar: float | None = None
+    """Queries are scaled by its inverse square root (None: `head_dim`)."""
     logit_softcap: float | None = None
+    """Logits z become `cap * tanh(z / cap)`."""
 
     architecture = "Gemma3ForCausalLM"
     model_type = "gemma3_text"

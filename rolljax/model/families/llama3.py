@@ -23,15 +23,18 @@ class RopeScaling:
 
     Waves shorter than `original / high_freq_factor` stay, those longer than `original / low_freq_factor` are made
     `factor` times as long, and those between in between.
-
-    factor: how much longer slow waves become. low_freq_factor, high_freq_factor: bounds of the waves in between.
-      original_max_position: tokens of context of pre-training.
     """
 
     factor: float = 8.0
+    """Factor by which long wavelengths are stretched."""
     low_freq_factor: float = 1.0
+    """Factor for the upper bound of the wavelengths that are partly stretched, `original_max_position /
+    low_freq_factor`; longer ones are stretched in full."""
     high_freq_factor: float = 4.0
+    """Factor for the lower bound of the wavelengths that are partly stretched, `original_max_position /
+    high_freq_factor`; shorter ones are not stretched."""
     original_max_position: int = 8192
+    """Tokens of context of pre-training."""
 
     def stretch(self, frequencies: jax.Array) -> jax.Array:
         """Wavelengths' angular frequencies, the slow ones stretched."""
@@ -43,12 +46,10 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Config(DecoderConfig):
-    """Shape of a Llama 3.
-
-    rope_scaling: stretch of rotary embeddings for long contexts (`RopeScaling`); None: there is none.
-    """
+    """Shape of a Llama 3."""
 
     rope_scaling: RopeScaling | None = None
+    """Stretch of rotary embeddings for long contexts (`RopeScaling`); None: there is none."""
 
     architecture = "LlamaForCausalLM"
     model_type = "llama"

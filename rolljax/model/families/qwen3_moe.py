@@ -17,18 +17,18 @@ from rolljax.model.layers import ExpertRouting, Layers, PreNormLayers
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3MoeConfig(DecoderConfig):
-    """Shape of a Qwen3 with experts. `ffn_size` is that of dense layers, which there are none of.
-
-    normalise: the weights of a token's experts sum to 1. router_aux_coef: of the load-balancing loss in the loss.
-    num_experts: of each layer. experts_per_token: of them that a token takes. expert_ffn_size: width of an expert's
-      feed-forward part.
-    """
+    """Shape of a Qwen3 with experts. `ffn_size` is that of dense layers, which there are none of."""
 
     num_experts: int = 8
+    """Number of experts in each layer."""
     experts_per_token: int = 2
+    """Number of experts that each token is routed to."""
     expert_ffn_size: int = 64
+    """Width of an expert's feed-forward part."""
     normalise: bool = True
+    """The weights of a token's experts sum to 1."""
     router_aux_coef: float = 0.001
+    """Coefficient of the load-balancing loss in the total loss."""
 
     architecture = "Qwen3MoeForCausalLM"
     model_type = "qwen3_moe"

@@ -10,29 +10,29 @@ from rolljax.errors import ConfigError, check_range
 
 @dataclasses.dataclass(frozen=True)
 class AgentProgram:
-    """A program that plays the episodes of an environment with a model it reaches over OpenAI's API.
-
-    command: what to run; `python` at its front is the interpreter of the training. env: variables it gets besides
-      `PATH`, `HOME`, the language and temporary folder, `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
-    sandbox: 'none' runs it as a process of this user, with this user's rights. It has no default: the command must be
-      one that you trust.
-    reuse: one process plays many episodes, one after the other (starting Python and a client takes about a second).
-    concurrency: programs at a time.
-    deadline_s: longest time of an episode; while the sampler answers the clock stands still.
-    max_calls: calls of the model in an episode. max_restarts: how often an episode may start a conversation that does
-      not continue an earlier one; each is a separate sequence to the trainer, which must have room for it.
-    output_bytes: most that the program may print in an episode.
-    """
+    """A program that plays the episodes of an environment with a model it reaches over OpenAI's API."""
 
     command: tuple[str, ...]
+    """Command line to run; a leading `python` stands for the interpreter of the training."""
     sandbox: str = ""
+    """'none' runs it as a process of this user, with this user's rights. It has no default: the command must be one
+    that you trust."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Variables it gets besides `PATH`, `HOME`, the language and temporary folder, `OPENAI_BASE_URL` and
+    `OPENAI_API_KEY`."""
     reuse: bool = False
+    """One process plays many episodes, one after the other (starting Python and a client takes about a second)."""
     concurrency: int = 8
+    """Programs at a time."""
     deadline_s: float = 300.0
+    """Longest time of an episode; while the sampler answers the clock stands still."""
     max_calls: int = 16
+    """Calls of the model in an episode."""
     max_restarts: int = 2
+    """Maximum number of times that an episode may start a conversation that does not continue an earlier one. Each is a
+    separate sequence to the trainer, which must have room for it."""
     output_bytes: int = 2**20
+    """Maximum number of bytes that the program may print in an episode."""
 
     def __post_init__(self) -> None:
         if not self.command or not all(isinstance(c, str) and c for c in self.command):

@@ -11,27 +11,30 @@ ROUNDS = 3
 
 
 class Used(NamedTuple):
-    """Bytes and clock ticks that one process holds or used. size: of its address space. kernel: what the kernel holds
-    for it. guessed: what more it may hold at most. ticks: of its own; waited_ticks: of those of its children that it
-    waited for."""
+    """Bytes and clock ticks that one process holds or used."""
 
     path: str
     state: str
     parent: int
     size: int
+    """Bytes of the process's address space."""
     resident: int
     kernel: int
+    """Bytes that the kernel holds for the process."""
     guessed: int
+    """Upper bound of the further bytes that the kernel may hold for the process."""
     ticks: int
+    """Processor time of the process itself, in clock ticks."""
     waited_ticks: int
+    """Processor time of the children that the process waited for, in clock ticks."""
 
 
 class Look(NamedTuple):
-    """Processes by number. whole: none can be missing, because the same ones were there before and after, and each of
-    them was read."""
+    """Processes by number."""
 
     processes: dict[int, Used]
     whole: bool
+    """None can be missing, because the same ones were there before and after, and each of them was read."""
 
     @property
     def resident(self) -> int:

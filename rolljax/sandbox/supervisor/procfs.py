@@ -152,13 +152,14 @@ class ProcFolder:
 
 
 class Stat(NamedTuple):
-    """The line of a process in /proc. ticks: of the processor, in units of `TICKS_PER_S`; waited_ticks: of its children
-    that it waited for."""
+    """The line of a process in /proc."""
 
     state: str
     parent: int
     ticks: int
+    """Processor time of the process, in units of `TICKS_PER_S`."""
     waited_ticks: int
+    """Processor time of the children that the process waited for, in units of `TICKS_PER_S`."""
     threads: int
     size: int
     resident: int

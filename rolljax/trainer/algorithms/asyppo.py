@@ -27,16 +27,15 @@ class AsyPpo(Ppo):
 
     Give `critic.model` a shape well below the policy's; with None the critics are as large as the policy. The paper's
     updates per datum are `Critic.epochs` for the critics and `Phase.epochs` for the policy.
-
-    mask_frac: share of tokens, those on which critics agree most, without a surrogate. entropy_mask_frac: share of
-      tokens, those on which they disagree most, without an entropy bonus.
     """
 
     critic: Critic = Critic(num=2, epochs=4, first=True)
     value_lam: float | None = 1.0
     whiten: bool = False
     mask_frac: float = 0.2
+    """Share of tokens, those on which critics agree most, without a surrogate."""
     entropy_mask_frac: float = 0.2
+    """Share of tokens, those on which they disagree most, without an entropy bonus."""
     entropy_coef: float = 0.01
     aggregation: Aggregation = "seq-mean-token-mean"
 

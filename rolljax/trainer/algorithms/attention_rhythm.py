@@ -25,21 +25,24 @@ class AttentionRhythm(Grpo):
     """ "Attention Illuminates LLM Reasoning" (arXiv 2510.13554): GRPO whose advantages are amplified where attention
     shows planning (`local`: jumps of the windowed span), influence on later tokens (`global`), or both (`coupled`: the
     influence of tokens that follow from a plan is shared with the plan). As in version 2 of the paper advantages of
-    either sign are amplified; version 1 amplified no negative advantages, and its FAI reached to 50 tokens.
-
-    rhythm: which of the three. amplify: the factor; 1 is plain GRPO. top: share of each answer's tokens. pick: amplify
-      that share where the statistic ranks highest or, as the paper's controls, lowest or anywhere. maps: which
-      statistics of which layers.
-    share, lookback: of the coupled form: what moves to the plan, and how many tokens before it may be.
-    """
+    either sign are amplified; version 1 amplified no negative advantages, and its FAI reached to 50 tokens."""
 
     rhythm: Literal["local", "global", "coupled"] = "coupled"
+    """Choice of the tokens whose advantages are amplified. local: where attention shows planning (jumps of the windowed
+    span); global: where it shows influence on later tokens; coupled: both, and the influence of tokens that follow from
+    a plan is shared with the plan."""
     amplify: float = 1.5
+    """The factor; 1 is plain GRPO."""
     top: float = 0.4
+    """Share of each answer's tokens."""
     pick: Pick = "top"
+    """Amplify that share where the statistic ranks highest or, as the paper's controls, lowest or anywhere."""
     share: float = 0.5
+    """Share of the amplification that moves from a token to its plan, in the coupled form."""
     lookback: int = 2
+    """Maximum number of tokens between a token and the start of its plan before it, in the coupled form."""
     maps: AttentionMaps = AttentionMaps()
+    """Settings of the attention statistics and of the layers that they are measured in."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "rhythm": Stated("coupled", f"{PAPER}, tables 3 and 4: the best of the three on average"),

@@ -32,40 +32,42 @@ Carry = Mapping[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceTerm:
-    """A reference policy whose full next-token distribution is compared with the trained one's, inside the update.
-
-    kind: forward is KL(reference || trained), reverse KL(trained || reference); for the others see `trainer.vocab`.
-    tau: temperature of both distributions, and the result is multiplied by tau^2 (None: the distributions that tokens
-      are drawn from, as they are). alpha: of the skewed divergence. top_k: compare only on the reference's k most
-      likely tokens (0: all), the rest as one `bucket` or `renormalise`d away.
-    """
+    """A reference policy whose full next-token distribution is compared with the trained one's, inside the update."""
 
     policy: PolicySource
     kind: Literal["forward", "reverse", "js", "skewed", "adaptive"] = "forward"
+    """Forward is KL(reference || trained), reverse KL(trained || reference); for the others see `trainer.vocab`."""
     tau: float | None = 1.0
+    """Temperature of both distributions, and the result is multiplied by tau^2 (None: the distributions that tokens are
+    drawn from, as they are)."""
     alpha: float = 0.1
+    """Mixture weight of the skewed divergence."""
     top_k: int = 0
+    """Compare only on the reference's k most likely tokens (0: all), the rest as one `bucket` or `renormalise`d
+    away."""
     remainder: Literal["bucket", "renormalise"] = "bucket"
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """The inputs that an algorithm requires in addition to tokens and rewards.
-
-    trainer_logp: log-probs by the weights at the start of the step. ref, scorer, teachers: reference policies that
-    score every sampled token. divergence: a reference policy whose full next-token distribution the objective is
-    compared with, inside the update. critics: value models, trained together with the policy. attention: statistics of
-    the policy's attention maps. rewards: the objective asks which trajectories were rewarded; credit hands them on.
-    """
+    """The inputs that an algorithm requires in addition to tokens and rewards."""
 
     trainer_logp: bool = False
+    """Log-probs by the weights at the start of the step."""
     ref: PolicySource = ""
+    """Reference policy that scores every sampled token."""
     scorer: PolicySource = ""
+    """Further reference policy that scores every sampled token."""
     teachers: tuple[PolicySource, ...] = ()
+    """Reference policies, used as teachers, that score every sampled token."""
     divergence: DivergenceTerm | None = None
+    """A reference policy whose full next-token distribution the objective is compared with, inside the update."""
     critics: Critic | None = None
+    """Value models, trained together with the policy."""
     attention: AttentionMaps | None = None
+    """Statistics of the policy's attention maps."""
     rewards: bool = False
+    """The objective asks which trajectories were rewarded; credit hands them on."""
 
     @property
     def references(self) -> tuple[PolicySource, ...]:
@@ -76,19 +78,18 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What an algorithm is combined with; `check` looks at it before anything starts.
-
-    updates: optimizer updates per step, over all epochs. truncated_sampling: tokens are cut from the distribution that
-      is sampled from (top-k, ...). environments: names of its domains, as in `Episodes.domains` (empty: not known).
-    """
+    """What an algorithm is combined with; `check` looks at it before anything starts."""
 
     group_size: int
     updates: int = 1
+    """Optimizer updates per step, over all epochs."""
     staleness: int = 0
     max_turns: int = 1
     truncated_sampling: bool = False
+    """Tokens are cut from the distribution that is sampled from (top-k, ...)."""
     first_phase: bool = False
     environments: tuple[str, ...] = ()
+    """Names of its domains, as in `Episodes.domains` (empty: not known)."""
 
     @property
     def on_policy(self) -> bool:
@@ -100,30 +101,28 @@ class Setup:
 @dataclasses.dataclass(frozen=True)
 class PolicyOutputs:
     """What the model that is trained says about a micro-batch; arrays `[B, T]` float32, aligned to the token they
-    describe.
-
-    logp: of the token. entropy: of the distribution it was drawn from. divergence: of that distribution from the
-    reference's, where `Needs.divergence` asks for it. load: how a model's experts were used, sums over the
-    micro-batch; objectives do not see it.
-    """
+    describe."""
 
     logp: jax.Array
+    """Log-prob of the token."""
     entropy: jax.Array
+    """Entropy of the distribution that the token was drawn from."""
     divergence: jax.Array | None = None
+    """Divergence of the token's distribution from the reference's, if requested by `Needs.divergence`."""
     load: Load | None = None
+    """Use of the model's experts, as sums over the micro-batch; not visible to objectives."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLoss:
-    """What an objective returns; every array is `[B, T]`, aligned to the token it describes.
-
-    loss: per token, before the scale of its aggregation.
-    mean, largest: statistics that the update reduces by token mean and by maximum.
-    """
+    """What an objective returns; every array is `[B, T]`, aligned to the token it describes."""
 
     loss: jax.Array
+    """Loss per token, before the scale of its aggregation."""
     mean: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    """Statistics that the update reduces by token mean."""
     largest: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    """Statistics that the update reduces by maximum."""
 
 
 class Algorithm(abc.ABC):

@@ -20,15 +20,14 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class Cispo(NormalisedReward, PolicyGradient):
     """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped and held fixed as a weight of log-prob, so that every
-    token keeps a gradient.
-
-    clip_low, clip_high: how far below and above 1 the weight may be (None: any). The paper has no lower bound, and
-      tunes the upper one without saying to what. unified_mask: leave out the tokens that PPO's clip would.
-    """
+    token keeps a gradient."""
 
     clip_low: float | None = None
+    """Maximum distance of the weight below 1 (None: no bound). The paper has no lower bound."""
     clip_high: float | None = 0.28
+    """Maximum distance of the weight above 1 (None: no bound). The paper tunes it without giving a value."""
     unified_mask: bool = False
+    """Leave out the tokens that PPO's clip would."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "clip_low": Stated(None, "arXiv 2506.13585, section 3.1, after eq. 5: no lower bound on the weight"),

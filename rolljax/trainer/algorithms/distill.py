@@ -17,23 +17,25 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class Distill(Sft):
     """Knowledge distillation (Hinton et al., arXiv 1503.02531): cross-entropy of the gold tokens plus `coef` times a
-    divergence from the teacher's distribution at each of them.
-
-    teacher: a local Hugging Face folder with the same tokenizer. divergence: forward, reverse, js, skewed (by `alpha`)
-    or adaptive. tau: temperature of both, the result times tau^2. top_k: only the teacher's most likely tokens (0:
-    all), the rest as one bucket or renormalised away. cross_entropy: weight of the first part.
-    coef: weight of the divergence. alpha: share of the student in the mixture of `skewed`. remainder: what becomes of
-      the tokens that `top_k` leaves out: one `bucket`, or nothing (`renormalise`).
-    """
+    divergence from the teacher's distribution at each of them."""
 
     teacher: PolicySource = ""
+    """A local Hugging Face folder with the same tokenizer."""
     divergence: Literal["forward", "reverse", "js", "skewed", "adaptive"] = "forward"
+    """Forward, reverse, js, skewed (by `alpha`) or adaptive."""
     coef: float = 0.5
+    """Weight of the divergence."""
     cross_entropy: float = 1.0
+    """Weight of the first part."""
     tau: float = 1.0
+    """Temperature of both, the result times tau^2."""
     alpha: float = 0.1
+    """Share of the teacher in the mixture of the `skewed` divergence."""
     top_k: int = 0
+    """Only the teacher's most likely tokens (0: all), the rest as one bucket or renormalised away."""
     remainder: Literal["bucket", "renormalise"] = "bucket"
+    """Treatment of the tokens that `top_k` leaves out: `bucket` counts them as one token, `renormalise` ignores
+    them."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "divergence": Stated("forward", "arXiv 1503.02531, section 2: cross-entropy with the teacher's soft targets"),

@@ -66,20 +66,20 @@ class Dpo(Algorithm):
     policy.
 
     Pairs are the best and the worst of `group_size` sampled answers (online DPO). `PairDpo` takes recorded ones.
-
-    beta: how far the policy may go for a preference (small: far). loss: sigmoid (DPO), ipo (arXiv 2310.12036), or simpo
-      (arXiv 2405.14734: no reference, mean log-probs, `margin`).
-    label_smoothing: share of labels taken to be wrong (cDPO). sft_coef: weight of the chosen answer's mean
-      cross-entropy. reference: the policy that log-probs are measured from.
-    margin: by how much simpo wants the better answer's score to be higher.
     """
 
     loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
+    """Sigmoid (DPO), ipo (arXiv 2310.12036), or simpo (arXiv 2405.14734: no reference, mean log-probs, `margin`)."""
     beta: float = 0.1
+    """Strength of the pull to the reference: the smaller, the farther the policy may go for a preference."""
     label_smoothing: float = 0.0
+    """Share of labels taken to be wrong (cDPO)."""
     margin: float = 0.0
+    """Margin by which the better answer's score should be higher, for the loss simpo."""
     sft_coef: float = 0.0
+    """Weight of the chosen answer's mean cross-entropy."""
     reference: PolicySource = "phase_start"
+    """The policy that log-probs are measured from."""
 
     unsplit_groups: ClassVar[bool] = True
     paper: ClassVar[Mapping[str, Stated]] = STATED

@@ -21,14 +21,14 @@ SCRIPT = "github.com/langfengQ/verl-agent, examples/gigpo_trainer/run_alfworld.s
 @dataclasses.dataclass(frozen=True)
 class GiGpo(NormalisedReward, ClippedRatio, PolicyGradient):
     """GiGPO (arXiv 2505.10978): the group-normalised score of the episode, plus the discounted return of a turn
-    normalised over all turns of the group that began in the same state (equal observation).
-
-    episode_weight, turn_weight: of the two parts. gamma: discount per turn.
-    """
+    normalised over all turns of the group that began in the same state (equal observation)."""
 
     episode_weight: float = 1.0
+    """Weight of the episode's part of the advantage."""
     turn_weight: float = 1.0
+    """Weight of the turn's part of the advantage."""
     gamma: float = 0.95
+    """Discount per turn."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "mean": Stated("group", "arXiv 2505.10978, equation 3"),

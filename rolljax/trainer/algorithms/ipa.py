@@ -37,10 +37,6 @@ class Ipa(PolicyGradient):
     Fresh turns have weight `fresh`, an expert's (`Phase.starts`) weight `imitation`: those that are replayed, up to its
     crucial one, and the crucial one itself where a group starts before it and none of it succeeds. These are discounted
     to the end of the expert's own episode, whose outcome is 1.
-
-    failure: outcome of an episode whose reward is not positive. 0: only successes teach. Below 0 there is no baseline
-      against it: where most episodes fail, whatever they have in common is unlearned, the form of answers first.
-    gamma: discount of a turn. imitation: weight of an expert's turns. fresh: weight of the policy's own.
     """
 
     paper: ClassVar[Mapping[str, Stated]] = {
@@ -68,9 +64,14 @@ class Ipa(PolicyGradient):
     }
 
     gamma: float = 0.95
+    """Discount of a turn."""
     failure: float = 0.0
+    """Outcome of an episode whose reward is not positive. 0: only successes teach. Below 0 there is no baseline against
+    it: where most episodes fail, whatever they have in common is unlearned, the form of answers first."""
     imitation: float = 0.1
+    """Weight of an expert's turns."""
     fresh: float = 1.0
+    """Weight of the policy's own."""
     anchor: Literal["behaviour", "proximal"] = "proximal"
     correction: Correction | None = Correction(level="turn", weight_cap=None, ratio_band=(0.0, 5.0))
     level: ClassVar[RatioLevel] = "turn"

@@ -20,17 +20,16 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class Kimi(NormalisedReward, PolicyGradient):
     """Kimi k1.5 (arXiv 2501.12599): policy gradient with the group's mean as baseline, plus `tau`/2 times the squared
-    log-ratio, which pulls answers back to the policy they were sampled from.
-
-    square: of what: the log-ratio of the answer (the paper's eq. 3), or of each `token` (ROLL). tau: its weight;
-      the paper gives none. With sums over answers of n tokens the pull is up to n times that of tokens.
-    """
+    log-ratio, which pulls answers back to the policy they were sampled from."""
 
     aggregation: Aggregation = "seq-mean-token-sum"
     mean: Mean = "group"
     std: Std = "none"
     square: Literal["sequence", "token"] = "sequence"
+    """Log-ratio that is squared: of the whole answer (`sequence`, the paper's eq. 3), or of each `token` (ROLL)."""
     tau: float = 0.1
+    """Weight of the squared log-ratio; the paper gives none. With sums over answers of n tokens the pull is up to n
+    times as strong as with single tokens."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "aggregation": Stated(

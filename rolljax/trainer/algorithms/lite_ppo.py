@@ -19,13 +19,11 @@ from rolljax.trainer.paper import Stated
 class LitePpo(NormalisedReward, ClippedRatio, PolicyGradient):
     """Lite PPO ("Tricks or Traps?", arXiv 2508.08221): rewards less the group's mean, over the deviation of the
     batch; mean over tokens; PPO's clip; nothing else. What it samples from is a preset of its own
-    (`configs/presets/tricks_or_traps.gin`).
-
-    min_std: a step whose rewards deviate less than this over the batch teaches nothing and is left out.
-    """
+    (`configs/presets/tricks_or_traps.gin`)."""
 
     std: Std = "batch"
     min_std: float = 1e-3
+    """A step whose rewards deviate less than this over the batch teaches nothing and is left out."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "mean": Stated("group", "arXiv 2508.08221, section 5, and section 4.1"),

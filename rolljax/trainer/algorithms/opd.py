@@ -23,28 +23,26 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class Teacher:
     """A reference policy to learn from: a local Hugging Face folder with the student's tokenizer (or `run_start`), how
-    much it counts, and the environments (names) it teaches; empty: all.
-
-    policy: who teaches. coef: weight of its advantages. domains: names of the environments it teaches.
-    """
+    much it counts, and the environments (names) it teaches; empty: all."""
 
     policy: PolicySource
+    """The teacher policy."""
     coef: float = 1.0
+    """Weight of its advantages."""
     domains: tuple[str, ...] = ()
+    """Names of the environments it teaches."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Opd(NormalisedReward, PolicyGradient):
     """On-policy distillation (GKD, arXiv 2306.13649, as a policy gradient): the student samples, and each token's
     advantage is how much likelier the teachers find it, `-sum coef (student_logp - teacher_logp)`; nothing is
-    discounted.
-
-    teachers: whom to learn from; several are added up. reward_coef: weight of the group-normalised reward beside it (0:
-      pure distillation).
-    """
+    discounted."""
 
     teachers: tuple[Teacher, ...] = ()
+    """Whom to learn from; several are added up."""
     reward_coef: float = 0.0
+    """Weight of the group-normalised reward beside it (0: pure distillation)."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "reward_coef": Stated(

@@ -44,39 +44,43 @@ from rolljax.trainer.kl import KlLoss, KlReward
 class PolicyGradient(Algorithm):
     """The common parts of policy gradients: preparation of rewards, choice of the trained groups, aggregation of token
     losses, and the terms besides the surrogate. Subclasses write `surrogate`, may write `advantages`, and override
-    defaults.
-
-    aggregation: see `trainer.aggregation`. anchor: log-probs that ratios are taken to: recorded while sampling
-      (`behaviour`), or computed again by the trainer before the step's first update (`proximal`).
-    shaping: what is added to rewards, and a clip of them (`shaping.RewardShaping`). filter: which groups are left out,
-      and whether others are drawn for them (`shaping.GroupFilter`).
-    mask_truncated: answers cut by a limit are left out. wrong_max_tok, right_max_tok: of unsolved, or of solved,
-      trajectories only those with fewer sampled tokens take part (None: all).
-    difficulty_weight, length_weight: trajectories of prompts that are rarely solved, or short ones, count more; on
-      average 1 (`shaping.sample_weights`).
-    whiten: advantages to mean 0 and standard deviation 1 over all tokens. advantage_clip: to [-c, c] at last.
-    kl: what holds the policy near a reference: `kl.KlLoss`, a term in the loss, or `kl.KlReward`, a penalty in the
-      reward of every token.
-    entropy_coef: weight of the entropy bonus. sft_coef: weight of the cross-entropy of trajectories whose reward is
-      positive, in addition to the surrogate.
-    correction: weights and filters for a gap between sampler and trainer (`mismatch.Correction`).
-    """
+    defaults."""
 
     aggregation: Aggregation = "token-mean"
+    """Scheme by which token losses become one number, as listed in `trainer.aggregation`."""
     anchor: Literal["behaviour", "proximal"] = "behaviour"
+    """Log-probs that ratios are taken to: recorded while sampling (`behaviour`), or computed again by the trainer
+    before the step's first update (`proximal`)."""
     shaping: RewardShaping | None = None
+    """Terms added to rewards, and a clip of the rewards (`shaping.RewardShaping`)."""
     filter: GroupFilter | None = None
+    """Rule for groups to leave out, and for drawing replacements (`shaping.GroupFilter`)."""
     mask_truncated: bool = False
+    """Answers cut by a limit are left out."""
     wrong_max_tok: int | None = None
+    """Number of sampled tokens below which unsolved trajectories take part; longer ones are left out (None: all take
+    part)."""
     right_max_tok: int | None = None
+    """Number of sampled tokens below which solved trajectories take part; longer ones are left out (None: all take
+    part)."""
     difficulty_weight: bool = False
+    """Whether trajectories of prompts that are rarely solved get a higher weight; the average weight is 1
+    (`shaping.sample_weights`)."""
     length_weight: bool = False
+    """Whether short trajectories get a higher weight; the average weight is 1 (`shaping.sample_weights`)."""
     whiten: bool = False
+    """Advantages to mean 0 and standard deviation 1 over all tokens."""
     advantage_clip: float | None = None
+    """Bound c of the final clip of advantages to [-c, c] (None: no clip)."""
     kl: KlLoss | KlReward | None = None
+    """KL term that holds the policy near a reference: `kl.KlLoss`, a term in the loss, or `kl.KlReward`, a penalty in
+    the reward of every token."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
     sft_coef: float = 0.0
+    """Weight of the cross-entropy of trajectories whose reward is positive, in addition to the surrogate."""
     correction: Correction | None = None
+    """Weights and filters for a gap between sampler and trainer (`mismatch.Correction`)."""
 
     ratio_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that act on the ratio and can be switched off with None."""
@@ -295,14 +299,14 @@ class PolicyGradient(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class NormalisedReward:
-    """A part of policy gradients whose tokens all have the trajectory's reward: `(R - mean) / (std + 1e-6)`.
-
-    mean, std: taken over nothing, the group, the batch, all steps so far (`running`), or (mean only) the other members
-    of the group (`leave_one_out`).
-    """
+    """A part of policy gradients whose tokens all have the trajectory's reward: `(R - mean) / (std + 1e-6)`."""
 
     mean: credits.Mean = "group"
+    """Scope of the mean that is subtracted from rewards: nothing, the group, the batch, all steps so far (`running`),
+    or the other members of the group (`leave_one_out`)."""
     std: credits.Std = "group"
+    """Scope of the standard deviation that rewards are divided by: nothing, the group, the batch, or all steps so far
+    (`running`)."""
 
     def scores(self, e: Episodes, rewards: np.ndarray, carry: Carry) -> np.ndarray:
         """Prepared rewards `[N]`, normalised."""
@@ -323,15 +327,14 @@ class NormalisedReward:
 
 @dataclasses.dataclass(frozen=True)
 class ClippedRatio:
-    """A part of policy gradients whose surrogate is PPO's clipped ratio.
-
-    clip_low, clip_high: how far the ratio may fall or rise before a token's gradient ends (None: any).
-    dual_clip: for negative advantages the ratio counts as at most this (arXiv 1912.09729; 3 is usual).
-    """
+    """A part of policy gradients whose surrogate is PPO's clipped ratio."""
 
     clip_low: float | None = 0.2
+    """Distance that the ratio may fall before a token's gradient ends (None: no bound)."""
     clip_high: float | None = 0.2
+    """Distance that the ratio may rise before a token's gradient ends (None: no bound)."""
     dual_clip: float | None = None
+    """Upper bound of the ratio for negative advantages (arXiv 1912.09729; 3 is usual)."""
 
     ratio_settings: ClassVar[tuple[str, ...]] = ("clip_high", "clip_low", "dual_clip")
 

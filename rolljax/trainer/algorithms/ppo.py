@@ -25,21 +25,20 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class Ppo(NormalisedReward, ClippedRatio, PolicyGradient):
     """PPO (arXiv 1707.06347) with generalised advantage estimation (arXiv 1506.02438) and a critic. The last token
-    of a turn gets the reward of that turn, and every token its KL penalty.
-
-    gamma, lam: discount and trace decay per sampled token; observations are skipped. value_lam: the trace decay of what
-      critics are fitted to (None: `lam`; 1: the Monte-Carlo return). critic: the value model, whose loss is a mean over
-      tokens however the policy's losses are summed.
-    `mean` and `std` normalise the reward of trajectories first.
-    """
+    of a turn gets the reward of that turn, and every token its KL penalty."""
 
     mean: Mean = "none"
     std: Std = "none"
     whiten: bool = True
     gamma: float = 1.0
+    """Discount per sampled token; observations are skipped."""
     lam: float = 0.95
+    """Trace decay per sampled token; observations are skipped."""
     value_lam: float | None = None
+    """The trace decay of what critics are fitted to (None: `lam`; 1: the Monte-Carlo return)."""
     critic: Critic = Critic()
+    """The value model, whose loss is a mean over tokens however the policy's losses are summed. `mean` and `std`
+    normalise the reward of trajectories first."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "clip_low": Stated(0.2, "arXiv 1707.06347, section 6.1 and table 1: the best of three"),

@@ -24,12 +24,12 @@ class ReBn(ClippedRatio, PolicyGradient):
     takes dense rewards, and with `gamma` below 1 prefers short solutions (0.9 for games, 1 for questions). Every turn
     is a sample: the loss is a sum over tokens, divided by turns times the longest answer.
 
-    mask_truncated: turns whose answer was cut have no surrogate; they still count in the denominator, and their episode
-      keeps its other turns.
-    gamma: discount of a turn.
+    With `mask_truncated`, turns whose answer was cut have no surrogate; they still count in the denominator, and their
+    episode keeps its other turns.
     """
 
     gamma: float = 0.9
+    """Discount of a turn."""
     aggregation: Aggregation = "turn-sum-norm"
 
     paper: ClassVar[Mapping[str, Stated]] = {

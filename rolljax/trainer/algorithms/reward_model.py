@@ -35,13 +35,11 @@ STATED = {
 class RewardModel(Algorithm):
     """A Bradley-Terry reward model (InstructGPT, arXiv 2203.02155): the value before the closing token of the better
     answer shall be above that of the worse one. The policy stays as it is; a next phase takes the model over as its
-    critic with `Critic.model = 'previous'`, or is rewarded by it (`rewards.reward_model.RewardModelScore`).
-
-    critic: its shape, start and optimizer. Pairs are the best and the worst of `group_size` sampled answers.
-      `PairRewardModel` takes recorded ones.
-    """
+    critic with `Critic.model = 'previous'`, or is rewarded by it (`rewards.reward_model.RewardModelScore`)."""
 
     critic: Critic = Critic(optimizer=AdamW(lr=1e-4))
+    """Shape, start and optimizer of the reward model. Pairs are the best and the worst of `group_size` sampled answers;
+    `PairRewardModel` takes recorded pairs."""
 
     trains_policy: ClassVar[bool] = False
     paper: ClassVar[Mapping[str, Stated]] = STATED

@@ -19,13 +19,12 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class Rft(Algorithm):
     """Rejection fine-tuning (RFT, arXiv 2308.01825): the policy answers `group_size` times, and is trained on what was
-    right: different answers only (`similarity` of their text below this), at most `cap` of a prompt.
-
-    cap: most answers of a prompt. similarity: of two texts, 0 to 1, from which on they are the same answer.
-    """
+    right: different answers only (`similarity` of their text below this), at most `cap` of a prompt."""
 
     cap: int = 4
+    """Maximum number of answers to a prompt that are trained on."""
     similarity: float = 0.9
+    """Similarity of two texts, 0 to 1, from which on they count as the same answer."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "cap": Stated(

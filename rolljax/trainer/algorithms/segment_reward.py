@@ -24,20 +24,21 @@ STATED = {"reward_beta": Stated(0.1, "arXiv 2305.18290, appendix B: that of the 
 
 @dataclasses.dataclass(frozen=True)
 class _Segmented(Algorithm):
-    """The common parts of segment-level rewards: token rewards, segments, and the segments that agree with a sign.
-
-    scorer, base: policies whose log-probs make a token's reward, `reward_beta (scorer_logp - base_logp)`: that of the
-      scorer above that of the base. reward_beta: scale of these rewards. delta: least jump of the reward where a
-      segment ends (None: one standard deviation of all of them). min_segment: tokens of the shortest segment.
-      min_keep: an answer of which a smaller share would be left is not masked at all.
-    """
+    """The common parts of segment-level rewards: token rewards, segments, and the segments that agree with a sign."""
 
     scorer: PolicySource = "phase_start"
+    """Policy whose log-prob raises a token's reward, `reward_beta (scorer_logp - base_logp)`: `phase_start`,
+    `run_start` or a local Hugging Face folder."""
     base: PolicySource = "run_start"
+    """Policy whose log-prob lowers a token's reward, with the choices of `scorer`."""
     reward_beta: float = 0.1
+    """Scale of the token rewards."""
     delta: float | None = None
+    """Least jump of the reward where a segment ends (None: one standard deviation of all of them)."""
     min_segment: int = 3
+    """Tokens of the shortest segment."""
     min_keep: float = 0.2
+    """An answer of which a smaller share would be left is not masked at all."""
 
     def needs(self) -> Needs:
         return dataclasses.replace(super().needs(), scorer=self.scorer, teachers=(self.base,))
@@ -93,10 +94,6 @@ class SegmentReward(_SegmentedGradient, Grpo):
 
     A token's reward is `reward_beta (scorer_logp - base_logp)`, the implicit reward of a policy that was trained on
     preferences (arXiv 2305.18290). It jumps where a segment ends; a segment's reward is its mean.
-
-    scorer, base: the two reference policies: `phase_start`, `run_start` or a local Hugging Face folder.
-    reward_beta: their scale. delta: the least jump (None: one standard deviation of all of them). min_segment: tokens.
-      min_keep: an answer of which less would be left is not masked at all.
     """
 
     paper: ClassVar[Mapping[str, Stated]] = STATED
@@ -106,11 +103,6 @@ class SegmentReward(_SegmentedGradient, Grpo):
 class SegmentPpo(_SegmentedGradient, Ppo):
     """PPO (arXiv 1707.06347) with adaptive segment-wise reward (arXiv 2411.00809): its gradient is kept to the segments
     that agree with the sign of the trajectory's advantage; the critic learns from every token.
-
-    scorer, base: the two reference policies: `phase_start`, `run_start` or a local Hugging Face folder.
-    reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends
-      (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of which less would be
-      left is not masked at all.
     """
 
     paper: ClassVar[Mapping[str, Stated]] = STATED
@@ -121,11 +113,6 @@ class SegmentDpo(_Segmented, Dpo):
     """DPO (arXiv 2305.18290) with adaptive segment-wise reward (arXiv 2411.00809): the log-ratio of each answer to the
     reference is summed only over the segments that agree with the preference: the rewarded segments of the better
     answer, and the unrewarded segments of the worse one.
-
-    scorer, base: the two reference policies: `phase_start`, `run_start` or a local Hugging Face folder.
-    reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends
-      (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of which less would be
-      left is not masked at all.
     """
 
     paper: ClassVar[Mapping[str, Stated]] = STATED
@@ -156,12 +143,6 @@ class SegmentPairDpo(SegmentDpo):
 class SegmentRft(_Segmented, Rft):
     """Rejection fine-tuning (arXiv 2308.01825) with adaptive segment-wise reward (arXiv 2411.00809): of right answers
     only the segments that are rewarded are imitated, and a step's loss is the mean over their tokens.
-
-    scorer, base: the two reference policies: `phase_start`, `run_start` or a local Hugging Face folder.
-    reward_beta: of a token's reward `reward_beta (scorer_logp - base_logp)`. delta: its least jump where a segment ends
-      (None: one standard deviation of all of them). min_segment: tokens. min_keep: an answer of which less would be
-      left is not masked at all.
-    cap: answers of a prompt, at most. similarity: an answer whose text is as like another as this is left out.
     """
 
     paper: ClassVar[Mapping[str, Stated]] = STATED

@@ -18,12 +18,10 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class Tis(NormalisedReward, PolicyGradient):
     """Truncated importance sampling as in ROLL Flash (arXiv 2510.11345): the policy gradient weighted by the ratio, cut
-    at `cap` (as in IMPALA, arXiv 1802.01561) and held fixed.
-
-    cap: largest weight.
-    """
+    at `cap` (as in IMPALA, arXiv 1802.01561) and held fixed."""
 
     cap: float = 1.0
+    """Largest importance weight; larger ratios are cut to it."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "cap": Stated(1.0, "github.com/alibaba/ROLL, roll/pipeline/rlvr/actor_pg_worker.py, tis_upper_bound"),

@@ -25,18 +25,18 @@ class Topr(NormalisedReward, PolicyGradient):
 
     The reward is the advantage: failures must have a negative one, or there must be a baseline (`mean`), to be pushed
     away at all.
-
-    level: what the ratio is of: the `trajectory` (the product over its tokens, as in the paper), each `token` (as in
-      ROLL), each `turn`, or the trajectory's `geometric` mean.
-    positive, negative: weights of the two halves (1, 1 is the paper's; others are "weighted TOPR").
     """
 
     level: RatioLevel = "trajectory"  # type: ignore[misc]
+    """Scope of the ratio: the `trajectory` (the product over its tokens, as in the paper), each `token` (as in ROLL),
+    each `turn`, or the trajectory's `geometric` mean."""
     aggregation: Aggregation = "seq-mean-token-sum"
     mean: Mean = "none"
     std: Std = "none"
     positive: float = 1.0
+    """Weight of the trajectories of positive reward (1 in the paper; other weights are "weighted TOPR")."""
     negative: float = 1.0
+    """Weight of the trajectories that are pushed away (1 in the paper; other weights are "weighted TOPR")."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "level": Stated("trajectory", "arXiv 2503.14286, eq. 8: pi(tau)/mu(tau) of the trajectory"),

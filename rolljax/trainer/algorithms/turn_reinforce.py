@@ -22,15 +22,12 @@ from rolljax.trainer.paper import Stated
 @dataclasses.dataclass(frozen=True)
 class TurnReinforce(PolicyGradient):
     """REINFORCE over the turns of an episode (Williams 1992, doi 10.1007/BF00992696): the tokens of turn k get
-    `G_k = r_k + gamma G_{k+1}`.
-
-    equal_turns: every turn is a sample of its own and counts the same, whatever its length; off:
-    every token counts the same.
-    gamma: discount of a turn.
-    """
+    `G_k = r_k + gamma G_{k+1}`."""
 
     gamma: float = 0.95
+    """Discount of a turn."""
     equal_turns: bool = False
+    """Every turn is a sample of its own and counts the same, whatever its length; off: every token counts the same."""
 
     paper: ClassVar[Mapping[str, Stated]] = {
         "gamma": Stated(0.95, "github.com/alibaba/ROLL, roll/pipeline/agentic/agentic_config.py, step_reward_gamma"),

@@ -21,18 +21,16 @@ from rolljax.types import Trajectory
 class Episodes:
     """Trajectories of one step; members of a group stand side by side.
 
-    rewards [N]: of the trajectory. groups [N]: index of its group, 0 to `num_groups - 1`.
-    mask [N, T]: True where there is a token (left aligned). turns [N, T]: its turn, from 0; -1 where there is none.
-    turn_rewards, turn_weights, states [N, K]: reward and supervised weight of every turn, and a hash of the context
-      before it. num_turns [N].
-    cut [N, K]: which turns' answers were cut by a limit of tokens. truncated [N]: whether any was. success [N]: solved.
-    texts, domains [N]: text of all answers, name of the environment.
-    sampler_logp [N, T]: behaviour log-probs. expert [N, T]: tokens that were replayed, not sampled. expert_turns [N]:
-    turns of the full episode they come from. limit_tok: most tokens of one answer. step: of the phase.
+    rewards [N]: of the trajectory. groups [N]: index of its group, 0 to `num_groups - 1`. mask [N, T]: True where there
+    is a token (left aligned). turns [N, T]: its turn, from 0; -1 where there is none. turn_rewards, turn_weights,
+    states [N, K]: reward and supervised weight of every turn, and a hash of the context before it. num_turns [N]. cut
+    [N, K]: which turns' answers were cut by a limit of tokens. truncated [N]: whether any was. success [N]: solved.
+    texts, domains [N]: text of all answers, name of the environment. sampler_logp [N, T]: behaviour log-probs. expert
+    [N, T]: tokens that were replayed, not sampled. expert_turns [N]: turns of the full episode they come from.
 
     The rest is there if the algorithm asked for it (`Needs`): trainer_logp, recomputed before the step's first update
-    (the proximal policy), and entropy of the same distributions, in nats; ref_logp; scorer_logp; teacher_logp
-    [S, N, T]; values [M, N, T] of the state before the token; waad, fai: attention statistics.
+    (the proximal policy), and entropy of the same distributions, in nats; ref_logp; scorer_logp; teacher_logp [S, N,
+    T]; values [M, N, T] of the state before the token;
     """
 
     rewards: np.ndarray
@@ -52,7 +50,9 @@ class Episodes:
     expert: np.ndarray
     expert_turns: np.ndarray
     limit_tok: int
+    """Maximum number of tokens in one answer."""
     step: int = 0
+    """Step of the phase."""
     trainer_logp: np.ndarray | None = None
     entropy: np.ndarray | None = None
     ref_logp: np.ndarray | None = None
@@ -60,7 +60,9 @@ class Episodes:
     teacher_logp: np.ndarray | None = None
     values: np.ndarray | None = None
     waad: np.ndarray | None = None
+    """Attention statistic WAAD of the tokens."""
     fai: np.ndarray | None = None
+    """Attention statistic FAI of the tokens."""
 
     @property
     def num(self) -> int:
@@ -141,11 +143,10 @@ class Credit:
     """What credit makes of episodes.
 
     advantages [N, T]. weights [N, T]: factor of the surrogate loss (None: 1). mask [N, T]: tokens that count in the
-    denominators and can have a loss (None: all). keep [N]: trajectories that take part (None: all).
-    returns [N, T]: what critics are fitted to. critic_weights [M, N, T]: which critic learns where (None: all).
-    entropy_weights [N, T]: factor of the entropy bonus (None: 1). rewards [N, T]: the trajectory's reward at each of
-    its tokens, for objectives that tell good trajectories from bad ones (None: not asked for). stats: metrics by name.
-    carry: numbers carried to the next step (adaptive coefficients, running statistics); saved with the run.
+    denominators and can have a loss (None: all). keep [N]: trajectories that take part (None: all). returns [N, T]:
+    what critics are fitted to. critic_weights [M, N, T]: which critic learns where (None: all). entropy_weights [N, T]:
+    factor of the entropy bonus (None: 1). rewards [N, T]: the trajectory's reward at each of its tokens, for objectives
+    that tell good trajectories from bad ones (None: not asked for).
     """
 
     advantages: np.ndarray
@@ -157,7 +158,9 @@ class Credit:
     entropy_weights: np.ndarray | None = None
     rewards: np.ndarray | None = None
     stats: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Metrics by name."""
     carry: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers carried to the next step (adaptive coefficients, running statistics); saved with the run."""
 
     def trained(self, tokens_NT: np.ndarray) -> np.ndarray:
         """Return which of the tokens (`Episodes.mask`) are trained on; bool `[N, T]`."""

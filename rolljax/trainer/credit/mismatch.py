@@ -42,21 +42,20 @@ class Correction:
 
     `Correction("turn", weight_cap=None, ratio_band=(0, 5))` leaves out the turns that the trainer finds five times
     likelier per token than the sampler did (Interaction-Perceptive Agentic policy optimisation).
-
-    level: what ratio and probability are taken over.
-    weight_cap: weights are ratios cut here; None: weights are 1.
-    ratio_band: tokens with a ratio outside are left out, the ends belong to the band; None: no filter.
-    prob_band: the same for the difference of probabilities, trainer's less sampler's: for "turn" and "geometric" the
-      mean of the tokens' differences, for "trajectory" their sum (ROLL, roll/utils/train_infer_corrections.py).
-    also: further corrections, at levels of their own. All see the same tokens; a token stays if every filter keeps
-      it, and weights are multiplied.
     """
 
     level: RatioLevel = "token"
+    """Scope over which ratio and probability are taken."""
     weight_cap: float | None = 1.2
+    """Weights are ratios cut here; None: weights are 1."""
     ratio_band: tuple[float, float] | None = None
+    """Tokens with a ratio outside are left out, the ends belong to the band; None: no filter."""
     prob_band: tuple[float, float] | None = None
+    """The same for the difference of probabilities, trainer's less sampler's: for "turn" and "geometric" the mean of
+    the tokens' differences, for "trajectory" their sum (ROLL, roll/utils/train_infer_corrections.py)."""
     also: tuple[Correction, ...] = ()
+    """Further corrections, at levels of their own. All see the same tokens; a token stays if every filter keeps it, and
+    weights are multiplied."""
 
     @property
     def weighs(self) -> bool:

@@ -22,16 +22,15 @@ _CHARACTERS = 512  # texts longer than this are compared word by word: comparing
 
 @dataclasses.dataclass(frozen=True)
 class RewardShaping:
-    """What is added to the rewards of trajectories, and how far they may reach.
-
-    clip: rewards are cut to [-c, c] once they are normalised (None: not at all). overlong_cache: tokens before the
-      limit over which DAPO's soft penalty falls from 0 to -1 (0: none). length_reward: weight of Kimi k1.5's reward for
-      answers that are short within their group (arXiv 2501.12599, section 2.3.3; 0: none).
-    """
+    """What is added to the rewards of trajectories, and how far they may reach."""
 
     clip: float | None = None
+    """Rewards are cut to [-c, c] once they are normalised (None: not at all)."""
     overlong_cache: int = 0
+    """Tokens before the limit over which DAPO's soft penalty falls from 0 to -1 (0: none)."""
     length_reward: float = 0.0
+    """Weight of Kimi k1.5's reward for answers that are short within their group (arXiv 2501.12599, section 2.3.3; 0:
+    none)."""
 
     def __post_init__(self) -> None:
         check_range(self, "clip", above=0, remedy="None for none")
@@ -59,16 +58,14 @@ class RewardShaping:
 
 @dataclasses.dataclass(frozen=True)
 class GroupFilter:
-    """Which groups are left out because their rewards say little or nothing.
-
-    drop_degenerate: groups whose rewards are all equal. solve_range: groups whose mean reward is not strictly between
-      these (None: any mean). dynamic_sampling_rounds: rounds of further groups that are drawn while fewer groups than
-      asked for are left (DAPO; 0: none).
-    """
+    """Which groups are left out because their rewards say little or nothing."""
 
     drop_degenerate: bool = True
+    """Groups whose rewards are all equal."""
     solve_range: tuple[float, float] | None = None
+    """Groups whose mean reward is not strictly between these (None: any mean)."""
     dynamic_sampling_rounds: int = 0
+    """Rounds of further groups that are drawn while fewer groups than asked for are left (DAPO; 0: none)."""
 
     def __post_init__(self) -> None:
         check_range(self, "dynamic_sampling_rounds", low=0, remedy="0 switches it off")
