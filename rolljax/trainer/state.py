@@ -59,17 +59,17 @@ class CriticSettings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateBuilder:
-    """Makes the states of one phase.
-
-    num_updates: of the policy in the whole phase, for its schedule. critics: None without any. seed: of new weights.
-    """
+    """Makes the states of one phase."""
 
     mesh: Mesh
     model: Model
     optimizer: Optimizer
     num_updates: int
+    """Number of updates of the policy in the whole phase, for its learning-rate schedule."""
     critics: CriticSettings | None
+    """None without any."""
     seed: int
+    """Random seed of new weights."""
 
     @functools.cached_property
     def shardings(self) -> TrainState:
