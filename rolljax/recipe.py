@@ -38,58 +38,65 @@ ROW_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a run that trains with one algorithm.
-
-    name: shown in progress and metrics. algorithm: the source of the training data, and the loss. steps: steps of this
-      phase.
-    prompts_per_step: tasks of a step. group_size: trajectories of a task. updates_per_step: optimizer updates of a
-      step; each takes an equal share of the groups. epochs: passes over the trajectories of a step.
-    temperature: of sampling, and of the trainer's log-probs. top_k, top_p, min_p: tokens left out of sampling.
-    async_ratio: the staleness bound: most policy versions between the start of a group and its training. 0: every token
-      is of the newest policy, and rollouts and training take turns. Above 0 they run at the same time, and up to
-      `(1 + async_ratio) x prompts_per_step` groups are in flight or wait. With a fractional ratio, such as 1.5, up to
-      that fraction of a step's groups (here half of them) are one version older than the whole number allows.
-    late: what to do with a group that would exceed this bound. wait: the trainer waits until the group is complete, so
-      no group exceeds it. redraw: the group starts again with the newest policy, and the trainer waits for it then.
-      drop: the group is never trained, which favours short answers.
-    spare_prompts, spare_siblings: groups in flight in excess of the groups that a step needs, and trajectories of a
-      group in excess of `group_size`. The first to complete are trained on and the others are cancelled. Timing decides
-      which these are, so such a run cannot be repeated to the bit; if the others are dropped for good, short answers
-      are favoured.
-    tail_batching: alternate short rounds, which do not wait for their slowest prompts, with long rounds of these
-      prompts (`group_buffer.TailBatching`).
-    mixture: the rule that sets the shares of a mixture's domains (docs/domains.md); None: their weights.
-    starts: replay an expert's first turns at the start of episodes (`starts.ExpertStarts`). optimizer: new with every
-      phase.
-    row_len, micro_rows: tokens of a packed row, which must hold one trajectory, and rows of a micro-batch. 0: the
-      shortest row that does, a multiple of 128, and a number of rows that suits the devices. `--dry_run` shows them.
-    eval_every: steps between evaluations on held-out tasks (0: only at the end of the phase).
-    stop_at_reward: end the phase early once such an evaluation reaches this reward.
-    """
+    """A part of a run that trains with one algorithm."""
 
     name: str
+    """Shown in progress and metrics."""
     algorithm: Algorithm
+    """The source of the training data, and the loss."""
     steps: int
+    """Steps of this phase."""
     prompts_per_step: int = 32
+    """Tasks of a step."""
     group_size: int = 1
+    """Trajectories of a task."""
     updates_per_step: int = 1
+    """Optimizer updates of a step; each takes an equal share of the groups."""
     epochs: int = 1
+    """Passes over the trajectories of a step."""
     temperature: float = 1.0
+    """Sampling temperature, also used for the trainer's log-probs."""
     top_k: int = 0
+    """Top-k limit of sampling: tokens outside of it are left out."""
     top_p: float = 1.0
+    """Top-p limit of sampling: tokens outside of it are left out."""
     min_p: float = 0.0
+    """Min-p limit of sampling: tokens below it are left out."""
     async_ratio: float = 0.0
+    """The staleness bound: most policy versions between the start of a group and its training. 0: every token is of the
+    newest policy, and rollouts and training take turns. Above 0 they run at the same time, and up to `(1 + async_ratio)
+    x prompts_per_step` groups are in flight or wait. With a fractional ratio, such as 1.5, up to that fraction of a
+    step's groups (here half of them) are one version older than the whole number allows."""
     late: Late = "wait"
+    """Treatment of a group that would exceed the staleness bound `async_ratio`. wait: the trainer waits until the group
+    is complete, so no group exceeds the bound. redraw: the group starts again with the newest policy, and the trainer
+    then waits for it. drop: the group is never trained, which favours short answers."""
     spare_prompts: int = 0
+    """Number of groups in flight in excess of the groups that a step needs. The first groups to complete are trained on
+    and the rest are cancelled; timing decides which, so such a run cannot be repeated to the bit. If the rest are
+    dropped for good, short answers are favoured."""
     spare_siblings: int = 0
+    """Number of trajectories of a group in excess of `group_size`. The first trajectories to complete are trained on
+    and the rest are cancelled; timing decides which, so such a run cannot be repeated to the bit. If the rest are
+    dropped for good, short answers are favoured."""
     tail_batching: TailBatching | None = None
+    """Alternate short rounds, which do not wait for their slowest prompts, with long rounds of these prompts
+    (`group_buffer.TailBatching`)."""
     mixture: MixtureRule | None = None
+    """The rule that sets the shares of a mixture's domains (docs/domains.md); None: their weights."""
     starts: ExpertStarts | None = None
+    """Replay an expert's first turns at the start of episodes (`starts.ExpertStarts`)."""
     optimizer: Optimizer = AdamW()
+    """New with every phase."""
     row_len: int = 0
+    """Tokens of a packed row, which must hold one trajectory. 0: the shortest row that does, a multiple of 128, as
+    shown by `--dry_run`."""
     micro_rows: int = 0
+    """Rows of a micro-batch. 0: a number that suits the devices, as shown by `--dry_run`."""
     eval_every: int = 0
+    """Steps between evaluations on held-out tasks (0: only at the end of the phase)."""
     stop_at_reward: float | None = None
+    """End the phase early once such an evaluation reaches this reward."""
 
     def __post_init__(self) -> None:
         check_range(self, "steps", "prompts_per_step", "group_size", "updates_per_step", "epochs", low=1)
@@ -191,17 +198,16 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Held-out evaluation: one trajectory for each of `tasks` tasks, at `temperature` (0: greedy).
-
-    tasks: how many. temperature: of sampling; 0 takes the likeliest token.
-    held_out_frac: share of all tasks, by the hash of their content, that training never sees.
-    pauses_rollouts: with `Phase.async_ratio` above 0, training rollouts send no request meanwhile.
-    """
+    """Held-out evaluation: one trajectory for each of `tasks` tasks, at `temperature` (0: greedy)."""
 
     tasks: int = 256
+    """Number of held-out tasks to evaluate on, with one trajectory each."""
     temperature: float = 1.0
+    """Sampling temperature of the evaluation; 0 takes the likeliest token."""
     held_out_frac: float = 0.1
+    """Share of all tasks, by the hash of their content, that training never sees."""
     pauses_rollouts: bool = False
+    """Whether training rollouts send no requests during an evaluation, with `Phase.async_ratio` above 0."""
 
     def __post_init__(self) -> None:
         check_range(self, "tasks", low=1)
@@ -211,64 +217,68 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A run: a model, the environment that it learns in, and the phases of its training.
-
-    env: the source of tasks and rewards. phases: parts of the run, one after the other, each with its own name.
-    model: shape of a decoder that starts from random weights with a byte tokenizer, or the path of a local Hugging Face
-      folder whose config, weights, tokenizer and chat template are used.
-    chat_template: path of a file with the chat template to use in place of the folder's; `plain` for a base model: the
-      texts as they are (docs/my_model.md). Empty: the folder's own, or its training template where episodes have
-      several turns.
-    dtype: of computing; trained parameters are float32, cast at every use. remat: activations that the backward pass
-      recomputes: nothing, all of a layer (`full`), all but matmuls (`dots`), all but mixed values (`attention`).
-    lora: train low-rank adapters and leave the weights of the model as they are (docs/algorithms.md).
-    router_aux_coef: coefficient of the load-balancing loss, in place of a folder's config.json (docs/scaling.md).
-    reward: rewards of sampled episodes, in place of the environment's (docs/my_model.md).
-    agent: a program that plays the episodes and calls the model through an OpenAI-compatible server (docs/agents.md).
-    attention: the implementation of attention in training (docs/scaling.md).
-    placement: whether trainer and sampler share devices or have their own (docs/scaling.md).
-    max_answer_tok: most tokens of one answer (one turn).
-    sampler: slots, pages and programs of the engine. mesh: the trainer's devices by axis. pool: where environments run.
-    domains: settings of single domains of a mixture, by name (docs/domains.md).
-    rollout: how episodes are conducted. filters: which trajectories are trained on. evaluation: on held-out tasks.
-    seed: of the weights, of the order of tasks and of everything sampled.
-    save_every: steps between checkpoints (one is always saved at the end of a phase and when the run stops on request).
-    keep_checkpoints: number of newest checkpoints to keep; at least two, so that a damaged one does not end the run.
-    keep_best: number of checkpoints to keep in addition: those with the highest held-out rewards (`Phase.eval_every`,
-      and the ends of phases). A checkpoint is saved whenever an evaluation is among the best.
-    rollouts_every: steps between files of rollouts. keep_rollouts: number of newest files to keep (None: all).
-    wait_s: longest wait for the groups of a step.
-    trackers: experiment trackers that also receive the rows of metrics.jsonl (docs/runs.md).
-    """
+    """A run: a model, the environment that it learns in, and the phases of its training."""
 
     env: EnvSpec
+    """The source of tasks and rewards."""
     phases: tuple[Phase, ...]
+    """Parts of the run, one after the other, each with its own name."""
     reward: RewardConfig | None = None
+    """Rewards of sampled episodes, in place of the environment's (docs/my_model.md)."""
     agent: AgentProgram | None = None
+    """A program that plays the episodes and calls the model through an OpenAI-compatible server (docs/agents.md)."""
     model: DecoderConfig | str = Qwen3Config()
+    """Shape of a decoder that starts from random weights with a byte tokenizer, or the path of a local Hugging Face
+    folder whose config, weights, tokenizer and chat template are used."""
     chat_template: str = ""
+    """Path of a file with the chat template to use in place of the folder's; `plain` for a base model: the texts as
+    they are (docs/my_model.md). Empty: the folder's own, or its training template where episodes have several turns."""
     dtype: Dtype = "float32"
+    """Data type of the computation. Trained parameters are float32 and are cast at every use."""
     remat: Remat = "none"
+    """Activations that the backward pass recomputes: nothing, all of a layer (`full`), all but matmuls (`dots`), all
+    but mixed values (`attention`)."""
     attention: Implementation = "auto"
+    """The implementation of attention in training (docs/scaling.md)."""
     lora: Lora | None = None
+    """Train low-rank adapters and leave the weights of the model as they are (docs/algorithms.md)."""
     router_aux_coef: float | None = None
+    """Coefficient of the load-balancing loss, in place of a folder's config.json (docs/scaling.md)."""
     max_answer_tok: int = 16
+    """Maximum number of tokens in one answer (one turn)."""
     sampler: SamplerConfig = SamplerConfig()
+    """Slots, pages and programs of the engine."""
     mesh: MeshSpec = MeshSpec()
+    """The trainer's devices by axis."""
     placement: Placement = Colocated()
+    """Whether trainer and sampler share devices or have their own (docs/scaling.md)."""
     pool: PoolConfig = PoolConfig()
+    """Settings of the environment pool: where environments run."""
     rollout: RolloutConfig = RolloutConfig()
+    """Settings for how episodes are conducted."""
     filters: FilterConfig = FilterConfig()
+    """Rules that decide which trajectories are trained on."""
     domains: Mapping[str, DomainSettings] = dataclasses.field(default_factory=dict)
+    """Settings of single domains of a mixture, by name (docs/domains.md)."""
     evaluation: Evaluation = Evaluation()
+    """Settings of the evaluation on held-out tasks."""
     seed: int = 0
+    """Random seed of the weights, of the order of tasks and of all sampling."""
     save_every: int = 50
+    """Steps between checkpoints (one is always saved at the end of a phase and when the run stops on request)."""
     keep_checkpoints: int = 2
+    """Number of newest checkpoints to keep; at least two, so that a damaged one does not end the run."""
     keep_best: int = 0
+    """Number of checkpoints to keep in addition: those with the highest held-out rewards (`Phase.eval_every`, and the
+    ends of phases). A checkpoint is saved whenever an evaluation is among the best."""
     rollouts_every: int = 1
+    """Steps between files of rollouts."""
     keep_rollouts: int | None = None
+    """Number of newest files to keep (None: all)."""
     wait_s: float = 600.0
+    """Longest wait for the groups of a step."""
     trackers: tuple[TrackerConfig, ...] = ()
+    """Experiment trackers that also receive the rows of metrics.jsonl (docs/runs.md)."""
 
     def __post_init__(self) -> None:
         if not self.phases:

@@ -32,20 +32,21 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class StepGroups:
-    """The groups of a step.
-
-    trained: groups to train, in the order of their draws. start_ages: their ages in versions. dropped: groups without a
-    signal, dropped since the step before. waits_s: seconds between each group's completion and this step. logged: the
-    line of the log that this step was read from; None if its groups were played. kept: the trajectories to train on, by
-    group, without groups and trajectories that filters left out (`GroupFilters`).
-    """
+    """The groups of a step."""
 
     trained: list[Group]
+    """Groups to train, in the order of their draws."""
     start_ages: list[int]
+    """Ages of the trained groups in policy versions."""
     dropped: list[Group]
+    """Groups without a signal, dropped since the step before."""
     waits_s: list[float]
+    """Seconds between each group's completion and this step."""
     logged: ConsumedStep | None = None
+    """The line of the log that this step was read from; None if its groups were played."""
     kept: list[list[Trajectory]] = dataclasses.field(default_factory=list)
+    """The trajectories to train on, by group, without groups and trajectories that filters left out
+    (`GroupFilters`)."""
 
     def with_columns(self, columns: Mapping[Key, Mapping[str, TokenColumn]]) -> StepGroups:
         """Return the same groups with training's numbers for each token, for the record."""

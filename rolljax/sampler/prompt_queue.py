@@ -26,19 +26,18 @@ from rolljax.types import FinishReason, Sampled, SamplingParams
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A sequence to sample, and where it stands.
-
-    deliver: called once at the end. on_tokens: called with every new part. fail: called instead of `deliver` when the
-    scheduler stops. All run in the scheduler's thread.
-    """
+    """A sequence to sample, and where it stands."""
 
     prompt_ids: np.ndarray
     params: SamplingParams
     address: tuple[int, ...]
     priority: int
     deliver: Callable[[Request, FinishReason], None]
+    """Called once at the end."""
     on_tokens: Callable[[Sampled], None] | None = None
+    """Called with every new part."""
     fail: Callable[[Exception], None] = lambda error: None
+    """Called instead of `deliver` when the scheduler stops. All run in the scheduler's thread."""
     parts: list[Sampled] = dataclasses.field(default_factory=list)
     order: int = -1
     submitted_s: float = 0.0
@@ -107,43 +106,47 @@ class QueuedPrompt:
 
 @dataclasses.dataclass
 class SamplerStats:
-    """Totals since the start; differences of two of them describe a step.
-
-    prefill_tok: prompt tokens that were computed. reused_tok: prompt tokens in the cache, or computed for a sibling.
-    slot_steps: rows times decode steps of all dispatches; busy_slot_steps: the ones that sampled a token.
-    aborted_tok: tokens sampled by aborted requests. held_s: seconds that requests had slots, summed over slots.
-    """
+    """Totals since the start; differences of two of them describe a step."""
 
     requests: int = 0
     finished: int = 0
     aborted: int = 0
     aborted_tok: int = 0
+    """Tokens sampled by aborted requests."""
     preemptions: int = 0
     sampled_tok: int = 0
     prompt_tok: int = 0
     prefill_tok: int = 0
+    """Prompt tokens that were computed."""
     reused_tok: int = 0
+    """Prompt tokens in the cache, or computed for a sibling."""
     prefills: int = 0
     dispatches: int = 0
     slot_steps: int = 0
+    """Rows times decode steps of all dispatches;."""
     busy_slot_steps: int = 0
+    """The ones that sampled a token."""
     prefill_s: float = 0.0
     generate_s: float = 0.0
     host_s: float = 0.0
     held_s: float = 0.0
+    """Seconds that requests had slots, summed over slots."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerLoad:
-    """The current load. used_pages: held by a request; shared_pages: by several; cached_pages: kept for reuse."""
+    """The current load."""
 
     waiting: int
     running: int
     slots: int
     pages: int
     used_pages: int
+    """Held by a request;."""
     cached_pages: int
+    """Kept for reuse."""
     shared_pages: int
+    """Number of KV pages held by several requests."""
 
 
 SCAN = 64
