@@ -27,7 +27,7 @@ from rolljax.trackers.mlflow import MAX_VALUE
 
 from .conftest import QUICKSTART, ROOT, arguments, rows, summary
 
-PNG = ROOT / "docs" / "frozen_lake.png"
+PNG = ROOT / "docs" / "agents.png"
 
 
 def needs(package):
