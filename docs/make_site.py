@@ -47,7 +47,7 @@ FENCE = re.compile(r"^( *)(`{3,})[^\n]*\n.*?^\1\2$", re.S | re.M)
 
 
 def outside_of_fences(change: Callable[[str], str], text: str) -> str:
-    """The text with everything but its fenced blocks changed."""
+    """Return the text with everything but its fenced blocks changed."""
     parts, end = [], 0
     for fence in FENCE.finditer(text):
         parts += [change(text[end : fence.start()]), fence[0]]
@@ -97,7 +97,7 @@ def target(page: str, link: str) -> str | None:
 
 
 def relinked(page: str, text: str) -> str:
-    """A page's text, its links those of the site."""
+    """Return a page's text with the links of the site."""
 
     def new(m: re.Match[str]) -> str:
         path = target(page, m[2])
@@ -123,7 +123,7 @@ def linked_code(page: str, text: str) -> Iterator[str]:
 
 
 def code_page(path: str) -> str:
-    """A file of code as a page."""
+    """Return a file of code as a page."""
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n`````{language}\n{(ROOT / path).read_text()}\n`````\n"
 
@@ -131,12 +131,12 @@ def code_page(path: str) -> str:
 # ---- the API reference ----------------------------------------------------------------------------------------------
 
 WITHOUT = {"terminal_tasks", "inside", "supervisor", "__main__"}
-"""Folders and modules that nobody imports: what runs in sandboxes and other processes."""
+"""Folders and modules that are not imported: programs that run in sandboxes and other processes."""
 
 
 @functools.cache
 def modules() -> dict[str, list[str]]:
-    """Names of modules with public parts, by room; those at the root under `rolljax`."""
+    """Return the names of modules with public parts, by room; the room of modules at the root is `rolljax`."""
     found: dict[str, list[str]] = {"rolljax": []}
     for path in sorted((ROOT / "rolljax").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -146,7 +146,7 @@ def modules() -> dict[str, list[str]]:
 
 
 def api_page(room: str, names: list[str]) -> str:
-    """The reference of a room: what stands in its modules."""
+    """Return the reference page of a room: everything public in its modules."""
     title = f"# {room if room == 'rolljax' else f'rolljax.{room}'}\n"
     return "\n".join([title, *(f"::: {name}\n" for name in names)])
 
