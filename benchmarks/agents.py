@@ -1,7 +1,8 @@
 """Agents that learn: every multi-turn config for some seeds, and IPA against GRPO where nothing succeeds by chance.
 
     python benchmarks/agents.py --figure docs/agents.png               # five tasks, 2 seeds each
-    python benchmarks/agents.py --ipa --figure docs/agent_ipa.png      # eight doors: GRPO, rollback, parallel
+    # eight doors: GRPO, rollback, parallel
+    python benchmarks/agents.py --ipa --figure rolljax/recipes/rome/agent_ipa.png
 
 Each run is a process of its own, one after the other. `--out DIR` keeps the run folders; what is finished there is not
 run again.
@@ -20,7 +21,7 @@ TASKS = {
     "frozen lake": "frozen_lake",
     "guess a number": "agents/guess_number",
     "key and door": "agents/key_door",
-    "shop": "agents/shop",
+    "shop": "shop",
     "calculator (MCP)": "agents/calculator",
 }
 PARALLEL = "ExpertStarts.mode = 'parallel'"

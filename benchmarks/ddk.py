@@ -1,8 +1,8 @@
 """DDK against uniform shares: the student's gap to its teacher by domain, after the same number of tokens.
 
-    python benchmarks/ddk.py --figure docs/ddk.png [--seeds 3]
+    python benchmarks/ddk.py --figure rolljax/recipes/ddk/ddk.png [--seeds 3]
 
-The teacher is `configs/ddk_teacher.gin`; the student `configs/ddk.gin` twice for each seed, with the shares of DDK and
+The teacher is `ddk_teacher.gin`; the student `ddk.gin` twice for each seed, with the shares of DDK and
 with equal ones (`Scheduled`). All answers are of one length, so that equal steps are equal tokens. Printed: the largest
 ratio of perplexities, student over teacher, over the domains, on held-out tasks after the last step.
 """

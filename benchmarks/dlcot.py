@@ -1,10 +1,11 @@
 """What DLCoT's pruning saves, and what a student makes of it: chains of thought about sums (`dlcot_toy.py`), raw and
-pruned, each learned by a small model from its beginning, three seeds; a table and docs/dlcot.png.
+pruned, each learned by a small model from its beginning, three seeds; a table and rolljax/recipes/dlcot/dlcot.png.
 
-    python benchmarks/dlcot.py --figure docs/dlcot.png      # half an hour on two cores
+    # half an hour on two cores
+    python benchmarks/dlcot.py --figure rolljax/recipes/dlcot/dlcot.png
 
-The pipeline is `configs/data/dlcot.gin`, its model a rule behind a real server (`rule_server.py`), the student's recipe
-`configs/dlcot.gin`. Tokens are bytes.
+The pipeline is `data.gin`, its model a rule behind a real server (`rule_server.py`), the student's recipe
+`dlcot.gin`. Tokens are bytes.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def prune(records: list[dict], folder: Path) -> list[dict]:
     source.write_text("".join(json.dumps(r) + "\n" for r in records))
     with RuleServer(dlcot_toy.rule) as server:
         code = pipeline(
-            ["data/dlcot", "--in", str(source), "--out", str(folder / "pruned")]
+            ["dlcot/data", "--in", str(source), "--out", str(folder / "pruned")]
             + ["--set", f"EndpointConfig.url = '{server.url}'"]
         )
     assert code == 0

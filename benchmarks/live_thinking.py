@@ -1,8 +1,8 @@
 """LiveThinking on sums: what the length band does to the length of answers and to their accuracy, with and without it.
 
-    python benchmarks/live_thinking.py --figure docs/live_thinking.png [--seeds 1]
+    python benchmarks/live_thinking.py --figure rolljax/recipes/live_thinking/live_thinking.png [--seeds 1]
 
-`configs/live_thinking.gin` twice for each seed: as it is, and with the band's weight at 0. Both imitate the same
+`live_thinking.gin` twice for each seed: as it is, and with the band's weight at 0. Both imitate the same
 answers first, from the same seed. Length and accuracy are those of one answer to each of the held-out tasks, before
 GRPO and after it; the curves are those of the training steps.
 """

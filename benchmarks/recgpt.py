@@ -1,9 +1,10 @@
 """RecGPT in small: tags of a policy, fused with collaborative retrieval, on synthetic users whose interest shifts.
 
     python -m rolljax.train --gin recgpt --run_dir runs/recgpt
-    python benchmarks/recgpt.py --run runs/recgpt --figure docs/recgpt.png      # two minutes on two cores
+    # two minutes on two cores
+    python benchmarks/recgpt.py --run runs/recgpt --figure rolljax/recipes/recgpt/recgpt.png
 
-The policy of `configs/recgpt.gin` reads the tags of what each user touched and predicts the next one: before and after
+The policy of `recgpt.gin` reads the tags of what each user touched and predicts the next one: before and after
 the user's newest two events ("refresh"). Printed are HR@30 of collaboration alone (beta 1), of tags alone (beta 0) and
 of the fusion, each with users that the towers never saw; and how often the new topic is among the predicted tags.
 """
@@ -27,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 import rolljax
-from rolljax.data import recgpt
-from rolljax.evaluation.judged.metrics import hit_rate
+from rolljax.recipes.recgpt import users as recgpt
+from rolljax.recipes.recgpt.metrics import hit_rate
 
 K, BETAS = 30, (0.0, 0.25, 0.5, 0.75, 1.0)
 Users = list[dict[str, Any]]
@@ -91,7 +92,7 @@ def draw(found: Mapping[str, Any], path: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", required=True, help="run folder of configs/recgpt.gin")
+    parser.add_argument("--run", required=True, help="run folder of rolljax/recipes/recgpt/recgpt.gin")
     parser.add_argument("--figure", help="write the picture here")
     args = parser.parse_args(argv)
     with rolljax.load(args.run) as model:

@@ -1,8 +1,9 @@
 """PPO on a trained reward model against PPO on the gold reward, and what becomes of gold when the proxy is weak.
 
-    python benchmarks/reward_model_ppo.py --out runs/reward_model_ppo --figure docs/reward_model.png
+    python benchmarks/reward_model_ppo.py --out runs/reward_model_ppo \\
+        --figure rolljax/recipes/reward_model_ppo/reward_model_ppo.png
 
-Three runs of `configs/reward_model_ppo.gin`, one after the other: as it is; with a reward model of 60 updates instead
+Three runs of `reward_model_ppo.gin`, one after the other: as it is; with a reward model of 60 updates instead
 of 3200, and a policy that is held less and trained for longer; with the environment's own reward instead. A finished
 run in its folder is used as it is, a stopped one continues. The table gives held-out reward, which is gold in all
 of them; the figure gold and proxy by step, and over the distance from the policy that PPO began with (the curves of

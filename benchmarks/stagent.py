@@ -1,11 +1,12 @@
-"""Does RL on what a policy can learn need fewer steps than RL on everything? A table and docs/stagent.png.
+"""Does RL on what a policy can learn need fewer steps than RL on everything? A table and a figure.
 
-    python benchmarks/stagent.py --figure docs/stagent.png      # ten minutes on one core
+    # ten minutes on one core
+    python benchmarks/stagent.py --figure rolljax/recipes/stagent/stagent.png
 
 Tasks of known difficulty: one that always has the same answer (right after the seed SFT), three letters to write
 backward (the middle band), three letters whose answer is drawn at random (never right). A seed policy is trained for a
-short while, eight attempts at each task are played (`rolljax.eval`), `configs/data/learnability.gin` keeps what can be
-learned, and `configs/stagent.gin` trains on that, and on a pool drawn uniformly. Compared is the success at tasks of
+short while, eight attempts at each task are played (`rolljax.eval`), `learnability.gin` keeps what can be
+learned, and `stagent.gin` trains on that, and on a pool drawn uniformly. Compared is the success at tasks of
 the middle band, as they are sampled.
 """
 
@@ -126,7 +127,7 @@ def main() -> None:
     verb("rolljax.eval", "--model", str(out / "seed" / "hf"), "--env", env, *played, "--max_context", "64")
     paths = f"FromRollouts.paths = ['{out / 'attempts' / 'answers.jsonl'}']"
     routed = out / "routed"
-    verb("rolljax.data", "data/learnability", "--in", str(everything), "--out", str(routed), "--set", paths, "--fresh")
+    verb("rolljax.data", "learnability", "--in", str(everything), "--out", str(routed), "--set", paths, "--fresh")
     kept = [json.loads(line) for line in (routed / "data.jsonl").read_text().splitlines()]
     middle = {p for p, kind in kind_of.items() if kind == "middle"}
     learnable = {r["prompt"] for r in kept}

@@ -68,7 +68,7 @@ def environments(name: str) -> list[dict[str, str]]:
 def run(name: str, folder: Path) -> str:
     """The fingerprint of one run, made in `folder`."""
     recipe, settings = RUNS[name]
-    command = [sys.executable, "-m", "rolljax.train", "--gin", str(ROOT / "configs" / f"{recipe}.gin")]
+    command = [sys.executable, "-m", "rolljax.train", "--gin", recipe]
     command += ["--run_dir", str(folder / name)]
     for key, value in settings.items():
         command += ["--set", f"{key} = {value.format(quickstart=folder / 'quickstart')}"]

@@ -1,6 +1,7 @@
 """Think-J in miniature (arXiv 2505.14268): a judge of digit sums, online and offline, and what it says in both orders.
 
-    python benchmarks/think_j.py --seeds 3 --to runs/think_j --figure docs/think_j.png   # five minutes a seed
+    # five minutes a seed
+    python benchmarks/think_j.py --seeds 3 --to runs/think_j --figure rolljax/recipes/think_j/think_j.png
 
 Every stage is a process of its own, at low priority, and is skipped if its result exists, so the same command continues
 where it was interrupted. Stages of a seed: `online`: think_j.gin; `init`: think_j_init.gin, exported; `pairs`: 3000
@@ -59,8 +60,8 @@ def stages(folder: Path, seed: int, every: int) -> Iterator[tuple[str, Path, lis
 def make_pairs(folder: Path, seed: int) -> None:
     import rolljax
     from rolljax.chat_models.base import Asking
-    from rolljax.envs.judging.digit_sums import DigitSums
-    from rolljax.library import judge_pairs
+    from rolljax.recipes.think_j import judge_pairs
+    from rolljax.recipes.think_j.digit_sums import DigitSums
 
     with rolljax.load(folder / f"init_{seed}") as model:
         made = judge_pairs.make(

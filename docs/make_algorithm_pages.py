@@ -40,6 +40,24 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "algorithms"
 CURVES = ROOT / "docs" / "curves" / "algorithms.json"
 NOTICE = "<!-- made by docs/make_algorithm_pages.py from the code: do not edit -->"
+FEW_SETTINGS: dict[str, tuple[str, ...]] = {
+    "Cispo": ("quickstart", "rl/Phase.async_ratio = 2"),
+    "DecoupledPpo": ("quickstart", "rl/Phase.async_ratio = 2"),
+    "DrGrpo": ("quickstart",),
+    "GiGpo": ("frozen_lake",),
+    "Kimi": ("quickstart", "rl/Phase.async_ratio = 2"),
+    "LitePpo": ("quickstart",),
+    "RaftPP": ("quickstart",),
+    "ReBn": ("frozen_lake",),
+    "Reinforce": ("quickstart", "Reinforce.mean = 'batch'"),
+    "ReinforcePPBaseline": ("quickstart",),
+    "Rft": ("quickstart", "rl/AdamW.lr = 5e-4"),
+    "Rloo": ("quickstart", "Rloo.aggregation = 'token-mean'"),
+    "Tis": ("quickstart", "rl/Phase.async_ratio = 2"),
+    "TurnReinforce": ("frozen_lake",),
+}
+"""Algorithms without a file in configs/algorithms: the config that they run on, and settings in addition to
+`rl/Phase.algorithm`."""
 LEVELS = {
     "token": "token",
     "turn": "turn (geometric mean)",
@@ -400,8 +418,25 @@ def _columns(what: str, table: dict[float, tuple[float, float]], names: tuple[st
 # ---- pages ----------------------------------------------------------------------------------------------------------
 
 
+def command_of(cls: type[Algorithm]) -> tuple[str, list[str]]:
+    """Return the name of the config that runs an algorithm, and the settings that go with it."""
+    if cls.__name__ not in FEW_SETTINGS:
+        return f"algorithms/{recipe_name(cls)}", []
+    config, *settings = FEW_SETTINGS[cls.__name__]
+    return config, [f"rl/Phase.algorithm = @{cls.__name__}()", *settings]
+
+
+def command_text(cls: type[Algorithm]) -> str:
+    """Return the arguments of `rolljax.train` that run an algorithm, as they are typed."""
+    config, settings = command_of(cls)
+    quoted = [f'"{s}"' if "'" in s else f"'{s}'" for s in settings]
+    return " ".join([f"--gin {config}", *(f"--set {s}" for s in quoted)])
+
+
 def recipe(cls: type[Algorithm]) -> list[str]:
-    """The shipped recipe, without its import lines."""
+    """Return the command, and the shipped recipe without its import lines, if there is one."""
+    if cls.__name__ in FEW_SETTINGS:
+        return ["```", f"python -m rolljax.train {command_text(cls)}", "```"]
     name = recipe_name(cls)
     lines = (RECIPES / f"{name}.gin").read_text().splitlines()
     kept = [line for line in lines if not line.startswith(("from ", "#   python"))]
@@ -507,7 +542,7 @@ def index() -> str:
             anchor = f"{module}{cls.__name__}".lower()
             lines.append(
                 f"| [`{module}.{cls.__name__}`]({module}.md#{anchor}) | {source} | {papers(cls)} "
-                f"| `--gin algorithms/{recipe_name(cls)}` |"
+                f"| `{command_text(cls)}` |"
             )
     return "\n".join(lines) + "\n"
 

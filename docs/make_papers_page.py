@@ -6,13 +6,26 @@ say their papers in their docstrings; what else comes from a paper stands in `PA
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
 
-from make_algorithm_pages import CURVES, algorithm_classes, bench_name, measured_in, module_of, papers, recipe_name
+from make_algorithm_pages import (
+    CURVES,
+    algorithm_classes,
+    bench_name,
+    command_of,
+    measured_in,
+    module_of,
+    papers,
+    recipe_name,
+)
 
-PACKAGE = Path(__file__).resolve().parents[1] / "rolljax"
+from rolljax.config.files import find_config
+
+DOCS = Path(__file__).resolve().parent
+PACKAGE = DOCS.parent / "rolljax"
 NOTICE = "<!-- made by docs/make_papers_page.py from the code: do not edit -->"
 NAMES = """
 1503.02531 Distillation (Hinton)
@@ -56,7 +69,7 @@ PARTS = """
 2106.09685 | LoRA | adapters | `Recipe.lora` | |
 2107.03374 | Codex | pass@k without bias | `eval --attempts` | |
 2203.11171 | Self-consistency | maj@k | `eval --attempts` | |
-2207.01206 | WebShop | searching and buying, rewards | `Shop` | |
+2207.01206 | WebShop | searching and buying, rewards | `Shop` | shop | shop_simulator
 2302.06675 | Lion | the optimizer | `Lion` | |
 2310.12036 | IPO | a squared preference loss | `Dpo.loss` | |
 2402.03898 | DistiLLM | a skewed divergence | `Distill.divergence`, `Distill.alpha` | |
@@ -67,24 +80,24 @@ PARTS = """
 2405.14734 | SimPO | preferences without a reference | `Dpo.loss`, `Dpo.margin` | |
 2406.12045 | tau-bench | its tasks | `TauBench` | |
 2407.10671 | Qwen2 | the family | `Qwen2Config` | |
-2407.16154 | DDK | shares of domains by how far a student lags behind | `Ddk` | ddk | ddk.png
+2407.16154 | DDK | shares of domains by how far a student lags behind | `Ddk` | ddk | ddk
 2407.21783 | Llama 3 | the family | `Llama3Config` | |
 2502.16982 | Moonlight | Muon's updates as large as AdamW's | `Muon.consistent_rms` | |
 2503.19786 | Gemma 3 | the family | `Gemma3Config` | |
-2503.16385 | DLCoT | long chains of thought, pruned | `Deconstruct`, `Prune`, `Rewrite` | dlcot | dlcot.png
+2503.16385 | DLCoT | long chains of thought, pruned | `Deconstruct`, `Prune`, `Rewrite` | dlcot | dlcot
 2505.09388 | Qwen3 | the families | `Qwen3Config`, `Qwen3MoeConfig` | |
-2505.14268 | Think-J | judges that think, asked in both orders | `Preferences`, `DigitSums` | think_j | think_j.png
-2505.19690 | Beyond Safe Answers | answers and reasoning judged | `Bsa` | judged/bsa |
-2505.23793 | USB | safety and refusal rates, text part | `Usb` | judged/usb |
-2507.22879 | RecGPT | tags of what users want, fused with retrieval | `RecGpt` | recgpt | recgpt.png
+2505.14268 | Think-J | judges that think, asked in both orders | `Preferences`, `DigitSums` | think_j | think_j
+2505.19690 | Beyond Safe Answers | answers and reasoning judged | `Bsa` | bsa/judged | bsa
+2505.23793 | USB | safety and refusal rates, text part | `Usb` | usb/judged | usb
+2507.22879 | RecGPT | tags of what users want, fused with retrieval | `RecGpt` | recgpt | recgpt
 2509.19128 | PipelineRL | requests that continue while weights change | `SamplerConfig.on_publish` | |
 2509.21009 | RollPacker | tail batching | `Phase.tail_batching` | |
-2510.07685 | LiveThinking | a reward for lengths within a band | `LengthBand` | live_thinking | live_thinking.png
+2510.07685 | LiveThinking | a reward for lengths within a band | `LengthBand` | live_thinking | live_thinking
 2510.11370 | Router replay | the trainer takes the sampler's experts | `SamplerConfig.record_experts` | |
-2512.24957 | STAgent | routes tasks: imitation, RL, or neither | `Learnability`, `Taxonomy` | stagent | stagent.png
-2601.18225 | ShopSimulator | a shopper who must be asked | `Shop.dialogue` | |
+2512.24957 | STAgent | routes tasks: imitation, RL, or neither | `Learnability`, `Taxonomy` | stagent | stagent
+2601.18225 | ShopSimulator | a shopper who must be asked | `Shop.dialogue` | shop | shop_simulator
 """
-"""Papers of what is no algorithm: number | name | what | setting or class | config | figure."""
+"""Papers of what is no algorithm: number | name | what | setting or class | config | figure, or recipe with a page."""
 
 
 def named_in_code() -> set[str]:
@@ -113,7 +126,9 @@ def algorithm_rows() -> list[str]:
             of = ", ".join(linked(n, names[n]) for n in number_of(papers(cls))) or "standard practice"
             page = f"[`{cls.__name__}`](algorithms/{module}.md#{f'{module}{cls.__name__}'.lower()})"
             curve = f"[curve](algorithms/curves/{recipe}.png)" if bench_name(cls) in measured else ""
-            rows.append(f"| {of} | {page} | [`algorithms/{recipe}`](../configs/algorithms/{recipe}.gin) | {curve} |")
+            config, settings = command_of(cls)
+            run = " ".join([f"[`{config}`](../configs/{config}.gin)", *(f"`{s}`" for s in settings)])
+            rows.append(f"| {of} | {page} | {run} | {curve} |")
     return rows
 
 
@@ -122,8 +137,11 @@ def part_rows() -> list[str]:
     rows = []
     for line in PARTS.strip().splitlines():
         number, name, what, setting, config, figure = (cell.strip() for cell in line.split("|"))
-        config = f"[`{config}`](../configs/{config}.gin)" if config else ""
-        figure = f"[figure]({figure})" if figure else ""
+        config = f"[`{config}`]({os.path.relpath(find_config(config), DOCS)})" if config else ""
+        if figure and not figure.endswith(".png"):
+            figure = f"[page](../rolljax/recipes/{figure}/README.md)"
+        elif figure:
+            figure = f"[figure]({figure})"
         rows.append(f"| {linked(number, name)} | {what} | {setting} | {config} | {figure} |")
     return rows
 
@@ -141,13 +159,12 @@ def page() -> str:
         "",
         "## Algorithms",
         "",
-        "| papers | algorithm | `--gin` | figure |",
+        "| papers | algorithm | `--gin` and `--set` | figure |",
         "|---|---|---|---|",
         *algorithm_rows(),
         "",
         "`python benchmarks/effects.py` compares credit by attention rhythm and by Lite PPO with controls",
-        "([figure](effects.png)). [Agents](agents.md#when-nothing-succeeds-by-chance) has IPA on a task that is never",
-        "solved by chance ([figure](agent_ipa.png)).",
+        "([figure](effects.png)). [ROME](../rolljax/recipes/rome/README.md) trains an agent by IPA.",
         "",
         "## Parts",
         "",

@@ -36,7 +36,19 @@ NOTICE = "<!-- made by docs/make_settings_page.py from the code: do not edit -->
 ROOTS = (Recipe, Timings, Pipeline, JudgedEvaluation)
 """Of runs, of simulations (`rolljax.simulate` takes both), of data pipelines (`rolljax.data`), and of evaluations by
 judges."""
-ROOMS = ("chat_models", "data", "envs", "evaluation", "model", "rewards", "rollout", "sampler", "trackers", "trainer")
+ROOMS = (
+    "chat_models",
+    "data",
+    "envs",
+    "evaluation",
+    "model",
+    "recipes",
+    "rewards",
+    "rollout",
+    "sampler",
+    "trackers",
+    "trainer",
+)
 """Where classes stand that may be given although no annotation names them: all that derive from one that it names."""
 GROUPS = {
     "recipe": "The run",
@@ -55,6 +67,7 @@ GROUPS = {
     "data": "Data pipelines",
     "chat_models": "Chat models",
     "evaluation.judged": "Evaluations by judges",
+    "recipes": "Recipes",
 }
 """Sections of the page, by the longest beginning of a module's name."""
 FAMILIES: dict[type, str] = {EnvSpec: "#environments", Algorithm: "#algorithms", Tools: "#tools"}

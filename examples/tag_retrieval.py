@@ -47,7 +47,7 @@ class Log:
 
     @staticmethod
     def of(users: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]], predicted: Sequence[str]) -> Log:
-        """Users and items as `rolljax.data.recgpt` makes them, with the tag predicted for each user."""
+        """Users and items as `rolljax.recipes.recgpt.users` makes them, with the tag predicted for each user."""
         number = {item["id"]: i for i, item in enumerate(items)}
         tag_names = sorted({item["tags"][0] for item in items})
         categories = sorted({item["category"] for item in items})

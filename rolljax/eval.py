@@ -327,7 +327,7 @@ def evaluate_judged(args: argparse.Namespace) -> JudgedReport:
     from rolljax.evaluation.progress import EvaluationProgress
     from rolljax.run.policy import policy_recipe
 
-    name = args.benchmark if args.benchmark.endswith(".gin") else f"judged/{args.benchmark}"
+    name = args.benchmark if args.benchmark.endswith(".gin") else f"{args.benchmark}/judged"
     items = [] if args.items is None else [f"items = {args.items!r}"]
     cfg = loader.load([name], [*items, *args.set], root=JudgedEvaluation).value
     given = itertools.zip_longest(args.judge, args.judge_model, fillvalue="")

@@ -87,8 +87,8 @@ def import_module(module: str, where: str) -> ModuleType:
 
 
 def shipped_beside(classes: Iterable[type], selector: str) -> list[type]:
-    """rolljax's config classes in the packages of `classes` whose paths end with `selector`; imports no other modules
-    than theirs."""
+    """Return rolljax's config classes in the packages of `classes` and in recipes whose paths end with `selector`.
+    No modules but theirs are imported."""
     name = selector.rpartition(".")[2]
     modules = [m for m in _modules_beside(classes) if f".{m}.{name}".endswith(f".{selector}")]
     found = [getattr(importlib.import_module(m), name) for m in modules if name in _classes_in(m)]
@@ -96,14 +96,16 @@ def shipped_beside(classes: Iterable[type], selector: str) -> list[type]:
 
 
 def names_beside(classes: Iterable[type]) -> set[str]:
-    """Names of all classes in rolljax's packages of `classes`, which are not imported."""
+    """Return the names of all classes in rolljax's packages of `classes` and in recipes, which are not imported."""
     return {name for module in _modules_beside(classes) for name in _classes_in(module) if name[0] != "_"}
 
 
 def _modules_beside(classes: Iterable[type]) -> list[str]:
-    """The modules in those packages of rolljax that hold `classes`."""
-    homes = {cls.__module__.rpartition(".")[0] for cls in classes}
-    packages = [importlib.import_module(home) for home in sorted(homes) if home.startswith("rolljax.")]
+    """Return the modules in those packages of rolljax that hold `classes`, and in the packages of recipes."""
+    homes = {home for cls in classes if (home := cls.__module__.rpartition(".")[0]).startswith("rolljax.")}
+    recipes = importlib.import_module("rolljax.recipes")
+    homes |= {info.name for info in pkgutil.iter_modules(recipes.__path__, f"{recipes.__name__}.")}
+    packages = [importlib.import_module(home) for home in sorted(homes)]
     return [info.name for p in packages for info in pkgutil.iter_modules(p.__path__, f"{p.__name__}.")]
 
 

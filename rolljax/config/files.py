@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from rolljax.config import check
 from rolljax.errors import ConfigError
 
-CONFIGS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
-"""Folders of the configs that come with rolljax: in the installed package, in a checkout."""
+PACKAGE = Path(__file__).parents[1]
+CONFIGS = (PACKAGE / "configs", PACKAGE.parent / "configs", PACKAGE / "recipes")
+"""Folders of the configs that come with rolljax: in the installed package, in a checkout, one folder per paper."""
 
 
 def find_config(name: str) -> str:
-    """A gin file as the user named it: a path, or the name of one that comes with rolljax (`quickstart`,
-    `algorithms/tis`)."""
+    """Return the path of a gin file: `name` is a path, or names a file that comes with rolljax, with its folder
+    (`quickstart`, `algorithms/topr`, `dlcot/data`) or, where no other file has this name, without it (`think_j`)."""
     if Path(name).exists() and not Path(name).is_dir():
         return name
     inside = Path(name.removeprefix("configs/").removesuffix(".gin") + ".gin")
     for folder in CONFIGS:
         if not inside.is_absolute() and ".." not in inside.parts and (folder / inside).is_file():
             return str(folder / inside)
-    return name
+    same = [path for path in _shipped().values() if path.stem == name.removesuffix(".gin")]
+    return str(same[0]) if len(same) == 1 else name
 
 
 def include_path(path: str, name: str) -> str:
@@ -56,7 +59,15 @@ def _files_near(path: str) -> str:
     return f"{here}files that come with rolljax: {', '.join(n for n in shipped if '/' not in n)}"
 
 
-def _shipped() -> list[str]:
-    """Names of the configs that come with rolljax."""
-    found = {p.relative_to(folder).with_suffix("").as_posix() for folder in CONFIGS for p in folder.rglob("*.gin")}
-    return sorted(found)
+@functools.cache
+def _shipped() -> dict[str, Path]:
+    """Return the configs that come with rolljax by the names under which users know them, sorted."""
+    found = [(folder, path) for folder in CONFIGS for path in folder.rglob("*.gin")]
+    stems = [path.stem for _, path in found]
+    named = {
+        path.stem
+        if folder.name == "recipes" and stems.count(path.stem) == 1
+        else path.relative_to(folder).with_suffix("").as_posix(): path
+        for folder, path in found
+    }
+    return dict(sorted(named.items()))

@@ -40,7 +40,7 @@ def load(
     under way in a process: gin keeps its bindings in the module; other threads wait.
 
     Args:
-      files: gin files: paths, or names of files that come with rolljax (`quickstart`, `algorithms/tis`). An `include`
+      files: gin files: paths, or names of files that come with rolljax (`quickstart`, `algorithms/topr`). An `include`
         is looked up in the folder of the file that has it, then as one of these.
       settings: 'name = value', or name -> value. A name is a macro, a selector as in the files, or any unambiguous
         shorter form (`Class.field`). A written value is a gin value, or a bare word or path, which is taken as a

@@ -2,7 +2,7 @@
 
 A is a file of rows (JSON Lines, also gzip, a JSON array, Parquet, Arrow), a folder of these or a pattern; B the folder
 that records and report are written to. The same command resumes an interrupted one, without asking a model twice
-(docs/pipelines.md).
+(docs/domains.md).
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ import asyncio
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from rolljax.chat_models.base import Asking, ChatModelConfig, ChatTooLong
 from rolljax.data.base import AskingStage, Place, Record, RecordSource, fingerprint, seed_of, text_of
-from rolljax.envs.text import linear_pattern
+from rolljax.envs.text import json_at, linear_pattern
 from rolljax.errors import ConfigError, check_range
 from rolljax.types import Message
 
@@ -105,3 +105,19 @@ class JudgeFilter(AskingStage):
                 place.drop(record, "rejected")
             else:
                 yield {**record, self.column: good / total} if self.column else record
+
+
+def last_json_object(text: str) -> Mapping[str, Any] | None:
+    """The last JSON object of a model's answer (of the outermost ones) that `json_at` reads; None: there is none. At
+    most 100 opening brackets are tried."""
+    last, end = None, 0
+    for start in [m.start() for m in re.finditer(r"\{", text)][:100]:
+        if start < end:
+            continue
+        try:
+            found, end = json_at(text, start)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            last = found
+    return last

@@ -1,5 +1,7 @@
 """Environments by short name, and tasks by one line of text: `frozen_lake(size=5)`, `rg:chain_sum`, `shop#17`.
 
+Short names come from `NAMES`, `PREFIXES` and the packages of `rolljax.recipes`.
+
 A reference names an environment with its settings and, behind `#`, the index of a task: with the actions that were
 taken it replays a trajectory anywhere.
 """
@@ -9,11 +11,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
+import pkgutil
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from rolljax.envs.base import EnvSpec
@@ -27,19 +32,13 @@ NAMES: dict[str, str] = {
     "countdown": "rolljax.envs.games.countdown.Countdown",
     "mastermind": "rolljax.envs.games.mastermind.Mastermind",
     "key_door": "rolljax.envs.games.key_door.KeyDoor",
-    "key_door_chain": "rolljax.envs.games.key_door_chain.KeyDoorChain",
     "house": "rolljax.envs.games.house.House",
     "calculator": "rolljax.envs.tools.calculator.CalculatorTask",
-    "shop": "rolljax.envs.worlds.shop.Shop",
-    "travel": "rolljax.envs.worlds.travel.Travel",
     "questions": "rolljax.envs.questions.Questions",
     "records": "rolljax.envs.records.Records",
-    "digit_sums": "rolljax.envs.judging.digit_sums.DigitSums",
-    "preferences": "rolljax.envs.judging.preferences.Preferences",
-    "terminal": "rolljax.envs.programs.terminal.TerminalTasks",
     "mixture": "rolljax.envs.mixture.Mixture",
 }
-"""Short name -> class."""
+"""Short name -> class, of the core's environments."""
 
 PREFIXES: dict[str, tuple[str, str]] = {
     "rg": ("rolljax.envs.adapters.reasoning_gym.ReasoningGym", "family"),
@@ -49,10 +48,29 @@ PREFIXES: dict[str, tuple[str, str]] = {
     "openenv": ("rolljax.envs.adapters.openenv.OpenEnv", "url"),
     "rock": ("rolljax.envs.adapters.rock.Rock", "url"),
     "taubench": ("rolljax.envs.adapters.taubench.TauBench", "path"),
-    "code": ("rolljax.envs.programs.code_problems.CodeProblems", "path"),
-    "harbor": ("rolljax.envs.programs.terminal.HarborTasks", "path"),
+    "code": ("rolljax.envs.code_problems.CodeProblems", "path"),
 }
 """Prefix before a colon -> class, and the setting that what follows the colon is given to."""
+
+
+@functools.cache
+def names() -> Mapping[str, str]:
+    """Return short name -> class, of the core's environments and those of all recipes."""
+    return NAMES | {name: path for recipe in _recipes() for name, path in getattr(recipe, "ENVIRONMENTS", {}).items()}
+
+
+@functools.cache
+def prefixes() -> Mapping[str, tuple[str, str]]:
+    """Return prefix -> class and setting, of the core's environments and those of all recipes."""
+    return PREFIXES | {name: to for recipe in _recipes() for name, to in getattr(recipe, "PREFIXES", {}).items()}
+
+
+def _recipes() -> Iterator[ModuleType]:
+    """Import the package of every recipe: its names, and none of its modules."""
+    package = importlib.import_module("rolljax.recipes")
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        yield importlib.import_module(info.name)
+
 
 _REF = re.compile(r"(?P<name>[\w.]+)(:(?P<rest>[^()#]+))?(\((?P<settings>.*)\))?(#(?P<index>\d+))?", re.DOTALL)
 
@@ -72,10 +90,12 @@ def make_spec(ref: str) -> EnvSpec:
     name, rest = found["name"], found["rest"]
     settings = _literals(found["settings"] or "", ref)
     if rest is not None:
-        path, setting = PREFIXES.get(name) or _unknown(f"{name}:", [f"{p}:" for p in PREFIXES])
+        path, setting = prefixes().get(name) or _unknown(f"{name}:", [f"{p}:" for p in prefixes()])
         settings = {setting: rest, **settings}
     else:
-        path = NAMES.get(name) or (name if "." in name else _unknown(name, [*NAMES, *(f"{p}:" for p in PREFIXES)]))
+        path = names().get(name) or (
+            name if "." in name else _unknown(name, [*names(), *(f"{p}:" for p in prefixes())])
+        )
     cls = _load(path, ref)
     fields = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in settings:
@@ -96,8 +116,8 @@ def ref_of(spec: EnvSpec, index: int | None = None) -> str:
     cls = type(spec)
     path = f"{cls.__module__}.{cls.__qualname__}"
     settings = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}  # type: ignore[arg-type]
-    name = next((n for n, p in NAMES.items() if p == path), path)
-    for prefix, (p, setting) in PREFIXES.items():
+    name = next((n for n, p in names().items() if p == path), path)
+    for prefix, (p, setting) in prefixes().items():
         if p == path:
             name = f"{prefix}:{settings.pop(setting)}"
     for f in dataclasses.fields(spec):  # type: ignore[arg-type]

@@ -5,22 +5,36 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from rolljax.errors import CheckpointError, ConfigError
 from rolljax.evaluation.settings import Attempts
 from rolljax.evaluation.statistics import Interval, bootstrap, maj_at_k, paired_bootstrap, pass_at_k, wilson
-from rolljax.types import Task, Trajectory
-
-if TYPE_CHECKING:
-    from rolljax.evaluation.pairs import PairTable
+from rolljax.types import Key, Task, Trajectory
 
 FinalAnswer = Callable[[Task, str], str | None]
 """Attempts vote for their final answers (`EnvSpec.final_answer`)."""
 ALL, MEAN, WEIGHTED = "all tasks", "mean of environments", "weighted mean"
 """Rows over several environments: every task counts the same, every environment does, or each by its weight."""
+
+
+class ReportTable(Protocol):
+    """A table that an environment adds to a report: a dataclass, which is part of the report's JSON record."""
+
+    def markdown(self) -> str:
+        """Return the table, to paste."""
+
+
+@runtime_checkable
+class MakesTable(Protocol):
+    """An environment that adds a table to the report of an evaluation."""
+
+    def evaluation_table(
+        self, trajectories: Sequence[Trajectory], keys: Sequence[Key], attempts: Attempts
+    ) -> ReportTable:
+        """Return the table of these attempts, which have the keys of the same positions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +108,8 @@ class EvaluationReport:
     """Rows by environment and kind of task, of environments whose tasks have kinds."""
     trajectories: Sequence[Trajectory] = dataclasses.field(default=(), repr=False, compare=False)
     """Every attempt; they are no part of the JSON record."""
-    pairs: Sequence[PairTable] = ()
-    """A table for each judging environment."""
+    tables: Sequence[ReportTable] = ()
+    """Further tables, made by environments."""
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of an environment, of a category ("environment: category"), or `ALL`, `MEAN` or `WEIGHTED`."""
@@ -117,7 +131,7 @@ class EvaluationReport:
         tables = [_table("environment", self.rows, with_std=False)]
         if self.categories:
             tables.append(_table("category", self.categories, with_std=True))
-        tables += [pairs.markdown() for pairs in self.pairs]
+        tables += [table.markdown() for table in self.tables]
         notes = "".join(f"\n{note}\n" for note in self.notes)
         return f"**{self.title}**\n\n" + "\n\n".join(tables) + "\n" + notes
 

@@ -14,14 +14,11 @@ from typing import Any, Protocol
 
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.catalog import ref_of
-from rolljax.envs.judging.base import Judging
 from rolljax.envs.pool import open_pool
 from rolljax.errors import ConfigError, HangError, InfraError
-from rolljax.evaluation import pairs
 from rolljax.evaluation.answers import AnswerLog
 from rolljax.evaluation.models import EvaluatedModel
-from rolljax.evaluation.pairs import PairTable
-from rolljax.evaluation.report import EvaluationReport, FinalAnswer, report, score_task
+from rolljax.evaluation.report import EvaluationReport, FinalAnswer, MakesTable, ReportTable, report, score_task
 from rolljax.evaluation.settings import Attempts, Benchmark
 from rolljax.rewards.base import RewardContext
 from rolljax.rewards.scoring import Scoring
@@ -287,19 +284,18 @@ def _report(
         for (index, draw), tried in by_task.items()
     ]
     found = report(title, scores, attempts, counts, [log.answers[job.key] for job in jobs])
-    return dataclasses.replace(found, pairs=_pair_tables(benchmarks, attempts, jobs, log))
+    return dataclasses.replace(found, tables=_tables(benchmarks, attempts, jobs, log))
 
 
-def _pair_tables(
+def _tables(
     benchmarks: Sequence[Benchmark], attempts: Attempts, jobs: Sequence[EvaluationJob], log: AnswerLog
-) -> list[PairTable]:
-    """Return a table for each environment in which pairs of answers are judged."""
+) -> list[ReportTable]:
+    """Return the tables of the environments that add one to the report."""
     tables = []
     for i, benchmark in enumerate(benchmarks):
-        if isinstance(benchmark.env, Judging):
+        if isinstance(benchmark.env, MakesTable):
             keys = [job.key for job in jobs if job.benchmark == i]
-            scores, left_out = pairs.score(benchmark.env, [log.answers[key] for key in keys], keys)
-            tables.append(pairs.pair_table(benchmark.env, scores, left_out, attempts))
+            tables.append(benchmark.env.evaluation_table([log.answers[key] for key in keys], keys, attempts))
     return tables
 
 

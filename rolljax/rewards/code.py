@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from rolljax.envs.base import EnvSpec, Runs
+from rolljax.envs.code_problems import CodeProblems, Problem, program_of
 from rolljax.envs.pool import PoolConfig
-from rolljax.envs.programs.code_problems import CodeProblems, Problem, program_of
 from rolljax.errors import ConfigError, check_range
 from rolljax.rewards.base import Reward, RewardContext
 from rolljax.rewards.rules import row

@@ -8,28 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from rolljax import envs
+from rolljax import envs, recipes
 from rolljax.envs import checks
 from rolljax.envs.adapters.gymnasium import Gymnasium
 from rolljax.envs.adapters.reasoning_gym import ReasoningGym
 from rolljax.envs.base import EnvSpec
 from rolljax.envs.games.countdown import Countdown
 from rolljax.envs.games.frozen_lake import FrozenLake
+from rolljax.envs.games.game import Game
 from rolljax.envs.games.guess_number import GuessNumber
 from rolljax.envs.games.house import House
 from rolljax.envs.games.key_door import KeyDoor
-from rolljax.envs.games.key_door_chain import KeyDoorChain
 from rolljax.envs.games.mastermind import Mastermind
 from rolljax.envs.games.sokoban import Sokoban
-from rolljax.envs.judging.digit_sums import DigitSums
-from rolljax.envs.judging.preferences import Preferences
 from rolljax.envs.mixture import Domain, Mixture
 from rolljax.envs.questions import Questions
 from rolljax.envs.records import Records
 from rolljax.envs.tools import PythonTools, ToolEnv
 from rolljax.envs.tools.calculator import Arithmetic, CalculatorTask
-from rolljax.envs.worlds.shop import TINY, Shop
-from rolljax.envs.worlds.travel import Travel, TravelDesk
+from rolljax.recipes.rome.key_door_chain import KeyDoorChain
+from rolljax.recipes.shop_simulator.shop import TINY, Shop
+from rolljax.recipes.stagent.travel import Travel, TravelDesk
+from rolljax.recipes.think_j.digit_sums import DigitSums
+from rolljax.recipes.think_j.preferences import Preferences
 
 DATA = Path(__file__).parents[1] / "data"
 SPECS = {
@@ -84,9 +85,9 @@ ELSEWHERE: dict[str, str] = {
     "rolljax.envs.adapters.taubench.TauBench": "unit/test_adapters.py",
     "rolljax.envs.adapters.openenv.OpenEnv": "e2e/test_adapters_servers.py",
     "rolljax.envs.adapters.rock.Rock": "e2e/test_adapters_servers.py",
-    "rolljax.envs.programs.code_problems.CodeProblems": "e2e/test_code_problems.py",
-    "rolljax.envs.programs.terminal.TerminalTasks": "e2e/test_terminal.py",
-    "rolljax.envs.programs.terminal.HarborTasks": "e2e/test_terminal.py",
+    "rolljax.envs.code_problems.CodeProblems": "e2e/test_code_problems.py",
+    "rolljax.recipes.terminal_bench.terminal.TerminalTasks": "recipes/test_terminal_bench.py",
+    "rolljax.recipes.terminal_bench.terminal.HarborTasks": "recipes/test_terminal_bench.py",
 }
 """Environments that need another library or a server -> the file under tests/ that runs the checks where there is one."""
 RANDOM_SUCCESS = {
@@ -113,7 +114,9 @@ each = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 def found():
-    for info in pkgutil.walk_packages(envs.__path__, f"{envs.__name__}."):
+    packages = [*pkgutil.walk_packages(envs.__path__, f"{envs.__name__}.")]
+    packages += pkgutil.walk_packages(recipes.__path__, f"{recipes.__name__}.")
+    for info in packages:
         module = importlib.import_module(info.name)
         for c in vars(module).values():
             own = inspect.isclass(c) and issubclass(c, EnvSpec) and c.__module__ == module.__name__
@@ -181,7 +184,7 @@ def test_an_episode_from_a_snapshot_continues_as_the_original(spec):
 
 
 def test_games_give_snapshots_and_have_a_recorded_random_player():
-    games = {name for name, spec in SPECS.items() if ".games." in type(spec).__module__}
+    games = {name for name, spec in SPECS.items() if isinstance(spec.make(), Game)}
     assert games == set(RANDOM_SUCCESS) and all(checks.can_snapshot(SPECS[name]) for name in games)
 
 

@@ -40,7 +40,7 @@ NOT_RUN = {
     r"rolljax\.plan": "the TPU compiler takes minutes: tests/e2e/test_plan.py",
     r"qwen3_32b_async": "minutes: tests/unit/test_simulation.py has smaller ones",
     r"^python benchmarks/": "figures, not promises",
-    r"think_j_offline": "needs pairs that a trained judge wrote: tests/e2e/test_think_j.py",
+    r"think_j_offline": "needs pairs that a trained judge wrote: tests/recipes/test_think_j.py",
     r"agent_program": "tests/e2e/test_agent.py",
     r"envs\.tools\.serve": "speaks over its own input and output: tests/e2e/test_mcp.py",
     r"jetstream\.compat|load_params\(\)": "tests/e2e/test_jetstream.py",

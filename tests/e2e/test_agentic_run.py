@@ -14,7 +14,7 @@ from rolljax.threads.event_loop import Stopped
 from rolljax.train import main as train
 from rolljax.trainer.state import fingerprint
 
-from .conftest import ROOT, StopAt, rows, summary
+from .conftest import StopAt, rows, summary
 
 IPA = {
     "MeshSpec.data": 1,
@@ -34,7 +34,7 @@ IPA = {
 
 
 def arguments(name, run_dir, settings):
-    argv = ["--gin", str(ROOT / "configs" / f"{name}.gin"), "--run_dir", str(run_dir)]
+    argv = ["--gin", name, "--run_dir", str(run_dir)]
     return argv + [a for key, value in settings.items() for a in ("--set", f"{key} = {value!r}")]
 
 

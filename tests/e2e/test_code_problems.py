@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rolljax.envs import checks
+from rolljax.envs.code_problems import CodeProblems
 from rolljax.envs.pool import EnvPool, PoolConfig
-from rolljax.envs.programs.code_problems import CodeProblems
 from rolljax.envs.run_limits import AdaptiveTimeout
 from rolljax.errors import EnvError
 from rolljax.rollout.episodes import Rollouts
@@ -195,7 +195,7 @@ def test_without_isolation_when_asked_for_by_name():
 def test_a_machine_that_cannot_isolate_refuses_and_says_what_to_do():
     """In a user namespace that forbids further ones, like a container without the right to create them."""
     code = (
-        "import sys\nfrom rolljax.envs.programs.code_problems import CodeProblems\n"
+        "import sys\nfrom rolljax.envs.code_problems import CodeProblems\n"
         "spec = CodeProblems(sys.argv[1])\nspec.make().reset(spec.task(0))\n"
     )
     caged = ["bwrap", "--unshare-user", "--disable-userns", "--dev-bind", "/", "/", "--cap-drop", "ALL"]

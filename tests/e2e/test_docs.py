@@ -7,14 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from rolljax.envs.programs.terminal import OWN_TASKS
+from rolljax.recipes.terminal_bench.terminal import OWN_TASKS
 from rolljax.train import main as train
 
 from .conftest import arguments
 from .docs_blocks import KINDS, ROOT, Runner, blocks, commands, reason_not_to_run
 
 # pages of algorithms are made from their configs, and tests/e2e/test_recipes.py runs those
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "rolljax/recipes").glob("*/README.md")),
+]
+
+
+def name_of(page):
+    """The name of a page in test ids: that of its recipe, or its file's."""
+    return page.parent.name if page.parent.parent.name == "recipes" else page.name
+
+
 DATA = ROOT / "tests" / "data"
 # names under which the docs speak of folders of a user's own
 MODELS = ("models/Qwen3-0.6B", "models/Qwen3-0.6B-Base", "Qwen3-0.6B", "Qwen3-8B", "some/hf/folder")
@@ -56,14 +67,14 @@ def scratch(tmp_path, run, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_says_what_it_is(page):
     wrong = [f"{block}: {block.kind or 'no kind'}" for block in blocks(page) if block.kind not in KINDS]
     assert not wrong
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("page", [p for p in PAGES if any(b.kind != "text" for b in blocks(p))], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if any(b.kind != "text" for b in blocks(p))], ids=name_of)
 def test_every_block_runs(page, scratch):
     runner = Runner(page)
     try:

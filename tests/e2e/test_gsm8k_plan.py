@@ -10,7 +10,7 @@ from rolljax.train import main as train
 from .conftest import ROOT
 
 CONFIG = str(ROOT / "configs" / "gsm8k_qwen3_0p6b.gin")
-REWARD_MODEL = str(ROOT / "configs" / "reward_model_ppo_qwen3_0p6b.gin")
+REWARD_MODEL = "reward_model_ppo_qwen3_0p6b"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def problems(path, num):
 
 def dry_run(model, path, *more, config=CONFIG):
     settings = [f'Recipe.model="{model}"', f'Questions.path="{path}"', *more]
-    return train(["--gin", config, *(a for s in settings for a in ("--set", s)), "--dry_run"])
+    return train(["--gin", "rlvr_mixture_qwen3_4b", *(a for s in settings for a in ("--set", s)), "--dry_run"])
 
 
 def test_dry_run(folder, tmp_path, capsys):
@@ -93,7 +93,7 @@ def test_dry_run_with_a_reward_model(folder, tmp_path, capsys):
 
 def test_live_thinking_on_answers_of_a_teacher(folder, tmp_path, capsys):
     """Its lengths are a column of the rows; the judge is not asked before the run."""
-    path, config = tmp_path / "rft.jsonl", str(ROOT / "configs" / "live_thinking_qwen3_0p6b.gin")
+    path, config = tmp_path / "rft.jsonl", "live_thinking_qwen3_0p6b"
     row = {"solution": "<think>6*7</think>\n\\boxed{42}", "answer": "42"}
     rows = [row | {"question": f"6*7? ({i})", "ref_tok": 200 + i} for i in range(1500)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -106,11 +106,14 @@ def test_live_thinking_on_answers_of_a_teacher(folder, tmp_path, capsys):
 
 def test_a_mixture_of_four_files(folder, tmp_path, capsys):
     """Each domain has a separate file; shipped files replace the data sets."""
-    config, configs = str(ROOT / "configs" / "rlvr_mixture_qwen3_4b.gin"), ROOT / "configs"
     files = {"gsm8k/Questions": "sums", "math/Questions": "formulas", "CodeProblems": "functions"}
     files["open/Questions"] = "thanks"
-    settings = [f'{name}.path="{configs / file}.jsonl"' for name, file in files.items()]
-    argv = ["--gin", config, *(a for s in [f'Recipe.model="{folder}"', *settings] for a in ("--set", s))]
+    settings = [f'{name}.path="{file}.jsonl"' for name, file in files.items()]
+    argv = [
+        "--gin",
+        "rlvr_mixture_qwen3_4b",
+        *(a for s in [f'Recipe.model="{folder}"', *settings] for a in ("--set", s)),
+    ]
     assert train([*argv, "--dry_run"]) == 0
     out = capsys.readouterr().out
     assert all(part in out for part in ("2 layers", "gsm8k", "math", "code", "open", "rl: Grpo"))

@@ -16,14 +16,16 @@ from rolljax.chat_models.client import EndpointConfig
 from rolljax.errors import ConfigError, InfraError
 from rolljax.evaluation import answers, models
 from rolljax.evaluation.endpoint import EndpointModel
-from rolljax.evaluation.judged import bsa, judges, usb
+from rolljax.evaluation.judged import judges
 from rolljax.evaluation.judged.base import JudgedEvaluation
-from rolljax.evaluation.judged.recgpt import RUBRIC, RecGpt
 from rolljax.evaluation.judged.run import benchmark_of, evaluate_judged
 from rolljax.model import hf
 from rolljax.model.decoder import Model
 from rolljax.model.families.qwen3 import Qwen3Config
 from rolljax.model.tokenizer import byte_tokenizer
+from rolljax.recipes.bsa import bsa
+from rolljax.recipes.recgpt.recgpt import RUBRIC, RecGpt
+from rolljax.recipes.usb import usb
 
 POISON = "POISON"
 """Occurs in every text of an item, of models and of judges."""

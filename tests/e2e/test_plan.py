@@ -14,7 +14,7 @@ from rolljax.recipe import Recipe
 
 from .plan_run import ROOT, needs_libtpu, plan
 
-CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*_grpo_v*.gin"))
+CONFIGS = sorted(p.stem for p in (ROOT / "configs" / "pods").glob("*_grpo_v*.gin"))
 UPDATES = {
     "qwen3_0p6b_grpo_v5e_1": ("v5e:1x1", 0.35),
     "qwen3_8b_grpo_v5p_64": ("v5p:4x4x4", 0.60),
@@ -26,7 +26,7 @@ UPDATES = {
 def test_every_config_is_short_and_says_its_command():
     assert len(CONFIGS) >= 9
     for name in CONFIGS:
-        text = (ROOT / "configs" / f"{name}.gin").read_text()
+        text = (ROOT / "configs" / "pods" / f"{name}.gin").read_text()
         assert len(text.splitlines()) <= 30
         assert f"#   python -m rolljax.plan --gin {name} --topology v" in text
         recipe = loader.load([name], [], root=Recipe).value

@@ -12,7 +12,7 @@ from rolljax.train import main as train
 from rolljax.train import parse
 from rolljax.trainer.state import fingerprint
 
-from .conftest import ROOT, StopAt, check_conserved, rows, summary
+from .conftest import StopAt, check_conserved, rows, summary
 
 TINY = {
     "SamplerConfig.slots": 64,
@@ -36,7 +36,10 @@ DISTILL = {"distill/Phase.steps": 2, "distill/Phase.prompts_per_step": 8, "disti
 RECIPES = {
     "algorithms/ppo": (RL | {"Critic.warmup_steps": 1}, {"critic/explained_var", "critic/loss", "optim/grad_norm"}),
     "algorithms/attention_rhythm": (RL, {"optim/grad_norm"}),
-    "algorithms/decoupled_ppo": (RL, {"policy/ratio_mean"}),
+    "quickstart": (
+        RL | {"rl/Phase.algorithm": "@DecoupledPpo()", "rl/Phase.async_ratio": 2},
+        {"policy/ratio_mean"},
+    ),
     "sft_dpo_grpo": (RL | DPO, {"optim/grad_norm"}),
     "distill": (DISTILL | {"Distill.top_k": 8}, {"distill/divergence_nat"}),
     "algorithms/segment_ppo": (RL | DPO | {"Critic.warmup_steps": 1}, {"credit/segment_frac", "critic/loss"}),
@@ -52,7 +55,7 @@ RECIPES = {
 
 
 def arguments(name, run_dir, settings):
-    argv = ["--gin", str(ROOT / "configs" / f"{name}.gin"), "--run_dir", str(run_dir)]
+    argv = ["--gin", name, "--run_dir", str(run_dir)]
     written = {k: v if str(v).startswith("@") else repr(v) for k, v in (TINY | settings).items()}
     return argv + [a for key, value in written.items() for a in ("--set", f"{key} = {value}")]
 

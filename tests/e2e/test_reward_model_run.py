@@ -20,9 +20,9 @@ from rolljax.run.reward_models import TrainedRewardModels
 from rolljax.train import main as train
 from rolljax.trainer.mesh import MeshSpec
 
-from .conftest import ROOT, SMALL, rows, summary
+from .conftest import SMALL, rows, summary
 
-CONFIG = str(ROOT / "configs" / "reward_model_ppo.gin")
+CONFIG = "reward_model_ppo"
 SETTINGS = SMALL | {
     "warm_start/Phase.steps": "4",
     "warm_start/Phase.eval_every": "0",

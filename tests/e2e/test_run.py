@@ -447,13 +447,15 @@ NEEDS_FILES = {
 }  # planned in test_gsm8k_plan.py, test_judged_mixture.py, test_lora.py and test_think_j.py; files of pipelines
 # shapes of models and sampling settings, which are included; runs of TPU slices, planned in test_plan.py or simulated
 PARTS = {
-    *ROOT.glob("configs/data/*.gin"),
-    *ROOT.glob("configs/judged/*.gin"),
+    *ROOT.glob("rolljax/recipes/*/data.gin"),
+    *ROOT.glob("rolljax/recipes/*/judged.gin"),
+    ROOT / "rolljax/recipes/stagent/learnability.gin",
     *ROOT.glob("configs/models/*.gin"),
     *ROOT.glob("configs/presets/*.gin"),
 }
-ELSEWHERE = PARTS | {*ROOT.glob("configs/*_v[456]*.gin")}
-SHIPPED = sorted(p for p in {*ROOT.glob("configs/**/*.gin")} - ELSEWHERE if p.stem not in NEEDS_FILES)
+ELSEWHERE = PARTS | {*ROOT.glob("configs/pods/*.gin")}
+FILES = {*ROOT.glob("configs/**/*.gin"), *ROOT.glob("rolljax/recipes/*/*.gin")}
+SHIPPED = sorted(p for p in FILES - ELSEWHERE if p.stem not in NEEDS_FILES)
 
 
 @pytest.mark.sampled(8)
@@ -467,10 +469,10 @@ def test_every_shipped_config_passes_a_dry_run(path, capsys):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ratio", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", ["tis", "cispo", "topr", "decoupled_ppo"])
+@pytest.mark.parametrize("name", ["Tis", "Cispo", "Topr", "DecoupledPpo"])
 def test_presets_of_the_dial_pass_a_dry_run(name, ratio, capsys):
-    files = ["--gin", f"configs/algorithms/{name}.gin", "--gin", f"configs/presets/async_ratio_{ratio}.gin"]
-    assert train([*files, "--dry_run"]) == 0
+    files = ["--gin", "quickstart", "--gin", f"presets/async_ratio_{ratio}"]
+    assert train([*files, "--set", f"rl/Phase.algorithm = @{name}()", "--dry_run"]) == 0
     assert "nothing corrects" not in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rolljax.envs.programs.code_problems import CodeProblems
+from rolljax.envs.code_problems import CodeProblems
 from rolljax.errors import InfraError
 from rolljax.sandbox import SCORE, SandboxConfig, SandboxHost, grade, grade_mbpp, grade_python
 from rolljax.sandbox.profile import MIB

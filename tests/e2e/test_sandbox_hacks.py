@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rolljax.envs.programs.code_problems import CodeProblems
+from rolljax.envs.code_problems import CodeProblems
 from rolljax.sandbox import SCORE, SandboxHost, grade, grade_mbpp, grade_python
 from tests.e2e.sandbox_hacks import EXCEPTIONS, FORMS, HACKS, ONE_OF_EACH, RIGHT, SETUP, STDIN, STDIN_RIGHT, STDIN_TEST
 from tests.e2e.sandbox_support import needs_sandbox

@@ -3,7 +3,7 @@
 import pytest
 
 from rolljax.envs.adapters.reasoning_gym import ReasoningGym
-from rolljax.envs.catalog import NAMES, PREFIXES, make_spec, ref_of, task_of
+from rolljax.envs.catalog import make_spec, names, prefixes, ref_of, task_of
 from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.errors import ConfigError
 
@@ -50,7 +50,7 @@ def test_a_reference_without_index_names_no_task():
         task_of("frozen_lake")
 
 
-@pytest.mark.parametrize("path", [*NAMES.values(), *(path for path, _ in PREFIXES.values())])
+@pytest.mark.parametrize("path", [*names().values(), *(path for path, _ in prefixes().values())])
 def test_every_name_leads_to_a_class(path):
     module, _, name = path.rpartition(".")
     __import__(module)

@@ -14,13 +14,14 @@ import pytest
 
 from rolljax.chat_models.client import EndpointConfig
 from rolljax.config import loader
-from rolljax.data import attempts, dedup, filters, pipeline, turn_mask, vectors
+from rolljax.data import attempts, dedup, filters, pipeline, vectors
 from rolljax.data.base import with_key
 from rolljax.data.journal import Journal
 from rolljax.data.pipeline import Pipeline
 from rolljax.data.texts import jaccard, shingles
 from rolljax.envs.records import Records
 from rolljax.errors import CheckpointError, ConfigError, DataError, InfraError
+from rolljax.recipes.rome import turn_mask
 from rolljax.run.layout import LOCK
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ from rolljax.chat_models import client
 from rolljax.data import attempts
 from rolljax.data import dedup
 from rolljax.data import pipeline
-from rolljax.data import stagent
+from rolljax.recipes.stagent import stagent
 
 pipeline.Pipeline.stages = [@dedup.Exact(), @attempts.SampleAttempts(), @stagent.Learnability()]
 pipeline.Pipeline.model = @client.EndpointConfig()

@@ -14,7 +14,7 @@ from rolljax.metrics import is_known
 PACKAGE = Path(rolljax.__file__).parent
 ROOT = PACKAGE.parent
 TOP = [ROOT / name for name in ("README.md", "BUILD.md", "CONTRIBUTING.md", "AGENTS.md")]
-PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md")), *sorted((PACKAGE / "recipes").glob("*/README.md"))]
 LINKED = [*PAGES, ROOT / "CHANGELOG.md"]
 OTHERS = {"Class.field", "Grpo.clip_hihg", "Request.TextContent", "tests/test.sh"}
 """Names that are not the code's: stand-ins, a mistake that is shown, JetStream's, a path inside a task's folder."""
@@ -151,7 +151,12 @@ def test_paths_are_right(page):
         room = span.split("/")[0]
         here = ROOT if room in first else PACKAGE if room in rooms else None
         shipped = ROOT / "configs" / f"{span}.gin"
-        if here and not (here / span).exists() and not shipped.exists() and span not in OTHERS and not is_known(span):
+        if (
+            here
+            and not any(p.exists() for p in (here / span, ROOT / "tests" / span, shipped))
+            and span not in OTHERS
+            and not is_known(span)
+        ):
             wrong.append(span)
     assert not wrong
 
@@ -218,7 +223,7 @@ def test_every_invariant_names_tests_that_are_there():
     wrong = [
         row[0]
         for row in rows
-        for name in re.findall(r"`((?:unit|e2e|contract)/[\w.]+)`", row[1])
+        for name in re.findall(r"`((?:unit|e2e|contract|recipes)/[\w.]+)`", row[1])
         if not (ROOT / "tests" / name).is_file()
     ]
     heads = [row for row in rows if re.fullmatch(r"\*\*[\w ,]+\*\*", row[0])]

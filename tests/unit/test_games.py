@@ -14,11 +14,11 @@ from rolljax.envs.games.frozen_lake import FrozenLake
 from rolljax.envs.games.guess_number import GuessNumber
 from rolljax.envs.games.house import House
 from rolljax.envs.games.key_door import KeyDoor
-from rolljax.envs.games.key_door_chain import KeyDoorChain
 from rolljax.envs.games.mastermind import Mastermind
 from rolljax.envs.games.search import plan
 from rolljax.envs.games.sokoban import Sokoban
 from rolljax.errors import ConfigError, EnvError
+from rolljax.recipes.rome.key_door_chain import KeyDoorChain
 from rolljax.types import Task
 
 

@@ -21,26 +21,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rolljax
-from rolljax.data.dlcot_stages import sections
+from rolljax.envs import bm25
 from rolljax.envs.adapters import gymnasium, taubench
 from rolljax.envs.adapters.openenv import OpenEnv, OpenEnvEnv
 from rolljax.envs.adapters.reasoning_gym_scores import FORMS
 from rolljax.envs.base import EnvSpec
-from rolljax.envs.catalog import NAMES, make_spec
+from rolljax.envs.catalog import make_spec
+from rolljax.envs.catalog import names as environment_names
+from rolljax.envs.code_problems import Problem, program_of
 from rolljax.envs.pool.checks import check_answer, describe
-from rolljax.envs.programs.actions import parse_action
-from rolljax.envs.programs.code_problems import Problem, program_of
-from rolljax.envs.programs.dockerfile import read_dockerfile
-from rolljax.envs.programs.tampering import suspicious_files, suspicious_words
 from rolljax.envs.text import MAX_ANSWER_CHARS, clean, code_blocks, linear_pattern, read_json
 from rolljax.envs.tools.base import ToolError, ToolSpec, clip, plain
 from rolljax.envs.tools.calculator import calc
 from rolljax.envs.tools.parsers import PARSERS
 from rolljax.envs.tools.schema import problem_of
-from rolljax.envs.worlds import bm25, itinerary, pages, shopper
 from rolljax.errors import ConfigError, DataError, EnvError
 from rolljax.evaluation.judged.labels import read_label, split_thinking
 from rolljax.model.tokenizer import MARK, UNMARK
+from rolljax.recipes.dlcot.dlcot_stages import sections
+from rolljax.recipes.shop_simulator import pages, shopper
+from rolljax.recipes.stagent import itinerary
+from rolljax.recipes.terminal_bench.actions import parse_action
+from rolljax.recipes.terminal_bench.dockerfile import read_dockerfile
+from rolljax.recipes.terminal_bench.tampering import suspicious_files, suspicious_words
 from rolljax.rollout.agents.worker import read_answer
 from rolljax.serving.schema import ApiError, parse_json
 
@@ -111,14 +114,14 @@ TRUSTED = {
     "aot/hlo_text.py": "what XLA's compiler wrote about our own program",
     "aot/programs.py": "an error text of XLA's compiler",
     "envs/catalog.py": "what the user typed",
-    "envs/programs/inside.py": "runs in the sandbox, under its limits",
+    "recipes/terminal_bench/inside.py": "runs in the sandbox, under its limits",
     "play.py": "what the user typed",
 }
 """Files whose patterns meet no text of a policy or an environment, and what they do meet."""
 MADE = {
     ("envs/games/mastermind.py", "f'[1-{self._spec.digits}]{{{self._spec.length}}}'"): ["[1-6]{3}"],
-    ("envs/programs/code_problems.py", "f'^[ \\\\t]*{head}'"): [r"(?m)^[ \t]*(?:async[ \t]+)?def[ \t]+f\b"],
-    ("envs/programs/code_problems.py", "f'^{head}'"): [r"(?m)^(?:async[ \t]+)?def[ \t]+f\b"],
+    ("envs/code_problems.py", "f'^[ \\\\t]*{head}'"): [r"(?m)^[ \t]*(?:async[ \t]+)?def[ \t]+f\b"],
+    ("envs/code_problems.py", "f'^{head}'"): [r"(?m)^(?:async[ \t]+)?def[ \t]+f\b"],
     ("envs/tools/parsers.py", "f'{_THINK}|{pattern}'"): [
         f"(?m)<think>|{p.opening(SPECS)}" for p in PARSERS.values()
     ],
@@ -332,7 +335,7 @@ READERS = {
     "sections of a chain of thought": sections,
     "an agent's answer": refused(EnvError)(lambda text: read_answer(b'{"answer":' + text.encode("utf-8", "surrogatepass"), "x", own=True)),
 } | {f"calls, {name}": lambda text, p=parser: list(p.parse(text, SPECS)) for name, parser in PARSERS.items()}  # fmt: skip
-GAMES = {name: stepped(name) for name in NAMES if name != "terminal" and needs_no_file(name)}
+GAMES = {name: stepped(name) for name in environment_names() if name != "terminal" and needs_no_file(name)}
 OPENINGS = ["", '<tool_call>{"name":"search","arguments":{"city":"', "<tool_call>", "search(", "```python\n", "<python>", "<think>", '{"a":[', '"']  # fmt: skip
 
 
@@ -397,16 +400,16 @@ READ_JSON_HERE = {
     "envs/checks.py": "our own worker",
     "envs/pool/processes.py": "our own worker",
     "envs/pool/wire.py": "our own worker, bounded",
-    "envs/programs/code_problems.py": "the user's file of problems",
-    "envs/programs/dockerfile.py": "the user's folder of tasks",
-    "envs/programs/grading.py": "a sandbox's verdict, bounded",
-    "envs/programs/harbor.py": "the user's folder of tasks",
-    "envs/programs/inside.py": "runs in the sandbox",
+    "envs/code_problems.py": "the user's file of problems",
+    "recipes/terminal_bench/dockerfile.py": "the user's folder of tasks",
+    "recipes/terminal_bench/grading.py": "a sandbox's verdict, bounded",
+    "recipes/terminal_bench/harbor.py": "the user's folder of tasks",
+    "recipes/terminal_bench/inside.py": "runs in the sandbox",
     "envs/records.py": "the user's file",
     "envs/tasks.py": "our own checkpoint",
     "envs/text.py": "tested above",
-    "envs/worlds/shopper.py": "our own task",
-    "envs/worlds/travel.py": "our own task",
+    "recipes/shop_simulator/shopper.py": "our own task",
+    "recipes/stagent/travel.py": "our own task",
     "sampler/openai_types.py": "tested above",
 }
 """Files of the rooms that meet a policy's text and read JSON or Python: whose text it is."""

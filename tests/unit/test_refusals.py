@@ -2,7 +2,9 @@
 and with a remedy that helps."""
 
 import dataclasses
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,12 @@ from rolljax.trainer.kl import AdaptiveKl, KlLoss, KlReward
 from rolljax.trainer.optimizer import Adafactor, AdamW, Lion, Muon
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = CONFIGS.parent / "rolljax" / "recipes"
 QUICKSTART = str(CONFIGS / "quickstart.gin")
 MAX_CONTEXT, MAX_ANSWER = 64, 16
+sys.path.insert(0, str(CONFIGS.parent / "docs"))
+pages = importlib.import_module("make_algorithm_pages")
+sys.path.remove(str(CONFIGS.parent / "docs"))
 
 
 @pytest.fixture(scope="module")
@@ -585,27 +591,28 @@ def test_asynchronous_training_warns_where_nothing_corrects_for_it():
     """Of all shipped algorithms: those without a ratio to the log-probs that were sampled with, and without a
     correction. Who imitates, or prefers, does not ask whose answers they are."""
     warned, corrects = set(), set()
-    for path in sorted((CONFIGS / "algorithms").glob("*.gin")):
-        loaded = cli.load_recipe([str(path)], []).value
+    for cls in (cls for classes in pages.algorithm_classes().values() for cls in classes):
+        config, settings = pages.command_of(cls)
+        loaded = cli.load_recipe([config], settings).value
         phases = [dataclasses.replace(p, async_ratio=1.5 if p.samples else 0.0) for p in loaded.phases]
         found = any("nothing corrects" in text for text in dataclasses.replace(loaded, phases=tuple(phases)).warnings())
         algorithms = [p.algorithm for p in phases if p.samples and isinstance(p.algorithm, PolicyGradient)]
         assert found == any(
             a.correction is None and not (a.uses_ratio() and a.anchor == "behaviour") for a in algorithms
-        ), path.name
-        (warned if found else corrects).add(path.stem)
-    assert warned == {"opd", "reinforce", "rloo", "turn_reinforce"}
-    assert {"grpo", "ppo", "tis", "cispo", "topr", "decoupled_ppo", "ipa", "kimi", "gspo", "rft", "dpo"} < corrects
+        ), cls.__name__
+        (warned if found else corrects).add(cls.__name__)
+    assert warned == {"Opd", "Reinforce", "Rloo", "TurnReinforce"}
+    assert {"Grpo", "Ppo", "Tis", "Cispo", "Topr", "DecoupledPpo", "Ipa", "Kimi", "Gspo", "Rft", "Dpo"} < corrects
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", ["tis", "cispo", "topr", "decoupled_ppo"])
+@pytest.mark.parametrize("name", ["Tis", "Cispo", "Topr", "DecoupledPpo"])
 def test_off_policy_algorithms_at_every_preset_of_the_dial(name, ratio):
     """What corrects for older samples has nothing to be warned of, however old they are."""
-    found = cli.load_recipe([f"algorithms/{name}", f"presets/async_ratio_{ratio}"], []).value
+    found = cli.load_recipe(["quickstart", f"presets/async_ratio_{ratio}"], [f"rl/Phase.algorithm = @{name}()"]).value
     rl = found.phases[-1]
     assert (rl.async_ratio, rl.admission().oldest) == (ratio, ratio) and found.phases[0].async_ratio == 0
-    assert type(rl.algorithm).__name__.lower() == name.replace("_", "") and found.warnings() == []
+    assert type(rl.algorithm).__name__ == name and found.warnings() == []
 
 
 @pytest.mark.parametrize("algorithm", [Reinforce(), Rloo(), Grpo(**NO_CLIP), Rft(), Dpo()])
@@ -768,7 +775,9 @@ def test_critics_that_start_from_a_folder_too():
 
 def test_every_config_of_a_folder_has_its_rates():
     """Whether or not the files are there that it names."""
-    paths = [p for p in CONFIGS.rglob("*.gin") if "recipe.Recipe.model = '" in p.read_text()]
+    paths = [
+        p for p in [*CONFIGS.rglob("*.gin"), *RECIPES.rglob("*.gin")] if "recipe.Recipe.model = '" in p.read_text()
+    ]
     assert len(paths) > 4
     for path in paths:
         source = Bindings(Recipe)

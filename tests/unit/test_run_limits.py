@@ -6,8 +6,8 @@ import pytest
 
 from rolljax.envs import run_limits
 from rolljax.envs.base import Action, StepResult
+from rolljax.envs.code_problems import CodeProblems
 from rolljax.envs.pool.episode_runner import EpisodeRunner
-from rolljax.envs.programs.code_problems import CodeProblems
 from rolljax.envs.run_limits import RUN_S, AdaptiveTimeout, RunLimits
 from rolljax.envs.tools.env import ToolEnv
 from rolljax.errors import ConfigError

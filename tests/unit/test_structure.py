@@ -95,6 +95,8 @@ LEFT = {
     "data": {"errors", "types", "threads", "model", "envs", "sampler", "chat_models", "run"},
     "simulation": {"errors", "reading", "fields", "types", "threads", "model", "envs", "sampler", "trainer", "rollout", "recipe", "run",
                    "aot"},
+    "recipes": {"errors", "reading", "fields", "types", "metrics", "threads", "sandbox", "model", "envs", "sampler", "trainer", "chat_models",
+                "rewards", "rollout", "recipe", "run", "evaluation", "data", "library"},
 }  # fmt: skip
 """What each room, or module at the root, may import besides itself; the loop, the verbs and `library`, which is the verbs as
 functions, may import everything."""
@@ -131,6 +133,19 @@ def test_rooms_import_only_what_stands_left_of_them(room):
         if under(name, "rolljax")
         and room_of(name) not in allowed
         or any(under(name, banned) for banned in OUTSIDE.get(room, ()))
+    ]
+    assert not wrong
+
+
+def test_no_recipe_imports_another():
+    """Of `recipes`, whose own folder each of them may import."""
+    files = [f for f in FILES if name_of(f).startswith("recipes/") and f.parent != ROOT / "recipes"]
+    assert files
+    wrong = [
+        f"{name_of(f)} imports {name}"
+        for f in files
+        for name, _ in imports(f)
+        if under(name, "rolljax.recipes") and name.split(".")[2] != f.relative_to(ROOT).parts[1]
     ]
     assert not wrong
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rolljax.envs.base import NUM_INDICES, StepResult
-from rolljax.envs.catalog import NAMES, PREFIXES, make_spec
+from rolljax.envs.catalog import make_spec, names, prefixes
 from rolljax.envs.pool import EnvPool, Episode, PoolConfig
 from rolljax.errors import ConfigError, EnvError, InfraError, RolljaxError, check_range
 from rolljax.types import Message
@@ -161,7 +161,7 @@ class EnvSessions:
         name = _NAME.match(ref)
         if ref in self.offered or name is None:
             return ref in self.offered
-        known = name[0] in NAMES or name[0] in PREFIXES
+        known = name[0] in names() or name[0] in prefixes()
         fitting = (o for o in self.offered if (begin := _NAME.match(o)) and begin[0] == name[0])
         return known and any(fnmatch.fnmatchcase(ref, o) for o in fitting)
 

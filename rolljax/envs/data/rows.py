@@ -138,7 +138,7 @@ def find_files(path: str, setting: str) -> list[Path]:
             return found
         raise ConfigError("matches no file", setting=setting, value=path)
     package = Path(__file__).parents[2]
-    for folder in (package / "configs", package.parent / "configs"):
+    for folder in (package / "configs", package.parent / "configs", *sorted((package / "recipes").glob("*"))):
         if target.name == path and (folder / path).is_file():
             return [folder / path]
     beside = [p.name for p in target.parent.iterdir()] if target.parent.is_dir() else []

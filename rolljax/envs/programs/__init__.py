@@ -1,1 +1,0 @@
-"""Environments whose actions run as programs, in sandboxes: coding problems and tasks at a terminal."""

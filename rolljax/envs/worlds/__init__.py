@@ -1,1 +1,0 @@
-"""Worlds: a shop, a travel desk, word problems from a file."""

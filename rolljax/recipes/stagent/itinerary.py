@@ -1,0 +1,146 @@
+"""An itinerary as JSON, and what can be checked of it: every constraint by itself, against the world."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rolljax.envs.text import json_at
+from rolljax.recipes.stagent.travel_world import STATION, Poi, World, clock, distance, ride_minutes, weekday
+
+MAX_ANSWER_CHARS = 16_384
+MAX_STOPS = 12
+_TRIES = 16
+_CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a trip must be."""
+
+    start: str
+    """City one comes from."""
+    city: str
+    date: str
+    themes: tuple[str, ...]
+    budget: int
+    """Budget for the whole trip."""
+    max_km: float
+    """Maximum length in km of the way from the station through the places to the hotel."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stop:
+    """A visit."""
+
+    poi: str
+    arrive: int
+    """Arrival time, in minutes after midnight."""
+    leave: int
+    """Departure time, in minutes after midnight."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Itinerary:
+    """A trip: a train or flight, the visits in order, a hotel. transport, poi, hotel: ids."""
+
+    date: str
+    transport: str
+    hotel: str
+    stops: tuple[Stop, ...]
+
+
+def read(text: str) -> Itinerary | None:
+    """The last JSON object in a text that is an itinerary; None where there is none.
+
+    `{"date": "2030-03-05", "transport": "T0A1B2", "stops": [{"poi": "P3C4D5", "arrive": "10:30", "leave": "12:00"}],
+    "hotel": "H6E7F8"}`
+    """
+    if len(text) > MAX_ANSWER_CHARS:
+        return None
+    found, at = None, text.find("{")
+    for _ in range(_TRIES):
+        if at < 0:
+            break
+        try:
+            value, end = json_at(text, at)
+        except ValueError:
+            value, end = None, at + 1
+        found = _itinerary(value) or found
+        at = text.find("{", end)
+    return found
+
+
+def _itinerary(value: Any) -> Itinerary | None:
+    if not isinstance(value, dict) or not isinstance(value.get("stops"), list) or len(value["stops"]) > MAX_STOPS:
+        return None
+    date, transport, hotel = (value.get(key) for key in ("date", "transport", "hotel"))
+    if not (isinstance(date, str) and isinstance(transport, str) and isinstance(hotel, str)):
+        return None
+    stops = [_stop(s) for s in value["stops"]]
+    return Itinerary(date, transport, hotel, tuple(s for s in stops if s)) if all(stops) else None
+
+
+def _stop(value: Any) -> Stop | None:
+    if not isinstance(value, dict) or not isinstance(value.get("poi"), str):
+        return None
+    arrive, leave = _minutes(value.get("arrive")), _minutes(value.get("leave"))
+    return None if arrive is None or leave is None else Stop(value["poi"], arrive, leave)
+
+
+def _minutes(value: Any) -> int | None:
+    found = _CLOCK.fullmatch(value) if isinstance(value, str) else None
+    return int(found[1]) * 60 + int(found[2]) if found else None
+
+
+def made_up(world: World, trip: Itinerary) -> bool:
+    """Whether the trip names a place, hotel, train or flight that does not exist."""
+    known = [s.poi in world.pois for s in trip.stops]
+    return not (all(known) and trip.hotel in world.hotels and trip.transport in world.rides)
+
+
+def way_km(points: Sequence[tuple[float, float]]) -> float:
+    """Length of a way through points."""
+    return sum(distance(a, b) for a, b in zip(points, points[1:], strict=False))
+
+
+def check(world: World, wanted: Wanted, trip: Itinerary) -> dict[str, bool | float]:
+    """Every constraint by name; `themes` is the share of the wanted themes that has a visit of its own. The trip names
+    nothing that is made up.
+
+    transport: right cities, right day. date: of the trip. city: of hotel and places. hours: every visit on an opening
+    day, within opening hours, and as long as it takes. times: enough of it to ride from one point to the next. weather:
+    nothing outdoors on a day of rain. distance, budget: not above.
+    """
+    pois = [world.pois[s.poi] for s in trip.stops]
+    visits = list(zip(trip.stops, pois, strict=True))
+    hotel, ride = world.hotels[trip.hotel], world.rides[trip.transport]
+    points = [STATION, *((p.x, p.y) for p in pois), (hotel.x, hotel.y)]
+    visited = {p.theme for p in pois}
+    free = [ride.arrives, *(s.leave for s in trip.stops)]
+    hops = [distance(a, b) for a, b in zip(points[:-1], points[1:-1], strict=False)]
+    return {
+        "themes": sum(t in visited for t in wanted.themes) / len(wanted.themes),
+        "date": trip.date == wanted.date,
+        "transport": (ride.start, ride.end, ride.date) == (wanted.start, wanted.city, wanted.date),
+        "city": {hotel.city, *(p.city for p in pois)} == {wanted.city},
+        "hours": all(_within(s, p, wanted.date) for s, p in visits),
+        "times": all(s.arrive >= t + ride_minutes(km) for s, t, km in zip(trip.stops, free, hops, strict=False)),
+        "weather": world.sky[wanted.city, wanted.date] != "rain" or not any(p.outdoor for p in pois),
+        "distance": way_km(points) <= wanted.max_km + 1e-9,
+        "budget": ride.price + hotel.price + sum(p.price for p in pois) <= wanted.budget,
+    }
+
+
+def _within(stop: Stop, poi: Poi, date: str) -> bool:
+    open_then = poi.closed_on != weekday(date) and poi.opens <= stop.arrive and stop.leave <= poi.closes
+    return open_then and stop.leave - stop.arrive >= poi.minutes
+
+
+def to_text(trip: Itinerary) -> str:
+    """The itinerary as `read` reads it."""
+    stops = [{"poi": s.poi, "arrive": clock(s.arrive), "leave": clock(s.leave)} for s in trip.stops]
+    return json.dumps({"date": trip.date, "transport": trip.transport, "stops": stops, "hotel": trip.hotel})

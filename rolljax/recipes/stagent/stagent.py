@@ -1,0 +1,276 @@
+"""STAgent's curation (arXiv 2512.24957): a taxonomy of intents, graded difficulty, routing by what a policy can already
+do, and rare combinations of tools repeated (thresholds are ours where nothing else is known).
+
+The funnel before it is `dedup.MinHash`, `vectors.EmbeddingDedup` and `vectors.KCenter`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from rolljax.chat_models.base import Asking, ChatModelConfig
+from rolljax.data.attempts import rates, rewards_of
+from rolljax.data.base import AskingStage, Place, Record, RecordSource, Stage, text_of, value_of
+from rolljax.data.judge import ask_until, last_json_object
+from rolljax.errors import ConfigError, DataError, check_range
+
+OTHER = "Other"
+INDUCE = """Here are requests of users, one a line. Name the intents behind them: short names that do not overlap, \
+at most {most}, one a line, and nothing else.{known}
+
+{samples}"""
+TAG = """Choose the intents of the request below from this list, or Other:
+{intents}
+
+Request: {text}
+
+Answer with one JSON object: {{"primary": ..., "secondary": [...], "constraints": [...]}}"""
+GRADE = """Grade how difficult this request is for an assistant with tools, by cognitive load, by how many tool calls \
+must follow one another, and by how its constraints interact.
+-1: no request for such an assistant; 0: needs no tool; 1 (one simple call) to 5 (long chains, conflicting constraints).
+
+Request: {text}
+
+Answer with one JSON object: {"reasons": ..., "difficulty": ...}"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Taxonomy(AskingStage):
+    """Label records with intents: columns `intent` (primary), `intents` (secondary) and `constraints`.
+
+    The intents are given, or a model names them from samples. It then tags every record; while too many are tagged
+    Other, it is shown some of those, names further intents, and tags them again.
+    """
+
+    model: ChatModelConfig | None = None
+    """Model that names the intents and tags the records."""
+    intents: tuple[str, ...] = ()
+    """Known beforehand; empty: they are induced."""
+    most: int = 30
+    """Intents in all."""
+    key: str = ""
+    """The column of the text; empty: `Pipeline.key`."""
+    samples: int = 40
+    """Texts that are shown for naming."""
+    other_frac: float = 0.1
+    """Share of Other from which on the taxonomy is extended."""
+    rounds: int = 2
+    """Maximum number of times the taxonomy is extended."""
+    tries: int = 3
+    """Maximum number of requests for an answer that can be parsed; records without a tag are left out."""
+    temperature: float = 0.7
+    """Sampling temperature of an answer."""
+    max_tok: int = 512
+    """Maximum number of tokens in an answer."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "most", "samples", "tries", "max_tok", low=1)
+        check_range(self, "rounds", low=0)
+        check_range(self, "other_frac", low=0, high=1)
+
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
+        intents = list(self.intents)
+        if not intents:
+            intents = self._named(source, list(range(len(source))), intents, place, 0)
+        tags = self._tagged(source, range(len(source)), intents, place, 0)
+        for i in range(1, self.rounds + 1):
+            other = [n for n, tag in tags.items() if tag["primary"] == OTHER]
+            place.number(f"other_before_round_{i}", len(other))
+            if len(other) <= self.other_frac * len(source) or len(intents) >= self.most:
+                break
+            known = len(intents)
+            intents = self._named(source, other, intents, place, i)
+            if len(intents) == known:
+                break
+            tags |= self._tagged(source, other, intents, place, i)
+        place.number("intents", len(intents))
+        for n, record in enumerate(source):
+            if (tag := tags.get(n)) is None:
+                place.drop(record, "no_tag")
+                continue
+            place.count(f"intent {tag['primary']}")
+            yield {
+                **record,
+                "intent": tag["primary"],
+                "intents": tag["secondary"],
+                "constraints": tag["constraints"],
+            }
+
+    def _named(
+        self, source: RecordSource, numbers: Sequence[int], known: Sequence[str], place: Place, round_: int
+    ) -> list[str]:
+        """Return the known intents and the intents that the model names for a sample of records."""
+        drawn = sorted(random.Random(place.seed + round_).sample(numbers, min(self.samples, len(numbers))))
+        texts = [" ".join(text_of(source.record(n), self.key).split())[:300] for n in drawn]
+        left = self.most - len(known)
+        told = f" These are known already: {', '.join(known)}." if known else ""
+        prompt = INDUCE.format(most=left, known=told, samples="\n".join(texts))
+
+        def parse(text: str) -> list[str] | None:
+            names = [re.sub(r"^[\s\d.*-]+", "", line).strip()[:60] for line in text.splitlines()]
+            return [name for name in names if name] or None
+
+        how = Asking(self.temperature, self.max_tok, round_)
+        found = place.asker.one(lambda: ask_until(place, {"round": round_}, prompt, how, parse, self.tries))
+        if found is None:
+            raise DataError(f"stage {place.label}: the model named no intents in {self.tries} answers")
+        return list(dict.fromkeys([*known, *(name for name in found if name != OTHER)]))[: self.most]
+
+    def _tagged(
+        self, source: RecordSource, numbers: Sequence[int], intents: Sequence[str], place: Place, round_: int
+    ) -> dict[int, dict[str, Any]]:
+        """Return the model's labels of some records; records whose answer cannot be parsed are missing."""
+        listed = "\n".join(f"- {name}" for name in (*intents, OTHER))
+        how = Asking(self.temperature, self.max_tok, round_)
+
+        def parse(text: str) -> dict[str, Any] | None:
+            said = last_json_object(text)
+            if said is None or said.get("primary") not in (*intents, OTHER):
+                return None
+            return {"primary": said["primary"], **{n: _texts(said.get(n)) for n in ("secondary", "constraints")}}
+
+        async def tag(record: Record) -> dict[str, Any] | None:
+            prompt = TAG.format(intents=listed, text=text_of(record, self.key))
+            return await ask_until(place, record, prompt, how, parse, self.tries)
+
+        asked = place.asker.each((source.record(n) for n in numbers), tag)
+        return {n: said for n, (_, said) in zip(numbers, asked, strict=True) if said is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradeDifficulty(AskingStage):
+    """Have a model grade how difficult each request is: a column `difficulty`, from 1 to 5; -1: irrelevant, 0: needs no
+    tool. Both are kept on purpose, to learn to decline and to answer directly; `filters.Between` chooses."""
+
+    model: ChatModelConfig | None = None
+    """Model that grades the requests."""
+    key: str = ""
+    """The column of the text; empty: `Pipeline.key`."""
+    prompt: str = GRADE
+    """`{text}` is replaced; the answer holds a JSON object with `difficulty`."""
+    tries: int = 3
+    """Maximum number of requests for an answer that can be parsed."""
+    temperature: float = 0.7
+    """Sampling temperature of an answer."""
+    max_tok: int = 512
+    """Maximum number of tokens in an answer."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "tries", "max_tok", low=1)
+        if "{text}" not in self.prompt:
+            raise ConfigError("does not contain {text}", setting="Grade.prompt", value=self.prompt)
+
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
+        how = Asking(self.temperature, self.max_tok)
+
+        def parse(text: str) -> int | None:
+            value = (last_json_object(text) or {}).get("difficulty")
+            return value if isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= 5 else None
+
+        async def grade(record: Record) -> int | None:
+            prompt = self.prompt.replace("{text}", text_of(record, self.key))
+            return await ask_until(place, record, prompt, how, parse, self.tries)
+
+        for record, value in place.asker.each(source, grade):
+            if value is None:
+                place.drop(record, "no_grade")
+            else:
+                place.observe("difficulty", value)
+                yield {**record, "difficulty": value}
+
+
+Route = Literal["trivial", "noise", "sft", "rl"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Learnability(Stage):
+    """Route records by what a policy can do: a column `route`, `sft` where it is nearly sure (mean high, deviation
+    low), `rl` where it is not; tasks that it always solves or never are left out. The columns `rollouts.mu`, `sigma`
+    and `score` say how learnable: mean times variance.
+
+    Reads the column `attempts` (`attempts.SampleAttempts`).
+    """
+
+    trivial: float = 0.9
+    """A mean from which on nothing is left to learn."""
+    noise: float = 0.05
+    """A mean up to which nothing can be learned, or the task is broken."""
+    certain_mu: float = 0.75
+    """Lowest mean reward at which a task goes to SFT (if its deviation is at most `certain_sigma`)."""
+    certain_sigma: float = 0.45
+    """Highest standard deviation of the reward at which a task goes to SFT (if its mean is at least `certain_mu`)."""
+    keep_attempts: bool = True
+    """Leave them in the record, for `rejection.RejectionSampling`."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "trivial", "noise", "certain_mu", "certain_sigma", low=0, high=1)
+        if self.noise >= self.trivial:
+            raise ConfigError("is not below Learnability.trivial", setting="Learnability.noise", value=self.noise)
+
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
+        for record in source:
+            found = rates(rewards_of(record))
+            place.observe("mu", found.mu)
+            where = self.route(found.mu, found.sigma)
+            place.count(where)
+            slim = {k: v for k, v in record.items() if self.keep_attempts or k != "attempts"}
+            if where in ("trivial", "noise"):
+                place.drop({k: v for k, v in record.items() if k != "attempts"}, where)
+            else:
+                yield {**slim, "rollouts": dataclasses.asdict(found), "route": where}
+
+    def route(self, mu: float, sigma: float) -> Route:
+        """Return the route of a task with this mean and deviation."""
+        if mu >= self.trivial:
+            return "trivial"
+        if mu <= self.noise:
+            return "noise"
+        return "sft" if mu >= self.certain_mu and sigma <= self.certain_sigma else "rl"
+
+
+@dataclasses.dataclass(frozen=True)
+class RareTools(Stage):
+    """Repeat records whose combination of tools is rare, so that it is seen more often."""
+
+    key: str = "tools"
+    """A column with the list of tools that a record's conversation uses."""
+    target: int | None = None
+    """Records of each combination in the output; None: as many as the median combination."""
+    most: int = 4
+    """Maximum number of copies of a record."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "target", "most", low=1)
+
+    def run(self, source: RecordSource, place: Place) -> Iterator[Record]:
+        counts = collections.Counter(self._combination(record) for record in source)
+        ranked = sorted(counts.values())
+        target = self.target if self.target is not None else ranked[len(ranked) // 2] if ranked else 0
+        place.number("combinations", len(counts))
+        place.number("target", target)
+        met: collections.Counter[str] = collections.Counter()
+        for record in source:
+            combination = self._combination(record)
+            place_in, num = met[combination], counts[combination]
+            met[combination] += 1
+            wanted = max(num, min(target, num * self.most))
+            times = wanted // num + (place_in < wanted % num)
+            place.count("repeated", times - 1)
+            for _ in range(times):
+                yield record
+
+    def _combination(self, record: Record) -> str:
+        value = value_of(record, self.key)
+        if not isinstance(value, list):
+            raise DataError(f"column {self.key!r} is no list of tools: {str(value)[:100]}")
+        return json.dumps(sorted({str(v) for v in value}))
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(v) for v in value] if isinstance(value, list) else []

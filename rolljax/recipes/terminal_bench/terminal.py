@@ -1,0 +1,318 @@
+"""Tasks at a terminal: the policy types commands into a sandbox, then the tests of the task look at what it made."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rolljax.envs.base import Env, EnvSpec, StepResult
+from rolljax.errors import ConfigError, DataError, EnvError, InfraError, check_range
+from rolljax.recipes.terminal_bench.actions import FINISH, parse_action
+from rolljax.recipes.terminal_bench.dockerfile import Put
+from rolljax.recipes.terminal_bench.grading import Grade, Left, build, enter, grade, leave, list_files
+from rolljax.recipes.terminal_bench.harbor import HarborTask, find_tasks, load_task
+from rolljax.recipes.terminal_bench.tampering import suspicious_files, suspicious_words
+from rolljax.types import Message, Task
+
+if TYPE_CHECKING:
+    from rolljax.sandbox import Profile
+
+OWN_TASKS = Path(__file__).with_name("terminal_tasks")
+PROMPT = """{instruction}
+
+You are at a bash shell in {workdir}, without a network. Answer with one command, or with a script in a ```bash block;
+you will be shown the exit code and the output. Answer finish when the task is done. You have {max_turns} turns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminalTasks(EnvSpec):
+    """Twelve tasks of eight domains that bash, the core utilities and Python's standard library solve.
+
+    Every command runs in one sandbox without a network, in a shell that keeps its state. The episode ends when the
+    policy finishes, at `max_turns`, or when it repeats itself; then what the task names as its artifacts is carried
+    into a fresh sandbox and tested there. Reward is 1 if all tests pass; the fraction that passed is a metric only.
+    """
+
+    only: tuple[str, ...] = ()
+    """Names of the tasks to use; empty: all."""
+    max_turns: int = 30
+    """Commands before the episode is cut."""
+    command_timeout_s: float = 10.0
+    """Longest run of one command; the policy gets a note, and the episode continues."""
+    test_timeout_s: float = 10.0
+    """Longest run of the tests, where the task does not set less. Both together, and the second it takes to start a
+    sandbox, must stay below `PoolConfig.step_s`."""
+    max_output_chars: int = 2000
+    """Characters of a command's output that are shown, from its start and its end."""
+    max_answer_chars: int = 16_384
+    """Longest answer that is taken for a command."""
+    max_repeats: int = 3
+    """The episode is cut when one command gave one result this many times in a row; 0: never."""
+    prompt: str = PROMPT
+    """The first message to the policy, with the task's {instruction}, its {workdir} and {max_turns}."""
+
+    runs = "thread"
+
+    def __post_init__(self) -> None:
+        check_range(self, "max_turns", "command_timeout_s", "test_timeout_s", above=0)
+        check_range(self, "max_output_chars", "max_answer_chars", above=0)
+        if self.max_repeats < 0 or self.max_repeats == 1:
+            raise ConfigError(
+                "cannot be kept to",
+                setting=f"{type(self).__name__}.max_repeats",
+                value=self.max_repeats,
+                remedy="0 to let every repetition pass, or 2 and more",
+            )
+        if "{instruction}" not in self.prompt:
+            raise ConfigError(
+                "does not tell the task", setting=f"{type(self).__name__}.prompt", remedy="put {instruction} into it"
+            )
+
+    @property
+    def name(self) -> str:
+        return "terminal"
+
+    @property
+    def folder(self) -> Path:
+        """Where the task folders are."""
+        return OWN_TASKS
+
+    def tasks(self) -> tuple[HarborTask, ...]:
+        """The tasks, by name.
+
+        Raises:
+          DataError: a folder cannot be read, or needs what the sandbox does not have.
+          ConfigError: `only` names a task that is not there.
+        """
+        return _tasks(self.folder, self.only, type(self).__name__)
+
+    @property
+    def num_tasks(self) -> int | None:
+        return len(self.tasks())
+
+    def task(self, index: int) -> Task:
+        tasks = self.tasks()
+        task = tasks[index % len(tasks)]
+        return Task(self.name, index, f"{task.name}\n\n{task.instruction}")
+
+    def category(self, task: Task) -> str:
+        return self.tasks()[task.index % len(self.tasks())].category
+
+    def make(self) -> Env:
+        return TerminalEnv(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class HarborTasks(TerminalTasks):
+    """Tasks at a terminal from a folder of task folders, as Harbor and Terminal-Bench lay them out."""
+
+    path: str = ""
+    """The folder with the task folders, or one of them."""
+    have: tuple[str, ...] = ()
+    """Packages that Dockerfiles install and that are there (or that the tasks do not need after all); programs in
+    /usr/bin are found by themselves."""
+    skip_unusable: bool = False
+    """Pass over tasks that need what a sandbox does not have, instead of refusing the folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not Path(self.path).is_dir() or not self.path:
+            raise ConfigError(
+                "is no folder", setting="HarborTasks.path", value=self.path, remedy="name a folder of task folders"
+            )
+
+    @property
+    def name(self) -> str:
+        return "harbor"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path)
+
+    def tasks(self) -> tuple[HarborTask, ...]:
+        return _tasks(self.folder, self.only, type(self).__name__, self.have, self.skip_unusable)
+
+
+@functools.lru_cache(maxsize=64)
+def _tasks(
+    folder: Path, only: tuple[str, ...], cls: str, have: tuple[str, ...] = (), skip_unusable: bool = False
+) -> tuple[HarborTask, ...]:
+    folders = {f.name: f for f in find_tasks(folder)}
+    for name in only:
+        if name not in folders:
+            near = difflib.get_close_matches(name, folders, 3)
+            raise ConfigError(
+                "is not a task",
+                setting=f"{cls}.only",
+                value=name,
+                remedy=f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(list(folders)[:20])}",
+            )
+    tasks = tuple(load_task(f.absolute()) for name, f in folders.items() if not only or name in only)
+    lacking = {t.name: "; ".join(reasons) for t in tasks if (reasons := t.lacking(have))}
+    usable = tuple(t for t in tasks if t.name not in lacking)
+    if (lacking and not skip_unusable) or not usable:
+        raise DataError(
+            f"{len(lacking)} of {len(tasks)} tasks in {folder} need what the sandbox does not have (choose others by "
+            f"{cls}.only, or set skip_unusable):\n  "
+            + "\n  ".join(f"{name}: {reasons}" for name, reasons in list(lacking.items())[:20])
+        )
+    return usable
+
+
+class TerminalEnv(Env):
+    """One task in one sandbox."""
+
+    def __init__(self, spec: TerminalTasks) -> None:
+        self._spec = spec
+        self._box: Any = None
+        self._over = True
+
+    def reset(self, task: Task) -> tuple[Message, ...]:
+        from rolljax.sandbox import Sandbox
+
+        tasks = self._spec.tasks()
+        self._task = tasks[task.index % len(tasks)]
+        if not task.content.startswith(f"{self._task.name}\n"):
+            raise EnvError(f"task {task.index} is {self._task.name} here: the folder of tasks has changed")
+        self.close()
+        self._box = Sandbox.open(_profile(self._task))
+        build(self._box, self._task)
+        self._box.run(enter(self._task), timeout_s=self._spec.command_timeout_s)
+        self._processes = self._box.stats()["processes"]
+        self._turns, self._over, self._last = 0, False, ""
+        self._repeated: tuple[tuple[str, str], int] = ("", ""), 0
+        text = self._spec.prompt
+        for key, value in (("workdir", self._task.workdir), ("max_turns", str(self._spec.max_turns))):
+            text = text.replace(f"{{{key}}}", value)
+        return (Message("user", text.replace("{instruction}", self._task.instruction)),)
+
+    def step(self, action: str) -> StepResult:
+        if self._over:
+            raise EnvError("step before reset, or after the episode's end")
+        self._turns += 1
+        asked = parse_action(action, self._spec.max_answer_chars)
+        self._last = asked.command
+        counts = collections.Counter(ignored_n=asked.ignored)
+        if asked.finish:
+            return self._end(counts, terminated=True)
+        if asked.problem:
+            counts["no_command_n"] += 1
+            seen = f"[{asked.problem}]"
+        else:
+            counts["commands_n"] += 1
+            counts["tamper_n"] += bool(suspicious_words(asked.command, self._task.instruction))
+            seen = self._run(asked.command, counts)
+        if counts["sandbox_lost_n"]:
+            return self._end(counts, terminated=True)
+        before, times = self._repeated
+        self._repeated = (asked.command, seen), times + 1 if before == (asked.command, seen) else 1
+        if self._repeated[1] == self._spec.max_repeats:
+            counts["stopped_repeating_n"] += 1
+            return self._end(counts, terminated=False)
+        if self._turns == self._spec.max_turns:
+            return self._end(counts, terminated=False)
+        return StepResult((Message("user", seen),), 0.0, terminated=False, metrics=_metrics(counts))
+
+    def gold(self) -> str:
+        """The solution as one command; after it, finish."""
+        solution = self._task.solution
+        if not solution:
+            raise EnvError(f"task {self._task.name} has no solution")
+        return FINISH if self._last == solution else solution
+
+    def close(self) -> None:
+        if self._box is not None:
+            self._box.close()
+
+    def _run(self, command: str, counts: collections.Counter[str]) -> str:
+        """Run a command; return the output for the policy."""
+        limit_s = self._spec.command_timeout_s
+        try:
+            result = self._box.run(command, timeout_s=limit_s)
+            if result.restarted and not result.killed_by:
+                self._box.run(enter(self._task), timeout_s=limit_s)
+        except InfraError:
+            raise
+        except EnvError:  # what the policy ran has ended or confused its own sandbox
+            counts["sandbox_lost_n"] = 1
+            return ""
+        counts["sandbox_lost_n"] += bool(result.killed_by)
+        counts["timeouts_n"] += result.timed_out
+        state = f"exit code {result.returncode}"
+        if result.timed_out:
+            state = f"stopped after {limit_s:g} s"
+        if result.restarted:
+            state += "; the shell ended and a new one was started"
+        output = clip(result.output, self._spec.max_output_chars)
+        return f"[{state}]\n{output}".rstrip("\n")
+
+    def _end(self, counts: collections.Counter[str], *, terminated: bool) -> StepResult:
+        """Take the policy's files, grade them elsewhere, and return the result."""
+        self._over = True
+        left = self._leave(counts)
+        self.close()
+        result = self._grade(left) if left else Grade(False, {})  # a lost sandbox leaves nothing to test
+        counts["tests_n"], counts["tests_passed_n"] = len(result.cases), result.num_passed
+        metrics = _metrics(counts) | {"tests_passed_frac": result.num_passed / max(1, len(result.cases))}
+        reward = float(result.passed)
+        return StepResult(
+            (),
+            reward,
+            terminated=terminated,
+            truncated=not terminated,
+            success=result.passed,
+            reward_parts={"tests": reward},
+            metrics=metrics,
+        )
+
+    def _leave(self, counts: collections.Counter[str]) -> Left | None:
+        """Return the policy's files; None if its sandbox has ended."""
+        own = [step.path for step in self._task.steps if isinstance(step, Put)]
+        try:
+            processes = self._box.stats().get("processes", self._processes)  # none when the sandbox has ended
+            counts["left_running_n"] += max(0, processes - self._processes)
+            files = [path for _, _, path in list_files(self._box, [self._task.workdir, "/tmp"])]
+            counts["tamper_n"] += len(suspicious_files(files, own))
+            left = leave(self._box, self._task)
+            counts["not_taken_n"] += len(left.refused)
+            return left
+        except InfraError:
+            raise
+        except EnvError:
+            counts["sandbox_lost_n"] = 1
+            return None
+
+    def _grade(self, left: Left) -> Grade:
+        timeout_s = min(self._spec.test_timeout_s, self._task.verifier_timeout_s)
+        return grade(self._task, left, _profile(self._task), timeout_s)
+
+
+def _profile(task: HarborTask) -> Profile:
+    """Return the resource limits of a task, the same while the policy works and while it is tested."""
+    from rolljax.sandbox import TERMINAL
+
+    life_s = max(TERMINAL.session_s, task.agent_timeout_s)
+    return dataclasses.replace(TERMINAL, output_bytes=1 << 20, session_s=life_s)
+
+
+def clip(text: str, limit: int) -> str:
+    """A text, or its start and its end with a note of how much is missing between them."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[len(text) - half :]}"
+
+
+_COUNTS = (
+    "commands_n", "no_command_n", "ignored_n", "timeouts_n", "sandbox_lost_n", "stopped_repeating_n", "tamper_n",
+    "left_running_n", "not_taken_n", "tests_n", "tests_passed_n",
+)  # fmt: skip
+
+
+def _metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    return {name: float(counts.get(name, 0)) for name in _COUNTS}
