@@ -3,16 +3,23 @@ built in process (`MeshSpec().build(jax.devices()[:1])` is the mesh of one devic
 
 import collections
 import datetime
+import gc
 import hashlib
 import os
+import sys
 import tempfile
 from importlib import metadata
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# tests compile many programs and run each of them a few times: without most optimizations, and with XLA's older emitters,
-# that takes half of the time (flags that are unknown to another version would end it)
+# Tests compile many programs and run each of them a few times. Without most optimizations, with XLA's older emitters and
+# with one module of LLVM per program, they take half of the time. (Another version of XLA would refuse a flag that it does
+# not know.)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-EMITTERS = "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else ""
+EMITTERS = (
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    if metadata.version("jaxlib").startswith("0.10.")
+    else ""
+)
 FLAGS = f"--xla_force_host_platform_device_count=8 {EMITTERS}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -51,6 +58,19 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_collection_modifyitems(config, items):
     leave_cases_to_slow(items, config.option.sample_seed)
     items[:] = longest_first(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Keep the byte code of all modules that are imported while tests are collected, even if the environment says not to:
+    the workers and many child processes import the same modules. Afterwards the garbage collector leaves these modules
+    alone, because each of its full passes over them takes more than a second."""
+    kept, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    try:
+        return (yield)
+    finally:
+        sys.dont_write_bytecode = kept
+        gc.freeze()
 
 
 def leave_cases_to_slow(items, seed):

@@ -50,7 +50,7 @@ def of_two_processes(devices):
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {EMITTERS}",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": "2",
     }
@@ -98,10 +98,10 @@ def trained(tmp_path_factory):
 
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     changes = {
-        "warm_start__Phase_dot_steps": 40,
+        "warm_start__Phase_dot_steps": 24,
         "warm_start__Phase_dot_prompts_per_step": 32,
-        "rl__Phase_dot_steps": 10,
-        "Recipe_dot_save_every": 50,
+        "rl__Phase_dot_steps": 8,
+        "Recipe_dot_save_every": 32,
         "MeshSpec_dot_data": 1,
     }
     assert train(arguments(run_dir, **changes)) == 0

@@ -196,6 +196,7 @@ def test_on_policy_all_surrogates_are_one(steps_to_success):
     assert 40 < steps_to_success["ppo", 0] < 60
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("lag", [8, 32])
 def test_clipping_is_the_slowest_answer_to_stale_samples(steps_to_success, lag):

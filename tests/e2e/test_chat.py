@@ -44,6 +44,7 @@ def test_turns_probabilities_and_commands(folder, monkeypatch, capsys):
     assert "a new conversation" in out
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_answers_and_the_stream_grows(folder, monkeypatch, capsys):
     prompts, sample = [], chat.ChatSession._generate
 

@@ -91,6 +91,7 @@ def test_dry_run_with_a_reward_model(folder, tmp_path, capsys):
     assert "of no sequence classifier" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_live_thinking_on_answers_of_a_teacher(folder, tmp_path, capsys):
     """Its lengths are a column of the rows; the judge is not asked before the run."""
     path, config = tmp_path / "rft.jsonl", "live_thinking_qwen3_0p6b"

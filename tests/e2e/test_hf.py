@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import SingleDeviceSharding
-from peft import PeftModel
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -140,6 +139,8 @@ def test_an_export_that_is_killed_leaves_no_half_a_folder(tmp_path):
 
 
 def test_of_a_folder_with_images_the_text_part_is_read(tmp_path):
+    from peft import PeftModel
+
     torch.manual_seed(0)
     text = {
         "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 64, "sliding_window": 8,

@@ -247,6 +247,7 @@ def test_the_engine_has_the_members_of_both_interfaces(without):
         Neither()
 
 
+@pytest.mark.slow
 def test_prefill_insert_generate_without_jetstream(head, ours):
     """Twice as many prompts as slots, the second half over the pages of the first."""
     state = head.init_decode_state()

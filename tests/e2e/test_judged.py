@@ -348,6 +348,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_real_model_goes_through_each(folder, server, data, tmp_path, capfd):
     """Its answers are noise: no judge finds a refusal in them, and none is a tag."""
     risks = bsa.Bsa(data["bsa"], counts=COUNTS, samples=2, max_answer_tok=8, temperature=1.0)

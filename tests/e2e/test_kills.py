@@ -185,6 +185,7 @@ def test_settings_that_may_change_between_starts(watched, tmp_path):
     assert prepared(run_dir, rl__Phase_dot_steps=9, rl__AdamW_dot_lr=1.0, rl__AdamW_dot_schedule="'linear'") == []
 
 
+@pytest.mark.slow
 def test_a_setting_that_is_newer_than_a_run_has_its_default_there(watched, tmp_path):
     run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")
     path = run_dir / "config.resolved.json"
@@ -196,6 +197,7 @@ def test_a_setting_that_is_newer_than_a_run_has_its_default_there(watched, tmp_p
         prepared(run_dir, SamplerConfig_dot_record_alternatives=2)
 
 
+@pytest.mark.slow
 def test_more_steps_with_a_falling_learning_rate_give_a_note(watched, tmp_path):
     run_dir = watched.state("before rollouts/step_5.jsonl", tmp_path / "run")
     stored = json.loads((run_dir / "config.resolved.json").read_text())

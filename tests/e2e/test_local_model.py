@@ -81,7 +81,8 @@ async def answers(config, how):
         await chat.close()
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_local_model_answers_like_the_server(folder, endpoint, temperature):
     """Also for random samples: a seed has the same randomness."""
     how = Asking(temperature, max_tok=24, seed=5)

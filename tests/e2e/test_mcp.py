@@ -225,6 +225,7 @@ def test_our_client_and_a_server_that_misbehaves(nasty):
         assert call("add", a=1, b=1).text == "2" and call("pid").text != first
 
 
+@pytest.mark.slow
 def test_an_http_server_of_an_older_protocol(scripts, monkeypatch):
     """A server over HTTP keeps sessions, and answers with streams of events."""
     monkeypatch.setattr("mcp.client.Client", functools.partial(Client, mode="legacy"))

@@ -158,6 +158,7 @@ include 'quickstart.gin'
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("runs", ['runs = "inline"', "pass"])
 def test_an_environment_in_the_script_that_is_started(folder, runs):
     """In the trainer, and in worker processes, which cannot import it: it travels by value."""

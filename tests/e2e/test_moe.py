@@ -137,6 +137,7 @@ def test_a_step_replays_and_reports(params, trajectories):
 # ---- balance --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_balance_is_that_of_transformers(tmp_path):
     """Its value over padded rows, and its gradient in everything before the routers."""
     reference = make_folder(tmp_path, "qwen3_moe")

@@ -60,7 +60,8 @@ def arguments(name, run_dir, settings):
     return argv + [a for key, value in written.items() for a in ("--set", f"{key} = {value}")]
 
 
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_to_its_end(name, tmp_path):
     settings, written = RECIPES[name]

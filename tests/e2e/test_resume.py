@@ -6,9 +6,22 @@ import time
 
 import pytest
 
-from .conftest import arguments, rows, summary
+from . import conftest
+from .conftest import rows, summary
 
 TIMEOUT_S = 240
+STEPS = 13
+SMALL = {
+    "Qwen3Config_dot_num_layers": 1,
+    "SamplerConfig_dot_slots": 32,
+    "warm_start__Phase_dot_steps": 3,
+    "rl__Phase_dot_steps": STEPS - 3,
+    "Evaluation_dot_tasks": 8,
+}
+
+
+def arguments(run_dir, **changes):
+    return conftest.arguments(run_dir, **SMALL | changes)
 
 
 def losses(run_dir):
@@ -49,10 +62,10 @@ def killed(start, tmp_path_factory):
         if devices not in done:
             run_dir = tmp_path_factory.mktemp("killed") / "run"
             process = start(arguments(run_dir), devices)
-            wait_for_step(process, run_dir, 10)
+            wait_for_step(process, run_dir, 7)
             process.kill()  # SIGKILL: nothing can be saved now
             process.communicate()
-            assert len(rows(run_dir)) < 20
+            assert len(rows(run_dir)) < STEPS
             done[devices] = run_dir
         shutil.copytree(done[devices], to, symlinks=True)
 
@@ -69,7 +82,7 @@ def test_kill_and_continue_is_bitwise(start, straight, killed, tmp_path, devices
     assert "continuing" in err
     reference = straight(devices)
     assert losses(run_dir) == losses(reference)
-    assert [r["step"] for r in rows(run_dir)] == list(range(1, 21))
+    assert [r["step"] for r in rows(run_dir)] == list(range(1, STEPS + 1))
     assert summary(run_dir)["state_sha256"] == summary(reference)["state_sha256"]
     assert summary(run_dir)["heldout_reward"] == summary(reference)["heldout_reward"]
 
@@ -78,13 +91,13 @@ def test_kill_and_continue_is_bitwise(start, straight, killed, tmp_path, devices
 def test_sigterm_saves_and_continues(start, straight, tmp_path):
     run_dir = tmp_path / "run"
     process = start(arguments(run_dir))
-    wait_for_step(process, run_dir, 8)
+    wait_for_step(process, run_dir, 5)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75, err
     stopped = summary(run_dir)
     assert stopped["stop_reason"] == "stopped by signal"
-    assert stopped["steps"] == len(rows(run_dir)) < 20  # nothing that was done is done again
+    assert stopped["steps"] == len(rows(run_dir)) < STEPS  # nothing that was done is done again
     process = start(arguments(run_dir))
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
@@ -99,7 +112,7 @@ def test_one_and_eight_devices_agree(straight):
     assert [r["reward/mean"] for r in eight] == [r["reward/mean"] for r in one]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_mesh_axis_computes_the_same(start, straight, tmp_path):
     run_dir = tmp_path / "run"
     process = start(arguments(run_dir, MeshSpec_dot_data=2, MeshSpec_dot_fsdp=2, MeshSpec_dot_tensor=2), 8)

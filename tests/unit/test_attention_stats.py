@@ -344,6 +344,7 @@ def full_compiles():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_compiles")
 def test_memory_grows_linearly_with_the_row(model):
     short, long = (temp_bytes(model, T) for T in (1024, 2048))

@@ -125,7 +125,7 @@ def answers_in(out):
     return [line for p in out.glob("work/*.answers.jsonl") for line in p.read_bytes().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_pipeline_that_is_killed_at_every_point_ends_the_same(tmp_path):
     source = write(tmp_path / "in.jsonl", sums(3))
     with RuleServer(adder) as server:

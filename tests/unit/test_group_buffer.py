@@ -452,7 +452,7 @@ def test_random_traces(admission, seed, restores, faults):
     check_trace(admission, seed, restores, faults)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @settings(max_examples=10_000, **TRACES)
 @a_trace
 def test_ten_thousand_random_traces(admission, seed, restores, faults):

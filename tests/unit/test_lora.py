@@ -102,6 +102,7 @@ def test_gradients_are_those_of_the_explicit_sum():
         np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.abs(want).max()), rtol=0, err_msg=key)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
 def test_fresh_adapters_change_nothing(name):
     model = model_of(name)

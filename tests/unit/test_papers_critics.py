@@ -69,6 +69,7 @@ def trainer(model, algorithm, **settings):
     return PhaseTrainer(mesh, model, algorithm, AdamW(lr=1e-2), shape, **steps)
 
 
+@pytest.mark.slow
 def test_values_and_masks_are_those_of_the_updated_critics(model, params, groups):
     """AsyPPO (arXiv 2510.01656): critics are updated, then values, their deviation, GAE and both masks are computed, then
     the policy is updated; with several updates per datum, of the policy too if asked."""
@@ -102,6 +103,7 @@ def test_values_and_masks_are_those_of_the_updated_critics(model, params, groups
     assert first.row["critic/spread"] == pytest.approx(np.nanmean(apart))
 
 
+@pytest.mark.slow
 def test_the_policy_learns_from_the_second_credit(model, params, groups):
     """The advantages of updated critics are what is trained on: the same update, made by hand."""
     algorithm = Watched(critic=Critic(num=2, model=SMALL, epochs=2, first=True, optimizer=AdamW(lr=1e-2)))

@@ -99,6 +99,7 @@ def packed():
     return dataclasses.replace(batch, **{n: jnp.asarray(a[0]) for n, a in batch.arrays().items()})
 
 
+@pytest.mark.slow
 def test_full_is_the_mean_of_k1_over_the_policy(packed, model, params):
     """KL(policy || reference) = E_policy[log policy - log reference], of the laws that tokens are drawn from: Schulman,
     "Approximating KL divergence"; github.com/alibaba/ROLL, roll/utils/functionals.py, compute_approx_kl."""

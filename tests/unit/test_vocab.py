@@ -130,6 +130,7 @@ def test_blocks_stay_within_their_bytes(positions, width, shards, block_bytes):
     assert size == width or size % 128 == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [3, 19])
 @pytest.mark.parametrize("name", ["one block", "blocks and a rest", "parts with rests"])
 def test_log_probs_of_several_tokens(name, k):
@@ -212,6 +213,7 @@ def test_divergences_equal_those_of_whole_logits(kind, name):
     assert_close(got, want)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "cap"), [("one block", 3.0), ("one block", 30.0), ("parts with rests", 3.0)])
 def test_soft_capped_laws_equal_those_of_whole_logits(name, cap):
     """Of logits that go to 15: a cap of 3 bends most of them, one of 30 few."""
@@ -237,6 +239,7 @@ def test_soft_capped_laws_equal_those_of_whole_logits(name, cap):
     assert jnp.abs(want[1][2] - without).max() > 0.1  # the cap is felt
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "caps"), [("adaptive", (2.0, 5.0)), ("js", (2.0, None)), ("js", (None, 5.0))])
 def test_student_and_teacher_may_differ_in_their_cap(kind, caps):
     lead, V, D, shards, _ = CUTS["parts with rests"]
