@@ -1,6 +1,7 @@
 """The house rules that no other test would notice: who imports whom, what stays light, how long functions get."""
 
 import ast
+import functools
 import os
 import pkgutil
 import subprocess
@@ -41,16 +42,30 @@ def is_for_types_only(node):
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+@functools.cache
+def nodes(path):
+    """All nodes of a file's syntax tree; the first is its root."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget():
+    """Free the syntax trees of all files when the tests of this module have ended."""
+    yield
+    nodes.cache_clear()
+
+
+@functools.cache
 def imports(path):
     """(dotted name, whether it waits: inside a function, or for type checkers) of every import of a file."""
-    tree = ast.parse(path.read_text())
     inside = {
         id(node)
-        for fn in ast.walk(tree)
+        for fn in nodes(path)
         if isinstance(fn, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_for_types_only(fn)
         for node in ast.walk(fn)
     }
-    for node in ast.walk(tree):
+    found = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -58,8 +73,8 @@ def imports(path):
             names = [f"{node.module}.{a.name}" for a in node.names]
         else:
             continue
-        for name in names:
-            yield name, id(node) in inside
+        found += [(name, id(node) in inside) for name in names]
+    return found
 
 
 def under(name, package):
@@ -210,7 +225,7 @@ def test_class_names_are_unique():
     for path in FILES:
         if "terminal_tasks" in path.parts:  # foreign files that a task puts into a sandbox
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in nodes(path)[0].body:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(name_of(path))
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED_NAMES} == {}
@@ -258,7 +273,7 @@ def test_no_function_is_longer_than_120_lines():
     lengths = {
         f"{name_of(f)}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
         for f in FILES
-        for node in ast.walk(ast.parse(f.read_text()))
+        for node in nodes(f)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
     assert len(lengths) > 100
@@ -321,7 +336,7 @@ def test_no_folder_brings_code_that_is_run():
     calls = {
         f"{f.name}:{node.lineno}": {k.arg: getattr(k.value, "value", None) for k in node.keywords}
         for f in [*FILES, *examples]
-        for node in ast.walk(ast.parse(f.read_text()))
+        for node in nodes(f)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
     }
     assert calls
@@ -342,7 +357,7 @@ def test_everything_is_caught_at_named_borders_only():
         text = f.read_text()
         lines = text.splitlines()
         num_lines += len(lines)
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(f):
             if isinstance(node, ast.ExceptHandler) and is_broad(node.type):
                 found += 1
                 if "# border: " not in lines[node.lineno - 1]:
