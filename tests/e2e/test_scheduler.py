@@ -137,6 +137,7 @@ def test_a_group_costs_one_prefill_and_holds_its_prompt_once():
     assert len({tuple(c.tokens) for c in done}) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["turns", "any"])
 def test_a_conversation_prefills_each_token_once(rule):
     sampler = open_sampler(max_context=512, slots=2, prefix_match=rule, prefill_chunk=512)
@@ -444,6 +445,7 @@ def test_an_abort_frees_the_slot_at_once():
 TWO_SLOTS = {"slots": 2, "max_context": 2048, "prefill_chunk": 32, "steps_per_dispatch": 1}
 
 
+@pytest.mark.slow
 def test_a_cancelled_wait_aborts_its_request():
     sampler = open_sampler(**TWO_SLOTS)
 
@@ -479,6 +481,7 @@ def test_lower_priority_numbers_go_first():
     assert finished == [4, 2, 0, 1, 3]
 
 
+@pytest.mark.slow
 def test_long_prompts_stall_decoding_for_one_chunk_at_most():
     """While one request decodes, a prompt of eight chunks is prefilled between its dispatches, one chunk each."""
     sampler = open_sampler(**TWO_SLOTS)

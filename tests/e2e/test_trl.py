@@ -242,6 +242,7 @@ def test_dapo_without_truncated_answers(folder, frozen, agree):
     )
 
 
+@pytest.mark.slow
 def test_dapo_drops_groups_that_teach_nothing(folder, frozen, agree):
     frozen = large_rewards(frozen)
     kept = [n for n in range(len(frozen)) if n // GROUP_SIZE != 1]
@@ -277,6 +278,7 @@ def test_ppo_clips_on_both_sides_and_again_below(folder, frozen, agree):
     assert_clipped(agree(Ppo(clip_low=0.1, clip_high=0.2, dual_clip=1.4), frozen, verdict))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "theirs"), [("token", "token"), ("trajectory", "sequence")])
 def test_decoupled_ppo_corrects_for_the_sampler(folder, frozen, agree, level, theirs):
     frozen = large_rewards(frozen)

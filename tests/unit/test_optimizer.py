@@ -210,7 +210,7 @@ def loss_fn(whole):
     return jax.jit(jax.value_and_grad(loss))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @each
 def test_every_optimizer_learns(optimizer, start, loss_fn):
     init, one = programs(built(optimizer))
@@ -363,7 +363,7 @@ def run_on(mesh, placed, optimizer, params, grads):
     return params, state
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @each
 def test_eight_devices_and_host_memory_change_nothing(optimizer, mesh, placed, start, grads, plain):
     spread = run_on(mesh, placed, optimizer, start, grads)

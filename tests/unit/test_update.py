@@ -554,7 +554,7 @@ def test_critics_do_not_depend_on_packing(critics_on, units, critics):
     assert_same(critic_grads(critics_on, "one", alone(units[PPO], PPO)), critics)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data", "all"])
 def test_critics_do_not_depend_on_the_mesh(critics_on, batches, critics, mesh):
     assert_same(critic_grads(critics_on, mesh, reshaped(batches[PPO], 1, 8)), critics)
