@@ -119,6 +119,7 @@ def test_a_cut_context_and_spare_episodes_are_trained_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["spares", "tail batching"])
 def test_a_resumed_run_takes_back_cancelled_groups(tmp_path, how):
     from rolljax import cli

@@ -124,7 +124,10 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "2 + 2" else pytest.param(n, marks=pytest.mark.slow) for n in PLACEMENTS])
+RUN_BY = {"2 + 2": [], "6 + 2, matrices split": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=RUN_BY.get(n, [pytest.mark.sweep])) for n in PLACEMENTS])
 def test_the_placement_changes_no_loss(alone, tmp_path, name):
     assert_the_same(run(tmp_path / "run", *PLACEMENTS[name])[0], alone)
 

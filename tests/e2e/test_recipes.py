@@ -61,7 +61,7 @@ def arguments(name, run_dir, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_to_its_end(name, tmp_path):
     settings, written = RECIPES[name]

@@ -227,7 +227,7 @@ def recorded(run_dir, changes):
     return recorder
 
 
-@pytest.mark.parametrize(("steps", "lengths"), [(20, 8), pytest.param(52, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("steps", "lengths"), [(20, 8), pytest.param(52, 20, marks=pytest.mark.sweep)])
 def test_nothing_compiles_after_the_first_rl_step(tmp_path, steps, lengths, sleeps):
     changes = {
         "ReasoningGym_dot_config": "{'min_word_len': 3, 'max_word_len': 10}",

@@ -489,7 +489,7 @@ def test_random_traces_of_domains(admission, weights, others, seed, restores, fa
     check_domains(admission, weights, others, seed, restores, faults)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @settings(max_examples=2_500, **TRACES)
 @a_trace_of_domains
 def test_many_random_traces_of_domains(admission, weights, others, seed, restores, faults):

@@ -260,7 +260,7 @@ MANY_TURNS = EnvTimings(step_s=Distribution(center=1.0, spread=1.0, hang_frac=0.
     ("env", "turns", "steps", "limit_s"),
     [
         (ONE_TURN, 1.0, 40, 1e6),
-        pytest.param(MANY_TURNS, 5.0, 150, 30.0, marks=pytest.mark.slow, id="hanging ones fail"),
+        pytest.param(MANY_TURNS, 5.0, 150, 30.0, marks=pytest.mark.sweep, id="hanging ones fail"),
     ],
 )
 def test_timings_of_a_run_give_its_step_times(tmp_path, env, turns, steps, limit_s):
