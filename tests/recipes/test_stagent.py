@@ -13,6 +13,7 @@ from rolljax.recipes.stagent import stagent
 from tests.stages import coin, through
 
 
+@pytest.mark.slow
 def test_tasks_that_can_be_learned_are_the_true_middle_band(tmp_path):
     rng = random.Random(0)
     chances = [1.0] * 80 + [0.0] * 80 + [rng.uniform(0.3, 0.7) for _ in range(80)]
