@@ -245,6 +245,7 @@ def test_starting_late_solves_what_starting_at_the_beginning_cannot(algorithm):
     assert (success("everywhere", 200) >= 0.9).all()
 
 
+@pytest.mark.slow
 def test_a_discount_makes_guesses_few():
     def learned(gamma):
         return toys.train(toys.GuessTheNumber, ReBn(gamma=gamma), seeds=2, steps=200, lr=100).measured

@@ -264,6 +264,7 @@ def test_prefill_insert_generate_without_jetstream(head, ours):
             assert out[slot] + more[slot] == ours[0][i][:16]
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_a_slot_even_as_the_first(without, ours):
     engine = build(without, stop_ids=[ours[0][4][0], ours[0][5][6]])
     state = engine.init_decode_state()

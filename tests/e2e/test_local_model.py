@@ -92,6 +92,7 @@ def test_the_local_model_answers_like_the_server(folder, endpoint, temperature):
     assert not local._loaded
 
 
+@pytest.mark.slow
 def test_equal_settings_share_one_model(folder):
     async def run():
         one, two = LocalModel(str(folder), SIZES).open(), LocalModel(str(folder), SIZES).open()

@@ -248,7 +248,7 @@ def trajectory(rng, group, sibling, prompt, reward):
     return Trajectory(Key(0, group, sibling), Task("t", group, "t"), (turn,), reward, {}, reward > 0, "ok")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raft", "best_of"])
 def test_the_example_learns(example, name, model, params):
     """One update makes what was rewarded likelier, and the rest not much."""

@@ -74,6 +74,7 @@ def test_nothing_of_the_parent_is_in_reach_and_nothing_is_left_behind(capfd):
         os.waitpid(pid, os.WNOHANG)
 
 
+@pytest.mark.slow
 def test_several_threads_score_side_by_side():
     results = {}
     threads = [threading.Thread(target=lambda n=n: results.update({n: bounded(lambda: n)})) for n in range(8)]

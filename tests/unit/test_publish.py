@@ -72,6 +72,7 @@ def test_no_stack_of_layers_is_ever_gathered():
     assert memory.alias_size_in_bytes > 10 * stack / 4
 
 
+@pytest.mark.slow
 def test_a_sampler_whose_weights_cannot_be_made_ends():
     """And says so at once, to whoever published and to whoever waits for tokens."""
     mesh = MeshSpec().build(jax.devices()[:1])

@@ -198,6 +198,7 @@ def test_the_same_seed_gives_the_same_times():
     assert simulate(dataclasses.replace(run, seed=1), world)[1].rows != first
 
 
+@pytest.mark.slow
 def test_evaluations_take_their_time():
     world = timings(Distribution(center=10.0))
     run = recipe(slots=512, prompts=2, group=2, steps=4, eval_every=2)

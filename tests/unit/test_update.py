@@ -521,6 +521,7 @@ def critics(critics_on, batches):
     return critic_grads(critics_on, "one", batches[PPO])
 
 
+@pytest.mark.slow
 def test_each_critic_learns_from_its_own_share_alone(model, start, units, batches, critics):
     """Two critics with disjoint shares are two value models, fitted one by one; the loss is written out here."""
     grads, stats = critics
