@@ -120,7 +120,7 @@ DecoupledPpo: Asynchronous sampling with several updates per step: the clip boun
   for age. It costs one more forward pass.
 AttentionRhythm: When one reward for a long answer shall be spent on the tokens that decided it, without a critic. It
   costs one forward pass of a few layers with explicit attention.
-SegmentReward: When a policy trained on preferences is at hand as a scorer, and answers have good and bad parts:
+SegmentReward: When a policy trained on preferences can serve as a scorer, and answers have good and bad parts:
   segments that contradict the outcome get no gradient.
 SegmentPpo: As `SegmentReward`, with a critic for a baseline: it sees every token, the policy the segments that agree.
 SegmentDpo: As `Dpo`, where answers of a pair have parts in common with good and bad ones, and a scorer can tell them.
@@ -225,7 +225,7 @@ def when(cls: type[Algorithm]) -> str:
     """When to use it, from `WHEN`.
 
     Raises:
-      KeyError: nobody has written it yet.
+      KeyError: the entry is missing.
     """
     entries = re.sub(r"\n +", " ", WHEN).strip().split("\n")
     return dict(entry.split(": ", 1) for entry in entries)[cls.__name__]
@@ -249,7 +249,7 @@ def papers(cls: type) -> str:
 
 
 def settings(cls: type[Algorithm]) -> list[str]:
-    """Settings of its own (new ones and changed defaults) and those that it shares, as tables."""
+    """Return the class's own settings (new ones and changed defaults) and its shared ones, as tables."""
     hints, meanings = check.hints(cls), meanings_of(cls)
     base = {f.name: field_default(f) for f in dataclasses.fields(PolicyGradient)}
     own: list[str] = []
@@ -397,10 +397,8 @@ def gradient(cls: type[Algorithm]) -> list[str]:
     c = coefficients(algorithm)
     if not isinstance(algorithm, PolicyGradient):
         (only,) = set(c.values())
-        beside = " The teacher's divergence adds its own." if cls is Distill else ""
-        return [
-            f"The gradient of the cross-entropy is `c * grad logp` with c = {number(only)} for every token.{beside}"
-        ]
+        more = " The teacher's divergence adds its own." if cls is Distill else ""
+        return [f"The gradient of the cross-entropy is `c * grad logp` with c = {number(only)} for every token.{more}"]
     text = "The gradient is a sum of `c * grad logp` over tokens. `c` by advantage A and ratio"
     text += f" (of a {LEVELS[algorithm.level]}):" if algorithm.level != "token" else ":"
     if algorithm.correction is not None and algorithm.correction.weight_cap is not None:
@@ -482,7 +480,7 @@ def oracles(cls: type[Algorithm]) -> list[tuple[str, str]]:
     """Tests against something from outside, and what that is; `none` and why, if there is none.
 
     Raises:
-      KeyError: nobody has written it yet.
+      KeyError: the entry is missing.
     """
     found: dict[str, list[tuple[str, str]]] = {}
     for line in re.sub(r"\n +", " ", ORACLES).strip().split("\n"):

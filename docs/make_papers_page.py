@@ -1,7 +1,7 @@
 """Make the list of papers, a page of the site: `make docs` writes it into build/docs/papers.md.
 
 Every paper that the code names: what of it is here, the config that runs it and the figure that shows it. Algorithms
-say their papers in their docstrings; what else comes from a paper stands in `PARTS`.
+say their papers in their docstrings; `PARTS` lists everything else that comes from a paper.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Make the settings reference, a page of the site: `make docs` writes it into build/docs/settings.md.
 
-Every field that a config can set, of every class that it can name: those that the fields of `Recipe` mention, at any
-depth, and those that derive from them. Names, types and defaults are the code's, meanings its docstrings'. Settings of
-algorithms have pages of their own (docs/make_algorithm_pages.py). `python docs/make_settings_page.py` prints the page.
+The page has every field of every class that a config can name: classes that a field of `Recipe` mentions, at any depth,
+and classes that derive from them. Names, types, defaults and meanings come from the code. Settings of algorithms have
+pages of their own (docs/make_algorithm_pages.py). `python docs/make_settings_page.py` prints the page.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def load_rooms() -> None:
 
 
 def derived(cls: type) -> Iterator[type]:
-    """Classes of ours that derive from one of ours, at any depth; those that a test or a page made are not."""
+    """Yield the classes of rolljax that derive from one, at any depth, without classes that a test or a page made."""
     for sub in cls.__subclasses__():
         if sub.__module__.startswith("rolljax."):
             yield sub
@@ -119,8 +119,8 @@ def _named_by(cls: type) -> list[type]:
 
 
 def setting_classes() -> list[type]:
-    """Every class whose fields a config can set, by its place on the page; without those that only others derive from,
-    unless they have settings."""
+    """Return every class whose fields a config can set, by its place on the page. Abstract classes without settings of
+    their own are left out."""
     load_rooms()
     found = [c for c in closure(ROOTS, _named_by) if is_config(c) and not c.__name__.startswith("_")]
     return sorted(found, key=_place)
@@ -138,7 +138,7 @@ def _place(cls: type) -> tuple[Any, ...]:
 
 
 def group_of(cls: type) -> str:
-    """The key of `GROUPS` whose section a class stands in.
+    """Return the key of `GROUPS` whose section has a class.
 
     Raises:
       ValueError: there is none.
@@ -210,7 +210,7 @@ def section(cls: type, known: set[type]) -> list[str]:
 
 
 def algorithms_index(classes: list[type]) -> list[str]:
-    """Which algorithm's settings stand where."""
+    """Return links to the settings of each algorithm."""
     links = [f"[{c.__name__}]({page_of(c)})" for c in classes if not inspect.isabstract(c)]
     return ["", "## Algorithms", "", "Each has a page with its settings: " + ", ".join(links) + "."]
 
