@@ -223,7 +223,7 @@ def test_a_package_holds_the_rows_of_metrics_jsonl(folder, tmp_path, name, monke
     assert found == want and all(map(math.isfinite, found["1"].values()))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_package_holds_a_real_run(tmp_path, start, monkeypatch):
     """A tracker holds the run's settings and rows, and none is lost."""
     monkeypatch.chdir(tmp_path)  # MLflow and Aim write to the working directory
