@@ -86,6 +86,7 @@ ELSEWHERE: dict[str, str] = {
     "rolljax.envs.adapters.openenv.OpenEnv": "e2e/test_adapters_servers.py",
     "rolljax.envs.adapters.rock.Rock": "e2e/test_adapters_servers.py",
     "rolljax.envs.code_problems.CodeProblems": "e2e/test_code_problems.py",
+    "rolljax.recipes.judged_mixtures.judge_training.JudgeTraining": "recipes/test_judged_mixtures_training.py",
     "rolljax.recipes.terminal_bench.terminal.TerminalTasks": "recipes/test_terminal_bench.py",
     "rolljax.recipes.terminal_bench.terminal.HarborTasks": "recipes/test_terminal_bench.py",
 }
