@@ -188,7 +188,7 @@ def test_a_pipeline_runs_inside_of_an_event_loop(tmp_path):
 
     with RuleServer(adder) as server:
         found = asyncio.run(cell())
-    assert found.files == {"data.jsonl": 6} and found.stages["01_attempts"]["asked"]["asked"] == 12
+    assert found.files == {"data.jsonl": 6} and found.stages["01_sample_attempts"]["asked"]["asked"] == 12
 
 
 def test_a_server_that_is_none_is_told_of_by_its_setting(tmp_path):
@@ -216,7 +216,7 @@ def test_another_pipeline_is_not_written_over_one(tmp_path):
     "settings, message",
     [
         ({"stages": ()}, "has no stage"),
-        ({"stages": (attempts.SampleAttempts(),)}, "stage attempts asks a model"),
+        ({"stages": (attempts.SampleAttempts(),)}, "stage sample_attempts asks a model"),
         ({"stages": (dedup.Exact(),), "output": "csv"}, "is no format"),
         ({"stages": (dedup.Exact(),), "concurrency": 0}, "at least 1"),
     ],
